@@ -26,8 +26,7 @@ from service.agents.notes import How, Note, noted_steps
 from service.agents.parser import Reply, ReplyParser
 from service.columns import digest
 from service.rollout.chat.chat import Chat, Tool
-from service.rollout.chat.conversation import Conversation
-from service.rollout.chat.end_token import Response, as_sampled
+from service.rollout.chat.conversation import Conversation, Response, as_sampled
 from service.rollout.chat.special_tokens import MessagesRefused
 from service.rollout.engine import Generation
 from service.rollout.environment import Message

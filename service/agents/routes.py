@@ -27,8 +27,8 @@ from service.agents.requests import Requests
 from service.agents.session import Outcome, Session
 from service.rollout.chat.chat import Chat
 from service.rollout.chat.special_tokens import MessagesRefused
-from service.rollout.env_guard import NotAllowed, float_or_nan, plain_info
 from service.rollout.environment import Status, is_text
+from service.rollout.plain_values import NotAllowed, float_or_nan, plain_info
 
 Body = Mapping[str, Any]
 MAX_END_BYTES = 1 << 20

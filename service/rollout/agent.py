@@ -23,16 +23,14 @@ from service.handoff.steps.builder import StepSink
 from service.handoff.steps.stop_reason import StopReason
 from service.rollout import going_on
 from service.rollout.chat.chat import Chat, Tool
-from service.rollout.chat.conversation import Conversation, Prompt, conversation
-from service.rollout.chat.end_token import without_loss
+from service.rollout.chat.conversation import Conversation, Prompt, conversation, without_loss
 from service.rollout.chat.frozen import FrozenModels, generation_of
 from service.rollout.chat.special_tokens import MessagesRefused
-from service.rollout.engine import Engine, Generation
+from service.rollout.engine import Engine, Generation, validate_generation
 from service.rollout.env_guard import EnvGuard
 from service.rollout.environment import MAIN, Message, StepResult, Task, TrajectoryFailed
 from service.rollout.episode import Episode
 from service.rollout.limits import AgentLimits
-from service.rollout.validate_generation import validate_generation
 from service.types import Int32s, Steps, TrajectoryEnd, TrajectoryId
 
 log = logging.getLogger(__name__)

@@ -21,7 +21,7 @@ from contextlib import suppress
 from importlib import import_module
 from typing import Any
 
-from service.rollout.traceback import describe_error
+from service.rollout.user_errors import describe_error
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 KILL_SECONDS = 10

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import re
 import time
 from collections import Counter
@@ -21,9 +20,7 @@ from typing import Any, NamedTuple
 
 from service.errors import RunFailed
 from service.handoff.steps.stop_reason import StopReason
-from service.rollout.contain_exits import contain_exits
 from service.rollout.environment import (
-    MAIN,
     Agent,
     AgentSession,
     Environment,
@@ -35,8 +32,8 @@ from service.rollout.environment import (
     snapshot_of,
 )
 from service.rollout.limits import AgentLimits
-from service.rollout.plain_values import Copier, NotPlain
-from service.rollout.traceback import describe_error, type_name
+from service.rollout.plain_values import NotAllowed, read_messages, read_snapshot, read_step_result
+from service.rollout.user_errors import contain_exits, describe_error
 from service.types import TrajectoryId
 
 log = logging.getLogger(__name__)
@@ -44,22 +41,9 @@ log = logging.getLogger(__name__)
 RETURN_SECONDS = 5.0
 """Seconds in which a cancelled call has to return and the environment to close, before its task is left to itself."""
 MAX_LEAKED_TASKS = 100
-"""Most tasks of environments left to themselves in a process; then the process has to be renewed."""
+"""Maximum number of tasks of environments left to themselves in a process; then the process has to be renewed."""
 _TOOL = re.compile(r'<tool_call>\s{0,8}\{\s{0,8}"name"\s{0,8}:\s{0,8}"([\w.-]{1,64})"')
 _NAME = re.compile(r"[\w.-]{1,64}")
-MESSAGE_KEYS = ("role", "content")
-NUMBER_CHARACTERS = 1 << 10
-"""Most characters of a reward."""
-INFO_CHARACTERS = 1 << 16
-"""Most characters of all names and values in one `info`."""
-
-
-class NotAllowed(Exception):
-    """What the environment or the agent gave is not allowed."""
-
-    def __init__(self, reason: StopReason, detail: str) -> None:
-        super().__init__(detail)
-        self.reason, self.detail = reason, detail
 
 
 class LeakedTasks:
@@ -97,7 +81,11 @@ class _Call(NamedTuple):
 
 
 class EnvGuard:
-    """One trajectory's environment: `make` makes it, `name` names it in messages."""
+    """One trajectory's environment: `make` makes it, `name` names it in messages.
+
+    `reset`, `step`, `snapshot`, `restore` and `play` raise TrajectoryFailed where the environment raised, was late, or
+    returned a value that is not allowed.
+    """
 
     def __init__(
         self,
@@ -125,49 +113,31 @@ class EnvGuard:
         """Names of the tools that the task describes."""
 
     async def reset(self, task: Task, seed: int) -> list[Message]:
-        """Make the environment, begin the episode and return the first messages.
-
-        Raises:
-            TrajectoryFailed: the environment raised, was late, or returned what is not allowed.
-        """
+        """Make the environment, begin the episode and return the first messages."""
         self._tools = frozenset(name for tool in task.tools if (name := _name_of(tool)))
-        messages: list[Message] = await self._ask("reset", partial(_messages, "messages", self._limits), task, seed)
+        read = partial(read_messages, "messages", self._limits)
+        messages: list[Message] = await self._ask("reset", read, lambda environment: environment.reset(task, seed))
         return messages
 
     async def step(self, text: str) -> StepResult:
-        """The answer to one turn of the policy, in plain values.
-
-        Raises:
-            TrajectoryFailed: the environment raised, was late, or returned what is not allowed.
-        """
-        result: StepResult = await self._ask("step", partial(_step_result, self._limits), text)
+        """The answer to one turn of the policy, in plain values."""
+        read, name = partial(read_step_result, self._limits), tool_named(text, self._tools)
+        result: StepResult = await self._ask("step", read, lambda environment: environment.step(text), name)
         return result
 
     async def snapshot(self) -> bytes | bool:
-        """The environment's state; True: it can be played again instead; False: neither.
-
-        Raises:
-            TrajectoryFailed: `snapshot` raised, was late, or gave something else.
-        """
+        """The environment's state; True: it can be played again instead; False: neither."""
         if isinstance(self._snapshot, bytes):
-            self._snapshot = await self._answer("snapshot", _snapshot, snapshot_of)
+            self._snapshot = await self._ask("snapshot", read_snapshot, snapshot_of)
         return self._snapshot
 
     async def restore(self, snapshot: bytes) -> None:
-        """Bring the environment, after its `reset`, into the state of a snapshot.
-
-        Raises:
-            TrajectoryFailed: `restore` raised, or was late.
-        """
-        await self._ask("restore", lambda result: None, snapshot)
+        """Bring the environment, after its `reset`, into the state of a snapshot."""
+        await self._ask("restore", _nothing, lambda environment: environment.restore(snapshot))
 
     async def play(self, session: AgentSession, task: Task, seed: int) -> None:
-        """Make the agent and let it play; its result is the session's.
-
-        Raises:
-            TrajectoryFailed: the agent raised, or was late.
-        """
-        await self._ask("play", lambda result: None, session, task, seed)
+        """Make the agent and let it play; its result is the session's."""
+        await self._ask("play", _nothing, lambda agent: agent.play(session, task, seed))
 
     async def close(self, trajectory: TrajectoryId) -> None:
         """End the episode; what fails here is logged, because the trajectory is over."""
@@ -185,13 +155,10 @@ class EnvGuard:
                 self._leaked.add(self._task, self._name)
                 log.warning("%s: %s was left to itself, it did not end within %g s", trajectory, self._name, seconds)
 
-    async def _ask(self, method: str, read: Callable[[Any], Any], *arguments: Any) -> Any:
-        name = tool_named(arguments[0], self._tools) if method == "step" else method
-        return await self._answer(method, read, lambda environment: getattr(environment, method)(*arguments), name)
-
-    async def _answer(
-        self, method: str, read: Callable[[Any], Any], make: Callable[[Any], Awaitable[Any]], name: str = "snapshot"
+    async def _ask(
+        self, method: str, read: Callable[[Any], Any], make: Callable[[Any], Awaitable[Any]], name: str = ""
     ) -> Any:
+        """The answer to a call, as `read` copies it; `name`: of the call in the timeline, `method` where empty."""
         loop = asyncio.get_running_loop()
         if self._task is None:
             self._task = loop.create_task(self._serve(), name=self._name)
@@ -207,7 +174,7 @@ class EnvGuard:
         finally:  # also when the trajectory is cancelled
             late.cancel()
             if self._answered is not None and method != "play":  # which lasts as long as the trajectory
-                self._answered(name, began)
+                self._answered(name or method, began)
             if answer.cancelled():
                 self._leave()
         if isinstance(result, TrajectoryFailed):
@@ -291,96 +258,5 @@ async def _next(calls: asyncio.Queue[_Call | None]) -> _Call | None:
         return None
 
 
-def _snapshot(value: Any) -> bytes | bool:
-    if type(value) not in (bytes, bool):
-        raise NotAllowed(StopReason.ENVIRONMENT_ERROR, f"gave a {type_name(value)}; bytes are needed")
-    return value  # type: ignore[no-any-return]
-
-
-def _step_result(limits: AgentLimits, result: Any) -> StepResult:
-    if not issubclass(type(result), StepResult):
-        raise NotAllowed(StopReason.ENVIRONMENT_ERROR, f"returned a {type_name(result)}; a StepResult is needed")
-    messages, reward, done, info, history, score, role, rewards = tuple.__iter__(result)
-    ends = _plain("done", done, NUMBER_CHARACTERS, StopReason.ENVIRONMENT_ERROR)
-    if not isinstance(ends, int):
-        raise NotAllowed(StopReason.ENVIRONMENT_ERROR, f"done is {ends!r:.80}; true or false is needed")
-    number = plain_reward(reward)
-    given = plain_info(rewards, "rewards")
-    return StepResult(
-        () if ends else _messages("messages", limits, messages),
-        number,
-        bool(ends),
-        plain_info(info),
-        None if ends or history is None else _messages("history", limits, history),
-        None if score is None else plain_reward(score, "score"),
-        MAIN if ends else _role("role", limits, role),
-        {_role("rewards", limits, of): plain_reward(of_role, f"rewards[{of!r:.80}]") for of, of_role in given.items()},
-    )
-
-
-def _role(field: str, limits: AgentLimits, value: Any) -> str:
-    name = _plain(field, value, NUMBER_CHARACTERS, StopReason.ENVIRONMENT_ERROR)
-    if name not in limits.roles:
-        known = ", ".join(limits.roles)
-        raise NotAllowed(StopReason.ENVIRONMENT_ERROR, f"{field}: {name!r:.80} is no role of the run ({known})")
-    return str(name)
-
-
-def _messages(field: str, limits: AgentLimits, value: Any) -> list[Message]:
-    messages: Any = _plain(field, value, limits.max_observation_characters, StopReason.ENVIRONMENT_OUTPUT)
-    if not isinstance(messages, list):
-        raise NotAllowed(
-            StopReason.ENVIRONMENT_OUTPUT, f"{field} is a {type_name(value)}; a list of messages is needed"
-        )
-    for i, message in enumerate(messages):
-        if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in MESSAGE_KEYS):
-            raise NotAllowed(StopReason.ENVIRONMENT_OUTPUT, f"{field}[{i}] needs a role and a text as content")
-    return messages
-
-
-def plain_reward(value: Any, name: str = "reward") -> float:
-    """The reward, or what else is so named, as a finite number.
-
-    Raises:
-        NotAllowed: it is something else.
-    """
-    number = _plain(name, value, NUMBER_CHARACTERS, StopReason.ENVIRONMENT_REWARD)
-    if not isinstance(number, int | float) or not math.isfinite(float_or_nan(number)):
-        raise NotAllowed(StopReason.ENVIRONMENT_REWARD, f"{name} is {number!r:.80}; a finite number is needed")
-    return float(number)
-
-
-def plain_info(value: Any, field: str = "info") -> dict[str, float]:
-    """The `info`, or what else is so named, as numbers by name; empty for None.
-
-    Raises:
-        NotAllowed: it is something else, or too large.
-    """
-    if value is None:
-        return {}
-    info = _plain(field, value, INFO_CHARACTERS, StopReason.ENVIRONMENT_ERROR)
-    if not isinstance(info, dict):
-        raise NotAllowed(StopReason.ENVIRONMENT_ERROR, f"{field} is a {type_name(value)}; numbers by name are needed")
-    for name, number in info.items():
-        if not isinstance(number, int | float):
-            raise NotAllowed(
-                StopReason.ENVIRONMENT_ERROR, f"{field}[{name!r:.80}] is {number!r:.80}; a number is needed"
-            )
-    return {name: float_or_nan(number) for name, number in info.items()}
-
-
-def float_or_nan(number: float) -> float:
-    """The number; NaN where it is not finite or beyond every float."""
-    try:
-        return float(number) if math.isfinite(number) else math.nan
-    except OverflowError:
-        return math.nan
-
-
-def _plain(field: str, value: Any, most: int, reason: StopReason) -> Any:
-    try:
-        return Copier(most).copy(value)
-    except NotPlain as refused:
-        raise NotAllowed(reason, f"{field}{refused}") from None
-    except BaseException as error:  # noqa: BLE001 - the copy runs methods of the value's class, which may raise anything
-        raise NotAllowed(reason, f"{field} cannot be read: {describe_error(error)}") from None
+def _nothing(result: Any) -> None:
+    """What a method returns that has no result is ignored."""

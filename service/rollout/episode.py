@@ -18,8 +18,7 @@ from service.columns import digest
 from service.handoff.steps.builder import StepSink
 from service.handoff.steps.roles import ROLES, packed_roles
 from service.handoff.steps.stop_reason import StopReason
-from service.rollout.chat.conversation import Prompt
-from service.rollout.chat.end_token import Response
+from service.rollout.chat.conversation import Prompt, Response
 from service.rollout.engine import Generation
 from service.rollout.environment import MAIN, Task
 from service.rollout.limits import AgentLimits

@@ -8,21 +8,28 @@ nothing of these classes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from numbers import Real
 from typing import Any
 
 import numpy as np
 
-from service.rollout.environment import is_text
-from service.rollout.traceback import type_name
+from service.handoff.steps.stop_reason import StopReason
+from service.rollout.environment import MAIN, Message, StepResult, is_text
+from service.rollout.limits import AgentLimits
+from service.rollout.user_errors import describe_error, type_name
 
 MAX_DEPTH = 64
-"""Most lists and mappings around a value."""
+"""Maximum number of lists and mappings around a value."""
 MAX_PLACE_CHARACTERS = 200
-"""Most characters of a value's place in a message."""
+"""Maximum characters of a value's place in a message."""
 VALUE_CHARACTERS = 8
 """Counted for every value that is no text, so that numbers and empty lists are bounded too."""
+NUMBER_CHARACTERS = 1 << 10
+"""Maximum characters of a reward."""
+INFO_CHARACTERS = 1 << 16
+"""Maximum characters of all names and values in one `info`."""
 
 
 class NotPlain(Exception):
@@ -67,9 +74,9 @@ class Copier:
         if value is None or kind is bool or issubclass(kind, self._also):
             return value
         if kind is dict or issubclass(kind, Mapping):
-            return self._container(self._mapping, value)
+            return dict(self._inside(value.items(), has_names=True))
         if kind is list or (issubclass(kind, Sequence) and not issubclass(kind, bytes | bytearray | memoryview)):
-            return self._container(self._list, value)
+            return [item for _, item in self._inside(enumerate(value), has_names=False)]
         if issubclass(kind, int):
             number = int.__int__(value)
             self._count(number.bit_length() // 3)
@@ -81,30 +88,21 @@ class Copier:
             return float(value)
         raise NotPlain(f"is a {type_name(value)}; allowed are texts, numbers, None, lists and mappings")
 
-    def _container(self, copy: Callable[[Any], Any], value: Any) -> Any:
+    def _inside(self, items: Iterable[tuple[Any, Any]], has_names: bool) -> list[tuple[Any, Any]]:
+        """(name or number, copy) of each value in a container."""
         if self._depth == MAX_DEPTH:
             raise NotPlain(f"is nested too deeply; allowed are {MAX_DEPTH} levels")
         self._depth += 1
-        copied = copy(value)
+        copied = []
+        for key, item in items:
+            place = self._name(key) if has_names else key
+            try:
+                copied.append((place, self.copy(item)))
+            except NotPlain as refused:
+                refused.place = f"[{place!r:.80}]{refused.place[:MAX_PLACE_CHARACTERS]}"
+                raise
         self._depth -= 1
         return copied
-
-    def _mapping(self, value: Mapping[Any, Any]) -> dict[str, Any]:
-        copied = {}
-        for key, item in value.items():
-            name = self._name(key)
-            copied[name] = self._at(name, item)
-        return copied
-
-    def _list(self, value: Sequence[Any]) -> list[Any]:
-        return [self._at(i, item) for i, item in enumerate(value)]
-
-    def _at(self, place: int | str, value: object) -> Any:
-        try:
-            return self.copy(value)
-        except NotPlain as refused:
-            refused.place = f"[{place!r:.80}]{refused.place[:MAX_PLACE_CHARACTERS]}"
-            raise
 
     def _name(self, key: object) -> str:
         """A name as text; JSON makes texts of names that are numbers, too."""
@@ -127,3 +125,118 @@ class Copier:
         self._left -= characters
         if self._left < 0:
             raise NotPlain(f"is too large; allowed are {self._most} characters in all")
+
+
+class NotAllowed(Exception):
+    """A value that the environment or the agent gave is not allowed."""
+
+    def __init__(self, reason: StopReason, detail: str) -> None:
+        super().__init__(detail)
+        self.reason, self.detail = reason, detail
+
+
+def read_snapshot(value: Any) -> bytes | bool:
+    """An environment's snapshot, or whether it can be played again."""
+    if type(value) not in (bytes, bool):
+        raise NotAllowed(StopReason.ENVIRONMENT_ERROR, f"gave a {type_name(value)}; bytes are needed")
+    return value  # type: ignore[no-any-return]
+
+
+def read_step_result(limits: AgentLimits, result: Any) -> StepResult:
+    """The answer to one turn, in plain values.
+
+    Raises:
+        NotAllowed: it is none, or a part of it is not allowed.
+    """
+    if not issubclass(type(result), StepResult):
+        raise NotAllowed(StopReason.ENVIRONMENT_ERROR, f"returned a {type_name(result)}; a StepResult is needed")
+    messages, reward, done, info, history, score, role, rewards = tuple.__iter__(result)
+    ends = _plain("done", done, NUMBER_CHARACTERS, StopReason.ENVIRONMENT_ERROR, int, "true or false")
+    return StepResult(
+        () if ends else read_messages("messages", limits, messages),
+        plain_reward(reward),
+        bool(ends),
+        plain_info(info),
+        None if ends or history is None else read_messages("history", limits, history),
+        None if score is None else plain_reward(score, "score"),
+        MAIN if ends else _role("role", limits, role),
+        {
+            _role("rewards", limits, name): plain_reward(of_role, f"rewards[{name!r:.80}]")
+            for name, of_role in plain_info(rewards, "rewards").items()
+        },
+    )
+
+
+def read_messages(field: str, limits: AgentLimits, value: Any) -> list[Message]:
+    """Messages in plain values, each with at least a role and a text as content."""
+    most, reason = limits.max_observation_characters, StopReason.ENVIRONMENT_OUTPUT
+    messages: list[Message] = _plain(field, value, most, reason, list, "a list of messages")
+    for i, message in enumerate(messages):
+        if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
+            raise NotAllowed(reason, f"{field}[{i}] needs a role and a text as content")
+    return messages
+
+
+def plain_reward(value: Any, name: str = "reward") -> float:
+    """The reward, or another value of that name, as a finite number.
+
+    Raises:
+        NotAllowed: it is something else.
+    """
+    reason, needed = StopReason.ENVIRONMENT_REWARD, "a finite number"
+    number = _plain(name, value, NUMBER_CHARACTERS, reason, (int, float), needed)
+    if not math.isfinite(float_or_nan(number)):
+        raise NotAllowed(reason, f"{name} is {number!r:.80}; {needed} is needed")
+    return float(number)
+
+
+def plain_info(value: Any, field: str = "info") -> dict[str, float]:
+    """The `info`, or another mapping of that name, as numbers by name; empty for None.
+
+    Raises:
+        NotAllowed: it is something else, or too large.
+    """
+    if value is None:
+        return {}
+    reason = StopReason.ENVIRONMENT_ERROR
+    info = _plain(field, value, INFO_CHARACTERS, reason, dict, "a mapping of names to numbers")
+    for name, number in info.items():
+        if not isinstance(number, int | float):
+            raise NotAllowed(reason, f"{field}[{name!r:.80}] is {number!r:.80}; a number is needed")
+    return {name: float_or_nan(number) for name, number in info.items()}
+
+
+def float_or_nan(number: float) -> float:
+    """The number; NaN where it is not finite or beyond every float."""
+    try:
+        return float(number) if math.isfinite(number) else math.nan
+    except OverflowError:
+        return math.nan
+
+
+def _role(field: str, limits: AgentLimits, value: Any) -> str:
+    name = _plain(field, value, NUMBER_CHARACTERS, StopReason.ENVIRONMENT_ERROR)
+    if name not in limits.roles:
+        known = ", ".join(limits.roles)
+        raise NotAllowed(StopReason.ENVIRONMENT_ERROR, f"{field}: {name!r:.80} is no role of the run ({known})")
+    return str(name)
+
+
+def _plain(
+    field: str,
+    value: Any,
+    most: int,
+    reason: StopReason,
+    kind: type | tuple[type, ...] = object,
+    needed: str = "",
+) -> Any:
+    """A copy of a value that must be of this kind, with at most `most` characters."""
+    try:
+        copied = Copier(most).copy(value)
+    except NotPlain as refused:
+        raise NotAllowed(reason, f"{field}{refused}") from None
+    except BaseException as error:  # noqa: BLE001 - the copy runs methods of the value's class, which may raise anything
+        raise NotAllowed(reason, f"{field} cannot be read: {describe_error(error)}") from None
+    if not isinstance(copied, kind):
+        raise NotAllowed(reason, f"{field} is {copied!r:.80}; {needed} is needed")
+    return copied

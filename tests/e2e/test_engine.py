@@ -27,8 +27,7 @@ from actors.weights.image import Image
 from actors.weights.part import PartCopy, WeightPart
 from service.config import AlgorithmConfig, Config, GeneratorConfig, ModelConfig, WeightsConfig
 from service.errors import RunFailed
-from service.rollout.engine import Generation, Sampling
-from service.rollout.validate_generation import validate_generation
+from service.rollout.engine import Generation, Sampling, validate_generation
 from service.types import PolicyVersion
 from tests.pure.actors.fakes import all_rows
 

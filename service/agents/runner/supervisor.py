@@ -24,7 +24,7 @@ from service.agents.runner.forward import on_loopback, port_of
 from service.agents.runner.sandbox import Launch, NotStarted, namespaces_refused
 from service.rollout.child_main import PR_SET_CHILD_SUBREAPER, serve
 from service.rollout.environment import Task
-from service.rollout.traceback import describe_error
+from service.rollout.user_errors import describe_error
 from service.user_code import enter_user_folder, import_user_module
 
 log = logging.getLogger(__name__)

@@ -54,7 +54,7 @@ class Chat:
         self._prompts = _cached(lambda messages: self._special_tokens.encode(self._render(messages)))
         self._deltas = _cached(lambda messages: self._special_tokens.encode(self._after_mark(messages)))
         self.end_id = self._find_end()
-        """The token that ends a turn; `end_token` appends it where the policy stopped without one."""
+        """The token that ends a turn; `conversation` appends it where the policy stopped without one."""
         self.end_ids: tuple[int, ...] = tuple(dict.fromkeys((self.end_id, int(tokenizer.eos_token_id))))
         """All tokens at which the engine should stop."""
 

@@ -11,12 +11,14 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import aiohttp
 import msgspec
 import numpy as np
 
+from service.backoff import Backoff, retried
 from service.config.rollout import RoleConfig
 from service.handoff.steps.stop_reason import StopReason
 from service.observe.metrics import Metrics
@@ -26,8 +28,7 @@ from service.rollout.engine import Generation, Sampling
 from service.rollout.environment import Message, TrajectoryFailed
 from service.types import NO_VERSION
 
-FIRST_PAUSE = 0.2
-"""Seconds before the second attempt; each further pause is twice as long."""
+BACKOFF = Backoff(0.2)
 OK = 200
 AGAIN = (408, 429, 500, 502, 503, 504)
 """Statuses after which a request is sent again, until its deadline."""
@@ -87,21 +88,19 @@ class FrozenModels:
 
     async def _answer_within(self, role: str, messages: Sequence[Message], sampling: Sampling, deadline: float) -> str:
         """Ask until there is an answer, a refusal, or no time any more."""
-        asked, last, pause = self._roles[role], "no answer", FIRST_PAUSE
+        asked, failures, errors = self._roles[role], list[str](), (aiohttp.ClientError, ConnectionError)
+
+        def failed(error: Exception) -> None:
+            failures[:] = [f"{type(error).__name__}: {error}" if isinstance(error, aiohttp.ClientError) else str(error)]
+
         try:
             async with asyncio.timeout(deadline) as scope:
-                while True:
-                    try:
-                        return await self._asked(role, messages, sampling)
-                    except aiohttp.ClientError as error:
-                        last = f"{type(error).__name__}: {error}"
-                    except ConnectionError as error:
-                        last = str(error)
-                    await asyncio.sleep(pause)
-                    pause *= 2
+                ask = partial(self._asked, role, messages, sampling)
+                return await retried(ask, errors, BACKOFF, failed=failed)
         except TimeoutError as error:
             if not scope.expired():
                 raise
+            last = failures[0] if failures else "no answer"
             late = f"roles.{role}: {asked.url or asked.model} gave no answer within {deadline:g} s, at last {last}"
             raise TrajectoryFailed(StopReason.ENVIRONMENT_TIMEOUT, late) from error
 

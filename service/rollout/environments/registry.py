@@ -37,8 +37,8 @@ ENVIRONMENTS = {
     "text_to_sql": "baton.examples.text_to_sql:TextToSql",
 }
 ADAPTERS = {
-    "reasoning_gym": "service.rollout.environments.reasoning_gym:ReasoningGym",
-    "skyrl_gym": "service.rollout.environments.skyrl_gym:SkyRLGym",
+    "reasoning_gym": "service.rollout.environments.adapters:ReasoningGym",
+    "skyrl_gym": "service.rollout.environments.adapters:SkyRLGym",
 }
 """By the part of the name before the slash; the part after it is the adapter's first argument."""
 

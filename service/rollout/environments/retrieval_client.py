@@ -6,15 +6,15 @@ POST /retrieve {"queries": ["marn"], "topk": 3, "return_scores": true}
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping
 from typing import Any
 
 import aiohttp
 
+from service.backoff import Backoff, retried
+
 ATTEMPTS = 4
-FIRST_PAUSE = 0.2
-"""Seconds before the second attempt; each further pause is twice as long."""
+BACKOFF = Backoff(0.2)
 
 
 class RetrievalFailed(Exception):
@@ -34,14 +34,13 @@ class RetrievalClient:
         Raises:
             RetrievalFailed: the server refuses the query, or answers none of `ATTEMPTS` attempts.
         """
-        for attempt in range(ATTEMPTS):
-            if attempt:
-                await asyncio.sleep(FIRST_PAUSE * 2 ** (attempt - 1))
-            try:
-                return await self._ask({"queries": [query], "topk": topk, "return_scores": True})
-            except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, TimeoutError) as error:
-                last = f"{type(error).__name__}: {error}"
-        raise RetrievalFailed(f"{self._url} did not answer {ATTEMPTS} times, at last with {last}")
+        question = {"queries": [query], "topk": topk, "return_scores": True}
+        errors = aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, TimeoutError
+        try:
+            return await retried(lambda: self._ask(question), errors, BACKOFF, tries=ATTEMPTS)
+        except errors as error:
+            last = f"{type(error).__name__}: {error}"
+            raise RetrievalFailed(f"{self._url} did not answer {ATTEMPTS} times, at last with {last}") from error
 
     async def _ask(self, question: Mapping[str, Any]) -> list[str]:
         async with self._session.post(self._url, json=question) as response:

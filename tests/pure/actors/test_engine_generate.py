@@ -23,8 +23,7 @@ from actors.engine.vllm_engine import WARM_UP, VllmEngine
 from actors.weights.adapter import ADAPTER, ADAPTER_ID
 from service.config import Config, LoraConfig, ModelConfig, WeightsConfig
 from service.errors import RunFailed, UserError
-from service.rollout.engine import Generation, Sampling
-from service.rollout.validate_generation import validate_generation
+from service.rollout.engine import Generation, Sampling, validate_generation
 from service.types import NO_VERSION, PolicyVersion
 
 pytestmark = pytest.mark.asyncio

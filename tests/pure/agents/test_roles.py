@@ -20,7 +20,7 @@ from service.handoff.group_bytes import TRANSCRIPT_BYTES
 from service.handoff.steps.builder import steps_table
 from service.handoff.steps.roles import ROLES, Role, packed_roles
 from service.rollout.chat.chat import Chat
-from service.rollout.chat.end_token import Response
+from service.rollout.chat.conversation import Response
 from service.rollout.environment import TrajectoryFailed
 from tests.pure.agents.endpoint import CHAT, COMPLETIONS, Client, House, client_of, opened
 

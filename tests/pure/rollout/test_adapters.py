@@ -57,7 +57,7 @@ async def test_a_search_episode_of_skyrl_gym_asks_the_example_of_a_server_over_s
 
 @with_skyrl
 def test_an_option_that_the_skyrl_gym_environment_does_not_take_is_an_error() -> None:
-    adapter = import_module("service.rollout.environments.skyrl_gym")
+    adapter = import_module("service.rollout.environments.adapters")
     spec = import_module("skyrl_gym").spec("search").entry_point
     assert adapter.env_config(spec, {"topk": 7}).topk == 7
     with pytest.raises(UserError, match=r"env\.options: .*'skyrl_gym/search' refuses them: .*colour"):

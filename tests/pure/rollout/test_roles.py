@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from service.backoff import Backoff
 from service.config import Config
 from service.config.rollout import RoleConfig, ScorerConfig
 from service.errors import UserError
@@ -127,7 +128,7 @@ def said(text: object) -> tuple[int, Any]:
 async def test_a_frozen_role_is_played_by_its_model_and_nothing_of_it_is_trained(
     chat: Chat, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(frozen, "FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(frozen, "BACKOFF", Backoff(0.01))
     (tmp_path / "key").write_text("sesame\n")
     heard: list[Any] = []
     results = [turn("is it 17 ?", role="verifier"), turn("more ?", role="verifier"), StepResult([], 1.0, True)]
@@ -152,7 +153,7 @@ async def test_a_frozen_role_is_played_by_its_model_and_nothing_of_it_is_trained
 async def test_a_frozen_role_with_a_folder_is_asked_at_an_engine_of_the_run(
     chat: Chat, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(frozen, "FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(frozen, "BACKOFF", Backoff(0.01))
     heard: list[tuple[str, Sequence[Message], float]] = []
 
     async def engine(role: str, messages: Sequence[Message], sampling: Sampling) -> str:

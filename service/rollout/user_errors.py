@@ -1,4 +1,4 @@
-"""An exit inside a task that an environment starts fails what waits for the task, and does not end the event loop.
+"""Errors of users' code: as one line with the place that raised them, and an exit as an ordinary error.
 
 asyncio lets SystemExit and KeyboardInterrupt of any task through to its event loop, which ends with all trajectories.
 """
@@ -6,11 +6,43 @@ asyncio lets SystemExit and KeyboardInterrupt of any task through to its event l
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable, Coroutine
 from contextvars import ContextVar
+from itertools import dropwhile
+from traceback import walk_tb
+from types import TracebackType
 from typing import Any
 
-from service.rollout.traceback import describe_error
+MAX_CHARACTERS = 500
+"""Characters of the error's message; the rest is cut."""
+MAX_NAME_CHARACTERS = 80
+
+HERE = os.path.dirname(__file__)
+
+
+def describe_error(error: BaseException) -> str:
+    """`KeyError: 'age' (my_envs.py:12)`: type, message, line of the environment, innermost line."""
+    name = type_name(error)
+    try:
+        text = f"{name}: {error}"[:MAX_CHARACTERS]
+    except BaseException:  # noqa: BLE001 - the `__str__` of a user's exception class may raise anything
+        return name
+    # Not `error.__traceback__`, which a user's class may define as it likes.
+    traceback: TracebackType | None = BaseException.__dict__["__traceback__"].__get__(error)
+    frames = [(frame.f_code.co_filename, line) for frame, line in walk_tb(traceback)]
+    outside = dropwhile(lambda frame: os.path.dirname(frame[0]) == HERE, frames)  # outermost frame first
+    places = [f"{os.path.basename(file)}:{line}" for file, line in outside]
+    if places:
+        text += f" ({places[0]})" if places[0] == places[-1] else f" ({places[0]}, in {places[-1]})"
+    return text
+
+
+def type_name(value: object) -> str:
+    """The name of a value's class, also where a metaclass defines `__name__`."""
+    name: str = type.__dict__["__name__"].__get__(type(value))
+    return str.__str__(name)[:MAX_NAME_CHARACTERS]
+
 
 _CONTAINED = ContextVar("contained", default=False)
 """True in the task that called `contain_exits`, and in all that it starts."""
