@@ -18,8 +18,9 @@ from dataclasses import fields
 from datetime import date, time, timedelta
 from decimal import Decimal
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import xxhash
@@ -30,12 +31,10 @@ from service.files import atomic_file
 from service.rollout.environment import Message, Task, is_text
 from service.rollout.plain_values import Copier, NotPlain
 
-COLUMNS = frozenset({"uid", "prompt", "env_class", "reward_spec", "reward_model", "extra_info", "tools", "temperature"})
-
 ENCODED = frozenset({"uid", "prompt", "env_class", "tools"})
 """Columns whose texts go into prompts, logs and journals: UTF-8 has to encode them."""
 COLUMN_CHARACTERS = 1 << 24
-"""Most characters of one column of a row."""
+"""Maximum characters of one column of a row."""
 COLUMN_TYPES = (bytes, date, time, timedelta, Decimal)
 """Types of parquet columns beside those of JSON."""
 MAX_UID_LENGTH = 512
@@ -72,12 +71,9 @@ def tasks_of(rows: Sequence[Any], path: Path) -> list[Task]:
     for number, columns in enumerate(rows):
         if not isinstance(columns, Mapping):
             raise UserError(f"dataset {path}, row {number}: a row is an object with columns, not {columns!r:.80}")
-        row = _Row(columns, number, path)
-        task = row.task()
-        if len(task.uid) > MAX_UID_LENGTH:
-            raise row.error("uid", f"{len(task.uid)} characters are more than {MAX_UID_LENGTH}; give a short one")
+        task = _task(columns, number, path)
         if (first := first_rows.setdefault(task.uid, number)) != number:
-            raise row.error("uid", f"{task.uid!r} is the uid of row {first} too")
+            raise _error(path, number, "uid", f"{task.uid!r} is the uid of row {first} too")
         tasks.append(task)
     return tasks
 
@@ -140,80 +136,58 @@ def _read_jsonl(path: Path) -> list[Any]:
     return rows
 
 
-class _Row:
-    """The columns of one row, checked while they are read; errors name file, row and column."""
+class _Columns(msgspec.Struct):
+    """The columns that have a meaning of their own."""
 
-    def __init__(self, columns: Mapping[str, Any], number: int, path: Path) -> None:
-        self._number = number
-        self._path = path
-        self._columns = {str(column): self._plain(str(column), value) for column, value in columns.items()}
+    prompt: str | list[Message]
+    uid: Annotated[str, msgspec.Meta(max_length=MAX_UID_LENGTH)] | None = None
+    env_class: str | None = None
+    reward_spec: dict[str, Any] | None = None
+    reward_model: dict[str, Any] | None = None
+    extra_info: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = None
+    temperature: Annotated[float, msgspec.Meta(ge=COLDEST, lt=HOTTEST)] | None = None
 
-    def error(self, column: str, problem: str) -> UserError:
-        return UserError(f"dataset {self._path}, row {self._number}, column {column}: {problem}")
 
-    def _plain(self, column: str, value: Any) -> Any:
+def _task(columns: Mapping[Any, Any], number: int, path: Path) -> Task:
+    """A checked row; errors name file, row and column."""
+    plain = {str(column): _plain(str(column), value, number, path) for column, value in columns.items()}
+    if not plain.get("prompt"):
+        near = difflib.get_close_matches("prompt", plain.keys() - {"prompt"}, n=1)
+        hint = f" (there is a column {near[0]!r})" if near else ""
+        wanted = "give a text or a list of messages with role and content"
+        raise _error(path, number, "prompt", f"is missing{hint}; {wanted}")
+    if isinstance(tools := plain.get("tools"), str) and tools.startswith("["):
         try:
-            return Copier(COLUMN_CHARACTERS, COLUMN_TYPES, any_text=column not in ENCODED).copy(value)
-        except NotPlain as refused:
-            raise self.error(column, str(refused).strip()) from refused
-
-    def task(self) -> Task:
-        others = {column: value for column, value in self._columns.items() if column not in COLUMNS}
-        return Task(
-            uid=self._text("uid") or f"{self._path.stem}-{self._number}",
-            prompt=self._prompt(),
-            env_class=self._text("env_class"),
-            reward_spec=self._mapping("reward_spec") or self._mapping("reward_model"),
-            extra_info=others | self._mapping("extra_info"),
-            tools=self._tools(),
-            temperature=self._temperature(),
-        )
-
-    def _prompt(self) -> tuple[Message, ...]:
-        value = self._columns.get("prompt")
-        if isinstance(value, str) and value:
-            value = [{"role": "user", "content": value}]
-        if not isinstance(value, Sequence) or isinstance(value, str) or not value:
-            wanted = "a text or a list of messages with role and content"
-            near = difflib.get_close_matches("prompt", [column for column in self._columns if column != "prompt"], n=1)
-            hint = f" (there is a column {near[0]!r})" if near else ""
-            raise self.error("prompt", f"is missing{hint}; give {wanted}" if not value else f"give {wanted}")
-        return tuple(self._message(message, i) for i, message in enumerate(value))
-
-    def _message(self, value: Any, i: int) -> Message:
-        if not isinstance(value, Mapping):
-            raise self.error("prompt", f"message {i} is no object with role and content")
-        for key in ("role", "content"):
-            if not isinstance(value.get(key), str):
-                raise self.error("prompt", f"message {i} has no text as {key}")
-        return Message(role=value["role"], content=value["content"])
-
-    def _mapping(self, column: str) -> dict[str, Any]:
-        value = self._columns.get(column)
-        if value is not None and not isinstance(value, Mapping):
-            raise self.error(column, f"give an object, not {value!r:.80}")
-        return dict(value or {})
-
-    def _tools(self) -> tuple[Mapping[str, Any], ...]:
-        value = self._columns.get("tools")
-        try:
-            tools = json.loads(value) if isinstance(value, str) and value.startswith("[") else value
+            plain["tools"] = _plain("tools", json.loads(tools), number, path)
         except (ValueError, RecursionError) as error:
-            raise self.error("tools", f"no JSON: {error}") from error
-        if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, Mapping) for tool in tools)):
-            raise self.error("tools", f"give a list of JSON schemas, not {value!r:.80}")
-        return tuple(self._plain("tools", tools) or ())
+            raise _error(path, number, "tools", f"no JSON: {error}") from error
+    try:
+        row = msgspec.convert(plain, _Columns)
+    except msgspec.ValidationError as error:
+        problem, _, place = str(error).rstrip("`").partition(" - at `$.")
+        column, _, inner = place.partition("[")
+        where = f"[{inner}: " if inner else ""
+        value = "" if inner else f", not {plain.get(column)!r:.80}"
+        raise _error(path, number, column, f"{where}{problem}{value}") from error
+    return Task(
+        uid=row.uid or f"{path.stem}-{number}",
+        prompt=(Message(role="user", content=row.prompt),) if isinstance(row.prompt, str) else tuple(row.prompt),
+        env_class=row.env_class or "",
+        reward_spec=row.reward_spec or row.reward_model or {},
+        extra_info={name: of for name, of in plain.items() if name not in _Columns.__struct_fields__}
+        | (row.extra_info or {}),
+        tools=tuple(row.tools or ()),
+        temperature=row.temperature,
+    )
 
-    def _temperature(self) -> float | None:
-        value = self._columns.get("temperature")
-        if value is None:
-            return None
-        if isinstance(value, bool) or not isinstance(value, int | float) or not COLDEST <= value < HOTTEST:
-            raise self.error("temperature", f"give a number from {COLDEST:g} to {HOTTEST:g}, not {value!r:.80}")
-        return float(value)
 
-    def _text(self, column: str) -> str:
-        value = self._columns.get(column)
-        if value is not None and not isinstance(value, str):
-            raise self.error(column, f"give a text, not {value!r:.80}")
-        return value or ""
+def _plain(column: str, value: Any, number: int, path: Path) -> Any:
+    try:
+        return Copier(COLUMN_CHARACTERS, COLUMN_TYPES, any_text=column not in ENCODED).copy(value)
+    except NotPlain as refused:
+        raise _error(path, number, column, str(refused).strip()) from refused
+
+
+def _error(path: Path, number: int, column: str, problem: str) -> UserError:
+    return UserError(f"dataset {path}, row {number}, column {column}: {problem}")
