@@ -14,17 +14,16 @@ from service.run.trajectories import Record
 from service.trace.tokens import (
     LEGEND,
     MASKED,
+    TRANSCRIPT,
     Token,
     Words,
-    branches,
     fate_of,
     headline,
     number,
     preview,
     scored,
+    sections,
     staleness,
-    step_line,
-    tokens_of,
 )
 
 PAGE = Path(__file__).with_name("page.html")
@@ -84,34 +83,19 @@ def _body(order: int, record: Record, max_staleness: int, words: Words) -> str:
             '<tr class="row" tabindex="0" aria-expanded="false">', f'<td class="id">{escape(record["id"])}</td>',
             *(f'<td data-name="{name}" class="{kind}">{escape(text)}</td>' for name, kind, text in cells),
             f'<td class="preview"><div>{escape(preview(record, words))}</div></td></tr>',
-            f'<tr class="detail" hidden><td colspan="{COLUMNS}"><p>{escape(headline(record))}</p>',
-            *(f"<p>{escape(said)}</p>" for said in scored(record)),
-            *_tree(record), *_tokens(record, max_staleness, words), *_transcript(record), "</td></tr></tbody>",
+            f'<tr class="detail" hidden><td colspan="{COLUMNS}">',
+            *(f"<p>{escape(said)}</p>" for said in (headline(record), *scored(record))),
+            *(_section(*section) for section in sections(record, max_staleness, words)), "</td></tr></tbody>",
         ]
     )  # fmt: skip
 
 
-def _tree(record: Record) -> Iterable[str]:
-    """The branches of a trajectory that has some."""
-    if tree := branches(record):
-        text = escape("\n".join(tree))
-        yield f'<div class="step">branches</div><div class="tokens">{text}</div>'
-
-
-def _transcript(record: Record) -> Iterable[str]:
-    """What an agent's run wrote, folded."""
-    if transcript := record.get("transcript"):
-        text = escape(transcript)
-        yield f'<details><summary class="step">transcript</summary><div class="tokens">{text}</div></details>'
-
-
-def _tokens(record: Record, max_staleness: int, words: Words) -> Iterable[str]:
-    """The steps of a trajectory with the kind of each token."""
-    for step in record["steps"]:
-        line = f"step {step['index']}: {step_line(step)}"
-        yield f'<div class="step">{escape(line)}</div><div class="tokens">'
-        yield from map(_token, tokens_of(step, record, max_staleness, words))
-        yield "</div>"
+def _section(title: str, tokens: Iterable[Token]) -> str:
+    """A titled part of a trajectory; what an agent's run wrote is folded."""
+    body = f'<div class="tokens">{"".join(map(_token, tokens))}</div>'
+    if title == TRANSCRIPT:
+        return f'<details><summary class="step">{title}</summary>{body}</details>'
+    return f'<div class="step">{escape(title)}</div>{body}'
 
 
 def _token(token: Token) -> str:
@@ -121,4 +105,4 @@ def _token(token: Token) -> str:
     if token.version is not None:
         notes.append(f"policy {token.version}")
     title = f' title="{escape(", ".join(notes))}"' if notes else ""
-    return f'<span class="{token.kind}"{title}>{escape(token.text)}</span>'
+    return f'<span class="{token.kind}"{title}>{escape(token.text)}</span>' if token.kind else escape(token.text)

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from service.errors import in_one_line, printable
+from service.errors import in_one_line
 from service.run.trajectories import Record
 from service.trace.tokens import (
     ASIDE,
@@ -20,13 +20,11 @@ from service.trace.tokens import (
     STALE,
     UNUSED,
     Words,
-    branches,
     fate_of,
     headline,
     number,
     scored,
-    step_line,
-    tokens_of,
+    sections,
 )
 
 STYLES = {PROMPT: "dim", LOSS: "green", STALE: "yellow", MASKED: "magenta", ASIDE: "cyan", UNUSED: "blue"}
@@ -84,24 +82,17 @@ def _numbers(record: Record, is_wide: bool) -> dict[str, str]:
 def print_record(console: Console, record: Record, max_staleness: int, words: Words) -> None:
     """Print one trajectory step by step; the colour of a token shows its kind, or marks where there are no colours."""
     has_colours = console.color_system is not None and not console.no_color
+    wraps = not console.is_terminal
     console.print(Text(in_one_line(record["id"]), style="bold"))
-    console.print(Text(in_one_line(headline(record))), soft_wrap=not console.is_terminal)
-    for said in scored(record):
-        console.print(Text(in_one_line(said)), soft_wrap=not console.is_terminal)
+    for said in (headline(record), *scored(record)):
+        console.print(Text(in_one_line(said)), soft_wrap=wraps)
     for kind, meaning in LEGEND.items():
         sign = "\u25a0" if has_colours else " ".join(MARKS[kind]).strip() or "plain"
         console.print(Text(f"  {sign} ", style=STYLES[kind]) + Text(meaning, style="dim"))
-    if tree := branches(record):
-        console.print(Text("\nbranches", style="bold"))
-        console.print(Text(printable("\n".join(tree))), soft_wrap=not console.is_terminal)
-    for step in record["steps"]:
-        line = Text(f"\nstep {step['index']}  {in_one_line(step_line(step))}", style="bold")
-        console.print(line, soft_wrap=not console.is_terminal)
+    for title, tokens in sections(record, max_staleness, words):
+        console.print(Text(f"\n{in_one_line(title)}", style="bold"), soft_wrap=wraps)
         line = Text()
-        for kind, tokens in groupby(tokens_of(step, record, max_staleness, words), key=lambda token: token.kind):
-            begin, end = ("", "") if has_colours else MARKS[kind]
-            line.append(begin + "".join(token.text for token in tokens) + end, style=STYLES[kind])
-        console.print(line, soft_wrap=not console.is_terminal)
-    if transcript := record.get("transcript"):
-        console.print(Text("\ntranscript", style="bold"))
-        console.print(Text(printable(transcript)), soft_wrap=not console.is_terminal)
+        for kind, same in groupby(tokens, key=lambda token: token.kind):
+            begin, end = ("", "") if has_colours else MARKS.get(kind, ("", ""))
+            line.append(begin + "".join(token.text for token in same) + end, style=STYLES.get(kind))
+        console.print(line, soft_wrap=wraps)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
@@ -18,6 +18,7 @@ DEEPEST = 8
 CONTEXT_TOKENS = 4
 """Tokens before a token that may decide its text."""
 
+TRANSCRIPT = "transcript"
 PROMPT, LOSS, STALE, MASKED, ASIDE, UNUSED = "prompt", "loss", "stale", "masked", "aside", "unused"
 
 LEGEND = {
@@ -31,7 +32,7 @@ LEGEND = {
 
 
 class Token(NamedTuple):
-    """One token of a trajectory; `kind` is how the trainer treats the token."""
+    """One token of a trajectory; `kind` is how the trainer treats it, empty of text that is no token."""
 
     text: str
     kind: str
@@ -63,6 +64,20 @@ def tokens_of(step: Record, record: Record, max_staleness: int, words: Words) ->
     logprobs = step["logprobs"] or [None] * len(versions)
     for text, mask, logprob, version in zip(texts[n_prompt:], step["loss_mask"], logprobs, versions, strict=True):
         yield Token(text, _kind(mask, version, step, record, max_staleness), logprob, version)
+
+
+def sections(record: Record, max_staleness: int, words: Words) -> Iterator[tuple[str, Iterable[Token]]]:
+    """The parts of a trajectory, each with its title: its branches, its steps, and what an agent's run wrote."""
+    if tree := branches(record):
+        yield "branches", [_plain("\n".join(tree))]
+    for step in record["steps"]:
+        yield f"step {step['index']}: {step_line(step)}", tokens_of(step, record, max_staleness, words)
+    if transcript := record.get("transcript"):
+        yield TRANSCRIPT, [_plain(transcript)]
+
+
+def _plain(text: str) -> Token:
+    return Token(printable(text), "", None, None)
 
 
 def _kind(mask: int, version: str | None, step: Record, record: Record, max_staleness: int) -> str:

@@ -87,7 +87,7 @@ def test_the_terminal_shows_the_tree_and_a_transcript_that_steers_nothing(colour
     out = StringIO()
     print_record(Console(file=out, width=100, force_terminal=colours), agent_record(), 8, words)
     shown = out.getvalue()
-    assert all(line in shown for line in TREE) and "step 2  retry, row" in shown
+    assert all(line in shown for line in TREE) and "step 2: retry, row" in shown
     assert "\\x1b[2J<script>" in shown and "\x1b[2J" not in shown and "\u202e" not in shown
 
 

@@ -184,7 +184,7 @@ def test_the_terminal_shows_a_list_and_one_trajectory() -> None:
     print_record(console, json.loads(json.dumps(records()[0])), 8, letters)
     shown = console.file.getvalue()  # type: ignore[attr-defined]
     assert shown.count("group=7/sample=0/attempt=0") == 2
-    assert "step 1  row 0, policy 1:1" in shown
+    assert "step 1: row 0, policy 1:1" in shown
 
 
 @pytest.mark.parametrize("width", [80, 120])
