@@ -64,9 +64,10 @@ soak: dev ## the buffer under load for twenty minutes
 	@$(BIN)/python -m benchmarks.soak
 
 .PHONY: lint types check docs dist format
-lint: dev ## ruff
+lint: dev ## ruff, and the contracts of import-linter: who may import whom
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
+	@PYTHONPATH=. $(BIN)/lint-imports --no-logo --no-cache
 types: dev ## mypy --strict over service/ and actors/
 	@$(BIN)/mypy
 check: lint types test ## all checks that a change has to pass
