@@ -18,7 +18,7 @@ def unusable_cuda() -> str | None:
         warnings.simplefilter("always")
         if torch.cuda.is_available():
             return None
-    # PyTorch only warns of a driver that is too old for its CUDA, and goes on without.
+    # PyTorch only warns of a driver that is too old for its CUDA, and continues without it.
     first = str(said[0].message).splitlines()[0] if said else "CUDA found no device"
     return f"{first} (PyTorch's CUDA is {torch.version.cuda})"
 

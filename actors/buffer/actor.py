@@ -60,7 +60,7 @@ def lock_journal(folder: Path, seconds: float) -> TextIO:
     """Lock a journal's folder: two buffers must not write one journal.
 
     Raises:
-        RunFailed: another process held the lock for so many seconds.
+        RunFailed: another process held the lock for this long.
     """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     try:
@@ -144,22 +144,22 @@ class BufferActor:
         return incarnation
 
     async def unfinished(self, generator: str, incarnation: int) -> tuple[Assignment, ...]:
-        """The trajectories that a new incarnation goes on with; every step that it gets is on the disk."""
+        """The trajectories that a new incarnation continues; every step that it gets is on the disk."""
         found = self._buffer.unfinished(generator, incarnation)
         await self._settled()
         return found
 
     async def renew(self, generator: str, incarnation: int, trajectories: Sequence[TrajectoryId]) -> None:
-        """Trajectories of a generator go on without a step."""
+        """Trajectories of a generator are alive, though no step of them has come."""
         self._buffer.renew(generator, incarnation, trajectories)
 
     async def leave(self, generator: str, incarnation: int | None, reason: str) -> None:
-        """A generator, or with None any incarnation of it, has ended: its open trajectories go on elsewhere."""
+        """A generator, or with None any incarnation of it, has ended: its open trajectories continue elsewhere."""
         self._buffer.leave(generator, incarnation, reason)
         await self._settled()
 
     async def claim(self, claim: Claim, wait_seconds: float, most: int = 1) -> ClaimAnswer:
-        """Claim at most so many groups; waits up to `wait_seconds` for a slot of the first one."""
+        """Claim up to `most` groups; waits up to `wait_seconds` for a slot of the first one."""
         _ = self._buffer  # raises what kept it from starting
         answered: asyncio.Future[ClaimAnswer] = asyncio.get_running_loop().create_future()
         deadline = time.monotonic() + wait_seconds if wait_seconds else None
@@ -178,7 +178,7 @@ class BufferActor:
     async def lease(self, trainer_incarnation: int, wait_seconds: float) -> LeasedBatch | Wait | Refusal:
         """Lease a mini-batch; waits up to `wait_seconds` for enough complete groups.
 
-        The mini-batch is formed and encoded in a thread, while the actor goes on to accept steps.
+        The mini-batch is formed and encoded in a thread, while the actor accepts steps.
         """
         answer = await self._begin_lease(trainer_incarnation, wait_seconds)
         began = time.monotonic()

@@ -34,7 +34,7 @@ class _Begun(NamedTuple):
 
 
 class Checkpointer:
-    """Writes checkpoints while training goes on; one is complete when every rank has written its files."""
+    """Writes checkpoints while training continues; one is complete when every rank has written its files."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class Checkpointer:
         return self._checkpoints.newest()
 
     async def resume(self, manifest: Manifest) -> None:
-        """Let the buffer go on from a checkpoint, to which its journal must belong, and as far as which it must reach.
+        """Let the buffer continue from a checkpoint, to which its journal must belong and reach.
 
         Raises:
             UserError: it does not.
@@ -105,7 +105,7 @@ class Checkpointer:
         self._begun = None
 
     async def note_reached(self, step: int) -> None:
-        """Let the store have from time to time how far the run came, for one that goes on from an older checkpoint."""
+        """Tell the store from time to time how far the run came, for a run that resumes from an older checkpoint."""
         if self._uploads is not None and self._uploads.reached_is_due:
             status = await call(self._buffer.status, who="the buffer")
             self._uploads.reached(step, status["accepted_tokens"])

@@ -1,4 +1,4 @@
-"""The driver's loop: lease -> step -> commit -> publish, while the generators go on."""
+"""The driver's loop: lease -> step -> commit -> publish, while the generators continue."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ def logs_kept_on_failure(say: Callable[[str], None]) -> Iterator[Path]:
 
 
 def beside_a_run(config: Config) -> Config:
-    """A run's configuration, changed so that an evaluation can run while the run goes on.
+    """A run's configuration, changed so that an evaluation can run beside it.
 
     No weights are sent, so engines share no GPU with trainer ranks; the endpoints of agents, whose command runs here,
     take free ports.

@@ -128,24 +128,14 @@ def nodes() -> list[Node]:
 
 
 def missing_room(bundles: Sequence[Bundle], nodes: Sequence[Node]) -> str:
-    """The bundles that find no place on these nodes, in words, with what every node has."""
-    free = [(node, Counter(node.resources)) for node in nodes]
-    homeless: Counter[str] = Counter()
-    for resources, labels in sorted(bundles, key=lambda bundle: -bundle.resources.get("GPU", 0)):
-        fitting = (left for node, left in free if node.fits(labels))
-        home = next((left for left in fitting if all(left[name] >= n for name, n in resources.items())), None)
-        if home is None:
-            homeless[_in_words(resources, labels)] += 1
-        else:
-            home.subtract(resources)
+    """What a run needs and what every node has, in words; Ray says only that there is no room."""
+    needed = Counter(_in_words(*bundle) for bundle in bundles)
     asked = {name for bundle in bundles for name in bundle.labels}
     own = [{name: value for name, value in node.labels.items() if name in asked} for node in nodes]
     words = [_in_words(node.resources, labels) for node, labels in zip(nodes, own, strict=True)]
-    has = "; ".join(f"{node.address} has {has or 'none'}" for node, has in zip(nodes, words, strict=True))
-    if not homeless:
-        return f"other work of the cluster holds what this run needs ({has})"
-    needed = "; ".join(f"{number} x ({words})" for words, number in homeless.items())
-    return f"no node has room for {needed}, each on one node ({has})"
+    has = "; ".join(f"{node.address} has {has or 'none of it'}" for node, has in zip(nodes, words, strict=True))
+    needs = "; ".join(f"{number} x ({each})" for each, number in needed.items())
+    return f"the run needs {needs}, each on one node ({has})"
 
 
 def refuse_foreign_labels(config: Config, nodes: Sequence[Node]) -> None:

@@ -47,7 +47,7 @@ from service.store.objects import open_store
 from service.store.uploads import Uploads, claim_store
 
 UPLOAD_QUIET_SECONDS = 1.0
-"""Seconds of the last uploads after which a line says that they go on."""
+"""Seconds of the last uploads after which a line says that they continue."""
 
 
 def run(config: Config, resume: Path | None = None, manifest: Manifest | None = None) -> int:
@@ -62,7 +62,7 @@ def run(config: Config, resume: Path | None = None, manifest: Manifest | None = 
     """
     check(config)
     if IN_RAY_JOB not in os.environ:  # the next part of a job has another copy of its folder
-        config = with_absolute_paths(config)  # also in the folder's config.yaml, so that the run goes on from anywhere
+        config = with_absolute_paths(config)  # also in the folder's config.yaml, so that the run resumes from anywhere
     refuse_open_ray(os.environ, config.run.insecure_local)
     keep_token_private(os.environ, Path.home())
     path = resume or new_run_folder(runs_folder(config.run.dir), config.run.name)

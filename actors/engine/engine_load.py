@@ -47,7 +47,7 @@ class Overflows:
         self._by_updates = min(self._by_updates + running, UNREPORTED * (running + waiting))
 
     def reported(self, preemptions: int) -> None:
-        """A step reported so many preemptions."""
+        """A step reported this number of preemptions."""
         by_updates = min(self._by_updates, preemptions)
         self._by_updates -= by_updates
         self.preemptions += preemptions - by_updates
@@ -71,7 +71,7 @@ class EngineTimes:
         return self._pause_began is not None
 
     def pause(self) -> None:
-        """A pause begins; or goes on, after an update that failed."""
+        """A pause begins, or continues after an update that failed."""
         if self._pause_began is None:
             self._pause_began = time.monotonic()
             self.changed()

@@ -1,7 +1,7 @@
 """The evaluations of a run: every set on the weights of one step, written to the run folder and the terminal.
 
 pause    training waits until all engines have evaluated
-beside   some engines keep the evaluated weights, the others and the trainer go on; the numbers come with a later step
+beside   some engines keep the evaluated weights, the trainer and the others continue; the numbers come at a later step
 """
 
 from __future__ import annotations

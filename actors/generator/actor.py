@@ -101,7 +101,7 @@ class Generator(ImageHolder):
         """Open groups."""
         self._playing: dict[TrajectoryId, asyncio.Task[None]] = {}
         self._unfinished: list[Assignment] = []
-        """What an earlier process left, until `run` goes on with it."""
+        """Assignments of an earlier process, until `run` continues them."""
         self._room = asyncio.Event()
         self._joined: Membership | None = None
         self._main: asyncio.Task[None] | None = None
@@ -141,7 +141,7 @@ class Generator(ImageHolder):
         )
 
     async def _taken_over(self, joined: Membership) -> list[Assignment]:
-        """What an earlier process of this generator left, and is gone on with; the rest of it starts anew."""
+        """Assignments of an earlier process of this generator that are continued; its other trajectories start anew."""
         left: list[Assignment] = []
         claimer, outbox = joined
         for assignment in await self._ask(self._buffer.unfinished, self._name, claimer.incarnation):
@@ -325,12 +325,12 @@ class Generator(ImageHolder):
         }
 
     async def share(self, groups: int) -> None:
-        """Of all groups that the generators play at once, this one plays so many."""
+        """Set how many of the groups that all generators play at once are this one's."""
         self._limit.share(groups)
         self._room.set()
 
     async def leave(self, grace: float) -> None:
-        """Claim no more, play on for so many seconds, then hand over what is open; `run` returns."""
+        """Claim no more, play on for `grace` seconds, then hand over the open trajectories; `run` returns."""
         if self._joined is None:
             return
         claimer, outbox = self._joined

@@ -110,7 +110,7 @@ class Claimer:
         finally:
             look.cancel()
             if not poll.done():
-                # The poll goes on in the background; an assignment that it brings late is still used.
+                # The poll continues in the background; an assignment that it brings late is still used.
                 poll.add_done_callback(self._take_late)
         return poll.result() if poll.done() else None
 

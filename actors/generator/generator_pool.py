@@ -144,7 +144,7 @@ class GeneratorPool:
         self._share()
 
     async def leave(self, name: str, grace: float) -> None:
-        """Let a generator play on for so many seconds, hand over what is open, and end."""
+        """Let a generator play on for `grace` seconds, hand over its open trajectories, and end."""
         self._leaving.add(name)
         self._share()
         generator = self._generators[name]

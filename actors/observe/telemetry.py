@@ -87,7 +87,7 @@ class RunTelemetry:
         self._reporter.metrics.count("baton_weight_sync_failures_total")
 
     def generators(self, expected: int) -> None:
-        """So many generators are there, or are to be."""
+        """Number of generators that are there or are to come."""
         self._reporter.metrics.set("baton_generators_expected", expected)
         self._report_run(generators=expected)
 

@@ -111,7 +111,7 @@ class Delivery:
             self._sync.cancel()
 
     def keep(self, up: Mapping[str, Any], count: int) -> Kept | None:
-        """Let so many of these engines keep the newest weights until `release`; None where no other would continue."""
+        """Let `count` of these engines keep the newest weights until `release`; None where no other would continue."""
         if self._latest is None or len(up) <= count:
             return None
         kept = Kept(self._latest[0], dict(islice(up.items(), count)), self._sync)

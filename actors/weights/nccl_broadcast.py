@@ -149,7 +149,7 @@ def receive(group: WeightGroup, specs: Sequence[TensorSpec], device: torch.devic
 
 
 class BroadcastSender:
-    """The trainer's end, which sends in a thread and on a stream of its own while the trainer goes on."""
+    """The trainer's end, which sends in a thread and on a stream of its own while the trainer continues."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -100,6 +100,6 @@ def test_room_that_was_not_there_in_time_is_not_asked_for_any_longer(monkeypatch
     monkeypatch.setattr(placement, "placement_group", lambda *_, **__: full)
     monkeypatch.setattr(placement, "remove_placement_group", removed.append)
     monkeypatch.setattr(placement, "nodes", list)
-    with pytest.raises(RunFailed, match=r"no room in the Ray cluster for 0\.01 s: no node has room for 1 x \(1 CPU\)"):
+    with pytest.raises(RunFailed, match=r"no room in the Ray cluster for 0\.01 s: the run needs 1 x \(1 CPU\)"):
         asyncio.run(reserve([Bundle({"CPU": 1.0})], 0.01, lambda line: None))
     assert removed == [full]

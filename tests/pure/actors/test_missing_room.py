@@ -38,32 +38,12 @@ def test_a_run_has_a_bundle_for_each_rank_and_each_engine() -> None:
     assert run_bundles(shared, 1) == [Bundle({"CPU": 2.0, "GPU": 1.0})] * 2
 
 
-def test_gpus_enough_in_all_do_not_help_an_engine_whose_gpus_lie_on_two_nodes() -> None:
-    odd = [node("10.0.0.1", 3), node("10.0.0.2", 3), node("10.0.0.3", 3)]
-    spread = config(trainer={"ranks": 1}, generator={"engines": 4, "tensor_parallel_size": 2})
-    said = missing_room(run_bundles(spread, 1), odd)
-    assert "no node has room for 1 x (2 GPU, 1 CPU), each on one node" in said
-    assert "10.0.0.1 has 3 GPU, 16 CPU; 10.0.0.2 has 3 GPU, 16 CPU" in said and "memory" not in said
-
-
-def test_large_bundles_are_placed_first() -> None:
-    assert "other work of the cluster" in missing_room(run_bundles(FOUR_AND_TWO, 1), [node("a", 4), node("b", 4)])
-
-
-def test_each_kind_of_bundle_that_finds_no_place_is_counted() -> None:
-    said = missing_room(run_bundles(FOUR_AND_TWO, 1), [node("a", 3)])
-    assert "1 x (2 GPU, 1 CPU); 3 x (1 GPU, 1 CPU)" in said
-    assert "a has none)" in missing_room([Bundle({"GPU": 1.0})], [Node("a", {"memory": 1.0})])
-
-
-def test_hosts_without_the_labels_of_the_configuration_are_no_room_and_the_labels_are_said() -> None:
+def test_what_a_run_needs_and_what_each_node_has_is_said_in_words() -> None:
     spot = {"ray.io/market-type": "spot"}
-    placed = config(placement={"generators": spot, "trainer": {"ray.io/market-type": "!spot"}})
-    cluster = [Node("a", {"CPU": 16.0}), Node("b", {"CPU": 16.0}, spot)]
-    assert "other work of the cluster" in missing_room(run_bundles(placed, 0), cluster)
-    assert "room for 1 x (0.5 CPU, ray.io/market-type: spot)" in missing_room(run_bundles(placed, 0), cluster[:1])
-    said = missing_room(run_bundles(placed, 0), cluster[1:])
-    assert "room for 2 x (0.5 CPU, ray.io/market-type: !spot), each on one node (b has 16 CPU, ray.io/market-t" in said
+    cluster = [node("10.0.0.1", 3), Node("b", {"memory": 1.0}), Node("c", {"CPU": 16.0}, spot | {"zone": "x"})]
+    said = missing_room([*run_bundles(FOUR_AND_TWO, 1), Bundle({"CPU": 0.5}, {"ray.io/market-type": "!spot"})], cluster)
+    assert "4 x (1 GPU, 1 CPU); 2 x (2 GPU, 1 CPU); 1 x (0.5 CPU, ray.io/market-type: !spot), each on one node" in said
+    assert "10.0.0.1 has 3 GPU, 16 CPU; b has none of it; c has 16 CPU, ray.io/market-type: spot)" in said
 
 
 @pytest.mark.parametrize("part", ["trainer", "generators"])
