@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 import types
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,19 +19,8 @@ from service.config.source import KeyPath, Source, plain, read_sources, short
 from service.config.tree import Config
 from service.errors import ConfigError
 
-BOUNDS = {"gt": "more than {}", "ge": "{} or more", "lt": "less than {}", "le": "{} or less"}
-"""Pydantic's name of a bound -> the bound in words."""
-BOOLEAN = "true, false"
-KINDS = {
-    **dict.fromkeys(("bool_type", "bool_parsing"), BOOLEAN),
-    **dict.fromkeys(("int_type", "int_parsing", "int_from_float"), "a whole number"),
-    **dict.fromkeys(("float_type", "float_parsing"), "a number"),
-    "literal_error": "{expected}",
-    "model_type": "{section}",
-}
-"""Pydantic's name of an error -> what the value should have been."""
-NEGATIONS = ("none", "None", None, "never")
-"""What is written for false."""
+BOUNDS = {"gt", "ge", "lt", "le", "multiple_of"}
+"""Pydantic's names of bounds: an error of one says more than that the value is of no other type either."""
 
 
 class Loaded(NamedTuple):
@@ -60,7 +50,7 @@ def load(files: Sequence[Path], overrides: Sequence[str] = ()) -> Loaded:
         for detail in error.errors(include_url=False):
             by_path.setdefault(_tree_path(detail, source), []).append(detail)
         lines = [
-            source.line(path, _messages(details, path))
+            source.line(path, _message(details, path))
             for path, details in by_path.items()
             if not any(other[: len(path)] == path for other in by_path if other != path)  # another member fits better
         ]
@@ -104,59 +94,52 @@ def _tree_path(detail: ErrorDetails, source: Source) -> KeyPath:
     return (*path, str(detail["loc"][-1])) if is_key else path
 
 
-def _messages(details: Sequence[ErrorDetails], path: KeyPath) -> str:
-    """One message of the errors at a path: what the value nearly is, or else all that it may be."""
-    for detail in details:
-        if any(name in BOUNDS for name in detail.get("ctx", {})):
-            return _message(detail, path)
-    if len(details) == 1 or not all(detail["type"] in KINDS for detail in details):
-        return _message(details[0], path)
-    section = f"a section with {', '.join(_keys_of(path))}"
-    kinds = [KINDS[detail["type"]].format(section=section, **detail.get("ctx", {})) for detail in details]
-    value = details[0]["input"]
-    hint = " (did you mean false?)" if BOOLEAN in kinds and value in NEGATIONS else ""
-    return f"must be {', '.join(kinds[:-1])} or {kinds[-1]}, not {'null' if value is None else short(value)}{hint}"
-
-
-def _message(detail: ErrorDetails, path: KeyPath) -> str:
-    value = detail.get("input")
-    if detail["type"] == "extra_forbidden":
+def _message(details: Sequence[ErrorDetails], path: KeyPath) -> str:
+    """What is wrong with the value at a path: of a union, all that it may be, or the bound that it nearly keeps."""
+    bounds = [detail for detail in details if BOUNDS & detail.get("ctx", {}).keys()]
+    details = bounds[:1] or details
+    kind, value, context = details[0]["type"], details[0]["input"], details[0].get("ctx", {})
+    shown = "null" if value is None else short(value)
+    if kind == "extra_forbidden":
         gone = GONE.get(".".join(path))
         return f"this setting is gone: {gone}" if gone else f"unknown key{_unknown_hint(path)}"
-    if detail["type"] == "missing":
-        return "is not set, and has no default" if isinstance(value, Mapping) else f"{short(value)} has too few values"
-    if detail["type"] == "literal_error":
-        return f"{short(value)} is not one of {detail['ctx']['expected']}{_literal_hint(value, detail)}"
-    if detail["type"] == "string_type" and isinstance(value, Mapping):
+    if kind == "missing":
+        return "is not set, and has no default" if isinstance(value, Mapping) else f"{shown} has too few values"
+    if kind == "string_type" and isinstance(value, Mapping):
         keys = short(", ".join(f"{key!s}:" for key in value))[1:-1]
         return f"must be text, but YAML reads {keys} as a key; put quotes around it"
-    if detail["type"] == "string_type":
-        return f"must be text, not {short(value)} (write it in quotes inside the value: '\"{short(value)}\"')"
-    if detail["type"] in ("model_type", "model_attributes_type"):
-        return f"is a section with keys of its own, not a value like {short(value)}"
-    if detail["type"] == "dict_type":
-        return f"is a mapping, not {short(value)}; write {{NAME: VALUE}}"
-    if detail["type"] == "string_pattern_mismatch":
-        pattern = detail["ctx"]["pattern"]
-        return f"{short(value)} must {PATTERNS.get(pattern, f'match {pattern}')}"
-    if detail["type"] in ("tuple_type", "list_type"):
-        return f"is a list, not {short(value)}; write [{plain(str(value))}]"
-    for name, value_of in detail.get("ctx", {}).items():
-        if name in BOUNDS:
-            return f"must be {_bound(name, value_of)}, not {short(value)}"
-    if (kind := KINDS.get(detail["type"], "{")) and "{" not in kind:
-        return f"must be {kind.replace(', ', ' or ')}, not {'null' if value is None else short(value)}"
-    if detail["type"] == "value_error":  # a validator of Baton's has written the whole text
-        return f"{detail['ctx']['error']}, not {short(value)}"
-    text = detail["msg"][:1].lower() + detail["msg"][1:]
-    return text if isinstance(value, Mapping) else f"{text}, not {short(value)}"
+    if kind == "string_type":
+        return f"must be text, not {shown} (write it in quotes inside the value: '\"{shown}\"')"
+    if kind == "model_type" and len(details) == 1:
+        return f"is a section with keys of its own, not a value like {shown}"
+    if kind == "dict_type":
+        return f"is a mapping, not {shown}; write {{NAME: VALUE}}"
+    if kind == "tuple_type":
+        return f"is a list, not {shown}; write [{plain(str(value))}]"
+    if kind == "value_error":  # a validator of Baton's has written the whole text
+        return f"{context['error']}, not {shown}"
+    if (pattern := context.get("pattern")) in PATTERNS:
+        return f"{shown} must {PATTERNS[pattern]}"
+    wanted = " or ".join(dict.fromkeys(_wanted(detail, path) for detail in details))
+    return f"must be {wanted}, not {shown}{_nearest_choice(value, details)}"
 
 
-def _bound(name: str, value: float) -> str:
-    """A bound in words; of whole numbers, the last one within it."""
-    if isinstance(value, int) and name in ("gt", "lt"):
-        name, value = ("ge", value + 1) if name == "gt" else ("le", value - 1)
-    return BOUNDS[name].format(value if isinstance(value, int) else f"{value:g}")
+def _wanted(detail: ErrorDetails, path: KeyPath) -> str:
+    """What a value should have been, in pydantic's words without its reason."""
+    if detail["type"] == "model_type":
+        return f"a section with {', '.join(_keys_of(path))}"
+    text = detail["msg"].removeprefix("Input should be ").partition(", ")
+    return "".join(text) if detail["type"] == "literal_error" else text[0][:1].lower() + text[0][1:]
+
+
+def _nearest_choice(value: object, details: Sequence[ErrorDetails]) -> str:
+    if any(detail["type"].startswith("bool") for detail in details) and value in ("none", "None", None, "never"):
+        return " (did you mean false?)"
+    choices = [
+        choice for detail in details for choice in re.findall(r"'(.*?)'", detail.get("ctx", {}).get("expected", ""))
+    ]
+    close = difflib.get_close_matches(str(value), choices, n=1, cutoff=0.5)
+    return f" (did you mean {close[0]}?)" if close else ""
 
 
 def _unknown_hint(path: KeyPath) -> str:
@@ -183,9 +166,3 @@ def _keys_of(path: KeyPath) -> list[str]:
             here = None if field is None else field.annotation
     section = section_of(here)
     return [] if section is None else [*section.model_fields]
-
-
-def _literal_hint(value: object, detail: ErrorDetails) -> str:
-    choices = [choice.strip("'\" ") for choice in detail["ctx"]["expected"].replace(" or ", ", ").split(",")]
-    close = difflib.get_close_matches(str(value), choices, n=1, cutoff=0.5)
-    return f" (did you mean {close[0]}?)" if close else ""

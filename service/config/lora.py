@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, get_args
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
 from service.config.section import Section
 
@@ -19,12 +19,6 @@ SLOT_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks of the slots that an engine can be started with; a slot takes adapters of its rank and of lower ones."""
 
 
-def _several(targets: object) -> object:
-    if isinstance(targets, str) and targets not in LINEAR:
-        raise ValueError(f"must be a list of {', '.join(LINEAR)} (all of them where it is left out)")
-    return targets
-
-
 class LoraConfig(Section):
     """A low-rank adapter: each target W computes x W^T + alpha / rank (x A^T) B^T, where only A and B are trained."""
 
@@ -32,8 +26,8 @@ class LoraConfig(Section):
     """Rows of A and columns of B."""
     alpha: Annotated[float, Field(gt=0, le=1e6)] = 32.0
     """Factor of the update, divided by `rank`."""
-    targets: Annotated[tuple[Target, ...], BeforeValidator(_several), Field(min_length=1)] = LINEAR
-    """Linear layers that get an update, in every decoder layer."""
+    targets: Annotated[tuple[Target, ...], Field(min_length=1)] = LINEAR
+    """Linear layers that get an update, in every decoder layer; all of them where it is left out."""
 
     @property
     def slot_rank(self) -> int:

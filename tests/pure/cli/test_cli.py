@@ -86,7 +86,7 @@ def test_config_schema_is_json_that_refuses_unknown_keys(capsys: pytest.CaptureF
         ),
         (["config", "validate", "--config", QUICKSTART, "env.name=os:Path"], "env.trusted_modules does not name 'os'"),
         (["config", "validate", "--config", QUICKSTART, "env.options.colour=1"], "'lookup' refuses them"),
-        (["config", "validate", "--config", QUICKSTART, "trainer.betas=[0.9,1.5]"], "must be less than 1, not 1.5"),
+        (["config", "validate", "--config", QUICKSTART, "trainer.betas=[0.9,1.5]"], "must be less than 1"),
         (["config", "validate", "--config", QUICKSTART, "model.make.num_layers=1000"], "model.make.num_layers"),
         (["status", "nobody"], "neither a URL, host:port, a run folder (with config.yaml) nor the name of a run"),
         (["status", "127.0.0.1:1"], "no run answers there"),

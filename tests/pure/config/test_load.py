@@ -89,66 +89,65 @@ def test_what_is_left_over_from_a_lower_layer_is_named(tmp_path: Path, capsys: p
 
 
 @pytest.mark.parametrize(
-    ("text", "line", "words"),
+    ("text", "line", "path", "hint"),
     [
-        ("trainer:\n  lrr: 3\n", 2, ["trainer.lrr", "unknown key", "did you mean trainer.lr?"]),
-        ("trainer:\n  mini_batch: 3\n", 2, ["did you mean trainer.mini_batch_size?"]),
-        ("trainr:\n  lr: 3\n", 1, ["trainr", "did you mean trainer?"]),
-        ("trainer:\n  max_steps: 3\n", 2, ["did you mean run.max_steps?"]),
-        ("data:\n  eval: x.jsonl\n", 2, ["data.eval: is a mapping, not 'x.jsonl'; write {NAME: VALUE}"]),
-        ("placement:\n  trainer: {zone: a b}\n", 2, ["placement.trainer.zone: must be a value, !value, in(one"]),
-        ("lookahead: 3\n", 1, ["did you mean buffer.lookahead?"]),
-        ("generator: {}\nxyzzy: 3\n", 2, ["xyzzy", "valid here: run, model, data"]),
-        ("buffer:\n  order: strickt\n", 2, ["buffer.order", "did you mean strict?"]),
-        ("run:\n  seed: 1\n  max_steps: many\n", 3, ["run.max_steps: must be a whole number, not 'many'"]),
-        ("algorithm:\n  loss: {my_loss: }\n", 2, ["algorithm.loss", "reads my_loss: as a key", "quotes"]),
-        ("run:\n  name: 5\n", 2, ["run.name", "must be text", "in quotes"]),
-        ("\ntrainer: 5\n", 2, ["trainer", "section"]),
-        ("trainer:\n  lr: 1\n  lr: 2\n", 3, ["trainer.lr", "twice"]),
-        ("trainer:\n  lr: [1\n", 3, ["not YAML"]),
-        ("env:\n  options:\n    a: [1]\n", 3, ["env.options"]),
-        ("run:\n  seed: !!python/name:os.system x\n", 2, ["cannot read the value"]),
-        ("- 1\n", 1, ["mappings"]),
-        ("env:\n  trusted_modules: my_envs\n", 2, ["env.trusted_modules: is a list, not 'my_envs'", "[my_envs]"]),
-        ("trainer:\n  lr: .nan\n", 2, ["trainer.lr"]),
-        ("generator:\n  max_generate_length: 1\n", 2, ["generator.max_generate_length: must be 2 or more, not 1"]),
-        ("generator:\n  temperature: 0.001\n", 2, ["generator.temperature: must be 0.01 or more"]),
-        ("data:\n  mixture: {a: {path: x, weight: 1e308}}\n", 2, ["data.mixture.a.weight: must be 1e+12 or less"]),
-        ("data:\n  curriculum: {band: [0.1]}\n", 2, ["data.curriculum.band: [0.1] has too few values"]),
-        ("data:\n  mixture:\n    a: {weight: 2}\n", 3, ["data.mixture.a.path: is not set, and has no default"]),
-        ("scorers:\n  judge:\n    falback: refuse\n", 3, ["scorers.judge.falback", "mean scorers.judge.fallback?"]),
-        ("scorers:\n  judge:\n    url: localhost:1\n", 3, ["scorers.judge.url", "must begin with http:// or https://"]),
-        ("scorers:\n  Judge: {url: 'http://h'}\n", 2, ["scorers.Judge: 'Judge' must be lower-case letters"]),
-        ("generator:\n  engines: {minimum: 1, max: 2}\n", 2, ["generator.engines.minimum", "generator.engines.min?"]),
-        ("generator:\n  engines: {min: 0}\n", 2, ["generator.engines.min: must be 1 or more, not 0"]),
-        ("generator:\n  engines: 0\n", 2, ["generator.engines: must be 1 or more, not 0"]),
-        ("generator:\n  engines: two\n", 2, ["must be a whole number or a section with min, max, not 'two'"]),
-        ("trainer:\n  gradient_checkpointing: -1\n", 2, ["trainer.gradient_checkpointing: must be 2 or more, not -1"]),
+        ("trainer:\n  lrr: 3\n", 2, "trainer.lrr", "mean trainer.lr?"),
+        ("trainer:\n  mini_batch: 3\n", 2, "trainer.mini_batch", "mean trainer.mini_batch_size?"),
+        ("trainr:\n  lr: 3\n", 1, "trainr", "mean trainer?"),
+        ("trainer:\n  max_steps: 3\n", 2, "trainer.max_steps", "mean run.max_steps?"),
+        ("data:\n  eval: x.jsonl\n", 2, "data.eval", "write {NAME: VALUE}"),
+        ("placement:\n  trainer: {zone: a b}\n", 2, "placement.trainer.zone", "must be"),
+        ("lookahead: 3\n", 1, "lookahead", "mean buffer.lookahead?"),
+        ("generator: {}\nxyzzy: 3\n", 2, "xyzzy", "valid here: run, model"),
+        ("buffer:\n  order: strickt\n", 2, "buffer.order", "mean strict?"),
+        ("run:\n  seed: 1\n  max_steps: many\n", 3, "run.max_steps", "must be"),
+        ("algorithm:\n  loss: {my_loss: }\n", 2, "algorithm.loss", "quotes"),
+        ("run:\n  name: 5\n", 2, "run.name", "quotes"),
+        ("\ntrainer: 5\n", 2, "trainer", "section"),
+        ("trainer:\n  lr: 1\n  lr: 2\n", 3, "trainer.lr", "twice"),
+        ("trainer:\n  lr: [1\n", 3, "", "not YAML"),
+        ("env:\n  options:\n    a: [1]\n", 3, "env.options", "must be"),
+        ("run:\n  seed: !!python/name:os.system x\n", 2, "run.seed", "cannot read the value"),
+        ("- 1\n", 1, "", "mappings"),
+        ("env:\n  trusted_modules: my_envs\n", 2, "env.trusted_modules", "write [my_envs]"),
+        ("trainer:\n  lr: .nan\n", 2, "trainer.lr", "must be"),
+        ("generator:\n  max_generate_length: 1\n", 2, "generator.max_generate_length", "must be"),
+        ("generator:\n  temperature: 0.001\n", 2, "generator.temperature", "must be"),
+        ("data:\n  mixture: {a: {path: x, weight: 1e308}}\n", 2, "data.mixture.a.weight", "must be"),
+        ("data:\n  curriculum: {band: [0.1]}\n", 2, "data.curriculum.band", "too few"),
+        ("data:\n  mixture:\n    a: {weight: 2}\n", 3, "data.mixture.a.path", "has no default"),
+        ("scorers:\n  judge:\n    falback: refuse\n", 3, "scorers.judge.falback", "mean scorers.judge.fallback?"),
+        ("scorers:\n  judge:\n    url: localhost:1\n", 3, "scorers.judge.url", "http:// or https://"),
+        ("scorers:\n  Judge: {url: 'http://h'}\n", 2, "scorers.Judge", "lower-case"),
         (
-            "trainer:\n  gradient_checkpointing: none\n",
+            "generator:\n  engines: {minimum: 1, max: 2}\n",
             2,
-            ["true, false, a whole number or 'auto', not 'none'"],
+            "generator.engines.minimum",
+            "mean generator.engines.min?",
         ),
-        ("trainer:\n  gradient_checkpointing: null\n", 2, ["or 'auto', not null (did you mean false?)"]),
-        ("buffer:\n  lookahead: many\n", 2, ["buffer.lookahead: must be a whole number or 'auto', not 'many'"]),
-        ("trainer:\n  compile: maybe\n", 2, ["trainer.compile: must be true or false, not 'maybe'"]),
-        ("trainer:\n  compile: 7\n", 2, ["trainer.compile: must be true or false, not 7"]),
-        ("run:\n  stop_grace: 0\n", 2, ["run.stop_grace: must be more than 0, not 0"]),
-        ("model:\n  lora: {targets: all-linear}\n", 2, ["model.lora.targets: must be a list of q_proj, ", "left out"]),
-        ("model:\n  lora: {targets: q_proj}\n", 2, ["model.lora.targets: is a list, not 'q_proj'; write [q_proj]"]),
-        ("generator:\n  stop: ['']\n", 2, ["generator.stop", "at least 1 character"]),
+        ("generator:\n  engines: {min: 0}\n", 2, "generator.engines.min", "must be"),
+        ("generator:\n  engines: 0\n", 2, "generator.engines", "must be"),
+        ("generator:\n  engines: two\n", 2, "generator.engines", "a section with min, max, not"),
+        ("trainer:\n  gradient_checkpointing: -1\n", 2, "trainer.gradient_checkpointing", "must be"),
+        ("trainer:\n  gradient_checkpointing: none\n", 2, "trainer.gradient_checkpointing", "mean false?"),
+        ("trainer:\n  gradient_checkpointing: null\n", 2, "trainer.gradient_checkpointing", "mean false?"),
+        ("buffer:\n  lookahead: many\n", 2, "buffer.lookahead", "must be"),
+        ("trainer:\n  compile: maybe\n", 2, "trainer.compile", "must be"),
+        ("trainer:\n  compile: 7\n", 2, "trainer.compile", "must be"),
+        ("run:\n  stop_grace: 0\n", 2, "run.stop_grace", "must be"),
+        ("model:\n  lora: {targets: all-linear}\n", 2, "model.lora.targets", "is a list"),
+        ("model:\n  lora: {targets: q_proj}\n", 2, "model.lora.targets", "write [q_proj]"),
+        ("generator:\n  stop: ['']\n", 2, "generator.stop", "must be"),
     ],
 )
 def test_a_mistake_is_named_by_file_line_path_and_the_nearest_valid_key(
-    tmp_path: Path, text: str, line: int, words: list[str]
+    tmp_path: Path, text: str, line: int, path: str, hint: str
 ) -> None:
     file = write(tmp_path, "c.yaml", text)
     with pytest.raises(ConfigError) as caught:
         load_config([file])
     message = str(caught.value)
-    assert message.startswith(f"{file}:{line}  ") and "\n" not in message
-    for word in words:
-        assert word in message
+    assert message.startswith(f"{file}:{line}  {path}") and hint in message and "\n" not in message
 
 
 def test_a_setting_that_is_gone_is_refused_with_what_to_use(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,7 +157,7 @@ def test_a_setting_that_is_gone_is_refused_with_what_to_use(monkeypatch: pytest.
 
 
 def test_a_wrong_override_names_itself() -> None:
-    with pytest.raises(ConfigError, match=r"^override trainer\.ranks=0: must be 1 or more, not 0$"):
+    with pytest.raises(ConfigError, match=r"^override trainer\.ranks=0: must be .*, not 0$"):
         load_config([], ["trainer.ranks=0"])
     with pytest.raises(ConfigError, match=r"not of the form section\.key=value"):
         load_config([], ["trainer.lr"])

@@ -48,7 +48,7 @@ def test_the_rest_works_without_a_room(room: str, tmp_path: Path) -> None:
     inside = re.compile(rf"^\s*(from|import) service\.{room}\b", re.MULTILINE)
     assert [str(path) for path in left if inside.search(path.read_text())] == []
     folders = [f"tests/{folder}" for folder in NEIGHBOURS if (tmp_path / "tests" / folder).is_dir()]
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", "not slow and not full", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "not slow and not full", "-p", "no:cacheprovider"]
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     done = subprocess.run([*command, *folders], cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
