@@ -1,14 +1,16 @@
-"""Requests that make no call: what the tokenizer and the model are, and what becomes of a session.
+"""Requests that make no call: what the tokenizer and the model are, what becomes of a session, and claims of workers.
 
 /v1/messages/count_tokens  /v1/models  /tokenize  /detokenize        for clients that count tokens before they call
 /rl/sessions/ID/reward     /rl/sessions/ID/finish                    for agents that give their own reward, and workers
+/rl/claim  /rl/sessions/ID  .../heartbeat  .../abort                 for workers; about a session its own key counts too
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import asdict
 from typing import Any, get_args
 
 import numpy as np
@@ -17,24 +19,28 @@ from aiohttp.typedefs import Handler
 from msgspec import Struct
 
 from service.agents.calls import MODEL
+from service.agents.claims import Offers
 from service.agents.dialects import chat
 from service.agents.dialects.body import TokenIds, parse_body, read_as
 from service.agents.dialects.chat import CHAT
 from service.agents.dialects.dialect import Dialect, Refused
 from service.agents.dialects.messages import MESSAGES, read_to_count
 from service.agents.messages import read_messages
-from service.agents.requests import Requests
+from service.agents.requests import Requests, is_connected
 from service.agents.session import Outcome, Session
+from service.handoff.steps.stop_reason import StopReason
 from service.rollout.chat.chat import Chat
 from service.rollout.chat.special_tokens import MessagesRefused
-from service.rollout.environment import Status, is_text
+from service.rollout.environment import Status, TrajectoryFailed, is_text
 from service.rollout.plain_values import NotAllowed, float_or_nan, plain_info
 
 Body = Mapping[str, Any]
+CLAIM_SECONDS = 20.0
+"""Seconds for which a claim waits for a trajectory; then it gets status 204."""
+MAX_CLAIM_BYTES = 1 << 10
+"""Bytes of the body of a claim, heartbeat or abort; nothing in it is read."""
 MAX_END_BYTES = 1 << 20
 """Bytes of what an agent says about its session."""
-Plain = Callable[[Session, Body], dict[str, Any]]
-"""Answers the body of a request with a JSON object."""
 
 
 class _Text(Struct):
@@ -48,8 +54,9 @@ class _Ids(Struct):
 class Routes:
     """Answers what needs no policy."""
 
-    def __init__(self, requests: Requests, of_model: Chat, max_model_len: int) -> None:
+    def __init__(self, requests: Requests, offers: Offers, of_model: Chat, max_model_len: int) -> None:
         self._requests = requests
+        self._offers = offers
         self._chat = of_model
         self._max_model_len = max_model_len
 
@@ -62,39 +69,27 @@ class Routes:
 
     def add_session_routes(self, router: web.UrlDispatcher) -> None:
         """What an agent, or its worker, says about a session; a session's key decides which, whatever the path says."""
-        router.add_post("/rl/sessions/{session}/reward", self._requests.guarded(CHAT, self._reward))
-        router.add_post("/rl/sessions/{session}/finish", self._requests.guarded(CHAT, self._finish))
+        path = "/rl/sessions/{session}"
+        router.add_post("/rl/claim", self._requests.guarded(CHAT, self._claim))
+        router.add_get(path, self._requests.guarded(CHAT, self._show))
+        router.add_post(f"{path}/reward", self._about_session(_reward, MAX_END_BYTES))
+        router.add_post(f"{path}/finish", self._about_session(_finish, MAX_END_BYTES))
+        router.add_post(f"{path}/heartbeat", self._about_session(_heartbeat, MAX_CLAIM_BYTES))
+        router.add_post(f"{path}/abort", self._about_session(_abort, MAX_CLAIM_BYTES))
 
-    async def _reward(self, request: web.Request) -> web.StreamResponse:
-        session = self._requests.managed(request)
-        async with self._requests.body(request, MAX_END_BYTES) as raw:
-            end = _end(parse_body(raw))
-        session.check_open()
-        session.posted = end.reward
-        return web.json_response({})
+    # -- tokens -------------------------------------------------------------------------------------------------------
 
-    async def _finish(self, request: web.Request) -> web.StreamResponse:
-        """Answered once the buffer has the trajectory's end; a repetition waits for it too, and changes nothing."""
-        session = self._requests.managed(request)
-        async with self._requests.body(request, MAX_END_BYTES) as raw:
-            body = parse_body(raw)
-        if not is_text(transcript := body.get("transcript", "")):
-            raise Refused(400, "transcript", "is a text")
-        end = _end(body)
-        session.finish(end.reward, end.status, end.info, rewards=end.rewards)
-        session.transcript = session.transcript or transcript
-        if session.recorded is not None:
-            await asyncio.wait({session.recorded})
-        return web.json_response({})
-
-    def _about_tokens(self, answer: Plain, dialect: Dialect = CHAT) -> Handler:
+    def _about_tokens(self, answer: Callable[[Session, Body], dict[str, Any]], dialect: Dialect = CHAT) -> Handler:
         """A body that may be as large as a prompt; `answer` changes nothing."""
 
         async def about_tokens(request: web.Request) -> web.StreamResponse:
             session = self._requests.session(request)
             async with self._requests.body(request, session.most_body_bytes) as raw, session.opening:
-                answered = await self._requests.apart(len(raw), lambda: answer(session, _parsed(request, raw)))
-                return web.json_response(answered)
+
+                def work() -> dict[str, Any]:
+                    return answer(session, parse_body(raw) if request.method == "POST" else {})
+
+                return web.json_response(await self._requests.apart(len(raw), work))
 
         return self._requests.guarded(dialect, about_tokens)
 
@@ -123,14 +118,87 @@ class Routes:
         ids = np.array(read_as(body, _Ids).tokens, np.int32)
         return {"prompt": self._chat.text(ids, with_special=True)}
 
+    # -- sessions -----------------------------------------------------------------------------------------------------
 
-def _parsed(request: web.Request, raw: bytes) -> Body:
-    return parse_body(raw) if request.method == "POST" else {}
+    def _about_session(self, answer: Callable[[Session, bytes], Awaitable[None]], most_bytes: int) -> Handler:
+        """A body about the session of the request, answered with an empty object."""
+
+        async def about_session(request: web.Request) -> web.StreamResponse:
+            session = self._requests.managed(request)
+            async with self._requests.body(request, most_bytes) as raw:
+                pass
+            await answer(session, raw)
+            return web.json_response({})
+
+        return self._requests.guarded(CHAT, about_session)
+
+    async def _show(self, request: web.Request) -> web.StreamResponse:
+        return web.json_response(_shown(self._requests.managed(request), request))
+
+    async def _claim(self, request: web.Request) -> web.StreamResponse:
+        """The oldest trajectory that waits; 204 after `CLAIM_SECONDS` without one."""
+        self._requests.check_worker(request)
+        async with self._requests.body(request, MAX_CLAIM_BYTES):
+            pass
+        offer = await self._offers.claim(CLAIM_SECONDS)
+        if offer is None:
+            return web.Response(status=204)
+        session, settings = offer.session, self._offers.config
+        if not is_connected(request):
+            if session.state == "open":
+                self._offers.offer(offer)
+            return web.Response()  # nobody reads it
+        session.hear()
+        offer.claimed.set_result(None)
+        claim = {
+            "api_key": session.key,
+            "task": asdict(offer.task),
+            "seed": offer.seed,
+            "deadline": settings.deadline,
+            "heartbeat_deadline": settings.heartbeat_deadline,
+            "sampling": session.sampling,
+        }
+        return web.json_response(_shown(session, request) | claim)
 
 
 def _count_tokens(session: Session, body: Body) -> dict[str, Any]:
     """Tokens of the prompt that the same body would have as a call."""
     return {"input_tokens": len(session.opened(read_to_count(body)).prompt_ids)}
+
+
+async def _reward(session: Session, raw: bytes) -> None:
+    end = _end(parse_body(raw))
+    session.check_open()
+    session.posted = end.reward
+
+
+async def _finish(session: Session, raw: bytes) -> None:
+    """Return once the buffer has the trajectory's end; a repetition waits for it too, and changes nothing."""
+    body = parse_body(raw)
+    if not is_text(transcript := body.get("transcript", "")):
+        raise Refused(400, "transcript", "is a text")
+    end = _end(body)
+    session.finish(end.reward, end.status, end.info, rewards=end.rewards)
+    session.transcript = session.transcript or transcript
+    if session.recorded is not None:
+        await asyncio.wait({session.recorded})
+
+
+async def _heartbeat(session: Session, raw: bytes) -> None:
+    session.check_open()
+
+
+async def _abort(session: Session, raw: bytes) -> None:
+    """The worker plays it no more: it is attempted again. A repetition changes nothing."""
+    if session.state == "finished":
+        raise Refused(409, None, "the session is finished")
+    session.close(TrajectoryFailed(StopReason.ENVIRONMENT_ERROR, "its worker gave it up"))
+
+
+def _shown(session: Session, request: web.Request) -> dict[str, Any]:
+    """A session as whoever runs its agent sees it; the address is the one that the request came to."""
+    address = f"{request.scheme}://{request.host}/s/{session.name}/v1"
+    return {"session": session.name, "state": session.state, "base_url": address, "calls": session.n_steps}
 
 
 def _end(body: Body) -> Outcome:

@@ -3,8 +3,7 @@
 server.py      connections and paths
 requests.py    keys, bodies, refusals
 calls.py       calls of the policy
-routes.py      what needs no call: tokens, models, the end of a session
-claims.py      sessions that workers on other machines play
+routes.py      what needs no call: tokens, models, the end of a session, claims of workers
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from aiohttp.typedefs import Handler
 from aiohttp.web_protocol import RequestHandler
 
 from service.agents.calls import Calls
-from service.agents.claims import ClaimRoutes, Offers
+from service.agents.claims import Offers
 from service.agents.requests import Requests
 from service.agents.routes import Routes
 from service.agents.session_keys import Keys
@@ -52,8 +51,7 @@ class Endpoint:
         """`max_model_len`: most tokens of a prompt and its response; `named_roles`: see `role_named`."""
         self.requests = Requests(sessions, keys)
         self.calls = Calls(self.requests, named_roles)
-        self._routes = Routes(self.requests, of_model, max_model_len)
-        self._claims = ClaimRoutes(self.requests, offers)
+        self._routes = Routes(self.requests, offers, of_model, max_model_len)
         self._silent: dict[Any, asyncio.TimerHandle] = {}
         """Connections that have sent no request yet, and when they are closed."""
         self._runner: web.AppRunner | None = None
@@ -94,7 +92,6 @@ class Endpoint:
             self.calls.add_routes(app.router, prefix)
             self._routes.add_token_routes(app.router, prefix)
         self._routes.add_session_routes(app.router)
-        self._claims.add_routes(app.router)
         return app
 
     # -- connections --------------------------------------------------------------------------------------------------

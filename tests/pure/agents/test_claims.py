@@ -158,7 +158,7 @@ async def test_a_claim_says_all_that_an_agent_needs(model: Path, tasks: list[Tas
 async def test_a_claim_without_work_ends_empty_and_wrong_keys_claim_nothing(
     model: Path, tasks: list[Task], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("service.agents.claims.CLAIM_SECONDS", 0.05)
+    monkeypatch.setattr("service.agents.routes.CLAIM_SECONDS", 0.05)
     async with aclosing(Served(model)) as served:
         assert await served.post("/rl/claim") == (204, None)
         playing = served.play(tasks[0])
@@ -300,7 +300,7 @@ async def test_offers_are_claimed_in_order_each_once_and_given_back_where_nobody
         assert by_state() == {"calling": 0, "idle": 0, "offered": 3}
         first = await offers.claim(1.0)
         assert first is not None and first.session.name == "0-0-0"
-        offers.give_back(first)
+        offers.offer(first)
         names = [(await served.claimed())["session"] for _ in playing]
         assert by_state() == {"calling": 0, "idle": 3}
         assert sorted(names) == ["0-0-0", "1-0-0", "2-0-0"]
