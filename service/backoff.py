@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable
 from typing import NamedTuple, TypeVar
 
 Answer = TypeVar("Answer")
+Failure = TypeVar("Failure", bound=Exception)
 
 
 class Backoff(NamedTuple):
@@ -29,12 +30,12 @@ class Backoff(NamedTuple):
 
 async def retried(
     call: Callable[[], Awaitable[Answer]],
-    errors: type[Exception] | tuple[type[Exception], ...],
+    errors: type[Failure] | tuple[type[Failure], ...],
     backoff: Backoff,
     *,
     within: float = math.inf,
     tries: float = math.inf,
-    failed: Callable[[Exception], None] = lambda error: None,
+    failed: Callable[[Failure], None] = lambda error: None,
 ) -> Answer:
     """Call until there is an answer; one of `errors` is followed by another try.
 

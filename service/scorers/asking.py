@@ -11,17 +11,18 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from typing import Protocol
 
+from service.backoff import Backoff, retried
 from service.config.rollout import ScorerConfig
 from service.handoff.scoring import Scoring
 from service.handoff.steps.wire import encode as encode_group
 from service.scorers.reply import Failure, Request, ScorerFailed, answer_from, encode
 from service.types import StepGroup
 
-FIRST_PAUSE = 0.5
-"""Seconds before a scorer is asked again about a group; each further pause is twice as long."""
-LONGEST_PAUSE = 30.0
+FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0
+"""Seconds before a scorer is asked again about a group."""
 
 log = logging.getLogger(__name__)
 
@@ -82,40 +83,42 @@ class Asking:
         """Score one group: an answer, or the end of all attempts."""
         began = asyncio.get_running_loop().time()
         request = encode(Request(row, await asyncio.to_thread(encode_group, group)))
-        failure = None
-        for attempt in range(self._settings[name].attempts):
-            if attempt:
-                await asyncio.sleep(min(self._first_pause * 2 ** (attempt - 1), LONGEST_PAUSE))
-            if not self._scoring.awaits(group_id, name):
-                failure = None
-                break
-            failure = await self._ask(name, group_id, worker, request)
-            if failure is None:
-                break
-            log.warning("scorer %s gave no good answer about group=%d: %s: %s", name, group_id, *failure)
-            self._scoring.failed(name, *failure)
-        if failure is not None:
-            self._scoring.give_up(group_id, name, failure[0])
+
+        def note(failed: ScorerFailed) -> None:
+            log.warning("scorer %s gave no good answer about group=%d: %s", name, group_id, failed)
+            self._scoring.failed(name, str(failed.reason), failed.detail)
+
+        ask, backoff = partial(self._ask, name, group_id, worker, request), Backoff(self._first_pause, LONGEST_PAUSE)
+        try:
+            await retried(ask, ScorerFailed, backoff, tries=self._settings[name].attempts, failed=note)
+        except ScorerFailed as failed:
+            note(failed)
+            self._scoring.give_up(group_id, name, str(failed.reason))
         self._scoring.took(name, asyncio.get_running_loop().time() - began)
         await self._settled()
         self._asked.discard((name, group_id))
         self._idle[name].append(worker)
         self.look()
 
-    async def _ask(self, name: str, group_id: int, worker: Worker, request: bytes) -> tuple[str, str] | None:
-        """Ask once; returns (reason, detail) of a failure, None where the answer was accepted."""
-        settings, started = self._settings[name], False
+    async def _ask(self, name: str, group_id: int, worker: Worker, request: bytes) -> None:
+        """Ask once about a group, unless its score is no longer awaited.
+
+        Raises:
+            ScorerFailed: there was no answer, or it was refused.
+        """
+        if not self._scoring.awaits(group_id, name):
+            return
+        settings, reason = self._settings[name], Failure.START
+        within = settings.start_deadline
         try:
-            async with asyncio.timeout(settings.start_deadline):
+            async with asyncio.timeout(within):
                 await worker.ready()
-            started = True
-            async with asyncio.timeout(settings.deadline):
+            reason, within = Failure.DEADLINE, settings.deadline
+            async with asyncio.timeout(within):
                 data = await worker.ask(request)
-            refused = self._scoring.accept(group_id, name, answer_from(data, room=len(request)))
         except TimeoutError:
             worker.renew()
-            within = settings.deadline if started else settings.start_deadline
-            return str(Failure.DEADLINE if started else Failure.START), f"no answer within {within:g} s"
-        except ScorerFailed as failed:
-            return str(failed.reason), failed.detail
-        return None if refused is None else (str(refused.reason), str(refused))
+            raise ScorerFailed(reason, f"no answer within {within:g} s") from None
+        refused = self._scoring.accept(group_id, name, answer_from(data, room=len(request)))
+        if refused is not None:
+            raise ScorerFailed(refused.reason, str(refused))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Awaitable, Callable, Sequence
 from enum import StrEnum
 from typing import Any
 
@@ -33,10 +34,14 @@ REASONS = (*Failure, RefusalReason.LENGTH_MISMATCH, RefusalReason.REWARD, Refusa
 """Why an answer may count as a failure."""
 
 
+Logprobs = Callable[[list[int]], Awaitable[Sequence[float | None]]]
+"""The log-probability of each token given those before it, at temperature 1; that of the first does not count."""
+
+
 class ScorerFailed(Exception):
     """A scorer gave no good answer about a group."""
 
-    def __init__(self, reason: Failure, detail: str) -> None:
+    def __init__(self, reason: Failure | RefusalReason, detail: str) -> None:
         super().__init__(reason, detail)  # as they are, so that Ray can send the error
         self.reason = reason
         self.detail = detail

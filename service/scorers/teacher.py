@@ -9,7 +9,7 @@ The steps are merged into rows, so that what steps share is computed once; each 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +21,8 @@ from service.config.rollout import ScorerConfig
 from service.errors import UserError
 from service.handoff.prefixes.merge import merge
 from service.rollout.chat.tokenizer import load_tokenizer
-from service.scorers.reply import Failure, ScorerFailed
+from service.scorers.reply import Failure, Logprobs, ScorerFailed
 from service.types import Float32s, Steps
-
-Logprobs = Callable[[list[int]], Awaitable[Sequence[float | None]]]
-"""The log-probability of each token given those before it, at temperature 1; that of the first does not count."""
 
 ROWS_AT_ONCE = 8
 """Rows of a group that a teacher is asked about at once."""
@@ -65,29 +62,25 @@ def _checked(given: Sequence[float | None], n_tokens: int) -> Float32s:
     return found_T
 
 
-def tokenizer_digest(folder: Path) -> str:
+def check_tokenizers(scorers: Mapping[str, ScorerConfig], model_folder: Path) -> None:
+    """Raises `UserError` unless every teacher's tokenizer gives each token the id that the policy's gives it."""
+    for name, scorer in scorers.items():
+        if scorer.kind != "teacher" or (folder := scorer.tokenizer or scorer.model) is None:
+            continue
+        try:
+            teacher = _tokenizer_digest(folder)
+        except UserError as error:
+            raise UserError(f"scorers.{name}: {str(error).removeprefix('model.path: ')}") from error
+        policy = _tokenizer_digest(model_folder)
+        if teacher != policy:
+            raise UserError(
+                f"scorers.{name}: the tokenizer in {folder} (digest {teacher}) is another one than the policy's in "
+                f"{model_folder} ({policy}), so the same ids are other texts to the teacher; take a teacher of the "
+                "same family"
+            )
+
+
+def _tokenizer_digest(folder: Path) -> str:
     """Changes when a token has another id."""
     vocabulary: dict[str, Any] = load_tokenizer(folder).get_vocab()
     return xxhash.xxh3_64_hexdigest(repr(sorted(vocabulary.items(), key=lambda item: (item[1], item[0]))).encode())
-
-
-def check_tokenizers(scorers: Mapping[str, ScorerConfig], model_folder: Path) -> None:
-    """`check_tokenizer` of every teacher whose tokenizer is on this machine."""
-    for name, scorer in scorers.items():
-        if scorer.kind == "teacher" and (teacher := scorer.tokenizer or scorer.model) is not None:
-            check_tokenizer(name, teacher, model_folder)
-
-
-def check_tokenizer(name: str, folder: Path, model_folder: Path) -> None:
-    """Raises `UserError` unless the teacher's tokenizer gives each token the id that the policy's gives it."""
-    try:
-        teacher = tokenizer_digest(folder)
-    except UserError as error:
-        raise UserError(f"scorers.{name}: {str(error).removeprefix('model.path: ')}") from error
-    policy = tokenizer_digest(model_folder)
-    if teacher != policy:
-        raise UserError(
-            f"scorers.{name}: the tokenizer in {folder} (digest {teacher}) is another one than the policy's in "
-            f"{model_folder} ({policy}), so the same ids are other texts to the teacher; take a teacher of the same "
-            "family"
-        )

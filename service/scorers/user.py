@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import difflib
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from service.config.rollout import ScorerConfig
 from service.errors import ConfigError
-from service.scorers.reply import Failure, ScorerFailed
+from service.handoff.scoring import Answer
+from service.scorers.reply import Failure, Logprobs, ScorerFailed, answer_of
+from service.scorers.trajectories import Trajectory
 from service.user_code import enter_user_folder, import_user_module
 
 
@@ -47,7 +49,7 @@ def check_scorers(scorers: Mapping[str, ScorerConfig]) -> None:
     """Import what the scorers name; constructs nothing, because a judge may load a model then.
 
     Raises:
-        ConfigError: a module has no such function or class, or importing it failed.
+        ConfigError: see `imported`.
     """
     for name, settings in scorers.items():
         if settings.use is not None:
@@ -58,7 +60,7 @@ def user_function(name: str, settings: ScorerConfig) -> Callable[[Any], Any]:
     """The function behind `scorers.<name>.use`, or the method of an instance of the class.
 
     Raises:
-        ConfigError: the module has no such function or class, or importing or constructing it failed.
+        ConfigError: see `imported`; or constructing it failed.
     """
     found = imported(name, settings)
     if not isinstance(found, type):
@@ -70,7 +72,26 @@ def user_function(name: str, settings: ScorerConfig) -> Callable[[Any], Any]:
     return scorer.logprobs if settings.kind == "teacher" else scorer.score  # type: ignore[no-any-return]
 
 
-async def called(function: Callable[[Any], Any], argument: object) -> Any:
+def user_rewards(function: Callable[[Any], Any]) -> Callable[[Sequence[Trajectory]], Awaitable[Answer]]:
+    """Rewards of trajectories from a user's function."""
+
+    async def rewards(trajectories: Sequence[Trajectory]) -> Answer:
+        return answer_of(await _called(function, trajectories), len(trajectories))
+
+    return rewards
+
+
+def user_logprobs(function: Callable[[Any], Any]) -> Logprobs:
+    """A teacher's log-probabilities from a user's function of token ids."""
+
+    async def logprobs(token_ids: list[int]) -> Sequence[float | None]:
+        given = await _called(function, token_ids)
+        return given.tolist() if hasattr(given, "tolist") else given  # type: ignore[no-any-return]
+
+    return logprobs
+
+
+async def _called(function: Callable[[Any], Any], argument: object) -> Any:
     """Call a user's function in a thread.
 
     Raises:
@@ -80,13 +101,3 @@ async def called(function: Callable[[Any], Any], argument: object) -> Any:
         return await asyncio.to_thread(function, argument)
     except (Exception, SystemExit) as error:  # noqa: BLE001 - a user's code may raise anything
         raise ScorerFailed(Failure.RAISED, f"{type(error).__name__}: {error}"[:200]) from None
-
-
-def user_logprobs(function: Callable[[Any], Any]) -> Callable[[list[int]], Any]:
-    """A teacher's log-probabilities from a user's function of token ids."""
-
-    async def logprobs(token_ids: list[int]) -> Sequence[float | None]:
-        given = await called(function, token_ids)
-        return given.tolist() if hasattr(given, "tolist") else given  # type: ignore[no-any-return]
-
-    return logprobs

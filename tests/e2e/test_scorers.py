@@ -16,7 +16,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from actors.engine.vllm_arguments import engine_env
 from actors.scorers.actor import RayWorker, place_scorers
-from actors.scorers.engine import FrozenEngine
+from actors.scorers.frozen import FrozenEngine
 from baton.examples import solver_verifier
 from service.config import AlgorithmConfig, Config
 from service.config.rollout import ScorerConfig
