@@ -17,20 +17,45 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
+import msgspec
 import numpy as np
 
 from service.agents.messages import digests, echoed_ids, extended, read_messages
-from service.agents.notes import How, Note, noted_steps
 from service.agents.parser import Reply, ReplyParser
 from service.columns import digest
+from service.handoff.prefixes.prefix_index import PrefixIndex
+from service.handoff.steps.tables import step_objects
 from service.rollout.chat.chat import Chat, Tool
 from service.rollout.chat.conversation import Conversation, Response, as_sampled
 from service.rollout.chat.special_tokens import MessagesRefused
 from service.rollout.engine import Generation
 from service.rollout.environment import Message
-from service.types import NO_VERSION, Int32s, Steps
+from service.types import NO_VERSION, Int32s, Step, Steps
+
+How = Literal["root", "appended", "rerendered"]
+"""A new conversation, a continuation of sampled tokens, or one with answers of which no call has the tokens."""
+
+
+class CallNote(msgspec.Struct, frozen=True, array_like=True):
+    """A call beside its tokens: the note of its step, by which a generator's next process continues the session."""
+
+    name: str
+    """The id that clients may send back."""
+    parent: int
+    """Index of the call that it continues; -1 for none."""
+    how: How
+    body: str
+    """What identifies the client's request."""
+    after: str
+    """Digest, in hex, of the conversation that ends with the reply; empty where the client brought tokens."""
+    system: str | None = None
+    """Digest, in hex, of the system messages with which a root begins; None of other calls."""
+    has_tools: bool = False
+    """Of a root: whether the client offered tools."""
+    named: str | None = None
+    """What the client says that the conversation is for."""
 
 
 class Beginning(NamedTuple):
@@ -73,12 +98,13 @@ class Call:
     """True where an earlier process sampled it: its reply is read when a client asks for it again."""
 
     @property
-    def note(self) -> Note:
-        """What its step says about it besides tokens."""
+    def note(self) -> str:
+        """What its step says about it besides tokens: a `CallNote` as JSON."""
         parent = -1 if self.parent is None else self.parent.index
         system = self.begun.system.hex() if self.begun is not None else None
         has_tools = self.begun is not None and self.begun.has_tools
-        return Note(self.name, parent, self.how, self.body, self.after.hex(), system, has_tools, self.named)
+        note = CallNote(self.name, parent, self.how, self.body, self.after.hex(), system, has_tools, self.named)
+        return msgspec.json.encode(note).decode()
 
     @property
     def ids(self) -> list[str]:
@@ -214,10 +240,15 @@ class ConversationTree:
     def restore(self, steps: Steps) -> None:
         """Take over the calls of an earlier process, whose steps the buffer accepted.
 
+        Tokens come from the steps; a reply is read from them again where a client asks for it once more.
+
         Raises:
             ValueError: they are not all calls of one session.
         """
-        for step, note, token_ids in noted_steps(steps):
+        prefixes, objects = PrefixIndex(), step_objects(steps)
+        for place, k in enumerate(np.argsort(steps.index_K, kind="stable").tolist()):
+            step, note = objects[k], _note_of(objects[k], place)
+            token_ids = prefixes.add(steps, k).tip.tokens()
             parent = self.calls[note.parent] if note.parent >= 0 else None
             before = parent.token_ids() if parent is not None else token_ids[:0]
             if not np.array_equal(before, token_ids[: (begins := len(before))]):
@@ -235,7 +266,7 @@ class ConversationTree:
                 parent.delivered = True  # the client has what it continued
             self._keep(call, token_ids)
 
-    def _restored_beginning(self, note: Note, carried: Int32s) -> Beginning | None:
+    def _restored_beginning(self, note: CallNote, carried: Int32s) -> Beginning | None:
         if note.system is None:
             return None
         return Beginning(bytes.fromhex(note.system), self._chat.text(carried), note.has_tools)
@@ -293,6 +324,23 @@ class ConversationTree:
     def _continue(self, parent: Call, messages: Sequence[Message], key: bytes) -> Opened:
         carried = self._renderer.follow("", parent.response.token_ids, messages).token_ids
         return Opened(parent, "appended", carried, np.concatenate([parent.token_ids(), carried]), key)
+
+
+def _note_of(step: Step, place: int) -> CallNote:
+    """The note of a session's step, which stands at `place`.
+
+    Raises:
+        ValueError: a step is missing before it, or it has no note of a call.
+    """
+    if step.index != place:
+        raise ValueError(f"step {place} is missing")
+    try:
+        note = msgspec.json.decode(step.note, type=CallNote)
+    except msgspec.MsgspecError as error:
+        raise ValueError(f"step {place} has no note of a call: {error}") from error
+    if not -1 <= note.parent < place:
+        raise ValueError(f"step {place} continues step {note.parent}")
+    return note
 
 
 def _best(calls: Sequence[Call], echoed: set[str]) -> Call:

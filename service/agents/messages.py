@@ -1,10 +1,8 @@
 """Messages of a client in one form, so that equal conversations are found equal.
 
-    a client's field                            here
-    content: [{"type": "text", "text": "hi"}]   content: "hi"
-    content: null                               content: ""
-    arguments: '{"b": 1.0, "a":2}'              arguments: {"b": 1, "a": 2}
-    role: developer                             role: system
+    a dialect's message                 here
+    arguments: '{"b": 1.0, "a":2}'      arguments: {"b": 1, "a": 2}
+    role: developer                     role: system
 
 The form is that of chat completions; ids of calls and fields of other names are left out.
 """
@@ -17,19 +15,12 @@ from typing import Any, cast
 
 import xxhash
 
-from service.rollout.chat.special_tokens import MessagesRefused
 from service.rollout.chat.tools import is_shallow
 from service.rollout.environment import Message
 
-TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
-
 
 def read_messages(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
-    """The messages in one form.
-
-    Raises:
-        MessagesRefused: a message has no role, a content that is no text, or calls that cannot be read.
-    """
+    """The messages in one form; the dialects have checked their fields."""
     return [_read(message) for message in messages]
 
 
@@ -62,45 +53,23 @@ def extended(digest: bytes, message: Message) -> bytes:
     return xxhash.xxh3_128_digest(digest + text + (_json(calls) if calls else b""))
 
 
-def _read(message: Any) -> Message:
-    role = message.get("role") if isinstance(message, Mapping) else None
-    if not isinstance(role, str):
-        raise MessagesRefused("a message needs a role")
-    read: dict[str, Any] = {"role": "system" if role == "developer" else role, "content": _text(message.get("content"))}
+def _read(message: Mapping[str, Any]) -> Message:
+    role = "system" if message["role"] == "developer" else message["role"]
+    read: dict[str, Any] = {"role": role, "content": message["content"]}
     if calls := message.get("tool_calls"):
-        if not isinstance(calls, list):
-            raise MessagesRefused("tool_calls is a list")
-        read["tool_calls"] = [_call(call) for call in calls]
-    if thinking := message.get("reasoning_content") or message.get("reasoning"):
-        read["reasoning_content"] = _text(thinking)
+        functions = [call["function"] for call in calls]
+        read["tool_calls"] = [
+            {"type": "function", "function": {"name": of["name"], "arguments": _arguments(of["arguments"])}}
+            for of in functions
+        ]
+    if thinking := message.get("reasoning_content"):
+        read["reasoning_content"] = thinking
     return cast(Message, read)
 
 
-def _text(content: Any) -> str:
-    if content is None or isinstance(content, str):
-        return content or ""
-    if not isinstance(content, Sequence):
-        raise MessagesRefused("content is a text or a list of parts")
-    for part in content:
-        if not isinstance(part, Mapping) or part.get("type") not in TEXT_PARTS or not isinstance(part.get("text"), str):
-            raise MessagesRefused("a part of a content is no text")
-    return "".join(part["text"] for part in content)
-
-
-def _call(call: Any) -> dict[str, Any]:
-    function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise MessagesRefused("a tool call needs a function with a name")
-    return {"type": "function", "function": {"name": function["name"], "arguments": _arguments(function)}}
-
-
-def _arguments(function: Mapping[str, Any]) -> Any:
+def _arguments(arguments: str | Mapping[str, Any]) -> Any:
     """The arguments as values; as their text where a model or a client wrote something else than JSON."""
-    arguments = function.get("arguments", {})
-    try:
-        written = arguments if isinstance(arguments, str) else json.dumps(arguments)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise MessagesRefused(f"the arguments of a tool call are no JSON: {error}") from error
+    written = arguments if isinstance(arguments, str) else json.dumps(arguments)
     try:
         read = json.loads(written, parse_float=_number)
     except (ValueError, RecursionError):

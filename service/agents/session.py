@@ -18,7 +18,6 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from service.agents.conversation_tree import Call, ConversationTree, Opened
 from service.agents.dialects.dialect import Asked, Refused
-from service.agents.notes import written
 from service.agents.roles import roles_of
 from service.columns import digest
 from service.handoff.group_bytes import TRANSCRIPT_BYTES
@@ -338,7 +337,7 @@ class Session:
             stop_reason=generation.stop_reason,
             extends=extends,
             routed_experts=experts_of(generation.routed_experts, n_total, n_carried),
-            note=written(call.note),
+            note=call.note,
         )
 
     @staticmethod

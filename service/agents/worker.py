@@ -16,6 +16,7 @@ import logging
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
@@ -23,6 +24,7 @@ import aiohttp
 import msgspec
 
 from service.agents.runner.runner import AgentRunner, Finished
+from service.backoff import Backoff, retried
 from service.errors import UserError, in_one_line
 from service.rollout.environment import Task
 
@@ -34,9 +36,9 @@ HEARTBEAT_SECONDS = 10.0
 """Seconds between two heartbeats, or `HEARTBEATS` in the time that the claim gives."""
 HEARTBEATS = 4
 MIN_CLAIM_SECONDS = 1.0
-"""Least seconds between two claims of which the first got nothing."""
+"""Minimum seconds between two claims of which the first got nothing."""
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0
-"""Seconds between a request that got no answer and the next one; they double each time."""
+"""Backoff in seconds after a request that got no answer."""
 ABORT_SECONDS = 5.0
 SHOWN = 200
 """Characters of an endpoint's answer that a message repeats."""
@@ -51,6 +53,10 @@ MAX_TRANSCRIPT = 64 << 10
 
 class OddClaim(Exception):
     """What an endpoint gave out is no session that can be run."""
+
+
+class _Unanswered(Exception):
+    """An endpoint gave no answer to a request, or will give one later."""
 
 
 class Claim(msgspec.Struct):
@@ -84,32 +90,24 @@ class Claim(msgspec.Struct):
         return claim, task
 
 
-class Worker:
-    """Serves several endpoints, so many sessions of each at once."""
+async def work(urls: Sequence[str], key: str, runner: AgentRunner, concurrent: int) -> None:
+    """Claim and run up to `concurrent` sessions of each endpoint at once; the open ones are aborted when cancelled.
 
-    def __init__(self, urls: Sequence[str], key: str, runner: AgentRunner, concurrent: int) -> None:
-        """`key`: the worker key of the endpoints."""
-        self._urls = [url.rstrip("/") for url in urls]
-        self._headers = {"Authorization": f"Bearer {key}"}
-        self._runner = runner
-        self._concurrent = concurrent
+    `key`: the worker key of the endpoints.
 
-    async def work(self) -> None:
-        """Claim and run sessions until cancelled; the sessions that are open then are aborted.
-
-        Raises:
-            UserError: an endpoint refuses the key, or is none.
-        """
-        limit = aiohttp.ClientTimeout(total=REQUEST_SECONDS)
-        async with aiohttp.ClientSession(headers=self._headers, timeout=limit) as http:
-            endpoints = [_Endpoint(url, http, self._runner) for url in self._urls]
-            serving = [asyncio.create_task(one.serve()) for one in endpoints for _ in range(self._concurrent)]
-            try:
-                await asyncio.gather(*serving)
-            finally:
-                for task in serving:
-                    task.cancel()
-                await asyncio.gather(*serving, return_exceptions=True)
+    Raises:
+        UserError: an endpoint refuses the key, or is none.
+    """
+    headers, limit = {"Authorization": f"Bearer {key}"}, aiohttp.ClientTimeout(total=REQUEST_SECONDS)
+    async with aiohttp.ClientSession(headers=headers, timeout=limit) as http:
+        endpoints = [_Endpoint(url.rstrip("/"), http, runner) for url in urls]
+        serving = [asyncio.create_task(one.serve()) for one in endpoints for _ in range(concurrent)]
+        try:
+            await asyncio.gather(*serving)
+        finally:
+            for task in serving:
+                task.cancel()
+            await asyncio.gather(*serving, return_exceptions=True)
 
 
 class _Endpoint:
@@ -175,22 +173,25 @@ class _Endpoint:
         Raises:
             UserError: the endpoint refuses the request.
         """
-        pause = FIRST_PAUSE
-        while True:
-            try:
-                async with self._http.post(f"{self._url}/rl/{path}", json=body) as response:
-                    text = await response.text(errors="replace")
-                if response.status < 500 and response.status != 429:
-                    self._is_silent = False
-                    return self._read(path, response.status, text)
-                problem = f"status {response.status}"
-            except (aiohttp.ClientError, TimeoutError) as error:
-                problem = str(error) or type(error).__name__
-            if not self._is_silent:
-                log.warning("%s does not answer (%s); asking again", self._url, in_one_line(problem))
-            self._is_silent = True
-            await asyncio.sleep(pause)
-            pause = min(2 * pause, longest_pause)
+        backoff = Backoff(FIRST_PAUSE, longest_pause)
+        status, text = await retried(partial(self._sent, path, body), _Unanswered, backoff, failed=self._warn_once)
+        self._is_silent = False
+        return self._read(path, status, text)
+
+    async def _sent(self, path: str, body: Mapping[str, Any]) -> tuple[int, str]:
+        try:
+            async with self._http.post(f"{self._url}/rl/{path}", json=body) as response:
+                text = await response.text(errors="replace")
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise _Unanswered(str(error) or type(error).__name__) from error
+        if response.status >= 500 or response.status == 429:
+            raise _Unanswered(f"status {response.status}")
+        return response.status, text
+
+    def _warn_once(self, problem: _Unanswered) -> None:
+        if not self._is_silent:
+            log.warning("%s does not answer (%s); asking again", self._url, in_one_line(str(problem)))
+        self._is_silent = True
 
     def _read(self, path: str, status: int, text: str) -> Mapping[str, Any] | Literal["over"] | None:
         if path != "claim" and status in OVER:

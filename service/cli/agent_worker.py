@@ -48,7 +48,7 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
     """Work until a signal comes; returns 128 + its number."""
     from service.agents.runner.runner import AgentRunner
     from service.agents.session_keys import WORKER_KEY
-    from service.agents.worker import Worker
+    from service.agents.worker import work
     from service.config import load
     from service.config.checks import check_command_only
     from service.config.command import AGENT, CommandConfig
@@ -70,9 +70,9 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
     settings = {name: getattr(config.env, name) for name in CommandConfig.model_fields}
     command = CommandConfig(**settings | {"workdir": _absolute(config.env.workdir)})
 
-    async def work() -> int:
+    async def until_stopped() -> int:
         loop, runner, stopped = asyncio.get_running_loop(), AgentRunner(command), []
-        working = asyncio.create_task(Worker(arguments.endpoints, key, runner, arguments.concurrent).work())
+        working = asyncio.create_task(work(arguments.endpoints, key, runner, arguments.concurrent))
 
         def stop(number: int) -> None:
             stopped.append(number)
@@ -89,7 +89,7 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
             await runner.close()
         return 128 + stopped[0]
 
-    return asyncio.run(work())
+    return asyncio.run(until_stopped())
 
 
 def _absolute(path: Path | None) -> Path | None:

@@ -19,7 +19,7 @@ from baton.examples import lookup
 from service.agents.claims import Offers
 from service.agents.runner.runner import AgentRunner
 from service.agents.session_keys import SECRET_FILE, Keys, run_keys
-from service.agents.worker import Worker
+from service.agents.worker import work
 from service.config import AgentsConfig, Config
 from service.config.checks import problems
 from service.config.command import AGENT, CommandConfig
@@ -117,7 +117,7 @@ def asked(task: Task) -> dict[str, Any]:
 @asynccontextmanager
 async def working(url: str, **settings: Any) -> AsyncIterator[None]:
     runner = AgentRunner(CommandConfig(network="open", **settings))
-    task = asyncio.create_task(Worker([url], KEYS.worker, runner, concurrent=2).work())
+    task = asyncio.create_task(work([url], KEYS.worker, runner, concurrent=2))
     try:
         yield
     finally:

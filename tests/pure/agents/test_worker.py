@@ -17,7 +17,7 @@ import pytest
 from aiohttp import web
 
 from service.agents.runner.runner import AgentRunner
-from service.agents.worker import Worker
+from service.agents.worker import work
 from service.cli.parser import main, split_overrides
 from service.config.command import CommandConfig
 from service.errors import UserError
@@ -113,7 +113,7 @@ async def working(
 ) -> AsyncIterator[Any]:
     """A worker that serves the endpoint; stopped at the end of the block."""
     runner = AgentRunner(CommandConfig(command=tuple(command), **settings))
-    task = asyncio.create_task(Worker([endpoint.url + "/"], key, runner, concurrent=2).work())
+    task = asyncio.create_task(work([endpoint.url + "/"], key, runner, concurrent=2))
     try:
         yield task
     finally:
