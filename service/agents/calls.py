@@ -18,7 +18,7 @@ import xxhash
 from aiohttp import web
 
 from service.agents.conversation_tree import Call, Opened
-from service.agents.dialects.body import HOSTED, Pinned, parse_body
+from service.agents.dialects.body import parse_body
 from service.agents.dialects.chat import CHAT
 from service.agents.dialects.completions import COMPLETIONS
 from service.agents.dialects.dialect import Answer, Asked, Dialect, Refused
@@ -39,12 +39,6 @@ DIALECTS: Mapping[str, Dialect] = {
     "/inference/v1/generate": GENERATE,
 }
 """By the path at which they are spoken."""
-OTHER = "other"
-COUNTED = frozenset(
-    [*(f"{place}{name}" for place in ("", "sampling_params.") for name in Pinned.__struct_fields__)]
-    + [f"tools.{kind}" for kind in HOSTED]
-)
-"""Names of fields that are counted; clients may send any others, each of which would be kept for ever."""
 MODEL = "policy"
 """The name of the only model; requests may name any."""
 
@@ -57,8 +51,6 @@ class Calls:
         self._named_roles = named_roles
         self.answered: Counter[tuple[str, str]] = Counter()
         """Answered calls by dialect and by how the prompt came about; `replayed`: an earlier call again."""
-        self.ignored: Counter[str] = Counter()
-        """Fields of requests that changed nothing; those of other names than `COUNTED` together as `OTHER`."""
 
     def add_routes(self, router: web.UrlDispatcher, prefix: str) -> None:
         """The routes of all dialects behind `prefix`."""
@@ -76,7 +68,6 @@ class Calls:
         if calling.cancelled():
             session.check_open()
         call = calling.result()
-        self.ignored.update(name if name in COUNTED else OTHER for name in asked.ignored)
         self.answered[dialect.name, "replayed" if call.index < known else call.how] += 1
         response = await _write(request, dialect, asked, Answer(call, model, int(time.time())))
         call.delivered = call.delivered or is_connected(request)

@@ -2,7 +2,7 @@
 
     {"messages": [{"role": "user", "content": 5}]}   400   messages[0].content: Expected `str | array | null`, got `int`
     {"messages": [...], "n": 2}                      400   n: one call gives one answer
-    {"messages": [...], "top_k": 5, "x": 1}          read; `top_k` and `x` are ignored, and named
+    {"messages": [...], "top_k": 5, "x": 1}          read; `top_k` and `x` change nothing
 
 A schema is a struct. It takes every field that it has; fields of other names change nothing.
 """
@@ -132,8 +132,8 @@ def parse_body(raw: bytes) -> dict[str, Any]:
     return body
 
 
-def read_request(body: Mapping[str, Any], shape: type[Shape], where: str = "") -> tuple[Shape, list[str]]:
-    """A request in its schema, and the names of its fields that change nothing; `where` is its place in the body.
+def read_request(body: Mapping[str, Any], shape: type[Shape], where: str = "") -> Shape:
+    """A request in its schema; `where` is its place in the body.
 
     Raises:
         Refused: it does not follow the schema, or it asks for what no session gives.
@@ -145,8 +145,7 @@ def read_request(body: Mapping[str, Any], shape: type[Shape], where: str = "") -
         if not any(given[name] == one and type(given[name]) is type(one) for one in neutral):
             raise Refused(400, f"{where}.{name}" if where else name, reason)
     _refuse_what_is_forced(given)
-    taken = {*shape.__struct_fields__, *REFUSED, "tool_choice"} - {*Pinned.__struct_fields__}
-    return request, sorted(given.keys() - taken)
+    return request
 
 
 def read_as(value: Any, shape: type[Shape], where: str = "") -> Shape:
@@ -165,14 +164,14 @@ def read_as(value: Any, shape: type[Shape], where: str = "") -> Shape:
         raise Refused(400, field.replace(".[", "[") or None, reason) from error
 
 
-def split_tools(tools: list[dict[str, Any]] | None) -> tuple[Iterator[tuple[str, dict[str, Any]]], list[str]]:
-    """The tools that the client runs, each with its place in the body, and the names of hosted ones.
+def own_tools(tools: list[dict[str, Any]] | None, shape: Any) -> Iterator[Any]:
+    """The tools that the client runs, in their schema.
 
-    A hosted tool is left out and counted like an ignored field: refusing it would end agents that always offer one.
+    A hosted tool is left out: refusing it would end agents that always offer one.
     """
-    placed = [(f"tools[{i}]", str(tool.get("type", "")), tool) for i, tool in enumerate(tools or ())]
-    hosted = [f"tools.{kind}" for _, kind, _ in placed if kind.startswith(HOSTED)]
-    return ((where, tool) for where, kind, tool in placed if not kind.startswith(HOSTED)), hosted
+    for i, tool in enumerate(tools or ()):
+        if not str(tool.get("type", "")).startswith(HOSTED):
+            yield read_as(tool, shape, f"tools[{i}]")
 
 
 def function_tool(name: str, description: str | None, parameters: Mapping[str, Any] | None) -> Tool:

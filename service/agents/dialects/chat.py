@@ -20,9 +20,8 @@ from service.agents.dialects.body import (
     Request,
     StreamOptions,
     function_tool,
-    read_as,
+    own_tools,
     read_request,
-    split_tools,
     text_of,
 )
 from service.agents.dialects.dialect import DONE, Answer, Asked, Dialect, frame
@@ -70,15 +69,13 @@ class _Request(Request, kw_only=True):
 
 def read(body: Mapping[str, Any]) -> Asked:
     """The request; ids and log-probabilities are given together, where a client asks for either kind of ids."""
-    request, ignored = read_request(body, _Request)
-    tools, hosted = split_tools(request.tools)
-    functions = (read_as(tool, _Tool, where).function for where, tool in tools)
+    request = read_request(body, _Request)
+    functions = (tool.function for tool in own_tools(request.tools, _Tool))
     return Asked(
         messages=[_message(message) for message in request.messages],
         tools=[function_tool(one.name, one.description, one.parameters) for one in functions],
         stream=bool(request.stream),
         max_tokens=request.max_completion_tokens or request.max_tokens,
-        ignored=(*ignored, *hosted),
         wants_ids=bool(request.return_token_ids or request.return_tokens_as_token_ids),
         include_usage=bool(request.stream_options and request.stream_options.include_usage),
     )

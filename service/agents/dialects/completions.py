@@ -31,13 +31,12 @@ class _Request(Request, kw_only=True):
 
 def read(body: Mapping[str, Any]) -> Asked:
     """The request; the reply of its call has the whole text as content."""
-    request, ignored = read_request(body, _Request)
+    request = read_request(body, _Request)
     return Asked(
         messages=(),
         prompt=_prompt(request.prompt),
         stream=bool(request.stream),
         max_tokens=request.max_tokens,
-        ignored=tuple(ignored),
         wants_ids=bool(request.return_token_ids),
         include_usage=bool(request.stream_options and request.stream_options.include_usage),
     )

@@ -31,8 +31,6 @@ class Asked(NamedTuple):
     stream: bool = False
     max_tokens: int | None = None
     """Maximum tokens of the answer; None: as many as fit."""
-    ignored: tuple[str, ...] = ()
-    """Names of fields that change nothing: pinned sampling, what no policy here offers, and unknown ones."""
     prompt: str | Int32s | None = None
     """Text or [P] ids that stand for the messages (completions only)."""
     wants_ids: bool = False

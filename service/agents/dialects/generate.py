@@ -33,13 +33,12 @@ class _Request(Struct, kw_only=True):
 
 def read(body: Mapping[str, Any]) -> Asked:
     """The prompt's ids and the most tokens of the response; other sampling parameters are the session's."""
-    request, ignored = read_request(body, _Request)
-    sampling, pinned = read_request(request.sampling_params or {}, _Sampling, "sampling_params")
+    request = read_request(body, _Request)
+    sampling = read_request(request.sampling_params or {}, _Sampling, "sampling_params")
     return Asked(
         messages=(),
         prompt=np.array(request.token_ids, np.int32),
         max_tokens=sampling.max_tokens,
-        ignored=(*ignored, *(f"sampling_params.{one}" for one in pinned)),
     )
 
 

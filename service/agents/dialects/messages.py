@@ -21,13 +21,11 @@ from service.agents.dialects.body import (
     Positive,
     Request,
     function_tool,
-    read_as,
+    own_tools,
     read_request,
-    split_tools,
     text_of,
 )
 from service.agents.dialects.dialect import Answer, Asked, Dialect, Refused, frame
-from service.rollout.chat.chat import Tool
 
 ERROR_TYPES = {
     401: "authentication_error",
@@ -97,19 +95,18 @@ def read(body: Mapping[str, Any]) -> Asked:
 
 def read_to_count(body: Mapping[str, Any]) -> Asked:
     """The request for the number of its tokens."""
-    request, ignored = read_request(body, _Request)
+    request = read_request(body, _Request)
     if request.messages[-1].role == "assistant":
         raise Refused(400, f"messages[{len(request.messages) - 1}]", "an answer that was begun cannot be continued")
     system = [{"role": "system", "content": text_of(request.system)}] if request.system else []
     blocks = [block for message in request.messages for block in _blocks(message)]
-    tools, hosted = _tools(request.tools)
+    tools = own_tools(request.tools, _Tool)
     return Asked(
         messages=[*system, *(read for message in request.messages for read in _read(message))],
-        tools=tools,
+        tools=[function_tool(tool.name, tool.description, tool.input_schema) for tool in tools],
         echoed=frozenset(block.signature for block in blocks if isinstance(block, _Thinking) and block.signature),
         stream=bool(request.stream),
         max_tokens=request.max_tokens,
-        ignored=(*ignored, *hosted),
     )
 
 
@@ -202,12 +199,6 @@ def _assistant(blocks: list[Block]) -> dict[str, Any]:
     ]
     more = {"reasoning_content": thinking, "tool_calls": calls}
     return {"role": "assistant", "content": text} | {name: value for name, value in more.items() if value}
-
-
-def _tools(tools: list[dict[str, Any]] | None) -> tuple[list[Tool], list[str]]:
-    own, hosted = split_tools(tools)
-    read = (read_as(tool, _Tool, where) for where, tool in own)
-    return [function_tool(tool.name, tool.description, tool.input_schema) for tool in read], hosted
 
 
 def _deltas(block: Mapping[str, Any]) -> list[dict[str, str]]:

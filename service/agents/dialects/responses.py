@@ -27,9 +27,9 @@ from service.agents.dialects.body import (
     Positive,
     Request,
     function_tool,
+    own_tools,
     read_as,
     read_request,
-    split_tools,
     text_of,
 )
 from service.agents.dialects.dialect import Answer, Asked, Dialect, Refused, frame, openai_error
@@ -116,7 +116,7 @@ class _Request(Request, kw_only=True):
 
 def read(body: Mapping[str, Any]) -> Asked:
     """The request."""
-    request, ignored = read_request(body, _Request)
+    request = read_request(body, _Request)
     items = _items(request.input)
     system = [{"role": "system", "content": request.instructions}] if request.instructions else []
     if not items:
@@ -126,14 +126,13 @@ def read(body: Mapping[str, Any]) -> Asked:
         "tool_choice": request.tool_choice or "auto",
         "parallel_tool_calls": request.parallel_tool_calls is not False,
     }
-    tools, hosted = _tools(request.tools)
+    tools = _tools(request.tools)
     return Asked(
         messages=[*system, *_messages(items)],
         tools=[function_tool(name, tool.description, _parameters(tool)) for name, (_, tool) in tools.items()],
         echoed=frozenset(_echoed(items)),
         stream=bool(request.stream),
         max_tokens=request.max_output_tokens,
-        ignored=(*ignored, *hosted),
         repeated=repeated | choice | {"max_output_tokens": request.max_output_tokens},
     )
 
@@ -272,18 +271,15 @@ def _flat(namespace: str | None, name: str) -> str:
     return f"{namespace}__{name}" if namespace else name
 
 
-def _tools(tools: list[dict[str, Any]] | None) -> tuple[dict[str, tuple[str | None, _Function | _Custom]], list[str]]:
-    """The tools by the names that the policy reads, each with its namespace; and the names of hosted ones."""
-    own, hosted = split_tools(tools)
-    shape: Any = _Function | _Custom | _Namespace
+def _tools(tools: list[dict[str, Any]] | None) -> dict[str, tuple[str | None, _Function | _Custom]]:
+    """The tools by the names that the policy reads, each with its namespace."""
     read: dict[str, tuple[str | None, _Function | _Custom]] = {}
-    for where, tool in own:
-        one: _Function | _Custom | _Namespace = read_as(tool, shape, where)
+    for one in own_tools(tools, _Function | _Custom | _Namespace):
         if isinstance(one, _Namespace):
             read |= {_flat(one.name, inner.name): (one.name, inner) for inner in one.tools}
         else:
             read[one.name] = (None, one)
-    return read, hosted
+    return read
 
 
 def _parameters(tool: _Function | _Custom) -> Mapping[str, Any] | None:
@@ -291,7 +287,7 @@ def _parameters(tool: _Function | _Custom) -> Mapping[str, Any] | None:
 
 
 def _output(answer: Answer, asked: Asked) -> list[dict[str, Any]]:
-    call, tools = answer.call, _tools(asked.repeated.get("tools"))[0]
+    call, tools = answer.call, _tools(asked.repeated.get("tools"))
     items: list[dict[str, Any]] = []
     if call.reply.thinking:
         thought = {"content": [{"type": "reasoning_text", "text": call.reply.thinking}], "encrypted_content": call.name}

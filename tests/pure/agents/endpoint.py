@@ -85,6 +85,11 @@ class House:
         self.sessions.add(made)
         return made
 
+    async def connected(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """A connection that has sent nothing."""
+        host, port = self.address.removeprefix("http://").split(":")
+        return await asyncio.open_connection(host, int(port))
+
     def sampled(self, text: str) -> Generation:
         """Tokens of a response that no tokenizer would choose: one for each character."""
         ids = [token for letter in text for token in self.chat.plain(letter).tolist()]
@@ -125,9 +130,8 @@ class Client:
     async def leave(self, path: str, body: Any, when: asyncio.Event) -> None:
         """Send a request, and close the connection at `when` without reading an answer."""
         raw = json.dumps(body).encode()
-        host, port = self._house.address.removeprefix("http://").split(":")
-        _, writer = await asyncio.open_connection(host, int(port))
-        head = f"POST {path} HTTP/1.1\r\nHost: {host}\r\nAuthorization: {self.headers['Authorization']}\r\n"
+        _, writer = await self._house.connected()
+        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nAuthorization: {self.headers['Authorization']}\r\n"
         writer.write(f"{head}Content-Length: {len(raw)}\r\n\r\n".encode() + raw)
         await writer.drain()
         await when.wait()
@@ -139,6 +143,12 @@ async def client_of(house: House, session: Session) -> AsyncIterator[Client]:
     """A client with the key of a session."""
     async with aiohttp.ClientSession() as http:
         yield Client(http, house, session.key)
+
+
+async def until(seen: Callable[[], Any]) -> None:
+    """Wait for a moment that comes; the test's own timeout is the deadline."""
+    while not seen():
+        await asyncio.sleep(0.001)
 
 
 def whole(steps: list[Step]) -> list[list[int]]:

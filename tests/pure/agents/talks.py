@@ -4,50 +4,29 @@ from __future__ import annotations
 
 import json
 from copy import deepcopy
-from typing import Any, Protocol
+from typing import Any
 
 from tests.pure.agents.endpoint import CHAT, MESSAGES, RESPONSES
 
 SEARCH: dict[str, Any] = {"type": "object", "properties": {"query": {"type": "string"}}}
 
 
-class Talk(Protocol):
-    """A client's side of a conversation."""
-
-    path: str
-
-    def body(self) -> dict[str, Any]:
-        """The next request."""
-
-    def answered(self, reply: dict[str, Any], told: str) -> None:
-        """Take an answer of the policy, and what the tool, or without a call the user, says next."""
-
-    def say(self, words: str) -> None:
-        """A message of the user."""
-
-    def text(self, reply: dict[str, Any]) -> str:
-        """The words of an answer."""
-
-    def edit(self, words: str) -> None:
-        """Replace the words of the newest answer that the conversation has."""
-
-    def error(self, body: dict[str, Any]) -> str:
-        """The message of an error."""
-
-
 class ChatTalk:
-    """Chat completions."""
+    """A client's side of a conversation in chat completions; the other dialects change what is theirs."""
 
     path = CHAT
 
-    def __init__(self) -> None:
+    def __init__(self, words: str) -> None:
         self.messages: list[dict[str, Any]] = [{"role": "system", "content": "be brief"}]
+        self.say(words)
 
     def body(self) -> dict[str, Any]:
+        """The next request."""
         tool = {"type": "function", "function": {"name": "search", "description": "look", "parameters": SEARCH}}
         return {"model": "m", "messages": deepcopy(self.messages), "tools": [tool]}
 
     def answered(self, reply: dict[str, Any], told: str) -> None:
+        """Take an answer of the policy, and what the tool, or without a call the user, says next."""
         message = reply["choices"][0]["message"]
         self.messages.append(message)
         for call in message.get("tool_calls", ()):
@@ -74,8 +53,9 @@ class ResponsesTalk(ChatTalk):
 
     path = RESPONSES
 
-    def __init__(self) -> None:
+    def __init__(self, words: str) -> None:
         self.input: list[dict[str, Any]] = []
+        self.say(words)
 
     def body(self) -> dict[str, Any]:
         tool = {"type": "function", "name": "search", "description": "look", "parameters": SEARCH}
@@ -106,8 +86,9 @@ class MessagesTalk(ChatTalk):
 
     path = MESSAGES
 
-    def __init__(self) -> None:
+    def __init__(self, words: str) -> None:
         self.messages = []
+        self.say(words)
 
     def body(self) -> dict[str, Any]:
         tool = {"name": "search", "description": "look", "input_schema": SEARCH}

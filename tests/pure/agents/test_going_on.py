@@ -46,8 +46,7 @@ def lasting(answer: dict[str, Any]) -> dict[str, Any]:
 async def test_a_session_goes_on_as_if_nothing_had_happened(bytes_chat: Chat, make: type[ChatTalk]) -> None:
     async with opened(bytes_chat) as house:
         house.say = lambda prompt: called() if prompt.count("age of") == 1 else "17"
-        talk = make()
-        talk.say("age of fox?")
+        talk = make("age of fox?")
         first = house.session()
         async with client_of(house, first) as client:
             _, reply = await client.post(talk.path, talk.body())
@@ -70,8 +69,7 @@ async def test_a_session_goes_on_as_if_nothing_had_happened(bytes_chat: Chat, ma
 async def test_branches_stay_branches_of_the_same_call(bytes_chat: Chat) -> None:
     async with opened(bytes_chat) as house:
         house.say = lambda prompt: "same"
-        talk = ChatTalk()
-        talk.say("hi")
+        talk = ChatTalk("hi")
         first = house.session()
         async with client_of(house, first) as client:
             for temperature in (0.1, 0.2):  # two calls of equal content, of which ids tell one from the other
@@ -88,8 +86,7 @@ async def test_branches_stay_branches_of_the_same_call(bytes_chat: Chat) -> None
 async def test_what_a_session_may_have_counts_from_its_first_step(bytes_chat: Chat) -> None:
     async with opened(bytes_chat) as house:
         house.allowed = replace(house.allowed, max_turns=2)
-        talk = ChatTalk()
-        talk.say("hi")
+        talk = ChatTalk("hi")
         first = house.session()
         async with client_of(house, first) as client:
             await client.post(talk.path, talk.body())
@@ -104,12 +101,11 @@ async def test_what_a_session_may_have_counts_from_its_first_step(bytes_chat: Ch
 @pytest.mark.parametrize("fault", ["missing", "no note", "odd note", "a later parent", "another parent"])
 async def test_steps_that_are_no_session_are_refused(bytes_chat: Chat, fault: str) -> None:
     async with opened(bytes_chat) as house:
-        talk = ChatTalk()
-        first = house.session()
+        talk, first = ChatTalk("a"), house.session()
         async with client_of(house, first) as client:
-            for words in "ab":
-                talk.say(words)
-                await client.post(talk.path, talk.body())
+            await client.post(talk.path, talk.body())
+            talk.say("b")
+            await client.post(talk.path, talk.body())
         steps = house.steps
         later, other = (steps[1].note.replace(",-1,", f",{parent},") for parent in (1, 0))
         notes = {"no note": "", "odd note": "[1]", "a later parent": later, "another parent": other}

@@ -64,8 +64,7 @@ class OverHttp:
         self.talk = next(make for make in TALKS if make.path == dialect)
 
     async def play(self, session: AgentSession, task: Task, seed: int) -> None:
-        talk = Plain(self.talk())
-        talk.talk.say(task.prompt[0]["content"])
+        talk = Plain(self.talk(task.prompt[0]["content"]))
         url = session.base_url.removesuffix("/v1") + talk.talk.path
         async with aiohttp.ClientSession(headers={"x-api-key": session.key}) as http:
             while True:
