@@ -42,6 +42,7 @@ from tests.pure.rollout.test_agent import optimal
 pytestmark = pytest.mark.asyncio
 
 HERE = __name__
+DOES = f"{HERE}:Does"
 
 
 def facts_told(task: Task, said: str) -> str | None:
@@ -92,15 +93,6 @@ class Plain:
         return body
 
 
-class Raises:
-    """Makes a call, and raises."""
-
-    async def play(self, session: AgentSession, task: Task, seed: int) -> None:
-        async with AsyncOpenAI(base_url=session.base_url, api_key=session.key) as client:
-            await client.chat.completions.create(model="policy", messages=[dict(task.prompt[0])])  # type: ignore[typeddict-item]
-        raise RuntimeError("broken agent")
-
-
 class SaysItsKey:
     """Puts its key wherever it can, and ends as its option says."""
 
@@ -114,30 +106,6 @@ class SaysItsKey:
         if not self.ends:
             raise RuntimeError(f"the key {session.key} was refused")
         session.finish(1.0, transcript=f"called with {session.key}, twice")
-
-
-class Forgets:
-    """Returns without a reward."""
-
-    async def play(self, session: AgentSession, task: Task, seed: int) -> None:
-        pass
-
-
-class Hangs:
-    """Waits for ever."""
-
-    async def play(self, session: AgentSession, task: Task, seed: int) -> None:
-        await asyncio.Event().wait()
-
-
-class Ends:
-    """Finishes as its option says."""
-
-    def __init__(self, reward: str = "", status: str = "ok") -> None:
-        self.reward, self.status = float(reward) if reward else None, status
-
-    async def play(self, session: AgentSession, task: Task, seed: int) -> None:
-        session.finish(self.reward, self.status)  # type: ignore[arg-type]
 
 
 VALUES: Mapping[str, tuple[Any, str, Any]] = {
@@ -158,21 +126,34 @@ VALUES: Mapping[str, tuple[Any, str, Any]] = {
 """What an agent gives to `finish` that is not allowed."""
 
 
-class Numpy:
-    """Finishes with numbers of numpy."""
+ENDS: Mapping[str, tuple[Any, ...]] = {
+    "no reward": (None,),
+    "an infinite reward": (float("inf"),),
+    "a failure": (None, "failed"),
+    "a failure with a reward": (0.5, "failed"),
+    "numbers of numpy": (np.float32(0.5), "ok", {"looks": np.int64(2)}),
+}
+
+
+class Does:
+    """An agent that does what its option says: a deed of its own, or to finish with values of `ENDS` or `VALUES`."""
+
+    def __init__(self, what: str) -> None:
+        self.what = what
 
     async def play(self, session: AgentSession, task: Task, seed: int) -> None:
-        session.finish(np.float32(0.5), "ok", {"looks": np.int64(2)})  # type: ignore[arg-type, dict-item]
-
-
-class Gives:
-    """Finishes with the values of this name."""
-
-    def __init__(self, value: str) -> None:
-        self.value = value
-
-    async def play(self, session: AgentSession, task: Task, seed: int) -> None:
-        session.finish(*VALUES[self.value])  # type: ignore[arg-type]
+        match self.what:
+            case "raises":
+                async with AsyncOpenAI(base_url=session.base_url, api_key=session.key) as client:
+                    said: Any = dict(task.prompt[0])
+                    await client.chat.completions.create(model="policy", messages=[said])
+                raise RuntimeError("broken agent")
+            case "hangs":
+                await asyncio.Event().wait()
+            case "forgets to finish":
+                return
+            case what:
+                session.finish(*(ENDS | VALUES)[what])
 
 
 @pytest.fixture(scope="module")
@@ -247,22 +228,21 @@ async def test_an_evaluation_plays_agents_too(model: Path, tasks: list[Task]) ->
 
 
 @pytest.mark.parametrize(
-    ("agent", "options", "reason", "n_steps"),
+    ("what", "reason", "n_steps"),
     [
-        ("Raises", {}, "environment_error", 1),
-        ("Forgets", {}, "environment_reward", 0),
-        ("Hangs", {}, "environment_timeout", 0),
-        ("Ends", {}, "environment_error", 0),
-        ("Ends", {"reward": "inf"}, "environment_reward", 0),
-        ("Ends", {"status": "failed"}, "environment_error", 0),
-        ("Ends", {"status": "failed", "reward": "0.5"}, "stop", 0),
+        ("raises", "environment_error", 1),
+        ("forgets to finish", "environment_reward", 0),
+        ("hangs", "environment_timeout", 0),
+        ("no reward", "environment_error", 0),
+        ("an infinite reward", "environment_reward", 0),
+        ("a failure", "environment_error", 0),
+        ("a failure with a reward", "stop", 0),
     ],
 )
 async def test_an_agent_that_fails_loses_its_own_trajectory(
-    model: Path, tasks: list[Task], agent: str, options: dict[str, Any], reason: str, n_steps: int
+    model: Path, tasks: list[Task], what: str, reason: str, n_steps: int
 ) -> None:
-    deadline = 0.3 if agent == "Hangs" else 60.0
-    config = settings(f"{HERE}:{agent}", AgentsConfig(deadline=deadline), **options)
+    config = settings(DOES, AgentsConfig(deadline=0.3 if what == "hangs" else 60.0), what=what)
     async with aclosing(Playing(model, config)) as agents:
         _, end = await agents.one(tasks[0], TrajectoryId(0, 0))
         assert (end.stop_reason, end.n_steps) == (reason, n_steps)
@@ -286,14 +266,14 @@ async def test_an_agent_that_finishes_with_what_is_not_allowed_loses_its_own_tra
 ) -> None:
     reward, status, _ = VALUES[value]
     fault = "reward" if not isinstance(reward, float) else "status" if status != "ok" else "info"
-    async with aclosing(Playing(model, settings(f"{HERE}:Gives", value=value))) as agents:
+    async with aclosing(Playing(model, settings(DOES, what=value))) as agents:
         _, end = await agents.one(tasks[0], TrajectoryId(0, 0))
         assert end.stop_reason == ("environment_reward" if fault == "reward" else "environment_error")
         assert f"session.finish: {fault}" in agents.player.last_failure and len(agents.player.last_failure) < 1000
 
 
 async def test_numbers_of_numpy_are_plain_in_a_finished_session(model: Path, tasks: list[Task]) -> None:
-    async with aclosing(Playing(model, settings(f"{HERE}:Numpy"))) as agents:
+    async with aclosing(Playing(model, settings(DOES, what="numbers of numpy"))) as agents:
         _, end = await agents.one(tasks[0], TrajectoryId(0, 0))
     assert (end.stop_reason, end.reward, type(end.reward)) == ("stop", 0.5, float)
 
@@ -301,14 +281,14 @@ async def test_numbers_of_numpy_are_plain_in_a_finished_session(model: Path, tas
 async def test_a_port_that_is_taken_is_one_clear_line(model: Path, tasks: list[Task]) -> None:
     taken = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0)
     port = taken.sockets[0].getsockname()[1]
-    async with taken, aclosing(Playing(model, settings(f"{HERE}:Forgets", AgentsConfig(port=port)))) as agents:
+    async with taken, aclosing(Playing(model, settings(DOES, AgentsConfig(port=port), what="hangs"))) as agents:
         with pytest.raises(UserError, match=f"agents.port: the endpoint cannot listen on 127.0.0.1, port {port}"):
             await agents.one(tasks[0], TrajectoryId(0, 0))
 
 
 @pytest.mark.parametrize("host", ["no.such.host.invalid", "a" * 64, "1.2.3.4.5", "a..b"])
 async def test_a_host_that_is_none_of_this_machine_is_one_clear_line(model: Path, tasks: list[Task], host: str) -> None:
-    async with aclosing(Playing(model, settings(f"{HERE}:Forgets", AgentsConfig(host=host)))) as agents:
+    async with aclosing(Playing(model, settings(DOES, AgentsConfig(host=host), what="hangs"))) as agents:
         with pytest.raises(UserError, match=f"agents.host: the endpoint cannot listen on {host}, port 0: .+"):
             await agents.one(tasks[0], TrajectoryId(0, 0))
 
@@ -356,6 +336,6 @@ async def test_settings_with_which_no_agent_could_be_trained_are_refused(changed
 
 
 async def test_an_agent_without_an_endpoint_is_refused_before_the_run(model: Path) -> None:
-    config = settings(f"{HERE}:Forgets").model_copy(update={"agents": None})
+    config = settings(DOES, what="hangs").model_copy(update={"agents": None})
     with pytest.raises(UserError, match="calls the policy over HTTP; add agents"):
         check_inputs(config.env, config.data, 0, has_endpoint=False, functions=())
