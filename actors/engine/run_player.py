@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from service.agents.agents import Agents
-from service.agents.runner.agent import CommandAgents
+from service.agents.runner.runner import AgentRunner
 from service.agents.session_keys import Keys
 from service.config import Config
 from service.rollout.chat.chat import Chat
@@ -38,4 +38,4 @@ class RunPlayer(Player[Agents]):
         def agents(chat: Chat, timed: Engine, limits: AgentLimits) -> Agents | None:
             return None if endpoint is None else Agents(endpoint, chat, timed, limits, keys, number)
 
-        super().__init__(play_settings(config), model_folder, engine, agents, CommandAgents(config.env), served)
+        super().__init__(play_settings(config), model_folder, engine, agents, AgentRunner(config.env), served)

@@ -14,17 +14,17 @@ import logging
 import os
 import tempfile
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from service.agents.runner.supervisor import remove
 from service.config.command import CommandConfig
 from service.errors import in_one_line
 from service.files import LOCK, is_locked, lock_folder
 from service.rollout.child_process import ChildDied, ChildProcesses, ChildRaised
-from service.rollout.environment import OversizedOutput, Task
+from service.rollout.environment import AgentSession, OversizedOutput, Status, Task
 
 log = logging.getLogger(__name__)
 
@@ -53,8 +53,22 @@ class Finished(NamedTuple):
     """The command's stdout and stderr, without the key; the middle of a long one is left out."""
 
 
+class CommandAgent:
+    """The command as the agent of one trajectory."""
+
+    def __init__(self, runner: AgentRunner) -> None:
+        self._runner = runner
+
+    async def play(self, session: AgentSession, task: Task, seed: int) -> None:
+        """Run the command, and finish the session with its score; without one, with what the agent posted."""
+        finished = await self._runner.run(task, session.base_url, session.key, seed)
+        if finished.reason:
+            log.warning("the command for prompt %s: %s", in_one_line(task.uid), finished.reason)
+        session.finish(finished.reward, cast(Status, finished.status), finished.info, finished.transcript)
+
+
 class AgentRunner:
-    """The runs of one generator."""
+    """The runs of one generator; the first one makes their folder."""
 
     def __init__(self, settings: CommandConfig) -> None:
         limits = settings.limits
@@ -63,15 +77,21 @@ class AgentRunner:
         self._supervisors = ChildProcesses(
             "service.agents.runner.supervisor", limits.transcript_characters * BYTES_PER_CHARACTER + ROOM
         )
-        made = Path(tempfile.mkdtemp(prefix=f".{FOLDERS}"))
-        self._lock = lock_folder(made, seconds=1.0)
-        self._folder = made.rename(made.with_name(made.name.removeprefix(".")))  # whole: with its lock
-        self._has_cleaned = self._has_warned = False
+        self._folder: Path | None = None
+        self._held = ExitStack()
+        """The lock of the folder."""
+        self._has_warned = False
+
+    def make(self) -> CommandAgent:
+        """An agent for one trajectory."""
+        return CommandAgent(self)
 
     async def run(self, task: Task, base_url: str, key: str, seed: int) -> Finished:
         """Run the command for a task; it reaches its session at `base_url` (`http://HOST:PORT/.../v1`) with `key`."""
-        if not self._has_cleaned:
-            self._has_cleaned = True
+        if self._folder is None:
+            made = Path(tempfile.mkdtemp(prefix=f".{FOLDERS}"))
+            self._held.enter_context(lock_folder(made, seconds=1.0))
+            self._folder = made.rename(made.with_name(made.name.removeprefix(".")))  # whole: with its lock
             await asyncio.to_thread(_remove_left_folders)
         root = Path(tempfile.mkdtemp(dir=self._folder))
         request = {
@@ -101,8 +121,9 @@ class AgentRunner:
     async def close(self) -> None:
         """End all runs, and remove their folders."""
         await self._supervisors.close()
-        await asyncio.to_thread(remove, self._folder)
-        self._lock.close()
+        if self._folder is not None:
+            await asyncio.to_thread(remove, self._folder)
+        self._held.close()
 
     def _warn_once(self, refused: str) -> None:
         if refused and not self._has_warned:
