@@ -76,15 +76,15 @@ class Agents:
         self._address = ""
 
     def restore(self, trajectory: TrajectoryId, task: Task, steps: Steps, sink: StepSink) -> bool:
-        """Open the session of an earlier process again, before clients reach it; whether its steps can be gone on from.
+        """Open the session of an earlier process again, before clients reach it; whether its steps can be continued.
 
-        `play` goes on with it.
+        `play` continues it.
         """
         session = self._session(trajectory, task, sink)
         try:
             session.restore(steps)
         except ValueError as error:
-            log.warning("%s cannot be gone on with: %s", trajectory, in_one_line(str(error)))
+            log.warning("%s cannot be continued: %s", trajectory, in_one_line(str(error)))
             self.sessions.remove(session)
             return False
         self._restored[trajectory] = session
@@ -223,7 +223,7 @@ async def _outcome(session: Session, playing: asyncio.Task[None]) -> Outcome:
         playing.result()
         raise TrajectoryFailed(StopReason.ENVIRONMENT_REWARD, "the agent returned and finished no session")
     outcome = session.ended.result()
-    await asyncio.wait({playing})  # it may have something to clean up; its deadline goes on
+    await asyncio.wait({playing})  # it may have something to clean up; its deadline still counts
     if outcome.reward is None:
         raise TrajectoryFailed(StopReason.ENVIRONMENT_ERROR, f"the agent ended without a reward, as {outcome.status!r}")
     return outcome

@@ -67,7 +67,7 @@ class Offers:
             raise TrajectoryFailed(StopReason.ENVIRONMENT_TIMEOUT, silent)
 
     async def claim(self, seconds: float) -> Offer | None:
-        """The oldest offer; None where there is none for so long."""
+        """The oldest offer; None where there is none within `seconds`."""
         loop = asyncio.get_running_loop()
         until = loop.time() + seconds
         while not self._waiting and (left := until - loop.time()) > 0:

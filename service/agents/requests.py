@@ -39,7 +39,7 @@ MAX_BODY_BYTES = 16 << 20
 BODY_SECONDS = 60.0
 """Seconds in which a client sends a request's body."""
 LARGE_BYTES = 16 << 10
-"""Bytes from which on a body is parsed and rendered in a thread. A prompt of so many bytes takes the event loop about
+"""Bytes from which on a body is parsed and rendered in a thread. A prompt of that size takes the event loop about
 8 ms where it is rendered as a whole; beside other threads, a thread of its own costs up to 5 ms."""
 ROOM_BYTES = 4 * MAX_BODY_BYTES
 """Bytes of large bodies that are read, parsed and rendered at a time; these take several times as much memory."""
@@ -138,9 +138,9 @@ class Requests:
             yield await _read(request, most)
 
     async def apart(self, n_bytes: int, work: Callable[[], Result]) -> Result:
-        """What `work` returns for a body of so many bytes; a large one is worked on in a thread.
+        """What `work` returns for a body of `n_bytes`; a large one is worked on in a thread.
 
-        A caller that goes on, or is cancelled, leaves `work` running: it must change nothing.
+        A caller that continues, or is cancelled, leaves `work` running: it must change nothing.
         """
         if n_bytes < LARGE_BYTES:
             return work()
@@ -167,7 +167,7 @@ class Room:
 
     @asynccontextmanager
     async def taken(self, n_bytes: int) -> AsyncIterator[None]:
-        """Inside, there are so many bytes.
+        """Inside, there are `n_bytes`.
 
         Raises:
             Refused: 503, they were not there within `ROOM_SECONDS`.

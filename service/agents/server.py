@@ -48,7 +48,7 @@ class Endpoint:
         offers: Offers,
         named_roles: Sequence[str] = (),
     ) -> None:
-        """`max_model_len`: most tokens of a prompt and its response; `named_roles`: see `role_named`."""
+        """`max_model_len`: maximum tokens of a prompt and its response; `named_roles`: see `role_named`."""
         self.requests = Requests(sessions, keys)
         self.calls = Calls(self.requests, named_roles)
         self._routes = Routes(self.requests, offers, of_model, max_model_len)

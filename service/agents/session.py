@@ -33,7 +33,7 @@ from service.rollout.user_errors import type_name
 from service.types import Extension, Int32s, Step, Steps, TrajectoryId
 
 MIN_BODY_BYTES, BYTES_PER_TOKEN = 64 << 10, 16
-"""A body has at most so many bytes, and so many more for each token that a prompt may have. Texts have about 4 bytes a
+"""Maximum bytes of a body, and further ones for each token that a prompt may have. Texts have about 4 bytes a
 token, escaped ones up to 12. A larger body is refused before its messages are rendered: that takes the event loop about
 a second for each MB."""
 SPENT = "Step budget exhausted."
@@ -41,7 +41,7 @@ SPENT = "Step budget exhausted."
 
 State = Literal["open", "finished", "closed"]
 Sample = Callable[[Int32s, int, str], Awaitable[Generation]]
-"""(ids of the prompt, most tokens of the response, id of the request) -> what the policy sampled."""
+"""(ids of the prompt, maximum tokens of the response, id of the request) -> what the policy sampled."""
 Accept = Callable[[Step], Awaitable[bool]]
 """Takes a step at once, and returns whether the buffer accepted it."""
 
@@ -201,7 +201,7 @@ class Session:
         self._tokens = sum(len(call.carried_ids) + len(call.response.token_ids) for call in self.tree.calls)
 
     def begin(self, asked: Asked, opened: Opened, body: str, is_retry: bool = False) -> asyncio.Future[Call]:
-        """The call that answers a request with this prompt; it goes on where the client leaves.
+        """The call that answers a request with this prompt; it continues where the client leaves.
 
         `body` identifies the request; `is_retry`: the client says that it asks again.
 
@@ -297,7 +297,7 @@ class Session:
             task.cancel()
 
     async def _call(self, opened: Opened, body: str, most: int, reserved: int) -> Call:
-        """Sample a call for which so many tokens are reserved; whatever fails here ends the session."""
+        """Sample a call for which `reserved` tokens are set aside; whatever fails here ends the session."""
         try:
             request_id = f"{self.trajectory}/{body}"
             generation = await self._sample(opened.prompt_ids, most, request_id)

@@ -32,7 +32,7 @@ class _Request(Struct, kw_only=True):
 
 
 def read(body: Mapping[str, Any]) -> Asked:
-    """The prompt's ids and the most tokens of the response; other sampling parameters are the session's."""
+    """The prompt's ids and the maximum tokens of the response; other sampling parameters are the session's."""
     request = read_request(body, _Request)
     sampling = read_request(request.sampling_params or {}, _Sampling, "sampling_params")
     return Asked(

@@ -23,12 +23,12 @@ from service.rollout.child_main import end_descendants
 
 CHUNK = 1 << 16
 WATCH_SECONDS = 0.5
-"""Least seconds between two looks at memory, processes and folder."""
+"""Minimum seconds between two looks at memory, processes and folder."""
 WATCH_SHARE = 0.05
-"""Most of the supervisor's time that goes into these looks."""
+"""Maximum share of the supervisor's time for these looks."""
 ENTRIES_AT_ONCE = 1000
 FILE_BYTES = 4096
-"""Least bytes that a file or folder counts as."""
+"""Minimum bytes that a file or folder counts as."""
 TIME = "seconds"
 """The limit that ends a command whose result still counts."""
 
@@ -44,16 +44,14 @@ class Ended(NamedTuple):
     """Its stdout and stderr, up to the limit."""
 
 
-async def run_command(
-    launch: Launch, limits: Mapping[str, Any], seconds: float, root: Path, base_url: str, namespaces: bool
-) -> Ended:
+async def run_command(launch: Launch, seconds: float, root: Path, base_url: str, namespaces: bool) -> Ended:
     """Run a command in its folder below `root` until it ends or exceeds a limit.
 
     Raises:
         NotStarted: the command cannot be started.
     """
     started = start(launch, namespaces)
-    run = _Run(started, limits)
+    run = _Run(started, launch.limits)
     try:
         async with AsyncExitStack() as scope:
             if started.listener is not None:
@@ -62,7 +60,7 @@ async def run_command(
     finally:
         end_descendants()
         run.close()
-    if not run.limit and await _is_larger(root, limits["folder_bytes"]):
+    if not run.limit and await _is_larger(root, launch.limits["folder_bytes"]):
         run.limit = "folder_bytes"
     return Ended(run.code, run.limit, bytes(run.output))
 

@@ -33,7 +33,7 @@ FOLDERS = "baton-agents-"
 AROUND_SECONDS = 300.0
 """Seconds in which a trajectory's folder must be filled and removed."""
 BYTES_PER_CHARACTER = 6
-"""Most bytes of JSON for one character (`\\u0000`)."""
+"""Maximum bytes of JSON for one character (`\\u0000`)."""
 ROOM = 1 << 16
 """Bytes of a supervisor's answer besides the transcript."""
 

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from fcntl import ioctl
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from service.rollout.child_main import PR_SET_PDEATHSIG
 
@@ -50,9 +50,8 @@ class Launch:
     stdin: Path
     variables: Mapping[str, str]
     """The whole environment."""
-    memory_bytes: int
-    file_bytes: int
-    processes: int
+    limits: Mapping[str, Any]
+    """Those of `CommandLimits`, as plain values."""
     port: int | None
     """Port of loopback that is forwarded; None: the command reaches the network as it is."""
 
@@ -69,8 +68,8 @@ class Started(NamedTuple):
 
 def namespaces_refused() -> str:
     """Why this machine allows this process no namespaces; empty where it does."""
-    room = 1 << 40
-    probe = Launch(("true",), Path("/"), Path(os.devnull), {}, memory_bytes=room, file_bytes=room, processes=1, port=0)
+    limits = {"memory_bytes": 1 << 40, "file_bytes": 1 << 40, "processes": 1}
+    probe = Launch(("true",), Path("/"), Path(os.devnull), {}, limits, port=0)
     try:
         process, listener = start(probe, namespaces=True)
     except NotStarted as refused:
@@ -132,7 +131,7 @@ def _confine(launch: Launch, namespaces: bool, report: socket.socket) -> None:
             os.setsid()
             libc.prctl(PR_SET_DUMPABLE, 1)
         libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-        _limit(launch, namespaces)
+        _limit(launch.limits, namespaces)
     except BaseException as error:
         report.send(_why(error).encode()[: MAX_MESSAGE // 2])
         raise
@@ -167,20 +166,21 @@ def _fork_and_end_as_child() -> None:
             os._exit(code if code >= 0 else 128 - code)
 
 
-def _limit(launch: Launch, namespaces: bool) -> None:
+def _limit(limits: Mapping[str, Any], namespaces: bool) -> None:
+    """Set the limits that the operating system holds; `bounded.py` watches the others."""
     try:
         Path("/proc/self/oom_score_adj").write_text("1000")  # before a generator, when the machine has no memory left
     except OSError as error:
         if error.errno not in (errno.ENOENT, errno.EACCES, errno.EROFS):
             raise
-    limits = {
+    bounds = {
         resource.RLIMIT_CORE: 0,
-        resource.RLIMIT_AS: launch.memory_bytes,
-        resource.RLIMIT_FSIZE: launch.file_bytes,
+        resource.RLIMIT_AS: limits["memory_bytes"],
+        resource.RLIMIT_FSIZE: limits["file_bytes"],
     }
     if namespaces:  # outside of a user namespace the limit counts all processes of the user
-        limits[resource.RLIMIT_NPROC] = launch.processes + OUR_PROCESSES
-    for which, most in limits.items():
+        bounds[resource.RLIMIT_NPROC] = limits["processes"] + OUR_PROCESSES
+    for which, most in bounds.items():
         hard = resource.getrlimit(which)[1]
         allowed = most if hard == resource.RLIM_INFINITY else min(most, hard)
         resource.setrlimit(which, (allowed, allowed))

@@ -46,21 +46,6 @@ class Failed(Exception):
     """The trajectory fails; says why."""
 
 
-class Supervisor:
-    """Plays one trajectory after the other."""
-
-    def __init__(self) -> None:
-        self._refused = namespaces_refused()
-
-    async def answer(self, request: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Play a trajectory; the answer has the fields of `Finished`, and why there are no namespaces."""
-        trajectory = _Trajectory(request, namespaces=not self._refused)
-        try:
-            return {**await trajectory.play(), "refused": self._refused}
-        finally:
-            remove(trajectory.root)
-
-
 class _Trajectory:
     """One trajectory; settings are those of `CommandConfig` as plain values, since many such processes run at once."""
 
@@ -170,17 +155,9 @@ class _Trajectory:
     async def _run(self, command: Sequence[str], stdin: Path, variables: Mapping[str, str], seconds: float) -> Ended:
         kept = {name: os.environ.get(name, default) for name, default in KEPT_VARIABLES.items()}
         own = {"HOME": str(self._folder), "TMPDIR": str(self.root / TEMPORARY)}
-        launch = Launch(
-            command=command,
-            folder=self._folder,
-            stdin=stdin,
-            variables={**kept, **own, **variables},
-            memory_bytes=self._limits["memory_bytes"],
-            file_bytes=self._limits["file_bytes"],
-            processes=self._limits["processes"],
-            port=None if self._settings["network"] == "open" else port_of(self._base_url),
-        )
-        return await run_command(launch, self._limits, seconds, self.root, self._base_url, self._namespaces)
+        port = None if self._settings["network"] == "open" else port_of(self._base_url)
+        launch = Launch(command, self._folder, stdin, {**kept, **own, **variables}, self._limits, port)
+        return await run_command(launch, seconds, self.root, self._base_url, self._namespaces)
 
 
 def filled(text: str, values: Mapping[str, str]) -> str:
@@ -254,4 +231,14 @@ def main() -> None:
     """Play one trajectory after the other until stdin closes."""
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
     enter_user_folder()
-    serve(Supervisor().answer)
+    refused = namespaces_refused()
+
+    async def answer(request: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Play a trajectory; the answer has the fields of `Finished`, and why there are no namespaces."""
+        trajectory = _Trajectory(request, namespaces=not refused)
+        try:
+            return {**await trajectory.play(), "refused": refused}
+        finally:
+            remove(trajectory.root)
+
+    serve(answer)
