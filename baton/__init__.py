@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     )
     from service.rollout.environments.retrieval_client import RetrievalClient
     from service.rollout.prompts.dataset import load_tasks
-    from service.scorers.trajectories import Trajectory, Turn
+    from service.scorers.scored_trajectories import Trajectory, Turn
 
 __all__ = [
     "Agent",
@@ -96,7 +96,7 @@ _HOMES = {
     ),
     "service.rollout.prompts.dataset": ("load_tasks",),
     "service.rollout.environments.retrieval_client": ("RetrievalClient",),
-    "service.scorers.trajectories": ("Trajectory", "Turn"),
+    "service.scorers.scored_trajectories": ("Trajectory", "Turn"),
 }
 """Module -> the names that it gives."""
 

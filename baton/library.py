@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from service.agents.conversation_tree import ConversationTree
-    from service.agents.parser import JsonCalls
+    from service.agents.reply_parser import JsonCalls
     from service.config.core_settings import batch_settings
     from service.config.tree import MakeModelConfig
     from service.handoff import (
@@ -72,7 +72,7 @@ __all__ = [
 
 _HOMES = {
     "service.agents.conversation_tree": ("ConversationTree",),
-    "service.agents.parser": ("JsonCalls",),
+    "service.agents.reply_parser": ("JsonCalls",),
     "service.config.core_settings": ("batch_settings",),
     "service.config.tree": ("MakeModelConfig",),
     "service.handoff": (

@@ -33,8 +33,8 @@ from benchmarks.own_ray import own_ray
 from service.agents.conversation_tree import ConversationTree
 from service.agents.dialects import chat as dialect
 from service.agents.dialects.body import parse_body
-from service.agents.dialects.dialect import Answer
-from service.agents.parser import JsonCalls
+from service.agents.dialects.dialect import CallAnswer
+from service.agents.reply_parser import JsonCalls
 from service.agents.session import Session
 from service.config import (
     AgentsConfig,
@@ -283,7 +283,7 @@ class Alone:
         began = time.process_time()
         asked = dialect.read(parse_body(raw))
         call = await self.session.begin(asked, self.session.opened(asked), str(len(raw)))
-        answer = Answer(call, "policy", 0)
+        answer = CallAnswer(call, "policy", 0)
         json.dumps(reply := dialect.reply(answer, asked)).encode()
         self.cpu_seconds = time.process_time() - began
         told = Message(role="user", content=excerpt(self._drawn, RESULT_CHARACTERS))

@@ -30,7 +30,7 @@ from service.config import Config, load
 from service.handoff import CompleteGroup
 from service.handoff.ledger.scores import sampled_tokens
 from service.run.prepare import Prepared
-from service.scorers.teacher import taught
+from service.scorers.teacher_logprobs import taught
 
 RECIPE = Path(__file__).parent.parent / "configs" / "quickstart.yaml"
 WINDOW = 5

@@ -43,7 +43,7 @@ from actors.generator.scaling import Placed
 from actors.observe.actor_logs import log_env
 from actors.observe.metrics_hub import MetricsHub
 from actors.scorers.actor import actor_names, place_scorers, workers
-from actors.scorers.frozen import ask_role, place_roles
+from actors.scorers.frozen_model import ask_role, place_roles
 from actors.trainer.actor import SENDING, TrainerRank
 from actors.trainer.group import TrainerGroup
 from actors.watchdog import MARK, start_watchdog

@@ -26,7 +26,7 @@ from actors.driver.signals import exit_on_stop_signals, on_stop_signal
 from actors.engine.vllm_arguments import engine_env
 from actors.evaluation.evaluator import Evaluator, evaluate_on
 from actors.scorers.actor import all_up
-from actors.scorers.frozen import place_roles
+from actors.scorers.frozen_model import place_roles
 from service.config import Config
 from service.config.paths import with_absolute_paths
 from service.errors import BatonError, RunFailed, UserError

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from service.agents.agents import Agents
-from service.agents.parser import Reply
+from service.agents.reply_parser import Reply
 from service.config.rollout import AgentsConfig
 from service.errors import UserError
 from service.rollout.chat.chat import Tool

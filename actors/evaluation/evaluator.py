@@ -12,7 +12,7 @@ from actors.engine.run_player import RunPlayer
 from actors.engine.vllm_engine import VllmEngine
 from actors.engine.vllm_parser import use_parser
 from actors.observe.actor_logs import keep_log
-from actors.scorers.frozen import ask_role
+from actors.scorers.frozen_model import ask_role
 from service.config import Config
 from service.evaluation.play import play_shard
 from service.evaluation.scores import EvalShard, EvalTrajectory, Evaluation, summarize

@@ -14,7 +14,7 @@ import ray.exceptions
 
 from actors.calls import call, in_a_line
 from actors.observe.actor_logs import keep_log
-from actors.scorers.frozen import FrozenEngine
+from actors.scorers.frozen_model import FrozenEngine
 from service.config import Config
 from service.config.rollout import RoleConfig, ScorerConfig
 from service.rollout.prompts.dataset import load_tasks

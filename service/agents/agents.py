@@ -15,10 +15,10 @@ from ipaddress import ip_address
 from socket import gaierror
 from typing import Any
 
-from service.agents.claims import Offers
+from service.agents.call_roles import n_roots, roles_of
 from service.agents.conversation_tree import ConversationTree
-from service.agents.parser import JsonCalls, ReplyParser
-from service.agents.roles import n_roots, roles_of
+from service.agents.offers import Offers
+from service.agents.reply_parser import JsonCalls, ReplyParser
 from service.agents.server import Endpoint
 from service.agents.session import Outcome, Session, kept_transcript
 from service.agents.session_keys import Keys, passing_keys

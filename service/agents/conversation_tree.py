@@ -22,8 +22,8 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 import numpy as np
 
-from service.agents.messages import digests, echoed_ids, extended, read_messages
-from service.agents.parser import Reply, ReplyParser
+from service.agents.message_form import digests, echoed_ids, extended, read_messages
+from service.agents.reply_parser import Reply, ReplyParser
 from service.columns import digest
 from service.handoff.prefixes.prefix_index import PrefixIndex
 from service.handoff.steps.tables import step_objects
@@ -142,7 +142,7 @@ class Call:
         return message
 
 
-class Opened(NamedTuple):
+class PreparedCall(NamedTuple):
     """A call that can be sampled."""
 
     parent: Call | None
@@ -179,7 +179,7 @@ class ConversationTree:
 
     def open(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool] = (), echoed: Collection[str] = ()
-    ) -> Opened:
+    ) -> PreparedCall:
         """The prompt of a client's request: the longest continuation of an earlier call, else the whole conversation.
 
         Among calls of equal content the one counts whose ids the client sent back, in calls or as `echoed` names.
@@ -200,7 +200,7 @@ class ConversationTree:
         how: How = "rerendered" if any(message["role"] == "assistant" for message in said) else "root"
         prompt_ids = self._renderer.begin(read, tools).token_ids
         about = tools, _beginning(read, said, tools), self._received(read, known)
-        return Opened(None, how, prompt_ids, prompt_ids, digest_of[-1], *about)
+        return PreparedCall(None, how, prompt_ids, prompt_ids, digest_of[-1], *about)
 
     def prompt_ids(self, prompt: str | Int32s) -> Int32s:
         """[P] ids of a prompt that a client rendered; special tokens in its text are special.
@@ -214,15 +214,15 @@ class ConversationTree:
             raise MessagesRefused(f"a token id is outside of the vocabulary of {self._chat.vocab_size}")
         return prompt
 
-    def open_ids(self, prompt_ids: Int32s) -> Opened:
+    def open_ids(self, prompt_ids: Int32s) -> PreparedCall:
         """The prompt of a client that brings tokens: it continues the longest call whose tokens begin it."""
         lengths = sorted({length for length, _ in self._of_ids if length < len(prompt_ids)}, reverse=True)
         for length in lengths:
             if parent := self._of_ids.get((length, digest(prompt_ids[:length]))):
-                return Opened(parent, "appended", prompt_ids[length:], prompt_ids, None)
-        return Opened(None, "root", prompt_ids, prompt_ids, None)
+                return PreparedCall(parent, "appended", prompt_ids[length:], prompt_ids, None)
+        return PreparedCall(None, "root", prompt_ids, prompt_ids, None)
 
-    def add(self, opened: Opened, generation: Generation, body: str) -> Call:
+    def add(self, opened: PreparedCall, generation: Generation, body: str) -> Call:
         """The call with what the engine sampled for it.
 
         An end token is appended where the policy sampled none; a client that brings tokens appends its own.
@@ -282,14 +282,14 @@ class ConversationTree:
         text = self._chat.text(token_ids)
         return Reply(text, "", ()) if brings_tokens else self._parser.parse(text, tools, token_ids.tolist())
 
-    def unsampled(self, opened: Opened, text: str) -> Call:
+    def unsampled(self, opened: PreparedCall, text: str) -> Call:
         """An answer of the server's own, which is no call of the tree: the policy did not sample it."""
         token_ids = self._chat.plain(text)
         n = len(token_ids)
         response = Response(token_ids, np.zeros(n, np.float32), np.zeros(n, np.bool_), np.full(n, NO_VERSION, np.int64))
         return self._call(opened, response, Reply(text, "", ()), "", "stop")
 
-    def _call(self, opened: Opened, response: Response, reply: Reply, body: str, stop_reason: str) -> Call:
+    def _call(self, opened: PreparedCall, response: Response, reply: Reply, body: str, stop_reason: str) -> Call:
         parent, how, carried_ids, *_ = opened
         request = body, stop_reason, len(self.calls)
         about = {"begun": opened.begun, "named": opened.named}
@@ -321,9 +321,9 @@ class ConversationTree:
             if call.name in echoed or (reply in said and not call.is_restored)
         ]
 
-    def _continue(self, parent: Call, messages: Sequence[Message], key: bytes) -> Opened:
+    def _continue(self, parent: Call, messages: Sequence[Message], key: bytes) -> PreparedCall:
         carried = self._renderer.follow("", parent.response.token_ids, messages).token_ids
-        return Opened(parent, "appended", carried, np.concatenate([parent.token_ids(), carried]), key)
+        return PreparedCall(parent, "appended", carried, np.concatenate([parent.token_ids(), carried]), key)
 
 
 def _note_of(step: Step, place: int) -> CallNote:

@@ -18,14 +18,14 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 from msgspec import Struct
 
-from service.agents.calls import MODEL
-from service.agents.claims import Offers
 from service.agents.dialects import chat
 from service.agents.dialects.body import TokenIds, parse_body, read_as
 from service.agents.dialects.chat import CHAT
 from service.agents.dialects.dialect import Dialect, Refused
 from service.agents.dialects.messages import MESSAGES, read_to_count
-from service.agents.messages import read_messages
+from service.agents.message_form import read_messages
+from service.agents.offers import Offers
+from service.agents.policy_calls import MODEL
 from service.agents.requests import Requests, is_connected
 from service.agents.session import Outcome, Session
 from service.handoff.steps.stop_reason import StopReason

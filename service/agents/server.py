@@ -1,9 +1,9 @@
 """The endpoint: agents call the policy over HTTP, each in its own dialect, with the key of its session.
 
-server.py      connections and paths
-requests.py    keys, bodies, refusals
-calls.py       calls of the policy
-routes.py      what needs no call: tokens, models, the end of a session, claims of workers
+server.py        connections and paths
+requests.py      keys, bodies, refusals
+policy_calls.py  calls of the policy
+routes.py        what needs no call: tokens, models, ends of sessions, claims of workers
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 from aiohttp.web_protocol import RequestHandler
 
-from service.agents.calls import Calls
-from service.agents.claims import Offers
+from service.agents.offers import Offers
+from service.agents.policy_calls import Calls
 from service.agents.requests import Requests
 from service.agents.routes import Routes
 from service.agents.session_keys import Keys

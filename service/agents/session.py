@@ -16,9 +16,9 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple, get_args
 
-from service.agents.conversation_tree import Call, ConversationTree, Opened
-from service.agents.dialects.dialect import Asked, Refused
-from service.agents.roles import roles_of
+from service.agents.call_roles import roles_of
+from service.agents.conversation_tree import Call, ConversationTree, PreparedCall
+from service.agents.dialects.dialect import CallRequest, Refused
 from service.columns import digest
 from service.handoff.group_bytes import TRANSCRIPT_BYTES
 from service.handoff.steps.roles import Role
@@ -200,7 +200,9 @@ class Session:
         self._calls = len(self.tree.calls)
         self._tokens = sum(len(call.carried_ids) + len(call.response.token_ids) for call in self.tree.calls)
 
-    def begin(self, asked: Asked, opened: Opened, body: str, is_retry: bool = False) -> asyncio.Future[Call]:
+    def begin(
+        self, asked: CallRequest, opened: PreparedCall, body: str, is_retry: bool = False
+    ) -> asyncio.Future[Call]:
         """The call that answers a request with this prompt; it continues where the client leaves.
 
         `body` identifies the request; `is_retry`: the client says that it asks again.
@@ -231,7 +233,7 @@ class Session:
         task.add_done_callback(partial(self._landed, body))
         return task
 
-    def opened(self, asked: Asked) -> Opened:
+    def opened(self, asked: CallRequest) -> PreparedCall:
         """The prompt of a request.
 
         Raises:
@@ -296,7 +298,7 @@ class Session:
         for task in self._flying.values():
             task.cancel()
 
-    async def _call(self, opened: Opened, body: str, most: int, reserved: int) -> Call:
+    async def _call(self, opened: PreparedCall, body: str, most: int, reserved: int) -> Call:
         """Sample a call for which `reserved` tokens are set aside; whatever fails here ends the session."""
         try:
             request_id = f"{self.trajectory}/{body}"

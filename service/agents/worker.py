@@ -59,7 +59,7 @@ class _Unanswered(Exception):
     """An endpoint gave no answer to a request, or will give one later."""
 
 
-class Claim(msgspec.Struct):
+class SessionClaim(msgspec.Struct):
     """What a worker reads of a claim."""
 
     session: str
@@ -71,14 +71,14 @@ class Claim(msgspec.Struct):
     heartbeat_deadline: Annotated[float, msgspec.Meta(gt=0, le=1e9)] = HEARTBEATS * HEARTBEAT_SECONDS
 
     @staticmethod
-    def read(answer: Mapping[str, Any]) -> tuple[Claim, Task]:
+    def read(answer: Mapping[str, Any]) -> tuple[SessionClaim, Task]:
         """The claim and its task.
 
         Raises:
             OddClaim: it is none.
         """
         try:
-            claim = msgspec.convert(answer, Claim)
+            claim = msgspec.convert(answer, SessionClaim)
             task = msgspec.convert(claim.task, Task)
             scheme = urlsplit(claim.base_url).scheme
         except (msgspec.ValidationError, ValueError, RecursionError) as error:
@@ -127,13 +127,13 @@ class _Endpoint:
             claim = await self._post("claim", {})
             try:
                 if isinstance(claim, Mapping):
-                    await self._play(*Claim.read(claim))
+                    await self._play(*SessionClaim.read(claim))
                     continue
             except OddClaim as odd:
                 log.warning("%s: an odd claim is left alone: %s", self._url, in_one_line(str(odd))[:SHOWN])
             await asyncio.sleep(began + MIN_CLAIM_SECONDS - loop.time())
 
-    async def _play(self, claim: Claim, task: Task) -> None:
+    async def _play(self, claim: SessionClaim, task: Task) -> None:
         """Run a session; it is finished, or was over before."""
         session = f"sessions/{claim.session}"
         run = asyncio.create_task(self._runner.run(task, claim.base_url, claim.api_key, claim.seed))

@@ -17,7 +17,7 @@ from service.config.rollout import ScorerConfig
 from service.handoff.scoring import Answer
 from service.rollout.chat.outside import key_header, whole_body
 from service.scorers.reply import MAX_REPLY_BYTES, Failure, ScorerFailed, answer_of
-from service.scorers.trajectories import Trajectory
+from service.scorers.scored_trajectories import Trajectory
 
 LOGPROB_BYTES = 1 << 9
 """Bytes of a token's log-probability in a JSON answer, at most."""

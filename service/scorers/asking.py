@@ -18,7 +18,7 @@ from service.backoff import Backoff, retried
 from service.config.rollout import ScorerConfig
 from service.handoff.scoring import Scoring
 from service.handoff.steps.wire import encode as encode_group
-from service.scorers.reply import Failure, Request, ScorerFailed, answer_from, encode
+from service.scorers.reply import Failure, ScoreRequest, ScorerFailed, answer_from, encode
 from service.types import StepGroup
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0
@@ -82,7 +82,7 @@ class Asking:
     async def _score(self, name: str, group_id: int, row: int, group: StepGroup, worker: Worker) -> None:
         """Score one group: an answer, or the end of all attempts."""
         began = asyncio.get_running_loop().time()
-        request = encode(Request(row, await asyncio.to_thread(encode_group, group)))
+        request = encode(ScoreRequest(row, await asyncio.to_thread(encode_group, group)))
 
         def note(failed: ScorerFailed) -> None:
             log.warning("scorer %s gave no good answer about group=%d: %s", name, group_id, failed)

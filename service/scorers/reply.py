@@ -50,7 +50,7 @@ class ScorerFailed(Exception):
         return f"{self.reason}: {self.detail}"
 
 
-class Request(msgspec.Struct, frozen=True):
+class ScoreRequest(msgspec.Struct, frozen=True):
     """A group to be scored."""
 
     row: int
@@ -59,7 +59,7 @@ class Request(msgspec.Struct, frozen=True):
     """The steps and ends as the bytes of a step group."""
 
 
-class Reply(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ScoreReply(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The answer of a scorer; a teacher gives log-probabilities, any other rewards."""
 
     rewards: list[float] | None = None
@@ -70,10 +70,10 @@ class Reply(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 MAX_REPLY_BYTES = 1 << 20
 """Of a reply beside log-probabilities; larger ones are not decoded."""
 
-_requests, _replies = msgspec.msgpack.Decoder(Request), msgspec.msgpack.Decoder(Reply)
+_requests, _replies = msgspec.msgpack.Decoder(ScoreRequest), msgspec.msgpack.Decoder(ScoreReply)
 
 
-def encode(message: Request | Reply) -> bytes:
+def encode(message: ScoreRequest | ScoreReply) -> bytes:
     """The bytes of a request or a reply."""
     return msgspec.msgpack.encode(message)
 
@@ -83,10 +83,10 @@ def encode_answer(answer: Answer) -> bytes:
     logprobs = answer.logprobs
     as_bytes = None if logprobs is None else np.ascontiguousarray(logprobs, LOGPROBS).tobytes()
     rewards = None if answer.rewards is None else [float(reward) for reward in answer.rewards]
-    return encode(Reply(rewards, [*answer.info], as_bytes))
+    return encode(ScoreReply(rewards, [*answer.info], as_bytes))
 
 
-def request_from(data: bytes) -> Request:
+def request_from(data: bytes) -> ScoreRequest:
     """The request of these bytes, which the buffer made."""
     return _requests.decode(data)
 

@@ -11,9 +11,9 @@ from service.handoff.steps.wire import accepted_group
 from service.rollout.chat.tokenizer import load_tokenizer
 from service.rollout.environment import Task
 from service.scorers.address import Address
-from service.scorers.reply import Logprobs, Request, encode_answer, request_from
-from service.scorers.teacher import check_tokenizers, taught
-from service.scorers.trajectories import trajectories_of
+from service.scorers.reply import Logprobs, ScoreRequest, encode_answer, request_from
+from service.scorers.scored_trajectories import trajectories_of
+from service.scorers.teacher_logprobs import check_tokenizers, taught
 from service.scorers.user import user_function, user_logprobs, user_rewards
 
 
@@ -55,7 +55,7 @@ class Scorer:
         """
         return encode_answer(await self._answer(request_from(request)))
 
-    async def _answer(self, request: Request) -> Answer:
+    async def _answer(self, request: ScoreRequest) -> Answer:
         group = accepted_group(request.data)
         if self._logprobs is not None:
             return Answer(logprobs=await taught(group.steps, self._logprobs))

@@ -12,7 +12,7 @@ from service.config.rollout import ScorerConfig
 from service.errors import ConfigError
 from service.handoff.scoring import Answer
 from service.scorers.reply import Failure, Logprobs, ScorerFailed, answer_of
-from service.scorers.trajectories import Trajectory
+from service.scorers.scored_trajectories import Trajectory
 from service.user_code import enter_user_folder, import_user_module
 
 

@@ -42,7 +42,7 @@ from service.handoff.ledger.replaying import restored
 from service.handoff.steps.builder import append_step
 from service.handoff.steps.wire import decode, decode_mini_batch
 from service.handoff.verbs import Assignment, Receipt, WaitReason
-from service.scorers.trajectories import Trajectory
+from service.scorers.scored_trajectories import Trajectory
 from service.types import (
     Extension,
     Int32s,

@@ -16,7 +16,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from actors.engine.vllm_arguments import engine_env
 from actors.scorers.actor import RayWorker, place_scorers
-from actors.scorers.frozen import FrozenEngine
+from actors.scorers.frozen_model import FrozenEngine
 from baton.examples import solver_verifier
 from service.config import AlgorithmConfig, Config
 from service.config.rollout import ScorerConfig
@@ -24,7 +24,7 @@ from service.handoff.steps.wire import encode as encode_group
 from service.rollout.chat.tokenizer import load_tokenizer, make_tokenizer
 from service.rollout.engine import Sampling
 from service.run.folder import read_lines
-from service.scorers.reply import Failure, Request, ScorerFailed, answer_from, encode
+from service.scorers.reply import Failure, ScoreRequest, ScorerFailed, answer_from, encode
 from service.types import TrajectoryId
 from tests.e2e.test_engine import CONFIG, SHAPE, VOCABULARY, dense
 from tests.pure.buffer.world import step
@@ -62,7 +62,7 @@ def test_code_that_hangs_or_dies_is_followed_by_another_process(local_ray: None,
     scorers = {name: ScorerConfig(use=use, options={}) for name, use in uses.items()}
     config = Config(scorers=scorers, algorithm=AlgorithmConfig(n_samples_per_prompt=2))
     actors = place_scorers(scorers, config.model_dump_json(), tmp_path, tmp_path / "rows.jsonl", {}, has_gpu=False)
-    request = encode(Request(0, encode_group(group_of([step(TrajectoryId(0, 0), "p", 0)]))))
+    request = encode(ScoreRequest(0, encode_group(group_of([step(TrajectoryId(0, 0), "p", 0)]))))
 
     async def asked(worker: RayWorker, within: float) -> Any:
         await worker.ready()

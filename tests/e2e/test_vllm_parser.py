@@ -9,7 +9,7 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from actors.engine.vllm_parser import VllmParser
-from service.agents.parser import JsonCalls, Reply
+from service.agents.reply_parser import JsonCalls, Reply
 from service.errors import UserError
 from service.rollout.chat.chat import Chat
 from service.rollout.chat.tools import ToolCall

@@ -43,14 +43,14 @@ Name = Annotated[str, Meta(min_length=1)]
 TokenIds = Annotated[list[Annotated[int, Meta(ge=0, lt=2**31)]], Meta(min_length=1)]
 
 
-class Part(Struct):
+class TextPart(Struct):
     """One part of a content; only text is taken."""
 
     type: Literal["text", "input_text", "output_text", "reasoning_text", "summary_text"]
     text: str
 
 
-Content = str | list[Part] | None
+Content = str | list[TextPart] | None
 
 
 class Pinned(Struct, kw_only=True):
@@ -68,7 +68,7 @@ class Pinned(Struct, kw_only=True):
     stop_sequences: list[str] | None = None
 
 
-class Request(Pinned, kw_only=True):
+class CommonFields(Pinned, kw_only=True):
     """What requests of all dialects have."""
 
     model: str | None = None

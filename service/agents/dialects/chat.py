@@ -14,17 +14,17 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, Struct
 
 from service.agents.dialects.body import (
+    CommonFields,
     Content,
     Name,
     Positive,
-    Request,
     StreamOptions,
     function_tool,
     own_tools,
     read_request,
     text_of,
 )
-from service.agents.dialects.dialect import DONE, Answer, Asked, Dialect, frame
+from service.agents.dialects.dialect import DONE, CallAnswer, CallRequest, Dialect, frame
 
 
 class _Function(Struct):
@@ -57,7 +57,7 @@ class _Message(Struct):
     tool_call_id: str | None = None
 
 
-class _Request(Request, kw_only=True):
+class _Request(CommonFields, kw_only=True):
     messages: Annotated[list[_Message], Meta(min_length=1)]
     tools: list[dict[str, Any]] | None = None
     max_tokens: Positive | None = None
@@ -67,11 +67,11 @@ class _Request(Request, kw_only=True):
     return_tokens_as_token_ids: bool | None = None
 
 
-def read(body: Mapping[str, Any]) -> Asked:
+def read(body: Mapping[str, Any]) -> CallRequest:
     """The request; ids and log-probabilities are given together, where a client asks for either kind of ids."""
     request = read_request(body, _Request)
     functions = (tool.function for tool in own_tools(request.tools, _Tool))
-    return Asked(
+    return CallRequest(
         messages=[_message(message) for message in request.messages],
         tools=[function_tool(one.name, one.description, one.parameters) for one in functions],
         stream=bool(request.stream),
@@ -81,7 +81,7 @@ def read(body: Mapping[str, Any]) -> Asked:
     )
 
 
-def reply(answer: Answer, asked: Asked) -> dict[str, Any]:
+def reply(answer: CallAnswer, asked: CallRequest) -> dict[str, Any]:
     """A chat completion."""
     message = answer.call.message()
     choice = {"index": 0, "message": {**message, "content": _content(message)}, "finish_reason": answer.finish}
@@ -90,7 +90,7 @@ def reply(answer: Answer, asked: Asked) -> dict[str, Any]:
     return {**_head(answer), "object": "chat.completion", "choices": choices, "usage": answer.usage, **ids}
 
 
-def events(answer: Answer, asked: Asked) -> Iterator[bytes]:
+def events(answer: CallAnswer, asked: CallRequest) -> Iterator[bytes]:
     """Chunks of a chat completion."""
     head = {**_head(answer), "object": "chat.completion.chunk"}
 
@@ -130,11 +130,11 @@ def _content(message: Mapping[str, Any]) -> str | None:
     return message["content"] or (None if "tool_calls" in message else "")
 
 
-def _head(answer: Answer) -> dict[str, Any]:
+def _head(answer: CallAnswer) -> dict[str, Any]:
     return {"id": f"chatcmpl-{answer.call.name}", "created": answer.created, "model": answer.model}
 
 
-def _tokens(answer: Answer, asked: Asked) -> dict[str, Any]:
+def _tokens(answer: CallAnswer, asked: CallRequest) -> dict[str, Any]:
     """vLLM's fields for clients that train: ids, and a log-probability for each."""
     if not asked.wants_ids:
         return {"logprobs": None}

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from msgspec import Struct
 
-from service.agents.dialects.body import Name, Positive, Request, StreamOptions, TokenIds, read_as, read_request
-from service.agents.dialects.dialect import DONE, Answer, Asked, Dialect, frame
+from service.agents.dialects.body import CommonFields, Name, Positive, StreamOptions, TokenIds, read_as, read_request
+from service.agents.dialects.dialect import DONE, CallAnswer, CallRequest, Dialect, frame
 from service.types import Int32s
 
 
@@ -22,17 +22,17 @@ class _Ids(Struct):
     prompt: TokenIds
 
 
-class _Request(Request, kw_only=True):
+class _Request(CommonFields, kw_only=True):
     prompt: Name | list[Any]
     max_tokens: Positive | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
 
 
-def read(body: Mapping[str, Any]) -> Asked:
+def read(body: Mapping[str, Any]) -> CallRequest:
     """The request; the reply of its call has the whole text as content."""
     request = read_request(body, _Request)
-    return Asked(
+    return CallRequest(
         messages=(),
         prompt=_prompt(request.prompt),
         stream=bool(request.stream),
@@ -42,12 +42,12 @@ def read(body: Mapping[str, Any]) -> Asked:
     )
 
 
-def reply(answer: Answer, asked: Asked) -> dict[str, Any]:
+def reply(answer: CallAnswer, asked: CallRequest) -> dict[str, Any]:
     """A text completion."""
     return {**_head(answer), "choices": [_choice(answer, asked)], "usage": answer.usage}
 
 
-def events(answer: Answer, asked: Asked) -> Iterator[bytes]:
+def events(answer: CallAnswer, asked: CallRequest) -> Iterator[bytes]:
     """Chunks of a text completion."""
     yield frame({**_head(answer), "choices": [{**_choice(answer, asked), "finish_reason": None}]})
     yield frame({**_head(answer), "choices": [{"index": 0, "text": "", "finish_reason": _finish(answer)}]})
@@ -62,16 +62,16 @@ def _prompt(prompt: str | list[Any]) -> str | Int32s:
     return prompt if isinstance(prompt, str) else np.array(read_as({"prompt": prompt}, _Ids).prompt, np.int32)
 
 
-def _finish(answer: Answer) -> str:
+def _finish(answer: CallAnswer) -> str:
     return "length" if answer.finish == "length" else "stop"
 
 
-def _head(answer: Answer) -> dict[str, Any]:
+def _head(answer: CallAnswer) -> dict[str, Any]:
     made = {"created": answer.created, "model": answer.model}
     return {"id": f"cmpl-{answer.call.name}", "object": "text_completion", **made}
 
 
-def _choice(answer: Answer, asked: Asked) -> dict[str, Any]:
+def _choice(answer: CallAnswer, asked: CallRequest) -> dict[str, Any]:
     choice = {"index": 0, "text": answer.call.reply.content, "finish_reason": _finish(answer), "logprobs": None}
     if asked.wants_ids:
         ids, logprobs = answer.sampled()

@@ -1,6 +1,6 @@
 """What every dialect reads a request into, and what it writes an answer from.
 
-body of a POST --read--> Asked --(tree, engine, journal)--> Answer --reply / events--> JSON / server-sent events
+body of a POST --read--> CallRequest --(tree, engine, journal)--> CallAnswer --reply / events--> JSON / event stream
                    \\--> Refused --error / error_event--> the dialect's own form of an error
 """
 
@@ -20,7 +20,7 @@ DONE = b"data: [DONE]\n\n"
 ERROR_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
-class Asked(NamedTuple):
+class CallRequest(NamedTuple):
     """One request of a client."""
 
     messages: Sequence[Mapping[str, Any]]
@@ -41,7 +41,7 @@ class Asked(NamedTuple):
     """Fields of the request that the dialect's answer has too."""
 
 
-class Answer(NamedTuple):
+class CallAnswer(NamedTuple):
     """One call of the policy for the client that asked."""
 
     call: Call
@@ -112,11 +112,11 @@ class Dialect(NamedTuple):
     """One form of requests and answers."""
 
     name: str
-    read: Callable[[Mapping[str, Any]], Asked]
+    read: Callable[[Mapping[str, Any]], CallRequest]
     """The request in the JSON object that a client sent; raises `Refused` with status 400 and the field at fault."""
-    reply: Callable[[Answer, Asked], dict[str, Any]]
+    reply: Callable[[CallAnswer, CallRequest], dict[str, Any]]
     """The whole answer as one JSON value."""
-    events: Callable[[Answer, Asked], Iterator[bytes]]
+    events: Callable[[CallAnswer, CallRequest], Iterator[bytes]]
     """The answer as frames of server-sent events, each whole."""
     error: Callable[[Refused], dict[str, Any]] = openai_error
     """The body of an answer with status 4xx or 5xx."""

@@ -13,7 +13,7 @@ import numpy as np
 from msgspec import Struct
 
 from service.agents.dialects.body import Pinned, Positive, TokenIds, read_request
-from service.agents.dialects.dialect import Answer, Asked, Dialect
+from service.agents.dialects.dialect import CallAnswer, CallRequest, Dialect
 from service.types import NO_VERSION
 
 
@@ -31,18 +31,18 @@ class _Request(Struct, kw_only=True):
     priority: int | None = None
 
 
-def read(body: Mapping[str, Any]) -> Asked:
+def read(body: Mapping[str, Any]) -> CallRequest:
     """The prompt's ids and the maximum tokens of the response; other sampling parameters are the session's."""
     request = read_request(body, _Request)
     sampling = read_request(request.sampling_params or {}, _Sampling, "sampling_params")
-    return Asked(
+    return CallRequest(
         messages=(),
         prompt=np.array(request.token_ids, np.int32),
         max_tokens=sampling.max_tokens,
     )
 
 
-def reply(answer: Answer, asked: Asked) -> dict[str, Any]:
+def reply(answer: CallAnswer, asked: CallRequest) -> dict[str, Any]:
     """The sampled ids with log-probabilities, and spans of the policy's versions."""
     ids, logprobs = answer.sampled()
     content: list[dict[str, Any]] = [
@@ -59,7 +59,7 @@ def reply(answer: Answer, asked: Asked) -> dict[str, Any]:
     return {"request_id": answer.call.name, "choices": [choice]}
 
 
-def events(answer: Answer, asked: Asked) -> Iterator[bytes]:
+def events(answer: CallAnswer, asked: CallRequest) -> Iterator[bytes]:
     """None: `read` refuses a stream."""
     return iter(())
 

@@ -16,16 +16,16 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, Struct
 
 from service.agents.dialects.body import (
+    CommonFields,
     Content,
     Name,
     Positive,
-    Request,
     function_tool,
     own_tools,
     read_request,
     text_of,
 )
-from service.agents.dialects.dialect import Answer, Asked, Dialect, Refused, frame
+from service.agents.dialects.dialect import CallAnswer, CallRequest, Dialect, Refused, frame
 
 ERROR_TYPES = {
     401: "authentication_error",
@@ -78,14 +78,14 @@ class _Tool(Struct):
     type: Literal["custom"] | None = None
 
 
-class _Request(Request, kw_only=True):
+class _Request(CommonFields, kw_only=True):
     messages: Annotated[list[_Message], Meta(min_length=1)]
     max_tokens: Positive | None = None
     system: Content = None
     tools: list[dict[str, Any]] | None = None
 
 
-def read(body: Mapping[str, Any]) -> Asked:
+def read(body: Mapping[str, Any]) -> CallRequest:
     """The request for an answer."""
     asked = read_to_count(body)
     if asked.max_tokens is None:
@@ -93,7 +93,7 @@ def read(body: Mapping[str, Any]) -> Asked:
     return asked
 
 
-def read_to_count(body: Mapping[str, Any]) -> Asked:
+def read_to_count(body: Mapping[str, Any]) -> CallRequest:
     """The request for the number of its tokens."""
     request = read_request(body, _Request)
     if request.messages[-1].role == "assistant":
@@ -101,7 +101,7 @@ def read_to_count(body: Mapping[str, Any]) -> Asked:
     system = [{"role": "system", "content": text_of(request.system)}] if request.system else []
     blocks = [block for message in request.messages for block in _blocks(message)]
     tools = own_tools(request.tools, _Tool)
-    return Asked(
+    return CallRequest(
         messages=[*system, *(read for message in request.messages for read in _read(message))],
         tools=[function_tool(tool.name, tool.description, tool.input_schema) for tool in tools],
         echoed=frozenset(block.signature for block in blocks if isinstance(block, _Thinking) and block.signature),
@@ -110,7 +110,7 @@ def read_to_count(body: Mapping[str, Any]) -> Asked:
     )
 
 
-def reply(answer: Answer, asked: Asked) -> dict[str, Any]:
+def reply(answer: CallAnswer, asked: CallRequest) -> dict[str, Any]:
     """A message."""
     call = answer.call
     blocks: list[dict[str, Any]] = []
@@ -134,7 +134,7 @@ def reply(answer: Answer, asked: Asked) -> dict[str, Any]:
     }
 
 
-def events(answer: Answer, asked: Asked) -> Iterator[bytes]:
+def events(answer: CallAnswer, asked: CallRequest) -> Iterator[bytes]:
     """A message in its parts."""
 
     def event(kind: str, **fields: Any) -> bytes:
@@ -210,7 +210,7 @@ def _deltas(block: Mapping[str, Any]) -> list[dict[str, str]]:
     return [{"type": "thinking_delta", "thinking": block["thinking"]}, signature]
 
 
-def _usage(answer: Answer) -> dict[str, int]:
+def _usage(answer: CallAnswer) -> dict[str, int]:
     cached = {"cache_creation_input_tokens": 0, "cache_read_input_tokens": 0}
     return {"input_tokens": answer.call.n_prompt, "output_tokens": answer.n_sampled, **cached}
 

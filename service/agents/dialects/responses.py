@@ -21,18 +21,18 @@ from typing import Any, Literal
 from msgspec import Struct
 
 from service.agents.dialects.body import (
+    CommonFields,
     Content,
     Name,
-    Part,
     Positive,
-    Request,
+    TextPart,
     function_tool,
     own_tools,
     read_as,
     read_request,
     text_of,
 )
-from service.agents.dialects.dialect import Answer, Asked, Dialect, Refused, frame, openai_error
+from service.agents.dialects.dialect import CallAnswer, CallRequest, Dialect, Refused, frame, openai_error
 
 EMPTY: Mapping[str, Mapping[str, Any]] = {
     "reasoning": {},
@@ -69,8 +69,8 @@ class _Message(Struct, tag_field="type", tag="message"):
 
 class _Reasoning(Struct, tag_field="type", tag="reasoning"):
     id: str | None = None
-    summary: list[Part] | None = None
-    content: list[Part] | None = None
+    summary: list[TextPart] | None = None
+    content: list[TextPart] | None = None
     encrypted_content: str | None = None
 
 
@@ -103,7 +103,7 @@ ORDER: Mapping[type, int] = {_Reasoning: 0, _Message: 1, _Call: 2, _CustomCall: 
 """The items of one answer come in this order."""
 
 
-class _Request(Request, kw_only=True):
+class _Request(CommonFields, kw_only=True):
     input: str | list[dict[str, Any]]
     instructions: str | None = None
     tools: list[dict[str, Any]] | None = None
@@ -114,7 +114,7 @@ class _Request(Request, kw_only=True):
     prompt: None = None
 
 
-def read(body: Mapping[str, Any]) -> Asked:
+def read(body: Mapping[str, Any]) -> CallRequest:
     """The request."""
     request = read_request(body, _Request)
     items = _items(request.input)
@@ -127,7 +127,7 @@ def read(body: Mapping[str, Any]) -> Asked:
         "parallel_tool_calls": request.parallel_tool_calls is not False,
     }
     tools = _tools(request.tools)
-    return Asked(
+    return CallRequest(
         messages=[*system, *_messages(items)],
         tools=[function_tool(name, tool.description, _parameters(tool)) for name, (_, tool) in tools.items()],
         echoed=frozenset(_echoed(items)),
@@ -137,7 +137,7 @@ def read(body: Mapping[str, Any]) -> Asked:
     )
 
 
-def reply(answer: Answer, asked: Asked) -> dict[str, Any]:
+def reply(answer: CallAnswer, asked: CallRequest) -> dict[str, Any]:
     """A response."""
     numbers, is_cut = answer.usage, answer.finish == "length"
     return {
@@ -160,7 +160,7 @@ def reply(answer: Answer, asked: Asked) -> dict[str, Any]:
     }
 
 
-def events(answer: Answer, asked: Asked) -> Iterator[bytes]:
+def events(answer: CallAnswer, asked: CallRequest) -> Iterator[bytes]:
     """A response in its parts."""
     numbers = count()
 
@@ -286,7 +286,7 @@ def _parameters(tool: _Function | _Custom) -> Mapping[str, Any] | None:
     return FREE_TEXT if isinstance(tool, _Custom) else tool.parameters
 
 
-def _output(answer: Answer, asked: Asked) -> list[dict[str, Any]]:
+def _output(answer: CallAnswer, asked: CallRequest) -> list[dict[str, Any]]:
     call, tools = answer.call, _tools(asked.repeated.get("tools"))
     items: list[dict[str, Any]] = []
     if call.reply.thinking:

@@ -33,7 +33,7 @@ TIME = "seconds"
 """The limit that ends a command whose result still counts."""
 
 
-class Ended(NamedTuple):
+class CommandEnd(NamedTuple):
     """How a command ended."""
 
     code: int | None
@@ -44,7 +44,7 @@ class Ended(NamedTuple):
     """Its stdout and stderr, up to the limit."""
 
 
-async def run_command(launch: Launch, seconds: float, root: Path, base_url: str, namespaces: bool) -> Ended:
+async def run_command(launch: Launch, seconds: float, root: Path, base_url: str, namespaces: bool) -> CommandEnd:
     """Run a command in its folder below `root` until it ends or exceeds a limit.
 
     Raises:
@@ -62,7 +62,7 @@ async def run_command(launch: Launch, seconds: float, root: Path, base_url: str,
         run.close()
     if not run.limit and await _is_larger(root, launch.limits["folder_bytes"]):
         run.limit = "folder_bytes"
-    return Ended(run.code, run.limit, bytes(run.output))
+    return CommandEnd(run.code, run.limit, bytes(run.output))
 
 
 class _Run:

@@ -19,7 +19,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from service.agents.runner.bounded import TIME, Ended, run_command
+from service.agents.runner.bounded import TIME, CommandEnd, run_command
 from service.agents.runner.forward import on_loopback, port_of
 from service.agents.runner.sandbox import Launch, NotStarted, namespaces_refused
 from service.rollout.child_main import PR_SET_CHILD_SUBREAPER, serve
@@ -107,7 +107,7 @@ class _Trajectory:
         except (OSError, ValueError, RuntimeError, shutil.Error) as error:  # RuntimeError: a link to itself
             raise Failed(f"its folder cannot be made: {error!s:.500}") from error
 
-    async def _run_agent(self) -> Ended:
+    async def _run_agent(self) -> CommandEnd:
         """Run the command with the address and the key of its session."""
         forwarded = self._namespaces and self._settings["network"] != "open"
         base_url = on_loopback(self._base_url) if forwarded else self._base_url
@@ -152,7 +152,9 @@ class _Trajectory:
         except (Exception, SystemExit) as error:  # a user's function may raise anything
             raise Failed(f"{score} raised {describe_error(error)}") from error
 
-    async def _run(self, command: Sequence[str], stdin: Path, variables: Mapping[str, str], seconds: float) -> Ended:
+    async def _run(
+        self, command: Sequence[str], stdin: Path, variables: Mapping[str, str], seconds: float
+    ) -> CommandEnd:
         kept = {name: os.environ.get(name, default) for name, default in KEPT_VARIABLES.items()}
         own = {"HOME": str(self._folder), "TMPDIR": str(self.root / TEMPORARY)}
         port = None if self._settings["network"] == "open" else port_of(self._base_url)
@@ -198,7 +200,7 @@ def _prompt(task: Task) -> str:
     return "\n\n".join(message["content"] for message in task.prompt)
 
 
-def _why(ended: Ended, limits: Mapping[str, Any]) -> str:
+def _why(ended: CommandEnd, limits: Mapping[str, Any]) -> str:
     """Why the command did not end well; empty where it did."""
     if ended.limit:
         return f"it was ended at limits.{ended.limit} ({limits[ended.limit]:g})"

@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from service.agents.calls import DIALECTS
-from service.agents.conversation_tree import ConversationTree, Opened
+from service.agents.conversation_tree import ConversationTree, PreparedCall
 from service.agents.dialects.body import parse_body
-from service.agents.dialects.dialect import Answer, Asked, Dialect, Refused
+from service.agents.dialects.dialect import CallAnswer, CallRequest, Dialect, Refused
 from service.agents.dialects.messages import read_to_count
-from service.agents.parser import JsonCalls
+from service.agents.policy_calls import DIALECTS
+from service.agents.reply_parser import JsonCalls
 from service.rollout.chat.chat import Chat
 from service.rollout.chat.special_tokens import MessagesRefused
 from service.rollout.engine import Generation
@@ -40,7 +40,7 @@ class DialectServer:
         self.replies = replies
         names = count()
         self.tree = ConversationTree(chat, JsonCalls(), lambda: f"n{next(names)}")
-        self.asked: list[Asked] = []
+        self.asked: list[CallRequest] = []
         self.failure: Refused | None = None
         """What goes wrong after the headers of a stream were sent."""
 
@@ -62,14 +62,14 @@ class DialectServer:
             return Served(200, b": engine is paused\n\n" + b"".join(frames), True)
         return Served(200, _json(dialect.reply(answer, asked)), False)
 
-    def _answer(self, asked: Asked, raw: bytes) -> Answer:
+    def _answer(self, asked: CallRequest, raw: bytes) -> CallAnswer:
         opened = self._open(asked)
         # Not the tokens that a tokenizer would choose.
         ids = [token for letter in next(self.replies) for token in self.chat.plain(letter).tolist()]
         call = self.tree.add(opened, generated([*ids, self.chat.end_id]), str(raw))
-        return Answer(call, "policy", 5)
+        return CallAnswer(call, "policy", 5)
 
-    def _open(self, asked: Asked) -> Opened:
+    def _open(self, asked: CallRequest) -> PreparedCall:
         said = asked.messages or [{"role": "user", "content": str(asked.prompt)}]
         return self.tree.open(said, asked.tools, asked.echoed)
 

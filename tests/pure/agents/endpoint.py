@@ -13,9 +13,9 @@ from typing import Any
 import aiohttp
 import numpy as np
 
-from service.agents.claims import Offers
 from service.agents.conversation_tree import ConversationTree
-from service.agents.parser import JsonCalls
+from service.agents.offers import Offers
+from service.agents.reply_parser import JsonCalls
 from service.agents.server import Endpoint
 from service.agents.session import Session
 from service.agents.session_keys import Keys

@@ -16,7 +16,7 @@ import pytest
 
 from actors.engine.run_player import RunPlayer
 from baton.examples import lookup
-from service.agents.claims import Offers
+from service.agents.offers import Offers
 from service.agents.runner.runner import AgentRunner
 from service.agents.session_keys import SECRET_FILE, Keys, run_keys
 from service.agents.worker import work

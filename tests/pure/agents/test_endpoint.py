@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
-from service.agents import calls, requests, routes, server
+from service.agents import policy_calls, requests, routes, server
 from service.agents.session import BYTES_PER_TOKEN, MIN_BODY_BYTES, SPENT, Session
 from service.handoff.steps.stop_reason import StopReason
 from service.rollout.chat.chat import Chat
@@ -212,7 +212,7 @@ async def test_what_makes_no_call_is_answered_from_the_tokenizer(
 async def test_no_byte_of_an_answer_leaves_before_the_buffer_has_the_step(
     house: House, session: Session, make: type[ChatTalk], streamed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(calls, "KEEP_ALIVE_SECONDS", 0.02)
+    monkeypatch.setattr(policy_calls, "KEEP_ALIVE_SECONDS", 0.02)
     house.accepting.clear()
     talk = make("age ?")
     body = talk.body() | ({"stream": True} if streamed else {})
@@ -223,7 +223,7 @@ async def test_no_byte_of_an_answer_leaves_before_the_buffer_has_the_step(
         if streamed:
             answer = await request
             so_far = await answer.content.readany()
-            assert set(so_far.split(b"\n\n")) == {calls.COMMENT.strip(), b""}
+            assert set(so_far.split(b"\n\n")) == {policy_calls.COMMENT.strip(), b""}
         else:
             assert not request.done()
         house.accepting.set()
@@ -250,7 +250,7 @@ async def test_a_step_that_the_buffer_refuses_is_not_answered_and_ends_the_sessi
 async def test_a_failure_after_the_headers_is_an_event_of_the_dialect(
     house: House, session: Session, make: type[ChatTalk], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(calls, "KEEP_ALIVE_SECONDS", 0.02)
+    monkeypatch.setattr(policy_calls, "KEEP_ALIVE_SECONDS", 0.02)
     house.sampling.clear()
     house.say = lambda prompt: TrajectoryFailed(StopReason.ENGINE_TIMEOUT, "no turn")
     talk = make("age ?")
@@ -260,7 +260,7 @@ async def test_a_failure_after_the_headers_is_an_event_of_the_dialect(
         await asyncio.sleep(0.1)
         house.sampling.set()
         said = (await stream).decode()
-    assert said.startswith(calls.COMMENT.decode()) and "error" in said and "engine_timeout" in said
+    assert said.startswith(policy_calls.COMMENT.decode()) and "error" in said and "engine_timeout" in said
     assert house.steps == [] and session.n_steps == 0
 
 

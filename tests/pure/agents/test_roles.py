@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from service.agents.call_roles import PIECE, roles_of
 from service.agents.conversation_tree import Beginning, Call, ConversationTree
-from service.agents.parser import JsonCalls, Reply
-from service.agents.roles import PIECE, roles_of
+from service.agents.reply_parser import JsonCalls, Reply
 from service.agents.session import Session, kept_transcript
 from service.handoff.group_bytes import TRANSCRIPT_BYTES
 from service.handoff.steps.builder import steps_table

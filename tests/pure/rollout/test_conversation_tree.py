@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from service.agents.conversation_tree import Call, ConversationTree, Opened
+from service.agents.conversation_tree import Call, ConversationTree, PreparedCall
 from service.agents.dialects.chat import CHAT
-from service.agents.messages import read_messages
-from service.agents.parser import JsonCalls, Reply
+from service.agents.message_form import read_messages
+from service.agents.reply_parser import JsonCalls, Reply
 from service.rollout.chat.chat import Chat
 from service.rollout.chat.tools import ToolCall
 from service.rollout.environment import StepResult
@@ -119,7 +119,12 @@ class Client:
         self.sample(messages, opened)
 
     def sample(
-        self, messages: list[dict[str, Any]], opened: Opened, body: str = "", delivered: bool = True, text: str = ""
+        self,
+        messages: list[dict[str, Any]],
+        opened: PreparedCall,
+        body: str = "",
+        delivered: bool = True,
+        text: str = "",
     ) -> Call:
         """The policy answers; it may be cut off, and its tokens are not those that a tokenizer would choose."""
         text = text or self.reply()

@@ -24,10 +24,10 @@ from service.handoff.steps.tables import ends_table
 from service.handoff.steps.wire import encode as encode_group
 from service.rollout.chat.tokenizer import make_tokenizer
 from service.rollout.environment import Task
-from service.scorers.reply import Failure, Request, ScorerFailed, answer_from, answer_of, encode
+from service.scorers.reply import Failure, ScoreRequest, ScorerFailed, answer_from, answer_of, encode
+from service.scorers.scored_trajectories import trajectories_of
 from service.scorers.scorer import Scorer
-from service.scorers.teacher import taught
-from service.scorers.trajectories import trajectories_of
+from service.scorers.teacher_logprobs import taught
 from service.types import Sender, Step, StepGroup, TrajectoryEnd, TrajectoryId
 from tests.pure.buffer.world import step
 from tests.pure.learn.test_credit_split import played
@@ -53,7 +53,7 @@ def scorer(folder: Path, **settings: Any) -> Scorer:
 
 def answered(folder: Path, **settings: Any) -> Answer:
     async def ask() -> Answer:
-        request = encode(Request(0, encode_group(GROUP)))
+        request = encode(ScoreRequest(0, encode_group(GROUP)))
         return answer_from(await scorer(folder, **settings).reply(request), room=len(request))
 
     return asyncio.run(ask())
@@ -137,7 +137,7 @@ async def served(handler: Handler) -> AsyncIterator[str]:
 def answered_by(folder: Path, handler: Handler, **settings: Any) -> Answer:
     async def ask() -> Answer:
         async with served(handler) as url:
-            request = encode(Request(0, encode_group(GROUP)))
+            request = encode(ScoreRequest(0, encode_group(GROUP)))
             return answer_from(await scorer(folder, url=url, **settings).reply(request), room=len(request))
 
     return asyncio.run(ask())

@@ -1,6 +1,6 @@
 """Calls of the policy over HTTP: read in the client's dialect, made by the session, answered in the dialect.
 
-    body -> Asked -> session.begin -> call -> Answer -> JSON or server-sent events
+    body -> CallRequest -> session.begin -> call -> CallAnswer -> JSON or server-sent events
 
 Nothing that derives from a sampled token is written before the buffer has accepted the call's step. While a client that
 asked for a stream waits, it gets headers and comments.
@@ -17,11 +17,11 @@ from functools import partial
 import xxhash
 from aiohttp import web
 
-from service.agents.conversation_tree import Call, Opened
+from service.agents.conversation_tree import Call, PreparedCall
 from service.agents.dialects.body import parse_body
 from service.agents.dialects.chat import CHAT
 from service.agents.dialects.completions import COMPLETIONS
-from service.agents.dialects.dialect import Answer, Asked, Dialect, Refused
+from service.agents.dialects.dialect import CallAnswer, CallRequest, Dialect, Refused
 from service.agents.dialects.generate import GENERATE
 from service.agents.dialects.messages import MESSAGES
 from service.agents.dialects.responses import RESPONSES
@@ -69,14 +69,14 @@ class Calls:
             session.check_open()
         call = calling.result()
         self.answered[dialect.name, "replayed" if call.index < known else call.how] += 1
-        response = await _write(request, dialect, asked, Answer(call, model, int(time.time())))
+        response = await _write(request, dialect, asked, CallAnswer(call, model, int(time.time())))
         call.delivered = call.delivered or is_connected(request)
         self._requests.undelivered += not call.delivered
         return response
 
     async def _begin(
         self, dialect: Dialect, request: web.Request, session: Session
-    ) -> tuple[asyncio.Future[Call], Asked, str]:
+    ) -> tuple[asyncio.Future[Call], CallRequest, str]:
         """The call that a request asks for, the request without its prompt, and the model that it names.
 
         Requests of one session begin their calls one after the other.
@@ -85,7 +85,7 @@ class Calls:
         try:
             async with self._requests.body(request, session.most_body_bytes) as raw, session.opening:
 
-                def read() -> tuple[Asked, Opened, str]:
+                def read() -> tuple[CallRequest, PreparedCall, str]:
                     body = parse_body(raw)
                     asked = dialect.read(body)
                     return asked, session.opened(asked), str(body.get("model") or MODEL)
@@ -103,7 +103,7 @@ class Calls:
             raise
 
 
-async def _write(request: web.Request, dialect: Dialect, asked: Asked, answer: Answer) -> web.StreamResponse:
+async def _write(request: web.Request, dialect: Dialect, asked: CallRequest, answer: CallAnswer) -> web.StreamResponse:
     """Write the answer, and return when all of it was given to the connection.
 
     Raises:
