@@ -31,10 +31,6 @@ from service.columns import Int64s as Int64s
 from service.columns import Uint8s as Uint8s
 from service.columns import Uint64s as Uint64s
 
-GOES_ON = "+"
-"""First character of a note by which any generator goes on after its step; other notes are for the generator that
-wrote them."""
-
 NO_VERSION = -1
 """The version of a token that no policy sampled: prompt, observation, appended end."""
 
@@ -130,7 +126,9 @@ class Step:
     routed_experts: Int16s | None = None
     """[P + T, layers, topk]; ROUTE_NATIVELY where unknown."""
     note: str = ""
-    """What its generator needs to go on after it; the buffer hands it back as it came."""
+    """What a generator needs to continue after it; the buffer hands it back as it came."""
+    portable: bool = False
+    """Whether any generator can continue after it by the note; else only the one that wrote the note."""
 
     def __post_init__(self) -> None:
         prompt, response, rewards = len(self.prompt_ids), len(self.response_ids), np.asarray(self.reward)
@@ -213,6 +211,7 @@ class Steps(Tokens, Table):
     extends_length_K: Annotated[Int32s, About("how many tokens of that step the prompt begins with", compare="form")]
     extends_digest_K: Annotated[Uint64s, About("xxh3-64 of those tokens as int32", compare="form")]
     offsets_K: Annotated[Int64s, About("where each step's tokens begin; the last one: their end", compare="form")]
+    portable_K: Annotated[Bools | None, About("whether any generator can continue after the step", fill=False)] = None
     score_K: Annotated[Float64s | None, About("how good the state after the step is; NaN: unknown", fill=np.nan)] = None
 
 

@@ -11,7 +11,7 @@ from service.handoff.ledger.lifecycle import UNFINISHED, GroupState
 from service.handoff.ledger.record import Record
 from service.handoff.ledger.state import Group
 from service.handoff.steps.tables import trajectory_ids
-from service.types import GOES_ON, Refusal, RefusalReason, StepGroup
+from service.types import Refusal, RefusalReason, StepGroup
 
 RUN_END = "run_end"
 GROUP_DEADLINE = "group_deadline"
@@ -64,8 +64,8 @@ class Attempts:
         if trajectory.n_steps is not None or trajectory.indices != set(range(n_steps)) or not n_steps:
             return False
         table, k = self._record.store.of(group_id).places_of(sample)[n_steps - 1]
-        goes_on = table.notes[table.note_K[k]].startswith(GOES_ON)
-        return goes_on and trajectory.moves + 1 < self._settings.max_attempts
+        portable = table.portable_K is not None and bool(table.portable_K[k])
+        return portable and trajectory.moves + 1 < self._settings.max_attempts
 
     def lose(self, group_id: int, sample: int, reason: str) -> None:
         """A failed trajectory gets a new attempt; when none is left, the group goes on without the trajectory."""

@@ -131,6 +131,7 @@ class Episode:
             stop_reason=generation.stop_reason,
             extends=history.extends,
             note=note,
+            portable=bool(note),
             routed_experts=experts_of(generation.routed_experts, n_total, n_carried),
         )
         self._turned(role, reward, generation.stop_reason)

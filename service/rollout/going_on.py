@@ -20,7 +20,7 @@ from service.handoff.steps.stop_reason import StopReason
 from service.handoff.steps.tables import step_objects
 from service.rollout.env_guard import EnvGuard
 from service.rollout.environment import Message, StepResult, TrajectoryFailed
-from service.types import GOES_ON, Int32s, Steps
+from service.types import Int32s, Steps
 
 
 class Note(msgspec.Struct, frozen=True, array_like=True):
@@ -71,7 +71,7 @@ async def written(
         note = Note(False)
     else:
         return ""
-    text = GOES_ON + msgspec.json.encode(note).decode()
+    text = msgspec.json.encode(note).decode()
     return text if len(text.encode()) <= most else ""
 
 
@@ -93,7 +93,7 @@ def read(steps: Steps) -> tuple[Note, list[Left]]:
         prompt, response = np.split(tokens, [len(tokens) - len(step.response_ids)])
         left.append(Left(step.index, tokens, prompt, response, response[step.loss_mask], reward, step.stop_reason))
     try:
-        note = msgspec.json.decode(objects[order[-1]].note.removeprefix(GOES_ON), type=Note)
+        note = msgspec.json.decode(objects[order[-1]].note, type=Note)
     except msgspec.MsgspecError as error:
         raise not_restored(f"its last step has no note to go on by: {error}") from error
     return note, left

@@ -18,7 +18,6 @@ from service.simulate.loop import Activity, Resume, Waiting
 from service.simulate.measurements import Measurements
 from service.simulate.scenario import Scenario
 from service.types import (
-    GOES_ON,
     Extension,
     Int64s,
     PolicyVersion,
@@ -180,7 +179,7 @@ class SimulatedGenerator(Client):
                 ids[1:],
                 reward=reward,
                 extends=Extension(turn - 1, length, digest.intdigest()) if turn else None,
-                note=GOES_ON if scenario.goes_on else "",
+                portable=scenario.goes_on,
                 logprobs=np.full(count, -0.5, np.float32),
                 loss_mask=np.ones(count, np.bool_),
                 versions=self._versions(began, count),

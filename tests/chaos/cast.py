@@ -35,7 +35,6 @@ from service.config import Config
 from service.config.core_settings import message_limits
 from service.files import partial_file, write_atomic
 from service.handoff.journal.journal import Journal
-from service.handoff.ledger.invariant import violations
 from service.handoff.ledger.ledger import Ledger
 from service.handoff.ledger.lifecycle import USED
 from service.handoff.ledger.replaying import restored
@@ -55,6 +54,7 @@ from service.types import (
     TrajectoryId,
 )
 from tests.chaos.doom import Doom, DoomedDisk
+from tests.invariant import violations
 
 if TYPE_CHECKING:
     from actors.driver.cluster import Cluster

@@ -9,11 +9,11 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from service.handoff.ledger.invariant import violations
 from service.handoff.steps.roles import Role, packed_roles
 from service.handoff.steps.wire import accepted_steps
 from service.handoff.verbs import Assignment, Receipt, Wait, WaitReason
-from service.types import GOES_ON, MiniBatch, PolicyVersion, Refusal, RefusalReason, Step, TrajectoryEnd, TrajectoryId
+from service.types import MiniBatch, PolicyVersion, Refusal, RefusalReason, Step, TrajectoryEnd, TrajectoryId
+from tests.invariant import violations
 from tests.pure.buffer.world import Generator, World, config, step
 
 NAMES = ("g1", "g2", "g3")
@@ -111,8 +111,8 @@ class BufferMachine(RuleBasedStateMachine):
         of, uid, sent = self.work[name].pop(place)
         steps: list[Step] = []
         if sent < 4 and not (ends and sent):
-            note = GOES_ON if of.group_id % 2 else ""  # what a generator leaves goes on elsewhere
-            steps, sent = [replace(step(of, uid, sent, self.serving[name]), note=note)], sent + 1
+            portable = bool(of.group_id % 2)  # what a generator leaves goes on elsewhere
+            steps, sent = [replace(step(of, uid, sent, self.serving[name]), portable=portable)], sent + 1
         roles = packed_roles(data.draw(st.lists(st.sampled_from(Role), min_size=sent, max_size=sent)))
         closing = [TrajectoryEnd(of, uid, sent, "stop", reward, roles)] if ends or sent == 4 else []
         if not closing:

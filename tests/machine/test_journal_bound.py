@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from service.config import Config
 from service.config.core_settings import worst_bytes
-from service.handoff.ledger.invariant import violations
 from service.handoff.steps.stop_reason import FAILURES
 from service.handoff.verbs import Assignment, Wait, WaitReason
 from service.types import Refusal, Step, TrajectoryEnd, TrajectoryId
+from tests.invariant import violations
 from tests.pure.buffer.test_group_bytes import full_step, is_accepted, with_bounds
 from tests.pure.buffer.world import Generator, World, config, journal_bytes
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.elastic import MAX_GROWTH, MIN_LINEAR, buffer_cost, main, settings, tokens_per_second
-from service.handoff.ledger.invariant import violations
 from service.simulate.scenario import Scenario
+from tests.invariant import violations
 from tests.sim.faults import Faults
 from tests.sim.world import FaultyWorld
 

@@ -10,11 +10,11 @@ from service.config import Config
 from service.errors import BatonError
 from service.handoff.buffer import Buffer
 from service.handoff.ledger.events import Scored
-from service.handoff.ledger.invariant import violations
 from service.handoff.ledger.lifecycle import USED, GroupState
 from service.handoff.steps.stop_reason import FAILURES
 from service.simulate.measurements import Measurements
 from service.types import MiniBatch, PolicyVersion, Refusal, RefusalReason, TrajectoryId
+from tests.invariant import violations
 
 REASONS = {
     "trained",

@@ -21,7 +21,7 @@ from service.errors import UserError
 from service.handoff.journal.disk import Buffer, File
 
 MAGIC = b"BTNJ"
-SCHEMA = 4
+SCHEMA = 5
 """The version of the journal's format: of its frames, its events and its snapshots."""
 ALIGNMENT = 64
 HEADER_BYTES = 64

@@ -1,6 +1,6 @@
 """The ledger: where every group, trajectory and token stands.
 
-It changes only by `apply` and `accept`; the same events make the same ledger. Its invariant: `ledger.invariant`.
+It changes only by `apply` and `accept`; the same events make the same ledger. Its invariant: `tests.invariant`.
 """
 
 from __future__ import annotations

@@ -50,6 +50,7 @@ class StepSink(Protocol):
         stop_reason: str = "stop",
         extends: Extension | None = None,
         note: str = "",
+        portable: bool = False,
         **columns: ArrayLike | None,
     ) -> None:
         """Take a step; see `StepColumns.append`."""
@@ -100,6 +101,7 @@ class StepColumns:
         stop_reason: str = "stop",
         extends: Extension | None = None,
         note: str = "",
+        portable: bool = False,
         **columns: ArrayLike | None,
     ) -> None:
         """Append a step; the arguments are those of `service.types.Step`.
@@ -129,8 +131,9 @@ class StepColumns:
         self._add(
             {
                 "group_id": group_id, "sample": sample, "attempt": attempt, "index": index, "uid": prompt_uid,
-                "stop_reason": stop_reason, "note": note, "temperature": temperature, "reward": reward,
-                "score": score, "has_logprobs": "logprobs" in tokens, "prompt_length": len(prompt),
+                "stop_reason": stop_reason, "note": note, "portable": portable or None,
+                "temperature": temperature, "reward": reward, "score": score,
+                "has_logprobs": "logprobs" in tokens, "prompt_length": len(prompt),
                 "extends": step, "extends_length": length, "extends_digest": digest,
             },
             tokens,
@@ -231,5 +234,5 @@ def append_step(sink: StepSink, step: Step) -> None:
         step.trajectory, step.prompt_uid, step.index, step.prompt_ids, step.response_ids,
         temperature=step.temperature, reward=step.reward, score=step.score, stop_reason=step.stop_reason,
         extends=step.extends, logprobs=step.logprobs, loss_mask=step.loss_mask, versions=step.versions,
-        routed_experts=step.routed_experts, note=step.note,
+        routed_experts=step.routed_experts, note=step.note, portable=step.portable,
     )  # fmt: skip

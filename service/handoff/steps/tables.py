@@ -207,6 +207,7 @@ def step_objects(steps: Steps) -> list[Step]:
             score=None if steps.score_K is None or np.isnan(steps.score_K[k]) else float(steps.score_K[k]),
             extends=extension_of(steps, k),
             note=steps.notes[steps.note_K[k]],
+            portable=steps.portable_K is not None and bool(steps.portable_K[k]),
             **fields,
         )
         for k, (response, fields) in enumerate(_fields_of_both(steps))

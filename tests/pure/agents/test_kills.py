@@ -25,13 +25,13 @@ from service.config import Config
 from service.config.core_settings import message_limits
 from service.handoff.journal.journal import Journal
 from service.handoff.ledger import events
-from service.handoff.ledger.invariant import violations
 from service.handoff.ledger.record import Record
 from service.handoff.ledger.replaying import apply_frame, message_of
 from service.handoff.steps.tables import step_objects
 from service.rollout.chat.chat import Chat
 from service.rollout.chat.tokenizer import load_tokenizer, make_tokenizer
 from service.rollout.prompts.dataset import write_rows
+from tests.invariant import violations
 from tests.pure.agents.outside import TURNS, WORKER
 
 HERE = Path(__file__).parents[3]

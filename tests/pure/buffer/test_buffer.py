@@ -8,12 +8,10 @@ from service.config.core_settings import worst_bytes
 from service.errors import RunFailed
 from service.handoff.batches.form import BatchJob
 from service.handoff.batches.score import ESTIMATORS
-from service.handoff.ledger.invariant import violations
 from service.handoff.steps import wire
 from service.handoff.steps.tables import step_objects
 from service.handoff.verbs import Assignment, Claim, Receipt, Wait, WaitReason
 from service.types import (
-    GOES_ON,
     Float64s,
     Int64s,
     MiniBatch,
@@ -23,6 +21,7 @@ from service.types import (
     TrajectoryEnd,
     TrajectoryId,
 )
+from tests.invariant import violations
 from tests.pure.buffer.world import START, Generator, World, config, step
 
 
@@ -353,7 +352,7 @@ def test_what_a_generator_leaves_goes_on_elsewhere_from_its_last_step_and_its_la
 ) -> None:
     work, gone, other = world.generator.claimed(), world.generator, Generator(world.buffer, "g2")
     of, plain = TrajectoryId(work.group_id, 0), TrajectoryId(work.group_id, 1)
-    first = replace(step(of, work.prompt_uid, 0), note=f"{GOES_ON}here")
+    first = replace(step(of, work.prompt_uid, 0), note="here", portable=True)
     assert isinstance(gone.send([first, step(plain, work.prompt_uid, 0)]), Receipt)
     late = gone.message([step(of, work.prompt_uid, 1)])
     world.buffer.leave(gone.name, gone.incarnation, "it died")
@@ -362,7 +361,7 @@ def test_what_a_generator_leaves_goes_on_elsewhere_from_its_last_step_and_its_la
     again = other.claimed()
     assert (again.group_id, again.samples, again.attempts) == (work.group_id, (0, 1), (0, 1))
     (made,) = step_objects(wire.accepted_steps(again.steps[0]))
-    assert (made.note, made.response_ids.tolist()) == (first.note, [13, 14])
+    assert (made.note, made.portable, made.response_ids.tolist()) == ("here", True, [13, 14])
     assert not again.steps[1]
     assert refused(world.buffer.submit(late)) is RefusalReason.FENCED
     assert (world.buffer.status().moved, world.buffer.status().restarts) == (1, {"generator_left": 1})
@@ -374,7 +373,7 @@ def test_what_a_generator_leaves_goes_on_elsewhere_from_its_last_step_and_its_la
 def test_a_step_after_which_generator_after_generator_dies_is_tried_so_often_and_then_starts_anew(world: World) -> None:
     work, generator = world.generator.claimed(), world.generator
     of, attempts = TrajectoryId(work.group_id, 0), []
-    assert isinstance(generator.send([replace(step(of, work.prompt_uid, 0), note=GOES_ON)]), Receipt)
+    assert isinstance(generator.send([replace(step(of, work.prompt_uid, 0), portable=True)]), Receipt)
     other = TrajectoryId(work.group_id, 1)
     end = TrajectoryEnd(other, work.prompt_uid, 1, "stop", 1.0)
     assert isinstance(generator.send([step(other, work.prompt_uid, 0)], [end]), Receipt)

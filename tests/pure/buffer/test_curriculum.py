@@ -9,8 +9,8 @@ import pytest
 
 from service.config import Config
 from service.handoff import curriculum
-from service.handoff.ledger.invariant import violations
 from service.handoff.ledger.state import NEWEST_GROUPS, Success
+from tests.invariant import violations
 from tests.pure.buffer.world import World, config
 
 EASY, HARD, FAIR = (1.0, 1.0), (0.0, 0.0), (1.0, 0.0)

@@ -2,11 +2,11 @@ from pathlib import Path
 
 import pytest
 
-from service.handoff.ledger.invariant import violations
 from service.handoff.ledger.state import Lengths, bucket, distance
 from service.handoff.lookahead import Lookahead
 from service.handoff.verbs import Assignment, Receipt, Wait, WaitReason
 from service.types import PolicyVersion, TrajectoryEnd, TrajectoryId
+from tests.invariant import violations
 from tests.pure.buffer.world import TurnedClock, World, config, journal_bytes, step
 
 

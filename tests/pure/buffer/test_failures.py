@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from service.handoff.ledger.invariant import violations
 from service.handoff.steps.stop_reason import FAILURES, StopReason
 from service.handoff.verbs import Assignment, Receipt
 from service.types import MiniBatch, TrajectoryEnd, TrajectoryId
+from tests.invariant import violations
 from tests.pure.buffer.world import World, config, step
 
 ERROR = str(StopReason.ENVIRONMENT_ERROR)

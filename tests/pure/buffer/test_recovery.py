@@ -10,12 +10,12 @@ from service.errors import RunFailed, UserError
 from service.handoff.buffer import Buffer
 from service.handoff.journal.disk import Buffer as Bytes
 from service.handoff.journal.disk import LocalFile
-from service.handoff.ledger.invariant import violations
 from service.handoff.steps.wire import encode_mini_batch
 from service.handoff.verbs import Receipt, Wait, WaitReason
 from service.rollout.environment import Message, Task
 from service.rollout.prompts.dataset import rows_digest
 from service.types import PolicyVersion, TrajectoryEnd, TrajectoryId
+from tests.invariant import violations
 from tests.pure.buffer.world import World, config, step
 
 

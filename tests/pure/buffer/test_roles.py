@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from service.handoff.group_bytes import TRANSCRIPT_BYTES
-from service.handoff.ledger.invariant import violations
 from service.handoff.ledger.lifecycle import Fate
 from service.handoff.steps.roles import ROLES, Role, packed_roles
 from service.handoff.steps.tables import end_objects, ends_table
 from service.handoff.verbs import Receipt
 from service.types import MiniBatch, Refusal, RefusalReason, Step, TrajectoryEnd, TrajectoryId
+from tests.invariant import violations
 from tests.pure.buffer.world import World, config, step
 
 UNTRAINED = {Fate.SUB: 0, Fate.AUX: 2, Fate.RETRY: 2, Fate.UNDELIVERED: 2}

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from service.handoff.ledger.compaction import make_room
-from service.handoff.ledger.invariant import violations
 from service.handoff.scoring import Answer
 from service.handoff.steps import wire
 from service.handoff.verbs import Wait
 from service.run.teachers import teachers_of
 from service.types import MiniBatch, Refusal, RefusalReason
+from tests.invariant import violations
 from tests.pure.buffer.world import World, config
 
 JUDGE = {"use": "mine:judge"}

@@ -19,7 +19,7 @@ from service.rollout.chat.conversation import Mode
 from service.rollout.env_guard import EnvGuard
 from service.rollout.environment import Environment, StepResult
 from service.rollout.isolation import IsolatedEnvironments
-from service.types import GOES_ON, Step, TrajectoryId
+from service.types import Step, TrajectoryId
 from tests.pure.rollout import counting
 from tests.pure.rollout.conftest import QUESTION, ScriptedEngine, limits
 from tests.pure.rollout.counting import TURNS, Counts, Forgetful, Long, Replayable, Restorable
@@ -66,7 +66,7 @@ async def test_a_restored_conversation_has_all_that_its_messages_held(chat: Chat
     await guard.reset(QUESTION, 0)
     text = await going_on.written(guard, StepResult(told, 0.0, False), None, Counter(), 4096)  # type: ignore[arg-type]
     await guard.close(OF)
-    assert msgspec.json.decode(text.removeprefix(GOES_ON), type=going_on.Note).messages == told
+    assert msgspec.json.decode(text, type=going_on.Note).messages == told
 
 
 async def test_a_restored_environment_is_not_played_again_and_a_replayed_one_hears_the_same_texts(chat: Chat) -> None:
@@ -91,7 +91,7 @@ async def test_steps_of_an_environment_without_a_snapshot_or_with_a_long_one_say
     chat: Chat, make: Callable[[], Any]
 ) -> None:
     whole, result, _ = await played(chat, make)
-    assert [step.note.startswith(GOES_ON) for step in whole] == [False] * (TURNS - 1) + [True]
+    assert [step.portable for step in whole] == [False] * (TURNS - 1) + [True]
     steps, again, sampled = await played(chat, make, whole)
     assert (steps, sampled, again.end) == ([], 0, result.end)
 

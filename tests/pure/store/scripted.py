@@ -13,7 +13,6 @@ from pathlib import Path
 
 from service.config import Config, resolved_yaml
 from service.handoff.ledger.events import Lost
-from service.handoff.ledger.invariant import violations
 from service.handoff.verbs import Assignment, Wait
 from service.run.checkpoints import TRAINER, Checkpoints, Manifest
 from service.run.folder import CHECKPOINTS, CONFIG, FINAL, JOURNAL, METRICS, SUMMARY
@@ -22,6 +21,7 @@ from service.store.contents import FolderMark
 from service.store.objects import Objects
 from service.store.uploads import Uploads, claim_store
 from service.types import MiniBatch, PolicyVersion
+from tests.invariant import violations
 from tests.pure.buffer.world import World, config
 from tests.waiting import until
 
