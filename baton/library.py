@@ -7,7 +7,7 @@ complete_groups, batch_settings               groups of steps; how a configurati
 VersionHistory, form_mini_batch               the versions that were published; a mini-batch
 mini_batch_boundaries, batch_of_rank          where mini-batches end, and a rank's part of one
 MakeModelConfig, make_model                   a small random model
-Learner, StepReport                           the steps that train a model
+LearnSettings, Learner, StepReport            what learning needs of a configuration; the steps that train a model
 row_of_token, expand_to_tokens                from a value of a row to one of each token
 ConversationTree, JsonCalls, Chat             conversations that come as messages
 Generation, load_tokenizer, make_tokenizer    what an engine sampled; tokenizers
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from service.learn.expand_to_tokens import expand_to_tokens, row_of_token
     from service.learn.learner import Learner, StepReport
     from service.learn.model.tiny_model import make_model
+    from service.learn.settings import LearnSettings
     from service.rollout.chat.chat import Chat
     from service.rollout.chat.tokenizer import load_tokenizer, make_tokenizer
     from service.rollout.engine import Generation
@@ -48,6 +49,7 @@ __all__ = [
     "ConversationTree",
     "Generation",
     "JsonCalls",
+    "LearnSettings",
     "Learner",
     "MakeModelConfig",
     "PolicyVersion",
@@ -88,6 +90,7 @@ _HOMES = {
     "service.learn.learner": ("Learner", "StepReport"),
     "service.learn.expand_to_tokens": ("expand_to_tokens", "row_of_token"),
     "service.learn.model.tiny_model": ("make_model",),
+    "service.learn.settings": ("LearnSettings",),
     "service.rollout.chat.chat": ("Chat",),
     "service.rollout.chat.tokenizer": ("load_tokenizer", "make_tokenizer"),
     "service.rollout.engine": ("Generation",),

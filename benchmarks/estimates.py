@@ -18,8 +18,9 @@ from service.config.rollout import GeneratorConfig
 from service.config.tree import Config
 from service.learn.estimate.checkpointing import kept_by_compiled_layer
 from service.learn.estimate.fit import GPU_BYTES, MARGIN, fit
-from service.learn.estimate.meter import BANDWIDTH
-from service.learn.estimate.step import PEAK_FLOPS, StepEstimate, estimate_step
+from service.learn.estimate.gpus import H100, REACHED
+from service.learn.estimate.step import StepEstimate, estimate_step
+from service.learn.settings import FitSettings
 
 QWEN3 = {"model_type": "qwen3", "vocab_size": 151936, "head_dim": 128, "num_key_value_heads": 8}
 QWEN3 |= {"max_position_embeddings": 40960, "tie_word_embeddings": True}
@@ -54,12 +55,11 @@ def model_folder(name: str, parent: Path) -> Path:
     return folder
 
 
-def configured(ranks: int, row_tokens: int, **trainer: Any) -> Config:
-    """A configuration with the budget of these estimates."""
-    return Config(
-        generator=GeneratorConfig(max_input_length=row_tokens // 2, max_generate_length=row_tokens // 2),
-        trainer=TrainerConfig(ranks=ranks, max_tokens_per_micro_batch=BUDGET, **trainer),
-    )
+def configured(ranks: int, row_tokens: int, **trainer: Any) -> FitSettings:
+    """Settings with the budget of these estimates."""
+    generator = GeneratorConfig(max_input_length=row_tokens // 2, max_generate_length=row_tokens // 2)
+    ranks_of = TrainerConfig(ranks=ranks, max_tokens_per_micro_batch=BUDGET, **trainer)
+    return FitSettings.of(Config(generator=generator, trainer=ranks_of))
 
 
 def utilisations(parent: Path) -> None:
@@ -70,14 +70,14 @@ def utilisations(parent: Path) -> None:
             found, folder = {}, model_folder(name, parent)
             for checkpointing, layers in ((False, "none"), (2, "every 2nd"), (True, "all")):
                 config = configured(4, row_tokens, gradient_checkpointing=checkpointing)
-                step = found[layers] = estimate_step(config, folder)
+                step = found[layers] = estimate_step(config.learn, folder)
                 eager, fused = (f"{step.utilisation(way):.1%}" for way in (False, True))
                 rows, held = f"{row_tokens // 1024}k", f"{step.peak_bytes / 1e9:.1f}"
                 print(f"| {name}, {rows} | {layers} | {eager} | {fused} | {held} |", flush=True)
             print(f"| {name}, {rows} | {automatic(configured(4, row_tokens), folder, found['none'], found['all'])} |")
 
 
-def automatic(config: Config, folder: Path, none: StepEstimate, all_layers: StepEstimate) -> str:
+def automatic(config: FitSettings, folder: Path, none: StepEstimate, all_layers: StepEstimate) -> str:
     """The default on GPUs of 80 GB: what is computed again, utilisation and memory, with compiled layers.
 
     Elementwise results that are computed again are written once more and read once more.
@@ -87,10 +87,10 @@ def automatic(config: Config, folder: Path, none: StepEstimate, all_layers: Step
     seconds = (1 - share) * none.fused_seconds + share * all_layers.fused_seconds
     words = f"auto: {chosen.layers} of {found.n_layers}"
     if chosen.elementwise:
-        kept, kept_less = (kept_by_compiled_layer(config, folder, elementwise) for elementwise in (False, True))
-        seconds += 2 * (kept - kept_less) * (found.n_layers - chosen.layers) / BANDWIDTH
+        kept, kept_less = (kept_by_compiled_layer(config.learn, folder, elementwise) for elementwise in (False, True))
+        seconds += 2 * (kept - kept_less) * (found.n_layers - chosen.layers) / REACHED.bandwidth
         words += " and elementwise results"
-    used = none.model_flops / seconds / PEAK_FLOPS
+    used = none.model_flops / seconds / H100.flops
     return f"{words} | | {used:.1%} | {found.step.peak_bytes / 1e9:.1f}"
 
 
@@ -99,7 +99,7 @@ def largest_models(parent: Path) -> None:
     print("\n| model | ranks | GB of a rank | fits |\n|---|---|---|---|")
     for name, ranks in (("Qwen3-8B", 4), ("Qwen3-14B", 4), ("Qwen3-14B", 8), ("Qwen3-32B", 8), ("Qwen3-32B", 16)):
         config = configured(ranks, BUDGET, gradient_checkpointing=True)
-        step = estimate_step(config, model_folder(name, parent))
+        step = estimate_step(config.learn, model_folder(name, parent))
         fits = "yes" if step.peak_bytes <= (1 - MARGIN) * GPU_BYTES["H100"] else "no"
         print(f"| {name} | {ranks} | {step.peak_bytes / 1e9:.1f} | {fits} |", flush=True)
 

@@ -26,6 +26,7 @@ from service.handoff.steps.tables import ends_table
 from service.learn.learner import Learner
 from service.learn.model.adapter_folder import PREFIX
 from service.learn.model.lora import merged
+from service.learn.settings import LearnSettings
 from service.learn.supervised import SupervisedSteps
 from service.rollout.engine import Generation, Sampling
 from service.rollout.environment import Task
@@ -112,9 +113,9 @@ class BatchedEngine:
 def warm_started(config: Config, folder: Path) -> tuple[Prepared, Path]:
     """The prompts, and the model after its warm start."""
     prepared, started = prepare(config, folder), folder / "started"
-    learner = Learner(config.without_adapter, prepared.model_folder, torch.device("cpu"), 0, 1)
+    learner = Learner(LearnSettings.of(config.without_adapter), prepared.model_folder, torch.device("cpu"), 0, 1)
     rows = demonstration_rows(config.model, config.env, config.generator, config.run.seed, prepared.model_folder)
-    SupervisedSteps(config, learner.policy).warm_start(rows)
+    SupervisedSteps(LearnSettings.of(config), learner.policy).warm_start(rows)
     learner.export(started)
     return prepared, started
 
@@ -123,7 +124,7 @@ async def rounds(
     config: Config, most: int, prepared: Prepared, model_folder: Path
 ) -> AsyncIterator[list[CompleteGroup]]:
     """The groups of each mini-batch, at most `most` of them; it is trained once the next one is asked for."""
-    learner = Learner(config, model_folder, torch.device("cpu"), 0, 1)
+    learner = Learner(LearnSettings.of(config), model_folder, torch.device("cpu"), 0, 1)
     engine = BatchedEngine(model_folder, config.run.seed)
     player = RunPlayer(config, model_folder, engine)
     prompts = Prompts([task.uid for task in prepared.tasks], config.run.seed, config.data.shuffle)

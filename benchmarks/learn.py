@@ -31,6 +31,7 @@ from service.config.tree import Config, MakeModelConfig, ModelConfig
 from service.learn.device_batch import unsampled_micro_batch
 from service.learn.learner import Learner
 from service.learn.model.tiny_model import make_model
+from service.learn.settings import LearnSettings
 from service.types import MicroBatch, MiniBatch, SupervisedRow
 
 SHAPE = MakeModelConfig(hidden_size=256, intermediate_size=768, num_layers=4, num_heads=8, num_kv_heads=4, head_dim=32)
@@ -92,7 +93,7 @@ def measure(layout: str, folder: Path, batch: MiniBatch) -> dict[str, float]:
     """One warmed-up step in this process."""
     torch.set_num_threads(1)
     config = Config(model=ModelConfig(dtype="float32"), trainer=TrainerConfig(lr=1e-4, layout=layout))
-    learner = Learner(config, folder, torch.device("cpu"), 0, 1)
+    learner = Learner(LearnSettings.of(config), folder, torch.device("cpu"), 0, 1)
     learner.step(_first_row(batch))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     started = time.process_time()

@@ -23,11 +23,12 @@ from pathlib import Path
 import psutil
 
 from service.config import Config, load
-from service.plan.command import model_of
+from service.plan.command import planned_model
 from service.plan.forecast import Forecast, forecast
 from service.plan.live_binding import WAITING
 from service.plan.machine.device import Device
 from service.plan.machine.measure import measured, pace
+from service.plan.settings import PlanSettings
 from service.plan.work import OPTIONS, work_of
 from service.run.folder import METRICS, read_lines
 from service.run.lengths import lengths_of_run
@@ -79,9 +80,10 @@ def _held(pid: int) -> dict[str, float]:
 
 def planned(config: Config, folder: Path, device: Device) -> Forecast:
     """The plan of a run that has ended, with its lengths and times."""
-    work = work_of(config, lengths_of_run(str(folder)), dict.fromkeys(OPTIONS))
-    with model_of(config, str(folder)) as model:
-        return forecast(config, model, device, work, None)
+    settings = PlanSettings.of(config)
+    work = work_of(settings, lengths_of_run(str(folder)), dict.fromkeys(OPTIONS))
+    with planned_model(config.model, config.env, config.run.seed, str(folder)) as model:
+        return forecast(settings, model, device, work, None)
 
 
 def seconds_and_waits(folder: Path) -> tuple[float, float, float]:

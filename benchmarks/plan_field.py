@@ -20,11 +20,11 @@ from typing import Any
 from benchmarks.estimates import SHAPES, configured
 from service.learn.estimate.step import StepEstimate, estimate_step
 from service.learn.model.hf_config import read_config
-from service.plan.engine import Engine
-from service.plan.flow import Setting, played
+from service.plan.engine import Engine, Shape
+from service.plan.machine.costs import COSTS
 from service.plan.machine.device import profile
-from service.plan.shape import Shape
-from service.plan.trainer import IMBALANCE, Trainer
+from service.plan.step_seconds import Setting, flow_of
+from service.plan.trainer import Trainer
 from service.plan.weights import update
 
 EXPERTS = {"model_type": "qwen3_moe", "vocab_size": 151936, "head_dim": 128, "num_key_value_heads": 4}
@@ -82,9 +82,9 @@ def trainer_of(name: str, row_tokens: int = 4096) -> Trainer:
         with tempfile.TemporaryDirectory() as folder:
             (Path(folder) / "config.json").write_text(json.dumps(MODELS[name] | {"num_hidden_layers": layers}))
             config = configured(8, row_tokens, gradient_checkpointing=True)
-            steps.append(estimate_step(config, Path(folder)))
+            steps.append(estimate_step(config.learn, Path(folder)))
     step = whole(*steps, MODELS[name]["num_hidden_layers"])
-    budget = configured(8, row_tokens).trainer.max_tokens_per_micro_batch
+    budget = configured(8, row_tokens).learn.trainer.max_tokens_per_micro_batch
     dense = "num_experts" not in MODELS[name]
     return Trainer(step, 8, 1.0, dense, budget, row_tokens, 1.0)
 
@@ -151,7 +151,7 @@ def micro_batches() -> Iterator[Row]:
             faster = {"attention": device.attention * FLASH_ATTENTION_3}
             device = replace(device, **faster)
         trainer = trainer_of(model)
-        predicted = trainer.seconds(device, gpus, gpus * tokens / IMBALANCE, tokens, tokens)
+        predicted = trainer.seconds(device, gpus, gpus * tokens / COSTS.trainer.imbalance, tokens, tokens)
         predicted -= trainer.seconds(device, gpus, 0.0, tokens, tokens)
         yield Row("prime-rl", f"{model} {kind}, {tokens} tokens, {kernel}, {gpus} {gpu.upper()}", seconds, predicted)
 
@@ -202,7 +202,7 @@ def steps() -> Iterator[Row]:
             seconds = engine.iteration(at_once, context, at_once * PROMPT / SAMPLES / (mean - PROMPT))
             return seconds * max(1.0, running) / at_once
 
-        flow = played(
+        flow = flow_of(
             Setting(
                 mini_batch_size=count // SAMPLES,
                 samples=SAMPLES,

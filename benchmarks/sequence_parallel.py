@@ -32,6 +32,7 @@ from service.config.learn import TrainerConfig
 from service.config.tree import Config, MakeModelConfig, ModelConfig
 from service.learn.learner import Learner
 from service.learn.model.tiny_model import make_model
+from service.learn.settings import LearnSettings
 from service.types import MiniBatch
 
 VOCABULARY = 512
@@ -79,7 +80,7 @@ def train(folder: Path, rank: int, ranks: int, lengths: tuple[int, ...], limit: 
     """A step of a rank of one group, after a short one that loads and warms what steps need."""
     trainer = TrainerConfig(ranks=ranks, sequence_parallel=ranks, lr=1e-4, gradient_checkpointing=False)
     config = Config(model=ModelConfig(dtype="float32"), trainer=trainer)
-    learner = Learner(config, folder, torch.device("cpu"), rank, ranks)
+    learner = Learner(LearnSettings.of(config), folder, torch.device("cpu"), rank, ranks)
     learner.step(mini_batch((64,)))
     batch, found = mini_batch(lengths), {}
     if limit is not None:

@@ -106,7 +106,7 @@ def rates_on_an_h100(parent: Path) -> tuple[float, float]:
     """Seconds of a token, and of a pair of query and key, in a packed step of the estimated model."""
     of_length = {}
     for row_tokens in (2048, BUDGET):
-        step = estimate_step(configured(1, row_tokens), model_folder(ESTIMATED, parent), row_tokens)
+        step = estimate_step(configured(1, row_tokens).learn, model_folder(ESTIMATED, parent), row_tokens)
         of_length[row_tokens] = sum(step.seconds.values()) / BUDGET
     of_pair = (of_length[BUDGET] - of_length[2048]) / (BUDGET / 2 - 2048 / 2)
     return of_length[2048] - of_pair * 1024, of_pair

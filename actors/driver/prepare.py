@@ -9,6 +9,7 @@ from service.config.checks import check_bytes
 from service.learn.estimate.fit import refuse_too_large
 from service.learn.estimate.kv_cache import check_engine
 from service.learn.model.router_replay import routing_of_model
+from service.learn.settings import FitSettings
 from service.rollout.check_inputs import check_environments
 from service.rollout.prompts.dataset import load_tasks
 from service.rollout.prompts.mixture import train_file
@@ -38,8 +39,8 @@ def prepare(config: Config, folder: Path) -> Prepared:
     check_tokenizers(config.scorers, model_folder)
     routing = routing_of_model(hf_config)
     check_bytes(config, routing.experts_per_token)
-    check_engine(hf_config, config)
+    check_engine(hf_config, config.generator, config.model.dtype)
     checked_shapes(model, model_folder, hf_config)
-    refuse_too_large(config, model_folder)
+    refuse_too_large(FitSettings.of(config), model_folder)
     warmed = warmed_model(model, folder)
     return Prepared(tasks_file, tasks, model_folder, len(tokenizer), routing, evals, warmed)

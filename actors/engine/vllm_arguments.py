@@ -16,7 +16,7 @@ from service.config import Config, LoraConfig, ModelConfig
 from service.config.model_folder import model_config
 from service.config.rollout import GeneratorConfig
 from service.errors import UserError
-from service.learn.estimate.kv_cache import BLOCK_TOKENS, longest_row, request_bytes
+from service.learn.estimate.kv_cache import BLOCK_TOKENS, request_bytes
 from service.learn.model.hf_config import read_config
 
 OWNER_PID = "BATON_OWNER_PID"
@@ -75,8 +75,8 @@ class EngineSettings(NamedTuple):
             BACKENDS[config.weights.transport],
             config.run.seed,
             min(MAX_SEQUENCES, groups * config.algorithm.n_samples_per_prompt),
-            longest_row(config),
-            lambda model: request_bytes(model, config),
+            config.generator.longest_row,
+            lambda model: request_bytes(model, config.generator, config.model.dtype),
         )
 
 

@@ -1,4 +1,4 @@
-"""One rank of the trainer as a Ray actor around `service.learn.Learner`; `actors.trainer.group` drives all ranks."""
+"""One rank of the trainer as a Ray actor around `Learner`; `actors.trainer.group` drives all ranks."""
 
 from __future__ import annotations
 
@@ -36,6 +36,7 @@ from service.learn.estimate.fit import checkpointing_on
 from service.learn.learner import Learner, StepReport
 from service.learn.model.policy import Policy
 from service.learn.profile import StepProfile
+from service.learn.settings import FitSettings, LearnSettings
 from service.learn.supervised import SupervisedSteps
 from service.observe.measure import measure_states
 from service.observe.metrics import Metrics
@@ -126,7 +127,7 @@ class TrainerRank:
             raise UserError(f"trainer-{self._rank} has a GPU of node {node}, but PyTorch cannot use it: {why}")
         config = self._config if adapter else self._config.without_adapter
         # before the process group, which an estimate must not find
-        checkpointing = checkpointing_on(self._device, config, Path(model_folder))
+        checkpointing = checkpointing_on(self._device, FitSettings.of(config), Path(model_folder))
         if checkpointing is not None:
             log.info("gradient_checkpointing: auto comes to %s", checkpointing)
         if self._world_size > 1:
@@ -143,8 +144,9 @@ class TrainerRank:
                 timeout=timedelta(seconds=self._config.trainer.collective_deadline),
             )
         where = Path(model_folder), self._device, self._rank, self._world_size
-        policy = Policy(config, *where, nodes=nodes, checkpointing=checkpointing)
-        self._learner = Learner(config, *where, policy)
+        settings = LearnSettings.of(config)
+        policy = Policy(settings, *where, nodes=nodes, checkpointing=checkpointing)
+        self._learner = Learner(settings, *where, policy)
         self._learner.began = self._states.enter
         freeze_heap()
         self._states.enter("waiting")
@@ -152,7 +154,7 @@ class TrainerRank:
     def warm_start(self, demonstrations: Sequence[SupervisedRow]) -> float:
         """Supervised steps on demonstrations; returns the last step's cross-entropy per token."""
         with self._busy("warm_start"):
-            return SupervisedSteps(self._config, self.learner.policy).warm_start(demonstrations)
+            return SupervisedSteps(LearnSettings.of(self._config), self.learner.policy).warm_start(demonstrations)
 
     def step(self, batch: bytes) -> StepReport:
         """One optimizer step on this rank's micro-batches."""

@@ -17,6 +17,7 @@ from benchmarks.gpu.parts import Give
 from benchmarks.gpu.small_engine import INPUT_TOKENS, OUTPUT_TOKENS, SMALL, VOCABULARY, serving, settings, write_model
 from service.config.tree import Config, MakeModelConfig
 from service.learn.model.policy import Policy
+from service.learn.settings import LearnSettings
 from service.rollout.engine import Sampling
 from service.types import MicroBatch
 
@@ -41,7 +42,7 @@ def measure(device: str, give: Give) -> None:
         for dtype in DTYPES:
             config = settings(dtype)
             batch, of_engine = asyncio.run(_sampled(config, model, device))
-            policy = Policy(config, model, torch.device(device), 0, 1)
+            policy = Policy(LearnSettings.of(config), model, torch.device(device), 0, 1)
             of_trainer = policy.logprobs([policy.to_device(batch)])[0].cpu().numpy()
             differences = np.abs(of_trainer - of_engine)
             give(

@@ -37,6 +37,7 @@ from service.handoff.prefixes.distinct import MIN_SHARED
 from service.learn.learner import Learner
 from service.learn.model.attention import use_fastest_attention
 from service.learn.model.policy import Policy
+from service.learn.settings import LearnSettings
 from service.types import MicroBatch, MiniBatch, SupervisedRow
 
 SHAPES = {
@@ -205,5 +206,6 @@ def learner(device: torch.device, shape: dict[str, int], trainer: TrainerConfig)
     }
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(described))
-        policy = Policy(config, Path(folder), device, 0, 1, random_weights=True)
-        yield Learner(config, Path(folder), device, 0, 1, policy)
+        settings = LearnSettings.of(config)
+        policy = Policy(settings, Path(folder), device, 0, 1, random_weights=True)
+        yield Learner(settings, Path(folder), device, 0, 1, policy)

@@ -30,6 +30,7 @@ from benchmarks.gpu.quickstart import steps_of_run
 from benchmarks.gpu.small_engine import SMALL, serving, settings, write_model
 from service.config.tree import Config, MakeModelConfig
 from service.learn.model.policy import Policy
+from service.learn.settings import LearnSettings
 from service.types import PolicyVersion
 
 SHAPES = {
@@ -108,7 +109,7 @@ async def _update(transport: str, engine: VllmEngine, connection: Connection, st
 
 def _send(connection: Connection, transport: str, config_json: str, model: Path, device: str) -> None:
     """In the trainer's process: what a rank publishes, each time that a step number comes."""
-    policy = Policy(Config.model_validate_json(config_json), model, torch.device(device), 0, 1)
+    policy = Policy(LearnSettings.of(Config.model_validate_json(config_json)), model, torch.device(device), 0, 1)
     while connection.recv() != END:
         started = time.monotonic()
         if transport == "ipc":

@@ -95,9 +95,11 @@ def _estimates(config: Config) -> list[str]:
     from service.learn.estimate.fit import GPU_BYTES, fit, refuse_too_large
     from service.learn.estimate.kv_cache import check_engine
     from service.learn.model.hf_config import read_config
+    from service.learn.settings import FitSettings
 
-    check_engine(read_config(config.model.path), config)
-    found = refuse_too_large(config, config.model.path) or fit(config, config.model.path, GPU_BYTES["H100"])
+    check_engine(read_config(config.model.path), config.generator, config.model.dtype)
+    settings = FitSettings.of(config)
+    found = refuse_too_large(settings, config.model.path) or fit(settings, config.model.path, GPU_BYTES["H100"])
     problem = found.problem()
     return [*found.lines(), *([f"note: on a GPU of 80 GB it does not fit: {problem}"] if problem else [])]
 

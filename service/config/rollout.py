@@ -225,6 +225,11 @@ class GeneratorConfig(Section):
     """Seconds without an answer after which a generator counts as frozen and is restarted."""
 
     @property
+    def longest_row(self) -> int:
+        """Tokens of the longest row of a step: prompt and response."""
+        return self.max_input_length + self.max_generate_length
+
+    @property
     def min_engines(self) -> int:
         """Engines with which the run starts."""
         return self.engines if isinstance(self.engines, int) else self.engines.min

@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from service.config.tree import Config
 from service.learn.checkpoint import CheckpointMetadata, CheckpointWriter, check_parts, read_metadata, read_parts
 from service.learn.device_batch import DeviceBatch
 from service.learn.losses.objective import FixedLogprobs, Objective
@@ -26,6 +25,7 @@ from service.learn.model.frozen_weights import FrozenWeights
 from service.learn.model.policy import Policy
 from service.learn.model.sharding import Rows
 from service.learn.optimizer import Optimizer, learning_rate, square_norm
+from service.learn.settings import LearnSettings
 from service.types import MicroBatch, MiniBatch
 
 
@@ -43,7 +43,7 @@ class Learner:
 
     def __init__(
         self,
-        config: Config,
+        settings: LearnSettings,
         model_folder: Path | str,
         device: torch.device,
         rank: int,
@@ -51,11 +51,11 @@ class Learner:
         policy: Policy | None = None,
     ) -> None:
         """`policy`: an existing one to train, instead of the one in the folder."""
-        self._config = config
-        self.policy = policy or Policy(config, Path(model_folder), device, rank, world_size)
-        self._objective = Objective(config, device, self.policy.accumulation_dtype, self.policy.slice.group)
-        self._frozen = FrozenWeights(config.algorithm, self.policy)
-        self._optimizer = Optimizer(self.policy.master_weights, config.trainer.betas, config.trainer.weight_decay)
+        self._trainer, self._max_steps = settings.trainer, settings.max_steps
+        self.policy = policy or Policy(settings, Path(model_folder), device, rank, world_size)
+        self._objective = Objective(settings, device, self.policy.accumulation_dtype, self.policy.slice.group)
+        self._frozen = FrozenWeights(settings.algorithm, self.policy)
+        self._optimizer = Optimizer(self.policy.master_weights, self._trainer.betas, self._trainer.weight_decay)
         self._writer = CheckpointWriter(self.policy.shard, self.policy.n_shards)
         self.began: Callable[[str], None] = lambda part: None
         """Called when a part of a step begins after the gradient: `optimizer`."""
@@ -113,16 +113,16 @@ class Learner:
 
     def _apply(self, sums: Sums, n_tokens: int) -> StepReport:
         """Take the optimizer step if loss and gradient are finite over all ranks."""
-        trainer, master_weights = self._config.trainer, self.policy.master_weights
+        master_weights = self.policy.master_weights
         sums.add("grad_square", square_norm(master_weights.gradients(), self.policy.device) / self.policy.n_copies)
-        lr = learning_rate(trainer, self.steps, self._config.run.max_steps)
+        lr = learning_rate(self._trainer, self.steps, self._max_steps)
         metrics = step_metrics(sums.totals(), n_tokens) | {"policy/policy_lr": lr}
         reason = not_finite(metrics)
         if reason:
             master_weights.drop_gradients()
             return StepReport(False, reason, metrics)
         self.began("optimizer")
-        self._optimizer.step(lr, metrics["policy/grad_norm"], trainer.max_grad_norm)
+        self._optimizer.step(lr, metrics["policy/grad_norm"], self._trainer.max_grad_norm)
         self.steps += 1
         return StepReport(True, None, metrics)
 

@@ -12,12 +12,12 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from service.config.tree import Config
 from service.errors import RunFailed
 from service.learn.device_batch import unsampled_micro_batch
 from service.learn.losses.step_metrics import Sums
 from service.learn.model.policy import Policy
 from service.learn.optimizer import Optimizer, square_norm
+from service.learn.settings import LearnSettings
 from service.types import MicroBatch, SupervisedRow
 
 BETAS = (0.9, 0.999)
@@ -28,8 +28,8 @@ WARM_UP_FRACTION = 0.1
 class SupervisedSteps:
     """Steps on one rank; every rank must call the same methods."""
 
-    def __init__(self, config: Config, policy: Policy) -> None:
-        self._config = config
+    def __init__(self, settings: LearnSettings, policy: Policy) -> None:
+        self._settings = settings
         self._policy = policy
         self._optimizer = Optimizer(policy.master_weights, BETAS, weight_decay=0.0)
 
@@ -38,16 +38,16 @@ class SupervisedSteps:
 
         The learning rate rises linearly over the first tenth of the steps, and falls linearly over all of them.
         """
-        settings = self._config.model.warm_start
-        if settings is None:
+        start = self._settings.model.warm_start
+        if start is None:
             raise ValueError("warm_start was called without model.warm_start in the configuration")
-        rng = np.random.default_rng(self._config.run.seed)
+        rng = np.random.default_rng(self._settings.seed)
         loss = float("nan")
-        for step in range(settings.steps):
-            chosen = rng.choice(len(demonstrations), size=settings.batch_size, replace=False)
+        for step in range(start.steps):
+            chosen = rng.choice(len(demonstrations), size=start.batch_size, replace=False)
             mine = [demonstrations[i] for i in chosen[self._policy.batch_part :: self._policy.n_batch_parts]]
-            rise = min(1.0, (step + 1) / (WARM_UP_FRACTION * settings.steps))
-            loss = self.step(mine, lr=settings.lr * min(rise, 1.0 - step / settings.steps))
+            rise = min(1.0, (step + 1) / (WARM_UP_FRACTION * start.steps))
+            loss = self.step(mine, lr=start.lr * min(rise, 1.0 - step / start.steps))
         return loss
 
     def step(self, rows: Sequence[SupervisedRow], lr: float) -> float:
@@ -58,7 +58,7 @@ class SupervisedSteps:
         Raises:
             RunFailed: loss or gradient are not finite.
         """
-        policy, trainer = self._policy, self._config.trainer
+        policy, trainer = self._policy, self._settings.trainer
         micros = _pack(rows, trainer.tokens_of_micro_batch)
         n_tokens, n_micros = self._count(micros)
         if n_tokens == 0:

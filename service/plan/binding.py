@@ -14,10 +14,11 @@ side waited.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
+
+from service.plan.step_seconds import either_longer
 
 
 class Part(StrEnum):
@@ -39,10 +40,6 @@ class Side(StrEnum):
     GENERATION = "generation"
     TRAINING = "training"
 
-
-SHARPNESS = 17.0
-"""Two sides that need the same time lose 1 - 2 ** (-1 / 17), 4 %, of it to chance: what `baton simulate` finds with a
-lookahead of 4 and lengths of moderate tails."""
 
 BOTH_WAIT = 0.15
 """Both sides wait where each waits for more than this fraction of the time."""
@@ -92,11 +89,7 @@ class Demand:
         4.0
         """
         generation, training = (self.seconds(side) for side in Side)
-        longer, shorter = max(generation, training), min(generation, training)
-        if not longer:
-            return 0.0
-        beside = longer * math.pow(1 + math.pow(shorter / longer, SHARPNESS), 1 / SHARPNESS)
-        ahead = self.lookahead + 1
+        ahead, beside = self.lookahead + 1, either_longer(generation, training)
         return max(beside, (min(self.concurrency, ahead) * generation + training + self.arrival) / ahead)
 
     @property

@@ -11,19 +11,22 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
-from service.config import Config
+from service.config import EnvConfig, ModelConfig
 from service.config.command_line import checked_config
 from service.config.model_folder import MODEL_CONFIG, is_model_folder
 from service.errors import UserError
+from service.learn.estimate.gpus import DATA_SHEETS
 from service.learn.estimate.kv_cache import check_engine
 from service.learn.model.hf_config import read_config
 from service.plan.forecast import forecast
-from service.plan.machine.device import DATA_SHEETS, Device, profile
+from service.plan.machine.device import Device, profile
 from service.plan.page import as_dict, lines
+from service.plan.settings import PlanSettings
 from service.plan.work import OPTIONS, work_of
 from service.run.folder import run_folder
 from service.run.lengths import lengths_of_run
 from service.run.phases import phase
+from service.run.prepare import make_policy
 
 MODEL = "model"
 """The folder in a run folder of the model that the run made."""
@@ -31,7 +34,6 @@ MODEL = "model"
 MAX_GPUS = 1_000_000
 QUIET_SECONDS = 2.0
 """Seconds after which a line says that the plan is being made."""
-PICTURES = (".png", ".svg", ".pdf")
 
 DOES_NOT_FIT = 3
 """Exit code where the answer is that the configuration does not fit."""
@@ -47,7 +49,7 @@ examples:
   baton plan --config mine.yaml --gpu a100 --gpus 16 --turns 12 --response-tokens 400 --environment-seconds 1.5
   baton plan --config mine.yaml --gpu h200 --lengths runs/pilot        # lengths, turns and times of a run
   baton plan --config configs/quickstart.yaml --gpu measured           # this machine, measured in under 30 s
-  baton plan --config mine.yaml --gpu h100 --json --plot plan.png
+  baton plan --config mine.yaml --gpu h100 --json
 
 Every figure that nothing says is assumed, and printed with its source.
 
@@ -65,54 +67,45 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name, option in OPTIONS.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=float, metavar="X", help=option.metadata["help"])
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help=f"draw the plan as a picture ({', '.join(PICTURES)})")
 
 
 def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
     """Predict memory, speed and waiting of a configuration; returns the exit code."""
     config, source = checked_config(arguments, overrides)
     with source.named_in_errors(), phase("planning", partial(print, file=sys.stderr, flush=True), after=QUIET_SECONDS):
-        return plan(config, arguments, lengths_of_run(arguments.lengths) if arguments.lengths else {})
+        measured = lengths_of_run(arguments.lengths) if arguments.lengths else {}
+        with planned_model(config.model, config.env, config.run.seed, arguments.lengths) as folder:
+            return print_plan(PlanSettings.of(config), folder, arguments, measured)
 
 
-def plan(config: Config, arguments: argparse.Namespace, measured: Mapping[str, tuple[float, str]]) -> int:
+def print_plan(
+    settings: PlanSettings, folder: Path, arguments: argparse.Namespace, measured: Mapping[str, tuple[float, str]]
+) -> int:
     """Print the plan; `measured`: figures of a run, each with its source. Returns the exit code."""
     if arguments.gpus is not None and not 1 <= arguments.gpus <= MAX_GPUS:
         raise UserError(f"--gpus {arguments.gpus}: give a number from 1 to {MAX_GPUS}")
-    if arguments.plot is not None and arguments.plot.suffix not in PICTURES:
-        raise UserError(f"--plot {arguments.plot}: give a file that ends in {', '.join(PICTURES)}")
     device = named(arguments.gpu)
-    work = work_of(config, measured, {name: getattr(arguments, name) for name in OPTIONS})
-    with model_of(config, arguments.lengths) as folder:
-        check_engine(read_config(folder), config)
-        plan = forecast(config, folder, device, work, arguments.gpus)
-    if arguments.plot is not None:
-        from service.plan.picture import draw
-
-        draw(plan, arguments.plot)
+    work = work_of(settings, measured, {name: getattr(arguments, name) for name in OPTIONS})
+    check_engine(read_config(folder), settings.generator, settings.fit.learn.model.dtype)
+    plan = forecast(settings, folder, device, work, arguments.gpus)
     print(json.dumps(as_dict(plan), indent=2) if arguments.json else "\n".join(lines(plan)))
     return 0 if plan.problem is None else DOES_NOT_FIT
 
 
 @contextmanager
-def model_of(config: Config, run: str | None = None) -> Iterator[Path]:
+def planned_model(model: ModelConfig, env: EnvConfig, seed: int, run: str | None = None) -> Iterator[Path]:
     """A folder with the model's config.json: `model.path`, that of a run, or one made for `model.make`.
 
     Raises:
         UserError: there is none.
     """
-    path = config.model.path
+    path = model.path
     if path is None and run is not None and is_model_folder(run_folder(run) / MODEL):
         path = run_folder(run) / MODEL
-    if path is not None:
-        if not is_model_folder(path):
-            raise UserError(f"model.path: {path} has no {MODEL_CONFIG}; that file alone is enough for a plan")
-        yield path
-        return
-    from service.run.prepare import make_policy
-
+    if path is not None and not is_model_folder(path):
+        raise UserError(f"model.path: {path} has no {MODEL_CONFIG}; that file alone is enough for a plan")
     with tempfile.TemporaryDirectory() as made:
-        yield make_policy(config.model, config.env, config.run.seed, Path(made))
+        yield path or make_policy(model, env, seed, Path(made))
 
 
 def named(name: str) -> Device:

@@ -7,15 +7,86 @@ of the two counts, then collectives of the engine's GPUs, then what the host doe
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
+from service.plan.machine.costs import COSTS
 from service.plan.machine.device import Device
-from service.plan.shape import Shape
 
-GPU_ITERATION, GPU_REQUEST = 1.5e-3, 10e-6
-"""Host seconds of an iteration of an engine on a GPU, and of each running request in it: scheduling, sampling, sending
-tokens. vLLM overlaps part of it with the GPU; assumed, not measured here."""
-ALL_REDUCE_SECONDS = 12e-6
-"""Latency of a collective of one token's activations within a node, of which a layer has two; assumed."""
+
+@dataclass(frozen=True)
+class Shape:
+    """A decoder of one of the text families, dense or with experts."""
+
+    layers: int
+    hidden: int
+    attention: float
+    """Parameters of the attention of a layer."""
+    shared: float
+    """Parameters of the MLPs of a layer that every token passes through."""
+    expert: float
+    """Parameters of one routed expert; 0: the layers are dense."""
+    experts: int
+    experts_of_token: int
+    embedding: float
+    """Parameters of the embedding, and of the head where both are not one."""
+    head: float
+    query_width: int
+    """Query heads times their dimension."""
+    kv_heads: int
+    head_dim: int
+    width: float = 2.0
+    """Bytes of a parameter, and of a number in the KV cache."""
+
+    @classmethod
+    def of(cls, model: Any, width: float = 2.0) -> Shape:
+        """From a `config.json` that transformers has read."""
+        hidden, heads = model.hidden_size, model.num_attention_heads
+        head_dim = getattr(model, "head_dim", None) or hidden // heads
+        experts = getattr(model, "num_experts", 0) or 0
+        mlp = 3 * hidden * model.intermediate_size
+        shared = 3 * hidden * (getattr(model, "shared_expert_intermediate_size", 0) or 0)
+        head = float(model.vocab_size * hidden)
+        return cls(
+            layers=model.num_hidden_layers,
+            hidden=hidden,
+            attention=2.0 * hidden * head_dim * (heads + model.num_key_value_heads),
+            shared=shared if experts else mlp,
+            expert=3.0 * hidden * model.moe_intermediate_size if experts else 0.0,
+            experts=experts,
+            experts_of_token=getattr(model, "num_experts_per_tok", 0) or 0,
+            embedding=head if model.tie_word_embeddings else 2 * head,
+            head=head,
+            query_width=heads * head_dim,
+            kv_heads=model.num_key_value_heads,
+            head_dim=head_dim,
+            width=width,
+        )
+
+    @property
+    def parameters(self) -> float:
+        """All parameters, without norms."""
+        return self.layers * (self.attention + self.shared + self.experts * self.expert) + self.embedding
+
+    @property
+    def of_token(self) -> float:
+        """Parameters that a token is multiplied with, the head included."""
+        return self.layers * (self.attention + self.shared + self.experts_of_token * self.expert) + self.head
+
+    def adapter_parameters(self, rank: int) -> float:
+        """Parameters of a low-rank adapter on all matrices of attention and of dense MLPs."""
+        attention = 4 * self.hidden + 2 * self.query_width + 2 * self.kv_heads * self.head_dim
+        mlp = 0.0 if self.experts else 3 * (self.hidden + self.shared / (3 * self.hidden))
+        return self.layers * rank * (attention + mlp)
+
+    def read_parameters(self, tokens: float) -> float:
+        """Parameters that a forward pass over so many tokens reads: of the experts those that any token chose."""
+        chosen = 1 - (1 - self.experts_of_token / self.experts) ** tokens if self.experts else 0.0
+        layer = self.attention + self.shared + chosen * self.experts * self.expert
+        return self.layers * layer + self.head
+
+    def kv_token_bytes(self, tensor_parallel: int = 1) -> float:
+        """Bytes of a token's keys and values on each GPU of an engine."""
+        return 2 * self.layers * max(1, self.kv_heads // tensor_parallel) * self.head_dim * self.width
 
 
 @dataclass(frozen=True)
@@ -27,8 +98,8 @@ class Engine:
     gpus: int
     kv_bytes: float
     """KV cache on each GPU."""
-    iteration_host: float = GPU_ITERATION
-    request_host: float = GPU_REQUEST
+    iteration_host: float = COSTS.gpu.iteration
+    request_host: float = COSTS.gpu.request
 
     def most_running(self, context: float) -> float:
         """Requests of this length that the KV cache holds at once, at least one."""
@@ -55,7 +126,7 @@ class Engine:
             return 0.0
         rate = self.device.link if self.gpus <= 8 else self.device.network
         each = tokens * self.shape.hidden * self.shape.width * 2 * (self.gpus - 1) / self.gpus / rate
-        return 2 * self.shape.layers * (ALL_REDUCE_SECONDS + each)
+        return 2 * self.shape.layers * (COSTS.gpu.all_reduce + each)
 
     def prefill_seconds(self, tokens: float, context: float) -> float:
         """Seconds to compute so many tokens of requests whose mean length is `context`, nothing else running."""

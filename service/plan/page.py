@@ -14,17 +14,17 @@ from service.plan.work import lines_of
 
 MODEL = (
     "Times are arithmetic: the operations of a step at the device's rates, a roofline for each iteration of an engine, "
-    "and groups played event by event."
+    "and what admission, slots and trainer let through."
 )
 
 
 def lines(plan: Forecast) -> Iterator[str]:
     """The page."""
-    split, config = plan.chosen, plan.config
+    split, settings = plan.chosen, plan.settings
     unit = "processes" if plan.device.cores is not None else "GPUs"
-    parallel = config.generator.tensor_parallel_size
+    parallel = settings.generator.tensor_parallel_size
     engines = _count(split.engines, "engine") + (f" of {parallel} GPUs" if parallel > 1 else "")
-    where = f"{config.run.name} on {plan.gpus} {unit} ({plan.device.name})"
+    where = f"{settings.name} on {plan.gpus} {unit} ({plan.device.name})"
     yield f"{where}; configured: {engines}, {_count(split.ranks, 'rank')}"
     yield ""
     yield from _memory(plan)
@@ -74,12 +74,12 @@ def _speed(plan: Forecast) -> Iterator[str]:
     )
     yield f"what binds: {split.binding.sentence()}"
     for transport, update in plan.updates.items():
-        used = " (configured)" if transport == plan.config.weights.transport else ""
+        used = " (configured)" if transport == plan.settings.weights.transport else ""
         yield (
             f"weights by {transport}{used}: the trainer waits {update.trainer:.2f} s, an engine pauses "
             f"{update.pause:.2f} s, served after {update.arrival:.2f} s"
         )
-    steps = plan.config.run.max_steps
+    steps = plan.settings.max_steps
     yield f"the run: {steps} steps, {steps * flow.step_seconds / 3600:.2f} hours, {plan.gpu_hours:.2f} GPU-hours"
 
 
@@ -89,7 +89,7 @@ def as_dict(plan: Forecast) -> dict[str, Any]:
     sources = work.pop("sources")
     return {
         "schema": 1,
-        "name": plan.config.run.name,
+        "name": plan.settings.name,
         "fits": plan.problem is None,
         "problem": plan.problem,
         "gpus": plan.gpus,

@@ -2,37 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
-from service.config import Config
+from service.errors import UserError
 from service.learn.estimate.fit import MARGIN
 from service.learn.estimate.step import GPUS_OF_A_NODE
 from service.learn.model.hf_config import read_config
 from service.plan.binding import Binding, Demand, Part, Side, binding
-from service.plan.engine import GPU_ITERATION, GPU_REQUEST, Engine
-from service.plan.flow import Flow, Setting, played
-from service.plan.machine.device import Device
-from service.plan.machine.host import (
-    AFTER_STEP,
-    ENGINE_ITERATION,
-    ENGINE_TOKEN,
-    ENGINE_TURN,
-    FORMING_TURN,
-    RANK_BYTES,
-    crowding,
-)
-from service.plan.shape import Shape
-from service.plan.trainer import Memory, Trainer, estimated
+from service.plan.engine import Engine, Shape
+from service.plan.machine.costs import COSTS
+from service.plan.machine.device import Device, crowding
+from service.plan.settings import PlanSettings
+from service.plan.step_seconds import Flow, Setting, flow_of
+from service.plan.trainer import estimated
 from service.plan.weights import Update, update
 from service.plan.work import Work
 
-CHECKPOINT_BYTES, DISK = 12, 1e9
-"""Bytes of a parameter in a checkpoint, and bytes/s of the disk that all ranks share; the latter is assumed."""
-
 EVALUATED_ROWS = 512
 """Rows of an evaluation set whose size nothing says; assumed."""
+MAX_SPLITS = 16
+"""Splits of the GPUs that are compared; of more, these are spread evenly."""
 
 
 @dataclass(frozen=True)
@@ -63,200 +55,178 @@ class Split:
         return self.flow.step_seconds
 
 
+def splits_of(settings: PlanSettings, gpus: int) -> Iterator[tuple[int, int]]:
+    """Numbers of engines and ranks that use all GPUs.
+
+    Raises:
+        UserError: there is none.
+    """
+    if settings.fit.shares_gpus:
+        yield gpus, gpus
+        return
+    each, together = settings.generator.tensor_parallel_size, settings.trainer.sequence_parallel
+    found = [engines for engines in range(1, (gpus - 1) // each + 1) if (gpus - engines * each) % together == 0]
+    if not found:
+        raise UserError(
+            f"--gpus {gpus}: an engine takes {each} (generator.tensor_parallel_size) and the trainer {together} or a "
+            f"multiple of it (trainer.sequence_parallel); give {each + together} or more"
+        )
+    every = -(-len(found) // MAX_SPLITS)
+    for engines in sorted({*found[::every], found[-1]}):
+        yield engines, gpus - engines * each
+
+
 class Planner:
     """Everything about a configuration that does not depend on the split."""
 
-    def __init__(self, config: Config, folder: Path, device: Device, work: Work) -> None:
+    def __init__(self, settings: PlanSettings, folder: Path, device: Device, work: Work) -> None:
         """`folder` needs a config.json only.
 
         Raises:
             UserError: the model cannot be made or run.
         """
-        self.config, self.device, self.work = config, device, work
-        self.trainer: Trainer
-        self.memory: Memory
-        self.trainer, self.memory, self.problem = estimated(config, folder, device)
-        self.shape = Shape.of(read_config(folder), 2.0 if config.model.dtype == "bfloat16" else 4.0)
-        self.trajectories = config.trainer.mini_batch_size * config.algorithm.n_samples_per_prompt
+        self.settings, self.device, self.work = settings, device, work
+        self.trainer, self.memory, self.problem = estimated(settings.fit, folder, device)
+        self.shape = Shape.of(read_config(folder), 2.0 if settings.fit.learn.model.dtype == "bfloat16" else 4.0)
+        self._on_cpu, pace = device.cores is not None, device.pace
+        token = COSTS.cpu.token + COSTS.cpu.turn / work.response_tokens
+        self._engine = Engine(
+            self.shape,
+            device,
+            settings.generator.tensor_parallel_size,
+            self.memory.kv or device.memory,
+            COSTS.cpu.iteration * pace if self._on_cpu else COSTS.gpu.iteration,
+            token * pace if self._on_cpu else COSTS.gpu.request,
+        )
+        self._trajectories = settings.trainer.mini_batch_size * settings.samples
+        self._iteration = cache(self._iteration_of)
 
     def split(self, engines: int, ranks: int, lookahead: int | None = None) -> Split:
         """How fast so many engines and ranks are."""
-        config, device, work = self.config, self.device, self.work
-        update = self.update(config.weights.transport, engines, ranks)
-        every = config.weights.sync_every
-        rows = self.trajectories * work.row_tokens(config.merge_mode != "off")
-        row = work.length if config.merge_mode != "off" else work.prompt_tokens + work.response_tokens
-        budget = config.trainer.max_tokens_per_micro_batch
-        compute = self.trainer.seconds(device, ranks, rows, row, budget)
-        turns = self.trajectories * work.turns
-        handoff = FORMING_TURN * turns * device.pace
-        of_engines = self.generation_seconds(engines)
-        share = min(1.0, compute / max(compute + handoff, of_engines))
-        shared = config.weights.transport == "ipc"
-        generation_factor, training_factor = crowding(device, engines, ranks, share, shared)
-        after = AFTER_STEP * device.pace if device.cores is not None else 0.0
-        training = {
-            Part.TRAINER: compute * training_factor,
-            Part.WEIGHTS: update.trainer / every + after * training_factor,
-            Part.JOURNAL: handoff * training_factor,
-            Part.EVALUATION: self._evaluation(of_engines),
-            Part.CHECKPOINT: self._checkpoint(),
-        }
-        busy = min(1.0, of_engines * generation_factor / sum(training.values()))
-        pause = (update.pause + self._recomputed(engines, busy)) / every
-        flow = played(self._setting(engines, lookahead, generation_factor, pause, training, update.arrival))
-        return self._joined(engines, ranks, flow, training, pause, rows, update)
-
-    def _joined(
-        self,
-        engines: int,
-        ranks: int,
-        flow: Flow,
-        training: Mapping[Part, float],
-        pause: float,
-        rows: float,
-        update: Update,
-    ) -> Split:
-        config, work = self.config, self.work
-        generation = flow.step_seconds * (1 - flow.generators_wait)
-        pause *= 1 - flow.generators_wait  # the other slots have nothing to pause
-        outside = work.turns * work.environment_seconds
-        inside = work.sampled * self._iteration()(max(1.0, flow.running))
-        waiting = generation * outside / (outside + inside)
-        demand = Demand(
-            generation={
-                Part.ENGINES: max(0.0, generation - waiting - pause),
-                Part.ENVIRONMENT: waiting,
-                Part.WEIGHTS: pause,
-            },
-            training=training,
-            engines=engines,
-            ranks=ranks,
-            lookahead=self.lookahead,
-            concurrency=config.generator.concurrent_groups / config.trainer.mini_batch_size,
-            seconds_of_step=flow.step_seconds,
+        work, update = self.work, self.update(self.settings.weights.transport, engines, ranks)
+        rows = self._trajectories * work.row_tokens(self.settings.merges)
+        running = self.settings.generator.concurrent_groups * self.settings.samples / engines
+        # of busy engines that sample a mini-batch
+        sampling = self._trajectories * work.sampled / engines / running * self.iteration(running)
+        factor, training = self._training(engines, ranks, rows, sampling, update)
+        trained = sum(training.values())
+        pause = update.pause + self._recomputed(running * min(1.0, sampling * factor / trained))
+        pause /= self.settings.weights.sync_every
+        # pauses are spread over the iterations between them
+        paused = factor * (1 + pause / max(sampling * factor, trained))
+        stepping = training[Part.TRAINER] + training[Part.JOURNAL]
+        flow = flow_of(
+            Setting(
+                mini_batch_size=self.settings.trainer.mini_batch_size,
+                samples=self.settings.samples,
+                lookahead=self.settings.lookahead if lookahead is None else lookahead,
+                slots=self.settings.generator.concurrent_groups,
+                engines=engines,
+                iteration=lambda running: self.iteration(running) * paused,
+                tokens=work.sampled,
+                sigma=work.sigma,
+                most_tokens=float(self.settings.env_turns * self.settings.generator.max_generate_length),
+                environment_seconds=work.turns * work.environment_seconds,
+                train_seconds=stepping,
+                after_seconds=trained - stepping,
+                sync_seconds=update.arrival,
+            )
         )
-        held = self.trainer.memory(ranks)
-        if self.device.cores is not None:
-            full = min(1.0, rows / ranks / self.trainer.micro_tokens)
-            held = {"libraries": RANK_BYTES, **held, "activations": held.get("activations", 0.0) * full}
-        computed = self.trajectories * (work.length - work.sampled)
+        demand = self._demand(engines, ranks, flow, training, pause)
+        generation = max(flow.step_seconds * (1 - flow.generators_wait), 1e-9)
+        held = self._rank_bytes(ranks, rows)
         return Split(
             engines=engines,
             ranks=ranks,
             demand=demand,
             flow=flow,
             rank_bytes=held,
-            fits=self._fits(held),
-            prefilled_tokens=computed / max(generation, 1e-9),
-            sampled_tokens=self.trajectories * work.sampled / max(generation, 1e-9),
+            fits=sum(held.values()) <= self.device.memory * (1 - MARGIN),
+            prefilled_tokens=self._trajectories * (work.length - work.sampled) / generation,
+            sampled_tokens=self._trajectories * work.sampled / generation,
             trained_tokens=rows / demand.seconds(Side.TRAINING),
         )
 
-    @property
-    def lookahead(self) -> int:
-        """`buffer.lookahead`; where that is auto, what keeps the trainer's waiting short for moderate tails."""
-        setting = self.config.buffer.lookahead
-        return min(4, self.config.buffer.max_staleness) if setting == "auto" else int(setting)
+    def _training(
+        self, engines: int, ranks: int, rows: float, sampling: float, update: Update
+    ) -> tuple[float, dict[Part, float]]:
+        """The factor by which generation takes longer beside training; the parts of training, in seconds of a step."""
+        work, settings, pace = self.work, self.settings, self.device.pace
+        row = work.length if settings.merges else work.prompt_tokens + work.response_tokens
+        compute = self.trainer.seconds(self.device, ranks, rows, row, settings.trainer.max_tokens_per_micro_batch)
+        handoff = COSTS.cpu.forming_turn * self._trajectories * work.turns * pace
+        share = min(1.0, compute / max(compute + handoff, sampling))
+        generation_factor, factor = crowding(self.device, engines, ranks, share, settings.fit.shares_gpus)
+        after = COSTS.cpu.after_step * pace if self._on_cpu else 0.0
+        return generation_factor, {
+            Part.TRAINER: compute * factor,
+            Part.WEIGHTS: update.trainer / settings.weights.sync_every + after * factor,
+            Part.JOURNAL: handoff * factor,
+            Part.EVALUATION: self._evaluation(sampling),
+            Part.CHECKPOINT: self._checkpoint(),
+        }
 
-    def engine(self) -> Engine:
-        """An engine of the configuration."""
-        config, pace = self.config, self.device.pace
-        on_cpu = self.device.cores is not None
-        token = ENGINE_TOKEN + ENGINE_TURN / self.work.response_tokens
-        return Engine(
-            self.shape,
-            self.device,
-            config.generator.tensor_parallel_size,
-            self.memory.kv or self.device.memory,
-            ENGINE_ITERATION * pace if on_cpu else GPU_ITERATION,
-            token * pace if on_cpu else GPU_REQUEST,
-        )
-
-    def _iteration(self) -> Callable[[float], float]:
-        """Seconds of an iteration of an engine, by the requests that run in it."""
-        engine, work = self.engine(), self.work
-        most = engine.most_running(work.length)
-        computed = (work.length - work.sampled) / work.sampled  # prompts and observations, for each sampled token
-
-        known: dict[int, float] = {}
-
-        def seconds(running: float) -> float:
-            whole = max(1, round(running))
-            if whole not in known:
-                at_once = min(float(whole), most)
-                iteration = engine.iteration(at_once, work.mean_context, computed * at_once)
-                known[whole] = iteration * whole / at_once  # the others wait for room in the KV cache
-            return known[whole]
-
-        return seconds
-
-    def generation_seconds(self, engines: int) -> float:
-        """Seconds in which busy engines sample a mini-batch."""
-        running = self.config.generator.concurrent_groups * self.config.algorithm.n_samples_per_prompt / engines
-        return self.trajectories * self.work.sampled / engines / running * self._iteration()(running)
-
-    def _setting(
-        self,
-        engines: int,
-        lookahead: int | None,
-        factor: float,
-        pause: float,
-        training: Mapping[Part, float],
-        arrival: float,
-    ) -> Setting:
-        config, work, iteration = self.config, self.work, self._iteration()
-        expected = max(self.generation_seconds(engines) * factor, sum(training.values()))
-        stepping = training[Part.TRAINER] + training[Part.JOURNAL]
-        paused = factor * (1 + pause / expected)  # pauses are spread over the iterations between them
-        return Setting(
-            mini_batch_size=config.trainer.mini_batch_size,
-            samples=config.algorithm.n_samples_per_prompt,
-            lookahead=self.lookahead if lookahead is None else lookahead,
-            slots=config.generator.concurrent_groups,
+    def _demand(self, engines: int, ranks: int, flow: Flow, training: Mapping[Part, float], pause: float) -> Demand:
+        work, settings = self.work, self.settings
+        generation = flow.step_seconds * (1 - flow.generators_wait)
+        pause *= 1 - flow.generators_wait  # the other slots have nothing to pause
+        outside = work.turns * work.environment_seconds
+        inside = work.sampled * self.iteration(max(1.0, flow.running))
+        waiting = generation * outside / (outside + inside)
+        engine = max(0.0, generation - waiting - pause)
+        return Demand(
+            generation={Part.ENGINES: engine, Part.ENVIRONMENT: waiting, Part.WEIGHTS: pause},
+            training=training,
             engines=engines,
-            iteration=lambda running: iteration(running) * paused,
-            tokens=work.sampled,
-            sigma=work.sigma,
-            most_tokens=float(config.env.max_turns * config.generator.max_generate_length),
-            environment_seconds=work.turns * work.environment_seconds,
-            train_seconds=stepping,
-            after_seconds=sum(training.values()) - stepping,
-            sync_seconds=arrival,
+            ranks=ranks,
+            lookahead=settings.lookahead,
+            concurrency=settings.generator.concurrent_groups / settings.trainer.mini_batch_size,
+            seconds_of_step=flow.step_seconds,
         )
 
-    def _recomputed(self, engines: int, busy: float) -> float:
-        """Seconds in which an engine computes the KV caches of its running requests anew after an update.
+    def _rank_bytes(self, ranks: int, rows: float) -> dict[str, float]:
+        held = self.trainer.memory(ranks)
+        if not self._on_cpu:
+            return held
+        full = min(1.0, rows / ranks / self.trainer.micro_tokens)
+        return {"libraries": COSTS.cpu.rank_bytes, **held, "activations": held.get("activations", 0.0) * full}
 
-        `busy`: fraction of the slots that have work.
-        """
-        if self.config.weights.kv_cache == "keep" or self.device.cores is not None:
+    def iteration(self, running: float) -> float:
+        """Seconds of an iteration of an engine in which so many requests run."""
+        return self._iteration(max(1, round(running)))
+
+    def _iteration_of(self, running: int) -> float:
+        work, at_once = self.work, min(float(running), self._engine.most_running(self.work.length))
+        computed = (work.length - work.sampled) / work.sampled  # prompts and observations, for each sampled token
+        seconds = self._engine.iteration(at_once, work.mean_context, computed * at_once)
+        return seconds * running / at_once  # the others wait for room in the KV cache
+
+    def _recomputed(self, running: float) -> float:
+        """Seconds in which an engine computes the KV caches of its running requests anew after an update."""
+        if self.settings.weights.kv_cache == "keep" or self._on_cpu:
             return 0.0
-        running = self.config.generator.concurrent_groups * self.config.algorithm.n_samples_per_prompt / engines
-        running, engine, context = running * busy, self.engine(), self.work.mean_context
-        return engine.prefill_seconds(min(running, engine.most_running(self.work.length)) * context, context)
+        context = self.work.mean_context
+        at_once = min(running, self._engine.most_running(self.work.length))
+        return self._engine.prefill_seconds(at_once * context, context)
 
     def update(self, transport: str, engines: int, ranks: int) -> Update:
         """An update of the engines by a transport."""
-        gpus = self.config.generator.tensor_parallel_size
+        gpus, trainer = self.settings.generator.tensor_parallel_size, self.settings.trainer
         nodes = -(-(engines * gpus + ranks) // GPUS_OF_A_NODE)
-        lora = self.config.model.lora  # of an adapter, only itself is sent
+        lora = self.settings.fit.learn.model.lora  # of an adapter, only itself is sent
         sent = self.shape.parameters if lora is None else self.shape.adapter_parameters(lora.rank)
         # copies of the model on several nodes: the ranks of one send
-        senders = ranks if self.config.trainer.shard_within == "all" else min(ranks, GPUS_OF_A_NODE)
+        senders = ranks if trainer.shard_within == "all" else min(ranks, GPUS_OF_A_NODE)
         return update(transport, sent * self.shape.width, self.device, nodes, senders, gpus)
 
-    def _evaluation(self, generation_seconds: float) -> float:
+    def _evaluation(self, sampling: float) -> float:
         """Seconds of a step for evaluations, during which training waits; those beside training cost it engines."""
-        data = self.config.data
+        data = self.settings.data
         if not data.eval_every or data.eval_mode == "beside":
             return 0.0
         rows = data.eval_make_rows or data.eval_rows or EVALUATED_ROWS
-        return generation_seconds * rows * data.eval_samples / self.trajectories / data.eval_every
+        return sampling * rows * data.eval_samples / self._trajectories / data.eval_every
 
     def _checkpoint(self) -> float:
-        every = self.config.trainer.checkpoint_every
-        return self.shape.parameters * CHECKPOINT_BYTES / DISK / every if every else 0.0
-
-    def _fits(self, held: Mapping[str, float]) -> bool:
-        return sum(held.values()) <= self.device.memory * (1 - MARGIN)
+        every, costs = self.settings.trainer.checkpoint_every, COSTS.trainer
+        return self.shape.parameters * costs.checkpoint_bytes / costs.disk / every if every else 0.0

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from service.config import Config
 from service.errors import UserError
+from service.plan.settings import PlanSettings
 
 
 def _option(meaning: str, lowest: float, highest: float) -> Any:
@@ -52,7 +52,8 @@ class Work:
     def longest_of(self, count: float) -> float:
         """Length of the longest of so many trajectories, over the mean: the quantile 1 - 1 / (count + 1).
 
-        >>> work = assumed(Config())
+        >>> from service.config import Config
+        >>> work = assumed(PlanSettings.of(Config()))
         >>> work.longest_of(1) < 1 < work.longest_of(64) < work.longest_of(1024)
         True
         """
@@ -66,15 +67,15 @@ SIGMA = 0.6
 """Spread of lengths where nothing says it: between the moderate and the long tails of docs/staleness.md."""
 
 
-def assumed(config: Config) -> Work:
+def assumed(settings: PlanSettings) -> Work:
     """The work where nothing is said: half of what the limits allow."""
-    turns = (config.env.max_turns + 1) / 2
-    generator = config.generator
+    turns = (settings.env_turns + 1) / 2
+    generator = settings.generator
     response = generator.max_generate_length / 2
     room = max(0.0, generator.max_input_length / 2 - (turns - 1) * response)
     prompt = max(1.0, room / max(1.0, turns))
     sources = {
-        "turns": f"{ASSUMED}: the mean of 1 and env.max_turns {config.env.max_turns}",
+        "turns": f"{ASSUMED}: the mean of 1 and env.max_turns {settings.env_turns}",
         "prompt_tokens": f"{ASSUMED}: prompt and observations fill half of generator.max_input_length",
         "response_tokens": f"{ASSUMED}: half of generator.max_generate_length {generator.max_generate_length}",
         "observation_tokens": f"{ASSUMED}: as long as the prompt",
@@ -84,13 +85,15 @@ def assumed(config: Config) -> Work:
     return Work(turns, prompt, response, prompt if turns > 1 else 0.0, SIGMA, 0.0, sources)
 
 
-def work_of(config: Config, measured: Mapping[str, tuple[float, str]], given: Mapping[str, float | None]) -> Work:
+def work_of(
+    settings: PlanSettings, measured: Mapping[str, tuple[float, str]], given: Mapping[str, float | None]
+) -> Work:
     """The work of a configuration: figures that are given, else measured ones with their source, else assumed ones.
 
     Raises:
         UserError: a figure is not a possible one.
     """
-    work = assumed(config)
+    work = assumed(settings)
     figures = {**measured, **{name: (value, "given") for name, value in given.items() if value is not None}}
     for name, (value, source) in figures.items():
         lowest, highest = OPTIONS[name].metadata["bounds"]
@@ -98,7 +101,7 @@ def work_of(config: Config, measured: Mapping[str, tuple[float, str]], given: Ma
             raise UserError(
                 f"--{name.replace('_', '-')} {value:g} ({source}): give a number from {lowest:g} to {highest:g}"
             )
-    for name, (setting, allowed) in _limits(config).items():
+    for name, (setting, allowed) in _limits(settings).items():
         if (value := given.get(name) or 0.0) > allowed:
             raise UserError(f"--{name.replace('_', '-')} {value:g}: {setting} allows {allowed}; give less, or raise it")
     values: dict[str, Any] = {name: value for name, (value, _) in figures.items()}
@@ -106,11 +109,11 @@ def work_of(config: Config, measured: Mapping[str, tuple[float, str]], given: Ma
     return replace(work, **values, sources=sources)
 
 
-def _limits(config: Config) -> dict[str, tuple[str, int]]:
+def _limits(settings: PlanSettings) -> dict[str, tuple[str, int]]:
     """What the configuration allows: memory is planned for it."""
-    generator = config.generator
+    generator = settings.generator
     return {
-        "turns": ("env.max_turns" if config.endpoint is None else "endpoint.max_calls", config.most_steps),
+        "turns": settings.most_turns,
         "prompt_tokens": ("generator.max_input_length", generator.max_input_length),
         "response_tokens": ("generator.max_generate_length", generator.max_generate_length),
     }

@@ -25,16 +25,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from service.config.tree import Config
 from service.learn.compile import as_on_gpu, memory_budget
-from service.learn.estimate.kv_cache import longest_row
 from service.learn.estimate.step import StepEstimate, estimate_step, fake_policy, full_mini_batch
 from service.learn.model.hf_config import read_config
 from service.learn.model.policy_model import Checkpointing
+from service.learn.settings import LearnSettings
 
 
 def choose_checkpointing(
-    config: Config, folder: Path, room: Callable[[StepEstimate], float], compiled: bool
+    settings: LearnSettings, folder: Path, room: Callable[[StepEstimate], float], compiled: bool
 ) -> tuple[Checkpointing, StepEstimate]:
     """As little as fits the bytes that the GPU has for a step, and the memory of a step with it.
 
@@ -42,14 +41,14 @@ def choose_checkpointing(
     is returned are those with all layers checkpointed.
     """
     n_layers = read_config(folder).num_hidden_layers
-    least = estimate_step(config, folder, checkpointing=Checkpointing(n_layers))
+    least = estimate_step(settings, folder, checkpointing=Checkpointing(n_layers))
     free = room(least) - least.peak_bytes
     kept = 0.0
     for elementwise in (False, True) if compiled else (False,):
         if compiled:
-            kept = kept_by_compiled_layer(config, folder, elementwise)
+            kept = kept_by_compiled_layer(settings, folder, elementwise)
         else:
-            most = estimate_step(config, folder, checkpointing=Checkpointing(0))
+            most = estimate_step(settings, folder, checkpointing=Checkpointing(0))
             kept = (most.peak_bytes - least.peak_bytes) / n_layers
         if kept * n_layers <= free:
             break
@@ -62,16 +61,16 @@ class _Reached(Exception):
     """The forward pass has come to the first layer."""
 
 
-def kept_by_compiled_layer(config: Config, folder: Path, elementwise: bool = False) -> float:
+def kept_by_compiled_layer(settings: LearnSettings, folder: Path, elementwise: bool = False) -> float:
     """Bytes that a compiled layer keeps of a full micro-batch for its backward pass, beyond its input.
 
     Torch's own partitioner decides, on the graph of one layer; `elementwise` as in `Checkpointing`.
     """
     # a rank has as many tokens alone as it has with others that share its micro-batches
     plain = {"ranks": 1, "sequence_parallel": 1, "compile": False, "fused_kernels": False, "layout": "packed"}
-    alone = config.model_copy(update={"trainer": config.trainer.model_copy(update=plain)})
-    row_tokens = min(longest_row(config), config.trainer.max_tokens_per_micro_batch)
-    batch = full_mini_batch(alone, read_config(folder).vocab_size, row_tokens)
+    alone = replace(settings, trainer=settings.trainer.model_copy(update=plain))
+    row_tokens = min(settings.longest_row, settings.trainer.max_tokens_per_micro_batch)
+    batch = full_mini_batch(alone.trainer, read_config(folder).vocab_size, row_tokens)
     reached: list[Any] = []
 
     def reach(_: Any, arguments: Any, named: Any) -> None:

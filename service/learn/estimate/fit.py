@@ -8,16 +8,18 @@ from pathlib import Path
 
 import torch
 
-from service.config.tree import Config
+from service.config.learn import TrainerConfig
 from service.errors import UserError
 from service.learn.compile import compiles_layers
 from service.learn.estimate.checkpointing import choose_checkpointing
-from service.learn.estimate.kv_cache import kv_token_bytes, longest_row
+from service.learn.estimate.gpus import DATA_SHEETS
+from service.learn.estimate.kv_cache import kv_token_bytes
 from service.learn.estimate.step import StepEstimate, estimate_step
 from service.learn.model.hf_config import read_config
 from service.learn.model.policy_model import Checkpointing
+from service.learn.settings import FitSettings
 
-GPU_BYTES = {"H100": 80e9, "A100": 80e9, "H200": 141e9, "B200": 180e9}
+GPU_BYTES = {name.upper(): sheet.memory for name, sheet in DATA_SHEETS.items()}
 """Memory of GPUs by Ray's accelerator type, as sold."""
 
 MARGIN = 0.1
@@ -102,20 +104,20 @@ def _gb(held: float) -> str:
     return f"{held / 1e9:.1f}"
 
 
-def known_gpu_bytes(config: Config) -> float | None:
-    """Memory of the GPUs that the configuration names, else of this machine's; None where nothing says it."""
-    if config.trainer.accelerator in GPU_BYTES:
-        return GPU_BYTES[config.trainer.accelerator]
+def known_gpu_bytes(trainer: TrainerConfig) -> float | None:
+    """Memory of the GPUs that the trainer's settings name, else of this machine's; None where nothing says it."""
+    if trainer.accelerator in GPU_BYTES:
+        return GPU_BYTES[trainer.accelerator]
     return float(torch.cuda.get_device_properties(0).total_memory) if torch.cuda.is_available() else None
 
 
-def fit(config: Config, folder: Path, gpu_bytes: float, device: torch.device | None = None) -> Fit:
+def fit(settings: FitSettings, folder: Path, gpu_bytes: float, device: torch.device | None = None) -> Fit:
     """How a configuration uses GPUs of this size; `folder` needs a `config.json` only.
 
     `device`: a GPU of this size, whose compiler may not work; None: other machines have them, and a compiler.
     """
-    hf_config, generator, setting = read_config(folder), config.generator, config.trainer.gradient_checkpointing
-    dtype: torch.dtype = getattr(torch, config.model.dtype)
+    learn, generator, hf_config = settings.learn, settings.generator, read_config(folder)
+    setting, dtype = learn.trainer.gradient_checkpointing, getattr(torch, learn.model.dtype)
     width, n_layers = torch.finfo(dtype).bits / 8, hf_config.num_hidden_layers
 
     def engine_and_kv(step: StepEstimate) -> tuple[float, float]:
@@ -124,14 +126,14 @@ def fit(config: Config, folder: Path, gpu_bytes: float, device: torch.device | N
 
     def shared(step: StepEstimate) -> float:
         # the engine loads from a whole copy of what is trained, beside the rank's
-        return sum(engine_and_kv(step)) + step.trained * width if config.weights.transport == "ipc" else 0.0
+        return sum(engine_and_kv(step)) + step.trained * width if settings.shares_gpus else 0.0
 
     if setting == "auto":
-        compiled = compiles_layers(hf_config, config.trainer, device, dtype)
+        compiled = compiles_layers(hf_config, learn.trainer, device, dtype)
         room = lambda step: gpu_bytes * (1 - MARGIN) - shared(step)  # noqa: E731
-        checkpointing, step = choose_checkpointing(config, folder, room, compiled)
+        checkpointing, step = choose_checkpointing(learn, folder, room, compiled)
     else:
-        checkpointing, step = Checkpointing.of(setting, n_layers), estimate_step(config, folder)
+        checkpointing, step = Checkpointing.of(setting, n_layers), estimate_step(learn, folder)
     engine, kv = engine_and_kv(step)
     return Fit(
         step=step,
@@ -141,29 +143,30 @@ def fit(config: Config, folder: Path, gpu_bytes: float, device: torch.device | N
         shared_bytes=shared(step),
         engine_bytes=engine,
         kv_bytes=kv,
-        kv_token_bytes=kv_token_bytes(hf_config, config),
-        longest=longest_row(config),
+        kv_token_bytes=kv_token_bytes(hf_config, generator, learn.model.dtype),
+        longest=learn.longest_row,
     )
 
 
-def checkpointing_on(device: torch.device, config: Config, folder: Path) -> Checkpointing | None:
+def checkpointing_on(device: torch.device, settings: FitSettings, folder: Path) -> Checkpointing | None:
     """What `trainer.gradient_checkpointing: auto` comes to on this GPU; None where the setting holds as it is."""
-    if config.trainer.gradient_checkpointing != "auto" or device.type == "cpu" or config.model.dtype != "bfloat16":
+    learn = settings.learn
+    if learn.trainer.gradient_checkpointing != "auto" or device.type == "cpu" or learn.model.dtype != "bfloat16":
         return None
-    gpu_bytes = known_gpu_bytes(config)
-    return None if gpu_bytes is None else fit(config, folder, gpu_bytes, device).checkpointing
+    gpu_bytes = known_gpu_bytes(learn.trainer)
+    return None if gpu_bytes is None else fit(settings, folder, gpu_bytes, device).checkpointing
 
 
-def refuse_too_large(config: Config, folder: Path) -> Fit | None:
+def refuse_too_large(settings: FitSettings, folder: Path) -> Fit | None:
     """Refuse a model that does not fit its GPUs; None where nothing says how large these are.
 
     Raises:
         UserError: with what helps.
     """
     # fake products of experts support bfloat16 only
-    if config.model.dtype != "bfloat16" or (gpu_bytes := known_gpu_bytes(config)) is None:
+    if settings.learn.model.dtype != "bfloat16" or (gpu_bytes := known_gpu_bytes(settings.learn.trainer)) is None:
         return None
-    found = fit(config, folder, gpu_bytes)
+    found = fit(settings, folder, gpu_bytes)
     if problem := found.problem():
         raise UserError(problem)
     return found

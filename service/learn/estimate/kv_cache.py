@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from transformers import PretrainedConfig
 
-from service.config.tree import Config
+from service.config.rollout import GeneratorConfig
 from service.errors import UserError
 
 BLOCK_TOKENS = 32
@@ -18,32 +18,26 @@ DIVIDED = ("num_attention_heads", "intermediate_size", "moe_intermediate_size", 
 """Numbers of a model of which each GPU of an engine takes an equal part."""
 
 
-def longest_row(config: Config) -> int:
-    """Tokens of the longest row that the generator makes."""
-    return config.generator.max_input_length + config.generator.max_generate_length
-
-
-def kv_token_bytes(model: PretrainedConfig, config: Config) -> int:
+def kv_token_bytes(model: PretrainedConfig, generator: GeneratorConfig, dtype: str) -> int:
     """Bytes of a token's keys and values in all layers on each GPU of an engine, which has one key head at least."""
     head_dim = getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads
-    heads = max(1, model.num_key_value_heads // config.generator.tensor_parallel_size)
-    dtype: torch.dtype = getattr(torch, config.model.dtype)
-    return int(2 * model.num_hidden_layers * heads * head_dim * dtype.itemsize)
+    heads = max(1, model.num_key_value_heads // generator.tensor_parallel_size)
+    return int(2 * model.num_hidden_layers * heads * head_dim * getattr(torch, dtype).itemsize)
 
 
-def request_bytes(model: PretrainedConfig, config: Config) -> int:
+def request_bytes(model: PretrainedConfig, generator: GeneratorConfig, dtype: str) -> int:
     """Bytes of the longest request on each GPU of an engine, in whole blocks."""
-    blocks = -(-longest_row(config) // BLOCK_TOKENS) + 1
-    return blocks * BLOCK_TOKENS * kv_token_bytes(model, config)
+    blocks = -(-generator.longest_row // BLOCK_TOKENS) + 1
+    return blocks * BLOCK_TOKENS * kv_token_bytes(model, generator, dtype)
 
 
-def check_engine(model: PretrainedConfig, config: Config) -> None:
+def check_engine(model: PretrainedConfig, generator: GeneratorConfig, dtype: str) -> None:
     """Check that an engine's GPUs can divide the model, and that its KV cache can hold a request.
 
     Raises:
         UserError: names the setting, with what helps.
     """
-    gpus, kv_heads = config.generator.tensor_parallel_size, model.num_key_value_heads
+    gpus, kv_heads = generator.tensor_parallel_size, model.num_key_value_heads
     numbers = {name: number for name in DIVIDED if (number := getattr(model, name, None))}
     numbers["vocabulary rows"] = -(-model.vocab_size // VOCABULARY_ROWS) * VOCABULARY_ROWS
     wrong = [f"{name} {number}" for name, number in numbers.items() if number % gpus]
@@ -54,9 +48,9 @@ def check_engine(model: PretrainedConfig, config: Config) -> None:
             f"generator.tensor_parallel_size: {gpus} GPUs cannot divide the model among themselves "
             f"({', '.join(wrong)}); use a divisor of them"
         )
-    size, longest = config.generator.kv_cache_bytes, request_bytes(model, config)
+    size, longest = generator.kv_cache_bytes, request_bytes(model, generator, dtype)
     if size is not None and size < longest:
         raise UserError(
             f"generator.kv_cache_bytes: {size} cannot hold one request of generator.max_input_length + "
-            f"max_generate_length ({longest_row(config)}) tokens, which takes {longest} bytes; raise it"
+            f"max_generate_length ({generator.longest_row}) tokens, which takes {longest} bytes; raise it"
         )

@@ -14,16 +14,11 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from service.learn.estimate.gpus import REACHED
 from service.learn.model.sharding import local_shard
 
 HOST = "host"
 """The part of what lies in CPU memory; it takes none of the device's."""
-
-PRODUCT_RATE, BANDWIDTH = 650e12, 2.8e12
-"""FLOP/s of matrix products in bfloat16 and bytes/s of copies that an H100 reaches, which is less than its data sheet
-says."""
-ATTENTION_RATE, ATTENTION_BACKWARD_RATE = 330e12, 260e12
-"""FLOP/s of FlashAttention 2 on an H100, causal, forward and backward."""
 
 ELEMENTWISE = "elementwise"
 """Kind of the operations that are neither products nor attention, nor over the vocabulary."""
@@ -116,14 +111,16 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             backward = "backward" in name
             tokens, heads, head_dim = read[1 if backward else 0].shape
             flops = 2.0 * heads * head_dim * tokens * self._row_tokens * (2.5 if backward else 1)
-            self._add("attention", flops, moved, flops / (ATTENTION_BACKWARD_RATE if backward else ATTENTION_RATE))
+            self._add(
+                "attention", flops, moved, flops / (REACHED.attention_backward if backward else REACHED.attention)
+            )
         elif name in PRODUCTS:
             factors = read[1:3] if "add" in name else read[:2]
             flops = 2.0 * prod(factors[0].shape) * factors[1].shape[-1]
-            self._add("products", flops, moved, max(flops / PRODUCT_RATE, moved / BANDWIDTH))
+            self._add("products", flops, moved, max(flops / REACHED.products, moved / REACHED.bandwidth))
         else:
             large = any(self._vocab_size in tensor.shape for tensor in read)
-            self._add("logits" if large else ELEMENTWISE, 0.0, moved, moved / BANDWIDTH)
+            self._add("logits" if large else ELEMENTWISE, 0.0, moved, moved / REACHED.bandwidth)
 
     def _add(self, kind: str, flops: float, moved: int, seconds: float) -> None:
         self.flops += flops

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -17,27 +17,22 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from service.config.tree import Config
+from service.config.learn import TrainerConfig
 from service.learn.compile import as_on_gpu
-from service.learn.estimate.kv_cache import longest_row
+from service.learn.estimate.gpus import H100, REACHED
 from service.learn.estimate.meter import ELEMENTWISE, HOST, Meter
 from service.learn.learner import Learner
 from service.learn.model.hf_config import code_of_the_model, read_config
 from service.learn.model.policy import Policy
 from service.learn.model.policy_model import Checkpointing
 from service.learn.optimizer import Optimizer
+from service.learn.settings import LearnSettings
 from service.types import MicroBatch, MiniBatch
 
 MICRO_BATCHES = 2
 """Micro-batches of the estimated step: the second one finds gradients of the first."""
 
-FUSED_PASSES = 1 / 3
-"""Bytes that fused layers move in elementwise operations, over those of the same layers as written."""
-
 GPUS_OF_A_NODE = 8
-
-PEAK_FLOPS = 989e12
-"""Dense bfloat16 FLOP/s of an H100 SXM by its data sheet."""
 
 
 @dataclass(frozen=True)
@@ -70,16 +65,16 @@ class StepEstimate:
 
     def utilisation(self, fused: bool) -> float:
         """Model FLOPs over time and peak rate of an H100, with layers fused or as written; without the optimizer."""
-        return self.model_flops / (self.fused_seconds if fused else sum(self.seconds.values())) / PEAK_FLOPS
+        return self.model_flops / (self.fused_seconds if fused else sum(self.seconds.values())) / H100.flops
 
     @property
     def fused_seconds(self) -> float:
         """Time on an H100 with fused layers."""
-        return sum(self.seconds.values()) - self.seconds[ELEMENTWISE] * (1 - FUSED_PASSES)
+        return sum(self.seconds.values()) - self.seconds[ELEMENTWISE] * (1 - REACHED.fused_passes)
 
 
 def estimate_step(
-    config: Config,
+    settings: LearnSettings,
     folder: Path,
     row_tokens: int | None = None,
     on_gpu: bool = True,
@@ -94,33 +89,33 @@ def estimate_step(
         UserError: the model cannot be made or run.
     """
     # rows of one length take as many slots padded as packed, and fake masks cannot be looked at
-    plain = config.trainer.model_copy(update={"compile": False, "fused_kernels": False, "layout": "packed"})
-    config = config.model_copy(update={"trainer": plain})
+    plain = settings.trainer.model_copy(update={"compile": False, "fused_kernels": False, "layout": "packed"})
+    settings = replace(settings, trainer=plain)
     vocab_size = read_config(folder).vocab_size
-    row_tokens = row_tokens or longest_row(config)
-    meter, batch = Meter(vocab_size, row_tokens), full_mini_batch(config, vocab_size, row_tokens)
+    row_tokens = row_tokens or settings.longest_row
+    meter, batch = Meter(vocab_size, row_tokens), full_mini_batch(plain, vocab_size, row_tokens)
     with ExitStack() as held:
         held.enter_context(_pretended_ranks(plain.ranks))
         held.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         if on_gpu:
             held.enter_context(as_on_gpu(meter.one_kernel))
         with code_of_the_model(folder):
-            policy = fake_policy(config, folder, checkpointing)
+            policy = fake_policy(settings, folder, checkpointing)
             policy.logprobs([policy.to_device(batch.ranks[0][0])])
-        return _step(config, Learner(config, folder, policy.device, 0, plain.ranks, policy), meter, batch)
+        return _step(plain, Learner(settings, folder, policy.device, 0, plain.ranks, policy), meter, batch)
 
 
-def fake_policy(config: Config, folder: Path, checkpointing: Checkpointing | None = None) -> Policy:
+def fake_policy(settings: LearnSettings, folder: Path, checkpointing: Checkpointing | None = None) -> Policy:
     """The first rank's policy, without weights, for fake tensors."""
-    ranks, device = config.trainer.ranks, torch.device("cpu")
+    ranks, device = settings.trainer.ranks, torch.device("cpu")
     # as many on each node, as `trainer.shard_within: node` needs them; which nodes there are, only the run can say
     on_a_node = max(n for n in range(1, GPUS_OF_A_NODE + 1) if ranks % n == 0)
     nodes = [str(rank // on_a_node) for rank in range(ranks)]
-    return Policy(config, folder, device, 0, ranks, random_weights=True, nodes=nodes, checkpointing=checkpointing)
+    return Policy(settings, folder, device, 0, ranks, random_weights=True, nodes=nodes, checkpointing=checkpointing)
 
 
-def _step(config: Config, learner: Learner, meter: Meter, batch: MiniBatch) -> StepEstimate:
-    trainer, policy = config.trainer, learner.policy
+def _step(trainer: TrainerConfig, learner: Learner, meter: Meter, batch: MiniBatch) -> StepEstimate:
+    policy = learner.policy
     parameters, masters = dict(policy.model.named_parameters()), policy.master_weights.tensors
     optimizer = Optimizer(policy.master_weights, trainer.betas, trainer.weight_decay)
 
@@ -175,9 +170,9 @@ def _pretended_ranks(ranks: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def full_mini_batch(config: Config, vocab_size: int, row_tokens: int) -> MiniBatch:
+def full_mini_batch(trainer: TrainerConfig, vocab_size: int, row_tokens: int) -> MiniBatch:
     """A mini-batch whose micro-batches are as long as the token budget allows, of one trajectory a row."""
-    rows, parts = max(1, config.trainer.tokens_of_micro_batch // row_tokens), config.trainer.batch_parts
+    rows, parts = max(1, trainer.tokens_of_micro_batch // row_tokens), trainer.batch_parts
     n_tokens, trajectories = rows * row_tokens, np.arange(rows * MICRO_BATCHES, dtype=np.int32)
     carries_loss = np.arange(row_tokens) >= row_tokens - row_tokens // 2
     micros = tuple(

@@ -21,7 +21,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from service.config.tree import Config
 from service.learn.device_batch import DeviceBatch
 from service.learn.losses.advantage import Whitening, token_advantages, turn_advantages, whitening
 from service.learn.losses.correction import TrajectoryRatios, correct, over_trajectory, trajectory_ratios
@@ -31,6 +30,7 @@ from service.learn.losses.step_metrics import RatioMetrics, Sums
 from service.learn.losses.teacher import add_teacher_metrics, teacher_advantage, teacher_loss
 from service.learn.model.logprob import TokenLogprobs
 from service.learn.packing import to_device
+from service.learn.settings import LearnSettings
 from service.types import MiniBatch
 
 
@@ -71,20 +71,18 @@ class Objective:
     """The configured loss, correction, KL and entropy terms."""
 
     def __init__(
-        self, config: Config, device: torch.device, dtype: torch.dtype, group: dist.ProcessGroup | None = None
+        self, settings: LearnSettings, device: torch.device, dtype: torch.dtype, group: dist.ProcessGroup | None = None
     ) -> None:
         """`group`: the ranks that share micro-batches with this one, if any."""
-        self._algorithm = config.algorithm
-        self._teacher = config.algorithm.teacher
-        self._norm_tokens = config.algorithm.norm_tokens or (
-            config.generator.max_input_length + config.generator.max_generate_length
-        )
+        algorithm = self._algorithm = settings.algorithm
+        self._teacher = algorithm.teacher
+        self._norm_tokens = algorithm.norm_tokens or settings.longest_row
         self._device = device
         self._dtype = dtype
         self._group = group
-        self._loss = loss_named(config.algorithm.loss)
-        self._corrects_trajectories = over_trajectory(config.algorithm.correction)
-        self._ratio_metrics = RatioMetrics(device, config.weights.verify_tolerance)
+        self._loss = loss_named(algorithm.loss)
+        self._corrects_trajectories = over_trajectory(algorithm.correction)
+        self._ratio_metrics = RatioMetrics(device, settings.verify_tolerance)
 
     @property
     def needs_current(self) -> bool:

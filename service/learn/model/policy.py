@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from service.config.tree import Config
 from service.learn.compile import compiles_layers, on_gpu
 from service.learn.device_batch import DeviceBatch, DeviceSettings
 from service.learn.model.adapter_folder import Base, peft_names, read_adapter, write_adapter
@@ -24,6 +23,7 @@ from service.learn.model.master_weights import MasterWeights, randomize
 from service.learn.model.policy_model import Checkpointing, allocate, empty_model
 from service.learn.model.sharding import Rows, full_state_dict, local_rows, local_shard, ranks_by_node, reshard, shard
 from service.learn.sequence_parallel import Slice
+from service.learn.settings import LearnSettings
 from service.types import MicroBatch
 
 
@@ -32,7 +32,7 @@ class Policy:
 
     def __init__(
         self,
-        config: Config,
+        settings: LearnSettings,
         folder: Path,
         device: torch.device,
         rank: int,
@@ -46,11 +46,11 @@ class Policy:
         self.device = device
         self.rank = rank
         self.world_size = world_size
-        self.dtype: torch.dtype = getattr(torch, config.model.dtype)
+        self.dtype: torch.dtype = getattr(torch, settings.model.dtype)
         self.accumulation_dtype = accumulation_dtype(self.dtype)
         self._folder = folder
-        self.lora = config.model.lora
-        trainer = config.trainer
+        self.lora = settings.model.lora
+        trainer = settings.trainer
         copies = [list(range(world_size))] if nodes is None or trainer.shard_within == "all" else ranks_by_node(nodes)
         self.n_copies, self.n_shards = len(copies), len(copies[0])
         """Whole copies of the policy among the ranks; shards of each."""
@@ -83,10 +83,10 @@ class Policy:
                 shard(self.model, self.model.layers, device, copies, self.dtype, trainer.cpu_offload)
         allocate(self.model, hf_config, device, trainer.cpu_offload and world_size > 1)
         self.master_weights = MasterWeights(self.model, self.dtype, world_size, trainer.cpu_offload)
-        self._fill(config, random_weights)
+        self._fill(settings, random_weights)
 
     @torch.no_grad()
-    def _fill(self, config: Config, random_weights: bool) -> None:
+    def _fill(self, settings: LearnSettings, random_weights: bool) -> None:
         """Fill all weights: random ones, or those on disk; without one on disk, the adapter begins as nothing."""
         masters, trained = self.master_weights.tensors, self.master_weights.parameters
         whole = dict(self.model.named_parameters())
@@ -96,10 +96,10 @@ class Policy:
             randomize(shards.values())
         else:
             load_weights(self._folder, shards, base)
-        if config.model.adapter is not None and self.base is not None and not random_weights:
-            read_adapter(config.model.adapter, self.base, masters, trained)
+        if settings.model.adapter is not None and self.base is not None and not random_weights:
+            read_adapter(settings.model.adapter, self.base, masters, trained)
         elif self.lora is not None:
-            begin_adapter(masters, trained, config.run.seed)
+            begin_adapter(masters, trained, settings.seed)
         self.master_weights.write_back()
 
     @cached_property

@@ -6,28 +6,8 @@ import difflib
 from dataclasses import dataclass
 
 from service.errors import UserError
-from service.learn.estimate.meter import ATTENTION_BACKWARD_RATE, ATTENTION_RATE, BANDWIDTH, PRODUCT_RATE
-from service.learn.estimate.step import PEAK_FLOPS
-
-DATA_SHEETS = {
-    # name: bfloat16 FLOP/s dense, bytes/s of its memory, bytes, bytes/s to another GPU of the node, and to the host
-    "h100": (PEAK_FLOPS, 3.35e12, 80e9, 450e9, 64e9),
-    "h200": (PEAK_FLOPS, 4.8e12, 141e9, 450e9, 64e9),
-    "h20": (148e12, 4.0e12, 96e9, 450e9, 64e9),
-    "a100": (312e12, 2.04e12, 80e9, 300e9, 32e9),
-    "l40s": (362e12, 0.864e12, 48e9, 32e9, 32e9),
-    "b200": (2250e12, 8.0e12, 180e9, 900e9, 64e9),
-}
-"""From the makers' data sheets, SXM modules where there are several, links in one direction."""
-
-OF_PEAK, OF_BANDWIDTH = PRODUCT_RATE / PEAK_FLOPS, BANDWIDTH / 3.35e12
-"""What large products and copies reach of an H100's data sheet; taken for every GPU."""
-FORWARD_OF_PEAK, BACKWARD_OF_PEAK = ATTENTION_RATE / PEAK_FLOPS, ATTENTION_BACKWARD_RATE / PEAK_FLOPS
-"""The same for attention, FlashAttention 2 on an H100."""
-OF_LINK = 0.7
-"""What collectives and copies reach of a link."""
-NETWORK = 50e9
-"""Bytes/s of a GPU to one of another node: 400 Gb/s InfiniBand for each."""
+from service.learn.estimate.gpus import DATA_SHEETS, H100, REACHED
+from service.plan.machine.costs import COSTS
 
 
 @dataclass(frozen=True)
@@ -53,8 +33,8 @@ class Device:
     cores: int | None = None
     """CPU cores that all processes share; None: a GPU, which shares nothing."""
     pace: float = 1.0
-    """Seconds of the work of a run's processes here, over those on the machine on which `service.plan.machine.host` was
-    measured; of a GPU that is not measured, 1."""
+    """Seconds of the work of a run's processes here, over those on the machine on which costs.toml was measured; of a
+    GPU that is not measured, 1."""
 
 
 def profile(name: str) -> Device:
@@ -68,16 +48,40 @@ def profile(name: str) -> Device:
         near = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.3)
         hint = f"did you mean {near[0]}? " if near else ""
         raise UserError(f"--gpu {name}: no such profile; {hint}There are {', '.join(known)}")
-    flops, bandwidth, memory, link, host_link = DATA_SHEETS[name]
+    sheet, of_link = DATA_SHEETS[name], COSTS.gpu.of_link
+    # every GPU is taken to reach as much of its data sheet as an H100
+    of_peak, of_bandwidth = REACHED.products / H100.flops, REACHED.bandwidth / H100.bandwidth
     return Device(
         name=name,
-        source=f"data sheet; products reach {OF_PEAK:.0%}, copies {OF_BANDWIDTH:.0%}, links {OF_LINK:.0%} of it",
-        memory=memory,
-        products=flops * OF_PEAK,
-        bandwidth=bandwidth * OF_BANDWIDTH,
-        attention=flops * FORWARD_OF_PEAK,
-        attention_backward=flops * BACKWARD_OF_PEAK,
-        link=link * OF_LINK,
-        network=NETWORK * OF_LINK,
-        host_link=host_link * OF_LINK,
+        source=f"data sheet; products reach {of_peak:.0%}, copies {of_bandwidth:.0%}, links {of_link:.0%} of it",
+        memory=sheet.memory,
+        products=sheet.flops * of_peak,
+        bandwidth=sheet.bandwidth * of_bandwidth,
+        attention=sheet.flops * REACHED.attention / H100.flops,
+        attention_backward=sheet.flops * REACHED.attention_backward / H100.flops,
+        link=sheet.link * of_link,
+        network=COSTS.gpu.network * of_link,
+        host_link=sheet.host_link * of_link,
+    )
+
+
+def crowding(
+    device: Device, engines: int, ranks: int, share_of_training: float, shared_gpus: bool
+) -> tuple[float, float]:
+    """Factors by which generation and training take longer: processes share the cores of a CPU machine, and with
+    `weights.transport: ipc` a rank and an engine share a GPU, of which each then has half.
+
+    `share_of_training`: fraction of the time in which ranks compute.
+
+    >>> crowding(profile("h100"), 4, 4, 0.5, shared_gpus=False)
+    (1.0, 1.0)
+    >>> crowding(profile("h100"), 4, 4, 0.5, shared_gpus=True)
+    (1.5, 2.0)
+    """
+    if device.cores is None:
+        return (1.0 + share_of_training, 2.0) if shared_gpus else (1.0, 1.0)
+    busy = COSTS.cpu.processes_of_engine * engines
+    return (
+        max(1.0, (busy + ranks * share_of_training) / device.cores),
+        max(1.0, (busy + ranks) / device.cores),
     )

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-import service.learn
 from service.errors import UserError
 from service.handoff import (
     BatchSettings,
@@ -43,15 +42,6 @@ def test_the_core_needs_neither_torch_nor_ray_nor_what_reads_configurations() ->
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240, check=True)
     loaded = set(done.stdout.split())
     assert {"numpy", "xxhash"} <= loaded and not loaded & {"torch", "ray", "vllm", "pydantic", "yaml", "transformers"}
-
-
-def test_the_names_of_the_learner_are_there_and_loaded_late() -> None:
-    code = "import sys, service.learn; assert 'torch' not in sys.modules; print(*service.learn.__all__)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240, check=True)
-    names = {name: getattr(service.learn, name).__name__ for name in done.stdout.split()}
-    assert names and all(name == found for name, found in names.items())
-    with pytest.raises(AttributeError, match="no attribute 'Lerner'"):
-        _ = service.learn.Lerner
 
 
 @pytest.mark.parametrize("wrong", [{"mode": "none"}, {"mode": "Linear"}])

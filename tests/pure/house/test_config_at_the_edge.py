@@ -7,19 +7,6 @@ from pathlib import Path
 ROOT = Path(__file__).parents[3]
 EDGE = ("service/config/", "service/cli/", "actors/driver/")
 STILL_WHOLE: tuple[str, ...] = (
-    "service/learn/estimate/checkpointing.py",
-    "service/learn/estimate/fit.py",
-    "service/learn/estimate/kv_cache.py",
-    "service/learn/estimate/step.py",
-    "service/learn/learner.py",
-    "service/learn/losses/objective.py",
-    "service/learn/model/policy.py",
-    "service/learn/supervised.py",
-    "service/plan/command.py",
-    "service/plan/forecast.py",
-    "service/plan/split.py",
-    "service/plan/trainer.py",
-    "service/plan/work.py",
     "service/simulate/command.py",
     "service/simulate/host.py",
     "service/simulate/scenario.py",

@@ -12,8 +12,10 @@ import numpy as np
 import torch
 
 from service.config.learn import AlgorithmConfig, TrainerConfig
+from service.config.rollout import GeneratorConfig
 from service.config.tree import Config, MakeModelConfig, ModelConfig
 from service.learn.model.tiny_model import make_model
+from service.learn.settings import FitSettings, LearnSettings
 from service.types import MicroBatch, MiniBatch
 
 VOCABULARY = 37
@@ -26,13 +28,23 @@ def small_model(folder: Path, seed: int = 0) -> Path:
     return folder
 
 
-def settings(algorithm: dict[str, Any] | None = None, trainer: dict[str, Any] | None = None, **model: Any) -> Config:
-    """A configuration for small models in float32, unless told otherwise."""
-    return Config(
-        model=ModelConfig(**{"dtype": "float32"} | model),
+def settings(
+    algorithm: dict[str, Any] | None = None, trainer: dict[str, Any] | None = None, **model: Any
+) -> LearnSettings:
+    """Settings for small models in float32, unless told otherwise."""
+    # float64 is no setting of a run; it tells rounding from error
+    dtype = {"dtype": model.pop("dtype", "float32")}
+    config = Config(
+        model=ModelConfig(**model).model_copy(update=dtype),
         algorithm=AlgorithmConfig(**algorithm or {}),
         trainer=TrainerConfig(**{"lr": 1e-3} | (trainer or {})),
     )
+    return LearnSettings.of(config)
+
+
+def fitting(learn: LearnSettings, generator: GeneratorConfig | None = None) -> FitSettings:
+    """With engines that have GPUs of their own."""
+    return FitSettings(learn, generator or GeneratorConfig(), shares_gpus=False)
 
 
 @dataclass(frozen=True)

@@ -12,16 +12,16 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from service.config.tree import Config
 from service.errors import UserError
 from service.learn.learner import Learner
 from service.learn.model.tiny_model import make_model
+from service.learn.settings import LearnSettings
 from service.types import MiniBatch
 from tests.pure.learn.builders import CPU, SHAPE, VOCABULARY, MadeRow, made_rows, mini_batch, settings
 from tests.pure.learn.ranks import Ranks
 
 
-def configured(dtype: str = "float32") -> Config:
+def configured(dtype: str = "float32") -> LearnSettings:
     algorithm: dict[str, Any] = {"anchor": "proximal", "anchor_every": 3, "kl_coef": 0.1}
     return settings(algorithm, {"schedule": "linear", "warmup_steps": 2}, dtype=dtype)
 

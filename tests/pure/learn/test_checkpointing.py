@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -15,17 +16,16 @@ from torch import Tensor, nn
 
 from benchmarks.estimates import configured as as_estimated
 from benchmarks.estimates import model_folder as benchmark_folder
-from service.config.tree import Config
 from service.learn.estimate import checkpointing
 from service.learn.estimate.checkpointing import choose_checkpointing, kept_by_compiled_layer
 from service.learn.estimate.fit import GPU_BYTES, checkpointing_on, fit
-from service.learn.estimate.kv_cache import longest_row
 from service.learn.estimate.step import StepEstimate, full_mini_batch
 from service.learn.learner import Learner
 from service.learn.model.policy import Policy
 from service.learn.model.policy_model import Checkpointing
+from service.learn.settings import LearnSettings
 from service.types import MiniBatch
-from tests.pure.learn.builders import CPU, made_rows, mini_batch, settings
+from tests.pure.learn.builders import CPU, fitting, made_rows, mini_batch, settings
 from tests.pure.learn.ranks import Ranks
 from tests.pure.learn.test_estimate import ROW_TOKENS, SHAPES, configured, folder_of
 
@@ -92,9 +92,8 @@ def test_a_compiled_layer_keeps_the_bytes_that_are_estimated(
     elementwise: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, config = folder_of("dense", tmp_path), configured("dense", 1, compile=True)
-    half = {"max_input_length": ROW_TOKENS // 2, "max_generate_length": ROW_TOKENS // 2}
     model = config.model.model_copy(update={"dtype": "bfloat16"})
-    config = config.model_copy(update={"generator": config.generator.model_copy(update=half), "model": model})
+    config = replace(config, longest_row=ROW_TOKENS, model=model)
     torch._dynamo.reset()
     original = nn.Module.compile
     compiled_as_for_a_gpu = {"backend": "aot_eager_decomp_partition", "dynamic": True}
@@ -104,11 +103,11 @@ def test_a_compiled_layer_keeps_the_bytes_that_are_estimated(
         assert_kept_as_estimated(config, folder, elementwise)
 
 
-def assert_kept_as_estimated(config: Config, folder: Path, elementwise: bool) -> None:
+def assert_kept_as_estimated(config: LearnSettings, folder: Path, elementwise: bool) -> None:
     """The first layer, called with the inputs of a forward pass, keeps the estimated bytes for its backward pass."""
     policy = Policy(config, folder, CPU, 0, 1, random_weights=True, checkpointing=Checkpointing(0, elementwise))
     policy._device_settings = policy._device_settings._replace(variable_length=True)
-    micro = full_mini_batch(config, SHAPES["dense"]["vocab_size"], longest_row(config)).ranks[0][0]
+    micro = full_mini_batch(config.trainer, SHAPES["dense"]["vocab_size"], config.longest_row).ranks[0][0]
     kept: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:
@@ -155,18 +154,18 @@ def test_larger_models_compute_more_again(name: str, most_layers: int, tmp_path:
 
 
 def test_on_a_cpu_and_for_float32_nothing_is_estimated_and_a_number_holds_as_it_is(tmp_path: Path) -> None:
-    config = configured("dense", 1)
-    assert config.model.dtype == "float32" and config.trainer.gradient_checkpointing == "auto"
+    config = fitting(configured("dense", 1))
+    assert config.learn.model.dtype == "float32" and config.learn.trainer.gradient_checkpointing == "auto"
     gpu = torch.device("cuda", 0)
     assert checkpointing_on(CPU, config, tmp_path) is checkpointing_on(gpu, config, tmp_path) is None
-    bf16 = configured("dense", 2, gradient_checkpointing=3)
+    bf16 = fitting(configured("dense", 2, gradient_checkpointing=3))
     assert checkpointing_on(gpu, bf16, tmp_path) is None
 
 
 def gradient_norm_after_an_estimate(rank: int, world_size: int, folder: Path, shape_folder: Path) -> float:
     """The gradient norm of a step of ranks that first chose as an estimate says, as the ranks of a GPU run do."""
     dist.destroy_process_group()
-    fit(configured("dense", world_size, gradient_checkpointing="auto"), shape_folder, GPU_BYTES["H100"])
+    fit(fitting(configured("dense", world_size, gradient_checkpointing="auto")), shape_folder, GPU_BYTES["H100"])
     store = f"file://{shape_folder / 'store'}"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=60))
     return Learner(settings(), folder, CPU, rank, world_size).step(two_ranks()).metrics["policy/grad_norm"]

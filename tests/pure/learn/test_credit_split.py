@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from service.config.tree import Config, ModelConfig
+from service.config.tree import ModelConfig
 from service.handoff import BatchSettings, CompleteGroup, form_mini_batch
 from service.handoff.batches.credit import Credit
 from service.handoff.ledger.versions import VersionHistory
@@ -22,6 +22,7 @@ from service.handoff.steps.builder import steps_table
 from service.handoff.steps.tables import ends_table
 from service.learn import layouts
 from service.learn.learner import Learner
+from service.learn.settings import LearnSettings
 from service.types import MiniBatch, Step, TrajectoryEnd, TrajectoryId
 from tests.pure.handoff.worlds import end
 from tests.pure.learn.builders import CPU, VOCABULARY, settings
@@ -84,9 +85,9 @@ def gradient(learner: Learner, batch: MiniBatch) -> np.ndarray:
     return torch.cat(parts).double().numpy()
 
 
-def in_float64(config: Config, model_folder: Path) -> Learner:
+def in_float64(config: LearnSettings, model_folder: Path) -> Learner:
     """A learner all of whose numbers are float64."""
-    config = config.model_copy(update={"model": ModelConfig.model_construct(dtype="float64")})
+    config = replace(config, model=ModelConfig.model_construct(dtype="float64"))
     learner = Learner(config, model_folder, CPU, 0, 1)
     for module in learner.policy.model.modules():
         if type(module).__name__.endswith("RMSNorm"):  # the model's own computes in float32

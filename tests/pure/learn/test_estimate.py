@@ -10,10 +10,10 @@ import pytest
 
 from benchmarks.sequence_parallel import peak_of_tensors
 from service.config.lora import LoraConfig
-from service.config.tree import Config
 from service.learn.estimate.step import estimate_step, full_mini_batch
 from service.learn.learner import Learner
 from service.learn.model.policy import Policy
+from service.learn.settings import LearnSettings
 from tests.pure.learn.builders import CPU, settings
 from tests.pure.learn.ranks import Ranks
 
@@ -46,7 +46,7 @@ def folder_of(shape: str, parent: Path) -> Path:
     return parent
 
 
-def configured(shape: str, ranks: int, **trainer: Any) -> Config:
+def configured(shape: str, ranks: int, **trainer: Any) -> LearnSettings:
     """A configuration; in bfloat16 on two ranks, and where fake products of experts support no other type."""
     return settings(
         trainer={"ranks": ranks, "max_tokens_per_micro_batch": MICRO_BATCH_TOKENS} | trainer,
@@ -55,13 +55,13 @@ def configured(shape: str, ranks: int, **trainer: Any) -> Config:
     )
 
 
-def measured_peak(rank: int, world_size: int, folder: Path, config: Config) -> int:
+def measured_peak(rank: int, world_size: int, folder: Path, config: LearnSettings) -> int:
     """Most bytes that tensors of a rank hold at once during a step after the first, by the profiler's memory events."""
 
     def two_steps() -> None:
         policy = Policy(config, folder, CPU, rank, world_size, random_weights=True)
         learner = Learner(config, folder, CPU, rank, world_size, policy)
-        batch = full_mini_batch(config, SHAPES["dense"]["vocab_size"], ROW_TOKENS)
+        batch = full_mini_batch(config.trainer, SHAPES["dense"]["vocab_size"], ROW_TOKENS)
         for _ in range(2):
             assert learner.step(batch).applied
 

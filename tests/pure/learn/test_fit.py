@@ -24,6 +24,8 @@ from service.learn.estimate.kv_cache import check_engine, kv_token_bytes, reques
 from service.learn.estimate.step import StepEstimate
 from service.learn.model.hf_config import MOST, read_config
 from service.learn.model.policy_model import Checkpointing, trained_shapes
+from service.learn.settings import FitSettings
+from tests.pure.learn.builders import fitting
 from tests.pure.learn.test_estimate import MICRO_BATCH_TOKENS, configured, folder_of
 
 ROOT = Path(__file__).parents[3]
@@ -50,7 +52,7 @@ def of_recipe(config: Config, parent: Path) -> Path:
 @pytest.mark.parametrize("path", ON_GPUS, ids=lambda path: path.stem)
 def test_a_recipe_fits_gpus_of_80_gb_with_a_tenth_to_spare(path: Path, tmp_path: Path) -> None:
     config = RECIPES[path]
-    found = fit(config, of_recipe(config, tmp_path), GPU_BYTES["H100"])
+    found = fit(FitSettings.of(config), of_recipe(config, tmp_path), GPU_BYTES["H100"])
     print(path.name, *found.lines(), sep="\n  ")
     assert found.problem() is None
     assert found.rank_bytes <= (1 - MARGIN) * 80e9
@@ -60,7 +62,7 @@ def test_a_recipe_fits_gpus_of_80_gb_with_a_tenth_to_spare(path: Path, tmp_path:
 @pytest.mark.parametrize("path", ONE_NODE, ids=lambda path: path.stem)
 def test_a_recipe_fits_on_four_nodes_too(path: Path, tmp_path: Path) -> None:
     config = load([path, FOUR_NODES]).config
-    assert fit(config, of_recipe(config, tmp_path), GPU_BYTES["H100"]).problem() is None
+    assert fit(FitSettings.of(config), of_recipe(config, tmp_path), GPU_BYTES["H100"]).problem() is None
 
 
 def test_every_shape_that_a_recipe_names_is_there() -> None:
@@ -71,10 +73,12 @@ def test_every_shape_that_a_recipe_names_is_there() -> None:
 
 
 def test_what_does_not_fit_is_named_with_what_helps(tmp_path: Path) -> None:
-    config = configured("mixture", 1, gradient_checkpointing=False)
-    generator = config.generator.model_copy(update={"max_input_length": 32, "max_generate_length": 32})
-    config = config.model_copy(update={"generator": generator})
-    plenty = fit(config, folder_of("mixture", tmp_path), GPU_BYTES["H100"])
+    learn = replace(configured("mixture", 1, gradient_checkpointing=False), longest_row=64)
+    plenty = fit(
+        fitting(learn, GeneratorConfig(max_input_length=32, max_generate_length=32)),
+        folder_of("mixture", tmp_path),
+        GPU_BYTES["H100"],
+    )
     assert plenty.problem() is None
     assert plenty.longest < MICRO_BATCH_TOKENS
     tight = replace(plenty, gpu_bytes=plenty.step.peak_bytes / (1 - MARGIN) - 1)
@@ -111,7 +115,7 @@ def test_an_engine_of_32_billion_parameters_needs_two_gpus_or_more_for_longer_re
     lengths = {"max_input_length": tokens // 2, "max_generate_length": tokens // 2}
     generator = GeneratorConfig(tensor_parallel_size=gpus_an_engine, **lengths)
     config = Config(generator=generator, trainer=TrainerConfig(ranks=16, gradient_checkpointing=True))
-    found = fit(config, folder, GPU_BYTES["H100"]).problem()
+    found = fit(FitSettings.of(config), folder, GPU_BYTES["H100"]).problem()
     assert found is None if problem is None else (found or "").startswith(problem), found
 
 
@@ -204,7 +208,8 @@ def test_an_engine_that_cannot_be_made_of_a_model_is_one_line_of_the_validation(
 def test_a_cache_that_holds_one_request_passes_and_fewer_bytes_are_refused_before_ray(
     model: Path, tmp_path: Path
 ) -> None:
-    takes = request_bytes(read_config(model), load([ROOT / "configs/quickstart.yaml"]).config)
+    quickstart = load([ROOT / "configs/quickstart.yaml"]).config
+    takes = request_bytes(read_config(model), quickstart.generator, quickstart.model.dtype)
     made = ["model.warm_start=null", f"run.dir={tmp_path}"]
     for size, refused in ((takes, False), (takes - 1, True)):
         config = load([ROOT / "configs/quickstart.yaml"], [*made, f"generator.kv_cache_bytes={size}"]).config
@@ -217,14 +222,14 @@ def test_each_gpu_of_an_engine_holds_its_part_of_the_key_heads_and_one_at_least(
     gpus: int, heads: int, tmp_path: Path
 ) -> None:
     model = read_config(model_folder("Qwen3-8B", tmp_path))
-    config = Config(generator=GeneratorConfig(tensor_parallel_size=gpus))
-    check_engine(model, config)
-    assert kv_token_bytes(model, config) == 2 * model.num_hidden_layers * heads * model.head_dim * 2
+    generator = GeneratorConfig(tensor_parallel_size=gpus)
+    check_engine(model, generator, "bfloat16")
+    assert kv_token_bytes(model, generator, "bfloat16") == 2 * model.num_hidden_layers * heads * model.head_dim * 2
 
 
 def test_a_copy_a_node_is_estimated_for_nodes_of_any_size(tmp_path: Path) -> None:
     config = configured("dense", 12, shard_within="node", gradient_checkpointing=True)
-    assert fit(config, folder_of("dense", tmp_path), GPU_BYTES["H100"]).step.peak_bytes > 0
+    assert fit(fitting(config), folder_of("dense", tmp_path), GPU_BYTES["H100"]).step.peak_bytes > 0
 
 
 def test_a_budget_of_tokens_that_no_gpu_holds_is_refused_in_one_line(

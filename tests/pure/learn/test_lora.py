@@ -16,7 +16,6 @@ from torch.distributed.tensor import DTensor
 from transformers import Qwen3Config
 
 from service.config.lora import ATTENTION, LINEAR, LoraConfig
-from service.config.tree import Config, ModelConfig
 from service.errors import UserError
 from service.handoff.prefixes.distinct import prefix_order
 from service.learn import layouts
@@ -24,6 +23,7 @@ from service.learn.learner import Learner
 from service.learn.model.adapter_folder import PREFIX
 from service.learn.model.lora import A, B
 from service.learn.model.policy_model import trained_shapes
+from service.learn.settings import LearnSettings
 from service.types import MiniBatch
 from tests.pure.learn.builders import CPU, made_rows, mini_batch, settings, small_model
 from tests.pure.learn.ranks import Ranks
@@ -41,13 +41,11 @@ def configured(
     dtype: str = "float64",
     algorithm: dict[str, Any] | None = None,
     trainer: dict[str, Any] | None = None,
-) -> Config:
-    # float64 is no setting of a run; it tells rounding from error
-    model = ModelConfig.model_construct(dtype=dtype, lora=lora)
-    return settings(algorithm, trainer).model_copy(update={"model": model})
+) -> LearnSettings:
+    return settings(algorithm, trainer, dtype=dtype, lora=lora)
 
 
-def learner(config: Config, folder: Path, rank: int = 0, world_size: int = 1, moved: bool = True) -> Learner:
+def learner(config: LearnSettings, folder: Path, rank: int = 0, world_size: int = 1, moved: bool = True) -> Learner:
     """A learner whose adapter is not nothing any more, the same on any number of ranks."""
     made = Learner(config, folder, CPU, rank, world_size)
     if moved and config.model.lora is not None:
@@ -119,7 +117,9 @@ def test_an_adapter_begins_as_nothing_and_only_it_is_trained(family: Path) -> No
     assert changed == {name for name in before if name.endswith((A, B))}
 
 
-def outcome(config: Config, folder: Path, batch: MiniBatch, rank: int = 0, world_size: int = 1) -> tuple[float, Any]:
+def outcome(
+    config: LearnSettings, folder: Path, batch: MiniBatch, rank: int = 0, world_size: int = 1
+) -> tuple[float, Any]:
     made = learner(config, folder, rank, world_size)
     loss = made.accumulate(batch).totals()["loss"]
     return loss, {name: gradient.double().numpy() for name, gradient in gradients(made).items()}

@@ -12,6 +12,7 @@ import torch
 
 from benchmarks.sequence_parallel import LEAST, SHAPE, VOCABULARY, long_row, train
 from service.config.core_settings import batch_settings
+from service.config.learn import TrainerConfig
 from service.config.lora import LoraConfig
 from service.config.tree import Config
 from service.errors import UserError
@@ -19,6 +20,7 @@ from service.learn.device_batch import DeviceBatch
 from service.learn.learner import Learner
 from service.learn.model.policy import Policy
 from service.learn.model.tiny_model import make_model
+from service.learn.settings import LearnSettings
 from service.learn.supervised import SupervisedSteps
 from service.types import MiniBatch, SupervisedRow
 from tests.pure.learn import varlen
@@ -62,7 +64,7 @@ class Case(NamedTuple):
     variable_length: bool = False
     """Whether a stand-in for the variable-length kernel of a GPU computes attention."""
 
-    def config(self, world_size: int) -> Config:
+    def config(self, world_size: int) -> LearnSettings:
         sharing = {"ranks": world_size, "sequence_parallel": world_size // self.parts}
         return configured(self.way, self.layout, self.dtype, **sharing, **dict(self.trainer))
 
@@ -176,8 +178,8 @@ def test_steps_along_trajectories_of_adapters_and_on_demonstrations_are_those_of
 
 
 def test_a_mini_batch_is_dealt_to_groups_whose_budget_is_that_of_their_ranks_together() -> None:
-    config = settings(trainer={"ranks": 4, "sequence_parallel": 2, "max_tokens_per_micro_batch": 40})
-    dealt = batch_settings(config)
+    trainer = TrainerConfig(ranks=4, sequence_parallel=2, max_tokens_per_micro_batch=40)
+    dealt = batch_settings(Config(trainer=trainer))
     assert (dealt.ranks, dealt.token_budget) == (2, 80)
 
 

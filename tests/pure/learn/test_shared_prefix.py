@@ -11,7 +11,6 @@ import torch
 from torch.distributed.tensor import DTensor
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-from service.config.tree import Config, ModelConfig
 from service.handoff.prefixes.distinct import prefix_order
 from service.learn import layouts, packing
 from service.learn.device_batch import DeviceBatch, DeviceSettings
@@ -19,6 +18,7 @@ from service.learn.learner import Learner
 from service.learn.losses.step_metrics import step_metrics
 from service.learn.model.policy import Policy
 from service.learn.packing import Packing
+from service.learn.settings import LearnSettings
 from service.types import MicroBatch, MiniBatch
 from tests.pure.learn.builders import CPU, mini_batch, settings
 from tests.pure.learn.ranks import Ranks
@@ -36,10 +36,8 @@ def exactly(monkeypatch: pytest.MonkeyPatch) -> None:
     exact(monkeypatch)
 
 
-def configured(way: str, layout: str, dtype: str, **trainer: Any) -> Config:
-    config = settings({"entropy_coef": 0.01} | WAYS[way], {"layout": layout} | trainer)
-    # float64 is no setting of a run; it tells rounding from error
-    return config.model_copy(update={"model": ModelConfig.model_construct(dtype=dtype)})
+def configured(way: str, layout: str, dtype: str, **trainer: Any) -> LearnSettings:
+    return settings({"entropy_coef": 0.01} | WAYS[way], {"layout": layout} | trainer, dtype=dtype)
 
 
 def tree_batch(seed: int) -> MiniBatch:
@@ -63,7 +61,9 @@ def exact(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packing, "LONG_RUN", 5)  # so that the short rows of these tests have runs of both kinds
 
 
-def moved(config: Config, folder: Path, rank: int = 0, world_size: int = 1, policy: Policy | None = None) -> Learner:
+def moved(
+    config: LearnSettings, folder: Path, rank: int = 0, world_size: int = 1, policy: Policy | None = None
+) -> Learner:
     """A learner whose policy is no longer its frozen weights."""
     learner = Learner(config, folder, CPU, rank, world_size, policy)
     learner.accumulate(tree_batch(0))

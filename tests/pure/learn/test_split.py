@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,10 +12,10 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from service.config.tree import Config, ModelConfig
 from service.handoff.prefixes.distinct import prefix_order
 from service.learn import layouts
 from service.learn.learner import Learner
+from service.learn.settings import LearnSettings
 from service.types import MiniBatch
 from tests.pure.learn.builders import CPU, MadeRow, made_rows, mini_batch, settings, split_row
 from tests.pure.learn.ranks import Ranks
@@ -60,13 +61,11 @@ class Outcome(NamedTuple):
     gradient: np.ndarray
 
 
-def configured(way: str, dtype: str) -> Config:
-    config = settings({"entropy_coef": 0.01} | WAYS[way])
-    # float64 is no setting of a run; it tells rounding from error
-    return config.model_copy(update={"model": ModelConfig.model_construct(dtype=dtype)})
+def configured(way: str, dtype: str) -> LearnSettings:
+    return settings({"entropy_coef": 0.01} | WAYS[way], dtype=dtype)
 
 
-def outcome(config: Config, folder: Path, batch: MiniBatch, rank: int = 0, world_size: int = 1) -> Outcome:
+def outcome(config: LearnSettings, folder: Path, batch: MiniBatch, rank: int = 0, world_size: int = 1) -> Outcome:
     learner = Learner(config, folder, CPU, rank, world_size)
     # frozen weights are taken at the first mini-batch; then the policy moves on
     learner.accumulate(batch)
@@ -116,7 +115,7 @@ def test_every_layout_has_the_same_loss_and_gradient(
     rows = reference()
     expected = outcome(configured("kl k2", "float64"), model_folder, mini_batch([[rows]], TRAJECTORIES))
     config = configured("kl k2", "float64")
-    config = config.model_copy(update={"trainer": config.trainer.model_copy(update={"layout": layout})})
+    config = replace(config, trainer=config.trainer.model_copy(update={"layout": layout}))
     assert_same(outcome(config, model_folder, batch_in(1, cut(rows))), expected, "float64")
 
 

@@ -110,7 +110,7 @@ def test_the_gradient_is_that_of_the_definition(learner: Learner) -> None:
     steps, ends = group_of(np.random.default_rng(4))
     batch = taught_batch(steps, ends, "tree", 1000)
     found = gradient(learner, batch)
-    teaching = learner._config.algorithm.teacher
+    teaching = learner._objective._algorithm.teacher
     assert teaching is not None
     loss = torch.zeros((), dtype=torch.float64)
     for host in batch.ranks[0]:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 
-from service.config import Config
+from service.config import AlgorithmConfig, Config, ModelConfig, TrainerConfig
 from service.config.core_settings import batch_settings
 from service.evaluation.scores import EvalTrajectory, summarize
 from service.handoff import CompleteGroup, VersionHistory, batch_of_rank, form_mini_batch
@@ -13,12 +13,13 @@ from service.handoff.ledger.events import GroupStats
 from service.handoff.steps.builder import steps_table
 from service.handoff.steps.tables import ends_table
 from service.learn.learner import Learner
+from service.learn.settings import LearnSettings
 from service.observe.metrics_table import TABLE
 from service.run.folder import METRICS, read_lines
 from service.run.progress import Progress
 from service.run.writer import RunWriter
 from service.types import PolicyVersion, Step, TrajectoryEnd, TrajectoryId
-from tests.pure.learn.builders import CPU, settings, small_model
+from tests.pure.learn.builders import CPU, small_model
 from tests.step_keys import without_meaning
 
 N = 2
@@ -46,7 +47,7 @@ def line(config: Config, folder: Path) -> dict[str, float]:
     history.publish(PolicyVersion(0, 1))
     groups = [group(number) for number in range(2)]
     batch = with_filtered(form_mini_batch(0, groups, history, batch_settings(config)), GroupStats())
-    report = Learner(config, small_model(folder / "model"), CPU, 0, 1).step(batch_of_rank(batch, 0))
+    report = Learner(LearnSettings.of(config), small_model(folder / "model"), CPU, 0, 1).step(batch_of_rank(batch, 0))
     assert report.applied
     played = [EvalTrajectory(f"p{prompt}", 1.0, 1, 4, "stop") for prompt in range(2) for _ in range(N)]
     environments = {"hangman": {"trajectories": 2.0, "won": 1.0}}
@@ -62,8 +63,12 @@ def line(config: Config, folder: Path) -> dict[str, float]:
 
 
 def test_every_key_of_a_line_has_a_meaning(tmp_path: Path) -> None:
-    trainer = {"ranks": 1, "mini_batch_size": 2, "max_tokens_per_micro_batch": 64}
-    written = line(settings({"n_samples_per_prompt": N, "kl_coef": 0.1}, trainer), tmp_path)
+    config = Config(
+        model=ModelConfig(dtype="float32"),
+        algorithm=AlgorithmConfig(n_samples_per_prompt=N, kl_coef=0.1),
+        trainer=TrainerConfig(ranks=1, mini_batch_size=2, max_tokens_per_micro_batch=64),
+    )
+    written = line(config, tmp_path)
     assert without_meaning(written) == []
     assert {"policy/reference_kl", "policy/by_staleness/1/kl", "environment/hangman/won"} <= written.keys()
     of_evaluations = {"eval/lag_intervals"}

@@ -8,10 +8,10 @@ import pytest
 from benchmarks.estimates import SHAPES, model_folder
 from benchmarks.plan_field import MODELS
 from service.errors import UserError
+from service.learn.estimate.gpus import DATA_SHEETS
 from service.learn.model.hf_config import read_config
-from service.plan.engine import Engine
-from service.plan.machine.device import DATA_SHEETS, profile
-from service.plan.shape import Shape
+from service.plan.engine import Engine, Shape
+from service.plan.machine.device import profile
 
 H100 = profile("h100")
 
@@ -59,7 +59,7 @@ def test_few_tokens_read_few_experts_and_many_tokens_read_all(tmp_path: Path) ->
 def test_a_faster_gpu_is_no_slower() -> None:
     assert profile("h200").bandwidth > profile("h100").bandwidth > profile("a100").bandwidth > profile("l40s").bandwidth
     assert profile("h20").products < profile("a100").products
-    assert all(profile(name).memory == DATA_SHEETS[name][2] for name in DATA_SHEETS)
+    assert all(profile(name).memory == DATA_SHEETS[name].memory for name in DATA_SHEETS)
 
 
 @pytest.mark.parametrize(

@@ -11,11 +11,12 @@ from service.cli.parser import main
 from service.config import load
 from service.errors import UserError
 from service.observe.recorder import TRAJECTORY, Trace
-from service.plan.command import model_of
+from service.plan.command import planned_model
 from service.plan.forecast import Forecast, forecast
+from service.plan.machine.costs import COSTS
 from service.plan.machine.device import Device, profile
-from service.plan.machine.host import MESSAGE_SECONDS
 from service.plan.machine.pace import message_seconds
+from service.plan.settings import PlanSettings
 from service.plan.weights import update
 from service.plan.work import OPTIONS, work_of
 from service.run.folder import METRICS, TIMELINE
@@ -30,13 +31,13 @@ TWO_CORES = replace(
 
 def planned(device: Device, *settings: str) -> Forecast:
     config = load([QUICKSTART], list(settings)).config
-    work = work_of(config, {}, dict.fromkeys(OPTIONS) | {"turns": 2.5, "response_tokens": 3.6})
-    with model_of(config) as model:
-        return forecast(config, model, device, work, None)
+    work = work_of(PlanSettings.of(config), {}, dict.fromkeys(OPTIONS) | {"turns": 2.5, "response_tokens": 3.6})
+    with planned_model(config.model, config.env, config.run.seed) as model:
+        return forecast(PlanSettings.of(config), model, device, work, None)
 
 
 def test_messages_between_processes_take_a_part_of_a_second_on_any_machine() -> None:
-    assert MESSAGE_SECONDS / 100 < message_seconds() < 1.0
+    assert COSTS.cpu.message / 100 < message_seconds() < 1.0
 
 
 def test_a_pace_that_cannot_be_measured_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,11 +81,20 @@ def run_folder(folder: Path, timeline: str | None = None) -> Path:
 
 
 def test_the_time_outside_of_the_engines_comes_from_a_runs_timeline(tmp_path: Path) -> None:
-    work = work_of(load([QUICKSTART], []).config, lengths_of_run(str(run_folder(tmp_path))), dict.fromkeys(OPTIONS))
+    work = work_of(
+        PlanSettings.of(load([QUICKSTART], []).config),
+        lengths_of_run(str(run_folder(tmp_path))),
+        dict.fromkeys(OPTIONS),
+    )
     assert work.environment_seconds == pytest.approx(1.0)
     assert work.sources["environment_seconds"].startswith(f"{TIMELINE} of ")
     given = dict.fromkeys(OPTIONS) | {"environment_seconds": 0.25}
-    assert work_of(load([QUICKSTART], []).config, lengths_of_run(str(tmp_path)), given).environment_seconds == 0.25
+    assert (
+        work_of(
+            PlanSettings.of(load([QUICKSTART], []).config), lengths_of_run(str(tmp_path)), given
+        ).environment_seconds
+        == 0.25
+    )
 
 
 @pytest.mark.parametrize("timeline", ['["span"]\n', '{"from": 1}\n', "{\n"])

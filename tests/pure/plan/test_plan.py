@@ -11,7 +11,8 @@ from service.cli.parser import main
 from service.config import load
 from service.errors import UserError
 from service.plan.command import DOES_NOT_FIT
-from service.plan.forecast import splits_of
+from service.plan.settings import PlanSettings
+from service.plan.split import splits_of
 from service.plan.work import OPTIONS
 from service.run.folder import METRICS
 
@@ -43,16 +44,14 @@ def planned(words: list[str], capsys: pytest.CaptureFixture[str], code: int = 0)
 
 
 def test_the_page_says_memory_speed_binding_splits_and_every_assumption(
-    recipe: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
+    recipe: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    picture = tmp_path / "plan.png"
-    assert main(["plan", *recipe, "--gpus", "8", "--plot", str(picture)]) == 0
+    assert main(["plan", *recipe, "--gpus", "8"]) == 0
     page = capsys.readouterr().out
     for said in ("memory of a rank", "it fits", "sampled", "what binds", "weights by nccl", "GPU-hours", "best split"):
         assert said in page, said
     assumptions = page.partition("assumptions")[2]
     assert [name for name in OPTIONS if f"{name.replace('_', ' ')} " not in assumptions] == []
-    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 def test_more_turns_and_a_slow_tool_make_the_environment_bind(
@@ -75,9 +74,9 @@ def test_the_best_split_is_the_fastest_that_fits(recipe: list[str], capsys: pyte
 
 def test_ranks_that_share_micro_batches_stay_together() -> None:
     words = ["trainer.ranks=4", "trainer.sequence_parallel=2", "generator.tensor_parallel_size=2"]
-    assert list(splits_of(load([], words).config, 8)) == [(1, 6), (2, 4), (3, 2)]
+    assert list(splits_of(PlanSettings.of(load([], words).config), 8)) == [(1, 6), (2, 4), (3, 2)]
     with pytest.raises(UserError, match="give 4 or more"):
-        list(splits_of(load([], words).config, 3))
+        list(splits_of(PlanSettings.of(load([], words).config), 3))
 
 
 def test_what_does_not_fit_is_an_answer_with_an_exit_code_of_its_own(
@@ -123,7 +122,6 @@ def test_a_model_that_the_run_would_make_is_planned_on_this_machine(capsys: pyte
         (["--sigma", "1e300"], "--sigma 1e+300 (given): give a number from 0"),
         (["--turns", "2"], "--turns 2: env.max_turns allows 1"),
         (["--response-tokens", "513"], "--response-tokens 513: generator.max_generate_length allows 512"),
-        (["--plot", "plan.exe"], "--plot plan.exe: give a file that ends in .png"),
         (["--lengths", "no-such-run"], "no-such-run"),
         (["model.path=/nowhere"], "/nowhere has no config.json"),
     ],

@@ -1,0 +1,37 @@
+"""What GPUs compute, copy and hold by their data sheets, and what kernels reach of it; the numbers are in gpus.toml."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+
+class DataSheet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A GPU as its maker describes it: FLOP/s, bytes/s, bytes."""
+
+    flops: float
+    bandwidth: float
+    memory: float
+    link: float
+    host_link: float
+
+
+class Reached(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What an H100 reaches: FLOP/s, bytes/s, and a factor on the bytes of elementwise operations."""
+
+    products: float
+    bandwidth: float
+    attention: float
+    attention_backward: float
+    fused_passes: float
+
+
+class _Gpus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    reached: Reached
+    data_sheets: dict[str, DataSheet]
+
+
+_GPUS = msgspec.toml.decode(Path(__file__).with_suffix(".toml").read_bytes(), type=_Gpus)
+REACHED, DATA_SHEETS = _GPUS.reached, _GPUS.data_sheets
+H100 = DATA_SHEETS["h100"]

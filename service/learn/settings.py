@@ -1,0 +1,52 @@
+"""What learning needs of a configuration."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from service.config.learn import AlgorithmConfig, TrainerConfig
+from service.config.rollout import GeneratorConfig
+from service.config.tree import Config, ModelConfig
+
+
+@dataclass(frozen=True)
+class LearnSettings:
+    """The settings of a learner."""
+
+    model: ModelConfig
+    trainer: TrainerConfig
+    algorithm: AlgorithmConfig
+    longest_row: int
+    """Tokens of the longest row that the generator makes."""
+    verify_tolerance: float
+    """`weights.verify_tolerance`"""
+    max_steps: int
+    seed: int
+
+    @classmethod
+    def of(cls, config: Config) -> LearnSettings:
+        """Those of a configuration."""
+        return cls(
+            model=config.model,
+            trainer=config.trainer,
+            algorithm=config.algorithm,
+            longest_row=config.generator.longest_row,
+            verify_tolerance=config.weights.verify_tolerance,
+            max_steps=config.run.max_steps,
+            seed=config.run.seed,
+        )
+
+
+@dataclass(frozen=True)
+class FitSettings:
+    """What says how much memory a rank and an engine take of their GPUs."""
+
+    learn: LearnSettings
+    generator: GeneratorConfig
+    shares_gpus: bool
+    """Whether each rank shares its GPU with an engine (`weights.transport: ipc`)."""
+
+    @classmethod
+    def of(cls, config: Config) -> FitSettings:
+        """Those of a configuration."""
+        return cls(LearnSettings.of(config), config.generator, config.weights.transport == "ipc")

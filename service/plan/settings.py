@@ -1,0 +1,61 @@
+"""What a plan needs of a configuration."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from service.config import Config
+from service.config.learn import TrainerConfig, WeightsConfig
+from service.config.rollout import DataConfig, GeneratorConfig
+from service.learn.settings import FitSettings
+
+
+@dataclass(frozen=True)
+class PlanSettings:
+    """The settings of a plan."""
+
+    name: str
+    """Of the run."""
+    max_steps: int
+    fit: FitSettings
+    weights: WeightsConfig
+    data: DataConfig
+    lookahead: int
+    """`buffer.lookahead`; where that is auto, what keeps the trainer's waiting short for moderate tails."""
+    merges: bool
+    """Whether the turns of a trajectory share a row."""
+    env_turns: int
+    """`env.max_turns`"""
+    most_turns: tuple[str, int]
+    """The setting that limits the turns of a trajectory, and what it allows."""
+
+    @classmethod
+    def of(cls, config: Config) -> PlanSettings:
+        """Those of a configuration."""
+        lookahead, staleness = config.buffer.lookahead, config.buffer.max_staleness
+        return cls(
+            name=config.run.name,
+            max_steps=config.run.max_steps,
+            fit=FitSettings.of(config),
+            weights=config.weights,
+            data=config.data,
+            lookahead=min(4, staleness) if lookahead == "auto" else lookahead,
+            merges=config.merge_mode != "off",
+            env_turns=config.env.max_turns,
+            most_turns=("env.max_turns" if config.endpoint is None else "endpoint.max_calls", config.most_steps),
+        )
+
+    @property
+    def generator(self) -> GeneratorConfig:
+        """The settings of the engines."""
+        return self.fit.generator
+
+    @property
+    def trainer(self) -> TrainerConfig:
+        """The settings of the ranks."""
+        return self.fit.learn.trainer
+
+    @property
+    def samples(self) -> int:
+        """Trajectories of a group."""
+        return self.fit.learn.algorithm.n_samples_per_prompt

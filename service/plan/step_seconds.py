@@ -1,0 +1,209 @@
+"""Seconds of a step, waiting and staleness: an analytic model of groups between engines and trainer.
+
+    admission (lookahead, slots) -> trajectories share the engines -> environment -> complete -> trainer -> new version
+
+Three things can hold a step back, and the slowest does: all slots are busy; the trainer is busy; or admission, which
+lets groups of a mini-batch begin when the version `lookahead` + 1 steps before is served. Then of the `lookahead` + 1
+mini-batches that were admitted as many groups may still be open at a lease as make `lookahead` mini-batches:
+
+    sum over k = 1, 2, ... of  P(a group takes longer than k steps - training - sync)  =  lookahead
+
+On-policy that is the longest group of the mini-batch. Engines iterate the faster the fewer requests run, and how many
+run follows from the seconds of a step (Little's law). `baton simulate` plays the same rule with the buffer's own code;
+this takes milliseconds for a configuration, so that splits can be compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import NormalDist
+
+import numpy as np
+
+from service.types import Float64s
+
+QUANTILES = 1024
+"""Group lengths that stand for their distribution."""
+LONGEST = 0.56
+"""The mean of the longest of B groups is about their quantile 1 - 0.56 / B (Gumbel)."""
+SHARPNESS = 17.0
+"""Two sides that need the same time lose 1 - 2 ** (-1 / 17), 4 %, of it to chance: what `baton simulate` finds with a
+lookahead of 4 and lengths of moderate tails."""
+BACKLOG = 40.0
+"""How fast complete groups pile up before the trainer as it becomes the slower side, as events in a simulation do."""
+ADMISSION = 1.01
+"""Admission holds a step back that takes this many times what slots and trainer need."""
+PHASES, HALVINGS, ROUNDS = 16, 40, 100
+"""Moments of a step at which the open groups are counted; rounds of the search for a step and for an iteration."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What flows how fast."""
+
+    mini_batch_size: int
+    samples: int
+    """Trajectories of a group."""
+    lookahead: int
+    slots: int
+    """Groups that all engines generate at once."""
+    engines: int
+    iteration: Callable[[float], float]
+    """Seconds of an iteration of an engine in which so many requests run."""
+    tokens: float
+    """Mean of the sampled tokens of a trajectory."""
+    sigma: float
+    most_tokens: float
+    environment_seconds: float
+    """Of a whole trajectory."""
+    train_seconds: float
+    after_seconds: float = 0.0
+    """Of the trainer after the commit of a step, before it asks for the next mini-batch."""
+    sync_seconds: float = 0.0
+    """From the commit of a step until the engines serve its weights."""
+
+
+@dataclass(frozen=True)
+class Flow:
+    """What follows."""
+
+    step_seconds: float
+    trainer_waits: float
+    """Fraction of the time."""
+    generators_wait: float
+    """Fraction of the slots' time."""
+    engines_idle: float
+    """Fraction of the engines' time in which they have no group, as `async/generator_wait_fraction` counts it."""
+    staleness: float
+    """Versions between the middle of a group's generation and its training, mean."""
+    running: float
+    """Requests that run in an engine, mean."""
+
+
+def either_longer(one: float, other: float) -> float:
+    """Seconds of a step of two sides that need these seconds: the longer, and what chance costs if they are alike."""
+    longer, shorter = max(one, other), min(one, other)
+    return longer * float((1 + (shorter / longer) ** SHARPNESS) ** (1 / SHARPNESS)) if longer else 0.0
+
+
+def flow_of(setting: Setting) -> Flow:
+    """The means of a setting in steady state."""
+    return _Model(setting).flow()
+
+
+class _Model:
+    """Axis `Q`: groups of all lengths, equally frequent."""
+
+    def __init__(self, setting: Setting) -> None:
+        self._set = setting
+        self._longest_Q = self._lengths(setting.samples)
+        self._tokens = setting.samples * float(self._lengths(1).mean())
+        """Sampled tokens of a group."""
+        self._last = int(QUANTILES * (1 - LONGEST / setting.mini_batch_size))
+        """The longest of a mini-batch."""
+        self._busy = setting.train_seconds + setting.after_seconds
+        self._late = setting.train_seconds + setting.sync_seconds
+        """From a lease until the engines serve what was trained."""
+
+    def _lengths(self, samples: int) -> Float64s:
+        """Quantiles of the tokens of the longest of so many trajectories."""
+        tail_Q = ((np.arange(QUANTILES) + 0.5) / QUANTILES) ** (1 / samples)
+        normal_Q = np.array([NormalDist().inv_cdf(float(tail)) for tail in tail_Q])
+        sigma = self._set.sigma
+        return np.minimum(self._set.tokens * np.exp(sigma * normal_Q - sigma**2 / 2), self._set.most_tokens)
+
+    def _at(self, step: float) -> tuple[Float64s, float]:
+        """[Q] seconds of groups, and requests in an engine that has groups, if a step takes so long."""
+        setting, running = self._set, 0.0
+        most = setting.slots * setting.samples / setting.engines
+        for _ in range(ROUNDS):
+            iteration, before = setting.iteration(running), running
+            seconds_Q = self._longest_Q * iteration + setting.environment_seconds
+            generating = min(step, seconds_Q[self._last] + self._queue(seconds_Q))
+            generated = setting.mini_batch_size * self._tokens * iteration / generating
+            running = min(most, generated / setting.engines)
+            if running - before <= 1e-4 * running:
+                break
+        return seconds_Q, running * generating / step
+
+    def _queue(self, seconds_Q: Float64s) -> float:
+        """Seconds for which the last group of a mini-batch waits for a slot."""
+        return max(0.0, self._set.mini_batch_size / self._set.slots - 1) * float(seconds_Q.mean())
+
+    def _full(self) -> float:
+        """Seconds of a step if all slots are always busy."""
+        setting, running, mean = self._set, 0.0, float(self._longest_Q.mean())
+        for _ in range(ROUNDS):
+            iteration, before = setting.iteration(running), running
+            group_seconds = mean * iteration + setting.environment_seconds
+            running = setting.slots * self._tokens * iteration / group_seconds / setting.engines
+            if running - before <= 1e-4 * running:
+                break
+        return setting.mini_batch_size * group_seconds / setting.slots
+
+    def _longer(self, seconds_Q: Float64s, seconds: Float64s) -> Float64s:
+        """Fraction of the groups that take longer than each of these seconds."""
+        return 1 - np.searchsorted(seconds_Q, seconds, side="right") / QUANTILES
+
+    def _admitted(self, floor: float) -> float:
+        """Seconds of a step as admission allows them, but at least `floor`."""
+        lookahead = self._set.lookahead
+
+        def is_too_short(step: float) -> bool:
+            seconds_Q, _ = self._at(step)
+            queue = self._queue(seconds_Q) if lookahead == 0 else 0.0
+            begun = np.linspace(0.0, queue, 8)
+            cycles = np.arange(1, 2 + lookahead + int((seconds_Q[-1] + queue + self._late) / step))
+            longer = self._longer(seconds_Q, cycles[:, None] * step - self._late - begun)
+            return float(longer.mean(1).sum()) > lookahead + LONGEST / self._set.mini_batch_size
+
+        low, high = floor, floor
+        while is_too_short(high):
+            low, high = high, 2 * high + self._late
+        for _ in range(HALVINGS if high > floor else 0):
+            middle = (low + high) / 2
+            low, high = (middle, high) if is_too_short(middle) else (low, middle)
+        return high
+
+    def _staleness(self, step: float, full: float, seconds_Q: Float64s) -> float:
+        """Mean over groups of the versions from the middle of their generation to their lease."""
+        lookahead, middle_Q = self._set.lookahead, np.ceil((seconds_Q / 2 + self._set.sync_seconds) / step)
+        if not lookahead:
+            return 0.0
+        if step > ADMISSION * either_longer(full, self._busy):  # groups begin together and are leased when complete
+            return float(np.maximum(0.0, np.ceil((seconds_Q + self._late) / step) - middle_Q).mean())
+        # else they wait for a slot or for the trainer: then each is trained at the last moment
+        at_last = float(np.maximum(0.0, lookahead + 1 - middle_Q).mean())
+        at_once = min(float(lookahead), (float(seconds_Q.mean()) / 2 + self._set.train_seconds) / step)
+        share = 1 / (1 + (full / self._busy) ** BACKLOG) if self._busy else 0.0
+        return share * at_last + (1 - share) * at_once
+
+    def _open(self, step: float, full: float, seconds_Q: Float64s) -> Float64s:
+        """[P] groups that are open at moments of a step, which begins when new weights are served."""
+        batch = self._set.mini_batch_size
+        if full >= 0.99 * step:  # groups begin one by one
+            return np.array([batch * float(seconds_Q.mean()) / step])
+        begun = np.linspace(0.0, self._queue(seconds_Q), 8)
+        phases, cycles = (
+            np.arange(PHASES) / PHASES * step,
+            np.arange(1 + int((seconds_Q[-1] + begun[-1]) / step)) * step,
+        )
+        age = phases[:, None, None] + cycles[:, None] - begun
+        open_P: Float64s = np.where(age >= 0, self._longer(seconds_Q, age), 0.0).mean(2).sum(1)
+        return batch * open_P
+
+    def flow(self) -> Flow:
+        """The means."""
+        setting, full = self._set, self._full()
+        step = self._admitted(either_longer(full, self._busy))
+        seconds_Q, running = self._at(step)
+        open_P = self._open(step, full, seconds_Q)
+        return Flow(
+            step_seconds=step,
+            trainer_waits=max(0.0, 1 - self._busy / step),
+            generators_wait=max(0.0, 1 - float(open_P.mean()) / setting.slots),
+            engines_idle=float(np.maximum(0.0, 1 - open_P / setting.engines).mean()),
+            staleness=self._staleness(step, full, seconds_Q),
+            running=running,
+        )
