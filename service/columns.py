@@ -333,3 +333,10 @@ def _joined_names(names_T: Sequence[tuple[str, ...]], codes_T: Sequence[Int32s])
     joined, renumbered = codes_of(strings)
     start_X = np.repeat([start[names] for names in names_T], [len(code_X) for code_X in codes_T])
     return joined, renumbered[np.concatenate(codes_T) + start_X]
+
+
+def check_choice(name: str, value: str, choices: Any) -> None:
+    """ValueError unless a setting is one of the values of its literal type; any other would act like one of them."""
+    known = get_args(choices)
+    if value not in known:
+        raise ValueError(f"{name}={value!r} is none of {', '.join(map(repr, known))}")

@@ -295,7 +295,7 @@ class Rows(Tokens, Table):
     reward_R: Float64s | None = None
     """The last step's scalar reward; None where rewards came per token."""
     turn_N: Int32s | None = None
-    """The step of which each token is; None where nobody asked the merge for it."""
+    """The step of which each token is, by its place among those merged; None where nobody asked the merge for it."""
 
 
 class SupervisedRow(NamedTuple):
@@ -341,7 +341,7 @@ class MiniBatch:
     metrics: dict[str, float]
     """What was measured about the batch: lengths, padding, merge, staleness; keys as in docs/metrics.md."""
     turn_advantage_X: Float32s | None = None
-    """With credit by turn: the advantage of every turn of every trajectory, in order (`handoff.batches.credit`)."""
+    """With credit by turn: the advantage of every turn of every trajectory, in order (`handoff.batches.score`)."""
 
 
 class RefusalReason(StrEnum):

@@ -33,7 +33,7 @@ from benchmarks.gpu.parts import Figures, Give
 from benchmarks.learn import made_row, micro_batch_of
 from service.config.learn import TrainerConfig
 from service.config.tree import Config, ModelConfig
-from service.handoff.prefixes.distinct import MIN_SHARED
+from service.handoff.batches.pack import MIN_SHARED
 from service.learn.learner import Learner
 from service.learn.model.attention import use_fastest_attention
 from service.learn.model.policy import Policy

@@ -19,7 +19,8 @@ from service.handoff.batches.batch import BatchSettings, form_mini_batch
 from service.handoff.ledger.scores import CompleteGroup
 from service.handoff.ledger.versions import VersionHistory
 from service.handoff.prefixes.merge import merge
-from service.handoff.prefixes.sharing import check_chain, share_prefixes
+from service.handoff.prefixes.prefix_index import check_chain
+from service.handoff.prefixes.sharing import share_prefixes
 from service.handoff.steps.builder import step_group, steps_table
 from service.handoff.steps.limits import Limits
 from service.handoff.steps.wire import decode, encode

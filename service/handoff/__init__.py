@@ -6,9 +6,8 @@ from service.handoff.batches.batch import (
     form_mini_batch,
     mini_batch_boundaries,
 )
-from service.handoff.batches.credit import turn_advantages
 from service.handoff.batches.groups import complete_groups
-from service.handoff.batches.score import advantages
+from service.handoff.batches.score import advantages, turn_advantages
 from service.handoff.ledger.scores import CompleteGroup
 from service.handoff.ledger.versions import VersionHistory
 from service.handoff.prefixes.merge import merge_steps

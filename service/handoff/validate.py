@@ -22,8 +22,7 @@ from numpy.typing import NDArray
 
 from service.columns import columns_of, lengths_of
 from service.handoff.group_bytes import NAME_BYTES, NOTE_BYTES, TRANSCRIPT_BYTES
-from service.handoff.prefixes.prefix_index import PrefixError
-from service.handoff.prefixes.sharing import check_references
+from service.handoff.prefixes.prefix_index import PrefixError, check_references
 from service.handoff.prefixes.step_equality import contradiction, in_order
 from service.handoff.steps.limits import Limits, Routing
 from service.handoff.steps.roles import ROLES

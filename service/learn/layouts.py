@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from service.handoff.prefixes.distinct import DistinctTokens, prefix_order
+from service.handoff.batches.pack import DistinctTokens, prefix_order
 from service.learn.packing import Packing, positions_in_rows, to_device
 from service.learn.sequence_parallel import WHOLE, Exchange, Slice
 from service.types import Int64s, MicroBatch

@@ -19,7 +19,8 @@ import xxhash
 from service.columns import lengths_of
 from service.config.rollout import ScorerConfig
 from service.errors import UserError
-from service.handoff.prefixes.merge import merge
+from service.handoff.prefixes.merge import merge_in_order
+from service.handoff.prefixes.step_equality import in_order
 from service.rollout.chat.tokenizer import load_tokenizer
 from service.scorers.reply import Failure, Logprobs, ScorerFailed
 from service.types import Float32s, Steps
@@ -36,7 +37,8 @@ async def taught(steps: Steps, logprobs: Logprobs) -> Float32s:
     """
     if not len(steps):
         return np.zeros(0, np.float32)
-    rows, room = merge(steps, "tree", by_turn=True).rows, asyncio.Semaphore(ROWS_AT_ONCE)
+    steps, number_K = in_order(steps)
+    rows, room = merge_in_order(steps, number_K, "tree", by_turn=True).rows, asyncio.Semaphore(ROWS_AT_ONCE)
     bounds = rows.offsets_R.tolist()
 
     async def of_row(r: int) -> Float32s:

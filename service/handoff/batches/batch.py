@@ -1,4 +1,18 @@
-"""Forming a mini-batch of whole groups: merge, score, mask stale tokens, pack, measure.
+"""The mini-batch as a pipeline: whole groups in, micro-batches of every rank out. Axis letters as in `service.types`.
+
+| stage    | in -> out                                                | where                                    |
+|----------|----------------------------------------------------------|------------------------------------------|
+| `filter` | a complete group -> itself, or the event that ends it    | `filters`, once the group is complete    |
+| `gather` | groups [P] -> `Played`: steps [K] in order, ends [G]     | here                                     |
+| `merge`  | steps [K] -> rows [R]                                    | `prefixes.merge`                         |
+| `score`  | `Played` [K], [G] -> advantages [G], by turn [K]         | `score`                                  |
+| `pack`   | rows [R] -> rows [R] in packing order, with their places | `pack`                                   |
+| `mask`   | rows [R] -> the same rows, fewer tokens [N] with loss    | here                                     |
+
+    a group of 2 trajectories, of 2 steps and of 1; the second step continues the first:
+    gather   a0 a1 b0                    merge   a0+a1 (9 tokens), b0 (4)
+    pack     rank 0: a   rank 1: b       mask    of 4 + 1 sampled tokens one is stale: 3 + 1 carry loss
+    score    returns 1 0 -> advantages 0.7 -0.7
 
 `generate/batch_padded_seq_len` is the padded length: the length of every row if all rows lay in one rectangle.
 
@@ -14,21 +28,16 @@ from typing import NamedTuple
 
 import numpy as np
 
-from service.columns import concat, lengths_of, select
-from service.handoff.batches.advantages import Rule, advantages_of
-from service.handoff.batches.credit import Credit
-from service.handoff.batches.pack import Layout, Placement, in_packing_order, micro_batches, place
-from service.handoff.batches.score import ReturnRule, group_stats, returns
-from service.handoff.batches.share import placed
-from service.handoff.batches.untrained import without_untrained
-from service.handoff.ledger.events import GroupStats
+from service.columns import check_choice, concat, lengths_of, select
+from service.handoff.batches.pack import Layout, Placement, in_packing_order, micro_batches, placed
+from service.handoff.batches.score import Credit, ReturnRule, Rule, score
 from service.handoff.ledger.lifecycle import Fate
 from service.handoff.ledger.scores import CompleteGroup
 from service.handoff.ledger.versions import VersionHistory, version_of
-from service.handoff.prefixes.merge import Mode, check_choice, merge
-from service.handoff.steps.roles import TRAINED, Role
-from service.handoff.steps.tables import by_turn, concat_steps, end_of_items, is_truncated_K, name_of
-from service.types import NO_VERSION, Ends, Int32s, Int64s, MicroBatch, MiniBatch, Row, Rows, Steps
+from service.handoff.prefixes.merge import Mode, merge_in_order
+from service.handoff.steps.roles import ROLES, TRAINED, Role
+from service.handoff.steps.tables import Played, by_turn, concat_steps, is_truncated_K, name_of
+from service.types import NO_VERSION, Int32s, Int64s, MicroBatch, MiniBatch, Row, Rows, Steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,31 +78,6 @@ class BatchSettings:
         return Rule(self.estimator, self.returns, self.credit, self.gamma, self.named_roles)
 
 
-def mini_batch_boundaries(rows: Sequence[Row], mini_batch_size: int) -> list[tuple[int, int]]:
-    """The rows of each mini-batch of `mini_batch_size` whole prompts, as (start, stop).
-
-    >>> from types import SimpleNamespace
-    >>> rows = [SimpleNamespace(prompt_uid=uid) for uid in "aabccd"]
-    >>> mini_batch_boundaries(rows, 2)
-    [(0, 3), (3, 6)]
-    """
-    if mini_batch_size < 1:
-        raise ValueError(f"mini_batch_size must be at least 1, not {mini_batch_size}")
-    starts: list[int] = []
-    seen: set[str] = set()
-    for r, row in enumerate(rows):
-        if r and row.prompt_uid == rows[r - 1].prompt_uid:
-            continue
-        if row.prompt_uid in seen:
-            raise ValueError(f"rows of prompt {row.prompt_uid!r} do not stand together: again at row {r}")
-        seen.add(row.prompt_uid)
-        starts.append(r)
-    if len(starts) % mini_batch_size:
-        raise ValueError(f"{len(starts)} prompts do not divide into mini-batches of {mini_batch_size}")
-    bounds = [*starts[::mini_batch_size], len(rows)] if starts else []
-    return list(pairwise(bounds))
-
-
 class Formed(NamedTuple):
     """A mini-batch, and what only its lease needs."""
 
@@ -119,56 +103,53 @@ def formed(lease: int, groups: Sequence[CompleteGroup], history: VersionHistory,
 
     Raises:
         ValueError: no groups; a sampled token without log-probability, or of a version that is not published yet;
-            a step whose trajectory has no end.
+            a step whose trajectory has no end; a step that came twice.
     """
     if not groups:
         raise ValueError("a mini-batch of no groups")
-    steps = concat_steps([group.steps for group in groups])
-    ends, prompt_G = _ends_in_order(groups)
-    _refuse_untrainable(steps, history)
-    trained, untrained_P = without_untrained(steps, ends, prompt_G, settings.train, settings.named_roles)
-    merged = merge(trained, settings.mode, settings.rule.by_turn)
-    length_R, trajectory_R = lengths_of(merged.rows.offsets_R), end_of_items(merged.rows, ends)
-    sharing: dict[str, float] = {}
-    ranks, budget, layout = settings.ranks, settings.token_budget, settings.layout
-    if layout in ("packed", "padded"):
-        placement = place(length_R, trajectory_R, ranks, budget, layout)
-    else:
-        placement, sharing = placed(merged.rows, trajectory_R, prompt_G, ranks, budget, layout)
-    packed, order_R = in_packing_order(merged.rows, placement)
+    played, prompt_G = gather(groups)
+    _refuse_untrainable(played.steps, history)
+    trained, untrained_P = without_untrained(played, prompt_G, settings)
+    merged = merge_in_order(trained, played.end_K, settings.mode, settings.rule.by_turn)
+    trajectory_R = played.end_K[merged.first_R].astype(np.int32)
+    scores = score(played, prompt_G, settings.rule)
+    placement, sharing = placed(
+        merged.rows, trajectory_R, prompt_G, settings.ranks, settings.token_budget, settings.layout
+    )
+    rows, order_R = in_packing_order(merged.rows, placement)
     trajectory_R = trajectory_R[order_R]
-    sampled_G = _per_trajectory(packed, trajectory_R, len(ends))
-    staleness_N, stale_G = _masked(packed, trajectory_R, len(ends), history, settings.max_staleness)
-    loss_tokens_G = _per_trajectory(packed, trajectory_R, len(ends))
-    return_G = returns(steps, ends, settings.returns)
-    scores = advantages_of(steps, ends, prompt_G, settings.rule)
-    if packed.turn_N is not None:  # from a turn of a trajectory to one of the mini-batch
-        np.add(packed.turn_N, scores.first_turn_G[trajectory_R].repeat(lengths_of(packed.offsets_R)), out=packed.turn_N)
-    micros = micro_batches(packed, staleness_N, trajectory_R, placement)
+    masked = mask(rows, trajectory_R, len(prompt_G), history, settings.max_staleness)
+    micros = micro_batches(rows, masked.staleness_N, trajectory_R, placement)
     metrics = (
         _merge_metrics(merged.counts)
-        | _length_metrics(length_R, placement, micros)
+        | _length_metrics(lengths_of(rows.offsets_R), placement, micros)
         | sharing
-        | reward_metrics(group_stats(return_G, prompt_G))
-        | {"reward/mean_positive_reward": float(np.maximum(return_G, 0).sum() / max(len(return_G), 1))}
-        | _turn_metrics(packed, steps, len(ends))
+        | _turn_metrics(rows, played.steps, len(prompt_G))
         | scores.metrics
-        | _staleness_metrics(staleness_N, sampled_G, stale_G)
-        | _token_metrics(steps, loss_tokens_G, stale_G, untrained_P)
+        | _staleness_metrics(masked)
+        | _token_metrics(played.steps, masked, untrained_P)
     )
     batch = MiniBatch(
         lease=lease,
         groups=tuple(group.group_id for group in groups),
         advantage_G=scores.advantage_G.astype(np.float32),
-        return_G=return_G,
-        loss_tokens_G=loss_tokens_G,
-        rows_G=np.bincount(trajectory_R, minlength=len(ends)).astype(np.int32),
+        return_G=scores.return_G,
+        loss_tokens_G=masked.loss_G,
+        rows_G=np.bincount(trajectory_R, minlength=len(prompt_G)).astype(np.int32),
         prompt_of_trajectory_G=prompt_G,
         ranks=micros,
         metrics=metrics,
-        turn_advantage_X=scores.turn_advantage_X,
+        turn_advantage_X=scores.turn_advantage_K,
     )
-    return Formed(batch, stale_G, untrained_P)
+    return Formed(batch, masked.stale_G, untrained_P)
+
+
+def gather(groups: Sequence[CompleteGroup]) -> tuple[Played, Int32s]:
+    """The trajectories in the order of groups, then samples; and each one's group."""
+    steps, ends = concat_steps([group.steps for group in groups]), concat([group.ends for group in groups])
+    prompt_G = np.repeat(np.arange(len(groups), dtype=np.int32), [len(group.ends) for group in groups])
+    order = np.lexsort((ends.sample_E, prompt_G))
+    return Played.of(steps, select(ends, order)), prompt_G[order]
 
 
 def _refuse_untrainable(steps: Steps, history: VersionHistory) -> None:
@@ -186,37 +167,62 @@ def _refuse_untrainable(steps: Steps, history: VersionHistory) -> None:
         )
 
 
-def batch_of_rank(batch: MiniBatch, rank: int) -> MiniBatch:
-    """The same mini-batch with the micro-batches of one rank only."""
-    return replace(batch, ranks=(batch.ranks[rank],))
+def without_untrained(
+    played: Played, prompt_G: Int32s, settings: BatchSettings
+) -> tuple[Steps, tuple[dict[Fate, int], ...]]:
+    """The steps, without loss where their roles are not trained; and the tokens of each group that lost it, by fate.
 
+    The tokens stay, because later steps may continue them:
 
-def _ends_in_order(groups: Sequence[CompleteGroup]) -> tuple[Ends, Int32s]:
-    """The trajectories in the order of groups, then samples; and each one's group."""
-    ends = concat([group.ends for group in groups])
-    prompt_G = np.repeat(np.arange(len(groups), dtype=np.int32), [len(group.ends) for group in groups])
-    order = np.lexsort((ends.sample_E, prompt_G))
-    return select(ends, order), prompt_G[order]
-
-
-def _masked(
-    packed: Rows, trajectory_R: Int32s, count: int, history: VersionHistory, max_staleness: int | None
-) -> tuple[Int32s, Int64s]:
-    """Mask tokens without a finite log-probability and stale tokens, in place.
-
-    Returns the staleness of every token, and the number of stale tokens of each trajectory.
+        trajectory   step 0 aux [7 8]   step 1 main [1 2 3]   step 2 main, after it [4]
+        loss                 0 0                1 1 1                               1      2 tokens of the fate aux
     """
-    staleness_N, mask_N = history.staleness(packed.versions_N, history.current), packed.loss_mask_N
-    finite_N = np.isfinite(packed.logprobs_N)
+    steps, names = played.steps, (*ROLES, *settings.named_roles)
+    untrained_K = ~np.isin(played.role_K, [code for code, role in enumerate(names) if role in settings.train])
+    counts: tuple[dict[Fate, int], ...] = tuple({} for _ in range(int(prompt_G.max(initial=-1)) + 1))
+    if not untrained_K.any():
+        return steps, counts
+    for k in np.flatnonzero(untrained_K).tolist():
+        # Of the named roles only a judge has tokens that the policy sampled and is not trained on.
+        fate = Fate(ROLES[played.role_K[k]]) if played.role_K[k] < len(ROLES) else Fate.JUDGE
+        of_group = counts[prompt_G[played.end_K[k]]]
+        sampled = int(np.count_nonzero(steps.loss_mask_N[steps.offsets_K[k] : steps.offsets_K[k + 1]]))
+        of_group[fate] = of_group.get(fate, 0) + sampled
+    mask_N = steps.loss_mask_N & ~np.repeat(untrained_K, lengths_of(steps.offsets_K))
+    return replace(steps, loss_mask_N=mask_N), counts
+
+
+class Masked(NamedTuple):
+    """What is left of the loss, and why."""
+
+    staleness_N: Int32s
+    """Versions between sampling and training; -1 where no policy sampled the token."""
+    sampled_G: Int64s
+    """Tokens of each trajectory that carried loss before; then those that are too stale, and those that carry it."""
+    stale_G: Int64s
+    loss_G: Int64s
+
+
+def mask(rows: Rows, trajectory_R: Int32s, count: int, history: VersionHistory, max_staleness: int | None) -> Masked:
+    """Take the loss, in place, from tokens without a finite log-probability and from stale tokens.
+
+    staleness     -1 0 3 3       max_staleness 2
+    log-probab.    0 . . nan
+    loss before    0 1 1 1   ->  0 1 0 0       1 stale token
+    """
+    staleness_N, mask_N = history.staleness(rows.versions_N, history.current), rows.loss_mask_N
+    sampled_G = _per_trajectory(rows, trajectory_R, count)
+    finite_N = np.isfinite(rows.logprobs_N)
     if not finite_N.all():
         np.logical_and(mask_N, finite_N, out=mask_N)
+    loss_G = _per_trajectory(rows, trajectory_R, count)
     stale_G = np.zeros(count, np.int64)
     if max_staleness is not None and staleness_N.max(initial=0) > max_staleness:
-        before_G = _per_trajectory(packed, trajectory_R, count)
         np.logical_and(mask_N, staleness_N <= max_staleness, out=mask_N)
-        stale_G = before_G - _per_trajectory(packed, trajectory_R, count)
-    np.copyto(packed.logprobs_N, 0, where=~mask_N)
-    return staleness_N, stale_G
+        before_G, loss_G = loss_G, _per_trajectory(rows, trajectory_R, count)
+        stale_G = before_G - loss_G
+    np.copyto(rows.logprobs_N, 0, where=~mask_N)
+    return Masked(staleness_N, sampled_G, stale_G, loss_G)
 
 
 def _per_trajectory(rows: Rows, trajectory_R: Int32s, count: int) -> Int64s:
@@ -260,24 +266,6 @@ def _length_metrics(length_R: Int64s, placement: Placement, ranks: Sequence[Sequ
     }
 
 
-def reward_metrics(trained: GroupStats, filtered: GroupStats | None = None) -> dict[str, float]:
-    """Mean return, and the fractions of groups that have a positive return, or returns that are all equal.
-
-    `filtered`: groups that filters removed, which count as if they were trained too.
-    """
-    every = trained if filtered is None else trained + filtered
-    if not trained.groups:
-        return {}
-    return {
-        "reward/avg_raw_reward": every.return_sum / every.trajectories,
-        f"reward/avg_pass_at_{round(trained.trajectories / trained.groups)}": every.passed / every.groups,
-        "reward/groups_without_variance": every.flat / every.groups,
-        "reward/groups_all_zero": every.zeros / every.groups,
-        "reward/groups_all_one": every.ones / every.groups,
-        "generate/filtered_groups": float(every.groups - trained.groups),
-    }
-
-
 def _turn_metrics(rows: Rows, steps: Steps, count: int) -> dict[str, float]:
     """Per trajectory its turns, its tokens after first prompts, and its sampled tokens; the share of cut responses."""
     cut = {turns: n_truncated / n for turns, n, n_truncated in by_turn([steps])}
@@ -291,11 +279,12 @@ def _turn_metrics(rows: Rows, steps: Steps, count: int) -> dict[str, float]:
     }
 
 
-def _staleness_metrics(staleness_N: Int32s, sampled_G: Int64s, stale_G: Int64s) -> dict[str, float]:
+def _staleness_metrics(masked: Masked) -> dict[str, float]:
     """Staleness of sampled tokens; the stale ones also by the length of their trajectory (quarter 4: the longest)."""
+    staleness_N, stale_G = masked.staleness_N, masked.stale_G
     sampled = int(np.count_nonzero(staleness_N >= 0))
     ages = int(staleness_N.sum(dtype=np.int64)) + len(staleness_N) - sampled  # each other token counts as -1
-    quarters = np.array_split(stale_G[np.argsort(sampled_G, kind="stable")], 4)
+    quarters = np.array_split(stale_G[np.argsort(masked.sampled_G, kind="stable")], 4)
     return {
         "async/staleness_mean": ages / max(sampled, 1),
         "async/staleness_max": float(staleness_N.max(initial=0)),
@@ -304,11 +293,13 @@ def _staleness_metrics(staleness_N: Int32s, sampled_G: Int64s, stale_G: Int64s) 
     }
 
 
-def _token_metrics(
-    steps: Steps, loss_tokens_G: Int64s, stale_G: Int64s, untrained_P: Sequence[dict[Fate, int]]
-) -> dict[str, float]:
+def _token_metrics(steps: Steps, masked: Masked, untrained_P: Sequence[dict[Fate, int]]) -> dict[str, float]:
     """Sampled tokens by what became of them: sampled = loss + stale + untrained + masked."""
-    sampled, loss, stale = float(np.count_nonzero(steps.loss_mask_N)), float(loss_tokens_G.sum()), float(stale_G.sum())
+    sampled, loss, stale = (
+        float(np.count_nonzero(steps.loss_mask_N)),
+        float(masked.loss_G.sum()),
+        float(masked.stale_G.sum()),
+    )
     untrained = float(sum(sum(tokens.values()) for tokens in untrained_P))
     return {
         "tokens/sampled": sampled,
@@ -317,3 +308,36 @@ def _token_metrics(
         "tokens/untrained": untrained,
         "tokens/masked": sampled - loss - stale - untrained,
     }
+
+
+# -- rows and ranks ---------------------------------------------------------------------------------------------------
+
+
+def mini_batch_boundaries(rows: Sequence[Row], mini_batch_size: int) -> list[tuple[int, int]]:
+    """The rows of each mini-batch of `mini_batch_size` whole prompts, as (start, stop).
+
+    >>> from types import SimpleNamespace
+    >>> rows = [SimpleNamespace(prompt_uid=uid) for uid in "aabccd"]
+    >>> mini_batch_boundaries(rows, 2)
+    [(0, 3), (3, 6)]
+    """
+    if mini_batch_size < 1:
+        raise ValueError(f"mini_batch_size must be at least 1, not {mini_batch_size}")
+    starts: list[int] = []
+    seen: set[str] = set()
+    for r, row in enumerate(rows):
+        if r and row.prompt_uid == rows[r - 1].prompt_uid:
+            continue
+        if row.prompt_uid in seen:
+            raise ValueError(f"rows of prompt {row.prompt_uid!r} do not stand together: again at row {r}")
+        seen.add(row.prompt_uid)
+        starts.append(r)
+    if len(starts) % mini_batch_size:
+        raise ValueError(f"{len(starts)} prompts do not divide into mini-batches of {mini_batch_size}")
+    bounds = [*starts[::mini_batch_size], len(rows)] if starts else []
+    return list(pairwise(bounds))
+
+
+def batch_of_rank(batch: MiniBatch, rank: int) -> MiniBatch:
+    """The same mini-batch with the micro-batches of one rank only."""
+    return replace(batch, ranks=(batch.ranks[rank],))

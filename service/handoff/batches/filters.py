@@ -15,8 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from service.handoff.batches.advantages import Rule, teaches
-from service.handoff.batches.score import group_stats, returns
+from service.handoff.batches.score import Rule, group_stats, returns, teaches
 from service.handoff.ledger.events import Ended, Tried
 from service.handoff.ledger.lifecycle import GroupState
 from service.handoff.ledger.record import Record
@@ -24,6 +23,7 @@ from service.handoff.ledger.replaying import complete_group
 from service.handoff.ledger.scores import CompleteGroup
 from service.handoff.steps.roles import TRAINED
 from service.handoff.steps.stop_reason import OVER_LONG
+from service.handoff.steps.tables import Played
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +47,10 @@ class FilterSettings:
 
 def filtered(group: CompleteGroup, settings: FilterSettings) -> Ended | None:
     """The event that ends a complete group untrained; None if no filter removes it."""
-    return_G = returns(group.steps, group.ends, settings.rule.returns)
+    played = Played.of(group.steps, group.ends)
+    return_G = returns(played, settings.rule.returns)
     reason = None
-    if settings.zero_variance and not teaches(group.steps, group.ends, settings.rule, settings.train):
+    if settings.zero_variance and not teaches(played, settings.rule, settings.train):
         reason = "zero_variance"
     elif settings.over_long is not None and over_long_fraction(group) > settings.over_long:
         reason = "over_long"
@@ -75,7 +76,7 @@ def examine(record: Record, settings: FilterSettings, group_ids: Iterable[int]) 
     for group_id in [o for o in group_ids if groups[o].state is GroupState.COMPLETE]:
         group = complete_group(record, group_id)
         if settings.success_above is not None and not groups[group_id].tried:
-            return_G = returns(group.steps, group.ends, settings.rule.returns)
+            return_G = returns(Played.of(group.steps, group.ends), settings.rule.returns)
             record.add(Tried(group_id, int(np.count_nonzero(return_G > settings.success_above)), len(return_G)))
         if (ended := filtered(group, settings)) is not None:
             record.add(ended)

@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from service.handoff.batches.batch import BatchSettings, Formed, form_mini_batch, formed, reward_metrics
-from service.handoff.batches.score import NotScored, group_stats
+from service.handoff.batches.batch import BatchSettings, Formed, form_mini_batch, formed
+from service.handoff.batches.score import NotScored, group_stats, reward_metrics
 from service.handoff.ledger import events
 from service.handoff.ledger.lifecycle import GroupState
 from service.handoff.ledger.record import Record

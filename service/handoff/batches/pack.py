@@ -5,24 +5,47 @@ All rows of a trajectory go to one rank; every rank gets the same number of micr
 micro-batch takes rows x longest row.
 
     trajectories of 6 5 4 3 tokens, 2 ranks, budget 6   ->   rank 0: [6] [3]     rank 1: [5] [4]
+
+Where rows that begin alike share their prefixes, a rank, and a micro-batch, costs its distinct tokens:
+
+    8 rows of a prompt of 1500 tokens and responses of 300     14 400 tokens, 3 900 distinct: one micro-batch of 4096
+
+What rows share, by their tokens (axes: `R` rows, `N` their tokens, `U` distinct tokens, in depth-first order):
+
+    row 0   1 2 3 4          depth-first order   row 1   row 0   row 2
+    row 1   1 2 3            shared with before      0       3       2
+    row 2   1 2 7 8          new tokens          1 2 3       4     7 8
+
+    slot_N      0 1 2 3 | 0 1 2 | 0 1 4 5        where each token of the rows lies among the distinct ones
+    position_U  0 1 2 3 2 3                      the position of each distinct token in its rows
+
+The rows of a prompt share a rank. Where that leaves ranks unequal, its trajectories are dealt in 2, 4, 8, ...
+parts, if the heaviest rank becomes lighter so; each further part computes the prompt once more.
 """
 
 from __future__ import annotations
 
 import heapq
+import math
 from bisect import bisect_left, insort
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from service.columns import columns_of, filled, select
-from service.types import Int32s, Int64s, MicroBatch, Rows, TrainedTokens
+from service.columns import columns_of, filled, lengths_of, select
+from service.types import Int16s, Int32s, Int64s, MicroBatch, Rows, TrainedTokens, Uint8s
 
 Layout = Literal["auto", "packed", "padded", "shared_prefix"]
 
 BALANCED = 1.005
 """Ratio of the heaviest rank's cost to the best possible one at which balancing stops."""
+WORTH_SHARING = 0.1
+"""Fraction of a mini-batch's tokens that sharing must save for `layout: auto`."""
+MIN_SHARED, MIN_FRACTION = 16, 0.1
+"""Tokens of a common beginning, and fraction of a row, below which rows share nothing: it would not save time."""
 
 
 class Placement(NamedTuple):
@@ -31,6 +54,27 @@ class Placement(NamedTuple):
     ranks: tuple[tuple[tuple[int, ...], ...], ...]
     imbalance: float
     """Cost of the heaviest rank over the mean."""
+
+
+def placed(
+    rows: Rows, trajectory_R: Int32s, prompt_G: Int32s, ranks: int, budget: int, layout: Layout
+) -> tuple[Placement, dict[str, float]]:
+    """Where each row goes, and what is measured about the prefixes where a layout shares them, or may share them."""
+    length_R = lengths_of(rows.offsets_R)
+    if layout in ("packed", "padded"):
+        return place(length_R, trajectory_R, ranks, budget, layout), {}
+    order = prefix_order(rows.token_ids_N, rows.offsets_R, rows.routed_experts_N)
+    total = max(int(length_R.sum()), 1)
+    distinct = 1 - int(order.shared_R.sum()) / total
+    if layout == "auto" and 1 - distinct < WORTH_SHARING:
+        return place(length_R, trajectory_R, ranks, budget), {"generate/batch_distinct_ratio": distinct}
+    placement = place_sharing(order, length_R, trajectory_R, prompt_G, ranks, budget)
+    micros = [chosen for rank in placement.ranks for chosen in rank]
+    micro_R = np.empty(len(length_R), np.int64)
+    for number, chosen in enumerate(micros):
+        micro_R[list(chosen)] = number
+    computed = int(distinct_of_parts(order, length_R, micro_R, len(micros)).sum()) / total
+    return placement, {"generate/batch_distinct_ratio": distinct, "generate/batch_computed_ratio": computed}
 
 
 def place(length_R: Int64s, trajectory_R: Int32s, ranks: int, budget: int, layout: Layout = "packed") -> Placement:
@@ -219,3 +263,204 @@ def _dummy(rows: Rows) -> MicroBatch:
         trajectory_of_row_R=np.full(1, -1, np.int32),
         **tokens,
     )
+
+
+# -- shared prefixes --------------------------------------------------------------------------------------------------
+
+
+def place_sharing(
+    order: PrefixOrder, length_R: Int64s, trajectory_R: Int32s, prompt_G: Int32s, ranks: int, budget: int
+) -> Placement:
+    """Distribute rows that share prefixes, in depth-first order within a micro-batch; arguments as of `place`."""
+    rank_R = _ranks_of_rows(order, length_R, trajectory_R, prompt_G, ranks)
+    dealt = order.within(rank_R)
+    rank_of_place = rank_R[dealt.row_R]
+    parts = [list(_parts(dealt, np.flatnonzero(rank_of_place == rank), length_R, budget)) for rank in range(ranks)]
+    bins = in_bins([[cost for _, cost in of_rank] for of_rank in parts], budget, "shared_prefix")
+    placed = tuple(
+        tuple(tuple(row for part in chosen for row in of_rank[part][0]) for chosen in of_bins)
+        for of_rank, of_bins in zip(parts, bins, strict=True)
+    )
+    load = distinct_of_parts(order, length_R, rank_R, ranks)
+    return Placement(placed, float(load.max() / max(load.mean(), 1)))
+
+
+def distinct_of_parts(order: PrefixOrder, length_R: Int64s, part_R: Int64s, parts: int) -> Int64s:
+    """The number of distinct tokens of each part of the rows."""
+    within = order.within(part_R)
+    new_R = length_R[within.row_R] - within.shared_R
+    return np.bincount(part_R[within.row_R], new_R, minlength=parts).astype(np.int64)
+
+
+def _ranks_of_rows(order: PrefixOrder, length_R: Int64s, trajectory_R: Int32s, prompt_G: Int32s, ranks: int) -> Int64s:
+    """The rank of each row: of all numbers of parts, the one whose heaviest rank is lightest."""
+    best_R, lightest = np.zeros(len(length_R), np.int64), float(length_R.sum()) + 1
+    enough = BALANCED * distinct_of_parts(order, length_R, best_R, 1).sum() / ranks
+    for unit_G in _units(order, trajectory_R, prompt_G) if ranks > 1 else ():
+        unit_R = unit_G[trajectory_R]
+        rank_R = partition(distinct_of_parts(order, length_R, unit_R, int(unit_G.max()) + 1), ranks)[unit_R]
+        heaviest = float(distinct_of_parts(order, length_R, rank_R, ranks).max())
+        if heaviest < lightest:
+            best_R, lightest = rank_R, heaviest
+        if lightest <= enough:
+            break
+    return best_R
+
+
+def _units(order: PrefixOrder, trajectory_R: Int32s, prompt_G: Int32s) -> Iterator[Int64s]:
+    """[G] what each trajectory is dealt with: its prompt's, then half of its prompt's, a quarter, ..., itself alone."""
+    first_G = np.full(len(prompt_G), len(trajectory_R))
+    np.minimum.at(first_G, trajectory_R[order.row_R], np.arange(len(trajectory_R)))
+    by_prompt = np.lexsort((first_G, prompt_G))  # trajectories that begin alike stand together
+    size_P = np.bincount(prompt_G)
+    number_G = np.empty(len(prompt_G), np.int64)
+    number_G[by_prompt] = np.arange(len(prompt_G)) - np.repeat(np.cumsum(size_P) - size_P, size_P)
+    parts, most = 1, int(size_P.max(initial=1))
+    while True:
+        of_prompt_G = number_G * min(parts, most) // size_P[prompt_G]
+        yield np.unique(prompt_G.astype(np.int64) * most + of_prompt_G, return_inverse=True)[1]
+        if parts >= most:
+            return
+        parts *= 2
+
+
+def _parts(order: PrefixOrder, places: Int64s, length_R: Int64s, budget: int) -> Iterator[tuple[list[int], int]]:
+    """Rows that share, as far as their distinct tokens fit the budget; and the number of these tokens."""
+    rows: list[int] = []
+    cost = 0
+    for row, shared in zip(order.row_R[places].tolist(), order.shared_R[places].tolist(), strict=True):
+        length = int(length_R[row])
+        if rows and (not shared or cost + length - shared > budget):
+            yield rows, cost
+            rows = []
+        cost = cost + length - shared if rows else length
+        rows.append(row)
+    if rows:
+        yield rows, cost
+
+
+class PrefixOrder(NamedTuple):
+    """Rows in an order in which those that begin alike stand together."""
+
+    row_R: Int64s
+    """The rows, in this order."""
+    shared_R: Int64s
+    """Leading tokens that each has in common with the one before it, in this order."""
+
+    def within(self, part_R: Int64s) -> PrefixOrder:
+        """The same rows, part by part; rows of different parts share nothing. `part_R`: the part of each row."""
+        order_R = np.argsort(part_R[self.row_R], kind="stable")
+        shared_R = np.zeros_like(self.shared_R)
+        if len(order_R) > 1:
+            same_R = np.diff(part_R[self.row_R[order_R]]) == 0
+            # what two rows share is the least of what neighbours between them share
+            shared_R[1:] = np.where(same_R, _least_between(self.shared_R, order_R[:-1] + 1, order_R[1:]), 0)
+        return PrefixOrder(self.row_R[order_R], shared_R)
+
+
+def _least_between(values: Int64s, first: Int64s, last: Int64s) -> Int64s:
+    """The least of `values[first..last]`, of each pair; any number where `last < first`."""
+    levels, span = [values], 1
+    while 2 * span <= len(values):
+        below = levels[-1]
+        levels.append(np.minimum(below[:-span], below[span:]))
+        span *= 2
+    found = np.zeros_like(first)
+    level_of_pair = np.log2(np.maximum(last - first + 1, 1)).astype(np.int64)
+    for level, least in enumerate(levels):
+        chosen = np.flatnonzero((level_of_pair == level) & (last >= first))
+        found[chosen] = np.minimum(least[first[chosen]], least[last[chosen] - (1 << level) + 1])
+    return found
+
+
+def prefix_order(
+    token_ids_N: Int32s,
+    offsets_R: Int64s,
+    routed_experts_N: Int16s | None = None,
+    least: int = MIN_SHARED,
+    fraction: float = MIN_FRACTION,
+) -> PrefixOrder:
+    """The rows by their tokens; where experts are recorded, tokens with other experts count as other tokens.
+
+    Takes memory for a copy of both arrays.
+    """
+    record_N = _as_bytes(token_ids_N)
+    if routed_experts_N is not None:
+        record_N = np.concatenate([record_N, _as_bytes(routed_experts_N)], axis=1)
+    bounds = offsets_R.tolist()
+    rows = [record_N[start:stop].tobytes() for start, stop in pairwise(bounds)]
+    order = sorted(range(len(rows)), key=rows.__getitem__)
+    shared_R = np.zeros(len(rows), np.int64)
+    for place in range(1, len(order)):
+        before, row = (record_N[bounds[r] : bounds[r + 1]] for r in (order[place - 1], order[place]))
+        shared = _common(before, row)
+        shared_R[place] = shared if shared >= max(least, fraction * len(row)) else 0
+    return PrefixOrder(np.array(order, np.int64), shared_R)
+
+
+def _as_bytes(values_N: NDArray[Any]) -> Uint8s:
+    """[N, ...] -> [N, bytes]"""
+    width = math.prod(values_N.shape[1:])
+    return np.ascontiguousarray(values_N).reshape(len(values_N), width).view(np.uint8)
+
+
+def _common(before: Uint8s, row: Uint8s) -> int:
+    """The number of leading tokens that two rows have in common."""
+    shortest = min(len(before), len(row))
+    differs = before[:shortest].reshape(-1) != row[:shortest].reshape(-1)
+    first = int(differs.argmax()) if len(differs) else 0
+    return first // row.shape[1] if len(differs) and differs[first] else shortest
+
+
+class DistinctTokens(NamedTuple):
+    """Where the distinct tokens of rows lie."""
+
+    slot_N: Int64s
+    """The distinct token that each token of the rows is."""
+    position_U: Int64s
+
+    @staticmethod
+    def of(order: PrefixOrder, offsets_R: Int64s) -> DistinctTokens:
+        """Number the distinct tokens in the order of the rows."""
+        slot_N, positions = np.zeros(int(offsets_R[-1]), np.int64), [np.zeros(0, np.int64)]
+        path, end = slot_N[:0], 0
+        for row, shared in zip(order.row_R.tolist(), order.shared_R.tolist(), strict=True):
+            start, stop = int(offsets_R[row]), int(offsets_R[row + 1])
+            new = stop - start - shared
+            slot_N[start : start + shared] = path[:shared]
+            slot_N[start + shared : stop] = np.arange(end, end + new)
+            positions.append(np.arange(shared, stop - start))
+            path, end = slot_N[start:stop], end + new
+        return DistinctTokens(slot_N, np.concatenate(positions))
+
+    def branches(self) -> list[Branch]:
+        """The runs of the tree, each with the tokens below it; a run ends where rows part.
+
+        In the module's example 0:2 with 2:6 below it, 2:4 and 4:6 with nothing.
+        """
+        position_U, n_distinct = self.position_U, len(self.position_U)
+        if not n_distinct:
+            return []
+        begins_U = np.flatnonzero(np.diff(position_U, prepend=-2) != 1)
+        # the token at which an earlier row went on where this one branches off
+        order_U = np.lexsort((np.arange(n_distinct), position_U))
+        place_U = np.empty(n_distinct, np.int64)
+        place_U[order_U] = np.arange(n_distinct)
+        others = order_U[np.maximum(place_U[begins_U] - 1, 0)]
+        cuts = np.unique(np.concatenate([begins_U, others[position_U[others] == position_U[begins_U]]]))
+        stops = [*cuts[1:].tolist(), n_distinct]
+        below = np.full(len(cuts), n_distinct)
+        open_cuts: list[int] = []
+        for number, cut in enumerate(cuts.tolist()):
+            while open_cuts and position_U[cut] <= position_U[cuts[open_cuts[-1]]]:
+                below[open_cuts.pop()] = cut
+            open_cuts.append(number)
+        return [Branch(*run) for run in zip(cuts.tolist(), stops, below.tolist(), strict=True)]
+
+
+class Branch(NamedTuple):
+    """A run `start:stop` of distinct tokens, which all tokens `stop:below` follow."""
+
+    start: int
+    stop: int
+    below: int

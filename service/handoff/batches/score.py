@@ -1,4 +1,4 @@
-"""From rewards to one advantage per trajectory.
+"""Scoring: from rewards to one advantage per trajectory, or one per turn.
 
 `G` runs over trajectories; a group is the trajectories of one prompt. With r a trajectory's return, m and s the mean
 and the sample standard deviation of its group's returns, n the size of its group:
@@ -17,22 +17,55 @@ and with m = 0 (rewards 1 and -1) advantages are a million times the rewards, as
 
 A partial group (some trajectories refused or still missing) is scored with the n that it has. Each estimator names its
 source. Groups of one follow the published definitions, in which nothing is subtracted; the configuration refuses them.
+
+**By turn** (`credit`; `T` turns, `K` the turns of all trajectories, one trajectory after the other), with r the reward
+of a turn and phi the score of the state in which a turn begins:
+
+| credit         | value of turn t                                                   | terms of a baseline          |
+|----------------|-------------------------------------------------------------------|------------------------------|
+| `trajectory`   | the whole return, the same for every turn                         | returns of the group         |
+| `return_to_go` | G_t = r_t + gamma r_(t+1) + gamma^2 r_(t+2) + ...                 | the group's values at turn t |
+| `potential`    | as above, of the rewards r_t + gamma phi_(t+1) - phi_t            | the group's values at turn t |
+
+The baseline of turn t is the mean over the other trajectories of the group; one that has ended before turn t counts
+with 0. It depends on nothing that this trajectory did, so it adds no bias, also where the policy decides when to stop.
+The mean over the trajectories that are still alive does: a longer one is compared with fewer and other trajectories.
+
+    rewards   a: 0 1    b: 1    gamma 1      values  a: 1 1    b: 1 (0)      rloo  a: 0 1    b: 0
+
+The shaped rewards of `potential` add up to G_t - phi_t, because the score after the last turn counts as 0, however the
+trajectory ended; so shaping does not move the optimum (Ng, Harada and Russell 1999). A state without a score has that
+of the last state before it that has one, 0 at the start: the difference counts at the next score.
+
+Estimators keep their meaning: `rloo` is the distance from that baseline (arXiv 2402.14740); `grpo_no_std` has the
+trajectory itself in the mean, which only scales by (n - 1) / n (arXiv 2503.20783); `grpo` divides that by the group's
+standard deviation of whole returns (arXiv 2402.03300), and is 0 where these do not vary.
+
+**By role**: a part is what one role did in one trajectory: its turns in order, and its return. Roles that the
+configuration names have rewards, groups and baselines of their own; all other steps are the part of `main`:
+
+    turns of a trajectory    main 0   verifier 1   main 0.5         returns: sum     parts  main 0, 0.5   verifier 1
+    group of prompt p        the main parts of its trajectories are compared, and the verifier parts are
+
+With `returns: last` a part's return is the reward of its last turn. A trajectory in which a named role had no turn has
+no part of that role. The only part of a role in a group has no baseline, and no advantage.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from service.columns import check_choice, lengths_of, offsets_of
 from service.errors import UserError
 from service.handoff.ledger.events import GroupStats
-from service.handoff.steps.roles import ROLES
-from service.handoff.steps.tables import end_of_items, reward_of_steps, role_of_steps
-from service.types import Ends, Float64s, Int64s, Steps
+from service.handoff.steps.roles import ROLES, Role
+from service.handoff.steps.tables import Played
+from service.types import Bools, Float32s, Float64s, Int32s, Int64s
 
 EPSILON = 1e-6
 WHITEN_EPSILON = 1e-8
@@ -41,6 +74,7 @@ FINITE = float(np.finfo(np.float32).max)
 """Advantages are no larger, so that they stay finite in float32."""
 
 ReturnRule = Literal["last", "sum"]
+Credit = Literal["trajectory", "return_to_go", "potential"]
 Estimator = Callable[[Float64s, Int64s], Float64s]
 """(returns_G, group_G: the group's number of each trajectory) -> advantage_G"""
 
@@ -48,6 +82,24 @@ ESTIMATORS: dict[str, Estimator] = {}
 
 GROUP_ESTIMATORS = ("grpo", "grpo_no_std", "rloo", "maxrl", "reinforce++_baseline")
 """Those that compare the trajectories of a group."""
+TURN_ESTIMATORS = ("grpo", "grpo_no_std", "rloo")
+"""Those that have a meaning turn by turn."""
+
+
+class Rule(NamedTuple):
+    """How advantages are made of rewards."""
+
+    estimator: str
+    returns: ReturnRule = "last"
+    credit: Credit = "trajectory"
+    gamma: float = 1.0
+    named: tuple[str, ...] = ()
+    """The roles that the configuration names."""
+
+    @property
+    def by_turn(self) -> bool:
+        """Whether the turns of a trajectory may have different advantages."""
+        return self.credit != "trajectory" or bool(self.named)
 
 
 class NotScored(UserError):
@@ -57,6 +109,165 @@ class NotScored(UserError):
         super().__init__(message)
         self.trajectories = trajectories
         """Positions of those in `returns_G`."""
+
+
+class Advantages(NamedTuple):
+    """The advantages of a mini-batch."""
+
+    return_G: Float64s
+    advantage_G: Float64s
+    """By turn: the mean over a trajectory's turns."""
+    turn_advantage_K: Float32s | None
+    """None without advantages by turn."""
+    metrics: dict[str, float]
+
+
+def score(played: Played, prompt_G: Int32s, rule: Rule) -> Advantages:
+    """The advantages of these trajectories; `prompt_G`: the group of each.
+
+    Raises:
+        NotScored: one of them is not finite.
+    """
+    return_G = returns(played, rule.returns)
+    metrics = reward_metrics(group_stats(return_G, prompt_G))
+    metrics["reward/mean_positive_reward"] = float(np.maximum(return_G, 0).sum() / max(len(return_G), 1))
+    if not rule.by_turn:
+        return Advantages(return_G, advantages(rule.estimator, return_G, prompt_G), None, metrics)
+    advantage_K, prompt_K = np.zeros(len(played.steps)), prompt_G[played.end_K]
+    for part in parts(played, rule):
+        advantage_K[part.place_X] = part.advantages(prompt_G, rule)
+        if rule.named:
+            metrics |= _role_metrics(part, advantage_K, prompt_K)
+    if rule.credit != "trajectory":
+        metrics["reward/scored_turns"] = float(1 - np.isnan(played.score_K).mean()) if len(advantage_K) else 0.0
+        moved_P = np.bincount(prompt_K, advantage_K != 0, minlength=int(prompt_G.max()) + 1)
+        metrics["reward/groups_without_credit"] = float((moved_P == 0).mean())
+    n_turns_G = lengths_of(played.first_G)
+    mean_G = np.bincount(played.end_K, advantage_K, minlength=len(played.ends)) / np.maximum(n_turns_G, 1)
+    return Advantages(return_G, mean_G, advantage_K.astype(np.float32), metrics)
+
+
+def teaches(played: Played, rule: Rule, train: Sequence[str]) -> bool:
+    """Whether a turn of a trained role of this one group has an advantage: not where all returns are equal."""
+    if not rule.by_turn:
+        return _vary(returns(played, rule.returns))
+    trained = (part for part in parts(played, rule) if part.role in train)
+    if rule.credit == "trajectory":
+        return any(_vary(part.return_V) for part in trained)
+    return any(part.advantages(np.zeros(len(played.ends), np.int32), rule).any() for part in trained)
+
+
+def returns(played: Played, rule: ReturnRule) -> Float64s:
+    """[G] the return of each trajectory: `last`, the end's reward, or `sum`, the rewards of its steps.
+
+    Steps of roles that the configuration names count for those roles only.
+    """
+    if rule == "last":
+        return played.ends.reward_E
+    own_K = np.where(played.role_K < len(ROLES), played.reward_K, 0.0)
+    return np.bincount(played.end_K, own_K, minlength=len(played.ends)).astype(np.float64)
+
+
+def group_stats(returns_G: Float64s, group_G: NDArray[np.integer[Any]]) -> GroupStats:
+    """What the metrics say about the returns of whole groups."""
+    low_P = np.full(int(group_G.max(initial=-1)) + 1, np.inf)
+    high_P = -low_P
+    np.minimum.at(low_P, group_G, returns_G)
+    np.maximum.at(high_P, group_G, returns_G)
+    flat_P = low_P == high_P
+    counts = (flat_P, flat_P & (low_P == 0), flat_P & (low_P == 1))
+    flat, zeros, ones = (int(np.count_nonzero(of_P)) for of_P in counts)
+    return GroupStats(
+        len(low_P), len(returns_G), float(returns_G.sum()), int(np.count_nonzero(high_P > 0)), flat, zeros, ones
+    )
+
+
+def reward_metrics(trained: GroupStats, filtered: GroupStats | None = None) -> dict[str, float]:
+    """Mean return, and the fractions of groups that have a positive return, or returns that are all equal.
+
+    `filtered`: groups that filters removed, which count as if they were trained too.
+    """
+    every = trained if filtered is None else trained + filtered
+    if not trained.groups:
+        return {}
+    return {
+        "reward/avg_raw_reward": every.return_sum / every.trajectories,
+        f"reward/avg_pass_at_{round(trained.trajectories / trained.groups)}": every.passed / every.groups,
+        "reward/groups_without_variance": every.flat / every.groups,
+        "reward/groups_all_zero": every.zeros / every.groups,
+        "reward/groups_all_one": every.ones / every.groups,
+        "generate/filtered_groups": float(every.groups - trained.groups),
+    }
+
+
+# -- by role ----------------------------------------------------------------------------------------------------------
+
+
+class Part(NamedTuple):
+    """What one role did in the trajectories of a mini-batch."""
+
+    role: str
+    number_V: Int64s
+    """The trajectory of each part, by its end's place."""
+    return_V: Float64s
+    turns: TurnRewards
+    place_X: Int64s
+    """The place of each of the turns among those of all roles, on the axis `K`."""
+
+    def advantages(self, prompt_G: Int32s, rule: Rule) -> Float64s:
+        """[X] the advantage of each turn of the role; 0 in a group in which only one trajectory has the role.
+
+        Raises:
+            NotScored: one of them is not finite; its trajectories are places of ends.
+        """
+        group_V, n_turns_V = prompt_G[self.number_V].astype(np.int64), lengths_of(self.turns.first_G)
+        try:
+            if rule.credit == "trajectory":
+                found_X = np.repeat(advantages(rule.estimator, self.return_V, group_V), n_turns_V)
+            else:
+                found_X = credited(self.turns, group_V, rule.credit, rule.gamma, rule.estimator)
+        except NotScored as error:
+            raise NotScored(str(error), self.number_V[error.trajectories].tolist()) from error
+        if rule.estimator not in GROUP_ESTIMATORS:
+            return found_X
+        alone_V = np.bincount(group_V)[group_V] == 1  # there is nothing to compare with
+        return np.where(np.repeat(alone_V, n_turns_V), 0.0, found_X)
+
+
+def parts(played: Played, rule: Rule) -> Iterator[Part]:
+    """The part of each role that had a turn, `main` first and always, then as the configuration names them."""
+    for code, role in ((0, str(Role.MAIN)), *enumerate(rule.named, len(ROLES))):
+        place_X = np.flatnonzero(played.role_K < len(ROLES) if code == 0 else played.role_K == code)
+        n_turns_G = np.bincount(played.end_K[place_X], minlength=len(played.ends))
+        number_V = np.arange(len(played.ends)) if code == 0 else np.flatnonzero(n_turns_G)
+        if not len(number_V):
+            continue
+        own = TurnRewards(offsets_of(n_turns_G[number_V]), played.reward_K[place_X], played.score_K[place_X])
+        if code == 0:
+            return_V = returns(played, rule.returns)
+        elif rule.returns == "last":
+            return_V = own.reward_X[own.first_G[1:] - 1]
+        else:
+            return_V = np.add.reduceat(own.reward_X, own.first_G[:-1])
+        yield Part(role, number_V, return_V, own, place_X)
+
+
+def _vary(return_V: Float64s) -> bool:
+    return bool((return_V != return_V[:1]).any())
+
+
+def _role_metrics(part: Part, advantage_X: Float64s, prompt_X: Int32s) -> dict[str, float]:
+    """What a role got, and how often it spoke, in the trajectories in which it did."""
+    moved_P = np.bincount(prompt_X[part.place_X], advantage_X[part.place_X] != 0)
+    spoke_P = np.bincount(prompt_X[part.place_X])
+    return {
+        f"role/{part.role}/reward": float(part.return_V.mean()),
+        f"role/{part.role}/turns": len(part.place_X) / len(part.number_V),
+        f"role/{part.role}/groups_without_credit": float((moved_P[spoke_P > 0] == 0).mean()) if len(spoke_P) else 0.0,
+    }
+
+
+# -- estimators -------------------------------------------------------------------------------------------------------
 
 
 def estimator(name: str) -> Callable[[Estimator], Estimator]:
@@ -106,31 +317,6 @@ def numbered(prompt_uids_G: Sequence[Any] | NDArray[Any]) -> Int64s:
     code: dict[Any, int] = {}
     uids = prompt_uids_G.tolist() if isinstance(prompt_uids_G, np.ndarray) else prompt_uids_G
     return np.array([code.setdefault(uid, len(code)) for uid in uids], np.int64)
-
-
-def returns(steps: Steps, ends: Ends, rule: ReturnRule) -> Float64s:
-    """Per trajectory end its return: `last`, the end's reward, or `sum`, the rewards of its steps.
-
-    Steps of roles that the configuration names count for those roles only.
-    """
-    if rule == "last" or not len(ends):
-        return ends.reward_E
-    own_K = np.where(role_of_steps(steps, ends) < len(ROLES), reward_of_steps(steps, ends), 0.0)
-    return np.bincount(end_of_items(steps, ends), own_K, minlength=len(ends)).astype(np.float64)
-
-
-def group_stats(returns_G: Float64s, group_G: NDArray[np.integer[Any]]) -> GroupStats:
-    """What the metrics say about the returns of whole groups."""
-    low_P = np.full(int(group_G.max(initial=-1)) + 1, np.inf)
-    high_P = -low_P
-    np.minimum.at(low_P, group_G, returns_G)
-    np.maximum.at(high_P, group_G, returns_G)
-    flat_P = low_P == high_P
-    counts = (flat_P, flat_P & (low_P == 0), flat_P & (low_P == 1))
-    flat, zeros, ones = (int(np.count_nonzero(of_P)) for of_P in counts)
-    return GroupStats(
-        len(low_P), len(returns_G), float(returns_G.sum()), int(np.count_nonzero(high_P > 0)), flat, zeros, ones
-    )
 
 
 @estimator("grpo")
@@ -196,3 +382,108 @@ def _baseline(returns_G: Float64s, group_G: Int64s) -> tuple[Int64s, Float64s]:
     above_P = np.bincount(group_G, returns_G - first_P[group_G]) / np.maximum(count_P, 1)
     mean_P = np.where(count_P > 1, first_P + above_P, 0.0)
     return count_P[group_G], mean_P[group_G]
+
+
+# -- by turn ----------------------------------------------------------------------------------------------------------
+
+
+class TurnRewards(NamedTuple):
+    """What every turn of some trajectories got."""
+
+    first_G: Int64s
+    """[G + 1] where each trajectory's turns begin on the axis X."""
+    reward_X: Float64s
+    score_X: Float64s
+    """The score of the state after the turn; NaN where there is none."""
+
+    @property
+    def alive_GT(self) -> Bools:
+        """Whether a trajectory has a turn t."""
+        turns_G = lengths_of(self.first_G)
+        return np.asarray(np.less.outer(np.arange(int(turns_G.max(initial=0))), turns_G).T)
+
+
+def turn_advantages(
+    rewards: Sequence[ArrayLike],
+    prompt_uids: Sequence[Any] | NDArray[Any],
+    credit: Credit = "return_to_go",
+    gamma: float = 1.0,
+    estimator: str = "rloo",
+    scores: Sequence[ArrayLike] | None = None,
+) -> list[Float64s]:
+    """One advantage per turn, an array per trajectory, of one sequence of turn rewards per trajectory.
+
+    `scores`: likewise the scores of the states after the turns, for `potential`; NaN where there is none.
+
+    Raises:
+        ValueError: a reward is not finite, a score is infinite, a trajectory has no prompt uid or other turns, there is
+            no such credit, or `gamma` is not in [0, 1].
+        NotScored: an advantage is not finite.
+        UserError: the estimator has no meaning by turn, or there is none of that name.
+
+    >>> [advantage_T.tolist() for advantage_T in turn_advantages([[0.0, 1.0], [1.0]], ["a", "a"])]
+    [[0.0, 1.0], [0.0]]
+    """
+    check_choice("credit", credit, Credit)
+    if not 0 <= gamma <= 1:
+        raise ValueError(f"gamma={gamma}: a discount is between 0 and 1")
+    reward_G = [np.asarray(turns, np.float64) for turns in rewards]
+    score_G = [np.full(len(r), np.nan) for r in reward_G] if scores is None else [np.asarray(s) for s in scores]
+    if [len(s) for s in score_G] != [len(r) for r in reward_G] or len(prompt_uids) != len(reward_G):
+        raise ValueError("rewards, scores and prompt uids are not of the same trajectories and turns")
+    first_G = offsets_of(np.array([len(turns) for turns in reward_G], np.int64))
+    turns = TurnRewards(first_G, _joined(reward_G), _joined(score_G))
+    if not np.isfinite(turns.reward_X).all() or np.isinf(turns.score_X).any():
+        raise ValueError("a reward or a score is no finite number")
+    advantage_X = credited(turns, numbered(prompt_uids), credit, gamma, estimator)
+    return np.split(advantage_X, first_G[1:-1]) if reward_G else []
+
+
+def credited(turns: TurnRewards, group_G: Int64s, credit: Credit, gamma: float, estimator: str) -> Float64s:
+    """[X] the advantages of turns of trajectories of these groups; see `turn_advantages`."""
+    alive_GT = turns.alive_GT
+    reward_GT: Float64s = np.zeros(alive_GT.shape)
+    reward_GT[alive_GT] = turns.reward_X
+    return_G = reward_GT.sum(axis=1)
+    if credit == "trajectory":
+        return np.repeat(advantages(estimator, return_G, group_G), lengths_of(turns.first_G))
+    if estimator not in TURN_ESTIMATORS:
+        raise UserError(f"algorithm.credit: {estimator!r} {not_by_turn(estimator)}")
+    value_GT = reward_GT  # from the last turn to the first
+    for t in range(value_GT.shape[1] - 2, -1, -1):
+        value_GT[:, t] += gamma * value_GT[:, t + 1]
+    if credit == "potential":
+        value_GT -= _scores_before(turns, alive_GT)
+    column_GT = group_G[:, None] * alive_GT.shape[1] + np.arange(alive_GT.shape[1])
+    distance = rloo if estimator == "rloo" else grpo_no_std
+    advantage_GT = distance(value_GT.reshape(-1), column_GT.reshape(-1)).reshape(alive_GT.shape)
+    if estimator == "grpo":
+        std_G = deviation(return_G, group_G)
+        advantage_GT = np.where(std_G[:, None] < EPSILON, 0.0, advantage_GT / (std_G[:, None] + EPSILON))
+    if not (fine_G := (np.abs(advantage_GT) <= FINITE).all(axis=1)).all():
+        raise NotScored("a turn has no finite advantage", np.flatnonzero(~fine_G).tolist())
+    return np.asarray(advantage_GT[alive_GT])
+
+
+def not_by_turn(estimator: str) -> str:
+    """Why an estimator has no meaning turn by turn."""
+    return {
+        "maxrl": "divides by the mean return, which at later turns may be 0 or belong to few trajectories",
+        "reinforce++_baseline": "whitens over the mini-batch, so that an advantage depends on how many turns all other "
+        "trajectories have",
+        "reinforce++": "discounts along the tokens already",
+    }.get(estimator, "is defined on whole returns only") + f"; use {', '.join(TURN_ESTIMATORS)}"
+
+
+def _scores_before(turns: TurnRewards, alive_GT: Bools) -> Float64s:
+    """[G, T] the score of the state in which each turn begins: the last score before it, else 0; 0 after the end."""
+    score_GT = np.full((alive_GT.shape[0], alive_GT.shape[1] + 1), np.nan)
+    score_GT[:, 1:][alive_GT] = turns.score_X
+    score_GT[:, 0] = 0.0
+    known_GT = np.where(np.isnan(score_GT), 0, np.arange(score_GT.shape[1]))
+    np.maximum.accumulate(known_GT, axis=1, out=known_GT)
+    return np.where(alive_GT, np.take_along_axis(score_GT, known_GT, axis=1)[:, :-1], 0.0)
+
+
+def _joined(parts: Sequence[NDArray[Any]]) -> Float64s:
+    return np.concatenate([np.zeros(0), *parts])

@@ -22,15 +22,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from service.columns import changes, columns_of, filled, lengths_of, offsets_of, segments_of
-from service.handoff.prefixes.prefix_index import IndexedStep, PrefixIndex
-from service.handoff.prefixes.sharing import check_chain
+from service.columns import changes, check_choice, columns_of, filled, lengths_of, offsets_of, segments_of
+from service.handoff.prefixes.prefix_index import IndexedStep, Place, PrefixIndex, check_chain, common
 from service.handoff.prefixes.step_equality import in_order
-from service.handoff.prefixes.tree import Place, common
 from service.handoff.steps.builder import steps_table
 from service.handoff.steps.tables import name_of, row_objects, total_lengths, with_token_rewards
 from service.types import Bools, Int64s, Row, Rows, Step, Steps
@@ -42,6 +40,8 @@ class Merged(NamedTuple):
     """Rows, and how they came about."""
 
     rows: Rows
+    first_R: Int64s
+    """The step with which each row begins, by its place in the table."""
     counts: dict[str, int]
     """Steps by outcome (`extended`, `forked`, `reset`), `steps` and `rows`, `tokens_before` (of the steps as rows of
     their own) and `tokens_after`."""
@@ -86,27 +86,31 @@ def merge_steps(steps: Iterable[Step], mode: Mode = "linear") -> list[Row]:
     return row_objects(rows if table.token_rewards_N is None else replace(rows, reward_R=None))
 
 
-def merge(steps: Steps, mode: Mode = "linear", by_turn: bool = False) -> Merged:
-    """Merge all trajectories of a table; steps may come in any order, and identical duplicates count once.
+def merge(steps: Steps, mode: Mode = "linear") -> Merged:
+    """Merge all trajectories of a table; steps may come in any order, and identical duplicates count once."""
+    check_choice("mode", mode, Mode)
+    return merge_in_order(*in_order(steps), mode)
+
+
+def merge_in_order(steps: Steps, number_K: Int64s, mode: Mode, by_turn: bool = False) -> Merged:
+    """Merge steps that come by trajectory (`number_K`), then by index, each once.
 
     `by_turn`: the rows say of which step each token is.
     """
-    check_choice("mode", mode, Mode)
     counts = dict.fromkeys(("extended", "forked", "reset"), 0)
-    steps, number_K = in_order(steps)
+    first_K, new_kind_K = changes(number_K), changes(steps.temperature_K, steps.has_logprobs_K)
     if mode == "off":
-        steps = whole_prompts(steps)
-        item_K = np.arange(len(steps))
-        layout = _Layout(steps.offsets_K[:-1], steps.offsets_K[1:], np.ones(len(steps), np.bool_), item_K, item_K)
+        layout = _unmerged_layout(steps, first_K)
     else:
-        layout = _merged_layout(steps, number_K, mode, counts)
-    rows = _rows(steps, layout)
+        layout = _merged_layout(steps, number_K, first_K, first_K | ~new_kind_K, mode, counts)
+    first_R = np.unique(layout.row_S)
+    rows = _rows(steps, layout, first_R)
     if by_turn:
-        turn_S = steps.index_K[_items_of_segments(steps, layout)]
+        turn_S = _items_of_segments(steps, layout).astype(np.int32)
         rows = replace(rows, turn_N=np.repeat(turn_S, layout.stop_S - layout.start_S))
     counts |= {"steps": len(steps), "rows": len(rows)}
     counts |= {"tokens_before": int(total_lengths(steps).sum()), "tokens_after": len(rows.token_ids_N)}
-    return Merged(rows, counts)
+    return Merged(rows, first_R, counts)
 
 
 def check_whole(steps: Steps) -> None:
@@ -125,12 +129,7 @@ def whole_prompts(steps: Steps) -> Steps:
     if not (steps.extends_K >= 0).any():
         return steps
     steps, number_K = in_order(steps)
-    index, segments, length_K = PrefixIndex(), list[tuple[int, int, bool]](), total_lengths(steps)
-    for k, begins in enumerate(changes(number_K).tolist()):
-        index = PrefixIndex() if begins else index
-        step = index.add(steps, k)
-        segments += [(*segment, segment[0] >= step.own_start) for segment in step.segments(0, step.tip.length)]
-    start_S, stop_S, live_S = np.array(segments, np.int64).T
+    layout, length_K = _unmerged_layout(steps, changes(number_K)), total_lengths(steps)
     return replace(
         steps,
         prompt_length_K=(steps.prompt_length_K + length_K - lengths_of(steps.offsets_K)).astype(np.int32),
@@ -138,14 +137,29 @@ def whole_prompts(steps: Steps) -> Steps:
         extends_length_K=np.zeros(len(steps), np.int32),
         extends_digest_K=np.zeros(len(steps), np.uint64),
         offsets_K=offsets_of(length_K),
-        **_assembled(steps, start_S, stop_S, live_S.astype(np.bool_)),
+        **_assembled(steps, layout),
     )
 
 
-def _merged_layout(steps: Steps, number_K: Int64s, mode: Mode, counts: dict[str, int]) -> _Layout:
+def _unmerged_layout(steps: Steps, first_K: Bools) -> _Layout:
+    """Every step as a row of its own, with its whole prompt."""
+    item_K = np.arange(len(steps))
+    if not (steps.extends_K >= 0).any():
+        return _Layout(steps.offsets_K[:-1], steps.offsets_K[1:], np.ones(len(steps), np.bool_), item_K, item_K)
+    index, segments = PrefixIndex(), list[tuple[int, int, bool, int]]()
+    for k, begins in enumerate(first_K.tolist()):
+        index = PrefixIndex() if begins else index
+        step = index.add(steps, k)
+        segments += [(*segment, segment[0] >= step.own_start, k) for segment in step.segments(0, step.tip.length)]
+    start_S, stop_S, live_S, row_S = np.array(segments, np.int64).T
+    return _Layout(start_S, stop_S, live_S.astype(np.bool_), row_S, item_K)
+
+
+def _merged_layout(
+    steps: Steps, number_K: Int64s, first_K: Bools, mergeable_K: Bools, mode: Mode, counts: dict[str, int]
+) -> _Layout:
     """Chains of steps as they lie; trajectories that branch, one by one."""
-    first_K = changes(number_K)
-    chained_K, skip_K = _chains(steps, first_K, number_K)
+    chained_K, skip_K = _chains(steps, first_K, mergeable_K, number_K)
     item_K = np.arange(len(steps))
     chain_S, begins_K = item_K[chained_K], np.maximum.accumulate(np.where(first_K, item_K, 0))
     last_K = item_K.copy()
@@ -170,11 +184,11 @@ def _merged_layout(steps: Steps, number_K: Int64s, mode: Mode, counts: dict[str,
     return _Layout(start_S[order], stop_S[order], live_S[order], row_S[order], last_K)
 
 
-def _chains(steps: Steps, first_K: Bools, number_K: Int64s) -> tuple[Bools, Int64s]:
+def _chains(steps: Steps, first_K: Bools, mergeable_K: Bools, number_K: Int64s) -> tuple[Bools, Int64s]:
     """Steps of trajectories in which each continues the one before, and how many own tokens repeat that one's."""
     before_K = np.concatenate(([0], total_lengths(steps)[:-1]))
     index_before_K = np.concatenate(([-1], steps.index_K[:-1]))
-    full_K, mergeable_K = steps.extends_K < 0, first_K | ~changes(steps.temperature_K, steps.has_logprobs_K)
+    full_K = steps.extends_K < 0
     refers_K = ~full_K & (steps.extends_K == index_before_K) & (steps.extends_length_K == before_K)
     refers_K = _of_whole_trajectories(mergeable_K & np.where(first_K, full_K, refers_K), number_K)
     if refers_K.any():
@@ -194,13 +208,12 @@ def _of_whole_trajectories(good_K: Bools, number_K: Int64s) -> Bools:
     return np.asarray(bad_G[number_K] == 0)
 
 
-def _rows(steps: Steps, layout: _Layout) -> Rows:
-    length_S, begins_S = layout.stop_S - layout.start_S, changes(layout.row_S)
-    first_R, begin_R = layout.row_S[begins_S], np.flatnonzero(begins_S)
+def _rows(steps: Steps, layout: _Layout, first_R: Int64s) -> Rows:
+    length_S, begin_R = layout.stop_S - layout.start_S, np.searchsorted(layout.row_S, first_R)
     last_R = layout.last_K[first_R]
     response_K = lengths_of(steps.offsets_K) - steps.prompt_length_K
     offsets_R = offsets_of(np.add.reduceat(length_S, begin_R) if len(begin_R) else length_S)
-    columns = _assembled(steps, layout.start_S, layout.stop_S, layout.live_S)
+    columns = _assembled(steps, layout)
     if any(column.about.on_prompt and columns[column.name] is not None for column in _FILLED):
         _fill(columns, _observed(steps, layout), on_prompt=True)
     return Rows(
@@ -225,11 +238,11 @@ def _rows(steps: Steps, layout: _Layout) -> Rows:
 _FILLED = tuple(column for column in columns_of(Rows).tokens if column.about.fill is not None)
 
 
-def _assembled(steps: Steps, start_S: Int64s, stop_S: Int64s, live_S: Bools) -> dict[str, Any]:
+def _assembled(steps: Steps, layout: _Layout) -> dict[str, Any]:
     """Token columns made of segments; a context token keeps what a prompt token has: its id and routed experts."""
-    columns = segments_of(steps, start_S, stop_S)
-    if not live_S.all():
-        _fill(columns, np.repeat(~live_S, stop_S - start_S), on_prompt=False)
+    columns = segments_of(steps, layout.start_S, layout.stop_S)
+    if not layout.live_S.all():
+        _fill(columns, np.repeat(~layout.live_S, layout.stop_S - layout.start_S), on_prompt=False)
     return columns
 
 
@@ -254,13 +267,6 @@ def _fill(columns: dict[str, Any], where_N: Bools, on_prompt: bool) -> None:
         if column.about.on_prompt == on_prompt and (array := columns[column.name]) is not None:
             chosen = where_N.reshape(-1, *(1,) * (array.ndim - 1))
             columns[column.name] = np.where(chosen, filled(column, 1).reshape((1,) * array.ndim), array)
-
-
-def check_choice(name: str, value: str, choices: Any) -> None:
-    """ValueError unless a setting is one of the values of its literal type; any other would act like one of them."""
-    known = get_args(choices)
-    if value not in known:
-        raise ValueError(f"{name}={value!r} is none of {', '.join(map(repr, known))}")
 
 
 # -- trajectories that branch -----------------------------------------------------------------------------------------

@@ -19,10 +19,8 @@ import numpy as np
 import xxhash
 
 from service.columns import columns_of, digest, offsets_of, segments_of, token_bytes, trajectories
-from service.handoff.prefixes.prefix_index import PROMPT_COLUMNS, PrefixError, PrefixIndex
+from service.handoff.prefixes.prefix_index import PROMPT_COLUMNS, PrefixIndex
 from service.handoff.steps.tables import (
-    name_of,
-    total_lengths,
     trajectory_ids,
 )
 from service.types import Bools, Extension, Steps, TrajectoryId
@@ -128,31 +126,6 @@ def with_references(steps: Steps, found: Mapping[int, Extension]) -> Steps:
     start_K[items] += length
     columns |= segments_of(steps, start_K, stop_K, copy=True)  # a view would keep the whole message in memory
     return replace(steps, offsets_K=offsets_of(stop_K - start_K), **columns)
-
-
-def check_references(steps: Steps) -> None:
-    """PrefixError unless what each step of one trajectory extends is there; the steps are sorted by index."""
-    first_K = np.zeros(len(steps), np.bool_)
-    first_K[:1] = True
-    linked = np.array_equal(steps.extends_K[1:], steps.index_K[:-1]) and (steps.extends_K[:1] < 0).all()
-    if linked and np.array_equal(steps.extends_length_K[1:], total_lengths(steps)[:-1]):
-        check_chain(steps, first_K, np.ones(len(steps), np.bool_))
-        return
-    index = PrefixIndex()
-    for k in range(len(steps)):
-        index.add(steps, k)
-
-
-def check_chain(steps: Steps, first_K: Bools, chain_K: Bools) -> None:
-    """PrefixError unless steps that each extend the whole step before name its digest; every token is read once."""
-    view, offsets = token_bytes(steps.token_ids_N), (4 * steps.offsets_K).tolist()
-    digests, firsts, chain = steps.extends_digest_K.tolist(), first_K.tolist(), xxhash.xxh3_64()
-    for k in np.flatnonzero(chain_K).tolist():
-        if firsts[k]:
-            chain = xxhash.xxh3_64()
-        elif chain.intdigest() != digests[k]:
-            raise PrefixError(f"{name_of(steps, k)} extends other tokens than step {steps.extends_K[k]} has")
-        chain.update(view[offsets[k] : offsets[k + 1]])
 
 
 def _continuing(chain: Chain | None, steps: Steps, items: list[int], wanted_K: Bools) -> dict[int, Extension]:

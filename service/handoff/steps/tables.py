@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from service.columns import codes_of, columns_of, concat, lengths_of, offsets_of, trajectories
+from service.columns import codes_of, columns_of, concat, lengths_of, offsets_of, select, trajectories
 from service.handoff.group_bytes import NOTE_BYTES, SAID_BYTES
 from service.handoff.steps.stop_reason import StopReason
 from service.types import (
@@ -17,7 +17,6 @@ from service.types import (
     Ends,
     Extension,
     Float64s,
-    Int32s,
     Int64s,
     Row,
     Rows,
@@ -108,6 +107,47 @@ def _said(steps: Steps, ends: Ends) -> tuple[Int64s, Int64s]:
     return k, ends.step_offsets_E[end_K[k]] + steps.index_K[k]
 
 
+class Played(NamedTuple):
+    """Whole trajectories: their steps in order, and what each step got.
+
+    ends a, b; steps of b: 0, of a: 1 0     ->      steps a0 a1 b0     end_K [0 0 1]     first_G [0 2 3]
+    """
+
+    steps: Steps
+    """By the place of their trajectory's end, then by index."""
+    ends: Ends
+    end_K: Int64s
+    """The place of the end of each step's trajectory."""
+    first_G: Int64s
+    """[G + 1] where each trajectory's steps begin."""
+    role_K: Uint8s
+    reward_K: Float64s
+    """Rewards given after the step was sent included."""
+
+    @property
+    def score_K(self) -> Float64s:
+        """The score of the state after each step; NaN where there is none."""
+        score_K = self.steps.score_K
+        return np.full(len(self.steps), np.nan) if score_K is None else score_K
+
+    @staticmethod
+    def of(steps: Steps, ends: Ends) -> Played:
+        """The trajectories of these ends, in their order.
+
+        Raises:
+            ValueError: a step whose trajectory has no end, or two; a step that came twice.
+        """
+        end_K = end_of_items(steps, ends)
+        order = np.lexsort((steps.index_K, end_K))
+        if (order[1:] < order[:-1]).any():
+            steps, end_K = select(steps, order), end_K[order]
+        again_K = np.flatnonzero((end_K[1:] == end_K[:-1]) & (steps.index_K[1:] == steps.index_K[:-1]))
+        if len(again_K):
+            raise ValueError(f"{name_of(steps, int(again_K[0]))} came twice")
+        first_G = offsets_of(np.bincount(end_K, minlength=len(ends)))
+        return Played(steps, ends, end_K, first_G, role_of_steps(steps, ends), reward_of_steps(steps, ends))
+
+
 def trajectory_ids(table: Steps | Ends | Rows) -> list[TrajectoryId]:
     """The trajectory of each item."""
     axis = columns_of(type(table)).axis
@@ -115,22 +155,20 @@ def trajectory_ids(table: Steps | Ends | Rows) -> list[TrajectoryId]:
     return [TrajectoryId(*identity) for identity in zip(*columns, strict=True)]
 
 
-def end_of_items(items: Steps | Rows, ends: Ends) -> Int32s:
-    """The place of the end of each item's trajectory.
+def end_of_items(steps: Steps, ends: Ends) -> Int64s:
+    """[K] the place of the end of each step's trajectory.
 
     Raises:
-        ValueError: an item's trajectory has no end, or two.
+        ValueError: a step's trajectory has no end, or two.
     """
-    columns = columns_of(type(items))
     number_X, first_X = trajectories(
-        *(
-            np.concatenate((getattr(ends, f"{name}_E"), getattr(items, f"{name}_{columns.axis}")))
-            for name in TrajectoryId._fields
-        )
+        np.concatenate((ends.group_id_E, steps.group_id_K)),
+        np.concatenate((ends.sample_E, steps.sample_K)),
+        np.concatenate((ends.attempt_E, steps.attempt_K)),
     )
     if len(first_X) != len(ends):
-        raise ValueError("a trajectory of steps or rows has no end, or it ends twice")
-    return number_X[len(ends) :].astype(np.int32)
+        raise ValueError("a trajectory of steps has no end, or it ends twice")
+    return number_X[len(ends) :]
 
 
 def concat_steps(tables: Sequence[Steps]) -> Steps:

@@ -7,7 +7,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from service.handoff.prefixes.distinct import MIN_SHARED, DistinctTokens, prefix_order
+from service.handoff.batches.pack import MIN_SHARED, DistinctTokens, prefix_order
 from tests.pure.learn.trees import tree_rows
 
 

@@ -19,7 +19,7 @@ SHAPES = (
     "batches.score",
     "prefixes.merge",
     "prefixes.sharing",
-    "prefixes.tree",
+    "prefixes.prefix_index",
     "steps.builder",
 )
 """Modules that change the shape of data."""

@@ -8,16 +8,14 @@ import numpy as np
 import pytest
 
 from service.handoff import BatchSettings, CompleteGroup, advantages, form_mini_batch, turn_advantages
-from service.handoff.batches.advantages import Rule
-from service.handoff.batches.credit import TURN_ESTIMATORS, Credit
 from service.handoff.batches.filters import FilterSettings, filtered
-from service.handoff.batches.score import GROUP_ESTIMATORS, ReturnRule, returns
+from service.handoff.batches.score import GROUP_ESTIMATORS, TURN_ESTIMATORS, Credit, ReturnRule, Rule, returns
 from service.handoff.ledger.events import Scored
 from service.handoff.ledger.scores import with_scores
 from service.handoff.ledger.versions import VersionHistory
 from service.handoff.steps.builder import step_group, steps_table
 from service.handoff.steps.roles import TRAINED, packed_roles
-from service.handoff.steps.tables import end_objects, ends_table, reward_of_steps
+from service.handoff.steps.tables import Played, end_objects, ends_table, reward_of_steps
 from service.handoff.steps.wire import decode, encode
 from service.handoff.validate import MAX_REWARD, refusal
 from service.types import Refusal, RefusalReason, Step, StepGroup, TrajectoryEnd, TrajectoryId
@@ -123,7 +121,7 @@ def test_rewards_given_later_travel_with_the_end_and_count_for_their_step() -> N
         )
     }
     assert found == {(g, t): r + later for g, turns in enumerate(GROUP) for t, (_, r, later) in enumerate(turns)}
-    assert returns(message.steps, message.ends, "sum").tolist() == [1.5, 0.0, 1.0]
+    assert returns(Played.of(message.steps, message.ends), "sum").tolist() == [1.5, 0.0, 1.0]
 
 
 @pytest.mark.parametrize(
@@ -158,7 +156,8 @@ def test_a_scorer_that_replaces_rewards_replaces_those_of_main_alone() -> None:
     group = group_of(GROUP)
     said = Scored(0, "judge", rewards=(0.25, 0.5, 0.75), replaces=True)
     steps, ends = with_scores(group.steps, group.ends, [said])
-    assert returns(steps, ends, "sum").tolist() == returns(steps, ends, "last").tolist() == [0.25, 0.5, 0.75]
+    played = Played.of(steps, ends)
+    assert returns(played, "sum").tolist() == returns(played, "last").tolist() == [0.25, 0.5, 0.75]
     settings = BatchSettings(1, 256, "rloo", "sum", train=TRAIN, named_roles=NAMED)
     batch = form_mini_batch(1, [group._replace(steps=steps, ends=ends)], VersionHistory(), settings)
     assert batch.metrics["role/verifier/reward"] == pytest.approx(np.mean([sum(of) for of in of_role("verifier")]))

@@ -13,7 +13,7 @@ from service.errors import ConfigError, UserError
 from service.handoff import advantages
 from service.handoff.batches.score import ESTIMATORS, NotScored, estimator, returns
 from service.handoff.steps.builder import steps_table
-from service.handoff.steps.tables import ends_table
+from service.handoff.steps.tables import Played, ends_table
 from service.types import Float64s, Int64s, TrajectoryId
 from tests.pure.handoff.worlds import end, step
 
@@ -107,8 +107,9 @@ def test_an_estimator_of_ones_own_is_named_with_its_module(own_module: None) -> 
 def test_returns_are_the_ends_reward_or_the_sum_over_steps() -> None:
     steps = steps_table([step(0, [1], [2], reward=1.0), step(1, [1, 2, 3], [4], reward=2.0)])
     ends = ends_table([end(TrajectoryId(0, 1), steps=0, reward=5.0), end(steps=2, reward=2.0)])
-    assert returns(steps, ends, "last").tolist() == [5.0, 2.0]
-    assert returns(steps, ends, "sum").tolist() == [0.0, 3.0]
+    played = Played.of(steps, ends)
+    assert returns(played, "last").tolist() == [5.0, 2.0]
+    assert returns(played, "sum").tolist() == [0.0, 3.0]
 
 
 def test_maxrl_has_no_advantage_where_it_would_divide_by_zero() -> None:

@@ -25,7 +25,7 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from service.handoff.prefixes.distinct import prefix_order
+from service.handoff.batches.pack import prefix_order
 from service.learn import layouts
 from service.learn.device_batch import DeviceBatch, DeviceSettings
 from service.learn.layouts import Layout

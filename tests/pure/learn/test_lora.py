@@ -17,7 +17,7 @@ from transformers import Qwen3Config
 
 from service.config.lora import ATTENTION, LINEAR, LoraConfig
 from service.errors import UserError
-from service.handoff.prefixes.distinct import prefix_order
+from service.handoff.batches.pack import prefix_order
 from service.learn import layouts
 from service.learn.learner import Learner
 from service.learn.model.adapter_folder import PREFIX

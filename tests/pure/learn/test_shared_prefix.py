@@ -11,7 +11,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-from service.handoff.prefixes.distinct import prefix_order
+from service.handoff.batches.pack import prefix_order
 from service.learn import layouts, packing
 from service.learn.device_batch import DeviceBatch, DeviceSettings
 from service.learn.learner import Learner

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from service.handoff.prefixes.distinct import prefix_order
+from service.handoff.batches.pack import prefix_order
 from service.learn import layouts
 from service.learn.learner import Learner
 from service.learn.settings import LearnSettings
