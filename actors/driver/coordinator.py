@@ -360,5 +360,6 @@ class Coordinator:
             self._folder.append_trajectories(await ask_buffer(self._buffer.end))
         generators = await self._generator_pool.statuses()
         await self._generator_pool.stop()
-        self._telemetry.stop(state)
+        self._telemetry.state(state)
+        self._telemetry.stop()
         self._progress.end(state, await ask_buffer(self._buffer.status), generators)

@@ -31,20 +31,15 @@ SLOW_SYNC_SECONDS = 0.02
 """The timeline has the syncs of the journal that took so long."""
 
 
-class RunTelemetry:
+class RunTelemetry(Reporter):
     """Reports the run's state and its steps, for the driver."""
 
     def __init__(self, config: Config, hub: Any, folder: str, uploads: Uploads | None = None) -> None:
-        self._hub = hub
+        super().__init__("driver", "driver", config, hub, self._measure_now)
         self._uploads = uploads
-        self._reporter = Reporter("driver", "driver", config, hub, self._measure_now)
-        self._states = States(self._reporter.trace, "trainer", "starting")
-        self._run = run_report(config.run, config.generator, config.trainer, config.buffer, folder, time.time())
-        measure_run(self._reporter.metrics, AlertThresholds.of(config), self._run["name"], installed_version())
-
-    def start(self) -> None:
-        """Start to push, in the running event loop."""
-        self._reporter.start()
+        self._states = States(self.trace, "trainer", "starting")
+        self._shown = run_report(config.run, config.generator, config.trainer, config.buffer, folder, time.time())
+        measure_run(self.metrics, AlertThresholds.of(config), self._shown["name"], installed_version())
 
     def doing(self, state: str, **detail: Any) -> None:
         """What the trainer as a whole does now: waiting, step, commit, weights, checkpoint, evaluating, ..."""
@@ -52,53 +47,48 @@ class RunTelemetry:
 
     def span(self, row: str, step: int, began: float) -> None:
         """A checkpoint or an evaluation of a step has ended, which was begun then."""
-        self._reporter.trace.span(row, f"step {step}", began, time.monotonic())
+        self.trace.span(row, f"step {step}", began, time.monotonic())
 
     def state(self, state: str) -> None:
         """The run entered a state: starting, warm_start, training, stopping, finished or stopped."""
-        measure_state(self._reporter.metrics, state)
+        measure_state(self.metrics, state)
         self._report_run(state=state)
-        self._reporter.push()
+        self.push()
 
     def stepped(self, policy: PolicyVersion, line: Mapping[str, float]) -> None:
         """An optimizer step was applied; `line` is its line of `metrics.jsonl`."""
         now = time.time()
-        measure_step(self._reporter.metrics, line, now)
+        measure_step(self.metrics, line, now)
         self._report_run(policy_version={"incarnation": policy.incarnation, "step": policy.step}, stepped=now)
         if "timing/sync_weights" in line:
             self._report_run(weights_sync_seconds=line["timing/sync_weights"])
-        self._reporter.report("step", line)
+        self.report("step", line)
         staleness = {key: line[f"async/staleness_{key}"] for key in ("mean", "max") if f"async/staleness_{key}" in line}
-        self._reporter.trace.counter("staleness", staleness)
+        self.trace.counter("staleness", staleness)
 
     def aborted(self) -> None:
         """An optimizer step was not applied."""
-        self._reporter.metrics.count("baton_aborted_steps_total")
+        self.metrics.count("baton_aborted_steps_total")
 
     def sent(self, n_bytes: int, changed: float | None) -> None:
         """Weights left the trainer's ranks; `changed`: see `actors.weights.chain.Sent`."""
-        self._reporter.metrics.count("baton_weight_sent_bytes_total", n_bytes)
+        self.metrics.count("baton_weight_sent_bytes_total", n_bytes)
         if changed is not None:
-            self._reporter.metrics.set("baton_weight_changed_ratio", changed)
+            self.metrics.set("baton_weight_changed_ratio", changed)
             self._report_run(weights_changed=changed)
 
     def sync_failed(self) -> None:
         """An engine did not load new weights."""
-        self._reporter.metrics.count("baton_weight_sync_failures_total")
+        self.metrics.count("baton_weight_sync_failures_total")
 
     def generators(self, expected: int) -> None:
         """Number of generators that are there or are to come."""
-        self._reporter.metrics.set("baton_generators_expected", expected)
+        self.metrics.set("baton_generators_expected", expected)
         self._report_run(generators=expected)
 
     def left(self, generator: str) -> None:
         """A generator has left."""
         self._hub.forget.remote(f"generator/{generator}")
-
-    def stop(self, state: str) -> None:
-        """Push for the last time."""
-        self.state(state)
-        self._reporter.stop()
 
     def _measure_now(self, metrics: Metrics) -> None:
         measure_states(metrics, self._states.seconds())
@@ -107,36 +97,28 @@ class RunTelemetry:
             self._report_run(store={"url": self._uploads.url, **self._uploads.status._asdict()})
 
     def _report_run(self, **changes: Any) -> None:
-        self._run.update(changes)
-        self._reporter.report("run", self._run)
+        self._shown.update(changes)
+        self.report("run", self._shown)
 
 
-class BufferTelemetry:
+class BufferTelemetry(Reporter):
     """Reports the buffer's ledger and the mini-batches that it leases."""
 
     def __init__(self, config: Config, hub: Any, buffer: Buffer) -> None:
+        super().__init__("buffer", "buffer", config, hub, self._measure_now)
         self._limit_bytes = config.buffer.max_bytes
         self._buffer = buffer
-        self._reporter = Reporter("buffer", "buffer", config, hub, self._refresh)
-        self.batches = LeasedBatches(self._reporter.metrics)
+        self.batches = LeasedBatches(self.metrics)
         self._began = time.monotonic()
         self._syncing, self._syncs = 0.0, 0
 
-    def start(self) -> None:
-        """Start to push, in the running event loop."""
-        self._reporter.start()
-
-    def stop(self) -> None:
-        """Push for the last time."""
-        self._reporter.stop()
-
     def leased(self, lease: int, groups: Sequence[int], began: float) -> None:
         """A mini-batch was formed and encoded; that began then."""
-        self._reporter.trace.span("leases", f"lease {lease}", began, time.monotonic(), lease=lease, groups=list(groups))
+        self.trace.span("leases", f"lease {lease}", began, time.monotonic(), lease=lease, groups=list(groups))
 
     def committed(self, lease: int, step: int, began: float) -> None:
         """The commit of a lease is on the disk; that began then."""
-        self._reporter.trace.span("commits", f"step {step}", began, time.monotonic(), lease=lease)
+        self.trace.span("commits", f"step {step}", began, time.monotonic(), lease=lease)
 
     def synced(self, began: float) -> None:
         """The journal was written to the disk; that began then."""
@@ -144,14 +126,14 @@ class BufferTelemetry:
         self._syncing += now - began
         self._syncs += 1
         if now - began >= SLOW_SYNC_SECONDS:
-            self._reporter.trace.span("journal", "sync", began, now)
+            self.trace.span("journal", "sync", began, now)
 
-    def _refresh(self, metrics: Metrics) -> None:
+    def _measure_now(self, metrics: Metrics) -> None:
         status = self._buffer.status()
         growing = {state: status.groups.get(state, 0) for state in ("issued", "open", "complete", "leased")}
-        self._reporter.trace.counter("groups", growing)
+        self.trace.counter("groups", growing)
         idle = time.monotonic() - self._began - self._syncing
         metrics.count_to("baton_journal_syncs_total", self._syncs)
         measure_states(metrics, {"syncing": self._syncing, "idle": idle})
         measure_buffer(metrics, status, self._limit_bytes, REASONS)
-        self._reporter.report("buffer", buffer_report(status, time.time()))
+        self.report("buffer", buffer_report(status, time.time()))
