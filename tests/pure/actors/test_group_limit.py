@@ -12,27 +12,21 @@ def load(kv_cache_ratio: float = 0.5, preemptions: int = 0) -> EngineLoad:
     return EngineLoad(running=10, waiting=0, kv_cache_ratio=kv_cache_ratio, preemptions=preemptions)
 
 
-def test_without_preemptions_as_many_groups_are_open_as_configured() -> None:
-    limit = GroupLimit(8)
-    assert [limit.observe(load(0.99), 8), limit.observe(load(0.1), 8)] == [8, 8]
-
-
-def test_each_look_that_finds_new_preemptions_takes_a_quarter_away_but_never_the_last_group() -> None:
-    limit = GroupLimit(8)
-    assert [limit.observe(load(1.0, preemptions), limit.groups) for preemptions in range(1, 8)] == [6, 4, 3, 2, 1, 1, 1]
-
-
-def test_old_preemptions_are_not_held_against_an_engine() -> None:
-    limit = GroupLimit(8)
-    limit.observe(load(1.0, preemptions=5), 8)
-    assert limit.observe(load(0.9, preemptions=5), 6) == 6
-
-
-def test_with_room_in_the_cache_groups_come_back_one_by_one() -> None:
-    limit = GroupLimit(4)
-    limit.observe(load(1.0, preemptions=5), 4)
-    assert [limit.observe(load(0.5, preemptions=5), limit.groups) for _ in range(3)] == [4, 4, 4]
-    assert limit.observe(load(0.5, preemptions=6), 4) == 3
+@pytest.mark.parametrize(
+    ("most", "looks", "limits"),
+    [
+        (8, [(0.99, 0), (0.1, 0)], [8, 8]),
+        (8, [(1.0, preemptions) for preemptions in range(1, 8)], [6, 4, 3, 2, 1, 1, 1]),
+        (8, [(1.0, 5), (0.9, 5)], [6, 6]),
+        (4, [(1.0, 5), (0.5, 5), (0.5, 5), (0.5, 5), (0.5, 6)], [3, 4, 4, 4, 3]),
+    ],
+    ids=["as configured", "a quarter fewer, never none", "old preemptions do not count", "back one by one"],
+)
+def test_each_look_with_new_preemptions_closes_groups_and_room_opens_them_again(
+    most: int, looks: list[tuple[float, int]], limits: list[int]
+) -> None:
+    limit = GroupLimit(most)
+    assert [limit.observe(load(*look), limit.groups) for look in looks] == limits
 
 
 def test_a_limit_that_does_not_bind_is_not_raised() -> None:

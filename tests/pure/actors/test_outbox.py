@@ -1,8 +1,9 @@
 """What a generator finished reaches the buffer, in few messages, however the messages fare."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -68,6 +69,20 @@ def decoded(data: bytes) -> StepGroup:
     return group
 
 
+def play(buffer: FakeBuffer, scene: Callable[[Outbox], Awaitable[Any]]) -> Any:
+    """Do the scene with an outbox that sends to the buffer."""
+
+    async def main() -> Any:
+        outbox = Outbox("g", 3, buffer.submit, 120.0, buffer.closed.append, buffer.refused.append)
+        running = asyncio.ensure_future(outbox.run())
+        try:
+            return await scene(outbox)
+        finally:
+            running.cancel()
+
+    return asyncio.run(main())
+
+
 def deliver(buffer: FakeBuffer, items: list[Step | TrajectoryEnd], deadline: float = 120.0) -> Outbox:
     async def main() -> Outbox:
         outbox = Outbox("g", 3, buffer.submit, deadline, buffer.closed.append, buffer.refused.append)
@@ -96,9 +111,7 @@ def test_the_turns_of_a_group_travel_in_one_message_which_goes_when_the_group_is
 ) -> None:
     monkeypatch.setattr(outbox_module, "HOLD_SECONDS", 1000.0)
 
-    async def main() -> None:
-        outbox = Outbox("g", 3, buffer.submit, 120.0, buffer.closed.append, buffer.refused.append)
-        running = asyncio.ensure_future(outbox.run())
+    async def scene(outbox: Outbox) -> None:
         for index in range(3):
             append_step(outbox, step(0, index))
             await asyncio.sleep(0.01)  # turns end one after the other
@@ -111,19 +124,15 @@ def test_the_turns_of_a_group_travel_in_one_message_which_goes_when_the_group_is
         append_step(outbox, step(2))
         await outbox.flush()
         assert buffer.group_ids()[4:] == [2] and len(buffer.sent) == 2
-        running.cancel()
 
     buffer = FakeBuffer()
-    asyncio.run(main())
+    play(buffer, scene)
 
 
 def test_complete_groups_wait_for_as_many_as_the_next_mini_batch_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(outbox_module, "HOLD_SECONDS", 1000.0)
 
-    async def main() -> None:
-        outbox = Outbox("g", 3, buffer.submit, 120.0, buffer.closed.append, buffer.refused.append)
-        running = asyncio.ensure_future(outbox.run())
-
+    async def scene(outbox: Outbox) -> None:
         async def complete(group_id: int, last: bool = False) -> list[int]:
             append_step(outbox, step(group_id))
             outbox.end(end(group_id))
@@ -138,26 +147,22 @@ def test_complete_groups_wait_for_as_many_as_the_next_mini_batch_lacks(monkeypat
         assert await complete(4) == [0, 1, 2, 3]
         assert await complete(5, last=True) == [0, 1, 2, 3, 4, 5]
         assert len(buffer.sent) == 3
-        running.cancel()
 
     buffer = FakeBuffer(lambda group: Receipt(0, wanted=3))
-    asyncio.run(main())
+    play(buffer, scene)
 
 
 def test_a_turn_of_a_group_that_takes_long_is_not_held_back_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(outbox_module, "HOLD_SECONDS", 0.01)
 
-    async def main() -> None:
-        outbox = Outbox("g", 3, buffer.submit, 120.0, buffer.closed.append, buffer.refused.append)
-        running = asyncio.ensure_future(outbox.run())
+    async def scene(outbox: Outbox) -> None:
         append_step(outbox, step(0))
         async with asyncio.timeout(10):
             while not buffer.sent:
                 await asyncio.sleep(0.005)
-        running.cancel()
 
     buffer = FakeBuffer()
-    asyncio.run(main())
+    play(buffer, scene)
     assert buffer.group_ids() == [0]
 
 
@@ -171,9 +176,7 @@ def test_who_waits_for_a_step_gets_the_answer_to_its_own_trajectory_without_the_
             return Refusal(RefusalReason.EMPTY, "poison")
         return Receipt(0, superseded=(2,) if 2 in group.steps.group_id_K else ())
 
-    async def main() -> list[bool]:
-        outbox = Outbox("g", 3, buffer.submit, 120.0, buffer.closed.append, buffer.refused.append)
-        running = asyncio.ensure_future(outbox.run())
+    async def scene(outbox: Outbox) -> list[bool]:
         waiting = []
         for group_id in range(4):
             append_step(outbox, step(group_id))
@@ -181,11 +184,10 @@ def test_who_waits_for_a_step_gets_the_answer_to_its_own_trajectory_without_the_
         await asyncio.sleep(0)
         assert not any(one.done() for one in waiting) and not buffer.sent
         answers = await asyncio.gather(*waiting)
-        running.cancel()
         return answers
 
     buffer = FakeBuffer(answer)
-    assert asyncio.run(main()) == [True, False, False, True]
+    assert play(buffer, scene) == [True, False, False, True]
     assert (buffer.refused, buffer.closed) == ([TrajectoryId(1, 0)], [2])
 
 

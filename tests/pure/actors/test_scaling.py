@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -140,6 +141,14 @@ class World:
         await self.pool.weights.published()
         return asyncio.ensure_future(self.pool.run())
 
+    async def looked(self, come: Callable[[], bool], look: bool = True) -> None:
+        """Look again and again until that has come, or wait for it without a look."""
+        async with asyncio.timeout(60):
+            while not come():
+                if look:
+                    self.scaling.look({})
+                await asyncio.sleep(0)
+
     async def settled(self, *names: str, draining: dict[str, int] | None = None) -> None:
         """Look again and again, until these generators are there and no other."""
         joined = {name for name in names if name != "generator-0"}
@@ -159,10 +168,7 @@ async def test_another_number_is_answered_while_one_starts_which_joins_before_it
 ) -> None:
     world = World(monkeypatch)
     running, world.wanted, world.slow = await world.running(), 3, True
-    async with asyncio.timeout(30):
-        while "generator-1 starts: 3 generators are asked for" not in world.lines:
-            world.scaling.look({})
-            await asyncio.sleep(0)
+    await world.looked(lambda: "generator-1 starts: 3 generators are asked for" in world.lines)
     world.wanted = 1
     for _ in range(3):
         world.scaling.look({})
@@ -170,10 +176,7 @@ async def test_another_number_is_answered_while_one_starts_which_joins_before_it
     answer = "1 generator is asked for; the one that is starting joins first"
     assert world.lines.count(answer) == 1
     world.there[1].may_start.set()
-    async with asyncio.timeout(30):
-        while "generator-1 leaves: 1 generator is asked for" not in world.lines:
-            world.scaling.look({})
-            await asyncio.sleep(0)
+    await world.looked(lambda: "generator-1 leaves: 1 generator is asked for" in world.lines)
     joined = next(line for line in world.lines if line.startswith("generator-1 has joined"))
     assert world.lines.index(answer) < world.lines.index(joined)
     world.there[0].ended.set()
@@ -192,9 +195,7 @@ async def test_one_that_joins_takes_the_newest_weights_and_one_that_leaves_is_fo
     assert "generator-2 starts: 3 generators are asked for" in world.lines
     world.wanted = 1
     await world.settled("generator-0")
-    async with asyncio.timeout(30):
-        while len(world.told.gone) < 4:
-            await asyncio.sleep(0)
+    await world.looked(lambda: len(world.told.gone) >= 4, look=False)
     assert f"generator-2 leaves within {GRACE:.0f} s" in world.said
     assert "generator-2 leaves: 1 generator is asked for" in world.lines
     assert sorted(world.killed) == ["generator-1", "generator-2"] and sorted(world.rooms) == ["room 1", "room 2"]
@@ -267,9 +268,7 @@ async def test_one_that_starts_again_on_a_node_that_is_drained_leaves_and_anothe
     first.start, first.leave, first.failing["run"] = Method(starts), Method(lost), died()
     monkeypatch.setattr(actors.generator.generator_pool, "RETRY", Backoff(0.0))
     first.ended.set()
-    async with asyncio.timeout(30):
-        while not any(line.endswith("it starts again") for line in world.lines):
-            await asyncio.sleep(0)
+    await world.looked(lambda: any(line.endswith("it starts again") for line in world.lines), look=False)
     await world.settled("generator-1", draining={"a": 0})
     assert not running.done() and "generator-0 None gone" in world.told.gone
     world.there[1].ended.set()
@@ -282,9 +281,8 @@ async def test_a_run_that_is_stopped_while_it_has_no_generator_ends(monkeypatch:
     running, world.wanted = await world.running(), 0
     await asyncio.sleep(0)
     world.scaling.look({"a": 0})
+    await world.looked(lambda: "generator-0 has left" in world.lines, look=False)
     async with asyncio.timeout(30):
-        while "generator-0 has left" not in world.lines:
-            await asyncio.sleep(0)
         await world.pool.stop()
         await running
 
@@ -310,10 +308,7 @@ async def test_one_that_joined_and_died_is_let_go_and_replaced_and_the_buffer_gi
     first = world.there[1]
     first.failing["run"] = died()
     first.ended.set()
-    async with asyncio.timeout(60):
-        while world.there[1] is first or "generator-1" not in world.pool.nodes():
-            world.scaling.look({})
-            await asyncio.sleep(0)
+    await world.looked(lambda: world.there[1] is not first and "generator-1" in world.pool.nodes())
     assert "generator-1 None gone" in world.told.gone and world.killed == ["generator-1"] and not running.done()
     for made in world.there.values():
         made.ended.set()
@@ -326,10 +321,7 @@ async def test_generators_that_cannot_join_end_the_run_only_where_too_few_are_th
     world = World(monkeypatch)
     running, world.wanted, world.failing = await world.running(), 2, died()
     tries = world.config.run.max_restarts + 2
-    async with asyncio.timeout(60):
-        while sum("could not join" in line for line in world.lines) < tries:
-            world.scaling.look({})
-            await asyncio.sleep(0)
+    await world.looked(lambda: sum("could not join" in line for line in world.lines) >= tries)
     assert not running.done() and len(world.killed) >= tries
     with pytest.raises(RunFailed, match="could not join"):
         async with asyncio.timeout(60):

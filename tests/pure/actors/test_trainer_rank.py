@@ -1,4 +1,4 @@
-"""How a trainer rank is started and joins its process group, on hosts with and without GPUs."""
+"""How a trainer rank is started and joins its process group, and which part of a mini-batch it gets."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 
 from actors.driver.placement import rank_options
 from actors.trainer.actor import TrainerRank, interface_of, process_group_backend
+from actors.trainer.group import TrainerGroup
 from service.config import Config, TrainerConfig, WeightsConfig
 from service.errors import UserError
 
@@ -60,3 +61,19 @@ def test_an_address_that_no_interface_has_is_one_line() -> None:
         UserError, match=r"no network interface of this host has the address 203\.0\.113\.9 .*--node-ip"
     ):
         interface_of("203.0.113.9")
+
+
+def rank_that_keeps(given: list[bytes]) -> Any:
+    async def step(batch: bytes) -> str:
+        given.append(batch)
+        return "report"
+
+    return SimpleNamespace(step=SimpleNamespace(remote=step))
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("parts", [[b"a", b"b", b"c", b"d"], [b"a", b"b"], [b"a"]])
+async def test_ranks_that_share_micro_batches_get_the_same_part(parts: list[bytes]) -> None:
+    given: list[list[bytes]] = [[] for _ in range(4)]
+    assert await TrainerGroup(Config(), [rank_that_keeps(each) for each in given]).step(parts) == "report"
+    assert given == [[part] for part in parts for _ in range(4 // len(parts))]
