@@ -103,8 +103,6 @@ class EnvGuard:
         self._answered = answered
         self._calls: asyncio.Queue[_Call | None] = asyncio.Queue()
         self._task: asyncio.Task[None] | None = None
-        self._open: tuple[str, asyncio.Future[Any]] | None = None
-        """The newest call, and its answer."""
         self._gave_up = False
         """The task was cancelled during a call, which may still run."""
         self._snapshot: bytes | bool = b""
@@ -162,42 +160,27 @@ class EnvGuard:
         loop = asyncio.get_running_loop()
         if self._task is None:
             self._task = loop.create_task(self._serve(), name=self._name)
-            self._task.add_done_callback(self._ended)
         answer: asyncio.Future[Any] = loop.create_future()
-        self._open, began, deadline = (method, answer), time.monotonic(), self._limits.step_deadline
+        began, deadline = time.monotonic(), self._limits.step_deadline
         self._calls.put_nowait(_Call(method, make, read, answer))
-        if self._task.done():
-            self._ended(self._task)
-        late = loop.call_later(deadline, self._give_up, answer, method, f"no answer after {deadline:g} s")
+        either: set[asyncio.Future[Any]] = {answer, self._task}
         try:
-            result = await answer
+            await asyncio.wait(either, timeout=deadline, return_when=asyncio.FIRST_COMPLETED)
         finally:  # also when the trajectory is cancelled
-            late.cancel()
             if self._answered is not None and method != "play":  # which lasts as long as the trajectory
                 self._answered(name or method, began)
-            if answer.cancelled():
-                self._leave()
+            if not answer.done():
+                self._gave_up = True
+                self._task.cancel()
+        if answer.done():
+            result = answer.result()
+        elif self._task.done():
+            result = self._failed(StopReason.ENVIRONMENT_ERROR, method, "it cancelled its own task")
+        else:
+            result = self._failed(StopReason.ENVIRONMENT_TIMEOUT, method, f"no answer after {deadline:g} s")
         if isinstance(result, TrajectoryFailed):
             raise result
         return result
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        """The environment's task has ended; where a call is open, that was not after its last one."""
-        if self._open is not None and not (answer := self._open[1]).done():
-            method, self._gave_up = self._open[0], True
-            answer.set_result(self._failed(StopReason.ENVIRONMENT_ERROR, method, "it cancelled its own task"))
-
-    def _give_up(self, answer: asyncio.Future[Any], method: str, why: str) -> None:
-        """The call's deadline is over."""
-        if not answer.done():
-            self._leave()
-            answer.set_result(self._failed(StopReason.ENVIRONMENT_TIMEOUT, method, why))
-
-    def _leave(self) -> None:
-        """Wait no more for the call that runs."""
-        self._gave_up = True
-        if self._task is not None:
-            self._task.cancel()
 
     async def _serve(self) -> None:
         """The environment's task: one call after the other; the environment is closed after the last one."""
