@@ -32,6 +32,13 @@ def chat(tmp_path_factory: pytest.TempPathFactory) -> Chat:
     return Chat(load_tokenizer(folder))
 
 
+def templated(folder: Path, template: str) -> Chat:
+    """A chat over the project's own tokenizer, with this template."""
+    make_tokenizer(folder, lookup.vocabulary())
+    (folder / "chat_template.jinja").write_text(template)
+    return Chat(load_tokenizer(folder))
+
+
 class ScriptedEngine:
     """Answers each prompt with what the script says about the conversation's words, and keeps what it was asked."""
 
@@ -103,7 +110,7 @@ QUESTION = Task("p-0", (Message(role="user", content="what is the age of fox ?")
 
 async def play(
     chat: Chat,
-    engine: ScriptedEngine,
+    engine: ScriptedEngine | str,
     environment: Environment,
     task: Task = QUESTION,
     observe: Callable[[Played], None] | None = None,
@@ -111,7 +118,8 @@ async def play(
     seed: int = 0,
     **changed: object,
 ) -> tuple[list[Step], TrajectoryEnd]:
-    """One whole trajectory: its steps and its end."""
+    """One whole trajectory: its steps and its end. `engine`: a text, where it always answers with the same."""
+    engine = ScriptedEngine(chat, lambda words: text) if isinstance(text := engine, str) else engine
     allowed = limits(chat, **changed)
     columns = StepColumns()
     of = TrajectoryId(3, 1)

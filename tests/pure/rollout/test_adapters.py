@@ -28,7 +28,6 @@ PROMPT = ({"role": "user", "content": "6 times 7?"},)
 
 
 @with_skyrl
-@pytest.mark.asyncio
 @pytest.mark.parametrize(("text", "wanted"), [("#### 42", 1.0), ("#### 41", 0.0)])
 async def test_an_episode_of_skyrl_gym_is_judged_by_it(text: str, wanted: float) -> None:
     episode = make_environment("skyrl_gym/gsm8k", {})
@@ -40,7 +39,6 @@ async def test_an_episode_of_skyrl_gym_is_judged_by_it(text: str, wanted: float)
 
 
 @with_skyrl
-@pytest.mark.asyncio
 async def test_a_search_episode_of_skyrl_gym_asks_the_example_of_a_server_over_several_turns() -> None:
     truth, town = {"ground_truth": {"target": ["olt"]}}, data.geography().towns[0]
     task = Task("p", PROMPT, "skyrl_gym/search", truth, {"data_source": "searchR1_nq"})  # type: ignore[arg-type]
@@ -71,7 +69,6 @@ def test_an_environment_that_skyrl_gym_does_not_know_is_named_before_the_run() -
 
 
 @with_reasoning
-@pytest.mark.asyncio
 async def test_made_rows_of_reasoning_gym_are_scored_by_it_with_partial_credit() -> None:
     rows = synthetic_data("reasoning_gym/chain_sum").rows(5, seed=3)
     assert rows == synthetic_data("reasoning_gym/chain_sum").rows(5, seed=3)
@@ -97,7 +94,6 @@ class Sums:
         return [{"question": f"{name} {seed} {index} of {terms} terms"} for index in range(size)]
 
 
-@pytest.mark.asyncio
 async def test_rows_are_made_with_the_options_of_the_environment_that_plays_them(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -130,7 +126,6 @@ class Hangs:
         return float(self.go.wait(240))
 
 
-@pytest.mark.asyncio
 async def test_calls_that_hang_take_no_thread_from_other_episodes_and_none_from_the_engine(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -164,7 +159,6 @@ async def test_calls_that_hang_take_no_thread_from_other_episodes_and_none_from_
 
 
 @with_reasoning
-@pytest.mark.asyncio
 async def test_a_row_of_another_dataset_is_an_error_of_its_episode() -> None:
     (row,) = synthetic_data("reasoning_gym/chain_sum").rows(1, seed=3)
     episode = make_environment("reasoning_gym/chain_sum", {})

@@ -11,13 +11,12 @@ import pytest
 from baton.examples import lookup
 from baton.examples.lookup import Lookup
 from service.columns import digest
-from service.config.rollout import GeneratorConfig
-from service.config.tree import Config
+from service.config.rollout import EnvConfig, GeneratorConfig
 from service.rollout.chat.chat import Chat
 from service.rollout.chat.conversation import Mode
 from service.rollout.engine import Generation, Sampling
 from service.rollout.environment import Message, StepResult, Task
-from service.rollout.limits import AgentLimits
+from service.rollout.limits import AgentLimits, PlaySettings
 from service.types import NO_VERSION, ROUTE_NATIVELY
 from tests.pure.rollout.conftest import (
     QUESTION,
@@ -51,7 +50,6 @@ def optimal(words: list[str]) -> str:
 
 
 @pytest.mark.parametrize("seed", range(12))
-@pytest.mark.asyncio
 async def test_a_policy_that_reads_before_it_answers_reaches_reward_one(chat: Chat, seed: int) -> None:
     task = lookup_task(seed)
     hops = lookup.puzzle(task.extra_info["seed"]).hops
@@ -60,7 +58,6 @@ async def test_a_policy_that_reads_before_it_answers_reaches_reward_one(chat: Ch
     assert [step.reward for step in steps] == [0.0] * hops + [1.0]
 
 
-@pytest.mark.asyncio
 async def test_every_prompt_is_exactly_the_previous_prompt_and_response_and_then_what_is_new(chat: Chat) -> None:
     engine = ScriptedEngine(chat, lambda words: "look fox age")
     steps, _ = await play(chat, engine, ScriptedEnvironment([told("17"), told("none"), told("owl", 1.0, True)]))
@@ -73,7 +70,6 @@ async def test_every_prompt_is_exactly_the_previous_prompt_and_response_and_then
         assert after.extends.digest == digest(np.asarray(whole, dtype=np.int32))
 
 
-@pytest.mark.asyncio
 async def test_an_append_only_prompt_reads_like_the_template_of_the_whole_conversation(chat: Chat) -> None:
     engine = ScriptedEngine(chat, lambda words: "look fox age")
     await play(chat, engine, ScriptedEnvironment([told("17"), told("owl", 1.0, True)]))
@@ -83,7 +79,6 @@ async def test_an_append_only_prompt_reads_like_the_template_of_the_whole_conver
     assert engine.prompts[1] == rendered.tolist()
 
 
-@pytest.mark.asyncio
 async def test_a_turn_whose_prompt_outgrows_the_limit_ends_the_trajectory_without_a_step(chat: Chat) -> None:
     engine = ScriptedEngine(chat, lambda words: "look fox age")
     # The first prompt and response fit, and so does what both make together: only with the observation it is too long.
@@ -96,27 +91,18 @@ async def test_a_turn_whose_prompt_outgrows_the_limit_ends_the_trajectory_withou
     assert environment.closed == 1
 
 
-@pytest.mark.asyncio
-async def test_a_prompt_of_exactly_the_limit_is_still_answered(chat: Chat) -> None:
+async def test_a_prompt_of_exactly_the_limit_is_still_answered_and_a_longer_one_leaves_only_the_end(chat: Chat) -> None:
     limit = len(chat.prompt(QUESTION.prompt))
-    engine = ScriptedEngine(chat, lambda words: "look fox age")
-    steps, end = await play(chat, engine, ScriptedEnvironment([told("17")]), max_input_length=limit)
+    steps, end = await play(chat, "look fox age", ScriptedEnvironment([told("17")]), max_input_length=limit)
     assert (len(steps), end.stop_reason) == (1, "length")
+    steps, end = await play(chat, "look fox age", ScriptedEnvironment([]), max_input_length=limit - 1)
+    assert (steps, end.n_steps, end.stop_reason) == ([], 0, "length")
 
 
-@pytest.mark.asyncio
-async def test_a_first_prompt_that_is_too_long_leaves_only_the_end(chat: Chat) -> None:
-    engine = ScriptedEngine(chat, lambda words: "look fox age")
-    steps, end = await play(chat, engine, ScriptedEnvironment([]), max_input_length=4)
-    assert (steps, end.n_steps, end.stop_reason, engine.prompts) == ([], 0, "length", [])
-
-
-@pytest.mark.asyncio
 async def test_a_response_holds_what_was_generated_and_the_observation_is_in_the_next_prompt(chat: Chat) -> None:
-    engine = ScriptedEngine(chat, lambda words: "look fox age")
     long_observation = " ".join(["owl"] * 20)
     environment = ScriptedEnvironment([told(long_observation), told("done", 1.0, True)])
-    steps, _ = await play(chat, engine, environment)
+    steps, _ = await play(chat, "look fox age", environment)
     assert [chat.text(step.response_ids) for step in steps] == ["look fox age"] * 2
     assert chat.text(steps[1].prompt_ids) == f"user {long_observation} assistant"
     for step, prompt in zip(steps, whole_prompts(steps), strict=True):
@@ -124,7 +110,6 @@ async def test_a_response_holds_what_was_generated_and_the_observation_is_in_the
         assert len(step.response_ids) <= 8
 
 
-@pytest.mark.asyncio
 async def test_an_appended_end_stays_in_the_ids_and_carries_no_loss(chat: Chat) -> None:
     engine = ScriptedEngine(chat, lambda words: generated(chat.encode("look fox age").tolist(), sampled_end=False))
     steps, _ = await play(chat, engine, ScriptedEnvironment([told("17"), told("owl", 1.0, True)]))
@@ -138,7 +123,6 @@ async def test_an_appended_end_stays_in_the_ids_and_carries_no_loss(chat: Chat) 
     assert engine.prompts[1].count(chat.end_id) == 3  # of the question, of the response, of the observation
 
 
-@pytest.mark.asyncio
 async def test_a_model_that_produced_no_token_leaves_an_appended_end_alone(chat: Chat) -> None:
     empty = generated([], sampled_end=False)
     experts = np.ones((len(chat.prompt(QUESTION.prompt)), 2, 1), dtype=np.int16)
@@ -153,7 +137,6 @@ async def test_a_model_that_produced_no_token_leaves_an_appended_end_alone(chat:
     assert step.routed_experts[-1].tolist() == [[ROUTE_NATIVELY], [ROUTE_NATIVELY]]
 
 
-@pytest.mark.asyncio
 async def test_routed_experts_of_an_extension_cover_the_tokens_that_it_carries(chat: Chat) -> None:
     def script(words: list[str]) -> Generation:
         said = generated([*chat.encode("look fox age").tolist(), chat.end_id])
@@ -171,14 +154,11 @@ async def test_routed_experts_of_an_extension_cover_the_tokens_that_it_carries(c
         start = stop
 
 
-@pytest.mark.asyncio
 async def test_the_last_turn_allowed_ends_the_trajectory_with_that_reason(chat: Chat) -> None:
-    engine = ScriptedEngine(chat, lambda words: "look fox age")
-    steps, end = await play(chat, engine, Lookup(), lookup_task(0), max_turns=3)
+    steps, end = await play(chat, "look fox age", Lookup(), lookup_task(0), max_turns=3)
     assert (len(steps), end.n_steps, end.stop_reason, end.reward) == (3, 3, "max_turns", 0.0)
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize(
     ("cut", "n_turns", "done", "reason"),
     [
@@ -206,7 +186,6 @@ async def test_a_trajectory_whose_last_response_was_cut_says_so(
     assert [step.stop_reason for step in steps] == ["length" if turn in cut else "stop" for turn in range(2)]
 
 
-@pytest.mark.asyncio
 async def test_the_environment_hears_the_text_up_to_its_stop_string_and_the_ids_stay_whole(chat: Chat) -> None:
     engine = ScriptedEngine(chat, lambda words: generated(chat.encode("look fox age owl").tolist(), sampled_end=False))
     environment = ScriptedEnvironment([told("x", 0.0, True)])
@@ -241,15 +220,19 @@ class Unspeakable(Exception):
         (StepResult([{"role": "user"}], 0.0, False), "environment_output"),  # type: ignore[list-item,typeddict-item]
         (StepResult(None, 0.0, False), "environment_output"),  # type: ignore[arg-type]
         ("17", "environment_error"),
+        (told("17")._replace(reward=10**400), "environment_reward"),
+        (told("17")._replace(reward=10**5000), "environment_reward"),
+        (told("17")._replace(info=5), "environment_error"),
+        (told("17")._replace(info={"why": None}), "environment_error"),
+        (told("17")._replace(done=np.ones(2)), "environment_error"),
+        (told("17")._replace(messages=[{"role": ["user"], "content": "17"}]), "environment_output"),
     ],
 )
-@pytest.mark.asyncio
 async def test_an_environment_that_fails_costs_its_own_trajectory_with_the_reason(
     chat: Chat, result: StepResult | BaseException, reason: str
 ) -> None:
-    engine = ScriptedEngine(chat, lambda words: "look fox age")
     environment = ScriptedEnvironment([told("17", 0.5), result])
-    steps, end = await play(chat, engine, environment)
+    steps, end = await play(chat, "look fox age", environment)
     assert (len(steps), end.n_steps, end.stop_reason) == (1, 1, reason)
     assert environment.closed == 1
 
@@ -260,11 +243,9 @@ class Sleeper(ScriptedEnvironment):
         return told("never")
 
 
-@pytest.mark.asyncio
 async def test_an_environment_that_never_answers_is_given_up_at_its_deadline(chat: Chat) -> None:
-    engine = ScriptedEngine(chat, lambda words: "look fox age")
     environment = Sleeper([])
-    steps, end = await play(chat, engine, environment, step_deadline=0.05)
+    steps, end = await play(chat, "look fox age", environment, step_deadline=0.05)
     assert (steps, end.stop_reason, environment.closed) == ([], "environment_timeout", 1)
 
 
@@ -273,14 +254,11 @@ class Unclosable(ScriptedEnvironment):
         raise OSError("still open")
 
 
-@pytest.mark.asyncio
 async def test_a_finished_trajectory_survives_an_environment_that_does_not_close(chat: Chat) -> None:
-    engine = ScriptedEngine(chat, lambda words: "answer 17")
-    steps, end = await play(chat, engine, Unclosable([told("x", 1.0, True)]))
+    steps, end = await play(chat, "answer 17", Unclosable([told("x", 1.0, True)]))
     assert (len(steps), end.stop_reason, end.reward) == (1, "stop", 1.0)
 
 
-@pytest.mark.asyncio
 async def test_a_turn_that_the_engine_aborts_emits_no_step(chat: Chat) -> None:
     engine = ScriptedEngine(chat, lambda words: generated([5, 6], stop_reason="abort", sampled_end=False))
     steps, end = await play(chat, engine, ScriptedEnvironment([]))
@@ -293,13 +271,11 @@ class SilentEngine(ScriptedEngine):
         return generated([])
 
 
-@pytest.mark.asyncio
 async def test_a_turn_that_the_engine_never_finishes_is_given_up_at_its_deadline(chat: Chat) -> None:
     steps, end = await play(chat, SilentEngine(chat, lambda words: ""), ScriptedEnvironment([]), request_deadline=0.05)
     assert (steps, end.stop_reason) == ([], "engine_timeout")
 
 
-@pytest.mark.asyncio
 async def test_an_engine_that_breaks_is_not_mistaken_for_a_bad_environment(chat: Chat) -> None:
     def script(words: list[str]) -> str:
         raise TimeoutError("the engine's own")
@@ -311,7 +287,8 @@ async def test_an_engine_that_breaks_is_not_mistaken_for_a_bad_environment(chat:
 
 
 def test_the_engine_is_asked_for_one_token_less_than_a_response_may_have(chat: Chat) -> None:
-    sampling = AgentLimits.of(Config(generator=GeneratorConfig(max_generate_length=8)), chat).sampling
+    settings = PlaySettings(0, EnvConfig(), GeneratorConfig(max_generate_length=8), {})
+    sampling = AgentLimits.of(settings, chat).sampling
     assert (sampling.max_tokens, sampling.stop_token_ids) == (7, (chat.end_id,))
 
 
@@ -325,38 +302,17 @@ class Cancelled(ScriptedEnvironment):
         return await super().step(text)
 
 
-@pytest.mark.asyncio
 async def test_an_environment_whose_own_work_is_cancelled_loses_its_trajectory_with_a_reason(chat: Chat) -> None:
-    steps, end = await play(chat, ScriptedEngine(chat, lambda words: "look fox age"), Cancelled([told("17")]))
+    steps, end = await play(chat, "look fox age", Cancelled([told("17")]))
     assert (steps, end.stop_reason) == ([], "environment_error")
 
 
-@pytest.mark.parametrize(
-    ("result", "reason"),
-    [
-        (told("17")._replace(reward=10**400), "environment_reward"),
-        (told("17")._replace(reward=10**5000), "environment_reward"),
-        (told("17")._replace(info=5), "environment_error"),
-        (told("17")._replace(info={"why": None}), "environment_error"),
-        (told("17")._replace(done=np.ones(2)), "environment_error"),
-        (told("17")._replace(messages=[{"role": ["user"], "content": "17"}]), "environment_output"),
-    ],
-)
-@pytest.mark.asyncio
-async def test_a_result_that_cannot_be_used_costs_its_own_trajectory_only(
-    chat: Chat, result: StepResult, reason: str
-) -> None:
-    steps, end = await play(chat, ScriptedEngine(chat, lambda words: "look fox age"), ScriptedEnvironment([result]))
-    assert (steps, end.stop_reason) == ([], reason)
-
-
 @pytest.mark.parametrize("info", [None, {"tokens": 10**400, "right": np.bool_(True)}])
-@pytest.mark.asyncio
 async def test_facts_that_are_missing_or_too_large_for_a_float_cost_nothing(
     chat: Chat, info: dict[str, float] | None
 ) -> None:
     environment = ScriptedEnvironment([told("17", 1.0, True)._replace(info=info)])  # type: ignore[arg-type]
-    steps, end = await play(chat, ScriptedEngine(chat, lambda words: "look fox age"), environment)
+    steps, end = await play(chat, "look fox age", environment)
     assert (len(steps), end.stop_reason, end.reward) == (1, "stop", 1.0)
 
 
@@ -369,10 +325,8 @@ async def test_facts_that_are_missing_or_too_large_for_a_float_cost_nothing(
         (told("17")._replace(history=[{"role": "\udfff", "content": "17"}]), 0),
     ],
 )
-@pytest.mark.asyncio
 async def test_messages_that_are_no_prompt_end_their_own_trajectory_also_after_its_finished_step(
     chat: Chat, result: StepResult, n_steps: int, mode: Mode
 ) -> None:
-    engine = ScriptedEngine(chat, lambda words: "look fox age")
-    steps, end = await play(chat, engine, ScriptedEnvironment([result]), conversation=mode)
+    steps, end = await play(chat, "look fox age", ScriptedEnvironment([result]), conversation=mode)
     assert (len(steps), end.n_steps, end.stop_reason) == (n_steps, n_steps, "environment_output")

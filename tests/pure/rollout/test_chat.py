@@ -24,6 +24,7 @@ from service.rollout.chat.special_tokens import MessagesRefused
 from service.rollout.chat.tokenizer import END, load_tokenizer, make_tokenizer
 from service.rollout.environment import Message
 from service.types import Int32s
+from tests.pure.rollout.conftest import templated
 
 ASK = [Message(role="user", content="what is the age of fox ?")]
 TOLD = [Message(role="user", content="17")]
@@ -54,9 +55,7 @@ def test_the_end_of_a_turn_is_the_token_that_the_template_closes_it_with(tmp_pat
 
 
 def test_without_a_closing_token_in_the_template_the_tokenizers_own_end_is_appended(tmp_path: Path) -> None:
-    make_tokenizer(tmp_path, lookup.vocabulary())
-    (tmp_path / "chat_template.jinja").write_text("{% for m in messages %}{{ m['content'] }}\n{% endfor %}")
-    chat = Chat(load_tokenizer(tmp_path))
+    chat = templated(tmp_path, "{% for m in messages %}{{ m['content'] }}\n{% endfor %}")
     assert chat.end_ids == (chat.end_id,)
     assert chat.text(chat.delta(TOLD, chat.end_id)) == "17"
 
@@ -81,10 +80,8 @@ def test_a_tokenizer_without_a_chat_template_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_template_that_leaves_the_assistant_out_is_refused(tmp_path: Path) -> None:
-    make_tokenizer(tmp_path, lookup.vocabulary())
-    (tmp_path / "chat_template.jinja").write_text("{{ messages[0]['content'] }}")
     with pytest.raises(UserError, match="leaves out an assistant's message"):
-        Chat(load_tokenizer(tmp_path))
+        templated(tmp_path, "{{ messages[0]['content'] }}")
 
 
 CHATML_WITH_A_DEFAULT_SYSTEM_PROMPT = (
@@ -186,18 +183,14 @@ def test_what_stands_between_two_turns_of_a_chatml_model_starts_after_its_end_to
 
 
 def test_a_template_that_loses_the_response_beside_some_messages_refuses_these(tmp_path: Path) -> None:
-    make_tokenizer(tmp_path, lookup.vocabulary())
-    (tmp_path / "chat_template.jinja").write_text(
-        "{% for m in messages %}{% if messages[-1].role == 'user' %}{{ m.content }} {% endif %}{% endfor %}"
+    chat = templated(
+        tmp_path, "{% for m in messages %}{% if messages[-1].role == 'user' %}{{ m.content }} {% endif %}{% endfor %}"
     )
-    chat = Chat(load_tokenizer(tmp_path), {})
     with pytest.raises(MessagesRefused, match="leaves out an assistant's message"):
         chat.delta([Message(role="tool", content="17")], chat.end_id)
 
 
 def test_what_a_template_reads_beside_role_and_content_is_not_taken_from_another_message(tmp_path: Path) -> None:
-    make_tokenizer(tmp_path, lookup.vocabulary())
-    (tmp_path / "chat_template.jinja").write_text("{% for m in messages %}{{ m.name }} {{ m.content }}{% endfor %}")
-    chat = Chat(load_tokenizer(tmp_path), {})
+    chat = templated(tmp_path, "{% for m in messages %}{{ m.name }} {{ m.content }}{% endfor %}")
     prompts = [chat.prompt([{"role": "tool", "content": "17", "name": name}]) for name in ("fox", "owl")]  # type: ignore[typeddict-unknown-key]
     assert [chat.text(prompt) for prompt in prompts] == ["fox 17", "owl 17"]

@@ -8,11 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from baton.examples import lookup
-from service.config.rollout import GeneratorConfig
 from service.rollout.agent import Played
-from service.rollout.chat.chat import Chat, load_chat
-from service.rollout.chat.tokenizer import load_tokenizer, make_tokenizer
+from service.rollout.chat.chat import Chat
 from service.rollout.environment import Message, StepResult
 from tests.pure.rollout.conftest import (
     QUESTION,
@@ -20,6 +17,7 @@ from tests.pure.rollout.conftest import (
     ScriptedEnvironment,
     generated,
     play,
+    templated,
     told,
     whole_prompts,
 )
@@ -35,12 +33,9 @@ STRIPS_WHAT_STANDS_BEFORE_NONE = (
 def stripping_chat(tmp_path_factory: pytest.TempPathFactory) -> Chat:
     """A chat whose template drops an earlier turn's words before `none`, as real ones drop its thoughts."""
     folder: Path = tmp_path_factory.mktemp("stripping")
-    make_tokenizer(folder, lookup.vocabulary())
-    (folder / "chat_template.jinja").write_text(STRIPS_WHAT_STANDS_BEFORE_NONE)
-    return Chat(load_tokenizer(folder))
+    return templated(folder, STRIPS_WHAT_STANDS_BEFORE_NONE)
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("mode", ["append", "rerender"])
 async def test_a_history_that_the_template_leaves_alone_is_extended_in_either_mode(chat: Chat, mode: str) -> None:
     engine = ScriptedEngine(chat, lambda words: "look fox age")
@@ -62,17 +57,14 @@ class Reuses(ScriptedEnvironment):
         return result._replace(messages=[self.message])
 
 
-@pytest.mark.asyncio
 async def test_a_message_that_an_environment_uses_again_stays_in_the_history_as_it_was(chat: Chat) -> None:
-    engine = ScriptedEngine(chat, lambda words: "look fox age")
     environment = Reuses([told("17"), told("24"), told("x", 1.0, True)])
-    steps, _ = await play(chat, engine, environment, conversation="rerender")
+    steps, _ = await play(chat, "look fox age", environment, conversation="rerender")
     assert chat.text(np.asarray(whole_prompts(steps)[2])) == (
         "user what is the age of fox ? assistant look fox age user 17 assistant look fox age user 24 assistant"
     )
 
 
-@pytest.mark.asyncio
 async def test_a_history_that_the_template_rewrites_forks_with_its_whole_prompt(stripping_chat: Chat) -> None:
     engine = ScriptedEngine(stripping_chat, lambda words: "what is none look fox age")
     environment = ScriptedEnvironment([told("17"), told("24"), told("x", 1.0, True)])
@@ -86,7 +78,6 @@ async def test_a_history_that_the_template_rewrites_forks_with_its_whole_prompt(
     assert (end.n_steps, end.reward) == (3, 1.0)
 
 
-@pytest.mark.asyncio
 async def test_a_rewritten_prompt_is_measured_as_it_is_and_not_with_the_history_it_replaces(
     stripping_chat: Chat,
 ) -> None:
@@ -100,7 +91,6 @@ async def test_a_rewritten_prompt_is_measured_as_it_is_and_not_with_the_history_
     assert (end.n_steps, end.stop_reason) == (2, "length")
 
 
-@pytest.mark.asyncio
 async def test_inline_observations_stand_bare_between_responses_and_only_the_last_response_is_closed(
     chat: Chat,
 ) -> None:
@@ -116,7 +106,6 @@ async def test_inline_observations_stand_bare_between_responses_and_only_the_las
     assert engine.prompts[2] == [*opening, *chat.encode("look fox age 17 look owl age 24").tolist()]
 
 
-@pytest.mark.asyncio
 async def test_an_inline_response_is_closed_at_the_last_turn_allowed_too(chat: Chat) -> None:
     engine = ScriptedEngine(chat, lambda words: generated(chat.encode("look fox age").tolist(), sampled_end=False))
     environment = ScriptedEnvironment([told("17"), told("24")])
@@ -125,14 +114,12 @@ async def test_an_inline_response_is_closed_at_the_last_turn_allowed_too(chat: C
     assert end.stop_reason == "max_turns"
 
 
-@pytest.mark.asyncio
 async def test_an_inline_turn_without_any_token_still_leaves_a_step(chat: Chat) -> None:
     engine = ScriptedEngine(chat, lambda words: generated([], sampled_end=False))
     steps, _ = await play(chat, engine, ScriptedEnvironment([told("17"), told("x", 0, True)]), conversation="inline")
     assert [(step.response_ids.tolist(), step.loss_mask.tolist()) for step in steps] == [([chat.end_id], [False])] * 2
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("mode", ["append", "rerender", "inline"])
 async def test_an_environment_may_replace_the_history_by_a_shorter_one(chat: Chat, mode: str) -> None:
     shorter = [Message(role="user", content="owl age 17 what is the age of fox ?")]
@@ -146,7 +133,6 @@ async def test_an_environment_may_replace_the_history_by_a_shorter_one(chat: Cha
     assert whole_prompts(steps) == engine.prompts
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("mode", ["append", "rerender", "inline"])
 async def test_nobody_opens_or_closes_a_turn_by_writing_special_tokens(chat: Chat, mode: str) -> None:
     """Neither the user of the prompt nor the environment; the made tokenizer has them among its ordinary words."""
@@ -167,7 +153,6 @@ async def test_nobody_opens_or_closes_a_turn_by_writing_special_tokens(chat: Cha
         assert prompt.count(int(chat.encode("answer")[0])) == 1
 
 
-@pytest.mark.asyncio
 async def test_a_prompt_may_have_a_temperature_of_its_own(chat: Chat) -> None:
     engine = ScriptedEngine(chat, lambda words: "answer 17")
     for temperature, wanted in [(None, 1.0), (0.5, 0.5)]:
@@ -176,37 +161,23 @@ async def test_a_prompt_may_have_a_temperature_of_its_own(chat: Chat) -> None:
         assert (steps[0].temperature, engine.samplings[-1].temperature) == (wanted, wanted)
 
 
-@pytest.mark.asyncio
 async def test_the_template_tells_the_policy_about_the_tools_of_a_task(tmp_path: Path) -> None:
-    make_tokenizer(tmp_path, lookup.vocabulary())
-    (tmp_path / "chat_template.jinja").write_text(
+    chat = templated(
+        tmp_path,
         "{% for tool in tools or [] %}<|im_start|>tool {{ tool.name }}<|im_end|>{% endfor %}"
-        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}",
     )
-    chat = Chat(load_tokenizer(tmp_path))
     engine = ScriptedEngine(chat, lambda words: "answer 17")
     task = replace(QUESTION, tools=({"name": "look"},))
     await play(chat, engine, ScriptedEnvironment([told("x", 1.0, True)]), task)
     assert chat.text(np.asarray(engine.prompts[0])) == "tool look user what is the age of fox ?"
 
 
-@pytest.mark.asyncio
-async def test_options_of_the_chat_template_reach_it(tmp_path: Path) -> None:
-    make_tokenizer(tmp_path, lookup.vocabulary())
-    (tmp_path / "chat_template.jinja").write_text(
-        "{{ mood }} {% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"
-    )
-    chat = load_chat(tmp_path, GeneratorConfig(chat_template_options={"mood": "owl"}))
-    assert chat.text(chat.prompt(QUESTION.prompt)) == "owl what is the age of fox ?"
-
-
-@pytest.mark.asyncio
 async def test_a_finished_trajectory_has_the_sums_of_what_its_environment_returned_as_info(chat: Chat) -> None:
-    engine = ScriptedEngine(chat, lambda words: "look fox age")
     first = StepResult([Message(role="user", content="17")], 0.25, False, {"searches": 1})
     last = StepResult([], 1.0, True, {"searches": 2, "right": 1})
     seen: list[Played] = []
-    steps, end = await play(chat, engine, ScriptedEnvironment([first, last]), observe=seen.append)
+    steps, end = await play(chat, "look fox age", ScriptedEnvironment([first, last]), observe=seen.append)
     assert seen == [Played(end, {"searches": 3, "right": 1}, "")]
     tokens = np.concatenate([part for step in steps for part in (step.prompt_ids, step.response_ids)])
     assert chat.text(tokens) == "user what is the age of fox ? assistant look fox age user 17 assistant look fox age"

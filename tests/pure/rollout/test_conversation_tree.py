@@ -208,7 +208,6 @@ async def sampled_by_an_environment(chat: Chat, replies: list[str], observations
     return engine.prompts
 
 
-@pytest.mark.asyncio
 async def test_messages_of_a_client_become_the_prompts_that_an_environment_gets(chat: Chat) -> None:
     replies, observations = ["look fox age", "look owl age", "answer 17"], ["17", "24"]
     prompts = await sampled_by_an_environment(chat, replies, observations)

@@ -17,8 +17,6 @@ from service.rollout.environment import Message, StepResult, Task
 from service.types import TrajectoryId
 from tests.pure.rollout.conftest import QUESTION, ScriptedEngine, limits, play
 
-pytestmark = pytest.mark.asyncio
-
 
 class Stubborn:
     """One of its methods swallows its first cancellation, as a bare `except:` does, and waits until it is let go."""

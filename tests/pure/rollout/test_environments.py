@@ -87,7 +87,6 @@ def test_with_isolation_an_environment_is_made_in_a_process_of_its_own() -> None
     assert isinstance(made.make(task("")), IsolatedEnvironment)
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize(
     ("settings", "most"), [({"isolation": "process"}, 2), ({"name": "agent", "command": ["sh"]}, 2), ({}, 6)]
 )
@@ -166,7 +165,6 @@ def test_options_of_the_configured_environment_are_checked_before_the_run() -> N
         check_environments(EnvConfig(options={"colour": 1}, isolation="process"), [task("")], MADE)
 
 
-@pytest.mark.asyncio
 async def test_an_environment_that_leaves_the_folder_takes_no_other_with_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -24,8 +24,6 @@ from tests.pure.rollout import counting
 from tests.pure.rollout.conftest import QUESTION, ScriptedEngine, limits
 from tests.pure.rollout.counting import TURNS, Counts, Forgetful, Long, Replayable, Restorable
 
-pytestmark = pytest.mark.asyncio
-
 OF = TrajectoryId(3, 1)
 
 

@@ -20,7 +20,6 @@ async def reward(text: str, truth: str = "1234", method: str = "strict") -> floa
     return result.reward
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize(
     ("text", "strict", "flexible"),
     [
@@ -43,12 +42,10 @@ async def test_the_number_that_counts_is_the_last_one_that_the_method_reads(
     assert await reward(text, method="flexible") == flexible
 
 
-@pytest.mark.asyncio
 async def test_the_truth_may_be_a_worked_solution_that_ends_in_its_number() -> None:
     assert await reward("#### 12", truth="5 + 7 = <<5+7=12>>12\n#### 12") == 1.0
 
 
-@pytest.mark.asyncio
 async def test_a_row_whose_truth_is_no_number_is_an_error_of_its_own_episode() -> None:
     with pytest.raises(ValueError, match="ground_truth 'twelve' is no number"):
         await reward("#### 12", truth="twelve")
@@ -80,7 +77,6 @@ def left(question: str) -> int:
     return total
 
 
-@pytest.mark.asyncio
 async def test_made_rows_and_right_demonstrations_agree_with_the_words_of_the_question() -> None:
     for row in gsm8k.rows(50, seed=0):
         assert row["reward_spec"]["ground_truth"] == str(left(row["prompt"][0]["content"]))

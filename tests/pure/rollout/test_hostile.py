@@ -39,7 +39,6 @@ async def play_hostile(chat: Chat, seeds: range) -> Counter[str]:
     return reasons
 
 
-@pytest.mark.asyncio
 async def test_hostile_values_and_exceptions_cost_their_own_trajectories_only(chat: Chat) -> None:
     async with asyncio.timeout(500):
         reasons = await play_hostile(chat, range(N))
@@ -48,7 +47,6 @@ async def test_hostile_values_and_exceptions_cost_their_own_trajectories_only(ch
 
 
 @pytest.mark.full
-@pytest.mark.asyncio
 async def test_ten_thousand_hostile_environments_cost_their_own_trajectories_only(chat: Chat) -> None:
     async with asyncio.timeout(3000):
         reasons = await play_hostile(chat, range(N, N + 10_000))

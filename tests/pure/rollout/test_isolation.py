@@ -37,7 +37,6 @@ def isolated(processes: IsolatedEnvironments, name: str, **options: str) -> Isol
     return processes.make(f"{HERE}:{name}", options)
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
@@ -65,7 +64,6 @@ async def test_whatever_an_isolated_environment_does_costs_its_own_trajectory_on
         assert len(steps) == 4
 
 
-@pytest.mark.asyncio
 async def test_an_episode_in_a_process_hears_and_answers_like_one_outside() -> None:
     async with started() as processes:
         episode = isolated(processes, "Echo", suffix=" !")
@@ -81,7 +79,6 @@ async def test_an_episode_in_a_process_hears_and_answers_like_one_outside() -> N
         await episode.close()
 
 
-@pytest.mark.asyncio
 async def test_a_process_is_used_again_after_a_good_episode_and_never_after_a_broken_one() -> None:
     async with started() as processes:
 
@@ -113,7 +110,6 @@ async def gone(pid: int) -> None:
             await asyncio.sleep(0.01)
 
 
-@pytest.mark.asyncio
 async def test_closing_ends_every_process_also_one_that_blocks() -> None:
     async with started() as processes:
         episode = isolated(processes, "Echo")
@@ -136,7 +132,6 @@ def pipes() -> set[str]:
     return {name for name in open_files if name.startswith("pipe:")}
 
 
-@pytest.mark.asyncio
 async def test_a_process_that_still_writes_when_it_is_ended_keeps_neither_its_owner_nor_a_pipe() -> None:
     async with started() as processes:
         before, of_others = pipes(), set(psutil.Process().children())
@@ -158,30 +153,26 @@ async def test_a_process_that_still_writes_when_it_is_ended_keeps_neither_its_ow
         assert not opened & pipes()
 
 
-@pytest.mark.asyncio
-async def test_what_an_isolated_environment_starts_reads_none_of_its_requests(chat: Chat) -> None:
+@pytest.mark.parametrize(
+    ("name", "suffix", "n_steps", "reason"),
+    [("ReadsStdin", "17", 4, "max_turns"), ("Forks", "", 4, "max_turns"), ("CountsInNumpy", "", 1, "stop")],
+)
+async def test_what_an_isolated_environment_does_beside_its_answers_disturbs_none(
+    chat: Chat, name: str, suffix: str, n_steps: int, reason: str
+) -> None:
+    """A child reads its stdin, it forks itself, or it answers in numpy's numbers."""
     async with started() as processes:
-        engine = ScriptedEngine(chat, lambda words: "look fox age")
-        steps, end = await play(chat, engine, isolated(processes, "ReadsStdin", suffix="17"), step_deadline=240.0)
-        assert (len(steps), end.stop_reason) == (4, "max_turns")
-
-
-@pytest.mark.asyncio
-async def test_an_environment_that_forks_itself_answers_once(chat: Chat) -> None:
-    async with started() as processes:
-        engine = ScriptedEngine(chat, lambda words: "look fox age")
+        options = {"suffix": suffix} if suffix else {}
         for _ in range(2):
-            steps, end = await play(chat, engine, isolated(processes, "Forks"), step_deadline=240.0)
-            assert (len(steps), end.stop_reason, end.reward) == (4, "max_turns", 0.5)
+            steps, end = await play(chat, "look fox age", isolated(processes, name, **options), step_deadline=240.0)
+            assert (len(steps), end.stop_reason, end.reward) == (n_steps, reason, 0.5)
 
 
-@pytest.mark.asyncio
 async def test_an_answer_to_an_earlier_request_is_never_taken_for_one_to_the_latest(chat: Chat) -> None:
     async with started() as processes:
-        engine = ScriptedEngine(chat, lambda words: "look fox age")
         seen: list[Played] = []
         environment = isolated(processes, "Scribbles")
-        steps, end = await play(chat, engine, environment, step_deadline=240.0, observe=seen.append)
+        steps, end = await play(chat, "look fox age", environment, step_deadline=240.0, observe=seen.append)
         assert (steps, end.stop_reason) == ([], "environment_error")
         assert "answered an earlier request again" in seen[0].failure
 
@@ -193,7 +184,6 @@ async def ended(pid: int) -> None:
             await asyncio.sleep(0.01)
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("name", ["Abandons", "Detaches"])
 async def test_what_an_environment_started_ends_when_it_dies(tmp_path: Path, name: str) -> None:
     async with started() as processes:
@@ -204,7 +194,6 @@ async def test_what_an_environment_started_ends_when_it_dies(tmp_path: Path, nam
         await ended(int((tmp_path / "pid").read_text()))
 
 
-@pytest.mark.asyncio
 async def test_what_an_environment_started_ends_when_its_answer_is_no_longer_waited_for(tmp_path: Path) -> None:
     async with started() as processes:
         episode = isolated(processes, "KeepsTheInterpreter", suffix=str(tmp_path / "pid"))
@@ -232,7 +221,6 @@ asyncio.run(play(*sys.argv[1:]))
 """
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("name", ["Abandons", "Detaches", "KeepsTheInterpreter"])
 async def test_what_an_environment_started_ends_when_its_generator_is_killed(tmp_path: Path, name: str) -> None:
     command = [sys.executable, "-c", GENERATOR, name, HERE, str(tmp_path / "pid")]
@@ -246,15 +234,6 @@ async def test_what_an_environment_started_ends_when_its_generator_is_killed(tmp
         await ended(pid)
 
 
-@pytest.mark.asyncio
-async def test_numbers_of_numpy_leave_the_process_of_an_isolated_environment(chat: Chat) -> None:
-    async with started() as processes:
-        engine = ScriptedEngine(chat, lambda words: "look fox age")
-        steps, end = await play(chat, engine, isolated(processes, "CountsInNumpy"), step_deadline=240.0)
-        assert (len(steps), end.stop_reason, end.reward) == (1, "stop", 0.5)
-
-
-@pytest.mark.asyncio
 async def test_an_isolated_environment_sees_the_tools_and_the_temperature_of_its_row() -> None:
     async with started() as processes:
         episode = isolated(processes, "ReadsTools")
@@ -263,7 +242,6 @@ async def test_an_isolated_environment_sees_the_tools_and_the_temperature_of_its
         await episode.close()
 
 
-@pytest.mark.asyncio
 async def test_every_episode_of_a_process_begins_in_the_same_folder_and_with_an_open_output() -> None:
     async with started() as processes:
         seen = []

@@ -21,7 +21,6 @@ def task(seed: int) -> Task:
     return Task("p", ({"role": "user", "content": lookup.puzzle(seed).question},), "lookup", {}, {"seed": seed})
 
 
-@pytest.mark.asyncio
 async def test_the_store_answers_what_it_holds_and_none_otherwise() -> None:
     episode, facts = Lookup(), lookup.puzzle(5).facts
     await episode.reset(task(5), seed=0)
@@ -37,7 +36,6 @@ async def test_the_store_answers_what_it_holds_and_none_otherwise() -> None:
         assert (result.messages[0]["content"], result.reward, result.done) == (wanted, 0.0, False)
 
 
-@pytest.mark.asyncio
 async def test_only_the_right_answer_is_rewarded_and_every_answer_ends_the_episode() -> None:
     right = lookup.puzzle(5).answer
     for value in lookup.VALUES:

@@ -43,7 +43,6 @@ def test_rows_demonstrations_and_the_environment_are_found_by_name(name: str, ch
 @pytest.mark.parametrize("shows_right", [True, False])
 @pytest.mark.parametrize("answers_right", [True, False])
 @pytest.mark.parametrize("verdict", [RIGHT, WRONG])
-@pytest.mark.asyncio
 async def test_solver_and_verifier_are_rewarded_each_for_its_own_part(
     chat_of_both: Chat, answers_right: bool, shows_right: bool, verdict: str
 ) -> None:
@@ -70,7 +69,6 @@ async def test_solver_and_verifier_are_rewarded_each_for_its_own_part(
     assert shown == answer if answers_right == shows_right else (shown == right) == shows_right
 
 
-@pytest.mark.asyncio
 async def test_a_solver_that_never_answers_is_ended_without_a_verdict(chat_of_both: Chat) -> None:
     [row] = solver_verifier.rows(1, 3)
     engine = ScriptedEngine(chat_of_both, lambda words: "look fox age")
@@ -96,7 +94,6 @@ def reads(words: list[str]) -> str:
 
 
 @pytest.mark.parametrize("compact", [True, False])
-@pytest.mark.asyncio
 async def test_notes_in_place_of_the_history_keep_a_long_text_within_the_context(
     chat_of_both: Chat, compact: bool
 ) -> None:

@@ -90,7 +90,6 @@ SEEDED = EnvConfig(name=f"{HERE}:Seeded", trusted_modules=(HERE,))
 QUESTION = Task("p-0", (Message(role="user", content="what is the age of fox ?"),), "")
 
 
-@pytest.mark.asyncio
 async def test_the_samples_of_a_group_share_a_seed_and_every_group_id_has_its_own(
     model: Path, seeds: list[tuple[str, int]]
 ) -> None:
@@ -101,7 +100,6 @@ async def test_the_samples_of_a_group_share_a_seed_and_every_group_id_has_its_ow
     assert first == second != third
 
 
-@pytest.mark.asyncio
 async def test_an_evaluation_has_seeds_of_its_own_the_same_every_time_and_whoever_plays_them(
     model: Path, tmp_path: Path, seeds: list[tuple[str, int]]
 ) -> None:
@@ -138,7 +136,6 @@ class Crowded(ScriptedEngine):
         return await super().generate(prompt_ids, sampling, request_id)
 
 
-@pytest.mark.asyncio
 async def test_an_evaluation_plays_every_sample_of_every_prompt_and_no_more_than_allowed_at_once(
     model: Path, tmp_path: Path
 ) -> None:
@@ -151,7 +148,6 @@ async def test_an_evaluation_plays_every_sample_of_every_prompt_and_no_more_than
     assert engine.most == 4
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize(("temperature", "wanted"), [(None, 0.9), (0.0, 0.0), (0.5, 0.5)])
 async def test_an_evaluation_samples_at_its_own_temperature_and_training_does_not(
     model: Path, tmp_path: Path, temperature: float | None, wanted: float
@@ -168,7 +164,6 @@ def ours(process: psutil.Process) -> bool:
     return bool(process.info["ppid"] == os.getpid())
 
 
-@pytest.mark.asyncio
 async def test_isolated_episodes_beyond_the_bound_wait_for_a_process_instead_of_starting_one(model: Path) -> None:
     env = EnvConfig(name="lookup", isolation="process", max_processes=1, max_turns=1)
     plays, _ = player(model, env)
@@ -181,7 +176,6 @@ async def test_isolated_episodes_beyond_the_bound_wait_for_a_process_instead_of_
     await plays.close()
 
 
-@pytest.mark.asyncio
 async def test_the_configured_options_of_the_chat_template_reach_the_prompt(tmp_path: Path) -> None:
     make_tokenizer(tmp_path, lookup.vocabulary())
     (tmp_path / "chat_template.jinja").write_text(
@@ -193,7 +187,6 @@ async def test_the_configured_options_of_the_chat_template_reach_the_prompt(tmp_
     assert engine.chat.text(np.asarray(engine.prompts[0])) == "owl what is the age of fox ?"
 
 
-@pytest.mark.asyncio
 async def test_what_an_environment_does_to_its_row_is_nothing_to_the_other_trajectories_of_it(model: Path) -> None:
     module = "tests.pure.rollout.misbehaving"
     plays, engine = player(model, EnvConfig(name=f"{module}:Spends", trusted_modules=(module,), max_turns=1))
@@ -203,7 +196,6 @@ async def test_what_an_environment_does_to_its_row_is_nothing_to_the_other_traje
     assert [engine.chat.text(np.asarray(prompt)) for prompt in engine.prompts] == ["user what is 17 assistant"] * 2
 
 
-@pytest.mark.asyncio
 async def test_an_environment_that_cannot_be_made_costs_its_own_trajectory_only(model: Path) -> None:
     module = "tests.pure.rollout.misbehaving"
     plays, _ = player(model, EnvConfig(name=f"{module}:Unmakeable", trusted_modules=(module,)))
@@ -213,7 +205,6 @@ async def test_an_environment_that_cannot_be_made_costs_its_own_trajectory_only(
 
 
 @pytest.mark.parametrize("isolation", ["none", "process"])
-@pytest.mark.asyncio
 async def test_what_an_environment_raised_is_told_with_the_line_that_raised_it(
     model: Path, isolation: Literal["none", "process"]
 ) -> None:
@@ -225,7 +216,6 @@ async def test_what_an_environment_raised_is_told_with_the_line_that_raised_it(
     assert re.search(r"KeyError: 'gone' \(misbehaving\.py:\d+\)$", plays.last_failure)
 
 
-@pytest.mark.asyncio
 async def test_what_a_library_raised_is_told_with_its_line_and_the_environment_s(model: Path) -> None:
     plays, _ = player(model, EnvConfig(name=f"{HERE}:Parses", trusted_modules=(HERE,)))
     await played(plays, TrajectoryId(0, 0), QUESTION)
@@ -242,7 +232,6 @@ class Telling(Seeded):
         return StepResult((), 1.0, True, {"right": 1.0})
 
 
-@pytest.mark.asyncio
 async def test_what_an_environment_says_is_kept_for_training_alone(model: Path, tmp_path: Path) -> None:
     name = f"{HERE}:Telling"
     telling, _ = player(model, EnvConfig(name=name, trusted_modules=(HERE,)))

@@ -64,7 +64,6 @@ async def played(
     return step_objects(columns.steps()), found.end, found.failure, engine
 
 
-@pytest.mark.asyncio
 async def test_each_role_has_a_conversation_of_its_own_and_gets_rewards_also_later(chat: Chat) -> None:
     results = [
         turn("is it 17 ?", 0.5, "verifier"),
@@ -83,7 +82,6 @@ async def test_each_role_has_a_conversation_of_its_own_and_gets_rewards_also_lat
     assert end.rewards == (-0.25, 0.0, 0.125, 0.5) and end.reward == 0.125
 
 
-@pytest.mark.asyncio
 async def test_the_reward_of_a_trajectory_is_that_of_the_newest_turn_of_main(chat: Chat) -> None:
     _, end, _, _ = await played(chat, [turn("?", 0.5, "verifier"), StepResult([], 7.0, True, rewards={"main": 1.0})])
     assert end.reward == 1.5 and end.rewards == (1.0, 0.0)
@@ -99,7 +97,6 @@ async def test_the_reward_of_a_trajectory_is_that_of_the_newest_turn_of_main(cha
         (turn("?", rewards={"verifier": 1.0}), "rewards['verifier']: the role has had no turn"),
     ],
 )
-@pytest.mark.asyncio
 async def test_roles_that_are_not_there_lose_the_trajectory_in_one_line(
     chat: Chat, result: StepResult, why: str
 ) -> None:
@@ -124,7 +121,6 @@ def said(text: object) -> tuple[int, Any]:
     return 200, {"choices": [{"message": {"role": "assistant", "content": text}}]}
 
 
-@pytest.mark.asyncio
 async def test_a_frozen_role_is_played_by_its_model_and_nothing_of_it_is_trained(
     chat: Chat, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -149,7 +145,6 @@ async def test_a_frozen_role_is_played_by_its_model_and_nothing_of_it_is_trained
     ]
 
 
-@pytest.mark.asyncio
 async def test_a_frozen_role_with_a_folder_is_asked_at_an_engine_of_the_run(
     chat: Chat, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -178,7 +173,6 @@ async def test_a_frozen_role_with_a_folder_is_asked_at_an_engine_of_the_run(
 
 
 @pytest.mark.parametrize("answer", [(400, {"error": "no"}), (200, {"choices": []}), said(None)])
-@pytest.mark.asyncio
 async def test_a_frozen_model_that_answers_without_a_text_loses_the_trajectory_only(
     chat: Chat, answer: tuple[int, Any]
 ) -> None:
@@ -221,7 +215,6 @@ def http(text: object, length: int = 0) -> bytes:
     return b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % (length or len(body)) + body
 
 
-@pytest.mark.asyncio
 async def test_an_answer_that_comes_in_many_parts_is_read_to_its_end(chat: Chat) -> None:
     whole = http("owl " + "17 " * 8)
     steps, failure = await played_with_a_server_that(chat, whole[:60], whole[60:75], whole[75:], pause=0.02)
@@ -243,7 +236,6 @@ async def test_an_answer_that_comes_in_many_parts_is_read_to_its_end(chat: Chat)
         (b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n" + b"[" * 100_000,),
     ],
 )
-@pytest.mark.asyncio
 async def test_what_a_frozen_model_sends_costs_that_trajectory_only(chat: Chat, parts: tuple[bytes, ...]) -> None:
     steps, failure = await played_with_a_server_that(chat, *parts)
     assert len(steps) == 1 and "roles.verifier" in failure and "\n" not in failure and len(failure) < 500

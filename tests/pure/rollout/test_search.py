@@ -75,7 +75,6 @@ def test_a_search_without_server_and_bm25s_says_what_to_install(monkeypatch: pyt
         Corpus(data.CORPUS)
 
 
-@pytest.mark.asyncio
 async def test_the_server_understands_one_query_and_many_with_scores_and_without(corpus: Corpus) -> None:
     async with served(application(corpus)) as url:
         status, one = await post(url, {"query": "salt", "topk": 1, "return_scores": True})
@@ -91,7 +90,6 @@ async def test_the_server_understands_one_query_and_many_with_scores_and_without
     assert found == [(question["topk"], question["query"]) for question in asked]
 
 
-@pytest.mark.asyncio
 async def test_a_malformed_question_is_refused_with_its_reason(corpus: Corpus) -> None:
     refused: Sequence[Any] = [
         *([], "salt", {}, {"query": None}, {"query": "a", "queries": ["b"]}, {"query": 3}, {"queries": ["a", None]}),
@@ -125,14 +123,12 @@ async def asked(url: str) -> list[str]:
         await client.close()
 
 
-@pytest.mark.asyncio
 async def test_the_client_reads_passages_with_scores_and_without() -> None:
     for hit in ({"document": {"id": "1", "contents": "a"}, "score": 1.0}, {"id": "1", "contents": "a"}):
         async with served(answering(hit)) as url:
             assert await asked(f"{url}/retrieve") == ["a"]
 
 
-@pytest.mark.asyncio
 async def test_an_answer_without_passages_is_an_error_that_names_the_server() -> None:
     async with served(answering("nothing")) as url:
         wrong = {"retrieve": "answered without passages", "elsewhere": "answered 404", "page": "no JSON"}
@@ -141,14 +137,12 @@ async def test_an_answer_without_passages_is_an_error_that_names_the_server() ->
                 await asked(f"{url}/{path}")
 
 
-@pytest.mark.asyncio
 async def test_the_client_asks_again_while_the_server_is_away_and_then_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(retrieval_client, "BACKOFF", Backoff(0.01))
     with pytest.raises(RetrievalFailed, match="did not answer 4 times"):
         await asked("http://127.0.0.1:9/retrieve")
 
 
-@pytest.mark.asyncio
 async def test_a_server_that_dies_amid_its_answer_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(retrieval_client, "BACKOFF", Backoff(0.01))
     whole = b'{"result": [[{"id": "0", "contents": "salt"}]]}'
@@ -170,7 +164,6 @@ def question(truth: Any) -> Task:
     return Task("p", ({"role": "user", "content": "?"},), "search_r1", {"ground_truth": truth})
 
 
-@pytest.mark.asyncio
 async def test_a_search_is_answered_with_the_same_passages_by_the_server_and_in_process() -> None:
     town = data.geography().towns[0]
     async with served(application(Corpus(data.CORPUS))) as url:
@@ -186,7 +179,6 @@ async def test_a_search_is_answered_with_the_same_passages_by_the_server_and_in_
     assert told[0].startswith(first)
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize(
     ("truth", "answer", "wanted"),
     [
@@ -207,7 +199,6 @@ async def test_an_answer_counts_without_case_articles_and_punctuation(truth: Any
     assert (result.reward, result.done) == (wanted, True)
 
 
-@pytest.mark.asyncio
 async def test_demonstrations_that_are_right_earn_the_reward_with_what_the_corpus_tells() -> None:
     rows = synthetic_data("search_r1").rows(30, 0)
     shown = search_r1.demonstrations(30, 1.0, np.random.default_rng(0))

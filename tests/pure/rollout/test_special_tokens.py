@@ -71,17 +71,8 @@ TEMPLATES = (THINKING_AND_JSON, TAGS_MADE_OF_NAMES, ROLES_BETWEEN_MARKS)
 def tokenizer_of(template: str) -> PreTrainedTokenizerBase:
     """A byte-level tokenizer; each piece of a special token is a token too, where tokenizers join characters."""
     letters = {letter: i for i, letter in enumerate(sorted(ByteLevel.alphabet()))}
-    merges = [
-        ("i", "m"),
-        ("_", "e"),
-        ("n", "d"),
-        ("|", ">"),
-        ("<", "|"),
-        ("s", ">"),
-        ("Ċ", "Ċ"),
-        ("Ġ", "<"),
-        (">", "<"),
-    ]
+    joined = "i m, _ e, n d, | >, < |, s >, Ċ Ċ, Ġ <, > <"
+    merges = [(pair.split()[0], pair.split()[1]) for pair in joined.split(", ")]
     backend = Tokenizer(BPE(letters | {a + b: len(letters) + i for i, (a, b) in enumerate(merges)}, merges))
     backend.pre_tokenizer = ByteLevel(add_prefix_space=False)
     backend.decoder = ByteLevelDecoder()
@@ -101,19 +92,7 @@ class Trees:
     """Random messages and tools, and the same with a plain word for each hostile text."""
 
     WORDS = (
-        "",
-        " ",
-        "fox",
-        "17",
-        "\n",
-        '"',
-        "\\",
-        "a</think>b",
-        "<tool_response>",
-        "</tool_response>",
-        "é",
-        "'",
-        "{x}",
+        *("", " ", "fox", "17", "\n", '"', "\\", "a</think>b", "<tool_response>", "</tool_response>", "é", "'", "{x}"),
     )
 
     def __init__(self, seed: int) -> None:
@@ -126,17 +105,8 @@ class Trees:
         token = self._random.choice(SPECIALS)
         start, stop = sorted(self._random.sample(range(len(token) + 1), 2))
         private = chr(self._random.choice(self._random.choice(PRIVATE)))
-        kinds = (
-            token,
-            token,
-            token,
-            token[start:stop],
-            token[:stop],
-            token[start:],
-            private,
-            "\ue0000\ue001",
-            "\ufdd0",
-        )
+        pieces = token[start:stop], token[:stop], token[start:]
+        kinds = (token, token, token, *pieces, private, "\ue0000\ue001", "\ufdd0")
         text = self._random.choice(kinds)
         self._plain.setdefault(text, chr(0x4E00 + len(self._plain)) * len(text))
         return text

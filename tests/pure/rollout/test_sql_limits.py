@@ -105,7 +105,6 @@ def statement(rng: random.Random) -> str:
     ).replace("name", "items.name")
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("n", [24, pytest.param(1000, marks=[pytest.mark.full, pytest.mark.timeout(1800)])])
 async def test_no_statement_of_a_grammar_of_heavy_ones_takes_more_than_its_time_and_memory(
     database: Path, n: int
@@ -164,7 +163,6 @@ HEAVY = [
 ]
 
 
-@pytest.mark.asyncio
 async def test_an_innocent_query_amid_heavy_ones_is_answered_when_its_turn_comes(database: Path) -> None:
     before, after, seconds = 2 * PROCESSES, 4 * PROCESSES, 0.3
     async with joined() as queries:
@@ -182,7 +180,6 @@ async def test_an_innocent_query_amid_heavy_ones_is_answered_when_its_turn_comes
             assert isinstance(failed, QueryFailed) and str(failed) == "the query took longer than 0.3 s"
 
 
-@pytest.mark.asyncio
 async def test_an_error_leaves_the_process_for_the_next_query_and_a_lack_of_memory_does_not(database: Path) -> None:
     async with joined() as queries:
 
@@ -197,7 +194,6 @@ async def test_an_error_leaves_the_process_for_the_next_query_and_a_lack_of_memo
         assert not first & await pids("SELECT zeroblob(900000000)", f"more than {MEMORY >> 20} MiB of memory")
 
 
-@pytest.mark.asyncio
 async def test_the_processes_end_with_the_last_open_episode(database: Path) -> None:
     async with joined():
         async with joined() as second:
@@ -206,7 +202,6 @@ async def test_the_processes_end_with_the_last_open_episode(database: Path) -> N
     assert query_processes() == []
 
 
-@pytest.mark.asyncio
 async def test_a_query_ends_in_time_also_where_its_parent_blocks_and_ignores_the_signal(database: Path) -> None:
     before, blocked = signal.signal(signal.SIGALRM, signal.SIG_IGN), {signal.SIGALRM}
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)

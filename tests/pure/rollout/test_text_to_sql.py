@@ -87,7 +87,6 @@ async def said(folder: Path, truth: str, text: str) -> StepResult:
         await environment.close()
 
 
-@pytest.mark.asyncio
 async def test_a_query_is_answered_with_what_it_gives(database: Path) -> None:
     result = await said(database.parents[1], "SELECT 1", "let me see <sql>SELECT name, price FROM items</sql>")
     (observation,) = result.messages
@@ -95,7 +94,6 @@ async def test_a_query_is_answered_with_what_it_gives(database: Path) -> None:
     assert (result.reward, result.done, result.info) == (0.0, False, {"queries": 1.0})
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize(
     ("text", "wanted"),
     [
@@ -112,7 +110,6 @@ async def test_what_is_no_query_is_answered_with_the_reason(database: Path, text
 NAMES = "SELECT name FROM items"
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize(
     ("truth", "solution", "wanted"),
     [
@@ -135,7 +132,6 @@ async def test_a_solution_is_right_where_it_gives_the_rows_of_the_true_query(
     assert (result.reward, result.done) == (wanted, True)
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("db_id", ["../shop/shop", "", "missing", "/etc/passwd", ".."])
 async def test_a_database_is_named_and_not_reached_by_a_path(database: Path, db_id: str) -> None:
     environment, task = episode(database.parents[1], "SELECT 1", db_id)
@@ -154,7 +150,6 @@ def dump(path: Path) -> list[str]:
         return list(connection.iterdump())
 
 
-@pytest.mark.asyncio
 async def test_made_questions_are_solved_by_their_own_queries_and_not_by_the_wrong_ones() -> None:
     rng = np.random.default_rng(0)
     rewards: dict[str, list[float]] = {"sql": [], "wrong": []}

@@ -50,7 +50,6 @@ async def double(number: int) -> str:
     return str(2 * number)
 
 
-@pytest.mark.asyncio
 async def test_each_call_is_answered_by_a_message_of_its_tool_or_with_the_reason() -> None:
     calls = [
         ToolCall("double", {"number": 21}),
@@ -69,7 +68,6 @@ async def test_each_call_is_answered_by_a_message_of_its_tool_or_with_the_reason
     assert result.info == {"tool_calls": 4.0, "bad_tool_calls": 3.0}
 
 
-@pytest.mark.asyncio
 async def test_search_by_tool_calls_reads_passages_and_ends_with_the_first_answer() -> None:
     town = data.geography().towns[0]
     task = Task("p", ({"role": "user", "content": "?"},), "search_r1", {"ground_truth": town.river})

@@ -61,7 +61,6 @@ WRONG: dict[str, tuple[Generation, str]] = {
 
 @pytest.mark.parametrize("mode", ["append", "rerender", "inline"])
 @pytest.mark.parametrize("name", WRONG)
-@pytest.mark.asyncio
 async def test_an_answer_that_cannot_be_one_costs_its_own_trajectory_and_says_why(
     chat: Chat, name: str, mode: Mode
 ) -> None:
@@ -87,7 +86,6 @@ async def test_an_answer_that_cannot_be_one_costs_its_own_trajectory_and_says_wh
         generated([], "stop", sampled_end=False),
     ],
 )
-@pytest.mark.asyncio
 async def test_what_an_engine_may_answer_is_made_a_step(chat: Chat, answer: Generation) -> None:
     """Single log-probabilities that are not finite are the buffer's, which masks and counts those tokens."""
     engine = ScriptedEngine(chat, lambda words: answer)
@@ -96,7 +94,6 @@ async def test_what_an_engine_may_answer_is_made_a_step(chat: Chat, answer: Gene
     assert np.array_equal(step.logprobs[: len(answer.logprobs)], answer.logprobs, equal_nan=True)  # type: ignore[index]
 
 
-@pytest.mark.asyncio
 async def test_the_vocabulary_is_the_tokenizers(chat: Chat) -> None:
     for token, reason in ((chat.vocab_size - 1, "stop"), (chat.vocab_size, "engine_output")):
         engine = ScriptedEngine(chat, lambda words, token=token: generated([token]))  # type: ignore[misc]
@@ -104,7 +101,6 @@ async def test_the_vocabulary_is_the_tokenizers(chat: Chat) -> None:
         assert end.stop_reason == reason
 
 
-@pytest.mark.asyncio
 async def test_an_engine_that_always_answers_wrongly_ends_the_run_with_what_it_answered(chat: Chat) -> None:
     answer, why = WRONG["one log-probability too few"]
     counts: dict[str, int] = {}

@@ -63,7 +63,6 @@ async def episode(chat: Chat, mode: Mode) -> list[SupervisedRow]:
     return rows
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize(("mode", "n_rows"), [("append", 1), ("rerender", 3), ("inline", 1)])
 async def test_a_demonstration_follows_the_conversation_mode(stripping_chat: Chat, mode: Mode, n_rows: int) -> None:
     shown = demonstration_rows(stripping_chat, mode, [DEMONSTRATION])
