@@ -21,36 +21,45 @@ def written(checkpoints: Checkpoints, step: int) -> int:
     return checkpoints.finish(step, incarnation=1, journal_position=64 * step, issued=step, frontier=step)
 
 
+def made(folder: Path, keep: int, *steps: int) -> Checkpoints:
+    checkpoints = Checkpoints(folder, keep)
+    for step in steps:
+        written(checkpoints, step)
+    return checkpoints
+
+
+def newest(checkpoints: Checkpoints) -> int | None:
+    manifest = checkpoints.newest()
+    return None if manifest is None else manifest.step
+
+
+def folders(path: Path) -> list[str]:
+    return sorted(folder.name for folder in path.iterdir())
+
+
 def test_the_newest_whole_checkpoint_is_found_and_old_ones_are_dropped(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, keep=2)
     assert checkpoints.newest() is None
-
     assert [written(checkpoints, step) for step in (5, 10, 15)] == [5, 5, 10]
 
-    newest = checkpoints.newest()
-    assert newest is not None and (newest.step, newest.journal_position) == (15, 960)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_10", "step_15"]
+    manifest = checkpoints.newest()
+    assert manifest is not None and (manifest.step, manifest.journal_position) == (15, 960)
+    assert folders(tmp_path) == ["step_10", "step_15"]
 
 
 def test_a_checkpoint_without_its_manifest_does_not_count(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, keep=3)
     written(checkpoints, 5)
     (checkpoints.begin(10) / "rank_0.safetensors").write_bytes(b"half")
-
-    newest = checkpoints.newest()
-    assert newest is not None and newest.step == 5
+    assert newest(checkpoints) == 5
 
 
 def test_a_checkpoint_is_passed_over_when_a_file_or_its_manifest_is_damaged(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path, keep=9)
-    for step in (5, 10, 15, 20):
-        written(checkpoints, step)
+    checkpoints = made(tmp_path, 9, 5, 10, 15, 20)
     (tmp_path / "step_20" / "trainer" / "learner.json").unlink()
     (tmp_path / "step_15" / "trainer" / "rank_0.safetensors").write_bytes(b"\x0f" * 999 + b"\x10")
     (tmp_path / "step_10" / MANIFEST).write_text('{"step": 10')
-
-    newest = checkpoints.newest()
-    assert newest is not None and newest.step == 5
+    assert newest(checkpoints) == 5
 
 
 def change(manifest: Path, **fields: object) -> None:
@@ -80,13 +89,10 @@ def test_what_is_no_checkpoint_hinders_neither_a_resume_nor_the_next_one(
     written(Checkpoints(tmp_path, keep=9), 5)
     spoil(tmp_path)
     checkpoints = Checkpoints(tmp_path, keep=9)
-    newest = checkpoints.newest()
-    assert newest is not None and newest.step == 5
+    assert newest(checkpoints) == 5
     checkpoints.drop_unfinished()
-
     assert written(checkpoints, 10) == 5
-    newest = checkpoints.newest()
-    assert newest is not None and newest.step == 10 and checkpoints.steps() == [5, 10]
+    assert newest(checkpoints) == 10 and checkpoints.steps() == [5, 10]
 
 
 def written_at(folder: Path, step: int) -> Path:
@@ -95,35 +101,26 @@ def written_at(folder: Path, step: int) -> Path:
 
 
 def test_unreadable_checkpoints_are_removed_with_those_that_are_too_old(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path, keep=9)
-    for step in (5, 10):
-        written(checkpoints, step)
+    checkpoints = made(tmp_path, 9, 5, 10)
     (tmp_path / "step_5" / MANIFEST).write_bytes(b"\xff")
     (tmp_path / "step_10" / MANIFEST).unlink()
     (tmp_path / "step_10" / MANIFEST).mkdir()
-
     written(checkpoints, 15)
     assert folders(tmp_path) == ["step_15"]
 
 
 def test_a_checkpoint_of_another_format_is_refused_in_one_line_and_kept(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path, keep=2)
-    for step in (5, 10):
-        written(checkpoints, step)
+    checkpoints = made(tmp_path, 2, 5, 10)
     change(tmp_path / "step_5" / MANIFEST, format=FORMAT + 1, something=3)
-
     with pytest.raises(UserError, match=rf"step_5: its {MANIFEST} is of format {FORMAT + 1}, [^\n]+$"):
         checkpoints.newest()
     assert folders(tmp_path) == ["step_10", "step_5"]
 
 
 def test_a_step_can_be_written_anew(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path, keep=9)
-    for step in (5, 10):
-        written(checkpoints, step)
+    checkpoints = made(tmp_path, 9, 5, 10)
     assert list(checkpoints.begin(10).iterdir()) == []
-    newest = checkpoints.newest()
-    assert newest is not None and newest.step == 5
+    assert newest(checkpoints) == 5
 
 
 def damage(folder: Path) -> None:
@@ -134,20 +131,13 @@ def damage(folder: Path) -> None:
     os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns + 10**9))
 
 
-def folders(path: Path) -> list[str]:
-    return sorted(folder.name for folder in path.iterdir())
-
-
 @pytest.mark.parametrize("again", [False, True])
 def test_damaged_checkpoints_do_not_take_the_place_of_whole_ones(tmp_path: Path, again: bool) -> None:
     """Whether the process that goes on wrote them itself or is another one."""
-    checkpoints = Checkpoints(tmp_path, keep=2)
-    for step in (5, 10):
-        written(checkpoints, step)
+    checkpoints = made(tmp_path, 2, 5, 10)
     damage(tmp_path / "step_10")
     if again:
         checkpoints = Checkpoints(tmp_path, keep=2)
-
     assert written(checkpoints, 15) == 5
     assert folders(tmp_path) == ["step_15", "step_5"]
 
@@ -156,11 +146,8 @@ def test_a_run_that_went_back_behind_a_damaged_checkpoint_keeps_what_it_writes(t
     written(Checkpoints(tmp_path, keep=1), 10)
     damage(tmp_path / "step_10")
     resumed = Checkpoints(tmp_path, keep=1)
-
     assert [written(resumed, step) for step in (6, 7)] == [6, 7]
-
-    newest = resumed.newest()
-    assert newest is not None and newest.step == 7
+    assert newest(resumed) == 7
     assert folders(tmp_path) == ["step_7"]
 
 
@@ -170,10 +157,8 @@ def test_what_killed_runs_left_unfinished_is_removed(tmp_path: Path) -> None:
     for step in (3, 21):
         (checkpoints.begin(step) / "rank_0.safetensors").write_bytes(b"half")
     (tmp_path / "step_by_step").mkdir()
-
     written(checkpoints, 10)
     assert folders(tmp_path) == ["step_10", "step_5", "step_by_step"]
-
     checkpoints.begin(15)
     Checkpoints(tmp_path, keep=2).drop_unfinished()
     assert folders(tmp_path) == ["step_10", "step_5", "step_by_step"]

@@ -13,6 +13,7 @@ from service.observe.metrics import Metrics
 from service.observe.status import run_report
 from service.plan.binding import Part
 from service.plan.live_binding import NOW_SECONDS, SAMPLE_SECONDS, WINDOW_SECONDS, Figures, Limits, Window, live
+from tests.pure.buffer.world import TurnedClock
 
 MINUTES = 600.0
 STEPS = 200.0
@@ -165,29 +166,15 @@ def test_a_part_that_becomes_slow_after_an_hour_is_named_within_a_minute_and_sta
     assert long is not None and long.found.part == Part.ENGINES and "last 10 min" in long.sentence()
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-    def wall(self) -> float:
-        return 1.7e9 + self.now
-
-
 def test_status_and_metrics_name_what_binds_within_a_minute_of_steps() -> None:
-    clock, config = Clock(), Config()
+    clock, config = TurnedClock(), Config()
     hub = Hub(clock, Window())
-    hub.put_status(
-        "run", run_report(config.run, config.generator, config.trainer, config.buffer, "runs/r", clock.wall())
-    )
-    driver, generator = (
-        Metrics("driver", "driver", AlertThresholds.of(config)),
-        Metrics("generator", "generator-0", AlertThresholds.of(config)),
-    )
+    settings = config.run, config.generator, config.trainer, config.buffer
+    hub.put_status("run", run_report(*settings, "runs/r", clock.wall()))
+    thresholds = AlertThresholds.of(config)
+    driver, generator = Metrics("driver", "driver", thresholds), Metrics("generator", "generator-0", thresholds)
     for second in range(60):
-        clock.now = float(second)
+        clock.now += 1.0
         measure_states(driver, {"waiting": 0.7 * second, "step": 0.3 * second})
         driver.count_to("baton_optimizer_steps_total", second)
         measure_states(generator, {"generating": 0.99 * second})

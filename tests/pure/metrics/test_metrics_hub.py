@@ -20,6 +20,9 @@ from service.observe.alert_thresholds import AlertThresholds
 from service.observe.hub import HISTORY_KEYS, SILENT_SECONDS, Hub
 from service.observe.metrics import Metrics
 from service.run.metrics_port import DEFAULT_PORT, with_free_port
+from tests.pure.buffer.world import TurnedClock
+
+THRESHOLDS = AlertThresholds.of(Config())
 
 
 def hub_on(port: int) -> MetricsHub:
@@ -39,7 +42,7 @@ def test_metrics_status_and_health_are_served_on_one_port() -> None:
         hub = hub_on(0)
         url = await hub.start()
         assert await hub.start() == url
-        metrics = Metrics("trainer", "trainer-0", AlertThresholds.of(Config()))
+        metrics = Metrics("trainer", "trainer-0", THRESHOLDS)
         metrics.set("baton_policy_version", 3)
         await hub.push("trainer/trainer-0", metrics.snapshot(), [("run", {"name": "r", "state": "training"})])
         kind, page = await get(f"{url}/metrics")
@@ -58,22 +61,11 @@ def test_metrics_status_and_health_are_served_on_one_port() -> None:
     asyncio.run(scenario())
 
 
-class _Turned:
-    """A clock that is turned by hand."""
-
-    now = 100.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-    wall = monotonic
-
-
 def test_the_status_has_the_sessions_of_agents_and_their_calls_a_second_over_all_generators() -> None:
-    clock = _Turned()
+    clock = TurnedClock()
     hub = Hub(clock)
     assert hub.status()["agents"] == {}
-    generators = [Metrics("generator", f"generator-{number}", AlertThresholds.of(Config())) for number in range(2)]
+    generators = [Metrics("generator", f"generator-{number}", THRESHOLDS) for number in range(2)]
     for seconds in range(3):
         for number, metrics in enumerate(generators):
             metrics.set_all("baton_agent_sessions", "state", {"calling": 2, "idle": number, "finished": 7 * seconds})
@@ -91,10 +83,10 @@ def test_the_status_has_the_sessions_of_agents_and_their_calls_a_second_over_all
 
 
 def test_the_status_has_a_line_for_each_host_where_there_are_several() -> None:
-    hub = Hub(_Turned())
+    hub = Hub(TurnedClock())
 
     def push(role: str, ident: str, host: str) -> None:
-        metrics = Metrics(role, ident, AlertThresholds.of(Config()))
+        metrics = Metrics(role, ident, THRESHOLDS)
         metrics.set("baton_actor_host_info", 1.0, host=host)
         hub.push(f"{role}/{ident}", metrics.snapshot())
 
@@ -112,7 +104,7 @@ def test_the_status_has_a_line_for_each_host_where_there_are_several() -> None:
 
 
 def test_the_status_has_how_long_new_weights_took_and_with_a_delta_how_much_of_them_changed() -> None:
-    hub = Hub(_Turned())
+    hub = Hub(TurnedClock())
     assert any("sync - s" in line for line in status_lines(hub.status()))
     hub.put_status("run", {"weights_sync_seconds": 0.031})
     hub.put_status("step", {"timing/step": 1.0})  # a step in which no update ended
@@ -126,7 +118,7 @@ def test_a_run_that_got_the_address_of_a_killed_one_does_not_answer_for_it() -> 
     async def scenario() -> None:
         hub = hub_on(0)
         url = await hub.start()
-        snapshot = Metrics("trainer", "trainer-0", AlertThresholds.of(Config())).snapshot()
+        snapshot = Metrics("trainer", "trainer-0", THRESHOLDS).snapshot()
         await hub.push("trainer/trainer-0", snapshot, [("run", {"folder": "/runs/second"})])
         (target, *_) = json.loads((await get(f"{url}/sd"))[1])
         named = {name: target["labels"][name] for name in ("instance", "run", "folder")}
@@ -155,7 +147,7 @@ def test_a_port_in_use_is_one_clear_error() -> None:
 def test_a_start_and_pushes_at_the_same_time_open_the_port_once() -> None:
     async def scenario() -> None:
         hub = hub_on(0)
-        snapshot = Metrics("trainer", "t", AlertThresholds.of(Config())).snapshot()
+        snapshot = Metrics("trainer", "t", THRESHOLDS).snapshot()
         url, *_ = await asyncio.gather(hub.start(), *(hub.push("trainer/t", snapshot) for _ in range(5)))
         second = hub_on(int(url.rpartition(":")[2]))
         with pytest.raises(UserError):
@@ -178,7 +170,7 @@ def test_a_restarted_hub_serves_again_with_the_next_push() -> None:
         port = int((await first.start()).rpartition(":")[2])
         await first.stop()
         second = hub_on(port)
-        await second.push("trainer/t", Metrics("trainer", "t", AlertThresholds.of(Config())).snapshot())
+        await second.push("trainer/t", Metrics("trainer", "t", THRESHOLDS).snapshot())
         _, page = await get(f"http://127.0.0.1:{port}/metrics")
         assert b"baton_actor_up" in page
         await second.stop()
@@ -210,7 +202,7 @@ def test_a_hub_on_any_free_port_comes_back_on_the_same_one() -> None:
         metrics = with_free_port(MetricsConfig(port=0))
         assert metrics.port != 0 and with_free_port(metrics) == metrics
         config = Config(metrics=metrics)
-        snapshot = Metrics("trainer", "t", AlertThresholds.of(Config())).snapshot()
+        snapshot = Metrics("trainer", "t", THRESHOLDS).snapshot()
         for _ in range(2):
             hub = MetricsHub(config.model_dump_json())
             await hub.push("trainer/t", snapshot, [("run", {"name": "r", "state": "training"})])
@@ -221,18 +213,12 @@ def test_a_hub_on_any_free_port_comes_back_on_the_same_one() -> None:
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize(
-    ("accept", "html"),
-    [
-        ("text/html,application/xhtml+xml,application/xml;q=0.9,image/avif,*/*;q=0.8", True),
-        ("*/*", False),
-        ("", False),
-        ("application/json", False),
-        ("text/html;q=0.8, application/json", False),
-    ],
-)
-def test_html_is_for_browsers_and_json_for_whoever_names_it_or_nothing(accept: str, html: bool) -> None:
-    assert prefers_html(accept) is html
+BROWSER = "text/html,application/xhtml+xml,application/xml;q=0.9,image/avif,*/*;q=0.8"
+
+
+@pytest.mark.parametrize("accept", [BROWSER, "*/*", "", "application/json", "text/html;q=0.8, application/json"])
+def test_html_is_for_browsers_and_json_for_whoever_names_it_or_nothing(accept: str) -> None:
+    assert prefers_html(accept) is (accept == BROWSER)
 
 
 @pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
@@ -243,7 +229,7 @@ def test_a_number_that_is_not_finite_is_null_in_status_and_history_as_json_has_n
     async def scenario() -> None:
         hub = hub_on(0)
         url = await hub.start()
-        snapshot = Metrics("trainer", "t", AlertThresholds.of(Config())).snapshot()
+        snapshot = Metrics("trainer", "t", THRESHOLDS).snapshot()
         step = {"trainer/global_step": 1, HISTORY_KEYS[0]: number, "policy/loss": number}
         buffer = {"accepted_tokens": 3, "groups": {"open": number}}
         await hub.push("trainer/t", snapshot, [("step", step), ("buffer", buffer)])
@@ -277,7 +263,7 @@ def test_a_browser_gets_the_page_at_status_and_a_program_json() -> None:
 
 
 def test_the_status_has_a_line_for_the_prompts_of_a_curriculum_and_none_without_one() -> None:
-    hub = Hub(_Turned())
+    hub = Hub(TurnedClock())
     hub.put_status("buffer", {"prompts": {"untried": 5, "below": 2, "inside": 3, "above": 0}, "passed_over": 1200})
     assert "  prompts   5 untried, 2 below, 3 inside (success so far, by the band); 1,200 passed over" in status_lines(
         hub.status()

@@ -78,64 +78,51 @@ def test_an_adapter_to_begin_with_is_refused_by_the_validation_in_the_line_of_a_
         assert said.endswith(f"{line.partition(': ')[2]}\n") and line.partition(":")[0] in said
 
 
-@pytest.mark.parametrize("text", ["[]", "{}", '"qwen3"', "{", '{"model_type": "qwen3", "vocab_size": "many"}', ""])
-def test_a_configuration_that_describes_no_model_is_one_line(text: str, model: Path, tmp_path: Path) -> None:
-    (model / "config.json").write_text(text)
-    with pytest.raises(
-        UserError, match=r"^model\.path: .*config\.json (describes no model: .+|holds no object|is no JSON: .+)$"
-    ):
-        prepare(pointed_at(model), tmp_path / "run")
+CUT = r"the weights .*model\.safetensors cannot be read"
+NO_MODEL = r"^model\.path: .*config\.json (describes no model: .+|holds no object|is no JSON: .+)$"
+INDEX, WEIGHTS = "model.safetensors.index.json", "model.safetensors"
 
 
-def test_a_model_whose_modules_cannot_be_made_is_one_line(model: Path, tmp_path: Path) -> None:
-    config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps({**config, "pad_token_id": 10**9}))
-    with pytest.raises(
-        UserError, match=r"^model\.path: .*config\.json .* cannot be made or run: AssertionError: Padding_idx .*$"
-    ):
-        prepare(pointed_at(model), tmp_path / "run")
-
-
-def test_a_model_that_cannot_be_trained_is_one_line(model: Path, tmp_path: Path) -> None:
-    config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "fp8"}}))
-    with pytest.raises(UserError, match=r"^model\.path: .* cannot be trained: its weights are quantised .+$"):
-        prepare(pointed_at(model), tmp_path / "run")
-
-
-def test_weights_that_are_cut_short_are_one_line(model: Path, tmp_path: Path) -> None:
-    weights = model / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-1])
-    with pytest.raises(UserError, match=r"the weights .*model\.safetensors cannot be read"):
-        prepare(pointed_at(model), tmp_path / "run")
-
-
-def test_weights_that_are_no_safetensors_are_one_line(model: Path, tmp_path: Path) -> None:
-    (model / "model.safetensors").write_bytes(b"\xff" * 100)
-    with pytest.raises(UserError, match=r"the weights .*model\.safetensors cannot be read"):
+@pytest.mark.parametrize(
+    ("file", "text", "wrong"),
+    [
+        *(
+            ("config.json", text, NO_MODEL)
+            for text in ("[]", "{}", '"qwen3"', "{", '{"model_type": "qwen3", "vocab_size": "many"}', "")
+        ),
+        (WEIGHTS, "no safetensors", CUT),
+        (WEIGHTS, None, CUT),
+        (INDEX, "[]", r"index\.json holds no object"),
+        *((INDEX, text, r"index\.json is no index of weights") for text in ("{}", '{"weight_map": 3}')),
+        *((INDEX, text, r"index\.json is no JSON") for text in ("{", "[" * 100_000)),
+    ],
+)
+def test_a_damaged_file_of_a_model_is_one_line(
+    file: str, text: str | None, wrong: str, model: Path, tmp_path: Path
+) -> None:
+    """Without a text the last byte is cut off."""
+    (model / file).write_bytes((model / file).read_bytes()[:-1] if text is None else text.encode())
+    with pytest.raises(UserError, match=wrong):
         prepare(pointed_at(model), tmp_path / "run")
 
 
 @pytest.mark.parametrize(
-    ("text", "wrong"),
+    ("settings", "wrong"),
     [
-        ("[]", "holds no object"),
-        ("{}", "is no index of weights"),
-        ('{"weight_map": 3}', "is no index of weights"),
-        ("{", "is no JSON"),
-        ("[" * 100_000, "is no JSON"),
+        (
+            {"pad_token_id": 10**9},
+            r"^model\.path: .*config\.json .* cannot be made or run: .*Padding_idx ",
+        ),
+        ({"quantization_config": {"quant_method": "fp8"}}, r"^model\.path: .* cannot be trained: .* quantised .+$"),
+        ({"vocab_size": 10}, r"its model only 10; they do not belong together"),
     ],
 )
-def test_an_index_that_names_no_weights_is_one_line(text: str, wrong: str, model: Path, tmp_path: Path) -> None:
-    (model / "model.safetensors.index.json").write_text(text)
-    with pytest.raises(UserError, match=rf"index\.json {wrong}"):
-        prepare(pointed_at(model), tmp_path / "run")
-
-
-def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(model: Path, tmp_path: Path) -> None:
+def test_a_model_that_cannot_be_trained_is_one_line(
+    settings: dict[str, object], wrong: str, model: Path, tmp_path: Path
+) -> None:
     config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps({**config, "vocab_size": 10}))
-    with pytest.raises(UserError, match=r"its model only 10; they do not belong together"):
+    (model / "config.json").write_text(json.dumps(config | settings))
+    with pytest.raises(UserError, match=wrong):
         prepare(pointed_at(model), tmp_path / "run")
 
 
