@@ -26,7 +26,7 @@ MAX_EVENTS = 10_000
 SHORTEST_SECONDS = 0.001
 """A state that was left sooner is counted, but has no span."""
 LONG_SECONDS = 5.0
-"""A stay is recorded in parts of this length, so that a killed process leaves most of it."""
+"""A stay is recorded in parts of this length, so that a kill costs only the last part."""
 MEASUREMENTS = 6
 """The newest measurements of the distance to the hub's clock; the one with the shortest round trip holds."""
 
@@ -95,7 +95,7 @@ class States:
         self.state = state
 
     def enter(self, state: str, **detail: Any) -> None:
-        """The state changes, or goes on; `detail` says more about it."""
+        """The state changes or continues; `detail` describes it."""
         with self._lock:
             if state == self.state:
                 self._detail |= detail
@@ -112,7 +112,7 @@ class States:
             self._record(now, LONG_SECONDS)
             return {**self._seconds, self.state: self._seconds.get(self.state, 0.0) + now - self._since}
 
-    def _record(self, now: float, least: float) -> None:
-        if now - self._recorded >= least:
+    def _record(self, now: float, shortest: float) -> None:
+        if now - self._recorded >= shortest:
             self._trace.span(self._row, self.state, self._recorded, now, **self._detail)
             self._recorded = now

@@ -60,7 +60,7 @@ LOGS = "logs"
 UPLOADS = "uploads"
 STORE_MARK = "store.json"
 TARGETS = ".prometheus"
-"""Folder beside the run folders, with a file of scrape targets for each run that is going on."""
+"""Folder beside the run folders, with a file of scrape targets for each running run."""
 DRIVER_LOG = "driver.log"
 
 LOCK_SECONDS = 1.0

@@ -61,7 +61,7 @@ def log_into(file: Path) -> Iterator[None]:
         root.addHandler(handler)
     try:
         yield
-    except Exception as error:  # whatever ends the run is in its log; it goes on
+    except Exception as error:  # whatever ends the run is in its log, and is raised again
         told = {"name": file.stem, "levelname": "ERROR", "msg": str(error), "exc_info": sys.exc_info()}
         in_file.emit(logging.makeLogRecord(told))
         raise

@@ -55,7 +55,7 @@ def phase(
     after: float = 0.0,
     seconds: float = SECONDS,
 ) -> Iterator[None]:
-    """Print that a phase begins, and at growing intervals that it goes on; `left` names what it waits for.
+    """Print that a phase begins, and at growing intervals that it continues; `left` names what it waits for.
 
     A phase that ends within `after` seconds prints nothing. The lines come from a thread, because the slowest phases
     block the event loop.

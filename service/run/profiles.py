@@ -22,13 +22,13 @@ PROFILES = "profiles"
 REQUEST, ANSWER = "request.json", "answer.json"
 POLL_SECONDS = 0.2
 MAX_STEPS = 20
-"""Most optimizer steps in a profile."""
+"""Maximum number of optimizer steps in a profile."""
 MAX_BYTES = 256 << 20
 """A larger file of a profile is not kept."""
 
 
 class Request(msgspec.Struct, frozen=True):
-    """Profile so many optimizer steps on these ranks."""
+    """Profile this number of optimizer steps on these ranks."""
 
     id: str
     steps: int
@@ -75,10 +75,10 @@ class Asked(NamedTuple):
 
 
 def ask(folder: Path, steps: int, ranks: Sequence[int], seconds: float, sleep: Callable[[float], None]) -> list[Path]:
-    """Ask the run in a folder for profiles, and wait so long for the files.
+    """Ask the run in a folder for profiles, and wait up to `seconds` for the files.
 
     Raises:
-        UserError: the run is not going on, it cannot do that, or another profile is being recorded.
+        UserError: no process runs it, it cannot do that, or another profile is being recorded.
         RunFailed: the run ended meanwhile, or took no step.
     """
     if not is_locked(folder):

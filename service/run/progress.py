@@ -41,9 +41,9 @@ class Progress:
     def begin(self) -> None:
         """Reinforcement learning begins, or continues after the steps of an earlier process."""
         self._began = self._last = self._said = time.monotonic()
-        most, taken = self._max_steps, len(self._rewards)
-        steps = f"steps {taken + 1} to {most}" if taken else f"{most} optimizer steps"
-        steps = f"all {taken} steps are done before" if taken >= most else steps
+        total, taken = self._max_steps, len(self._rewards)
+        steps = f"steps {taken + 1} to {total}" if taken else f"{total} optimizer steps"
+        steps = f"all {taken} steps are done before" if taken >= total else steps
         self._say(f"training: {steps} ({self._began - self._created:.0f} s so far)")
 
     def probed(self, success: float, expected: tuple[float, float]) -> None:

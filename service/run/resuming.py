@@ -1,4 +1,4 @@
-"""A run that goes on: the checkpoint from which it does, and what must be as it was when the run began.
+"""Resuming a run: the checkpoint from which it continues, and what must be as it was when the run began.
 
 Everything is checked before Ray starts, so a refusal takes no time and leaves the run as it was.
 """
@@ -58,13 +58,13 @@ def folder_to_resume(
 
 @contextmanager
 def resumed(run: RunConfig, trainer: TrainerConfig, path: Path) -> Iterator[Manifest]:
-    """Hold the lock of a run's folder; yields the checkpoint from which the run goes on.
+    """Hold the lock of a run's folder; yields the checkpoint from which the run continues.
 
     Files that a killed writer left unfinished are deleted. A run that took all its steps and ended before its final
-    weights were written goes on to write them.
+    weights were written continues by writing them.
 
     Raises:
-        UserError: the run goes on already, there is no whole checkpoint, or the run has nothing left to do.
+        UserError: another process runs it, there is no whole checkpoint, or the run has nothing left to do.
     """
     with lock_run(path):
         checkpoints = Checkpoints(path / CHECKPOINTS, trainer.keep_checkpoints)

@@ -1,4 +1,4 @@
-"""How many generators a user asks a running run for: a file in its folder, which the driver reads."""
+"""The number of generators that a user asks a running run for: a file in its folder, which the driver reads."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from service.run.folder import SCALE
 
 
 def ask_for(folder: Path, generator: GeneratorConfig, engines: int) -> None:
-    """Ask the run in a folder for so many generators.
+    """Ask the run in a folder for this number of generators.
 
     Raises:
-        UserError: no run is going on there, or its configuration does not allow that number.
+        UserError: no process runs it, or its configuration does not allow that number.
     """
-    least, most = generator.min_engines, generator.max_engines
-    if least == most:
-        bounds = f"{{min: 1, max: {max(engines, most, 2)}}}"
-        raise UserError(f"generator.engines: this run has {most}, always; give {bounds} to a new run")
-    if not least <= engines <= most:
-        raise UserError(f"--engines {engines}: generator.engines allows {least} to {most}")
+    lowest, highest = generator.min_engines, generator.max_engines
+    if lowest == highest:
+        bounds = f"{{min: 1, max: {max(engines, highest, 2)}}}"
+        raise UserError(f"generator.engines: this run has {highest}, always; give {bounds} to a new run")
+    if not lowest <= engines <= highest:
+        raise UserError(f"--engines {engines}: generator.engines allows {lowest} to {highest}")
     if not is_locked(folder):
         raise UserError(f"{folder}: no run is going on in this folder")
     write_atomic(folder / SCALE, json.dumps({"engines": engines}) + "\n")
@@ -33,11 +33,11 @@ def asked_for(folder: Path, generator: GeneratorConfig, now: int) -> int:
 
     It stays as it is now while the file cannot be read.
     """
-    least, most = generator.min_engines, generator.max_engines
+    lowest, highest = generator.min_engines, generator.max_engines
     try:
         engines = int(json.loads((folder / SCALE).read_text(encoding="utf-8"))["engines"])
     except FileNotFoundError:
-        return most
+        return highest
     except (OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError):
         return now  # another hand wrote it, or the disk fails
-    return min(max(engines, least), most)
+    return min(max(engines, lowest), highest)

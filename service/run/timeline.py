@@ -105,16 +105,9 @@ class Source(Struct, rename={"owner": "from"}):
     cpu: Number = 0.0
 
     @property
-    def process(self) -> tuple[str, str, int]:
+    def process(self) -> tuple[str, str, str, int]:
         """Names the process: ids begin anew at each boot, and in each pod."""
-        return self.owner, self.boot + self.host, self.pid
-
-
-class _Head(Struct):
-    """A line that is no event."""
-
-    hub: _Clock | None = None
-    offset: Number | None = None
+        return self.owner, self.boot, self.host, self.pid
 
 
 class _Span(Struct, array_like=True, tag=SPAN):
@@ -130,7 +123,9 @@ class _Span(Struct, array_like=True, tag=SPAN):
             msgspec.convert(self.detail, _DETAILS[self.row])
 
 
-class _Counter(Struct, array_like=True, tag=COUNTER):
+class Counter(Struct, array_like=True, tag=COUNTER):
+    """Numbers that hold from a time on."""
+
     name: str
     at: Number
     values: Numbers
@@ -195,15 +190,6 @@ class Span(NamedTuple):
         return self.ended - self.began
 
 
-class Counter(NamedTuple):
-    """Numbers that hold from a time on."""
-
-    owner: str
-    at: float
-    name: str
-    values: dict[str, float]
-
-
 class Sampled(NamedTuple):
     """A trajectory whose calls were kept."""
 
@@ -225,7 +211,8 @@ class Timeline:
         self.sources: dict[str, Source] = {}
         """`role/ident` -> its newest description."""
         self.rows: dict[Row, list[Span]] = defaultdict(list)
-        self.counters: list[Counter] = []
+        self.counters: list[tuple[str, Counter]] = []
+        """With the process's `role/ident`."""
         self.trajectories: list[Sampled] = []
         """In the order of their beginning."""
         self.totals: dict[str, Totals] = {}
@@ -243,12 +230,12 @@ class Timeline:
                 if source is None:
                     raise ValueError("an event of no process")
                 self._add(source, shift, _EVENTS.decode(line))
-            elif (clock := _HEADS.decode(line).hub) is not None:
-                hub = clock
+            elif "hub" in (head := msgspec.json.decode(line)):
+                hub = msgspec.convert(head["hub"], _Clock)
             elif hub is None:
                 raise ValueError("no clock of the hub")
             else:
-                source, shift = _SOURCES.decode(line), hub.wall
+                source, shift = msgspec.convert(head, Source), hub.wall
                 if source.boot == hub.boot:
                     source.error = 0.0
                 else:
@@ -256,14 +243,15 @@ class Timeline:
                         source.offset, source.error = later.offset, later.error
                     shift += source.offset or 0.0
 
-    def _add(self, source: Source, shift: float, event: _Span | _Counter | _Trajectory | Totals) -> None:
+    def _add(self, source: Source, shift: float, event: _Span | Counter | _Trajectory | Totals) -> None:
         owner = source.owner
         self.sources[owner] = source
         if isinstance(event, _Span):
             span = Span(event.began + shift, event.ended + shift, event.name, event.detail)
             self.rows[owner, event.row].append(span)
-        elif isinstance(event, _Counter):
-            self.counters.append(Counter(owner, event.at + shift, event.name, event.values))
+        elif isinstance(event, Counter):
+            event.at += shift
+            self.counters.append((owner, event))
         elif isinstance(event, _Trajectory):
             self.trajectories.append(_sampled(owner, shift, event))
         else:
@@ -278,7 +266,7 @@ class Timeline:
     def since(self, began: float) -> None:
         """Drop what ended before this Unix time."""
         self.rows = {row: [span for span in spans if span.ended >= began] for row, spans in self.rows.items()}
-        self.counters = [counter for counter in self.counters if counter.at >= began]
+        self.counters = [(owner, counter) for owner, counter in self.counters if counter.at >= began]
         self.trajectories = [one for one in self.trajectories if one.span.ended >= began]
 
     @property
@@ -292,8 +280,7 @@ class Timeline:
         return max(sum(totals.played for totals in self.totals.values()), len(self.trajectories))
 
 
-_EVENTS = msgspec.json.Decoder(_Span | _Counter | _Trajectory | Totals)
-_HEADS, _SOURCES = msgspec.json.Decoder(_Head), msgspec.json.Decoder(Source)
+_EVENTS = msgspec.json.Decoder(_Span | Counter | _Trajectory | Totals)
 
 
 def read_timeline(folder: Path) -> Timeline:
@@ -314,14 +301,11 @@ def read_timeline(folder: Path) -> Timeline:
     return timeline.whole()
 
 
-def _first_measured(lines: list[bytes]) -> dict[tuple[str, str, int], Source]:
+def _first_measured(lines: list[bytes]) -> dict[tuple[str, str, str, int], Source]:
     """The first measured distance to the hub's clock by process, also for what it pushed before it had measured any."""
-    found: dict[tuple[str, str, int], Source] = {}
-    for line in lines:
-        if line.startswith(b"{") and _HEADS.decode(line).offset is not None:
-            source = _SOURCES.decode(line)
-            found.setdefault(source.process, source)
-    return found
+    heads = [msgspec.json.decode(line) for line in lines if line.startswith(b"{")]
+    sources = [msgspec.convert(head, Source) for head in reversed(heads) if head.get("offset") is not None]
+    return {source.process: source for source in sources}
 
 
 def _joined(spans: list[Span]) -> list[Span]:

@@ -35,7 +35,7 @@ class RunWriter:
     def __init__(self, path: Path, has_begun: bool = True) -> None:
         self.path = Path(path)
         self._has_begun = has_begun
-        """False of a resumption until the run goes on: if it ends before, the summary and the scrape targets stay."""
+        """False of a resumption until the run continues: if it ends before, the summary and the scrape targets stay."""
         (self.path / LOGS).mkdir(parents=True, exist_ok=True)
         self._metrics: TextIO | None = None
         self._trackers: list[TensorBoard | Wandb] = []
@@ -131,7 +131,7 @@ class RunWriter:
             draw_learning_curve(lines, partial, title=self.path.name)
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
-        """Write how the run ended, as one JSON object; nothing where a resumption ends before the run goes on."""
+        """Write how the run ended, as one JSON object; nothing where a resumption ends before the run continues."""
         if not self._has_begun:
             return
         summary = {key: printable(value) if isinstance(value, str) else value for key, value in summary.items()}

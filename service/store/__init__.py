@@ -1,7 +1,7 @@
-"""A run's checkpoints and final weights in an object store (`run.store`), and runs that go on from there.
+"""A run's checkpoints and final weights in an object store (`run.store`), and runs that are resumed from there.
 
 run.json                              which run the store holds, and which process writes into it
-reached.json                          how far the run came, written from time to time
+reached.json                          the newest step of the run, written from time to time
 checkpoints/step_<n>/store.json       the manifest of a checkpoint, written last: without it there is no checkpoint
 files/<path>/<checksum>               its files by their path in the run folder; several checkpoints may need one
 final/, summary.json, ...             how the run ended; `summary.json` last

@@ -1,7 +1,7 @@
 """A run's folder made from its object store, on a disk that has nothing of the run.
 
 The folder is as it was when the checkpoint was written: its journal ends there, so the buffer begins there, and what
-the run did later is done again. The run then goes on as after any other stop.
+the run did later is done again. The run then continues as after any other stop.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def fetched(objects: Objects, load: Load, say: Callable[[str], None], into: Path
                 wrong[left[0]] = f"step {left[0]}: {error}"
             except StoreFailed:
                 sizes = objects.sizes()
-                if manifest_name(left[0]) in sizes:  # else a process that goes on with the run has deleted it
+                if manifest_name(left[0]) in sizes:  # else another process that resumed the run has deleted it
                     raise
     except StoreFailed as error:
         raise UserError(str(error)) from None

@@ -39,7 +39,7 @@ def chrome_trace(timeline: Timeline) -> dict[str, Any]:
     """The whole file, as JSON values."""
     drawn = [*_states(timeline), *_trajectories(timeline)]
     flows = _with_leases(timeline, drawn)
-    start = min([one.span.began for one in drawn] + [counter.at for counter in timeline.counters], default=0.0)
+    start = min([one.span.began for one in drawn] + [counter.at for _, counter in timeline.counters], default=0.0)
 
     def us(at: float) -> float:
         return round((at - start) * 1e6, 1)
@@ -52,8 +52,9 @@ def chrome_trace(timeline: Timeline) -> dict[str, Any]:
         at = {"ts": us(began), "dur": round(us(ended) - us(began), 1), "pid": pids[row[0]], "tid": tids[row]}
         category = row[1].partition(" ")[0]
         events.append({"ph": "X", "name": name, "cat": category, **at, "args": detail})
-    for owner, when, name, values in timeline.counters:
-        events.append({"ph": "C", "name": name, "ts": us(when), "pid": pids[owner], "args": values})
+    for owner, counter in timeline.counters:
+        at = {"ts": us(counter.at), "pid": pids[owner]}
+        events.append({"ph": "C", "name": counter.name, **at, "args": counter.values})
     for number, points in flows.items():
         phases = ["s", *"t" * (len(points) - 2), "f"]
         for phase, (row, span, _) in zip(phases, points, strict=True):

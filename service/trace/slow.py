@@ -32,7 +32,7 @@ class Spent(NamedTuple):
 
 
 def spent(timeline: Timeline) -> list[Spent]:
-    """The sums of all processes, those with most seconds first."""
+    """The sums of all processes, the longest first."""
     sums: dict[tuple[str, str], list[tuple[int, float, float]]] = {}
     for totals in timeline.totals.values():
         for env, name, number, seconds, longest in totals.sums:

@@ -183,7 +183,7 @@ def step_line(step: Record) -> str:
 
 
 def scored(record: Record) -> list[str]:
-    """What each scorer said, a line each: `judge: reward 0.7, brief`; a teacher gives no reward."""
+    """The answer of each scorer, a line each: `judge: reward 0.7, brief`; a teacher gives no reward."""
     lines = []
     for name, score in record.get("scores", {}).items():
         if score["fallback"]:
