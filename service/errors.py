@@ -4,8 +4,8 @@ BatonError
 ├── UserError          wrong input: one clear line, exit code 2, no traceback
 │   └── ConfigError    a configuration that cannot be right
 ├── JournalError       the journal cannot be written or read; names file and position
-├── Starved            a wait exceeded its deadline; says who waited for what, since when
-├── StoreFailed        an object store did not do what it was asked for; a run that goes on tries again
+├── Starved            a wait exceeded its deadline; the message names who waited, for what and since when
+├── StoreFailed        an object store did not do what it was asked for; a run that continues tries again
 ├── WeightsGone        the process that held a node's file of new weights died; retry with the next file
 ├── WeightsCutOff      a broadcast of weights ended before an engine had them; the engine is paused until the next
 └── RunFailed          the run cannot make progress; it ends with a reason, exit code 1
@@ -44,7 +44,7 @@ class JournalError(BatonError):
 
 
 class Starved(BatonError):
-    """A wait exceeded its deadline; the message says who waited for what, since when."""
+    """A wait exceeded its deadline; the message names who waited, for what and since when."""
 
 
 class StoreFailed(BatonError):

@@ -27,7 +27,7 @@ def lock_folder(folder: Path, seconds: float) -> TextIO:
     """Lock a folder until the returned file is closed, which the death of the process does too.
 
     Raises:
-        TimeoutError: another process held the lock for so many seconds.
+        TimeoutError: another process held the lock for this many seconds.
     """
     lock = (folder / LOCK).open("w")
     deadline = time.monotonic() + seconds
@@ -140,7 +140,7 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
 
 
 def recover_folder(folder: Path) -> None:
-    """Undo a replacement whose writer died: bring the previous folder back, and delete what is left of the new one."""
+    """Undo a replacement whose writer died: bring the previous folder back, and delete the remains of the new one."""
     if not folder.exists() and previous_folder(folder).exists():
         os.replace(previous_folder(folder), folder)
     for left in (_partial_folder(folder), previous_folder(folder)):

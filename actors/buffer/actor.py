@@ -136,10 +136,10 @@ class BufferActor:
         _ = self._buffer
 
     async def join(
-        self, role: Literal["generator", "trainer"], name: str, step: int | None = None, goes_on: bool = False
+        self, role: Literal["generator", "trainer"], name: str, step: int | None = None, resumes: bool = False
     ) -> int:
         """Start a new incarnation of a generator or trainer; calls of the previous one are refused from now on."""
-        incarnation = self._buffer.join(role, name, step, goes_on)
+        incarnation = self._buffer.join(role, name, step, resumes)
         await self._settled()
         return incarnation
 

@@ -131,8 +131,8 @@ class Generator(ImageHolder):
         return str(ray.get_runtime_context().get_node_id())
 
     async def _join(self) -> Membership:
-        goes_on = self._config.env.workers == "outside"
-        incarnation = await self._ask(self._buffer.join, "generator", self._name, None, goes_on)
+        resumes = self._config.env.workers == "outside"
+        incarnation = await self._ask(self._buffer.join, "generator", self._name, None, resumes)
         deadline = self._config.run.stall_deadline
         claim, submit = partial(self._ask, self._buffer.claim), partial(self._ask, self._buffer.submit)
         return Membership(

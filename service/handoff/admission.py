@@ -4,21 +4,76 @@ A group's slot is its rank by admission among groups that did not vacate theirs.
 belongs to mini-batch floor(s / B), and is admitted once the claiming engine serves version floor(s / B) - lookahead:
 
     B = 2, lookahead = 1, the engine serves version 0:  slots 0 1 | 2 3 are admitted, slot 4 waits for version 1
+
+The lookahead is a number, or with `auto` the smallest that keeps the trainer busy: one is added when the trainer waited
+more than the target while claims waited for lookahead; one less is tried when the trainer waited far less.
 """
 
 from __future__ import annotations
 
 from itertools import islice
+from typing import Literal
 
+from service.clock import Clock
 from service.errors import ConfigError
 from service.handoff.group_bytes import EVENT_BYTES, TEACHER_BYTES, WorstBytes
 from service.handoff.journal.journal import Journal
 from service.handoff.ledger.compaction import make_room
 from service.handoff.ledger.ledger import Ledger
 from service.handoff.ledger.record import Record
-from service.handoff.lookahead import Lookahead
 from service.handoff.verbs import WaitReason
 from service.types import PolicyVersion
+
+TARGET_FRACTION = 0.05
+"""Fraction of the time that the trainer may wait."""
+CALM = 0.5
+"""Fraction of the target below which one less is tried."""
+PATIENT_WINDOWS = 20
+"""Windows after which a number that was too small is tried again, because the work may have changed."""
+
+
+class Lookahead:
+    """The current number."""
+
+    def __init__(self, setting: int | Literal["auto"], minimum: int, maximum: int, clock: Clock) -> None:
+        """`minimum` and `maximum` bound the number of `auto`."""
+        self._auto = setting == "auto"
+        self._minimum, self._maximum = minimum, maximum
+        self.value = minimum if setting == "auto" else setting
+        self._clock = clock
+        self._too_small = 0
+        """The largest number with which the trainer was starved; 0 when there is none."""
+        self._windows_since = 0
+        self._begin_window()
+
+    def blocked(self) -> None:
+        """A claim had to wait for the served version."""
+        self._was_blocked = True
+
+    def trainer_waited(self, seconds: float) -> None:
+        """The trainer waited for its mini-batch."""
+        self._waited += seconds
+
+    def committed(self) -> None:
+        """An optimizer step was made."""
+        self._steps += 1
+        if self._auto and self._steps >= 2 * (self.value + 1):
+            self._judge()
+            self._begin_window()
+
+    def _judge(self) -> None:
+        waiting_fraction = self._waited / max(self._clock.monotonic() - self._began, 1e-9)
+        self._windows_since += 1
+        if waiting_fraction > TARGET_FRACTION and self._was_blocked:
+            self._too_small, self._windows_since = self.value, 0
+            self.value = min(self.value + 1, self._maximum)
+        elif waiting_fraction < CALM * TARGET_FRACTION and self.value > self._minimum:
+            known = self.value - 1 <= self._too_small and self._windows_since < PATIENT_WINDOWS
+            self.value -= 0 if known else 1
+
+    def _begin_window(self) -> None:
+        self._began = self._clock.monotonic()
+        self._waited, self._steps, self._was_blocked = 0.0, 0, False
 
 
 class Admission:
@@ -54,7 +109,7 @@ class Admission:
         return self._max_journal_bytes - journal.segment_bytes
 
     def disk_wait(self, record: Record, n_samples: int) -> tuple[WaitReason, str] | None:
-        """Why work has to wait for the disk that has so many trajectories beside the unfinished ones; None: need not.
+        """Why work with `n_samples` more unfinished trajectories has to wait for the disk; None: it need not.
 
         Where it has to wait, what is needed no more begins to be removed from the journal.
         """
@@ -107,5 +162,5 @@ class Admission:
 
 
 def effective_step(ledger: Ledger, version: PolicyVersion) -> int:
-    """The version's step on the current history: after a trainer went back, at most the step that it went on from."""
+    """The version's step on the current history: after a trainer went back, at most the step that it continued from."""
     return min([version.step, *(went_on for _, went_on in ledger.state.branches[version.incarnation :])])

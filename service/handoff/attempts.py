@@ -49,16 +49,16 @@ class Attempts:
             self._record.add(events.Restarted(group_id, samples, reason))
 
     def hand_over(self, group_id: int, samples: tuple[int, ...]) -> None:
-        """Samples whose generator is gone go on elsewhere from their last steps; where they cannot, they start anew."""
+        """Samples whose generator is gone continue elsewhere from their last steps, or start anew where they cannot."""
         draining = self._record.ledger.state.draining is not None
-        moved = () if draining else tuple(sample for sample in samples if self._goes_on(group_id, sample))
+        moved = () if draining else tuple(sample for sample in samples if self._can_continue(group_id, sample))
         if moved:
             self._record.add(events.Moved(group_id, moved))
         if others := tuple(sample for sample in samples if sample not in moved):
             self.restart(group_id, others, "generator_left")
 
-    def _goes_on(self, group_id: int, sample: int) -> bool:
-        """Whether another generator can go on with a sample, and may: a step that ends its generator is given up."""
+    def _can_continue(self, group_id: int, sample: int) -> bool:
+        """Whether another generator can continue with a sample, and may: a step that ends its generator is given up."""
         trajectory = self._record.ledger.state.groups[group_id].trajectories[sample]
         n_steps = len(trajectory.indices)
         if trajectory.n_steps is not None or trajectory.indices != set(range(n_steps)) or not n_steps:
@@ -68,7 +68,7 @@ class Attempts:
         return portable and trajectory.moves + 1 < self._settings.max_attempts
 
     def lose(self, group_id: int, sample: int, reason: str) -> None:
-        """A failed trajectory gets a new attempt; when none is left, the group goes on without the trajectory."""
+        """A failed trajectory gets a new attempt; when none is left, the group continues without the trajectory."""
         trajectories = self._record.ledger.state.groups[group_id].trajectories
         others = [s for s, other in enumerate(trajectories) if s != sample and not other.given_up]
         draining = self._record.ledger.state.draining is not None

@@ -14,13 +14,13 @@ from typing import Literal
 
 from service.clock import Clock
 from service.errors import RunFailed
-from service.handoff.admission import Admission
+from service.handoff.admission import Admission, Lookahead
 from service.handoff.attempts import RUN_END, Attempts
 from service.handoff.batches.batch import Formed
 from service.handoff.batches.filters import examine
 from service.handoff.batches.form import BatchFormer, BatchJob, Unscored
 from service.handoff.claims import Claims
-from service.handoff.curriculum import Curriculum
+from service.handoff.curriculum import Curriculum, Prompts
 from service.handoff.group_bytes import JOURNAL_SEGMENTS
 from service.handoff.journal.journal import Journal
 from service.handoff.ledger import events
@@ -29,8 +29,6 @@ from service.handoff.ledger.lifecycle import USED, GroupState
 from service.handoff.ledger.record import OnEnd
 from service.handoff.ledger.replaying import complete_group, opened_record
 from service.handoff.ledger.scores import CompleteGroup
-from service.handoff.lookahead import Lookahead
-from service.handoff.prompts import Prompts
 from service.handoff.scoring import Scoring
 from service.handoff.settings import BufferSettings, opening
 from service.handoff.status import BufferStatus
@@ -98,7 +96,7 @@ class Buffer:
     def claim(self, claim: Claim) -> Assignment | Wait | Refusal:
         """A group for a generator: restarted trajectories first, then the next prompt if it is admitted.
 
-        A claim that is repeated because its answer was lost gets what is left of the same work.
+        A claim that is repeated because its answer was lost gets the rest of the same work.
         """
         if (fenced := self._fenced(claim.generator, claim.incarnation)) is not None:
             return fenced
@@ -107,7 +105,7 @@ class Buffer:
         return self._claims.answer(claim)
 
     def claim_several(self, claim: Claim, most: int) -> list[Assignment] | Wait | Refusal:
-        """At most so many groups for a generator, as by claims with the request ids from that of `claim` on."""
+        """Up to `most` groups; equivalent to that many claims with consecutive request ids."""
         given: list[Assignment] = []
         for number in range(most):
             answer = self.claim(claim._replace(request_id=claim.request_id + number))
@@ -222,46 +220,46 @@ class Buffer:
     # -- around them --------------------------------------------------------------------------------------------------
 
     def join(
-        self, role: Literal["generator", "trainer"], name: str, step: int | None = None, goes_on: bool = False
+        self, role: Literal["generator", "trainer"], name: str, step: int | None = None, resumes: bool = False
     ) -> int:
         """Admit a new incarnation; the older one is fenced, and its work is given to others.
 
-        A generator that `goes_on` keeps the work of its older incarnation, see `unfinished`.
+        With `resumes` a generator keeps the work of its previous incarnation, see `unfinished`.
 
-        A trainer goes on from `step`, or from the newest; groups that were trained after it are leased again, and its
+        A trainer continues from `step`, or from the newest; groups that were trained after it are leased again, and its
         versions are (the incarnation that is returned, steps).
         """
         state = self.ledger.state
         if role == "trainer":
             if step is not None and not 0 <= step <= state.step:
                 raise RunFailed(
-                    f"a trainer wants to go on from step {step}, but the journal holds the steps 0 to {state.step}: "
-                    "go on from a checkpoint of this run"
+                    f"a trainer wants to continue from step {step}, but the journal holds the steps 0 to {state.step}: "
+                    "continue from a checkpoint of this run"
                 )
             if step is not None and step != state.step and not self._settings.has_checkpoints:
                 raise RunFailed(
-                    f"a trainer wants to go on from step {step}, but step {state.step} was made and what was trained "
-                    "since is not kept: set trainer.checkpoint_every to survive the loss of a trainer"
+                    f"a trainer wants to continue from step {step}, but step {state.step} was made and what was "
+                    "trained since is not kept: set trainer.checkpoint_every to survive the loss of a trainer"
                 )
             for lease in list(state.leases):
                 self._release(lease, "a new trainer joined")
             incarnation = state.trainer_incarnation + 1
         else:
             known = state.generators.get(name)
-            if known is not None and not goes_on:
+            if known is not None and not resumes:
                 self.leave(name, known.incarnation, "rejoined")
             incarnation = 1 if known is None else known.incarnation + 1
-        self._record.add(events.Joined(role, name, incarnation, state.step if step is None else step, goes_on))
+        self._record.add(events.Joined(role, name, incarnation, state.step if step is None else step, resumes))
         return incarnation
 
     def unfinished(self, generator: str, incarnation: int) -> tuple[Assignment, ...]:
-        """The unfinished trajectories that a generator holds; a new incarnation goes on with them."""
+        """The unfinished trajectories that a generator holds; a new incarnation continues with them."""
         if self._fenced(generator, incarnation) is not None:
             return ()
         return tuple(self._claims.unfinished(generator))
 
     def renew(self, generator: str, incarnation: int, trajectories: Sequence[TrajectoryId]) -> None:
-        """Trajectories of a generator go on, though no step of them has come: `buffer.step_deadline` begins anew.
+        """Trajectories of a generator continue, though no step of them has come: `buffer.step_deadline` begins anew.
 
         Nothing is journalled: after a restart of the buffer every deadline begins anew.
         """
@@ -270,7 +268,7 @@ class Buffer:
                 self.ledger.holdings.renew((of.group_id, of.sample), self._clock.monotonic())
 
     def leave(self, generator: str, incarnation: int | None, reason: str) -> None:
-        """A generator ended: others go on with its unfinished trajectories, or these start anew as next attempts."""
+        """A generator ended: others continue with its unfinished trajectories, or these start anew as next attempts."""
         member = self.ledger.state.generators.get(generator)
         if member is None or incarnation not in (None, member.incarnation) or not member.alive:
             return

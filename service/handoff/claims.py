@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from service.handoff.admission import Admission
-from service.handoff.curriculum import Curriculum
+from service.handoff.curriculum import Curriculum, Prompts
 from service.handoff.ledger import events
 from service.handoff.ledger.record import Record
-from service.handoff.prompts import Prompts
 from service.handoff.scoring import Scoring
 from service.handoff.steps.tables import concat_steps, ends_table
 from service.handoff.steps.wire import encode
@@ -37,7 +36,7 @@ class Claims:
         self._scoring = scoring
 
     def answer(self, claim: Claim) -> Assignment | Wait:
-        """The work of a claim, or what it waits for; a repeated claim gets what is left of the same work."""
+        """The work of a claim, or what it waits for; a repeated claim gets the rest of the same work."""
         state = self._record.ledger.state
         if claim.request_id in state.generators[claim.generator].given:
             return self._given_before(claim)
@@ -63,11 +62,11 @@ class Claims:
         )
         if samples:
             return self._assignment(group_id, samples)
-        detail = f"claim {claim.request_id} was answered before and its work went on; send a new claim"
+        detail = f"claim {claim.request_id} was answered before and its work continued; send a new claim"
         return Wait(WaitReason.ANSWERED, detail, self._record.clock.monotonic())
 
     def _restarted_group(self, serving: PolicyVersion) -> int | None:
-        """The oldest group with samples that start anew or go on, and that an engine of this version may play."""
+        """The oldest group with samples that start anew or continue, and that an engine of this version may play."""
         ledger = self._record.ledger
         if not ledger.unassigned:
             return None

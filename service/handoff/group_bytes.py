@@ -42,7 +42,7 @@ SAID_BYTES = 9
 TRANSCRIPT_BYTES = 1 << 16
 """UTF-8 bytes of the transcript that an end carries, at most."""
 EVENT_BYTES = 1 << 20
-"""Room in the journal for events, so that leases go on when no more groups are admitted."""
+"""Room in the journal for events, so that leases continue when no more groups are admitted."""
 JOURNAL_SEGMENTS = 8
 """Segments of a full journal; what is still needed of the oldest one is copied to the end when the room is needed."""
 

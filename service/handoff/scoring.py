@@ -26,7 +26,7 @@ from service.handoff.validate import LOGPROB_TOLERANCE, MAX_REWARD, MIN_LOGPROB
 from service.types import Float32s, Refusal, RefusalReason, Sender, StepGroup
 
 REMOVED = "removed"
-"""Why a group goes on without a scorer: the configuration of a resumed run does not have it any more."""
+"""Why a group continues without a scorer: the configuration of a resumed run does not have it any more."""
 
 
 class Answer(NamedTuple):
@@ -115,11 +115,11 @@ class Scoring:
         self._status[scorer].last_failure = f"{reason}: {detail}" if detail else reason
 
     def took(self, scorer: str, seconds: float) -> None:
-        """One worker of a scorer was busy with a group for so long."""
+        """One worker of a scorer was busy with a group for `seconds`."""
         self._status[scorer].seconds += seconds
 
     def give_up(self, group_id: int, scorer: str, reason: str) -> None:
-        """A scorer will not answer about a group: the group is refused, or goes on without."""
+        """A scorer will not answer about a group: the group is refused, or continues without."""
         if not self.awaits(group_id, scorer):
             return
         if self._scorers[scorer].fallback == "refuse":

@@ -27,7 +27,7 @@ class ScorerStatus:
     scored: int = 0
     """Groups of which it gave a good answer."""
     fallbacks: int = 0
-    """Groups that went on without an answer (`fallback: environment_reward`)."""
+    """Groups that continued without an answer (`fallback: environment_reward`)."""
     refused: int = 0
     """Groups that were refused because there was no good answer."""
     failures: Counter[str] = field(default_factory=Counter)
@@ -74,9 +74,9 @@ class BufferStatus:
     restarts: dict[str, int]
     """Trajectories that started anew, by reason."""
     given_up: dict[str, int]
-    """Trajectories without which their group went on, by reason."""
+    """Trajectories without which their group continued, by reason."""
     moved: int
-    """Trajectories that lost their generator and went on with their steps."""
+    """Trajectories that lost their generator and continued with their steps."""
     duplicates: int
     """Messages since this process started without anything new."""
     late: int

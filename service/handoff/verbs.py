@@ -33,7 +33,7 @@ class Assignment(NamedTuple):
     samples: tuple[int, ...]
     attempts: tuple[int, ...]
     steps: tuple[bytes, ...] = ()
-    """Of each sample the steps that were accepted, as the wire bytes of a step group: the generator goes on after them.
+    """Of each sample its accepted steps, as the wire bytes of a step group: the generator continues after them.
     Empty where there is none; () where no sample of the group has any."""
 
     def trajectories(self) -> Iterator[tuple[TrajectoryId, bytes]]:
@@ -59,7 +59,7 @@ class WaitReason(StrEnum):
     GROUPS = "groups"
     """lease: fewer than `mini_batch_size` groups are complete."""
     FILTERED = "filtered"
-    """lease: so many groups in a row were filtered that no mini-batch is to be expected."""
+    """lease: hundreds of groups in a row were filtered, so no mini-batch is to be expected."""
     SLOT = "slot"
     """lease with `order: strict`: the next slots are not complete."""
 

@@ -42,7 +42,7 @@ class WaitingClaims:
     """Claims that wait, by the version that their engines serve, in the order in which they came."""
 
     def __init__(self, ask: Callable[[Claim, int], ClaimAnswer]) -> None:
-        """`ask`: the buffer's answer to a claim of at most so many groups."""
+        """`ask`: the buffer's answer to a claim of up to a number of groups."""
         self._ask = ask
         self._queues: dict[PolicyVersion, deque[WaitingClaim]] = {}
         self._came = 0

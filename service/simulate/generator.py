@@ -179,7 +179,7 @@ class SimulatedGenerator(Client):
                 ids[1:],
                 reward=reward,
                 extends=Extension(turn - 1, length, digest.intdigest()) if turn else None,
-                portable=scenario.goes_on,
+                portable=scenario.restorable,
                 logprobs=np.full(count, -0.5, np.float32),
                 loss_mask=np.ones(count, np.bool_),
                 versions=self._versions(began, count),

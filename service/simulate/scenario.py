@@ -36,8 +36,8 @@ class Scenario:
     """Seconds that a finished step waits for others to share its message."""
     success: float = 0.5
     """Fraction of trajectories with reward 1."""
-    goes_on: bool = True
-    """Whether environments can be restored, so that trajectories go on in another generator."""
+    restorable: bool = True
+    """Whether environments can be restored, so that trajectories continue in another generator."""
 
     def slots(self, config: Config) -> int:
         """Groups that one generator plays at once."""

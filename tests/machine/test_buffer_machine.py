@@ -69,7 +69,7 @@ class BufferMachine(RuleBasedStateMachine):
     def go_on(self, name: str) -> None:
         """A generator's new process goes on after the steps that the buffer has."""
         buffer = self.world.buffer
-        self.generators[name] = Generator(buffer, name, goes_on=True)
+        self.generators[name] = Generator(buffer, name, resumes=True)
         self.work[name] = []
         held = buffer.ledger.holdings.of(name)
         for left in buffer.unfinished(name, self.generators[name].incarnation):

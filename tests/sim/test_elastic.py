@@ -11,18 +11,18 @@ from tests.sim.faults import Faults
 from tests.sim.world import FaultyWorld
 
 
-@pytest.mark.parametrize("goes_on", [True, False])
+@pytest.mark.parametrize("restorable", [True, False])
 def test_a_leaving_generator_repeats_at_most_the_step_under_way_where_environments_can_be_restored(
-    goes_on: bool,
+    restorable: bool,
 ) -> None:
     faults = Faults(until=20.0, generator_leaves=1.0, delay=0.01)
-    scenario = Scenario(4, turns=4, median_tokens=128, trainer_seconds=1e-3, steps=16, goes_on=goes_on)
+    scenario = Scenario(4, turns=4, median_tokens=128, trainer_seconds=1e-3, steps=16, restorable=restorable)
     world = FaultyWorld(settings(8), scenario, faults, seed=1, segment_bytes=10_000)
     world.run()
     status = world.host.buffer.status()
     assert world.fault_count > 10 and violations(world.host.buffer.ledger) == []
     # What starts anew without a step of its own loses nothing: it had none when its generator left.
-    assert (status.moved > 0, status.tokens["superseded"] > 0) == (goes_on, not goes_on)
+    assert (status.moved > 0, status.tokens["superseded"] > 0) == (restorable, not restorable)
 
 
 def test_throughput_grows_with_the_generators() -> None:

@@ -213,7 +213,7 @@ def fault_world(seed: int) -> FaultyWorld:
         linger_seconds=0.02,
         trainer_seconds=1.0,
         steps=6,
-        goes_on=bool(rng.integers(2)),
+        restorable=bool(rng.integers(2)),
     )
     faults = Faults.drawn(rng, FAULT_SECONDS)
     return FaultyWorld(_config(rng), scenario, faults, seed, segment_bytes=int(rng.choice([1, 3_000, 1 << 20])))

@@ -28,7 +28,7 @@ from service.types import StepGroup, TrajectoryEnd
 def make_room(record: Record, wanted: int) -> None:
     """Begin to free the oldest segments in which nothing is needed; the next sync of the journal ends it.
 
-    `wanted`: until so many bytes are free, what is needed is copied too, of one segment at a time; 0: nothing is.
+    `wanted`: bytes to free; steps that are needed are copied for it, those of one segment at a time. 0: none are.
     """
     journal = record.journal
     if journal.reclaims:

@@ -50,9 +50,9 @@ class Joined(Event, frozen=True):
     name: str
     incarnation: int
     step: int = 0
-    """Of a trainer: the optimizer step that it goes on from; groups that were trained after it are leased again."""
-    goes_on: bool = False
-    """Of a generator: it goes on with the trajectories that its older incarnation plays."""
+    """Of a trainer: the optimizer step that it continues from; groups that were trained after it are leased again."""
+    resumes: bool = False
+    """Of a generator: it continues with the trajectories that its older incarnation plays."""
 
 
 class Left(Event, frozen=True):
@@ -94,7 +94,7 @@ class Scored(Event, frozen=True):
     teacher: bytes = b""
     """The log-probability of each sampled token as little-endian float32, by sample, step and place; empty: none."""
     fallback: str = ""
-    """Why the group goes on without an answer; empty where there is one."""
+    """Why the group continues without an answer; empty where there is one."""
 
     @property
     def n_bytes(self) -> int:
@@ -129,14 +129,14 @@ class Restarted(Event, frozen=True):
 
 
 class Moved(Event, frozen=True):
-    """The generator of these samples is gone: they keep their steps and wait for another one that goes on with them."""
+    """The generator of these samples is gone: they keep their steps and wait for another generator."""
 
     group_id: int
     samples: tuple[int, ...]
 
 
 class Truncated(Event, frozen=True):
-    """A group goes on without samples that were unfinished at its deadline, or whose last attempts failed."""
+    """A group continues without samples that were unfinished at its deadline, or whose last attempts failed."""
 
     group_id: int
     samples: tuple[int, ...]
@@ -213,7 +213,7 @@ class Covered(Event, frozen=True):
 
 
 class Lost(Event, frozen=True):
-    """A run goes on from a checkpoint in an object store: what was accepted after it is not in this journal."""
+    """A run continues from a checkpoint in an object store: what was accepted after it is not in this journal."""
 
     owner: str
     """The process that had accepted it."""

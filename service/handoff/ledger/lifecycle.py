@@ -79,13 +79,13 @@ class Fate(StrEnum):
     FILTERED = "filtered"
     REFUSED = "refused"
     EXPIRED = "expired"
-    """Its group expired, or went on without its trajectory."""
+    """Its group expired, or continued without its trajectory."""
     SUPERSEDED = "superseded"
     """A newer attempt of its trajectory replaced it."""
     ROLLED_BACK = "rolled_back"
     """The optimizer step that used it was undone, and its group waits to be trained again; or it was accepted after the
-    checkpoint from which the run went on on an empty disk."""
+    checkpoint from which the run continued on an empty disk."""
 
 
 GIVEN_UP = -1
-"""In place of an attempt: the group goes on without the sample."""
+"""In place of an attempt: the group continues without the sample."""

@@ -118,7 +118,7 @@ class Store:
         return self._held.get(group_id) or Held()
 
     def add(self, group_id: int, steps: Steps | None, ends: Sequence[TrajectoryEnd], n_bytes: int) -> None:
-        """Add accepted steps and ends, which are counted with so many bytes, to a group."""
+        """Add accepted steps and ends, which count as `n_bytes`, to a group."""
         held = self._held.setdefault(group_id, Held())
         if steps is not None:
             held.steps.append(steps)

@@ -13,8 +13,7 @@ import msgspec
 from service.clock import Clock
 from service.errors import JournalError, UserError
 from service.handoff.journal.disk import LocalDisk
-from service.handoff.journal.frames import Frame, Segment, frames
-from service.handoff.journal.journal import Journal
+from service.handoff.journal.journal import Frame, Journal, Segment, frames
 from service.handoff.ledger import events
 from service.handoff.ledger.accept import items_by_trajectory, new_content
 from service.handoff.ledger.ledger import Ledger, attempts_of
@@ -83,8 +82,8 @@ def check_begun(folder: Path, opened: events.Opened) -> None:
 
 
 def _check_opening(begun: events.Opened, opened: events.Opened, folder: Path) -> None:
-    """UserError unless a run goes on with the rows and settings with which it began."""
-    remedy = f"set it back, or begin a new run under another run.name ({folder} goes on as it began)"
+    """UserError unless a run continues with the rows and settings with which it began."""
+    remedy = f"set it back, or begin a new run under another run.name ({folder} continues as it began)"
     for name in begun.settings | opened.settings:
         if (then := begun.settings.get(name)) != (now := opened.settings.get(name)):
             raise UserError(f"{name}: it is {now}, but was {then} when this run began, and cannot change: {remedy}")

@@ -44,7 +44,7 @@ class Trajectory:
     n_bytes: int = 0
     """Bytes that its steps and its end are counted with, see `service.handoff.group_bytes`."""
     given_up: bool = False
-    """Whether the group goes on without it."""
+    """Whether the group continues without it."""
     moves: int = 0
     """Generators that went away since its last step was accepted."""
 
@@ -65,7 +65,7 @@ class Group:
     trajectories: list[Trajectory]
     """By sample; empty once an optimizer step used the group."""
     attempts: tuple[int, ...] = ()
-    """By sample the attempt that was completed, once all are; GIVEN_UP where the group goes on without the sample."""
+    """By sample the attempt that was completed, once all are; GIVEN_UP where the group continues without the sample."""
     state: GroupState = GroupState.ISSUED
     first_position: int | None = None
     """Journal position of the frame with its first step or end; None before that."""
@@ -164,7 +164,7 @@ class Lengths:
     trained: list[int] = field(default_factory=_zeros)
     """Trajectories that an optimizer step used."""
     given_up: list[int] = field(default_factory=_zeros)
-    """Trajectories without which their group went on."""
+    """Trajectories without which their group continued."""
     generated_tokens: list[int] = field(default_factory=_zeros)
     """Sampled tokens of the generated trajectories."""
     loss_tokens: list[int] = field(default_factory=_zeros)
@@ -186,7 +186,7 @@ class Lengths:
 
 
 def bucket(tokens: int) -> int:
-    """The bucket of `Lengths` in which a trajectory of so many tokens counts."""
+    """The bucket of `Lengths` in which a trajectory of `tokens` tokens counts."""
     return min(tokens.bit_length(), BUCKETS - 1)
 
 
@@ -236,7 +236,7 @@ class State:
     """The lease of the newest optimizer step."""
     step: int = 0
     branches: list[tuple[int, int]] = field(default_factory=list)
-    """Of each trainer that joined: (the step that had been reached, the step that it went on from)."""
+    """Of each trainer that joined: (the step that had been reached, the step that it continued from)."""
     covered: int = 0
     """The newest step that a durable checkpoint covers."""
     finals: dict[int, tuple[int, int]] = field(default_factory=dict)
@@ -253,9 +253,9 @@ class State:
     restarts: dict[str, int] = field(default_factory=dict)
     """Trajectories that started anew, by reason."""
     given_up: dict[str, int] = field(default_factory=dict)
-    """Trajectories without which their group went on, by reason."""
+    """Trajectories without which their group continued, by reason."""
     moved: int = 0
-    """Trajectories that lost their generator and went on with their steps."""
+    """Trajectories that lost their generator and continued with their steps."""
     routing: tuple[int, ...] | None = None
     """(layers, topk) of all routed experts, as the first accepted ones came."""
     draining: str | None = None
@@ -277,7 +277,7 @@ class State:
         self.successes.setdefault(row, Success()).note(success)
 
     def count_lost(self, owner: str, tokens: int) -> None:
-        """A process had accepted so many tokens that no journal has any more."""
+        """Count tokens that a process had accepted and that no journal has any more."""
         self.lost[owner] = tokens
         self.accepted += tokens
         self.fates[Fate.ROLLED_BACK] += tokens

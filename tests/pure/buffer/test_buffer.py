@@ -322,7 +322,7 @@ def test_a_generator_that_goes_on_keeps_its_trajectories_with_the_steps_that_wer
     steps = [replace(step(of, work.prompt_uid, index), note=f"note {index}") for index in range(2)]
     assert isinstance(world.generator.send(steps), Receipt)
     stale_message = world.generator.message([step(of, work.prompt_uid, 2)])
-    incarnation = world.buffer.join("generator", "g1", goes_on=True)
+    incarnation = world.buffer.join("generator", "g1", resumes=True)
     buffer = world.crash()
     assert refused(buffer.submit(stale_message)) is RefusalReason.FENCED
     assert buffer.unfinished("g1", world.generator.incarnation) == ()

@@ -2,8 +2,8 @@ from pathlib import Path
 
 import pytest
 
+from service.handoff.admission import Lookahead
 from service.handoff.ledger.state import Lengths, bucket, distance
-from service.handoff.lookahead import Lookahead
 from service.handoff.verbs import Assignment, Receipt, Wait, WaitReason
 from service.types import PolicyVersion, TrajectoryEnd, TrajectoryId
 from tests.invariant import violations

@@ -10,8 +10,7 @@ from service.cli.parser import main
 from service.errors import JournalError, UserError
 from service.handoff.journal.disk import Buffer as Bytes
 from service.handoff.journal.disk import File, LocalDisk, LocalFile
-from service.handoff.journal.frames import ALIGNMENT, SCHEMA
-from service.handoff.journal.journal import Journal
+from service.handoff.journal.journal import ALIGNMENT, SCHEMA, Journal
 from tests.pure.buffer.world import TurnedClock, World
 from tests.sim.faults import FaultyDisk, FaultyFile
 

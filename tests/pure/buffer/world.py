@@ -89,9 +89,9 @@ def appended_end(of: Step) -> Step:
 class Generator:
     """Claims and sends for one generator name."""
 
-    def __init__(self, buffer: Buffer, name: str = "g1", goes_on: bool = False) -> None:
+    def __init__(self, buffer: Buffer, name: str = "g1", resumes: bool = False) -> None:
         self.buffer, self.name = buffer, name
-        self.incarnation = buffer.join("generator", name, goes_on=goes_on)
+        self.incarnation = buffer.join("generator", name, resumes=resumes)
         self.sequence = 0
 
     def claim(self, serving: PolicyVersion = START) -> Assignment | Wait | Refusal:
