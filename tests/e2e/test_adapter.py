@@ -259,7 +259,6 @@ def test_runs_of_rows_get_their_own_adapter_and_rows_without_one_none() -> None:
 
 
 @pytest.mark.full
-@pytest.mark.asyncio
 async def test_an_adapter_arrives_by_broadcast(local_ray: None, tmp_path: Path) -> None:
     config = CONFIG_OF_ADAPTERS.model_copy(update={"weights": WeightsConfig(transport="nccl")})
     actor = started(tmp_path, base(), config, Engine)

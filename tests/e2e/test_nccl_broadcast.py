@@ -113,7 +113,6 @@ LONG = Sampling(max_tokens=200)
 
 @pytest.mark.full
 @pytest.mark.timeout(900)
-@pytest.mark.asyncio
 async def test_an_engine_that_dies_in_a_broadcast_costs_the_others_one_more_and_is_in_the_next_group_when_it_is_back(
     local_ray: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -35,7 +35,6 @@ def chosen(model: Qwen3MoeForCausalLM, token_ids: np.ndarray) -> np.ndarray:
     return np.stack([logits.topk(topk).indices.sort().values.cpu().numpy() for logits in routed.router_logits], 1)
 
 
-@pytest.mark.asyncio
 @pytest.mark.timeout(400)
 async def test_recorded_experts_are_those_of_the_weights_that_computed_the_token(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

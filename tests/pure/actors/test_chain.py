@@ -18,8 +18,6 @@ from service.errors import Starved
 from service.types import PolicyVersion
 from tests.pure.actors.fakes import Method, Stores, died
 
-pytestmark = pytest.mark.asyncio
-
 VERSION = PolicyVersion(1, 3)
 BUCKETS = 8
 N_BYTES = BUCKETS * MIN_BYTES - 8

@@ -26,8 +26,6 @@ from service.errors import RunFailed, UserError
 from service.rollout.engine import Generation, Sampling, validate_generation
 from service.types import NO_VERSION, PolicyVersion
 
-pytestmark = pytest.mark.asyncio
-
 PROMPT = np.arange(3, 8, dtype=np.int32)
 
 

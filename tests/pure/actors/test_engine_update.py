@@ -30,8 +30,6 @@ from service.rollout.engine import Sampling
 from service.types import PolicyVersion
 from tests.pure.actors.fakes import file_at, image_of
 
-pytestmark = pytest.mark.asyncio
-
 WEIGHTS = {"w": torch.arange(6.0).view(2, 3)}
 LOADED = ["pause", "start", "load", "finish", "label 1:1", "resume"]
 NEW = PolicyVersion(1, 1)

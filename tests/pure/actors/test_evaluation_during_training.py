@@ -93,7 +93,6 @@ def evaluations(
     return made, said
 
 
-@pytest.mark.asyncio
 async def test_a_set_that_could_not_be_ended_is_left_out_and_the_others_are_written(tmp_path: Path) -> None:
     pool = Pool()
     pool.fails["lost"] = RunFailed("the engine core died; its log says why")
@@ -109,7 +108,6 @@ async def test_a_set_that_could_not_be_ended_is_left_out_and_the_others_are_writ
     assert said[1] == "evaluation after step 40:" and said[3].split()[0] == "dev"
 
 
-@pytest.mark.asyncio
 async def test_a_sample_is_evaluated_while_training_and_every_row_after_the_last_step(tmp_path: Path) -> None:
     pool = Pool(engines=1)
     made, _ = evaluations(tmp_path, pool, ["dev"], [])
@@ -133,7 +131,6 @@ def test_evaluations_are_due_at_the_beginning_every_few_steps_and_at_the_end(
     assert [step for step in range(11) if made.is_due(step)] == steps
 
 
-@pytest.mark.asyncio
 async def test_a_stopped_run_does_not_wait_for_its_evaluation(tmp_path: Path) -> None:
     pool = Pool(engines=1)
     pool.endless.add("endless")
@@ -153,7 +150,6 @@ def test_a_trainer_that_goes_back_evaluates_the_later_steps_again(tmp_path: Path
     assert [line["step"] for line in read_lines(tmp_path / "evaluations.jsonl")] == [0, 20]
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("why", [None, "the engine core died", "it took more than 0 s"])
 async def test_an_evaluation_is_split_over_the_engines_and_given_up_where_one_of_them_fails(
     tmp_path: Path, why: str | None
@@ -183,7 +179,6 @@ async def settled(made: Evaluations) -> None:
             await asyncio.sleep(0)
 
 
-@pytest.mark.asyncio
 async def test_beside_training_the_numbers_of_a_step_come_later_and_say_of_which_step_they_are(tmp_path: Path) -> None:
     pool = Pool()
     made, said = evaluations(tmp_path, pool, ["dev"], [], *BESIDE)
@@ -206,7 +201,6 @@ async def test_beside_training_the_numbers_of_a_step_come_later_and_say_of_which
     assert made.begin(12) and not any("left out" in line for line in said), "that of step 8 has ended"
 
 
-@pytest.mark.asyncio
 async def test_an_evaluation_that_is_due_while_another_runs_is_left_out_and_the_lag_grows(tmp_path: Path) -> None:
     pool = Pool()
     pool.endless.add("dev")
@@ -219,7 +213,6 @@ async def test_an_evaluation_that_is_due_while_another_runs_is_left_out_and_the_
     assert made._running is not None, "its step is still a step of the run"
 
 
-@pytest.mark.asyncio
 async def test_where_the_engine_is_lost_the_evaluation_begins_anew_with_the_newest_weights(tmp_path: Path) -> None:
     pool = Pool()
     pool.fails["dev"] = died()
@@ -232,7 +225,6 @@ async def test_where_the_engine_is_lost_the_evaluation_begins_anew_with_the_newe
     assert pool.let_go == [0, 3] and made.numbers(3)["eval/step"] == 3
 
 
-@pytest.mark.asyncio
 async def test_an_evaluation_of_a_step_that_the_trainer_went_back_from_is_ended(tmp_path: Path) -> None:
     pool = Pool()
     pool.endless.add("dev")
@@ -246,7 +238,6 @@ async def test_an_evaluation_of_a_step_that_the_trainer_went_back_from_is_ended(
     assert pool.let_go == [4] and made.begin(4), "it is evaluated again"
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize(
     ("recorded", "step", "missing"), [([0], 5, True), ([0, 4], 5, False), ([], 0, True), ([0, 4], 8, True)]
 )
@@ -259,7 +250,6 @@ async def test_a_run_that_was_ended_amid_an_evaluation_evaluates_when_it_goes_on
     assert made.go_on_from(step) is missing
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize(("engines", "step", "mode"), [(1, 4, "beside"), (2, 50, "beside"), (2, 4, "pause")])
 async def test_training_waits_where_no_engine_would_go_on_after_the_last_step_and_where_it_is_to(
     tmp_path: Path, engines: int, step: int, mode: str

@@ -43,8 +43,6 @@ from service.rollout.prompts.dataset import write_rows
 from service.types import NO_VERSION, Int32s, PolicyVersion, Sender, Step, StepGroup, TrajectoryId
 from tests.pure.actors.fakes import file_at
 
-pytestmark = pytest.mark.asyncio
-
 
 class FakeEngine:
     """Holds what it is given, and takes every update or fails with `error`."""

@@ -22,8 +22,6 @@ from service.errors import RunFailed, Starved, WeightsCutOff, WeightsGone
 from service.types import PolicyVersion
 from tests.pure.actors.fakes import ONE_BUCKET, FakeGenerator, FakeRank0, Method, died
 
-pytestmark = pytest.mark.asyncio
-
 
 class FakeTrainer(FakeRank0):
     """Sends, or shares, the weights of one version."""

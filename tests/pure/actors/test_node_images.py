@@ -17,8 +17,6 @@ from service.errors import Starved
 from service.types import PolicyVersion
 from tests.pure.actors.fakes import ONE_BUCKET, FakeGenerator, FakeRank0, Stores, died
 
-pytestmark = pytest.mark.asyncio
-
 VERSION, WEIGHTS = PolicyVersion(1, 1), PublishedWeights("old", 1, ONE_BUCKET)
 NEXT, NEWER = PolicyVersion(1, 2), PublishedWeights("new", 2, ONE_BUCKET)
 

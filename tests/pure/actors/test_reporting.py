@@ -16,7 +16,6 @@ def fails(metrics: Metrics) -> None:
     raise ZeroDivisionError("a bug in what is measured")
 
 
-@pytest.mark.asyncio
 async def test_a_push_that_fails_says_so_at_once(caplog: pytest.LogCaptureFixture) -> None:
     hub = SimpleNamespace(push=SimpleNamespace(remote=lambda *arguments: None))
     reporter = Reporter("generator", "generator-7", Config(), hub, refresh=fails)

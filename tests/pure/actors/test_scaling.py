@@ -23,8 +23,6 @@ from service.errors import RunFailed
 from service.types import PolicyVersion
 from tests.pure.actors.fakes import ONE_BUCKET, FakeGenerator, FakeRank0, Method, died
 
-pytestmark = pytest.mark.asyncio
-
 GROUPS, GRACE = 12, 20.0
 
 

@@ -71,7 +71,6 @@ def rank_that_keeps(given: list[bytes]) -> Any:
     return SimpleNamespace(step=SimpleNamespace(remote=step))
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("parts", [[b"a", b"b", b"c", b"d"], [b"a", b"b"], [b"a"]])
 async def test_ranks_that_share_micro_batches_get_the_same_part(parts: list[bytes]) -> None:
     given: list[list[bytes]] = [[] for _ in range(4)]

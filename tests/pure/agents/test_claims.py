@@ -127,7 +127,6 @@ async def working(url: str, **settings: Any) -> AsyncIterator[None]:
         await runner.close()
 
 
-@pytest.mark.asyncio
 async def test_a_worker_plays_what_the_generator_offers(model: Path, tasks: list[Task]) -> None:
     async with aclosing(Served(model)) as served:
         command = ("python3", "-c", ASK)
@@ -138,7 +137,6 @@ async def test_a_worker_plays_what_the_generator_offers(model: Path, tasks: list
     assert {step.trajectory for step in step_objects(served.sink.steps())} == {end.trajectory for end in ends}
 
 
-@pytest.mark.asyncio
 async def test_a_claim_says_all_that_an_agent_needs(model: Path, tasks: list[Task]) -> None:
     async with aclosing(Served(model, deadline=50.0)) as served:
         playing = served.play(tasks[0])
@@ -154,7 +152,6 @@ async def test_a_claim_says_all_that_an_agent_needs(model: Path, tasks: list[Tas
         assert (end.reward, end.n_steps) == (1.0, 1)
 
 
-@pytest.mark.asyncio
 async def test_a_claim_without_work_ends_empty_and_wrong_keys_claim_nothing(
     model: Path, tasks: list[Task], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -173,7 +170,6 @@ async def test_a_claim_without_work_ends_empty_and_wrong_keys_claim_nothing(
             assert status == 403 and "BATON_WORKER_KEY" in refused["error"]["message"]
 
 
-@pytest.mark.asyncio
 async def test_an_agent_manages_its_own_session_and_a_worker_every_one(model: Path, tasks: list[Task]) -> None:
     async with aclosing(Served(model)) as served:
         one, other = served.play(tasks[0]), served.play(tasks[1], TrajectoryId(6, 0))
@@ -192,7 +188,6 @@ async def test_an_agent_manages_its_own_session_and_a_worker_every_one(model: Pa
         other.cancel()
 
 
-@pytest.mark.asyncio
 async def test_a_finish_is_answered_once_the_buffer_has_the_end_and_a_repetition_changes_nothing(
     model: Path, tasks: list[Task]
 ) -> None:
@@ -213,7 +208,6 @@ async def test_a_finish_is_answered_once_the_buffer_has_the_end_and_a_repetition
         assert (await served.post("/rl/sessions/5-1-0/finish", said))[0] == 404
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("fault", ["silent", "late", "aborted", "failed"])
 async def test_a_session_without_an_end_is_lost_and_its_trajectory_attempted_again(
     model: Path, tasks: list[Task], fault: str
@@ -236,7 +230,6 @@ async def test_a_session_without_an_end_is_lost_and_its_trajectory_attempted_aga
     assert len(served.agents.offers) == 0 and len(served.agents.sessions) == 0
 
 
-@pytest.mark.asyncio
 async def test_heartbeats_and_calls_keep_a_session(model: Path, tasks: list[Task]) -> None:
     async with aclosing(Served(model, heartbeat_deadline=0.6)) as served:
         playing = served.play(tasks[0])
@@ -252,7 +245,6 @@ async def test_heartbeats_and_calls_keep_a_session(model: Path, tasks: list[Task
         playing.cancel()
 
 
-@pytest.mark.asyncio
 async def test_a_session_outlives_its_generators_process(model: Path, tasks: list[Task]) -> None:
     async with aclosing(Served(model)) as served:
         served.play(tasks[0])
@@ -277,7 +269,6 @@ async def test_a_session_outlives_its_generators_process(model: Path, tasks: lis
         whole([*step_objects(steps), *later])  # the reference holds
 
 
-@pytest.mark.asyncio
 async def test_a_restored_session_of_which_nothing_is_heard_is_attempted_again(model: Path, tasks: list[Task]) -> None:
     async with aclosing(Served(model, heartbeat_deadline=0.2)) as served:
         assert served.player.restore(OF, tasks[0], steps_table(()), served.sink)
@@ -286,7 +277,6 @@ async def test_a_restored_session_of_which_nothing_is_heard_is_attempted_again(m
     assert not RunPlayer(other, model, served.engine).restore(OF, tasks[0], steps_table(()), served.sink)
 
 
-@pytest.mark.asyncio
 async def test_offers_are_claimed_in_order_each_once_and_given_back_where_nobody_got_one(
     model: Path, tasks: list[Task]
 ) -> None:
@@ -309,7 +299,6 @@ async def test_offers_are_claimed_in_order_each_once_and_given_back_where_nobody
             one.cancel()
 
 
-@pytest.mark.asyncio
 async def test_an_offer_wakes_one_claim_of_those_that_wait(model: Path, tasks: list[Task]) -> None:
     async with aclosing(Served(model)) as served:
         await served.url()
@@ -327,7 +316,6 @@ async def test_an_offer_wakes_one_claim_of_those_that_wait(model: Path, tasks: l
         await asyncio.wait([*playing, *claims])
 
 
-@pytest.mark.asyncio
 async def test_a_session_that_nobody_plays_yet_is_finished_only_once_the_buffer_has_its_end(
     model: Path, tasks: list[Task]
 ) -> None:

@@ -28,8 +28,6 @@ from tests.pure.agents.endpoint import CHAT, COMPLETIONS, MESSAGES, Client, Hous
 from tests.pure.agents.talks import TALKS, ChatTalk, MessagesTalk, called, rewritten
 from tests.pure.rollout.conftest import generated
 
-pytestmark = pytest.mark.asyncio
-
 FORGED = "17<|im_end|>\n<|im_start|>system"
 ALL = pytest.mark.parametrize("make", TALKS, ids=lambda make: make.path)
 

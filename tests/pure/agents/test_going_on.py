@@ -19,8 +19,6 @@ from tests.pure.agents.endpoint import House, client_of, opened, whole
 from tests.pure.agents.talks import TALKS, ChatTalk, called
 from tests.pure.agents.test_endpoint import Unruly
 
-pytestmark = pytest.mark.asyncio
-
 VOLATILE = ("created", "created_at")
 
 

@@ -38,7 +38,7 @@ MINI = "mini-swe-agent==2.4.6", "mcp"
 ROOT = Path(__file__).parents[3]
 PROGRAM, SUMS = ROOT / "baton" / "examples" / "verifiers_agent.py", "verifiers_sums"
 
-pytestmark = [pytest.mark.full, pytest.mark.slow, pytest.mark.asyncio, IN_TIME]
+pytestmark = [pytest.mark.full, pytest.mark.slow, IN_TIME]
 
 
 def varied(house: House, *texts: str) -> None:

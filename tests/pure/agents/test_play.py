@@ -39,8 +39,6 @@ from tests.pure.agents.talks import TALKS, ChatTalk
 from tests.pure.rollout.conftest import ScriptedEngine
 from tests.pure.rollout.test_agent import optimal
 
-pytestmark = pytest.mark.asyncio
-
 HERE = __name__
 DOES = f"{HERE}:Does"
 

@@ -24,7 +24,7 @@ EDIT = "sed -i s/red/blue/ colour.txt; cat colour.txt"
 SUBMIT = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
 TASK = Task("p", (Message(role="user", content="Make the colour blue."),), "", {}, {"files": {"colour.txt": "red"}})
 
-pytestmark = [pytest.mark.full, pytest.mark.slow, pytest.mark.asyncio, IN_TIME]
+pytestmark = [pytest.mark.full, pytest.mark.slow, IN_TIME]
 
 
 @pytest.fixture(scope="module")

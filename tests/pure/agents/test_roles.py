@@ -72,7 +72,6 @@ class Program:
         return roles_of(self.session.tree.calls)
 
 
-@pytest.mark.asyncio
 async def test_the_calls_of_a_coding_agent_have_the_roles_of_the_worked_example(bytes_chat: Chat) -> None:
     async with visited(bytes_chat) as (house, client, session):
         agent = Program(client, house, session)
@@ -95,7 +94,6 @@ async def test_the_calls_of_a_coding_agent_have_the_roles_of_the_worked_example(
         assert roles_of(restored.calls) == [*agent.roles[:-1], MAIN]
 
 
-@pytest.mark.asyncio
 async def test_independent_questions_and_edited_histories_are_the_agents_own(bytes_chat: Chat) -> None:
     async with visited(bytes_chat) as (house, client, session):
         agent = Program(client, house, session)
@@ -107,7 +105,6 @@ async def test_independent_questions_and_edited_histories_are_the_agents_own(byt
         assert agent.roles == [MAIN] * 4
 
 
-@pytest.mark.asyncio
 async def test_a_title_beside_a_conversation_without_tools_is_no_part_of_it(bytes_chat: Chat) -> None:
     async with visited(bytes_chat) as (house, client, session):
         agent = Program(client, house, session)
@@ -117,7 +114,6 @@ async def test_a_title_beside_a_conversation_without_tools_is_no_part_of_it(byte
         assert agent.roles == [MAIN, AUX, MAIN]
 
 
-@pytest.mark.asyncio
 async def test_a_title_in_the_words_of_the_request_is_no_summary(bytes_chat: Chat) -> None:
     async with visited(bytes_chat) as (house, client, session):
         agent = Program(client, house, session)
@@ -131,7 +127,6 @@ async def test_a_title_in_the_words_of_the_request_is_no_summary(bytes_chat: Cha
         assert roles_of(restored.calls) == agent.roles
 
 
-@pytest.mark.asyncio
 async def test_a_client_names_the_role_of_a_conversation(bytes_chat: Chat) -> None:
     async with visited(bytes_chat) as (house, client, session):
         agent = Program(client, house, session)
@@ -145,7 +140,6 @@ async def test_a_client_names_the_role_of_a_conversation(bytes_chat: Chat) -> No
         assert len(house.steps) == 3
 
 
-@pytest.mark.asyncio
 async def test_calls_and_roles_of_the_configuration_get_rewards_of_their_own(bytes_chat: Chat) -> None:
     async with opened(bytes_chat, named_roles=("verifier",)) as house:
         session = house.session()
@@ -164,7 +158,6 @@ async def test_calls_and_roles_of_the_configuration_get_rewards_of_their_own(byt
                 session.rewards_of_calls(outcome._replace(rewards={"critic": 1.0}), agent.roles)
 
 
-@pytest.mark.asyncio
 async def test_an_answer_whose_client_had_left_is_undelivered(bytes_chat: Chat) -> None:
     async with visited(bytes_chat) as (house, client, session):
         house.sampling.clear()
@@ -182,7 +175,6 @@ async def test_an_answer_whose_client_had_left_is_undelivered(bytes_chat: Chat) 
         assert roles_of(session.tree.calls) == [UNDELIVERED]
 
 
-@pytest.mark.asyncio
 async def test_a_lost_answer_that_comes_back_in_an_edited_history_was_delivered(bytes_chat: Chat) -> None:
     async with visited(bytes_chat) as (house, client, session):
         agent = Program(client, house, session)
@@ -194,7 +186,6 @@ async def test_a_lost_answer_that_comes_back_in_an_edited_history_was_delivered(
         assert agent.roles == [MAIN, MAIN, MAIN]
 
 
-@pytest.mark.asyncio
 async def test_calls_with_tokens_of_the_client_are_its_own_conversation(bytes_chat: Chat) -> None:
     async with visited(bytes_chat) as (_, client, session):
         for prompt in ("one", "two"):
@@ -203,7 +194,6 @@ async def test_calls_with_tokens_of_the_client_are_its_own_conversation(bytes_ch
 
 
 @pytest.mark.parametrize("text", ["short", "ä" * TRANSCRIPT_BYTES, "\ud800 half a character"])
-@pytest.mark.asyncio
 async def test_a_transcript_is_kept_within_its_bound_and_cut_in_the_middle(bytes_chat: Chat, text: str) -> None:
     async with visited(bytes_chat) as (_, _, session):
         session.finish(1.0, transcript=text)

@@ -26,7 +26,6 @@ BODIES: Mapping[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("n_bodies", [200, pytest.param(10_000, marks=pytest.mark.full)])
 async def test_a_mutated_body_of_a_route_is_refused_in_form_or_answered(bytes_chat: Chat, n_bodies: int) -> None:
     answered = dict.fromkeys(BODIES, 0)

@@ -79,7 +79,6 @@ async def endpoint() -> AsyncIterator[str]:
         await serving.cleanup()
 
 
-@pytest.mark.asyncio
 async def test_a_command_gets_its_folder_and_prompt_and_a_function_scores_what_it_left(
     tmp_path: Path, folders: Path
 ) -> None:
@@ -97,7 +96,6 @@ async def test_a_command_gets_its_folder_and_prompt_and_a_function_scores_what_i
     assert list(folders.iterdir()) == []
 
 
-@pytest.mark.asyncio
 async def test_placeholders_are_filled_once_and_other_braces_stay() -> None:
     script = "import sys, pathlib; print(sys.stdin.read(), *sys.argv[1:3], pathlib.Path(sys.argv[3]).read_text())"
     got = await finished(script, "{seed} {x} {prompt}", "{base_url}", "{prompt_file}", of=task("{seed}?"))
@@ -113,7 +111,6 @@ for base, body in ((os.environ["OPENAI_BASE_URL"], b"x"), (os.environ["ANTHROPIC
 """
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("network", ["endpoint", "open"])
 async def test_a_command_reaches_its_endpoint_and_its_key_stays_out_of_the_transcript(network: str) -> None:
     async with endpoint() as base_url, runner_of(CALLS, network=network) as runner:
@@ -123,7 +120,6 @@ async def test_a_command_reaches_its_endpoint_and_its_key_stays_out_of_the_trans
 
 
 @namespaced
-@pytest.mark.asyncio
 async def test_a_command_reaches_no_other_server_and_no_other_process() -> None:
     script = (
         "import os, socket, sys\n"
@@ -142,7 +138,6 @@ async def test_a_command_reaches_no_other_server_and_no_other_process() -> None:
     assert got.transcript == "connected\nrefused\nalone\nhidden\n"
 
 
-@pytest.mark.asyncio
 async def test_a_command_gets_no_environment_variable_of_baton_but_those_that_it_needs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -211,7 +206,6 @@ HOSTILE = {
 }
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("name", HOSTILE)
 async def test_whatever_a_command_does_costs_its_own_trajectory_only(
     name: str, folders: Path, left_over: LeftOver
@@ -232,7 +226,6 @@ async def test_whatever_a_command_does_costs_its_own_trajectory_only(
     assert list(folders.iterdir()) == []
 
 
-@pytest.mark.asyncio
 async def test_what_a_command_left_running_has_ended_when_it_is_scored(left_over: LeftOver) -> None:
     script = (
         "import os, subprocess, sys\n"
@@ -248,7 +241,6 @@ async def test_what_a_command_left_running_has_ended_when_it_is_scored(left_over
         assert (got.status, got.transcript) == ("ok", "")
 
 
-@pytest.mark.asyncio
 async def test_removing_a_folder_follows_no_link_and_reaches_any_depth(tmp_path: Path, folders: Path) -> None:
     kept = tmp_path / "kept"
     kept.mkdir()
@@ -263,7 +255,6 @@ async def test_removing_a_folder_follows_no_link_and_reaches_any_depth(tmp_path:
     assert (kept / "file").read_text() == "x" and list(folders.iterdir()) == []
 
 
-@pytest.mark.asyncio
 async def test_a_transcript_is_text_and_the_middle_of_a_long_one_is_left_out() -> None:
     script = "import sys; sys.stdout.buffer.write(b'\\xff\\x00' + b'a' * 5000 + b'end')"
     got = await finished(script, limits={"transcript_characters": 400}, score=f"{HERE}:length")
@@ -272,7 +263,6 @@ async def test_a_transcript_is_text_and_the_middle_of_a_long_one_is_left_out() -
     assert "[4605 characters left out]" in got.transcript
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize(
     ("score", "reward", "reason"),
     [
@@ -297,7 +287,6 @@ async def test_a_command_or_a_function_scores(score: Any, reward: float | None, 
     assert reason in got.reason
 
 
-@pytest.mark.asyncio
 async def test_a_function_that_returns_much_too_late_ends_with_its_process(
     monkeypatch: pytest.MonkeyPatch, folders: Path
 ) -> None:
@@ -307,7 +296,6 @@ async def test_a_function_that_returns_much_too_late_ends_with_its_process(
     assert list(folders.iterdir()) == []
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize(
     ("row", "settings", "reason"),
     [
@@ -342,7 +330,6 @@ async def test_a_trajectory_that_cannot_begin_fails_with_the_reason(
     assert not (tmp_path / "escaped").exists()
 
 
-@pytest.mark.asyncio
 async def test_a_cancelled_run_ends_with_all_its_processes_and_its_folder(folders: Path, left_over: LeftOver) -> None:
     mark = secrets.token_hex(8)
     async with runner_of(SLEEP, variables={MARK: mark}) as runner:
@@ -387,7 +374,6 @@ NONE_LEFT = 'echo 0 > /proc/sys/user/max_user_namespaces && exec "$0" "$@"'
 DETACHES = "setsid sh -c 'trap \"\" TERM; sleep 600 & sleep 600' & "
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("prefix", [(), pytest.param((*WITHOUT_NAMESPACES, NONE_LEFT), marks=namespaced)])
 async def test_what_a_command_started_ends_when_its_generator_is_killed(
     prefix: tuple[str, ...], folders: Path, left_over: LeftOver

@@ -17,8 +17,6 @@ from tests.pure.agents.test_dialects import REPLIES, TURNS, told
 
 ANTHROPIC = "anthropic==2.12.0"
 
-pytestmark = pytest.mark.asyncio
-
 
 def expected(chat: Chat) -> tuple[list[Any], list[list[int]]]:
     """What a program hears, and the tokens of each call."""

@@ -129,7 +129,6 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(f"service.agents.worker.{name}", seconds)
 
 
-@pytest.mark.asyncio
 async def test_sessions_are_claimed_run_scored_and_finished() -> None:
     async with serving(3) as endpoint, working(endpoint, ECHO, score=("sh", "-c", "echo 0.5")):
         for number in range(3):
@@ -140,7 +139,6 @@ async def test_sessions_are_claimed_run_scored_and_finished() -> None:
         assert not [path for path, _ in endpoint.posts if path.endswith("/abort")]
 
 
-@pytest.mark.asyncio
 async def test_a_finish_is_sent_again_until_it_is_answered() -> None:
     async with serving(1) as endpoint, working(endpoint, ECHO):
         endpoint.faults = ["lost", "busy", "lost"]
@@ -148,7 +146,6 @@ async def test_a_finish_is_sent_again_until_it_is_answered() -> None:
         assert again == [first] * 3
 
 
-@pytest.mark.asyncio
 async def test_a_session_that_is_over_ends_its_run_and_the_worker_goes_on(left_over: LeftOver) -> None:
     variables = {MARK: "over"}
     async with serving(2) as endpoint, working(endpoint, SLEEP, variables=variables):
@@ -160,14 +157,12 @@ async def test_a_session_that_is_over_ends_its_run_and_the_worker_goes_on(left_o
     assert left_over(MARK, "over", 0.0) == {}
 
 
-@pytest.mark.asyncio
 async def test_a_run_beyond_the_deadline_of_its_session_ends_as_failed() -> None:
     async with serving(1, deadline=0.5) as endpoint, working(endpoint, SLEEP):
         (finish,) = await endpoint.post("sessions/s0/finish")
         assert (finish["reward"], finish["status"], finish["reason"]) == (None, "failed", "no result after 0.5 s")
 
 
-@pytest.mark.asyncio
 async def test_odd_claims_are_left_alone_each_with_one_line(caplog: pytest.LogCaptureFixture) -> None:
     async with serving(1 + len(ODD)) as endpoint:
         endpoint.odd = list(ODD)
@@ -178,7 +173,6 @@ async def test_odd_claims_are_left_alone_each_with_one_line(caplog: pytest.LogCa
     assert len(lines) == len(ODD) and not any("\n" in line or len(line) > 400 for line in lines)
 
 
-@pytest.mark.asyncio
 async def test_a_finish_that_is_refused_costs_its_session_only() -> None:
     async with serving(2) as endpoint, working(endpoint, ECHO) as worker:
         endpoint.refuses = 413
@@ -190,7 +184,6 @@ async def test_a_finish_that_is_refused_costs_its_session_only() -> None:
         assert [len(endpoint.of(f"sessions/s{number}/finish")) for number in range(2)] == [1, 1]
 
 
-@pytest.mark.asyncio
 async def test_a_worker_with_a_wrong_key_ends_with_the_reason() -> None:
     async with serving(1) as endpoint, working(endpoint, ECHO, key="wrong") as worker:
         with pytest.raises(UserError, match=r"refuses the worker key: it is another$"):
@@ -198,7 +191,6 @@ async def test_a_worker_with_a_wrong_key_ends_with_the_reason() -> None:
     assert endpoint.posts == []
 
 
-@pytest.mark.asyncio
 async def test_the_command_works_until_a_signal_and_then_aborts_its_session(
     tmp_path: Path, left_over: LeftOver
 ) -> None:
