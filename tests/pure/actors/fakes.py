@@ -13,7 +13,7 @@ from torch import Tensor
 
 from actors.weights.delta import WeightBucket, bucket_of
 from actors.weights.image import Image
-from actors.weights.part import WeightPart
+from actors.weights.part import PartCopy, WeightPart
 from service.learn.model.sharding import Rows
 from service.types import PolicyVersion
 
@@ -68,6 +68,18 @@ class FakeRank0:
             return None
         data = np.full(stop - start, version.step, np.uint8)
         return bucket_of(version.pack(), rank, start, data), data
+
+
+def take(image: Image, copy: PartCopy, size: int = 1024, may_lack: bool = True) -> list[WeightBucket]:
+    """Let an image take a rank's part as a node does: what it cannot change, if it may lack anything, comes as it is."""
+    taken = []
+    for start in range(0, copy.part.n_bytes, size):
+        stop = min(start + size, copy.part.n_bytes)
+        bucket, message = copy.bucket(start, stop, whole=False)
+        if not image.write(bucket, message):
+            assert may_lack and image.write(*copy.bucket(start, stop, whole=True))
+        taken.append(bucket)
+    return taken
 
 
 def image_of(data: bytes) -> Image:

@@ -23,6 +23,14 @@ from service.types import PolicyVersion
 from tests.pure.actors.fakes import ONE_BUCKET, FakeGenerator, FakeRank0, Method, died
 
 
+@pytest.fixture(autouse=True)
+def killed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The generators whose processes were ended."""
+    gone: list[Any] = []
+    monkeypatch.setattr(actors.generator.generator_pool.ray, "kill", lambda generator, **_: gone.append(generator))
+    return gone
+
+
 class FakeTrainer(FakeRank0):
     """Sends, or shares, the weights of one version."""
 
@@ -261,27 +269,17 @@ async def test_an_engine_loads_what_lies_on_its_own_gpu() -> None:
 
 @pytest.mark.parametrize("transport", ["memory", "nccl", "ipc"])
 async def test_a_generator_that_starts_again_gets_the_newest_weights_once_it_is_up_and_not_before(
-    transport: str, monkeypatch: pytest.MonkeyPatch
+    transport: str,
 ) -> None:
-    monkeypatch.setattr(actors.generator.generator_pool.ray, "kill", lambda *_, **__: None)
     world = await World(transport).started()
     await world.publish(1)
-    up, ended = asyncio.Event(), asyncio.Event()
-    runs = iter([died()])
+    up = asyncio.Event()
 
     async def start() -> str:
         await up.wait()
         return "node"
 
-    async def run() -> None:
-        if (error := next(runs, None)) is not None:
-            raise error
-        await ended.wait()
-
-    for generator in world.generators:
-        generator.run = Method(run) if generator is world.generators[0] else answering(None)
-        generator.status = answering({})
-    world.generators[0].start = Method(start)
+    ended = ready_to_fail(world, start)
     running = asyncio.ensure_future(world.pool.run())
     await until(lambda: bool(world.told))
     world.trainer.newest = PolicyVersion(1, 2)
@@ -295,13 +293,12 @@ async def test_a_generator_that_starts_again_gets_the_newest_weights_once_it_is_
     if transport == "nccl":
         assert "generator-0 joins at 1" in world.said and "sends 1:2 to 1" in world.said, "the others go on"
         assert [line for line in await world.publish(2) if "joins" in line] == JOINS
-    ended.set()
+    ended.set_result(None)
     await running
     assert world.telemetry.failed == 0
 
 
-async def test_the_only_engine_that_starts_again_joins_a_new_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(actors.generator.generator_pool.ray, "kill", lambda *_, **__: None)
+async def test_the_only_engine_that_starts_again_joins_a_new_group() -> None:
     world = await World("nccl", engines=1).started()
     await world.publish(1)
 
@@ -339,10 +336,8 @@ def ready_to_fail(world: World, starts: Callable[[], Coroutine[Any, Any, str]]) 
 
 @pytest.mark.parametrize(("failures", "most"), [(2, 3), (3, 3), (2, 2)])
 async def test_an_engine_that_does_not_start_again_is_one_more_failure_of_those_that_a_run_survives(
-    failures: int, most: int, monkeypatch: pytest.MonkeyPatch
+    failures: int, most: int, killed: list[Any]
 ) -> None:
-    killed: list[Any] = []
-    monkeypatch.setattr(actors.generator.generator_pool.ray, "kill", lambda generator, **_: killed.append(generator))
     world = await World("memory", max_restarts=most).started()
     starts = iter([RunFailed("vLLM did not start")] * failures)
 
@@ -367,7 +362,6 @@ async def test_an_engine_that_does_not_start_again_is_one_more_failure_of_those_
 
 
 async def test_a_run_that_ends_waits_for_no_generator_that_cannot_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(actors.generator.generator_pool.ray, "kill", lambda *_, **__: None)
     monkeypatch.setattr(actors.generator.generator_pool, "RETRY", Backoff(0.0))
     world = await World("memory").started()
 
@@ -383,9 +377,7 @@ async def test_a_run_that_ends_waits_for_no_generator_that_cannot_come_back(monk
         await running
 
 
-async def test_weights_that_are_lost_on_their_way_are_waited_for_until_the_next(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_weights_that_are_lost_on_their_way_are_waited_for_until_the_next() -> None:
     world = await World("memory").started()
     for generator in world.generators:
         generator.failing["hold"] = ObjectLostError("0" * 56, None, "")
@@ -397,8 +389,7 @@ async def test_weights_that_are_lost_on_their_way_are_waited_for_until_the_next(
     ]
 
 
-async def test_a_generator_that_starts_again_is_not_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(actors.generator.generator_pool.ray, "kill", lambda *_, **__: None)
+async def test_a_generator_that_starts_again_is_not_up() -> None:
     world = await World("memory").started()
     never = asyncio.Event()
 

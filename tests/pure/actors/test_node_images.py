@@ -36,6 +36,12 @@ def files_of(*generators: FakeGenerator, rank_0: FakeRank0 | None = None, **weig
     return files
 
 
+async def take(files: NodeImages, name: str) -> str | None:
+    """The path from which a generator loads."""
+    async with files.path_for(name, VERSION, WEIGHTS) as path:
+        return path
+
+
 Pair = tuple[NodeImages, FakeGenerator, FakeGenerator]
 
 
@@ -81,11 +87,7 @@ async def test_where_the_writer_fails_the_next_generator_writes_and_only_the_wri
     first.gate.clear()
     first.failing["hold"] = error
 
-    async def take(name: str) -> str:
-        async with files.path_for(name, VERSION, WEIGHTS) as path:
-            return path
-
-    by_writer, by_other = asyncio.ensure_future(take("first")), asyncio.ensure_future(take("second"))
+    by_writer, by_other = (asyncio.ensure_future(take(files, name)) for name in ("first", "second"))
     await asyncio.sleep(0)
     first.gate.set()
     assert await by_other == "/second/1"
@@ -107,11 +109,7 @@ async def test_who_gives_up_waiting_for_an_image_leaves_it_to_the_others(pair: P
     files, first, _ = pair
     first.gate.clear()
 
-    async def take(name: str) -> str:
-        async with files.path_for(name, VERSION, WEIGHTS) as path:
-            return path
-
-    gives_up, waits = asyncio.ensure_future(take("first")), asyncio.ensure_future(take("second"))
+    gives_up, waits = (asyncio.ensure_future(take(files, name)) for name in ("first", "second"))
     await asyncio.sleep(0)
     gives_up.cancel()
     await asyncio.wait([gives_up])
@@ -127,11 +125,7 @@ async def test_an_image_that_fails_after_everybody_gave_up_waiting_is_no_forgott
     forgotten: list[dict[str, object]] = []
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: forgotten.append(context))
 
-    async def take() -> None:
-        async with files.path_for("first", VERSION, WEIGHTS):
-            pass
-
-    taking = asyncio.ensure_future(take())
+    taking = asyncio.ensure_future(take(files, "first"))
     await asyncio.sleep(0)
     taking.cancel()
     await asyncio.wait([taking])

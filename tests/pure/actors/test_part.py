@@ -9,11 +9,10 @@ from hypothesis import strategies as st
 from safetensors.torch import load
 from torch import Tensor
 
-from actors.weights.delta import WeightBucket
 from actors.weights.image import Image
 from actors.weights.part import PartCopy, WeightPart, check_parts
 from service.learn.model.sharding import Rows, shard_bounds
-from tests.pure.actors.fakes import content
+from tests.pure.actors.fakes import content, take
 
 
 def on_ranks(weights: dict[str, Tensor], n_ranks: int) -> list[dict[str, Rows]]:
@@ -33,16 +32,6 @@ def published(version: int, weights: dict[str, Tensor], n_ranks: int, base: list
     return [PartCopy(version, rows, rank, before) for rank, (rows, before) in enumerate(zip(shards, base, strict=True))]
 
 
-def take(image: Image, publications: list[PartCopy], size: int) -> list[WeightBucket]:
-    taken = []
-    for publication in publications:
-        for start in range(0, publication.part.n_bytes, size):
-            bucket, message = publication.bucket(start, min(start + size, publication.part.n_bytes), whole=False)
-            assert image.write(bucket, message)
-            taken.append(bucket)
-    return taken
-
-
 @given(
     rows=st.lists(st.integers(1, 9), min_size=1, max_size=6),
     n_ranks=st.integers(1, 4),
@@ -56,10 +45,11 @@ def test_an_image_of_all_parts_is_the_file_and_changes_of_each_part_keep_it_so(
     first = published(1, weights, n_ranks, [None] * n_ranks)
     image = Image([publication.part for publication in first])
     check_parts([publication.part for publication in first])
-    take(image, first, size)
+    for copy in first:
+        take(image, copy, size, may_lack=False)
     changed = {name: tensor + (torch.rand(tensor.shape) < 0.1) for name, tensor in weights.items()}
     for of, publications in ((weights, []), (changed, published(2, changed, n_ranks, list(first)))):
-        buckets = take(image, publications, size)
+        buckets = [bucket for copy in publications for bucket in take(image, copy, size, may_lack=False)]
         assert all(bucket.changed is not None for bucket in buckets), "each is compared with the version before"
         read = load(content(image))
         assert read.keys() == of.keys() and all(torch.equal(read[name], tensor) for name, tensor in of.items())

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from actors.weights.delta import MAX_CHANGED, SKIP, WeightBucket, bucket_of, decode, encode
 from actors.weights.image import Image
 from actors.weights.part import PartCopy
-from tests.pure.actors.fakes import all_rows, content
+from tests.pure.actors.fakes import all_rows, content, take
 
 N = 4096
 GENERATOR = np.random.default_rng(0)
@@ -64,18 +64,6 @@ def test_much_that_changed_travels_as_it_is_and_its_share_is_still_measured() ->
 
 def published(version: int, weights: dict[str, torch.Tensor], base: PartCopy | None = None) -> PartCopy:
     return PartCopy(version, all_rows({name: tensor.clone() for name, tensor in weights.items()}), base=base)
-
-
-def take(image: Image, publication: PartCopy, size: int = 1024) -> list[WeightBucket]:
-    """Let an image take a publication as a node does: what it cannot change comes as it is."""
-    taken = []
-    for start in range(0, publication.part.n_bytes, size):
-        stop = min(start + size, publication.part.n_bytes)
-        bucket, message = publication.bucket(start, stop, whole=False)
-        if not image.write(bucket, message):
-            assert image.write(*publication.bucket(start, stop, whole=True))
-        taken.append(bucket)
-    return taken
 
 
 def test_an_image_that_takes_changes_step_after_step_equals_one_that_takes_all() -> None:
