@@ -71,7 +71,7 @@ class FakeRank0:
 
 
 def take(image: Image, copy: PartCopy, size: int = 1024, may_lack: bool = True) -> list[WeightBucket]:
-    """Let an image take a rank's part as a node does: what it cannot change, if it may lack anything, comes as it is."""
+    """Let an image take a part as a node does: what it cannot change, if it may lack anything, comes as it is."""
     taken = []
     for start in range(0, copy.part.n_bytes, size):
         stop = min(start + size, copy.part.n_bytes)
