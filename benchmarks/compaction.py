@@ -26,7 +26,7 @@ from benchmarks.in_process import rounds, warm_started
 from service.config import Config, load
 from service.handoff import CompleteGroup
 from service.handoff.steps.tables import total_lengths
-from service.run.prepare import Prepared
+from service.run.inputs import Prepared
 
 RECIPE = Path(__file__).parent.parent / "configs" / "compaction_tiny.yaml"
 WAYS = {

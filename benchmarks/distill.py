@@ -29,7 +29,7 @@ from benchmarks.in_process import rounds, warm_started
 from service.config import Config, load
 from service.handoff import CompleteGroup
 from service.handoff.ledger.scores import sampled_tokens
-from service.run.prepare import Prepared
+from service.run.inputs import Prepared
 from service.scorers.teacher_logprobs import taught
 
 RECIPE = Path(__file__).parent.parent / "configs" / "quickstart.yaml"

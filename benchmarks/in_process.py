@@ -30,8 +30,8 @@ from service.learn.settings import LearnSettings
 from service.learn.supervised import SupervisedSteps
 from service.rollout.engine import Generation, Sampling
 from service.rollout.environment import Task
-from service.run.prepare import Prepared
-from service.run.prepare import demonstrations as demonstration_rows
+from service.run.inputs import Prepared
+from service.run.inputs import demonstrations as demonstration_rows
 from service.types import Int32s, PolicyVersion, TrajectoryId
 
 QUIET_SECONDS = 0.005

@@ -25,7 +25,7 @@ import torch
 from benchmarks.in_process import rounds, warm_started
 from service.config import Config, LoraConfig, load
 from service.handoff.steps.tables import end_objects
-from service.run.prepare import Prepared
+from service.run.inputs import Prepared
 
 RECIPE = Path(__file__).parent.parent / "configs" / "quickstart.yaml"
 WINDOW = 10

@@ -32,7 +32,7 @@ from service.plan.settings import PlanSettings
 from service.plan.work import OPTIONS, work_of
 from service.run.folder import METRICS, read_lines
 from service.run.lengths import lengths_of_run
-from service.run.timeline import Timeline, read_timeline
+from service.run.timeline import RunTimeline, read_timeline
 
 ROOT = Path(__file__).parents[1]
 RECIPES = ("quickstart", "gsm8k_tiny", "text_to_sql_tiny", "search_r1_tiny")
@@ -95,7 +95,7 @@ def seconds_and_waits(folder: Path) -> tuple[float, float, float]:
     return seconds, waited, _engines_idle(read_timeline(folder), sum(line["timing/step"] for line in lines))
 
 
-def _engines_idle(timeline: Timeline, last: float) -> float:
+def _engines_idle(timeline: RunTimeline, last: float) -> float:
     """Fraction of the engines' time without a group, in the last seconds before the end of the trainer's last step."""
     until = max(
         span.ended

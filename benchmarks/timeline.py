@@ -22,7 +22,7 @@ from service.observe.recorder import SPAN, TRAJECTORY, States, Trace
 from service.rollout.engine import Generation
 from service.rollout.timelines import Timelines
 from service.run.folder import TIMELINE
-from service.run.timeline import Timeline, read_timeline
+from service.run.timeline import RunTimeline, read_timeline
 from service.trace.chrome import chrome_trace
 from service.types import TrajectoryId
 
@@ -82,7 +82,7 @@ def costs(calls: int) -> dict[str, float]:
     return {SPAN: seconds_each(span), "played": played, TRAJECTORY: seconds_each(keep)}
 
 
-def draw(timeline: Timeline, file: Path) -> None:
+def draw(timeline: RunTimeline, file: Path) -> None:
     """Draw `SHOWN_SECONDS` from the middle of a run: the rows of the trace, and one trajectory's flow."""
     from matplotlib import colormaps
     from matplotlib.backends.backend_agg import FigureCanvasAgg

@@ -51,9 +51,9 @@ from service.agents.session_keys import Keys
 from service.config import Config
 from service.environment_variables import SAFE_PATH, USER_FOLDER
 from service.errors import RunFailed, UserError
+from service.run.inputs import Prepared
 from service.run.metrics_port import with_free_port
 from service.run.phases import say
-from service.run.prepare import Prepared
 from service.user_code import user_folder
 
 CONNECT_SECONDS = 10.0

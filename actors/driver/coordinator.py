@@ -30,12 +30,12 @@ from service.handoff.verbs import WaitReason
 from service.observe.logprob_mismatch import LogprobCheck
 from service.run.checkpoints import Manifest
 from service.run.folder import FINAL, LOGS
+from service.run.inputs import Prepared
 from service.run.metrics_port import DEFAULT_PORT
 from service.run.phases import phase
-from service.run.prepare import Prepared
 from service.run.progress import QUIET_SECONDS, Progress
 from service.run.repeated_failures import FailureWatch
-from service.run.scale import asked_for
+from service.run.scale_request import asked_for
 from service.run.trajectories import describe_ends, trained
 from service.run.writer import RunWriter
 from service.store.uploads import Uploads

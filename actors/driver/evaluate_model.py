@@ -33,9 +33,9 @@ from service.errors import BatonError, RunFailed, UserError
 from service.evaluation.scores import Evaluation
 from service.run.checkpoints import MANIFEST, TRAINER, Manifest
 from service.run.eval_target import EvalTarget
-from service.run.export import export
+from service.run.export_adapter import export
+from service.run.inputs import prepare_evaluation, prepare_weights
 from service.run.phases import phase
-from service.run.prepare import prepare_evaluation, prepare_weights
 
 
 class Results(NamedTuple):

@@ -14,7 +14,7 @@ from service.rollout.check_inputs import check_environments
 from service.rollout.prompts.dataset import load_tasks
 from service.rollout.prompts.mixture import train_file
 from service.run.folder import DATA, initial_model, warmed_model
-from service.run.prepare import Prepared, checked_model, checked_shapes, make_policy, prepare_evaluation
+from service.run.inputs import Prepared, checked_model, checked_shapes, make_policy, prepare_evaluation
 from service.run.teachers import teachers_of
 from service.scorers.teacher_logprobs import check_tokenizers
 from service.scorers.user import check_scorers

@@ -38,9 +38,9 @@ from service.run.folder import (
     new_run_folder,
     runs_folder,
 )
+from service.run.inputs import Prepared, check_checkpoint
 from service.run.log_file import log_into
 from service.run.phases import phase, say
-from service.run.prepare import Prepared, check_checkpoint
 from service.run.progress import end_early
 from service.run.writer import RunWriter
 from service.store.objects import open_store

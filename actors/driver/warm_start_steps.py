@@ -10,8 +10,8 @@ from actors.observe.telemetry import RunTelemetry
 from actors.trainer.group import TrainerGroup
 from actors.weights.delivery import Delivery
 from service.config import Config
+from service.run.inputs import Prepared, demonstrations
 from service.run.phases import phase
-from service.run.prepare import Prepared, demonstrations
 from service.run.progress import Progress
 
 

@@ -7,17 +7,17 @@ from pathlib import Path
 
 from actors.trainer.group import TrainerGroup
 from service.files import atomic_file
-from service.run.profiles import MAX_BYTES, PROFILES, Asked, Request
+from service.run.profiles import MAX_BYTES, PROFILES, ProfileRequest, ProfileRequests
 
 
 class Profiles:
     """Begins a profile before a step where one is asked for, and writes its files after the last step."""
 
     def __init__(self, run_folder: Path, ranks: int, trainer: TrainerGroup, say: Callable[[str], None]) -> None:
-        self._asked = Asked(run_folder / PROFILES)
+        self._asked = ProfileRequests(run_folder / PROFILES)
         self._asked.clear()
         self._ranks, self._trainer, self._say = ranks, trainer, say
-        self._current: Request | None = None
+        self._current: ProfileRequest | None = None
         self._left = 0
 
     async def before(self) -> None:

@@ -71,7 +71,7 @@ def validate(arguments: argparse.Namespace, overrides: list[str]) -> int:
             loss_named(config.algorithm.loss)
         if config.model.adapter is not None:
             from service.config.paths import with_absolute_paths
-            from service.run.prepare import check_first_adapter
+            from service.run.inputs import check_first_adapter
 
             check_first_adapter(with_absolute_paths(config).model)
         estimates = _estimates(config)

@@ -53,8 +53,8 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
     if arguments.output.exists():
         raise UserError(f"{arguments.output} exists already; give another folder, or delete it")
     with phase("merging the adapter into its base" if arguments.merge else "writing the adapter", after=QUIET_SECONDS):
-        from service.run.export import export
-        from service.run.prepare import prepare_weights
+        from service.run.export_adapter import export
+        from service.run.inputs import prepare_weights
 
         manifest = prepare_weights(config.model, target)
         export(config.model.lora, target, target.begun_with(config.model), manifest, arguments.output, arguments.merge)

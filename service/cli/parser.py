@@ -72,8 +72,8 @@ COMMANDS = (
     # Optional rooms: without its line and its folder the rest works as before.
     Command("plan", "whether a configuration fits, how fast it is, what binds", "service.plan.command", True),
     Command("simulate", "predict what a configuration would do, without GPUs", "service.simulate.command", True),
-    Command("trace", "write a run's timeline: who did what when", "service.trace.command"),
-    Command("trajectories", "show what the policy wrote in a run", "service.trace.trajectories"),
+    Command("trace", "write a run's timeline: who did what when", "service.trace.trace_command"),
+    Command("trajectories", "show what the policy wrote in a run", "service.trace.trajectories_command"),
     Command("agent-worker", "run agents on a machine without Ray", "service.cli.agent_worker", True),
 )
 

@@ -28,7 +28,7 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
     """Ask a run for another number of generators."""
     from service.config import load
     from service.run.folder import CONFIG, run_folder
-    from service.run.scale import ask_for
+    from service.run.scale_request import ask_for
 
     folder = run_folder(arguments.run)
     ask_for(folder, load([folder / CONFIG], []).config.generator, arguments.engines)

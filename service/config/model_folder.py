@@ -1,6 +1,6 @@
 """Checks of a Hugging Face model folder, without torch: files, configuration, tokenizer, headers of the weights.
 
-`service.run.prepare` checks more before a run begins: the shape of every weight, and what transformers reads.
+`service.run.inputs` checks more before a run begins: the shape of every weight, and what transformers reads.
 """
 
 from __future__ import annotations

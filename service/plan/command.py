@@ -24,9 +24,9 @@ from service.plan.page import as_dict, lines
 from service.plan.settings import PlanSettings
 from service.plan.work import OPTIONS, work_of
 from service.run.folder import run_folder
+from service.run.inputs import make_policy
 from service.run.lengths import lengths_of_run
 from service.run.phases import phase
-from service.run.prepare import make_policy
 
 MODEL = "model"
 """The folder in a run folder of the model that the run made."""

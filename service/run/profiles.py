@@ -27,7 +27,7 @@ MAX_BYTES = 256 << 20
 """A larger file of a profile is not kept."""
 
 
-class Request(msgspec.Struct, frozen=True):
+class ProfileRequest(msgspec.Struct, frozen=True):
     """Profile this number of optimizer steps on these ranks."""
 
     id: str
@@ -35,7 +35,7 @@ class Request(msgspec.Struct, frozen=True):
     ranks: tuple[int, ...]
 
 
-class Answer(msgspec.Struct, frozen=True):
+class ProfileAnswer(msgspec.Struct, frozen=True):
     """The files of a request, by name; or why there are none."""
 
     id: str
@@ -43,7 +43,7 @@ class Answer(msgspec.Struct, frozen=True):
     problem: str = ""
 
 
-class Asked(NamedTuple):
+class ProfileRequests(NamedTuple):
     """The folder of the run's profiles, as the driver uses it."""
 
     folder: Path
@@ -52,10 +52,10 @@ class Asked(NamedTuple):
         """Delete what an earlier process was asked for."""
         (self.folder / REQUEST).unlink(missing_ok=True)
 
-    def request(self, ranks: int) -> Request | None:
+    def request(self, ranks: int) -> ProfileRequest | None:
         """What is asked for now; a request that cannot be met is answered at once."""
         try:
-            found = msgspec.json.decode((self.folder / REQUEST).read_bytes(), type=Request)
+            found = msgspec.json.decode((self.folder / REQUEST).read_bytes(), type=ProfileRequest)
         except FileNotFoundError:
             return None
         except msgspec.MsgspecError:
@@ -68,9 +68,11 @@ class Asked(NamedTuple):
             return None
         return found
 
-    def answer(self, request: Request, files: Sequence[str], problem: str = "") -> None:
+    def answer(self, request: ProfileRequest, files: Sequence[str], problem: str = "") -> None:
         """End a request."""
-        write_atomic(self.folder / ANSWER, msgspec.json.encode(Answer(request.id, tuple(files), problem)).decode())
+        write_atomic(
+            self.folder / ANSWER, msgspec.json.encode(ProfileAnswer(request.id, tuple(files), problem)).decode()
+        )
         self.clear()
 
 
@@ -83,12 +85,12 @@ def ask(folder: Path, steps: int, ranks: Sequence[int], seconds: float, sleep: C
     """
     if not is_locked(folder):
         raise UserError(f"{folder}: this run is not going on")
-    request = Request(uuid.uuid4().hex, steps, tuple(ranks))
+    request = ProfileRequest(uuid.uuid4().hex, steps, tuple(ranks))
     file = folder / PROFILES / REQUEST
     create_private(file, json.dumps(msgspec.to_builtins(request)))
     deadline = time.monotonic() + seconds
     try:
-        if msgspec.json.decode(file.read_bytes(), type=Request) != request:
+        if msgspec.json.decode(file.read_bytes(), type=ProfileRequest) != request:
             raise UserError(f"{folder}: another profile is being recorded; try again when it is written")
         while (found := _answer(folder)) is None or found.id != request.id:
             if not is_locked(folder):
@@ -103,8 +105,8 @@ def ask(folder: Path, steps: int, ranks: Sequence[int], seconds: float, sleep: C
     return [folder / PROFILES / name for name in found.files]
 
 
-def _answer(folder: Path) -> Answer | None:
+def _answer(folder: Path) -> ProfileAnswer | None:
     try:
-        return msgspec.json.decode((folder / PROFILES / ANSWER).read_bytes(), type=Answer)
+        return msgspec.json.decode((folder / PROFILES / ANSWER).read_bytes(), type=ProfileAnswer)
     except (FileNotFoundError, msgspec.MsgspecError):
         return None

@@ -91,7 +91,7 @@ class _Clock(Struct):
     wall: Number
 
 
-class Source(Struct, rename={"owner": "from"}):
+class Process(Struct, rename={"owner": "from"}):
     """The process whose lines follow, and its clock."""
 
     owner: str
@@ -110,7 +110,7 @@ class Source(Struct, rename={"owner": "from"}):
         return self.owner, self.boot, self.host, self.pid
 
 
-class _Span(Struct, array_like=True, tag=SPAN):
+class _SpanLine(Struct, array_like=True, tag=SPAN):
     row: str
     name: str
     began: Number
@@ -131,7 +131,7 @@ class Counter(Struct, array_like=True, tag=COUNTER):
     values: Numbers
 
 
-class _Trajectory(Struct, array_like=True, tag=TRAJECTORY):
+class _TrajectoryLine(Struct, array_like=True, tag=TRAJECTORY):
     of: tuple[int, int, int]
     why: str
     env: str
@@ -204,11 +204,11 @@ class Sampled(NamedTuple):
     calls: list[Span]
 
 
-class Timeline:
+class RunTimeline:
     """The events of a run with all times in Unix seconds, read file by file."""
 
     def __init__(self) -> None:
-        self.sources: dict[str, Source] = {}
+        self.sources: dict[str, Process] = {}
         """`role/ident` -> its newest description."""
         self.rows: dict[Row, list[Span]] = defaultdict(list)
         self.counters: list[tuple[str, Counter]] = []
@@ -223,7 +223,7 @@ class Timeline:
         lines = [line for line in file.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
         measured = _first_measured(lines)
         hub: _Clock | None = None
-        source: Source | None = None
+        source: Process | None = None
         shift = 0.0
         for line in lines:
             if not line.startswith(b"{"):
@@ -235,7 +235,7 @@ class Timeline:
             elif hub is None:
                 raise ValueError("no clock of the hub")
             else:
-                source, shift = msgspec.convert(head, Source), hub.wall
+                source, shift = msgspec.convert(head, Process), hub.wall
                 if source.boot == hub.boot:
                     source.error = 0.0
                 else:
@@ -243,21 +243,21 @@ class Timeline:
                         source.offset, source.error = later.offset, later.error
                     shift += source.offset or 0.0
 
-    def _add(self, source: Source, shift: float, event: _Span | Counter | _Trajectory | Totals) -> None:
+    def _add(self, source: Process, shift: float, event: _SpanLine | Counter | _TrajectoryLine | Totals) -> None:
         owner = source.owner
         self.sources[owner] = source
-        if isinstance(event, _Span):
+        if isinstance(event, _SpanLine):
             span = Span(event.began + shift, event.ended + shift, event.name, event.detail)
             self.rows[owner, event.row].append(span)
         elif isinstance(event, Counter):
             event.at += shift
             self.counters.append((owner, event))
-        elif isinstance(event, _Trajectory):
+        elif isinstance(event, _TrajectoryLine):
             self.trajectories.append(_sampled(owner, shift, event))
         else:
             self.totals[f"{owner}/{source.host}/{source.pid}"] = event
 
-    def whole(self) -> Timeline:
+    def whole(self) -> RunTimeline:
         """The timeline in the order of time, after its last file."""
         self.rows = {row: _joined(spans) for row, spans in self.rows.items()}
         self.trajectories.sort(key=lambda one: one.span.began)
@@ -280,10 +280,10 @@ class Timeline:
         return max(sum(totals.played for totals in self.totals.values()), len(self.trajectories))
 
 
-_EVENTS = msgspec.json.Decoder(_Span | Counter | _Trajectory | Totals)
+_EVENTS = msgspec.json.Decoder(_SpanLine | Counter | _TrajectoryLine | Totals)
 
 
-def read_timeline(folder: Path) -> Timeline:
+def read_timeline(folder: Path) -> RunTimeline:
     """The timeline of a run folder.
 
     Raises:
@@ -292,7 +292,7 @@ def read_timeline(folder: Path) -> Timeline:
     files = sorted((folder / TIMELINE).glob("*.jsonl"))
     if not files:
         raise UserError(f"{folder / TIMELINE}: this run has kept no timeline")
-    timeline = Timeline()
+    timeline = RunTimeline()
     for file in files:
         try:
             timeline.read(file)
@@ -301,10 +301,10 @@ def read_timeline(folder: Path) -> Timeline:
     return timeline.whole()
 
 
-def _first_measured(lines: list[bytes]) -> dict[tuple[str, str, str, int], Source]:
+def _first_measured(lines: list[bytes]) -> dict[tuple[str, str, str, int], Process]:
     """The first measured distance to the hub's clock by process, also for what it pushed before it had measured any."""
     heads = [msgspec.json.decode(line) for line in lines if line.startswith(b"{")]
-    sources = [msgspec.convert(head, Source) for head in reversed(heads) if head.get("offset") is not None]
+    sources = [msgspec.convert(head, Process) for head in reversed(heads) if head.get("offset") is not None]
     return {source.process: source for source in sources}
 
 
@@ -319,7 +319,7 @@ def _joined(spans: list[Span]) -> list[Span]:
     return joined
 
 
-def _sampled(owner: str, shift: float, event: _Trajectory) -> Sampled:
+def _sampled(owner: str, shift: float, event: _TrajectoryLine) -> Sampled:
     began, trajectory = event.began + shift, TrajectoryId(*event.of)
     spans, turns = [], 0
     for tool, start, end, about in event.calls:

@@ -139,7 +139,7 @@ class RunMark(_Record):
             raise UserError(f"{objects.url}: its {RUN} is not of a run, or of another version of Baton") from None
 
 
-class Reached(_Record):
+class ReachedStep(_Record):
     """How far a run came, for the one that continues from an older checkpoint."""
 
     owner: str
@@ -147,15 +147,15 @@ class Reached(_Record):
     accepted_tokens: int
 
     @staticmethod
-    def read(objects: Objects, sizes: dict[str, int]) -> Reached | None:
+    def read(objects: Objects, sizes: dict[str, int]) -> ReachedStep | None:
         """How far the run came; None where that is not known."""
         try:
-            return Reached.model_validate_json(b"".join(objects.get(REACHED))) if REACHED in sizes else None
+            return ReachedStep.model_validate_json(b"".join(objects.get(REACHED))) if REACHED in sizes else None
         except (ValidationError, StoreFailed):
             return None
 
 
-class Lost(NamedTuple):
+class LostTokens(NamedTuple):
     """Accepted tokens of a run that were behind the checkpoint from which an empty disk was filled."""
 
     owner: str
@@ -170,7 +170,7 @@ class FolderMark(_Record):
     owner: str
     previous: str = ""
     """The owner before; a process may have been killed before it wrote the new one into the store."""
-    lost: Lost | None = None
+    lost: LostTokens | None = None
 
     @staticmethod
     def read(run: Path) -> FolderMark | None:

@@ -25,8 +25,8 @@ from service.run.resuming import Load
 from service.store.contents import (
     Damaged,
     FolderMark,
-    Lost,
-    Reached,
+    LostTokens,
+    ReachedStep,
     RunMark,
     StoredCheckpoint,
     StoredFile,
@@ -129,9 +129,9 @@ def _read_file(objects: Objects, folder: Path, entry: tuple[str, StoredFile]) ->
 
 def _lost(
     objects: Objects, sizes: dict[str, int], manifest: StoredCheckpoint, say: Callable[[str], None]
-) -> Lost | None:
+) -> LostTokens | None:
     """What the run did after the checkpoint, as far as the store has it; it counts as rolled back."""
-    reached = Reached.read(objects, sizes)
+    reached = ReachedStep.read(objects, sizes)
     if reached is None or reached.accepted_tokens <= manifest.accepted_tokens or reached.step < manifest.step:
         say(f"if the run did more after step {manifest.step}, the store has no count of it; it is generated again")
         return None
@@ -140,7 +140,7 @@ def _lost(
         f"the run had come to step {reached.step} at least: {steps} optimizer steps and {tokens} accepted tokens after "
         f"step {manifest.step} count as rolled back, and are generated again"
     )
-    return Lost(owner=reached.owner, tokens=tokens)
+    return LostTokens(owner=reached.owner, tokens=tokens)
 
 
 def _as_new(parent: Path, mark: RunMark) -> Path | None:

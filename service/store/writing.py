@@ -18,7 +18,7 @@ from service.store.contents import (
     REACHED,
     RUN,
     Damaged,
-    Reached,
+    ReachedStep,
     RunMark,
     StoredCheckpoint,
     StoredFile,
@@ -54,7 +54,7 @@ class StoreWriter:
     def note(self, step: int, accepted_tokens: int) -> None:
         """Note how far the run came."""
         self._check_owner()
-        noted = Reached(owner=self._mark.owner, step=step, accepted_tokens=accepted_tokens)
+        noted = ReachedStep(owner=self._mark.owner, step=step, accepted_tokens=accepted_tokens)
         self._put_bytes(REACHED, noted.model_dump_json().encode())
 
     def put(self, files: Sequence[Staged], done: set[str]) -> dict[str, StoredFile]:

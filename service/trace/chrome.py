@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from time import gmtime, strftime
 from typing import Any, NamedTuple
 
-from service.run.timeline import Row, Span, Timeline
+from service.run.timeline import Row, RunTimeline, Span
 
 Event = dict[str, Any]
 ORDER = ("driver", "trainer", "generator", "buffer")
@@ -35,7 +35,7 @@ class Drawn(NamedTuple):
     flow: int | None = None
 
 
-def chrome_trace(timeline: Timeline) -> dict[str, Any]:
+def chrome_trace(timeline: RunTimeline) -> dict[str, Any]:
     """The whole file, as JSON values."""
     drawn = [*_states(timeline), *_trajectories(timeline)]
     flows = _with_leases(timeline, drawn)
@@ -71,7 +71,7 @@ def trace_lines(trace: dict[str, Any]) -> Iterator[str]:
     yield "]}\n"
 
 
-def _states(timeline: Timeline) -> Iterator[Drawn]:
+def _states(timeline: RunTimeline) -> Iterator[Drawn]:
     for row, spans in timeline.rows.items():
         for span in _explained(spans, timeline.rows.get(TRAINER, [])) if row[1] == "rank" else spans:
             shown = {key: len(value) if isinstance(value, list) else value for key, value in span.detail.items()}
@@ -101,7 +101,7 @@ def _explained(spans: Iterable[Span], doing: Sequence[Span]) -> Iterator[Span]:
             yield Span(at, span.ended, WAITING, {})
 
 
-def _trajectories(timeline: Timeline) -> Iterator[Drawn]:
+def _trajectories(timeline: RunTimeline) -> Iterator[Drawn]:
     """The sampled trajectories, each on the first row of its generator that is free; calls at once need more rows."""
     free: dict[str, list[float]] = {}
 
@@ -125,7 +125,7 @@ def _trajectories(timeline: Timeline) -> Iterator[Drawn]:
                 yield Drawn(lane(one.owner, call.began, call.ended), call, number)
 
 
-def _with_leases(timeline: Timeline, drawn: Iterable[Drawn]) -> dict[int, list[Drawn]]:
+def _with_leases(timeline: RunTimeline, drawn: Iterable[Drawn]) -> dict[int, list[Drawn]]:
     """The slices of each trajectory's flow in the order of time, with the last lease of its group and that commit."""
     flows: dict[int, list[Drawn]] = {}
     for one in drawn:
@@ -143,7 +143,7 @@ def _with_leases(timeline: Timeline, drawn: Iterable[Drawn]) -> dict[int, list[D
     return {number: points for number, points in flows.items() if len(points) > 1}
 
 
-def _names(timeline: Timeline, pids: dict[str, int], tids: dict[Row, int]) -> Iterator[Event]:
+def _names(timeline: RunTimeline, pids: dict[str, int], tids: dict[Row, int]) -> Iterator[Event]:
     for source, pid in pids.items():
         about = timeline.sources[source]
         name = f"{source.partition('/')[2]} on {about.host}, process {about.pid}"
@@ -160,7 +160,7 @@ def _place(source: str) -> int:
     return ORDER.index(role) if role in ORDER else len(ORDER)
 
 
-def _about(timeline: Timeline, start: float) -> dict[str, Any]:
+def _about(timeline: RunTimeline, start: float) -> dict[str, Any]:
     """What a reader has to know of the sample and of the clocks."""
     every = max((totals.every for totals in timeline.totals.values()), default=1)
     error = max((about.error for about in timeline.sources.values()), default=0.0)

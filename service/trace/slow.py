@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from service.errors import UserError, in_one_line
-from service.run.timeline import SLOW, Sampled, Timeline
+from service.run.timeline import SLOW, RunTimeline, Sampled
 
 TOOL = "tool:"
 
@@ -31,7 +31,7 @@ class Spent(NamedTuple):
         return self.seconds / self.number if self.number else 0.0
 
 
-def spent(timeline: Timeline) -> list[Spent]:
+def spent(timeline: RunTimeline) -> list[Spent]:
     """The sums of all processes, the longest first."""
     sums: dict[tuple[str, str], list[tuple[int, float, float]]] = {}
     for totals in timeline.totals.values():
@@ -44,12 +44,12 @@ def spent(timeline: Timeline) -> list[Spent]:
     return sorted(found, key=lambda one: -one.seconds)
 
 
-def slowest(timeline: Timeline) -> list[Sampled]:
+def slowest(timeline: RunTimeline) -> list[Sampled]:
     """The kept trajectories, slowest first."""
     return sorted(timeline.trajectories, key=lambda one: -one.span.seconds)
 
 
-def print_slow(console: Console, timeline: Timeline, last: int) -> None:
+def print_slow(console: Console, timeline: RunTimeline, last: int) -> None:
     """Print where the time went, and the slowest trajectories.
 
     Raises:
@@ -72,7 +72,7 @@ def print_slow(console: Console, timeline: Timeline, last: int) -> None:
     console.print(Text(note + "`baton trajectories slow RUN ID` shows the calls of one", style="dim"))
 
 
-def print_calls(console: Console, timeline: Timeline, wanted: str) -> None:
+def print_calls(console: Console, timeline: RunTimeline, wanted: str) -> None:
     """Print the calls of one trajectory, in order.
 
     Raises:
@@ -115,7 +115,7 @@ def _figures(one: Spent, whole: dict[str, float]) -> tuple[str, str, str]:
     return f"{share:.0%}", f"{one.mean:.3f} s", f"{one.longest:.2f} s"
 
 
-def _quantiles(timeline: Timeline, one: Spent) -> tuple[str, str]:
+def _quantiles(timeline: RunTimeline, one: Spent) -> tuple[str, str]:
     """Median and 99th percentile in the sample."""
     of = [each for each in timeline.trajectories if each.env == one.env and each.why != SLOW]
     if not of:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from service.trace.page import html_page
+from service.trace.trajectories_page import html_page
 from tests.browser.browser import CHROMIUM, REASON, SIZES, browser
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason=REASON)]

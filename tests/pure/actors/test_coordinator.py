@@ -26,7 +26,7 @@ from service.handoff.steps.limits import Routing
 from service.handoff.verbs import Wait, WaitReason
 from service.learn.learner import StepReport
 from service.run.folder import SUMMARY, TARGETS, warmed_model
-from service.run.prepare import Prepared
+from service.run.inputs import Prepared
 from service.run.writer import RunWriter
 from tests.pure.actors.fakes import Method
 

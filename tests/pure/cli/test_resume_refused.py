@@ -29,7 +29,7 @@ from service.rollout.environments.registry import synthetic_data
 from service.rollout.prompts.dataset import rows_digest, write_rows
 from service.run.checkpoints import TRAINER, Checkpoints
 from service.run.folder import CHECKPOINTS, CONFIG, JOURNAL, SUMMARY, TARGETS
-from service.run.prepare import Prepared
+from service.run.inputs import Prepared
 from service.run.writer import RunWriter
 
 STEP = 3

@@ -10,7 +10,7 @@ from service.cli.parser import main
 from service.config import Config, load_config
 from service.config.load import resolved_yaml
 from service.run.folder import CONFIG, SCALE, lock_run
-from service.run.scale import asked_for
+from service.run.scale_request import asked_for
 
 RANGE = "generator.engines={min: 2, max: 5}"
 

@@ -18,7 +18,7 @@ from actors.driver import run as running
 from actors.driver.signals import FORCING, STOP_SIGNALS
 from service.config import Config, load_config, resolved_yaml
 from service.errors import RunFailed
-from service.run.prepare import Prepared
+from service.run.inputs import Prepared
 from service.run.writer import RunWriter
 from tests.waiting import PAUSE, until
 
@@ -108,7 +108,7 @@ ENDLESS = """
 import contextlib, sys, time
 from actors.driver import run as running
 from service.config import load_config
-from service.run.prepare import Prepared
+from service.run.inputs import Prepared
 
 
 class Coordinator:
@@ -156,7 +156,7 @@ import asyncio, ctypes, signal, sys, tempfile
 from pathlib import Path
 from actors.driver import cluster, local_ray, run as running
 from service.config import load_config
-from service.run.prepare import Prepared
+from service.run.inputs import Prepared
 
 
 class Coordinator:

@@ -19,7 +19,7 @@ from service.cli.parser import main
 from service.files import create_private, lock_folder
 from service.learn.profile import StepProfile
 from service.run.folder import CONFIG
-from service.run.profiles import MAX_STEPS, PROFILES, REQUEST, Asked
+from service.run.profiles import MAX_STEPS, PROFILES, REQUEST, ProfileRequests
 
 
 class Ranks:
@@ -88,7 +88,7 @@ def test_a_profile_holds_every_operation_of_its_steps_and_of_no_other() -> None:
 
 def test_a_rank_that_is_named_twice_is_refused(tmp_path: Path) -> None:
     create_private(tmp_path / REQUEST, json.dumps({"id": "odd", "steps": 1, "ranks": [0, 0]}))
-    assert Asked(tmp_path).request(2) is None
+    assert ProfileRequests(tmp_path).request(2) is None
     assert "each once" in (tmp_path / "answer.json").read_text()
 
 

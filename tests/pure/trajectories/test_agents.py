@@ -22,9 +22,9 @@ from service.handoff.steps.builder import steps_table
 from service.handoff.steps.roles import Role, packed_roles
 from service.handoff.steps.tables import ends_table
 from service.run.trajectories import RecordSettings, load_records, trained, trajectory_records
-from service.trace.page import html_page
 from service.trace.terminal import print_record
 from service.trace.tokens import ASIDE, LOSS, branches, tokens_of
+from service.trace.trajectories_page import html_page
 from service.types import Extension, PolicyVersion, Step, TrajectoryEnd, TrajectoryId
 from tests.pure.trajectories.test_trajectories import CONFIG
 

@@ -12,9 +12,9 @@ from rich.console import Console
 from service.config import Config
 from service.run.trajectories import LostTrajectories, RecordSettings
 from service.run.writer import RunWriter
-from service.trace.page import html_page
 from service.trace.terminal import print_list, print_record
 from service.trace.tokens import UNUSED, tokens_of
+from service.trace.trajectories_page import html_page
 from service.types import TrajectoryId
 from tests.pure.buffer.world import World, config, step
 

@@ -33,9 +33,9 @@ from service.run.trajectories import (
     trajectory_records,
 )
 from service.run.writer import RunWriter
-from service.trace.page import html_page
 from service.trace.terminal import print_list, print_record
 from service.trace.tokens import LOSS, MASKED, PROMPT, STALE, pieces, scored, step_line, tokens_of
+from service.trace.trajectories_page import html_page
 from service.types import NO_VERSION, Extension, MiniBatch, PolicyVersion, Step, TrajectoryEnd, TrajectoryId
 
 

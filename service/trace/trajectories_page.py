@@ -26,7 +26,7 @@ from service.trace.tokens import (
     staleness,
 )
 
-PAGE = Path(__file__).with_name("page.html")
+PAGE = Path(__file__).with_name("trajectories_page.html")
 COLUMNS = 9
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from service.errors import UserError
 from service.run.arguments import NEWEST_HELP, count
-from service.trace.command import recorded
+from service.trace.trace_command import recorded
 
 ABOUT = "Show the trajectories that a run kept; run.trajectories_per_step says how many of each mini-batch."
 
@@ -79,7 +79,7 @@ def show(arguments: argparse.Namespace, overrides: list[str]) -> int:
 def export(arguments: argparse.Namespace, overrides: list[str]) -> int:
     """Write trajectories as an HTML page."""
     from service.run.trajectories import find_recorded_run, load_records
-    from service.trace.page import html_page
+    from service.trace.trajectories_page import html_page
 
     folder = find_recorded_run(arguments.run)
     records = load_records(folder)

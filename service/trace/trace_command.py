@@ -11,7 +11,7 @@ from service.files import atomic_file
 from service.run.arguments import NEWEST_HELP
 
 if TYPE_CHECKING:
-    from service.run.timeline import Timeline
+    from service.run.timeline import RunTimeline
 
 ABOUT = """\
 Write the timeline of a run that goes on, has ended or was killed: what every engine and every rank did when, and for
@@ -59,7 +59,7 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
     return 0
 
 
-def recorded(run: str | None) -> tuple[Path, Timeline]:
+def recorded(run: str | None) -> tuple[Path, RunTimeline]:
     """The folder and the timeline of a run; without a name of the newest.
 
     Raises:
