@@ -25,8 +25,9 @@ import numpy as np
 
 from benchmarks.estimates import BUDGET, configured, model_folder
 from benchmarks.learn import VOCABULARY, compare, lengths, made_row, measure, micro_batch_of, mini_batch_of
-from service.handoff.batches.pack import DistinctTokens, place, place_sharing, prefix_order
+from service.handoff.batches.pack import place, place_sharing, prefix_order
 from service.learn.device_batch import unsampled_micro_batch
+from service.learn.distinct import DistinctTokens
 from service.learn.estimate.step import estimate_step
 from service.types import MiniBatch, SupervisedRow
 

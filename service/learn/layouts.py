@@ -25,7 +25,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from service.handoff.batches.pack import DistinctTokens, prefix_order
+from service.handoff.batches.pack import prefix_order
+from service.learn.distinct import DistinctTokens
 from service.learn.packing import Packing, positions_in_rows, to_device
 from service.learn.sequence_parallel import WHOLE, Exchange, Slice
 from service.types import Int64s, MicroBatch

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from service.handoff.batches.pack import Branch, DistinctTokens
+from service.learn.distinct import Branch, DistinctTokens
 from service.types import Int64s
 
 CALL_COST = 256 * 256

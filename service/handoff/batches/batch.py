@@ -21,6 +21,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -109,8 +110,8 @@ def formed(lease: int, groups: Sequence[CompleteGroup], history: VersionHistory,
         raise ValueError("a mini-batch of no groups")
     played, prompt_G = gather(groups)
     _refuse_untrainable(played.steps, history)
-    trained, untrained_P = without_untrained(played, prompt_G, settings)
-    merged = merge_in_order(trained, played.end_K, settings.mode, settings.rule.by_turn)
+    steps, untrained_P = without_untrained(played, prompt_G, settings)
+    merged = merge_in_order(steps, played.end_K, settings.mode, settings.rule.by_turn)
     trajectory_R = played.end_K[merged.first_R].astype(np.int32)
     scores = score(played, prompt_G, settings.rule)
     placement, sharing = placed(
@@ -119,10 +120,10 @@ def formed(lease: int, groups: Sequence[CompleteGroup], history: VersionHistory,
     rows, order_R = in_packing_order(merged.rows, placement)
     trajectory_R = trajectory_R[order_R]
     masked = mask(rows, trajectory_R, len(prompt_G), history, settings.max_staleness)
-    micros = micro_batches(rows, masked.staleness_N, trajectory_R, placement)
+    ranks = micro_batches(rows, masked.staleness_N, trajectory_R, placement)
     metrics = (
         _merge_metrics(merged.counts)
-        | _length_metrics(lengths_of(rows.offsets_R), placement, micros)
+        | _length_metrics(lengths_of(merged.rows.offsets_R), placement, ranks)
         | sharing
         | _turn_metrics(rows, played.steps, len(prompt_G))
         | scores.metrics
@@ -137,7 +138,7 @@ def formed(lease: int, groups: Sequence[CompleteGroup], history: VersionHistory,
         loss_tokens_G=masked.loss_G,
         rows_G=np.bincount(trajectory_R, minlength=len(prompt_G)).astype(np.int32),
         prompt_of_trajectory_G=prompt_G,
-        ranks=micros,
+        ranks=ranks,
         metrics=metrics,
         turn_advantage_X=scores.turn_advantage_K,
     )
@@ -179,17 +180,16 @@ def without_untrained(
     """
     steps, names = played.steps, (*ROLES, *settings.named_roles)
     untrained_K = ~np.isin(played.role_K, [code for code, role in enumerate(names) if role in settings.train])
-    counts: tuple[dict[Fate, int], ...] = tuple({} for _ in range(int(prompt_G.max(initial=-1)) + 1))
+    counts = [Counter[Fate]() for _ in range(int(prompt_G.max(initial=-1)) + 1)]
     if not untrained_K.any():
-        return steps, counts
+        return steps, tuple(map(dict, counts))
     for k in np.flatnonzero(untrained_K).tolist():
         # Of the named roles only a judge has tokens that the policy sampled and is not trained on.
         fate = Fate(ROLES[played.role_K[k]]) if played.role_K[k] < len(ROLES) else Fate.JUDGE
-        of_group = counts[prompt_G[played.end_K[k]]]
-        sampled = int(np.count_nonzero(steps.loss_mask_N[steps.offsets_K[k] : steps.offsets_K[k + 1]]))
-        of_group[fate] = of_group.get(fate, 0) + sampled
+        sampled = np.count_nonzero(steps.loss_mask_N[steps.offsets_K[k] : steps.offsets_K[k + 1]])
+        counts[prompt_G[played.end_K[k]]][fate] += int(sampled)
     mask_N = steps.loss_mask_N & ~np.repeat(untrained_K, lengths_of(steps.offsets_K))
-    return replace(steps, loss_mask_N=mask_N), counts
+    return replace(steps, loss_mask_N=mask_N), tuple(map(dict, counts))
 
 
 class Masked(NamedTuple):
@@ -219,10 +219,9 @@ def mask(rows: Rows, trajectory_R: Int32s, count: int, history: VersionHistory, 
     stale_G = np.zeros(count, np.int64)
     if max_staleness is not None and staleness_N.max(initial=0) > max_staleness:
         np.logical_and(mask_N, staleness_N <= max_staleness, out=mask_N)
-        before_G, loss_G = loss_G, _per_trajectory(rows, trajectory_R, count)
-        stale_G = before_G - loss_G
+        stale_G = loss_G - _per_trajectory(rows, trajectory_R, count)
     np.copyto(rows.logprobs_N, 0, where=~mask_N)
-    return Masked(staleness_N, sampled_G, stale_G, loss_G)
+    return Masked(staleness_N, sampled_G, stale_G, loss_G - stale_G)
 
 
 def _per_trajectory(rows: Rows, trajectory_R: Int32s, count: int) -> Int64s:
@@ -268,14 +267,13 @@ def _length_metrics(length_R: Int64s, placement: Placement, ranks: Sequence[Sequ
 
 def _turn_metrics(rows: Rows, steps: Steps, count: int) -> dict[str, float]:
     """Per trajectory its turns, its tokens after first prompts, and its sampled tokens; the share of cut responses."""
-    cut = {turns: n_truncated / n for turns, n, n_truncated in by_turn([steps])}
     responses = len(rows.token_ids_N) - int(rows.prompt_length_R.sum())
     return {
         "generate/avg_num_tokens": responses / max(count, 1),
         "generate/avg_assistant_tokens": int(np.count_nonzero(steps.loss_mask_N)) / max(count, 1),
         "generate/avg_num_turns": len(steps) / max(count, 1),
         "generate/truncated_ratio": float(is_truncated_K(steps).mean()) if len(steps) else 0.0,
-        **{f"generate/truncated_ratio_turn_{turns}": ratio for turns, ratio in cut.items()},
+        **{f"generate/truncated_ratio_turn_{turns}": n_cut / n for turns, n, n_cut in by_turn([steps])},
     }
 
 

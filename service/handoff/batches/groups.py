@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from service.columns import select
 from service.handoff.ledger.scores import CompleteGroup
 from service.handoff.prefixes.merge import check_whole
 from service.handoff.steps.builder import steps_table
@@ -33,43 +34,36 @@ def complete_groups(steps: Iterable[Step], ends: Iterable[TrajectoryEnd] | None 
     """
     listed = list(steps)
     last: dict[TrajectoryId, Step] = {}
-    for step in listed:
-        if step.trajectory not in last or step.index > last[step.trajectory].index:
-            last[step.trajectory] = step
-    if listed:
-        check_whole(steps_table(listed))
+    for step in sorted(listed, key=lambda step: step.index):
+        last[step.trajectory] = step
     finished = [_end_with(step) for step in last.values()] if ends is None else list(ends)
-    _check_ends(last, finished)
+    n_steps = {step.trajectory: step.index + 1 for step in last.values()}
+    n_told = {end.trajectory: end.n_steps for end in finished}
+    if len(n_told) != len(finished):
+        raise ValueError("a trajectory ends twice")
+    for of in n_steps | n_told:
+        if of not in n_told:
+            raise ValueError(f"{of} has no end")
+        if n_told[of] != n_steps.get(of, 0):
+            raise ValueError(f"{of} ended after {n_told[of]} steps, but {n_steps.get(of, 0)} are there")
     uids: dict[int, str] = {}
-    named = [(step.trajectory.group_id, step.prompt_uid) for step in last.values()]
-    named += [(end.trajectory.group_id, end.prompt_uid) for end in finished]
-    for group_id, uid in named:
-        if uids.setdefault(group_id, uid) != uid:
-            raise ValueError(
-                f"group={group_id} is of the prompts {uids[group_id]!r} and {uid!r}; it can be of one only"
-            )
-    steps_of: dict[int, list[Step]] = {group_id: [] for group_id in uids}
-    ends_of: dict[int, list[TrajectoryEnd]] = {group_id: [] for group_id in uids}
-    for step in listed:
-        steps_of[step.trajectory.group_id].append(step)
-    for end in finished:
-        ends_of[end.trajectory.group_id].append(end)
-    return [CompleteGroup(o, uid, steps_table(steps_of[o]), ends_table(ends_of[o])) for o, uid in uids.items()]
+    items: list[Step | TrajectoryEnd] = [*listed, *finished]
+    for item in items:
+        uid = uids.setdefault(item.trajectory.group_id, item.prompt_uid)
+        if uid != item.prompt_uid:
+            of = item.trajectory
+            raise ValueError(f"group={of.group_id} is of the prompts {uid!r} and {item.prompt_uid!r}; it can be of one")
+    all_steps, all_ends = check_whole(steps_table(listed)), ends_table(finished)
+    return [
+        CompleteGroup(
+            group_id, uid,
+            select(all_steps, np.flatnonzero(all_steps.group_id_K == group_id)),
+            select(all_ends, np.flatnonzero(all_ends.group_id_E == group_id)),
+        )
+        for group_id, uid in uids.items()
+    ]  # fmt: skip
 
 
 def _end_with(step: Step) -> TrajectoryEnd:
     reward = float(np.sum(step.reward, dtype=np.float64))
     return TrajectoryEnd(step.trajectory, step.prompt_uid, step.index + 1, step.stop_reason, reward)
-
-
-def _check_ends(last: dict[TrajectoryId, Step], ends: list[TrajectoryEnd]) -> None:
-    n_steps = {of: step.index + 1 for of, step in last.items()}
-    ended = {end.trajectory for end in ends}
-    if len(ended) != len(ends):
-        raise ValueError("a trajectory ends twice")
-    for of in n_steps:
-        if of not in ended:
-            raise ValueError(f"{of} has no end")
-    for end in ends:
-        if end.n_steps != (there := n_steps.get(end.trajectory, 0)):
-            raise ValueError(f"{end.trajectory} ended after {end.n_steps} steps, but {there} are there")

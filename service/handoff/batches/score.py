@@ -223,15 +223,15 @@ class Part(NamedTuple):
         group_V, n_turns_V = prompt_G[self.number_V].astype(np.int64), lengths_of(self.turns.first_G)
         try:
             if rule.credit == "trajectory":
-                found_X = np.repeat(advantages(rule.estimator, self.return_V, group_V), n_turns_V)
+                advantage_X = np.repeat(advantages(rule.estimator, self.return_V, group_V), n_turns_V)
             else:
-                found_X = credited(self.turns, group_V, rule.credit, rule.gamma, rule.estimator)
+                advantage_X = credited(self.turns, group_V, rule.credit, rule.gamma, rule.estimator)
         except NotScored as error:
             raise NotScored(str(error), self.number_V[error.trajectories].tolist()) from error
         if rule.estimator not in GROUP_ESTIMATORS:
-            return found_X
+            return advantage_X
         alone_V = np.bincount(group_V)[group_V] == 1  # there is nothing to compare with
-        return np.where(np.repeat(alone_V, n_turns_V), 0.0, found_X)
+        return np.where(np.repeat(alone_V, n_turns_V), 0.0, advantage_X)
 
 
 def parts(played: Played, rule: Rule) -> Iterator[Part]:

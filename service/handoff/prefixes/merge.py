@@ -81,8 +81,7 @@ def merge_steps(steps: Iterable[Step], mode: Mode = "linear") -> list[Row]:
     if not (listed := list(steps)):
         return []
     table = steps_table(listed)
-    check_whole(table)
-    rows = merge(with_token_rewards(table), mode).rows
+    rows = merge(with_token_rewards(check_whole(table)), mode).rows
     return row_objects(rows if table.token_rewards_N is None else replace(rows, reward_R=None))
 
 
@@ -106,15 +105,15 @@ def merge_in_order(steps: Steps, number_K: Int64s, mode: Mode, by_turn: bool = F
     first_R = np.unique(layout.row_S)
     rows = _rows(steps, layout, first_R)
     if by_turn:
-        turn_S = _items_of_segments(steps, layout).astype(np.int32)
-        rows = replace(rows, turn_N=np.repeat(turn_S, layout.stop_S - layout.start_S))
+        item_S = _items_of_segments(steps, layout).astype(np.int32)
+        rows = replace(rows, turn_N=np.repeat(item_S, layout.stop_S - layout.start_S))
     counts |= {"steps": len(steps), "rows": len(rows)}
     counts |= {"tokens_before": int(total_lengths(steps).sum()), "tokens_after": len(rows.token_ids_N)}
     return Merged(rows, first_R, counts)
 
 
-def check_whole(steps: Steps) -> None:
-    """ValueError unless each trajectory is of one prompt, and has every step before its last."""
+def check_whole(steps: Steps) -> Steps:
+    """The steps in order, each once; ValueError if a trajectory is of two prompts or lacks a step before its last."""
     steps, number_K = in_order(steps)
     start_K = np.maximum.accumulate(np.where(changes(number_K), np.arange(len(steps)), 0))
     for k in np.flatnonzero(steps.uid_K != steps.uid_K[start_K])[:1].tolist():
@@ -122,6 +121,7 @@ def check_whole(steps: Steps) -> None:
         raise ValueError(f"{name_of(steps, k)} is of prompt {other!r}, but its trajectory began with {one!r}")
     for k in np.flatnonzero(steps.index_K != np.arange(len(steps)) - start_K)[:1].tolist():
         raise ValueError(f"{name_of(steps, k)} is there, but step {k - start_K[k]} before it is not")
+    return steps
 
 
 def whole_prompts(steps: Steps) -> Steps:
@@ -147,8 +147,8 @@ def _unmerged_layout(steps: Steps, first_K: Bools) -> _Layout:
     if not (steps.extends_K >= 0).any():
         return _Layout(steps.offsets_K[:-1], steps.offsets_K[1:], np.ones(len(steps), np.bool_), item_K, item_K)
     index, segments = PrefixIndex(), list[tuple[int, int, bool, int]]()
-    for k, begins in enumerate(first_K.tolist()):
-        index = PrefixIndex() if begins else index
+    for k, first in enumerate(first_K.tolist()):
+        index = PrefixIndex() if first else index
         step = index.add(steps, k)
         segments += [(*segment, segment[0] >= step.own_start, k) for segment in step.segments(0, step.tip.length)]
     start_S, stop_S, live_S, row_S = np.array(segments, np.int64).T
@@ -211,7 +211,7 @@ def _of_whole_trajectories(good_K: Bools, number_K: Int64s) -> Bools:
 def _rows(steps: Steps, layout: _Layout, first_R: Int64s) -> Rows:
     length_S, begin_R = layout.stop_S - layout.start_S, np.searchsorted(layout.row_S, first_R)
     last_R = layout.last_K[first_R]
-    response_K = lengths_of(steps.offsets_K) - steps.prompt_length_K
+    prompt_length_K = total_lengths(steps) - lengths_of(steps.offsets_K) + steps.prompt_length_K
     offsets_R = offsets_of(np.add.reduceat(length_S, begin_R) if len(begin_R) else length_S)
     columns = _assembled(steps, layout)
     if any(column.about.on_prompt and columns[column.name] is not None for column in _FILLED):
@@ -228,7 +228,7 @@ def _rows(steps: Steps, layout: _Layout, first_R: Int64s) -> Rows:
         last_step_R=steps.index_K[last_R],
         temperature_R=steps.temperature_K[first_R],
         has_logprobs_R=steps.has_logprobs_K[first_R],
-        prompt_length_R=(total_lengths(steps) - response_K)[first_R].astype(np.int32),
+        prompt_length_R=prompt_length_K[first_R].astype(np.int32),
         offsets_R=offsets_R,
         reward_R=steps.reward_K[last_R],
         **columns,

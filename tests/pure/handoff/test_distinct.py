@@ -7,7 +7,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from service.handoff.batches.pack import MIN_SHARED, DistinctTokens, prefix_order
+from service.handoff.batches.pack import MIN_SHARED, prefix_order
+from service.learn.distinct import DistinctTokens
 from tests.pure.learn.trees import tree_rows
 
 
