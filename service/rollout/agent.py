@@ -21,7 +21,7 @@ import numpy as np
 from service.errors import in_one_line
 from service.handoff.steps.builder import StepSink
 from service.handoff.steps.stop_reason import StopReason
-from service.rollout import going_on
+from service.rollout import handover
 from service.rollout.chat.chat import Chat, Tool
 from service.rollout.chat.conversation import Conversation, Prompt, conversation, without_loss
 from service.rollout.chat.frozen import FrozenModels, generation_of
@@ -52,22 +52,22 @@ class _Side:
     def __init__(self, turns: Conversation) -> None:
         self.turns = turns
         self.messages: list[Message] = []
-        """All of it, but for what the role said last."""
-        self.said: tuple[str, Int32s] | None = None
-        """What the role said last, and the tokens of that response."""
+        """All of it but the role's last response."""
+        self.last_response: tuple[str, Int32s] | None = None
+        """Text and tokens of the role's last response."""
 
     def whole(self, result: StepResult) -> Sequence[Message] | None:
         """The whole conversation after the environment's answer, where the next prompt is made of it."""
-        if result.history is not None or self.said is None:
+        if result.history is not None or self.last_response is None:
             return result.history
-        return self.turns.after(self.said[0], result.messages)
+        return self.turns.after(self.last_response[0], result.messages)
 
     def prompt(self, messages: Sequence[Message], history: Sequence[Message] | None, tools: Sequence[Tool]) -> Prompt:
         """The role's next prompt: `messages` follow, or `history` replaces everything."""
-        if history is not None or self.said is None:
+        if history is not None or self.last_response is None:
             self.messages = list(messages if history is None else history)
             return self.turns.begin(self.messages, tools)
-        text, token_ids = self.said
+        text, token_ids = self.last_response
         self.messages += [Message(role="assistant", content=text), *messages]
         return self.turns.follow(text, token_ids, messages)
 
@@ -82,23 +82,23 @@ async def run_trajectory(
     seed: int,
     sink: StepSink,
     frozen: FrozenModels | None = None,
-    left: Steps | None = None,
+    earlier: Steps | None = None,
 ) -> Played:
     """Play one episode; `sink` gets a step for each finished turn, then the trajectory's end.
 
-    `frozen`: the models that play frozen roles; None: there are none. `left`: the first steps, which another generator
-    played and the buffer has.
+    `frozen`: the models that play frozen roles; None: there are none. `earlier`: the first steps, which another
+    generator played and the buffer has.
     """
     if task.temperature is not None:
         limits = replace(limits, sampling=replace(limits.sampling, temperature=task.temperature))
     episode, info, failure = Episode(trajectory, task, limits, sink), Counter[str](), ""
     sides = {role: _Side(conversation(limits.conversation, chat)) for role in limits.roles}
-    # neither evaluations nor conversations of several roles go on elsewhere
+    # neither evaluations nor conversations of several roles continue elsewhere
     most = limits.max_snapshot_bytes if trajectory.group_id >= 0 and len(sides) == 1 else 0
-    heard = partial(_heard, chat, limits.sampling.stop)
+    read = partial(_text_until_stop, chat, limits.sampling.stop)
     try:
-        if left is not None:
-            result = await _gone_on(left, episode, sides[MAIN], environment, task, seed, heard, info)
+        if earlier is not None:
+            result = await _taken_over(earlier, episode, sides[MAIN], environment, task, seed, read, info)
         else:
             result = StepResult(await environment.reset(task, seed), 0.0, False)
         while not result.done:
@@ -113,14 +113,14 @@ async def run_trajectory(
             else:
                 request_id = f"{trajectory}/turn={episode.n_steps}"
                 generation = await generate_turn(engine, prompt_ids, limits, chat.vocab_size, request_id)
-                text = heard(generation.token_ids)
+                text = read(generation.token_ids)
             result = await environment.step(text)
             response = side.turns.close(generation, episode.is_last(result.done))
-            side.said = text, response.token_ids
+            side.last_response = text, response.token_ids
             response = without_loss(response) if is_frozen else response
             info.update(result.info)
-            most = 0 if result.rewards else most  # what a turn is given later is in no step
-            note = await going_on.written(environment, result, side.whole(result), info, most) if most else ""
+            most = 0 if result.rewards else most  # a reward that a turn gets later is in no step
+            note = await handover.write_note(environment, result, side.whole(result), info, most) if most else ""
             episode.finish_turn(response, generation, result.reward, result.score, role, note)
             if silent := episode.give(result.rewards):
                 why = f"rewards[{silent[0]!r}]: the role has had no turn that could get it"
@@ -133,37 +133,37 @@ async def run_trajectory(
     return Played(episode.finish(), info, failure)
 
 
-async def _gone_on(
-    left: Steps,
+async def _taken_over(
+    earlier: Steps,
     episode: Episode,
     side: _Side,
     environment: EnvGuard,
     task: Task,
     seed: int,
-    heard: Callable[[Int32s], str],
+    read: Callable[[Int32s], str],
     info: Counter[str],
 ) -> StepResult:
-    """The environment's answer to the last step that another generator left.
+    """The environment's answer to the last step of an earlier generator.
 
     Raises:
         TrajectoryFailed: the environment cannot be restored, or did not answer as before when it was played again.
     """
-    note, steps = going_on.read(left)
+    note, steps = handover.read_note(earlier)
     info.update(note.info)
     result = StepResult((), steps[-1].reward, True)
     if not note.done:
         result = StepResult(await environment.reset(task, seed), 0.0, False)
     for step in steps:
-        text = heard(step.sampled_ids)
+        text = read(step.sampled_ids)
         if not note.done and note.snapshot is None:
             prompt = _rendered(partial(side.prompt, result.messages, result.history, task.tools))
             if not np.array_equal(episode.whole(prompt), step.prompt_ids):
-                raise going_on.not_restored(f"played again, step {step.number} had another prompt")
+                raise handover.not_restored(f"played again, step {step.number} had another prompt")
             result = await environment.step(text)
             if (result.reward, result.done) != (step.reward, False):
-                raise going_on.not_restored(f"played again, step {step.number} had another reward or end")
+                raise handover.not_restored(f"played again, step {step.number} had another reward or end")
             info.update(result.info)
-        side.said = text, step.response_ids
+        side.last_response = text, step.response_ids
         episode.take(step.token_ids, step.reward, step.stop_reason)
     if note.snapshot is not None:
         await environment.restore(note.snapshot)
@@ -207,7 +207,7 @@ def _rendered(make_prompt: Callable[[], Prompt]) -> Prompt:
         raise TrajectoryFailed(StopReason.ENVIRONMENT_OUTPUT, str(error)) from error
 
 
-def _heard(chat: Chat, stop: tuple[str, ...], token_ids: Int32s) -> str:
+def _text_until_stop(chat: Chat, stop: tuple[str, ...], token_ids: Int32s) -> str:
     """What an environment gets: the text up to and including the first stop string, which tokens may go beyond."""
     text = chat.text(token_ids)
     ends = [found + len(s) for s in stop if (found := text.find(s)) >= 0]

@@ -4,7 +4,7 @@
                <--plain values, or why the trajectory fails--
 
 All code of the environment runs in a task of its own, for the whole episode. The agent loop waits for answers until
-their deadline and never for the task: one that swallows its cancellation is left to itself, and counted.
+their deadline and never for the task: one that swallows its cancellation is abandoned, and counted.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from service.types import TrajectoryId
 log = logging.getLogger(__name__)
 
 RETURN_SECONDS = 5.0
-"""Seconds in which a cancelled call has to return and the environment to close, before its task is left to itself."""
+"""Seconds in which a cancelled call has to return and the environment to close, before its task is abandoned."""
 MAX_LEAKED_TASKS = 100
-"""Maximum number of tasks of environments left to themselves in a process; then the process has to be renewed."""
+"""Maximum number of abandoned tasks of environments in a process; then the process has to be renewed."""
 _TOOL = re.compile(r'<tool_call>\s{0,8}\{\s{0,8}"name"\s{0,8}:\s{0,8}"([\w.-]{1,64})"')
 _NAME = re.compile(r"[\w.-]{1,64}")
 
@@ -151,7 +151,7 @@ class EnvGuard:
                 if not self._gave_up:
                     self._task.cancel()
                 self._leaked.add(self._task, self._name)
-                log.warning("%s: %s was left to itself, it did not end within %g s", trajectory, self._name, seconds)
+                log.warning("%s: %s was abandoned, it did not end within %g s", trajectory, self._name, seconds)
 
     async def _ask(
         self, method: str, read: Callable[[Any], Any], make: Callable[[Any], Awaitable[Any]], name: str = ""

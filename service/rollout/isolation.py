@@ -15,7 +15,7 @@ from service.rollout.environment import Environment, Message, StepResult, Task, 
 from service.rollout.environments.registry import Options, make_environment
 
 BYTES_PER_CHARACTER = 6
-"""Most bytes of JSON for one character of an observation (`\\u0000`)."""
+"""Maximum bytes of JSON for one character of an observation (`\\u0000`)."""
 ROOM = 1 << 16
 """Bytes of an answer besides its observation."""
 

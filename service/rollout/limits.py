@@ -28,23 +28,23 @@ class AgentLimits:
 
     max_turns: int
     max_input_length: int
-    """Most tokens of a turn's prompt."""
+    """Maximum tokens of a turn's prompt."""
     step_deadline: float
     """Seconds for one call of the environment."""
     request_deadline: float
     """Seconds for one turn in the engine."""
     sampling: Sampling
     max_observation_characters: int = 1 << 20
-    """Most characters of one observation, over all texts and names of its messages."""
+    """Maximum characters of one observation, over all texts and names of its messages."""
     max_snapshot_bytes: int = 0
-    """Most bytes of a step's note by which another generator goes on; 0: it starts anew there."""
+    """Maximum bytes of a step's note by which another generator continues; 0: it starts anew there."""
     conversation: Mode = "append"
     roles: Mapping[str, RoleConfig | None] = field(default_factory=lambda: {MAIN: None})
     """The roles that turns may have; `main` has no settings."""
 
     @property
     def max_length(self) -> int:
-        """Most tokens of a turn's prompt and response together, including an appended end."""
+        """Maximum tokens of a turn's prompt and response together, including an appended end."""
         return self.max_input_length + self.sampling.max_tokens + 1
 
     @staticmethod

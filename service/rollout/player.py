@@ -81,11 +81,11 @@ class Player(Generic[A]):
         """Trajectories of training that ended and are not measured yet, each with its environment."""
 
     async def play(
-        self, trajectory: TrajectoryId, task: Task, sink: StepSink, left: Steps | None = None
+        self, trajectory: TrajectoryId, task: Task, sink: StepSink, earlier: Steps | None = None
     ) -> TrajectoryEnd:
         """Play one trajectory for training; its steps and its end go to `sink`.
 
-        `left`: the steps that another generator played of it, after which it goes on.
+        `earlier`: its steps by another generator, after which it continues.
 
         Raises:
             RunFailed: too many environments did not return after they were cancelled; this process has to be renewed.
@@ -93,7 +93,7 @@ class Player(Generic[A]):
         # All samples of a group share the environment's seed, so that only the policy differs.
         env = task.env_class or self._settings.env.name
         with self.timelines.playing(trajectory, env) as line:
-            played = await self._play(trajectory, task, sink, str(trajectory.group_id), left)
+            played = await self._play(trajectory, task, sink, str(trajectory.group_id), earlier)
             self.timelines.ended(trajectory, line, played.end.stop_reason)
         self._ended.append((played.end, env))
         if not played.failure:
@@ -101,7 +101,7 @@ class Player(Generic[A]):
         return played.end
 
     def restore(self, trajectory: TrajectoryId, task: Task, steps: Steps, sink: StepSink) -> bool:
-        """Prepare to go on with a trajectory of an earlier process; `play` then goes on with it.
+        """Prepare to continue a trajectory of an earlier process; `play` then continues it.
 
         False where that is not possible: who played it ended with that process, or its steps are no session.
         """
@@ -132,7 +132,7 @@ class Player(Generic[A]):
             await self.agents.close()
 
     async def _play(
-        self, trajectory: TrajectoryId, task: Task, sink: StepSink, seed: str, left: Steps | None = None
+        self, trajectory: TrajectoryId, task: Task, sink: StepSink, seed: str, earlier: Steps | None = None
     ) -> Played:
         self.leaked.check()
         own = deepcopy(task)  # a row is shared
@@ -146,7 +146,7 @@ class Player(Generic[A]):
                 here = None if self._environments.is_outside(task) else guard
                 played = await agents.play(trajectory, own, here, number, sink)
             else:
-                speakers = self._engine, self.chat, limits, number, sink, self._frozen, left
+                speakers = self._engine, self.chat, limits, number, sink, self._frozen, earlier
                 played = await run_trajectory(trajectory, own, guard, *speakers)
         self.last_failure = played.failure or self.last_failure
         return played

@@ -1,4 +1,4 @@
-"""Where the time of trajectories goes: calls of the engine and of the environment, kept for a stated sample.
+"""Where the time of trajectories goes: calls of the engine and of the environment, recorded for a sample of stated size.
 
     with timelines.playing(trajectory, "search"):      # from the claim to the end
         generation = await engine.generate(...)        # a call: queue, prefill, decode, pause
@@ -6,7 +6,7 @@
     timelines.take()                                   # lines for the timeline: a sample, the slowest, and sums of all
 
 The sample is every n-th trajectory, where n follows from how many end a second. Beside it the slowest of each few
-seconds are kept, so that a bad case is there to look at.
+seconds are recorded, so that a bad case is there to look at.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from service.rollout.engine import Engine, Generation, Sampling
 from service.types import Int32s, TrajectoryId
 
 SAMPLED_A_SECOND = 2.0
-"""Trajectories whose calls are kept, by all engines of a run together."""
+"""Trajectories a second whose calls are recorded, by all engines of a run together."""
 WINDOW_SECONDS = 10.0
 """How often the slowest trajectories are chosen, and the rate of the sample is set."""
 SLOWEST = 2
-"""Trajectories that are kept of each window beside the sample."""
+"""Slow trajectories that are recorded of each window beside the sample."""
 MAX_CALLS = 256
-"""Calls of a trajectory that are kept; further ones are in its sums only."""
+"""Maximum recorded calls of a trajectory; further ones are in its sums only."""
 
 ENVIRONMENT = "environment"
 PARTS = ("queue", "prefill", "decode", "pause", ENVIRONMENT, "other")
@@ -81,7 +81,7 @@ class Ended(NamedTuple):
     reason: str
 
     def event(self, why: str) -> tuple[Any, ...]:
-        """Its line in the timeline; `why` it is kept."""
+        """Its line in the timeline; `why` it is recorded."""
         calls = [
             (call.tool, round(call.began - self.line.began, 6), round(call.ended - self.line.began, 6), call.detail)
             for call in self.line.calls
@@ -116,7 +116,7 @@ class Timelines:
         try:
             yield line
         finally:
-            if self._open.get(key) is line:  # not where it already goes on here after it was moved
+            if self._open.get(key) is line:  # not where it already continues here after it was moved
                 del self._open[key]
 
     def generated(self, request: str, began: float, generation: Generation) -> None:

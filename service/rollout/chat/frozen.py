@@ -2,7 +2,7 @@
 
     conversation of the role -> POST {url}/chat/completions, or an engine of this run -> text
 
-Whatever the model's own tokens are, its turn is kept in those of the policy, without loss.
+Whatever the model's own tokens are, its turn is recorded in those of the policy, without loss.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ OK = 200
 AGAIN = (408, 429, 500, 502, 503, 504)
 """Statuses after which a request is sent again, until its deadline."""
 ANSWER_BYTES = 4 << 20
-"""Most bytes of an answer."""
+"""Maximum bytes of an answer."""
 
 
 Served = Callable[[str, Sequence[Message], Sampling], Awaitable[str]]
@@ -137,7 +137,7 @@ class FrozenModels:
 
 
 def generation_of(text: str, chat: Chat, most: int) -> Generation:
-    """A text that the policy did not sample, as at most so many of the policy's tokens, without versions."""
+    """A text that the policy did not sample, as at most `most` of the policy's tokens, without versions."""
     token_ids = chat.plain(text)
     kept = token_ids[:most]
     return Generation(

@@ -19,7 +19,7 @@ from service.rollout.prompts.dataset import read_rows, tasks_of, write_rows
 EVAL_SEED = 1 << 32
 """Added to the seed of synthetic evaluation rows, so that they differ from the training rows."""
 MAX_REPETITIONS = 100
-"""Most rows of an epoch, as a multiple of all datasets' rows; beyond that the weights are taken for a mistake."""
+"""Maximum rows of an epoch, as a multiple of all datasets' rows; beyond that the weights are taken for a mistake."""
 
 
 def train_file(data: DataConfig, env: EnvConfig, folder: Path, seed: int) -> Path:

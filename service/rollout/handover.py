@@ -1,4 +1,4 @@
-"""How a trajectory goes on in another generator, from the last step that the buffer has of it.
+"""How a trajectory continues in another generator, from the last step that the buffer has of it.
 
 note of a step                          another generator
 snapshot, the messages after the step   reset, restore(snapshot), the next turn
@@ -24,7 +24,7 @@ from service.types import Int32s, Steps
 
 
 class Note(msgspec.Struct, frozen=True, array_like=True):
-    """What a step says so that another generator goes on after it."""
+    """Lets another generator continue after the step."""
 
     done: bool
     snapshot: bytes | None = None
@@ -37,8 +37,8 @@ class Note(msgspec.Struct, frozen=True, array_like=True):
     """Summed over the steps so far."""
 
 
-class Left(NamedTuple):
-    """A step that an earlier generator left."""
+class EarlierStep(NamedTuple):
+    """A step of an earlier generator."""
 
     number: int
     token_ids: Int32s
@@ -53,12 +53,12 @@ class Left(NamedTuple):
     stop_reason: str
 
 
-async def written(
+async def write_note(
     environment: EnvGuard, result: StepResult, history: Sequence[Message] | None, info: Counter[str], most: int
 ) -> str:
-    """The note of the step that the environment has answered; empty where nobody can go on after it.
+    """The note of the step that the environment has answered; empty where nobody can continue after it.
 
-    `history`: the whole conversation, where the next prompt needs it; `most`: bytes of a note.
+    `history`: the whole conversation, where the next prompt needs it; `most`: maximum bytes of a note.
 
     Raises:
         TrajectoryFailed: the environment's `snapshot` raised, was late, or gave no bytes.
@@ -75,13 +75,13 @@ async def written(
     return text if len(text.encode()) <= most else ""
 
 
-def read(steps: Steps) -> tuple[Note, list[Left]]:
+def read_note(steps: Steps) -> tuple[Note, list[EarlierStep]]:
     """The note of the last step, and all steps by index.
 
     Raises:
         TrajectoryFailed: the last step has no note, or steps are missing.
     """
-    index, left = PrefixIndex(), list[Left]()
+    index, earlier = PrefixIndex(), list[EarlierStep]()
     order = np.argsort(steps.index_K, kind="stable").tolist()
     objects = step_objects(steps)
     for k in order:
@@ -91,14 +91,16 @@ def read(steps: Steps) -> tuple[Note, list[Left]]:
             raise not_restored(str(error)) from error
         step, reward = objects[k], float(steps.reward_K[k])
         prompt, response = np.split(tokens, [len(tokens) - len(step.response_ids)])
-        left.append(Left(step.index, tokens, prompt, response, response[step.loss_mask], reward, step.stop_reason))
+        earlier.append(
+            EarlierStep(step.index, tokens, prompt, response, response[step.loss_mask], reward, step.stop_reason)
+        )
     try:
         note = msgspec.json.decode(objects[order[-1]].note, type=Note)
     except msgspec.MsgspecError as error:
-        raise not_restored(f"its last step has no note to go on by: {error}") from error
-    return note, left
+        raise not_restored(f"its last step has no note to continue by: {error}") from error
+    return note, earlier
 
 
 def not_restored(detail: str) -> TrajectoryFailed:
-    """The trajectory cannot go on: it starts anew."""
+    """The trajectory cannot continue: it starts anew."""
     return TrajectoryFailed(StopReason.ENVIRONMENT_NOT_RESTORED, detail)

@@ -12,7 +12,7 @@ import pytest
 
 from service.handoff.steps.builder import StepColumns, steps_table
 from service.handoff.steps.tables import step_objects
-from service.rollout import going_on
+from service.rollout import handover
 from service.rollout.agent import Played, run_trajectory
 from service.rollout.chat.chat import Chat
 from service.rollout.chat.conversation import Mode
@@ -35,7 +35,7 @@ async def played(
     allowed = limits(chat, max_snapshot_bytes=4096, max_turns=TURNS + 1, conversation=mode, max_input_length=400)
     table = None if left is None else steps_table(left)
     guard = EnvGuard("counts", make, allowed)
-    result = await run_trajectory(OF, QUESTION, guard, engine, chat, allowed, 0, columns, left=table)
+    result = await run_trajectory(OF, QUESTION, guard, engine, chat, allowed, 0, columns, earlier=table)
     return step_objects(columns.steps()), result, len(engine.prompts)
 
 
@@ -62,9 +62,9 @@ async def test_a_restored_conversation_has_all_that_its_messages_held(chat: Chat
     told = [{"role": "tool", "content": "7", "name": "add", "calls": [{"id": 1, "arguments": {"a": None}}]}]
     guard = EnvGuard("counts", Restorable, limits(chat))
     await guard.reset(QUESTION, 0)
-    text = await going_on.written(guard, StepResult(told, 0.0, False), None, Counter(), 4096)  # type: ignore[arg-type]
+    text = await handover.write_note(guard, StepResult(told, 0.0, False), None, Counter(), 4096)  # type: ignore[arg-type]
     await guard.close(OF)
-    assert msgspec.json.decode(text, type=going_on.Note).messages == told
+    assert msgspec.json.decode(text, type=handover.Note).messages == told
 
 
 async def test_a_restored_environment_is_not_played_again_and_a_replayed_one_hears_the_same_texts(chat: Chat) -> None:
