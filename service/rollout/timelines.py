@@ -1,4 +1,4 @@
-"""Where the time of trajectories goes: calls of the engine and of the environment, recorded for a sample of stated size.
+"""Where the time of trajectories goes: calls of the engine and of the environment, recorded for a sample.
 
     with timelines.playing(trajectory, "search"):      # from the claim to the end
         generation = await engine.generate(...)        # a call: queue, prefill, decode, pause
