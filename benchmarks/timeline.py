@@ -61,7 +61,7 @@ def costs(calls: int) -> dict[str, float]:
             for _ in range(calls):
                 timelines.generated(f"{of}/turn=1", time.monotonic(), generation)
                 timelines.answered(of, "step", time.monotonic())
-            timelines.ended(of, line, "stop")
+            timelines.ended(line, "stop")
         timelines._sampled.clear()
         timelines._parts.clear()
         timelines._tools.clear()
@@ -72,7 +72,7 @@ def costs(calls: int) -> dict[str, float]:
         for _ in range(calls):
             timelines.generated(f"{of}/turn=1", time.monotonic(), generation)
             timelines.answered(of, "step", time.monotonic())
-        timelines.ended(of, line, "stop")
+        timelines.ended(line, "stop")
     (ended,) = timelines._sampled
 
     def keep() -> None:

@@ -94,7 +94,7 @@ class Player(Generic[A]):
         env = task.env_class or self._settings.env.name
         with self.timelines.playing(trajectory, env) as line:
             played = await self._play(trajectory, task, sink, str(trajectory.group_id), earlier)
-            self.timelines.ended(trajectory, line, played.end.stop_reason)
+            self.timelines.ended(line, played.end.stop_reason)
         self._ended.append((played.end, env))
         if not played.failure:
             self.env_metrics.add(env, played.info)

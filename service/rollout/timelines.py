@@ -16,7 +16,7 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -39,55 +39,33 @@ PARTS = ("queue", "prefill", "decode", "pause", ENVIRONMENT, "other")
 """Parts of a trajectory's time. Where the engine reports no queue and no prefill, they count as `decode`."""
 
 
-class Call(NamedTuple):
-    """One call of the engine or of the environment, as the timeline holds it; times in seconds."""
-
-    tool: str
-    """What the environment was asked for; empty: a turn of the engine."""
-    began: float
-    ended: float
-    detail: dict[str, Any]
-    """Of the engine: seconds of `queue`, `prefill` and `pause` above 0, and the tokens."""
-
-
 class Timeline:
     """The times of one trajectory."""
 
-    __slots__ = ("began", "calls", "env", "seconds", "tools")
-
-    def __init__(self, env: str, began: float) -> None:
-        self.env, self.began = env, began
-        self.calls: list[Call] = []
+    def __init__(self, trajectory: TrajectoryId, env: str) -> None:
+        self.trajectory, self.env, self.began = trajectory, env, time.monotonic()
+        self.calls: list[tuple[str, float, float, dict[str, Any]]] = []
+        """(tool, seconds from `began` to the start and to the end, detail) of each call. The tool is what the
+        environment was asked for, empty for a turn of the engine, whose detail has the seconds of `queue`, `prefill`
+        and `pause` above 0, and the tokens."""
         self.seconds = dict.fromkeys(PARTS, 0.0)
         self.tools: list[tuple[str, float]] = []
         """(tool, seconds) of each call of the environment."""
+        self.lasted, self.reason = 0.0, ""
+        """Seconds from `began` to the trajectory's end, and why it ended."""
 
-    def add(self, call: Call, seconds: dict[str, float]) -> None:
-        """A call has ended; `seconds` by part."""
-        for part, taken in seconds.items():
+    def add(self, tool: str, began: float, ended: float, parts: dict[str, float], detail: dict[str, Any]) -> None:
+        """A call has ended; `parts`: its seconds by part."""
+        for part, taken in parts.items():
             self.seconds[part] += taken
         if len(self.calls) < MAX_CALLS:
-            self.calls.append(call)
-
-
-class Ended(NamedTuple):
-    """A trajectory that has ended."""
-
-    seconds: float
-    number: int
-    """Which of the process it is; no two are equal, so that the slowest can be compared."""
-    trajectory: TrajectoryId
-    line: Timeline
-    reason: str
+            self.calls.append((tool, round(began - self.began, 6), round(ended - self.began, 6), detail))
 
     def event(self, why: str) -> tuple[Any, ...]:
-        """Its line in the timeline; `why` it is recorded."""
-        calls = [
-            (call.tool, round(call.began - self.line.began, 6), round(call.ended - self.line.began, 6), call.detail)
-            for call in self.line.calls
-        ]
-        began, parts = round(self.line.began, 6), {part: round(s, 6) for part, s in self.line.seconds.items() if s}
-        return TRAJECTORY, tuple(self.trajectory), why, self.line.env, self.reason, began, self.seconds, parts, calls
+        """Its line in the timeline of the run; `why` it is recorded."""
+        began, parts = round(self.began, 6), {part: round(s, 6) for part, s in self.seconds.items() if s}
+        of = tuple(self.trajectory), why, self.env, self.reason, began, self.lasted, parts, self.calls
+        return TRAJECTORY, *of
 
 
 class Timelines:
@@ -101,8 +79,9 @@ class Timelines:
         """Trajectories that ended: in all, and before this window."""
         self._window = time.monotonic()
         self._finished = False
-        self._sampled: list[Ended] = []
-        self._slowest: list[Ended] = []
+        self._sampled: list[Timeline] = []
+        self._slowest: list[tuple[float, int, Timeline]] = []
+        """A heap of (seconds, number among the trajectories of this process, trajectory)."""
         self._sums: dict[tuple[str, str], list[float]] = {}
         """(environment, part or tool:NAME) -> number, seconds, longest."""
         self._parts: dict[tuple[str, str], list[float]] = {}
@@ -112,7 +91,7 @@ class Timelines:
     def playing(self, trajectory: TrajectoryId, env: str) -> Iterator[Timeline]:
         """A trajectory is played; one that is cancelled is left out."""
         key = str(trajectory)
-        line = self._open[key] = Timeline(env, time.monotonic())
+        line = self._open[key] = Timeline(trajectory, env)
         try:
             yield line
         finally:
@@ -127,25 +106,25 @@ class Timelines:
         parts = {part: taken for part, taken in generation.seconds.items() if taken > 0}
         decode = max(0.0, seconds - sum(parts.values()))
         detail = {part: round(taken, 6) for part, taken in parts.items()} | {"tokens": len(generation.token_ids)}
-        line.add(Call("", began, now, detail), parts | {"decode": decode})
+        line.add("", began, now, parts | {"decode": decode}, detail)
 
     def answered(self, trajectory: TrajectoryId, tool: str, began: float) -> None:
         """A call of the environment ended."""
         if (line := self._open.get(str(trajectory))) is not None:
             seconds = (now := time.monotonic()) - began
             line.tools.append((tool, seconds))
-            line.add(Call(tool, began, now, {}), {ENVIRONMENT: seconds})
+            line.add(tool, began, now, {ENVIRONMENT: seconds}, {})
 
-    def ended(self, trajectory: TrajectoryId, line: Timeline, reason: str) -> None:
+    def ended(self, line: Timeline, reason: str) -> None:
         """A trajectory has ended for this reason."""
         seconds = time.monotonic() - line.began
         line.seconds["other"] = max(0.0, seconds - sum(line.seconds.values()))
         self._played += 1
-        ended = Ended(round(seconds, 6), self._played, trajectory, line, reason)
+        line.lasted, line.reason = round(seconds, 6), reason
         if self._played % self._every == 0:
-            self._sampled.append(ended)
+            self._sampled.append(line)
         else:
-            heapq.heappush(self._slowest, ended)
+            heapq.heappush(self._slowest, (seconds, self._played, line))
             if len(self._slowest) > SLOWEST:
                 heapq.heappop(self._slowest)
         for part, taken in line.seconds.items():
@@ -180,13 +159,13 @@ class Timelines:
 
     def record(self, trace: Trace) -> None:
         """Put the sample since the last call into the timeline, and once a window the slowest and the sums."""
-        for ended in self._sampled:
-            trace.add(*ended.event("sampled"))
+        for line in self._sampled:
+            trace.add(*line.event("sampled"))
         self._sampled.clear()
         if (past := time.monotonic() - self._window) < WINDOW_SECONDS and not self._finished:
             return
-        for ended in self._slowest:
-            trace.add(*ended.event("slow"))
+        for _, _, line in self._slowest:
+            trace.add(*line.event("slow"))
         self._slowest.clear()
         if not self._finished:
             self._every = max(1, math.ceil((self._played - self._before) * WINDOW_SECONDS / past / self._a_window))

@@ -49,7 +49,7 @@ async def play(timelines: Timelines, trajectory: TrajectoryId, turns: int, at_on
             began = time.monotonic()
             await asyncio.sleep(0.002)
             timelines.answered(trajectory, "lookup", began)
-        timelines.ended(trajectory, line, "stop")
+        timelines.ended(line, "stop")
 
 
 def a_run(folder: Path) -> Timelines:
@@ -209,9 +209,9 @@ def test_of_many_trajectories_a_stated_sample_is_kept_and_the_slowest(monkeypatc
     monkeypatch.setattr(trajectories.time, "monotonic", lambda: now[0])
     timelines = Timelines(engines=2)
     for number in range(20_000):
-        with timelines.playing(trajectory := TrajectoryId(number, 0), "search") as line:
+        with timelines.playing(TrajectoryId(number, 0), "search") as line:
             now[0] += 9.0 if number % 5000 == 4321 else 0.005
-            timelines.ended(trajectory, line, "stop")
+            timelines.ended(line, "stop")
         timelines.record(trace)
     lines = [json.loads(line) for line in trace.take().splitlines()[1:]]
     kept = [line for line in lines if line[0] == recorder.TRAJECTORY]
