@@ -10,6 +10,7 @@ import pytest
 from service.errors import JournalError, RunFailed
 from service.handoff.buffer import Buffer
 from service.handoff.journal.journal import Journal
+from service.handoff.ledger import events
 from service.handoff.ledger.events import Event, Scored
 from service.handoff.ledger.ledger import Ledger
 from service.handoff.ledger.lifecycle import GroupState
@@ -120,6 +121,30 @@ def takes_a_scorers_newest_answer(patch: Patch) -> None:
     patch.setattr(Scoring, "accept", accept)
 
 
+def reads_other_answers_back(patch: Patch) -> None:
+    def other(payload: bytes) -> events.Scored:
+        score = first(payload)
+        return msgspec.structs.replace(score, rewards=score.rewards and tuple(1.0 + r for r in score.rewards))
+
+    first = events.scored_from
+    patch.setattr(events, "scored_from", other)
+
+
+def forgets_who_is_waited_for(patch: Patch) -> None:
+    patch.setattr(Scoring, "pending", lambda self, scorer: [])
+
+
+def leaves_ended_groups_among_those_that_wait(patch: Patch) -> None:
+    def ended(self: Ledger, event: events.Ended) -> None:
+        waiting = event.group_id in self.scoring
+        first(self, event)
+        if waiting:
+            self.scoring[event.group_id] = None
+
+    first = Ledger._ended
+    patch.setattr(Ledger, "_ended", ended)
+
+
 @pytest.mark.parametrize(
     "sabotage",
     [
@@ -132,11 +157,14 @@ def takes_a_scorers_newest_answer(patch: Patch) -> None:
         gives_up_segments_that_are_needed,
         keeps_scores_out_of_the_journal,
         takes_a_scorers_newest_answer,
+        reads_other_answers_back,
+        forgets_who_is_waited_for,
+        leaves_ended_groups_among_those_that_wait,
     ],
     ids=lambda sabotage: sabotage.__name__,
 )
 def test_the_worlds_catch_a_buffer_that(sabotage: Callable[[Patch], None], monkeypatch: Patch) -> None:
     sabotage(monkeypatch)
-    with pytest.raises((Broken, JournalError, RunFailed, KeyError, ValueError)):
+    with pytest.raises((Broken, JournalError, RunFailed, KeyError, ValueError, ExceptionGroup)):
         for seed in range(120):
             fault_world(seed).run()

@@ -6,11 +6,10 @@ import pytest
 
 from service.config.core_settings import worst_bytes
 from service.errors import RunFailed
-from service.handoff.batches.form import BatchJob
 from service.handoff.batches.score import ESTIMATORS
 from service.handoff.steps import wire
 from service.handoff.steps.tables import step_objects
-from service.handoff.verbs import Assignment, Claim, Receipt, Wait, WaitReason
+from service.handoff.verbs import Assignment, Receipt, Wait, WaitReason
 from service.types import (
     Float64s,
     Int64s,
@@ -82,8 +81,7 @@ def test_a_slot_vacated_under_strict_order_passes_to_the_next_group(tmp_path: Pa
 
 def test_lookahead_zero_is_strictly_on_policy(tmp_path: Path) -> None:
     world = World(tmp_path, config(buffer={"lookahead": 0}))
-    for work in [world.generator.claimed() for _ in range(2)]:
-        world.generator.finish(work)
+    world.play(2)
     assert waits(world.generator.claim()) is WaitReason.LOOKAHEAD
     world.train()
     assert waits(world.generator.claim()) is WaitReason.LOOKAHEAD, "the engine still serves the old version"
@@ -104,7 +102,7 @@ def test_lookahead_admits_that_many_mini_batches_beyond_the_served_version(world
 def test_filtered_groups_vacate_their_slots(tmp_path: Path) -> None:
     world = World(tmp_path, config(algorithm={"filter_zero_variance": True}))
     for _ in range(20):
-        world.generator.finish(world.generator.claimed(), rewards=(1.0, 1.0))
+        world.play(1, rewards=(1.0, 1.0))
     status = world.buffer.status()
     assert status.groups["filtered"] == 20 and status.next_slot == 0
     assert status.tokens["filtered"] == status.accepted_tokens == 20 * 2 * 2 * 2
@@ -126,10 +124,10 @@ def test_an_over_long_group_ends_with_that_reason_also_after_a_crash(tmp_path: P
 
 def test_rewards_of_filtered_groups_count_in_the_next_mini_batch(tmp_path: Path) -> None:
     world = World(tmp_path, config(algorithm={"filter_zero_variance": True}))
-    world.generator.finish(world.generator.claimed(), rewards=(1.0, 1.0))
-    world.generator.finish(world.generator.claimed(), rewards=(0.0, 0.0))
+    world.play(1, rewards=(1.0, 1.0))
+    world.play(1, rewards=(0.0, 0.0))
     for _ in range(2):
-        world.generator.finish(world.generator.claimed(), rewards=(1.0, 0.0))
+        world.play(1, rewards=(1.0, 0.0))
     metrics = world.train().metrics
     assert metrics["reward/avg_raw_reward"] == 0.5
     assert metrics["reward/avg_pass_at_2"] == 0.75
@@ -137,7 +135,7 @@ def test_rewards_of_filtered_groups_count_in_the_next_mini_batch(tmp_path: Path)
     assert metrics["reward/groups_without_variance"] == 0.5
     assert metrics["reward/groups_all_zero"] == metrics["reward/groups_all_one"] == 0.25
     for _ in range(2):
-        world.generator.finish(world.generator.claimed(), rewards=(1.0, 0.0))
+        world.play(1, rewards=(1.0, 0.0))
     assert world.train().metrics["generate/filtered_groups"] == 0
 
 
@@ -163,7 +161,7 @@ def test_a_lease_says_that_every_group_was_filtered_and_when_no_other_is_to_be_e
     details = [answer.detail for answer in answers if isinstance(answer, Wait)]
     assert details[3].startswith(f"0 of 2 groups are complete; 4 groups finished, all filtered: {why}")
     assert details[4] == f"5 groups finished, all filtered: {why}"
-    world.generator.finish(world.generator.claimed())
+    world.play(1)
     answer = world.buffer.lease(world.trainer_incarnation)
     assert isinstance(answer, Wait) and answer.reason is WaitReason.GROUPS, "one group is left to learn from"
 
@@ -188,10 +186,6 @@ def test_the_dataset_wraps_with_new_group_ids_and_a_new_order(tmp_path: Path) ->
     assert sorted(first) == sorted(second) == list(range(8))
     assert first != second
     assert all(work.prompt_uid == f"p{work.row}" for work in works)
-
-
-def test_a_claim_for_a_version_that_was_never_published_is_refused(world: World) -> None:
-    assert refused(world.generator.claim(PolicyVersion(1, 7))) is RefusalReason.VERSION
 
 
 # -- acceptance ---------------------------------------------------------------------------------------------------
@@ -227,15 +221,6 @@ def test_a_receipt_says_how_many_complete_groups_the_next_mini_batch_lacks(
     assert said == wanted
 
 
-def test_the_same_step_in_another_message_is_accepted_once(world: World) -> None:
-    work = world.generator.claimed()
-    one = step(TrajectoryId(work.group_id, 0), work.prompt_uid, 0)
-    world.generator.send([one])
-    answer = world.generator.send([one])
-    assert isinstance(answer, Receipt) and answer.duplicate
-    assert world.buffer.status().accepted_tokens == 2
-
-
 def test_another_step_under_the_same_index_is_a_conflict_and_restarts_the_trajectory(world: World) -> None:
     work = world.generator.claimed()
     world.generator.send([step(TrajectoryId(work.group_id, 0), work.prompt_uid, 0)])
@@ -248,19 +233,6 @@ def test_another_step_under_the_same_index_is_a_conflict_and_restarts_the_trajec
     assert consistent(world)
 
 
-def test_steps_may_arrive_in_any_order(world: World) -> None:
-    works = [world.generator.claimed() for _ in range(2)]
-    for work in works:
-        for sample in work.samples:
-            of = TrajectoryId(work.group_id, sample)
-            world.generator.send([], [TrajectoryEnd(of, work.prompt_uid, 3, "stop", float(sample))])
-            for index in (2, 0, 1):
-                world.generator.send([step(of, work.prompt_uid, index)])
-    batch = world.train()
-    assert batch.rows_G.tolist() == [1, 1, 1, 1]
-    assert batch.loss_tokens_G.tolist() == [6, 6, 6, 6]
-
-
 def test_a_trajectory_without_steps_completes_its_group(world: World) -> None:
     for work in [world.generator.claimed() for _ in range(2)]:
         for sample in work.samples:
@@ -270,26 +242,25 @@ def test_a_trajectory_without_steps_completes_its_group(world: World) -> None:
     assert world.train().loss_tokens_G.tolist() == [0, 2, 0, 2]
 
 
-def test_a_step_after_the_end_is_refused(world: World) -> None:
-    work = world.generator.claimed()
-    of = TrajectoryId(work.group_id, 0)
-    world.generator.send([step(of, work.prompt_uid, 0)], [TrajectoryEnd(of, work.prompt_uid, 1, "stop", 1.0)])
-    assert refused(world.generator.send([step(of, work.prompt_uid, 1)])) is RefusalReason.STEP_ORDER
-
-
-def test_a_group_that_was_never_issued_is_unknown(world: World) -> None:
-    assert refused(world.generator.send([step(TrajectoryId(5, 0), "p5", 0)])) is RefusalReason.UNKNOWN_GROUP
-
-
-def test_a_step_under_another_prompt_or_a_future_attempt_is_refused(world: World) -> None:
-    work = world.generator.claimed()
-    assert refused(world.generator.send([step(TrajectoryId(0, 0), "p7", 0)])) is RefusalReason.IDENTITY
-    assert refused(world.generator.send([step(TrajectoryId(0, 0, 1), work.prompt_uid, 0)])) is RefusalReason.IDENTITY
+def test_what_nobody_was_asked_for_is_refused_with_its_reason_and_counted(world: World) -> None:
+    uid, send = world.generator.claimed().prompt_uid, world.generator.send
+    send([step(TrajectoryId(0, 1), uid, 0)], [TrajectoryEnd(TrajectoryId(0, 1), uid, 1, "stop", 1.0)])
+    answers = {
+        RefusalReason.UNKNOWN_GROUP: [send([step(TrajectoryId(5, 0), "p5", 0)])],
+        RefusalReason.IDENTITY: [
+            send([step(TrajectoryId(0, 0), "p7", 0)]),
+            send([step(TrajectoryId(0, 0, 1), uid, 0)]),
+        ],
+        RefusalReason.STEP_ORDER: [send([step(TrajectoryId(0, 1), uid, 1)])],
+        RefusalReason.VERSION: [world.generator.claim(PolicyVersion(1, 7))],
+        RefusalReason.MALFORMED: [world.buffer.submit(b"not a message")],
+    }
+    assert all(refused(answer) is reason for reason, group in answers.items() for answer in group)
+    assert world.buffer.status().refused == {str(reason): len(group) for reason, group in answers.items()}
 
 
 def test_versions_never_published_or_older_than_the_admission_are_refused(world: World) -> None:
-    for work in [world.generator.claimed() for _ in range(2)]:
-        world.generator.finish(work)
+    world.play(2)
     world.train()
     newer = world.generator.claimed(PolicyVersion(1, 1))
     of = TrajectoryId(newer.group_id, 0)
@@ -297,11 +268,6 @@ def test_versions_never_published_or_older_than_the_admission_are_refused(world:
     assert refused(world.generator.send([too_old])) is RefusalReason.VERSION
     of = TrajectoryId(newer.group_id, 1)
     assert refused(world.generator.send([step(of, newer.prompt_uid, 0, PolicyVersion(1, 9))])) is RefusalReason.VERSION
-
-
-def test_garbage_is_refused_and_counted(world: World) -> None:
-    assert isinstance(world.buffer.submit(b"not a message"), Refusal)
-    assert sum(world.buffer.status().refused.values()) == 1
 
 
 # -- fencing ------------------------------------------------------------------------------------------------------
@@ -403,8 +369,7 @@ def test_a_generator_that_left_is_fenced_until_it_joins_again(world: World) -> N
 
 
 def test_an_old_trainer_cannot_lease_commit_or_release(world: World) -> None:
-    for work in [world.generator.claimed() for _ in range(2)]:
-        world.generator.finish(work)
+    world.play(2)
     lease = world.batch().lease
     old = world.trainer_incarnation
     world.trainer_incarnation = world.buffer.join("trainer", "trainer")
@@ -456,8 +421,7 @@ def test_a_group_out_of_attempts_is_refused_and_vacates_its_slot(world: World) -
 
 
 def test_a_restarted_trajectory_is_not_given_to_an_engine_older_than_its_group(world: World) -> None:
-    for work in [world.generator.claimed() for _ in range(2)]:
-        world.generator.finish(work)
+    world.play(2)
     world.train()
     world.generator.claimed(PolicyVersion(1, 1))
     world.clock.now += 11
@@ -468,8 +432,7 @@ def test_a_restarted_trajectory_is_not_given_to_an_engine_older_than_its_group(w
 
 
 def test_an_overdue_lease_is_given_out_again_and_its_commit_refused(world: World) -> None:
-    for work in [world.generator.claimed() for _ in range(2)]:
-        world.generator.finish(work)
+    world.play(2)
     first = world.batch()
     world.clock.now += 101
     world.buffer.tick()
@@ -480,8 +443,7 @@ def test_an_overdue_lease_is_given_out_again_and_its_commit_refused(world: World
 
 
 def test_groups_that_used_up_their_leases_are_refused(world: World) -> None:
-    for work in [world.generator.claimed() for _ in range(2)]:
-        world.generator.finish(work)
+    world.play(2)
     for _ in range(3):
         assert world.buffer.release(world.trainer_incarnation, world.batch().lease, "the loss was not finite") is None
     assert world.buffer.status().ended == {"refused/max_lease_attempts": 2}
@@ -490,20 +452,18 @@ def test_groups_that_used_up_their_leases_are_refused(world: World) -> None:
 
 
 def test_the_groups_of_a_released_lease_come_before_those_that_finished_later(world: World) -> None:
-    for work in [world.generator.claimed() for _ in range(2)]:
-        world.generator.finish(work)
+    world.play(2)
     lease = world.batch().lease
-    for work in [world.generator.claimed() for _ in range(2)]:
-        world.generator.finish(work)
+    world.play(2)
     world.buffer.release(world.trainer_incarnation, lease, "the loss was not finite")
     assert world.batch().groups == (0, 1)
 
 
 def test_filtered_rewards_of_a_released_lease_count_in_the_next_one(tmp_path: Path) -> None:
     world = World(tmp_path, config(algorithm={"filter_zero_variance": True}))
-    world.generator.finish(world.generator.claimed(), rewards=(1.0, 1.0))
+    world.play(1, rewards=(1.0, 1.0))
     for _ in range(2):
-        world.generator.finish(world.generator.claimed(), rewards=(1.0, 0.0))
+        world.play(1, rewards=(1.0, 0.0))
     metrics = world.batch().metrics
     world.buffer.release(world.trainer_incarnation, 1, "the loss was not finite")
     assert world.batch().metrics == metrics
@@ -514,8 +474,7 @@ def test_filtered_rewards_of_a_released_lease_count_in_the_next_one(tmp_path: Pa
 
 
 def test_a_lease_is_given_again_until_it_is_committed_and_a_commit_counts_once(world: World) -> None:
-    for work in [world.generator.claimed() for _ in range(4)]:
-        world.generator.finish(work)
+    world.play(4)
     batch = world.batch()
     assert world.batch() is batch
     for _ in range(2):
@@ -525,11 +484,9 @@ def test_a_lease_is_given_again_until_it_is_committed_and_a_commit_counts_once(w
 
 
 def test_steps_are_accepted_while_a_mini_batch_is_being_formed(world: World) -> None:
-    for work in [world.generator.claimed() for _ in range(2)]:
-        world.generator.finish(work)
-    job = world.buffer.begin_lease(world.trainer_incarnation)
-    assert isinstance(job, BatchJob)
-    world.generator.finish(world.generator.claimed())
+    world.play(2)
+    job = world.job()
+    world.play(1)
     batch = world.buffer.finish_lease(job, job.run())
     assert isinstance(batch, MiniBatch) and batch.groups == (0, 1)
     assert world.batch() is batch
@@ -540,8 +497,7 @@ def test_what_filters_remove_while_a_mini_batch_is_formed_counts_in_its_metrics(
     works = [world.generator.claimed() for _ in range(3)]
     for work in works[:2]:
         world.generator.finish(work)
-    job = world.buffer.begin_lease(world.trainer_incarnation)
-    assert isinstance(job, BatchJob)
+    job = world.job()
     formed = job.run()
     world.generator.finish(works[2], rewards=(1.0, 1.0))
     batch = world.buffer.finish_lease(job, formed)
@@ -551,27 +507,22 @@ def test_what_filters_remove_while_a_mini_batch_is_formed_counts_in_its_metrics(
 
 
 def test_a_mini_batch_that_was_formed_for_a_trainer_that_is_gone_is_not_given_out(world: World) -> None:
-    for work in [world.generator.claimed() for _ in range(2)]:
-        world.generator.finish(work)
-    job = world.buffer.begin_lease(world.trainer_incarnation)
-    assert isinstance(job, BatchJob)
+    world.play(2)
+    job = world.job()
     world.trainer_incarnation = world.buffer.join("trainer", "trainer")
     assert refused(world.buffer.finish_lease(job, job.run())) is RefusalReason.FENCED
     assert world.batch().groups == (0, 1)
 
 
 def test_groups_that_expired_while_a_mini_batch_was_formed_are_not_trained(world: World) -> None:
-    for work in [world.generator.claimed() for _ in range(2)]:
-        world.generator.finish(work)
-    job = world.buffer.begin_lease(world.trainer_incarnation)
-    assert isinstance(job, BatchJob)
+    world.play(2)
+    job = world.job()
     world.buffer.end()
     assert waits(world.buffer.finish_lease(job, job.run())) is WaitReason.DRAINED
 
 
 def test_a_commit_must_make_the_next_version(world: World) -> None:
-    for work in [world.generator.claimed() for _ in range(2)]:
-        world.generator.finish(work)
+    world.play(2)
     lease = world.batch().lease
     assert refused(world.buffer.commit(world.trainer_incarnation, lease, PolicyVersion(1, 2))) is RefusalReason.VERSION
     assert (
@@ -583,8 +534,7 @@ def test_tokens_beyond_the_bound_are_stale_and_the_ledger_closes(tmp_path: Path)
     world = World(tmp_path, config(buffer={"lookahead": 4, "max_staleness": 1}))
     slow = world.generator.claimed()
     for n in range(3):
-        for work in [world.generator.claimed(PolicyVersion(1, n)) for _ in range(2)]:
-            world.generator.finish(work, PolicyVersion(1, n))
+        world.play(2, PolicyVersion(1, n))
         world.train()
     world.generator.finish(slow, START)
     world.generator.finish(world.generator.claimed(PolicyVersion(1, 3)), PolicyVersion(1, 3))
@@ -602,8 +552,7 @@ def test_after_going_back_the_groups_trained_since_are_given_out_again(tmp_path:
     world = World(tmp_path, config(trainer={"checkpoint_every": 1}))
     trained = []
     for n in range(3):
-        for work in [world.generator.claimed(PolicyVersion(1, n)) for _ in range(2)]:
-            world.generator.finish(work, PolicyVersion(1, n))
+        world.play(2, PolicyVersion(1, n))
         trained.append(world.train())
     world.buffer.covered(1)
     world.trainer_incarnation = world.buffer.join("trainer", "trainer", step=1)
@@ -621,8 +570,7 @@ def test_after_going_back_a_group_that_starts_anew_waits_for_the_step_that_it_wa
     """Else its tokens would be older than the lookahead allows, and with lookahead 0 no longer on-policy."""
     world = World(tmp_path, config(buffer={"lookahead": 0}, trainer={"checkpoint_every": 1}))
     for n in range(2):
-        for work in [world.generator.claimed(PolicyVersion(1, n)) for _ in range(2)]:
-            world.generator.finish(work, PolicyVersion(1, n))
+        world.play(2, PolicyVersion(1, n))
         world.train()
     world.buffer.covered(1)
     under_way = world.generator.claimed(PolicyVersion(1, 2))
@@ -641,12 +589,10 @@ def test_after_going_back_a_group_that_starts_anew_waits_for_the_step_that_it_wa
 
 def test_strict_order_holds_after_going_back(tmp_path: Path) -> None:
     world = World(tmp_path, config(buffer={"order": "strict"}, trainer={"checkpoint_every": 1}))
-    for work in [world.generator.claimed() for _ in range(4)]:
-        world.generator.finish(work)
+    world.play(4)
     for _ in range(2):
         world.train()
-    for work in [world.generator.claimed(PolicyVersion(1, 2)) for _ in range(2)]:
-        world.generator.finish(work, PolicyVersion(1, 2))
+    world.play(2, PolicyVersion(1, 2))
     world.trainer_incarnation = world.buffer.join("trainer", "trainer", step=0)
     assert [world.train().groups for _ in range(3)] == [(0, 1), (2, 3), (4, 5)]
 
@@ -664,9 +610,7 @@ def test_a_message_repeated_after_its_group_was_used_is_a_duplicate(world: World
 
 def test_a_new_message_for_a_group_that_waits_to_be_trained_again_comes_too_late(tmp_path: Path) -> None:
     world = World(tmp_path, config(trainer={"checkpoint_every": 1}))
-    works = [world.generator.claimed() for _ in range(2)]
-    for work in works:
-        world.generator.finish(work)
+    works = world.play(2)
     world.train()
     world.trainer_incarnation = world.buffer.join("trainer", "trainer", step=0)
     answer = world.generator.send([step(TrajectoryId(0, 0), works[0].prompt_uid, 0)])
@@ -674,8 +618,7 @@ def test_a_new_message_for_a_group_that_waits_to_be_trained_again_comes_too_late
 
 
 def test_going_back_without_checkpoints_is_impossible_and_says_so(world: World) -> None:
-    for work in [world.generator.claimed() for _ in range(2)]:
-        world.generator.finish(work)
+    world.play(2)
     world.train()
     with pytest.raises(RunFailed, match=r"set trainer\.checkpoint_every"):
         world.buffer.join("trainer", "trainer", step=0)
@@ -724,14 +667,6 @@ def test_a_wait_names_its_reason_and_keeps_its_beginning(world: World) -> None:
 def test_a_buffer_that_cannot_hold_one_mini_batch_is_refused(tmp_path: Path) -> None:
     with pytest.raises(Exception, match="the trainer would wait forever"):
         World(tmp_path, config(buffer={"max_bytes": 1000}))
-
-
-def test_a_message_of_ends_only_is_decoded(world: World) -> None:
-    work = world.generator.claimed()
-    data = world.generator.message([], [TrajectoryEnd(TrajectoryId(0, 0), work.prompt_uid, 0, "failed", 0.0)])
-    assert data[:4] == wire.MAGIC
-    assert isinstance(world.buffer.submit(data), Receipt)
-    assert isinstance(world.buffer.claim(Claim("g1", 1, START)), Assignment)
 
 
 def test_a_group_without_a_finite_advantage_is_refused_and_the_run_goes_on(

@@ -142,7 +142,7 @@ def test_trained_lengths_are_compared_with_generated_ones(tmp_path: Path) -> Non
 def test_undone_training_no_longer_counts_in_the_trained_lengths(tmp_path: Path) -> None:
     world = World(tmp_path, config(trainer={"checkpoint_every": 1}))
     for _ in range(2):
-        world.generator.finish(world.generator.claimed())
+        world.play(1)
     world.train()
     world.buffer.join("trainer", "trainer", step=0)
     assert sum(world.buffer.ledger.state.lengths.trained) == sum(world.buffer.ledger.state.lengths.loss_tokens) == 0

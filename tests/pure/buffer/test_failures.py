@@ -76,7 +76,7 @@ def test_a_trajectory_without_lives_is_lost_alone_with_its_reason_and_the_others
     status = world.buffer.status()
     assert status.groups["complete"] == 1
     assert status.given_up == {"environment_timeout": 1}
-    world.generator.finish(world.generator.claimed())
+    world.play(1)
     batch = world.train()
     assert len(batch.advantage_G) == 5
     assert world.closes() and violations(world.buffer.ledger) == []

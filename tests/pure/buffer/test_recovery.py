@@ -83,13 +83,6 @@ def test_what_was_never_synced_is_gone_after_a_crash_and_accepted_when_sent_agai
     assert isinstance(again, Receipt) and not again.duplicate
 
 
-def test_the_prompts_go_on_where_they_were(world: World) -> None:
-    group_ids = [world.generator.claimed().group_id for _ in range(2)]
-    world.crash()
-    group_ids += [world.generator.claimed().group_id for _ in range(2)]
-    assert group_ids == [0, 1, 2, 3]
-
-
 def test_deadlines_start_anew_after_a_crash(world: World) -> None:
     world.generator.claimed()
     world.clock.now += 9
@@ -104,7 +97,7 @@ def test_deadlines_start_anew_after_a_crash(world: World) -> None:
 
 def test_a_crash_between_completion_and_filter_filters_after_the_restart(tmp_path: Path) -> None:
     world = World(tmp_path, config())
-    world.generator.finish(world.generator.claimed(), rewards=(1.0, 1.0))
+    world.play(1, rewards=(1.0, 1.0))
     world.settings = config(algorithm={"filter_zero_variance": True})
     world.crash()
     assert world.buffer.status().ended == {"filtered/zero_variance": 1}
@@ -146,7 +139,7 @@ def test_a_resume_with_a_setting_that_the_journal_cannot_follow_is_refused_by_it
 ) -> None:
     world = World(tmp_path, segment_bytes=2_000 if rotated else 1 << 20)
     for _ in range(4):
-        world.generator.finish(world.generator.claimed())
+        world.play(1)
     world.train()
     world.journal.sync()
     changed = getattr(world.settings, section).model_copy(update={name: value})
@@ -192,8 +185,7 @@ def test_the_end_of_a_trajectory_is_kept_over_a_crash(world: World) -> None:
 def test_the_journal_stays_small_when_nobody_can_go_back(tmp_path: Path) -> None:
     world = World(tmp_path, segment_bytes=20_000)
     for n in range(60):
-        for work in [world.generator.claimed(PolicyVersion(1, n)) for _ in range(2)]:
-            world.generator.finish(work, PolicyVersion(1, n))
+        world.play(2, PolicyVersion(1, n))
         world.train()
         world.journal.sync()
         assert world.journal.position - world.journal.start < 60_000
@@ -221,7 +213,7 @@ def test_the_journal_keeps_what_a_replay_of_its_newest_snapshot_needs(tmp_path: 
     for sample in range(2):
         end = TrajectoryEnd(of[sample], work.prompt_uid, 2, "stop", float(sample))
         world.generator.send([step(of[sample], work.prompt_uid, 1)], [end])
-    world.generator.finish(world.generator.claimed())
+    world.play(1)
     world.train()
     world.journal.sync()
     assert world.crash().ledger.digest() == world.buffer.ledger.digest()
@@ -232,8 +224,7 @@ def test_the_journal_keeps_what_a_kept_checkpoint_needs(tmp_path: Path) -> None:
     world = World(tmp_path, config(trainer={"checkpoint_every": 4}), segment_bytes=5_000)
     trained = {}
     for n in range(20):
-        for work in [world.generator.claimed(PolicyVersion(1, n)) for _ in range(2)]:
-            world.generator.finish(work, PolicyVersion(1, n))
+        world.play(2, PolicyVersion(1, n))
         trained[n + 1] = world.train().groups
         if n % 4 == 3:
             world.buffer.covered(n + 1, oldest_kept=max(n - 7, 0))
@@ -246,8 +237,7 @@ def test_the_journal_keeps_what_a_kept_checkpoint_needs(tmp_path: Path) -> None:
 
 
 def test_a_lease_that_is_open_at_a_crash_has_its_whole_deadline_again(world: World) -> None:
-    for work in [world.generator.claimed() for _ in range(2)]:
-        world.generator.finish(work)
+    world.play(2)
     world.batch()
     world.clock.now += 99
     world.crash()
@@ -345,7 +335,7 @@ def test_steps_stay_in_the_journal_until_the_snapshot_that_needs_them_no_more_is
 
     world, write = World(tmp_path, segment_bytes=1), LocalFile.write
     for _ in range(2):
-        world.generator.finish(world.generator.claimed())
+        world.play(1)
         world.journal.sync()
     monkeypatch.setattr(LocalFile, "write", full_for_new_files)
     world.train()

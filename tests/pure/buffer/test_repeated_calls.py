@@ -107,8 +107,7 @@ def test_only_the_newest_claims_are_remembered() -> None:
 
 
 def test_a_release_said_twice_is_one_and_one_of_a_committed_lease_is_refused(world: World) -> None:
-    for work in [world.generator.claimed() for _ in range(2)]:
-        world.generator.finish(work)
+    world.play(2)
     lease = world.batch().lease
     for _ in range(2):
         assert world.buffer.release(world.trainer_incarnation, lease, "the loss was not finite") is None

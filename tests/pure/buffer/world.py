@@ -11,6 +11,7 @@ import numpy as np
 
 from service.config import Config
 from service.config.core_settings import batch_settings, buffer_settings, message_limits, worst_bytes
+from service.handoff.batches.form import BatchJob
 from service.handoff.buffer import Buffer
 from service.handoff.journal.journal import Journal
 from service.handoff.recorded import replayed
@@ -152,6 +153,21 @@ class World:
         answer = self.buffer.lease(self.trainer_incarnation)
         assert isinstance(answer, MiniBatch), answer
         return answer
+
+    def play(
+        self, groups: int, version: PolicyVersion = START, rewards: Sequence[float] = (1.0, 0.0)
+    ) -> list[Assignment]:
+        """Claim groups, and finish them in order."""
+        works = [self.generator.claimed(version) for _ in range(groups)]
+        for work in works:
+            self.generator.finish(work, version, rewards)
+        return works
+
+    def job(self) -> BatchJob:
+        """Begin to form a mini-batch."""
+        job = self.buffer.begin_lease(self.trainer_incarnation)
+        assert isinstance(job, BatchJob)
+        return job
 
     def train(self) -> MiniBatch:
         """Lease, train and commit one mini-batch."""
