@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from service.config.rollout import EnvConfig, GeneratorConfig, RoleConfig
-from service.rollout.chat.chat import Chat
-from service.rollout.chat.conversation import Mode
 from service.rollout.engine import Sampling
 from service.rollout.environment import MAIN
+
+if TYPE_CHECKING:  # a dataset is checked without transformers, which takes seconds to load
+    from service.rollout.chat.chat import Chat
+    from service.rollout.chat.conversation import Mode
 
 
 @dataclass(frozen=True, slots=True)

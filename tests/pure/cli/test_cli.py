@@ -15,7 +15,7 @@ from service.cli import parser
 from service.cli.parser import main, split_overrides
 from service.cli.status_view import road_lines, status_lines
 from service.clock import SystemClock
-from service.config import Config, load_config
+from service.config import Config, load_config, resolved_yaml
 from service.observe.hub import Hub
 from service.run.folder import lock_run
 from service.run.writer import RunWriter
@@ -30,16 +30,15 @@ def test_overrides_are_told_from_other_words_wherever_they_stand() -> None:
         ["run", "--config", "x=y.yaml", "--config=b.yaml", "--json"],
         ["a.b=1", "--a.b", "-3", "--a.b=2", "lr=3"],
     )
+    words = ["trajectories", "show", "runs/quickstart", "group=812/sample=3/attempt=0"]
+    assert split_overrides(words) == (words, [])
 
 
-def test_config_show_prints_the_resolved_configuration(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_the_resolved_configuration_is_shown_and_is_fine(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["config", "show", "--config", QUICKSTART, "trainer.lr=1e-4", "--run.seed", "3"]) == 0
     (tmp_path / "shown.yaml").write_text(capsys.readouterr().out)
     shown = load_config([tmp_path / "shown.yaml"])
     assert (shown.trainer.lr, shown.run.seed, shown.run.name) == (1e-4, 3, "quickstart")
-
-
-def test_config_validate_says_that_it_is_fine(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["config", "validate", "--config", QUICKSTART]) == 0
     assert capsys.readouterr().out == f"{QUICKSTART}: fine\n"
 
@@ -50,52 +49,35 @@ def test_config_schema_is_json_that_refuses_unknown_keys(capsys: pytest.CaptureF
     assert schema["additionalProperties"] is False and "trainer" in schema["properties"]
 
 
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (["run"], "give a configuration: --config FILE"),
-        (["run", "--config", "none.yaml"], "none.yaml: cannot read the configuration file"),
-        (["run", "--config", QUICKSTART, "trainer.lrr=1"], "did you mean trainer.lr?"),
-        (["run", "--config", QUICKSTART, "nonsense"], "not of the form section.key=value"),
-        (["run", "--config", QUICKSTART, "model.lora={rank:", "16}"], "put quotes around a setting that has spaces"),
-        (["run", "--config", QUICKSTART, "placement.trainer.a/b=c"], "goes into braces: 'section.key={KEY: value}'"),
-        (["run", "--config", QUICKSTART, "algorithm.estimator=gae"], "step-wise rows are separate sequences"),
-        (["run", "--config", QUICKSTART, "model.make=null", "model.path=/none"], "model folder /none does not exist"),
-        (["config", "validate", "--config", QUICKSTART, "buffer.lookahead=99"], "override buffer.lookahead=99"),
-        (["config", "validate", "--config", QUICKSTART, "env.name=lokup"], "the nearest is 'lookup'"),
-        (
-            ["config", "validate", "--config", QUICKSTART, "algorithm.estimator=json:mine"],
-            "no estimator is named 'mine'",
-        ),
-        (["config", "validate", "--config", QUICKSTART, "algorithm.loss=json:mine"], "no loss is named 'mine'"),
-        (["config", "validate", "--config", QUICKSTART, "scorers.judge.use=json:lods"], "did you mean json:loads?"),
-        (
-            ["config", "validate", "--config", QUICKSTART, "scorers.judge.use=json:loads", "scorers.judge.options.x=1"],
-            "scorers.judge.options: are for a class, but json:loads is a function",
-        ),
-        (
-            [
-                *("config", "validate", "--config", QUICKSTART, "scorers.judge.options.wait=1"),
-                "scorers.judge.use=tests.pure.scorers.mine:Weighed",
-            ],
-            "does not take them: got an unexpected keyword argument 'wait'",
-        ),
-        (
-            ["config", "validate", "--config", QUICKSTART, "scorers.judge.use=json:decoder"],
-            "no class with a method score",
-        ),
-        (["config", "validate", "--config", QUICKSTART, "env.name=os:Path"], "env.trusted_modules does not name 'os'"),
-        (["config", "validate", "--config", QUICKSTART, "env.options.colour=1"], "'lookup' refuses them"),
-        (["config", "validate", "--config", QUICKSTART, "trainer.betas=[0.9,1.5]"], "must be less than 1"),
-        (["config", "validate", "--config", QUICKSTART, "model.make.num_layers=1000"], "model.make.num_layers"),
-        (["status", "nobody"], "neither a URL, host:port, a run folder (with config.yaml) nor the name of a run"),
-        (["status", "127.0.0.1:1"], "no run answers there"),
-    ],
-)
-def test_wrong_input_is_one_line_and_code_2(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    if "buffer.lookahead=99" in argv:
-        message = "buffer.max_staleness: 4 is below buffer.lookahead (99)"
-    assert main(argv) == 2
+WRONG = {
+    "run": "give a configuration: --config FILE",
+    "run --config none.yaml": "none.yaml: cannot read",
+    "run QUICKSTART trainer.lrr=1": "did you mean trainer.lr?",
+    "run QUICKSTART nonsense": "not of the form section.key=value",
+    "run QUICKSTART model.lora={rank: 16}": "put quotes around",
+    "run QUICKSTART placement.trainer.a/b=c": "goes into braces",
+    "run QUICKSTART algorithm.estimator=gae": "algorithm.estimator=gae: ",
+    "run QUICKSTART model.make=null model.path=/none": "model folder /none does not exist",
+    "config validate QUICKSTART buffer.lookahead=99": "buffer.max_staleness: 4 is below",
+    "config validate QUICKSTART env.name=lokup": "the nearest is 'lookup'",
+    "config validate QUICKSTART algorithm.estimator=json:mine": "no estimator is named 'mine'",
+    "config validate QUICKSTART algorithm.loss=json:mine": "no loss is named 'mine'",
+    "config validate QUICKSTART scorers.judge.use=json:lods": "did you mean json:loads?",
+    "config validate QUICKSTART scorers.judge.use=json:loads scorers.judge.options.x=1": "scorers.judge.options",
+    "config validate QUICKSTART scorers.j.use=tests.pure.scorers.mine:Weighed scorers.j.options.wait=1": "'wait'",
+    "config validate QUICKSTART scorers.judge.use=json:decoder": "no class with a method score",
+    "config validate QUICKSTART env.name=os:Path": "env.trusted_modules does not name 'os'",
+    "config validate QUICKSTART env.options.colour=1": "'lookup' refuses them",
+    "config validate QUICKSTART trainer.betas=[0.9,1.5]": "must be less than 1",
+    "config validate QUICKSTART model.make.num_layers=1000": "model.make.num_layers",
+    "status nobody": "nor the name of a run",
+    "status 127.0.0.1:1": "no run answers there",
+}
+
+
+@pytest.mark.parametrize(("line", "message"), WRONG.items())
+def test_wrong_input_is_one_line_and_code_2(line: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(line.replace("QUICKSTART", f"--config {QUICKSTART}").split()) == 2
     out, err = capsys.readouterr()
     said = [line for line in out.splitlines() if not line.startswith("reading the configuration ...")]  # if slow
     assert said == [] and err.startswith("baton: ") and message in err and err.count("\n") == 1
@@ -160,11 +142,6 @@ def test_validation_reads_the_dataset(capsys: pytest.CaptureFixture[str], tmp_pa
     rows.write_text('{"prompt": "hi"}\n{"prompt": "ho", "env_class": "lokup"}\n')
     assert main(["config", "validate", "--config", QUICKSTART, "data.make_rows=null", f"data.train={rows}"]) == 2
     assert "first needed by row 1" in capsys.readouterr().err
-
-
-def test_the_name_of_a_trajectory_is_no_setting() -> None:
-    words = ["trajectories", "show", "runs/quickstart", "group=812/sample=3/attempt=0"]
-    assert split_overrides(words) == (words, [])
 
 
 def test_an_unknown_command_is_code_2(capsys: pytest.CaptureFixture[str]) -> None:
@@ -254,7 +231,7 @@ def test_status_tells_a_run_that_starts_from_one_that_was_killed(
         assert "no run answers there" in said()
     killed = said()
     assert "it was killed" in killed and f"baton run --resume {tmp_path}" in killed
-    folder.begin(Config())
+    folder.begin(resolved_yaml(Config()))
     assert "it was killed" in said()
 
 
@@ -266,7 +243,7 @@ def test_a_run_that_goes_on_is_no_longer_one_that_ended(capsys: pytest.CaptureFi
     assert main(["status", str(tmp_path)]) == 0
     assert "stopped after 27 optimizer steps" in capsys.readouterr().out
     with lock_run(tmp_path):
-        folder.begin(Config())
+        folder.begin(resolved_yaml(Config()))
         assert main(["status", str(tmp_path)]) == 2
         assert "the run is starting" in capsys.readouterr().err
 

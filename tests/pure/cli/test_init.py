@@ -9,7 +9,7 @@ import pytest
 
 from service.cli.init import NAME, PLACEHOLDER, write_task
 from service.cli.parser import main
-from service.cli.recipes import config_file, new_task, recipes
+from service.cli.recipes import config_file, recipes
 from service.config import load, load_config
 from service.config.checks import problems
 from service.config.tree import RunConfig
@@ -114,16 +114,6 @@ def test_a_name_of_a_task_is_one_of_a_run() -> None:
     assert patterns == [f"^{NAME.pattern}$"]
 
 
-def test_the_help_teaches_by_examples(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["init", "--help"])
-    said = capsys.readouterr().out
-    assert "baton init my-task" in said and "baton run --config config.yaml" in said
-    with pytest.raises(SystemExit):
-        main(["--help"])
-    assert "baton init my-task" in capsys.readouterr().out
-
-
 def test_a_recipe_is_found_wherever_the_command_is_typed_and_a_file_goes_before_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -134,7 +124,3 @@ def test_a_recipe_is_found_wherever_the_command_is_typed_and_a_file_goes_before_
     (tmp_path / "configs").mkdir()
     (tmp_path / "configs" / "quickstart.yaml").write_text("")
     assert config_file("configs/quickstart.yaml") == Path("configs/quickstart.yaml")
-
-
-def test_what_is_copied_lies_beside_the_other_examples() -> None:
-    assert new_task() == ROOT / "baton" / "examples" / "new_task"

@@ -172,25 +172,25 @@ def test_all_mistakes_are_reported_at_once_one_line_each(tmp_path: Path) -> None
     assert len(str(caught.value).splitlines()) == 3
 
 
-def test_a_missing_unreadable_or_huge_file_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"none\.yaml: cannot read the configuration file: No such file"):
-        load_config([tmp_path / "none.yaml"])
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (None, r"none\.yaml: cannot read the configuration file: No such file"),
+        (b"\xff\xfe\x00", "UTF-8"),
+        (b"# x\n" * 400_000, "too large"),
+        (b"a: &a [1, 1]\nb: [*a, *a]\n", "aliases"),
+        (b"a: " + b"[" * 60 + b"]" * 60, "nested too deeply"),
+        (b"a: " + b"[" * 5000 + b"]" * 5000, "nested too deeply"),
+    ],
+)
+def test_a_file_that_is_no_configuration_is_refused(tmp_path: Path, content: bytes | None, words: str) -> None:
+    file = tmp_path / "none.yaml"
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(UserError, match=words):
+        load_config([file])
     with pytest.raises(UserError, match="cannot read"):
         load_config([tmp_path])
-    (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(UserError, match="UTF-8"):
-        load_config([tmp_path / "binary.yaml"])
-    with pytest.raises(UserError, match="too large"):
-        load_config([write(tmp_path, "huge.yaml", "# x\n" * 400_000)])
-
-
-def test_files_that_would_blow_up_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="aliases"):
-        load_config([write(tmp_path, "bomb.yaml", "a: &a [1, 1]\nb: [*a, *a]\n")])
-    with pytest.raises(UserError, match="nested too deeply"):
-        load_config([write(tmp_path, "deep.yaml", "a: " + "[" * 60 + "]" * 60)])
-    with pytest.raises(UserError, match="nested too deeply"):
-        load_config([write(tmp_path, "deeper.yaml", "a: " + "[" * 5000 + "]" * 5000)])
 
 
 def test_a_nest_of_brackets_is_read_no_further_than_needed(tmp_path: Path) -> None:
@@ -226,23 +226,17 @@ def test_an_empty_file_changes_nothing(tmp_path: Path) -> None:
     assert load_config([write(tmp_path, "empty.yaml", "# nothing\n")]) == Config()
 
 
-@given(st.text(max_size=200))
-def test_any_text_is_a_configuration_or_a_user_error(tmp_path_factory: pytest.TempPathFactory, text: str) -> None:
-    folder = tmp_path_factory.getbasetemp()
-    file = folder / "any.yaml"
+@given(st.text(max_size=200), st.lists(st.text(alphabet="abc.=-[]{}:'\"!&*", max_size=12), max_size=4))
+def test_any_text_and_any_override_is_a_configuration_or_a_user_error(
+    tmp_path_factory: pytest.TempPathFactory, text: str, overrides: list[str]
+) -> None:
+    file = tmp_path_factory.getbasetemp() / "any.yaml"
     file.write_text(text, encoding="utf-8", errors="ignore")
-    try:
-        load_config([file])
-    except UserError as error:
-        assert str(error)
-
-
-@given(st.lists(st.text(alphabet="abc.=-[]{}:'\"!&*", max_size=12), max_size=4))
-def test_any_override_is_a_configuration_or_a_user_error(overrides: list[str]) -> None:
-    try:
-        load_config([], overrides)
-    except UserError as error:
-        assert str(error)
+    for files, words in (([file], []), ([], overrides)):
+        try:
+            load_config(files, words)
+        except UserError as error:
+            assert str(error)
 
 
 def test_every_path_that_goes_to_other_nodes_is_absolute() -> None:

@@ -21,7 +21,7 @@ LINES = {
 """Room -> its lines at the edge: (file, what is taken out of it)."""
 OWN_TESTS = {"simulate": ["sim"], "trace": ["pure/timeline", "pure/trajectories"], "plan": ["pure/plan"]}
 """Room -> folders of its tests; beside them go the files elsewhere that import it."""
-NEIGHBOURS = ["pure/cli", "pure/config", "pure/metrics", "pure/runfolder", "pure/plan", "pure/trajectories"]
+NEIGHBOURS = ["pure/cli", "pure/config", "pure/metrics", "pure/runfolder"]
 
 
 def without(room: str, copy: Path) -> None:
