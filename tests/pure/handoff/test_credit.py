@@ -204,21 +204,6 @@ def test_the_expected_gradient_is_the_exact_one_and_that_of_the_mean_over_the_al
         assert np.abs(expected(naive) - exact).max() > 1e-2
 
 
-@pytest.mark.parametrize(("baseline", "stops"), [(without_bias, True), (naive_on_rewards, False)])
-def test_trained_for_500_steps_the_mean_over_the_alive_learns_to_stall_and_ours_does_not(
-    baseline: Baseline, stops: bool
-) -> None:
-    rng, logits = np.random.default_rng(0), np.zeros(HORIZON)
-    for _ in range(500):
-        stop_T = 1 / (1 + np.exp(-logits))
-        chance = [probability(s, stop_T) for s in range(HORIZON + 1)]
-        group = rng.choice(HORIZON + 1, p=chance, size=8)
-        advantage = baseline([rewards_of(s) for s in group])
-        logits += 0.3 * sum(a @ gradient_of_log(s, stop_T) for a, s in zip(advantage, group, strict=True)) / len(group)
-    stop_at_once = 1 / (1 + np.exp(-logits[0]))
-    assert stop_at_once > 0.9 if stops else stop_at_once < 0.1
-
-
 # -- into the mini-batch -----------------------------------------------------------------------------------------------
 
 

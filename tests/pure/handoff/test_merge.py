@@ -12,21 +12,13 @@ from service.handoff.prefixes.prefix_index import PrefixError
 from service.handoff.prefixes.sharing import share_prefixes
 from service.handoff.steps.builder import steps_table
 from service.handoff.steps.tables import step_objects
-from service.types import NO_VERSION, ROUTE_NATIVELY, Extension, Row, TrajectoryId
+from service.types import NO_VERSION, ROUTE_NATIVELY, Extension, TrajectoryId
 from tests.pure.handoff.worlds import episode, ids, shared, step
 
 EXAMPLE = [
     step(0, [10, 20, 30], [40, 50], reward=0.5),
     step(1, [10, 20, 30, 40, 50, 60, 70], [80, 90], reward=1.0),
 ]
-
-
-def alike(a: Row, b: Row) -> bool:
-    arrays = ("prompt_ids", "response_ids", "logprobs", "loss_mask", "versions", "rewards")
-    facts = ("trajectory", "prompt_uid", "first_step", "last_step", "temperature", "stop_reason", "reward")
-    return all(np.array_equal(getattr(a, f), getattr(b, f)) for f in arrays) and all(
-        getattr(a, f) == getattr(b, f) for f in facts
-    )
 
 
 def test_a_step_that_extends_its_predecessor_shares_its_row() -> None:
@@ -38,13 +30,6 @@ def test_a_step_that_extends_its_predecessor_shares_its_row() -> None:
     assert row.versions.tolist() == [0, 0, NO_VERSION, NO_VERSION, 0, 0]
     assert row.rewards.tolist() == [0, 0.5, 0, 0, 0, 1]
     assert (row.first_step, row.last_step, row.reward) == (0, 1, 1.0)
-
-
-def test_the_shared_form_gives_the_same_rows_as_the_full_form() -> None:
-    steps = episode(np.random.default_rng(0), 6)
-    for mode in ("off", "linear", "tree"):
-        rows = merge_steps(steps, mode)
-        assert all(alike(a, b) for a, b in zip(rows, merge_steps(shared(steps), mode), strict=True))
 
 
 def test_sharing_prefixes_and_writing_them_out_again_gives_the_steps_back() -> None:

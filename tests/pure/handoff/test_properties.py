@@ -15,10 +15,10 @@ from service.handoff.batches.batch import BatchSettings, form_mini_batch
 from service.handoff.batches.pack import partition, place
 from service.handoff.ledger.scores import CompleteGroup
 from service.handoff.ledger.versions import VersionHistory
-from service.handoff.prefixes.merge import merge, whole_prompts
+from service.handoff.prefixes.merge import merge
 from service.handoff.prefixes.sharing import share_prefixes
 from service.handoff.steps.builder import step_group, steps_table
-from service.handoff.steps.tables import concat_steps, ends_table, row_objects, step_objects, with_token_rewards
+from service.handoff.steps.tables import concat_steps, ends_table, row_objects
 from service.handoff.steps.wire import decode, encode
 from service.handoff.validate import refusal
 from service.types import Row, Step, StepGroup, TrajectoryId
@@ -83,70 +83,6 @@ def test_splitting_a_stream_into_any_steps_and_merging_gives_it_back(
     assert [False] * len(row.prompt_ids) + row.loss_mask.tolist() == mask
 
 
-@SLOW_MACHINE
-@given(st.lists(episodes(), min_size=1, max_size=3), MODES, st.randoms())
-def test_any_order_of_arrival_with_duplicates_gives_the_same_rows(
-    made: list[list[Step]], mode: Any, random: Any
-) -> None:
-    steps = [replace(s, trajectory=TrajectoryId(0, t)) for t, episode in enumerate(made) for s in episode]
-    arrived = [*steps, *random.sample(steps, len(steps) // 2)]
-    random.shuffle(arrived)
-    rows = sorted(merge_steps(arrived, mode), key=lambda row: (row.trajectory, row.first_step, row.last_step))
-    again = sorted(merge_steps(steps, mode), key=lambda row: (row.trajectory, row.first_step, row.last_step))
-    assert [facts(row) for row in rows] == [facts(row) for row in again]
-
-
-@SLOW_MACHINE
-@given(episodes(), MODES)
-def test_every_sampled_token_carries_loss_once(steps: list[Step], mode: Any) -> None:
-    merged = merge(steps_table(steps), mode)
-    sampled = sum(int(s.loss_mask.sum()) for s in steps)
-    assert int(merged.rows.loss_mask_N.sum()) == sampled
-    outcomes = ("extended", "forked", "reset")
-    assert mode == "off" or sum(merged.counts[o] for o in outcomes) == len(steps) - 1
-
-
-@SLOW_MACHINE
-@given(episodes(), MODES)
-def test_rows_carry_every_steps_reward_once_however_they_were_cut(steps: list[Step], mode: Any) -> None:
-    worth = [float(1 << index) for index in range(len(steps))]  # sums tell which rewards are in them
-    steps = [replace(s, reward=reward) for s, reward in zip(steps, worth, strict=True)]
-    rows = row_objects(merge(with_token_rewards(steps_table(steps)), mode).rows)
-    assert sum(float(row.rewards.sum()) for row in rows) == sum(worth)
-    for row in rows:
-        assert not row.rewards[~row.loss_mask].any()
-        assert mode == "tree" or row.rewards.sum() == sum(worth[row.first_step : row.last_step + 1])
-
-
-@SLOW_MACHINE
-@given(episodes(), MODES)
-def test_what_precedes_a_sampled_token_in_its_row_is_what_the_policy_saw(steps: list[Step], mode: Any) -> None:
-    seen: dict[tuple[int, float], list[int]] = {}
-    for s in steps:
-        for t in range(len(s.response_ids)):
-            assert s.logprobs is not None
-            seen[s.index, float(s.logprobs[t])] = [*s.prompt_ids, *s.response_ids[: t + 1]]
-    for row in row_objects(merge(steps_table(steps), mode).rows):
-        whole, first = [*row.prompt_ids, *row.response_ids], len(row.prompt_ids)
-        for t in np.flatnonzero(row.loss_mask).tolist():
-            assert row.logprobs is not None
-            index = int(-row.logprobs[t] - 1e-6)
-            assert whole[: first + t + 1] == seen[index, float(row.logprobs[t])]
-
-
-@SLOW_MACHINE
-@given(episodes(), MODES)
-def test_the_shared_form_gives_the_same_rows(steps: list[Step], mode: Any) -> None:
-    full = steps_table(steps)
-    small = share_prefixes(full)
-    assert len(small.token_ids_N) <= len(full.token_ids_N)
-    assert merge(small, mode).counts == merge(full, mode).counts
-    for a, b in zip(row_objects(merge(small, mode).rows), merge_rows(full, mode), strict=True):
-        assert facts(a) == facts(b)
-    again = whole_prompts(small)
-    assert again.token_ids_N.tolist() == full.token_ids_N.tolist()
-
-
 def merge_rows(table: Any, mode: Any) -> list[Row]:
     return row_objects(merge(table, mode).rows)
 
@@ -161,17 +97,6 @@ def test_sharing_works_across_messages_in_any_order_of_entry(steps: list[Step], 
         known = message if known is None else concat_steps([known, message])
     assert known is not None
     assert [facts(r) for r in merge_rows(known, "tree")] == [facts(r) for r in merge_rows(full, "tree")]
-
-
-@SLOW_MACHINE
-@given(st.lists(episodes(), min_size=1, max_size=3))
-def test_a_message_survives_the_wire_and_the_door(made: list[list[Step]]) -> None:
-    steps = [replace(s, trajectory=TrajectoryId(0, t)) for t, episode in enumerate(made) for s in episode]
-    ends = [end(TrajectoryId(0, t), len(episode), uid="p0") for t, episode in enumerate(made)]
-    again = decode(encode(step_group(SENDER, steps, ends)), LIMITS)
-    assert isinstance(again, StepGroup) and refusal(again, LIMITS) is None
-    for a, b in zip(step_objects(again.steps), steps, strict=True):
-        assert (a.trajectory, a.index, a.response_ids.tolist()) == (b.trajectory, b.index, b.response_ids.tolist())
 
 
 @SLOW_MACHINE
