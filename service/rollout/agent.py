@@ -93,8 +93,7 @@ async def run_trajectory(
         limits = replace(limits, sampling=replace(limits.sampling, temperature=task.temperature))
     episode, info, failure = Episode(trajectory, task, limits, sink), Counter[str](), ""
     sides = {role: _Side(conversation(limits.conversation, chat)) for role in limits.roles}
-    # neither evaluations nor conversations of several roles continue elsewhere
-    most = limits.max_snapshot_bytes if trajectory.group_id >= 0 and len(sides) == 1 else 0
+    most = limits.max_snapshot_bytes if len(sides) == 1 else 0  # conversations of several roles continue nowhere else
     read = partial(_text_until_stop, chat, limits.sampling.stop)
     try:
         if earlier is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import deepcopy
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
@@ -93,7 +94,7 @@ class Player(Generic[A]):
         # All samples of a group share the environment's seed, so that only the policy differs.
         env = task.env_class or self._settings.env.name
         with self.timelines.playing(trajectory, env) as line:
-            played = await self._play(trajectory, task, sink, str(trajectory.group_id), earlier)
+            played = await self._play(trajectory, task, sink, str(trajectory.group_id), self._limits, earlier)
             self.timelines.ended(line, played.end.stop_reason)
         self._ended.append((played.end, env))
         if not played.failure:
@@ -111,7 +112,8 @@ class Player(Generic[A]):
 
     async def play_unmeasured(self, trajectory: TrajectoryId, task: Task, sink: StepSink, seed: str) -> TrajectoryEnd:
         """Play one trajectory that the buffer does not receive, such as one of an evaluation; see `play`."""
-        return (await self._play(trajectory, task, sink, seed)).end
+        nowhere_else = replace(self._limits, max_snapshot_bytes=0)
+        return (await self._play(trajectory, task, sink, seed, nowhere_else)).end
 
     def measure(self, metrics: Metrics, trace: Trace) -> None:
         """Measure what was played; trajectories of training once, after they ended, and in the timeline."""
@@ -132,14 +134,20 @@ class Player(Generic[A]):
             await self.agents.close()
 
     async def _play(
-        self, trajectory: TrajectoryId, task: Task, sink: StepSink, seed: str, earlier: Steps | None = None
+        self,
+        trajectory: TrajectoryId,
+        task: Task,
+        sink: StepSink,
+        seed: str,
+        limits: AgentLimits,
+        earlier: Steps | None = None,
     ) -> Played:
         self.leaked.check()
         own = deepcopy(task)  # a row is shared
         number = xxhash.xxh3_64_intdigest(f"{self._settings.seed}/{seed}".encode()) & 0x7FFFFFFF
         async with self._environments.room:
             agents = self.agents if self.agents is not None and self._environments.is_agent(task) else None
-            limits = self._limits if agents is None else agents.limits
+            limits = limits if agents is None else agents.limits
             name, make = task.env_class or self._settings.env.name, partial(self._environments.make, task)
             guard = EnvGuard(name, make, limits, self.leaked, partial(self.timelines.answered, trajectory))
             if agents is not None:

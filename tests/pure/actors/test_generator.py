@@ -284,13 +284,14 @@ async def test_a_generator_that_leaves_plays_on_for_its_grace_then_hands_over_an
 async def test_an_engine_that_evaluates_beside_training_claims_nothing_until_it_is_done(
     generator: Generator, tmp_path: Path
 ) -> None:
-    beside = ["data.eval_mode=beside", "generator.engines=2", "data.train=train.jsonl"]
+    beside = ["data.eval_mode=beside", "data.eval_temperature=0.5", "generator.engines=2", "data.train=train.jsonl"]
     generator._config = load_config([], beside)
     buffer = FakeBuffer(Assignment(0, "lookup-0-0", 0, (0,), (0,)))
     engine, go_on, sampling = join(generator, generator._config, tmp_path, buffer), asyncio.Event(), asyncio.Event()
-    generate = engine.generate
+    generate, temperatures = engine.generate, list[float]()
 
     async def waits(*arguments: Any) -> Generation:
+        temperatures.append(arguments[1].temperature)
         sampling.set()
         await go_on.wait()
         return await generate(*arguments)
@@ -306,7 +307,7 @@ async def test_an_engine_that_evaluates_beside_training_claims_nothing_until_it_
         go_on.set()
         assert len(await evaluating) == 2
         await running
-    assert buffer.answers == []
+    assert buffer.answers == [] and (temperatures[0], temperatures[-1]) == (0.5, 1.0)
 
 
 async def test_weights_other_than_those_to_be_evaluated_end_an_evaluation(generator: Generator, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from service.config.command import AGENT
 from service.errors import UserError
 from service.rollout.chat.chat import Chat
 from service.rollout.environment import Message, Task
-from service.rollout.environments.registry import make_environment, synthetic_data
+from service.rollout.environments.registry import synthetic_data
 from service.rollout.prompts.warm_start import demonstration_rows
 
 
@@ -117,16 +117,6 @@ def test_a_demonstration_trains_what_the_assistant_says_and_is_tokenised_like_an
     whole = chat.prompt(messages).tolist()
     # The template adds the next generation prompt, which a finished conversation lacks.
     assert whole[: len(row.token_ids)] == row.token_ids.tolist()
-
-
-def test_an_unknown_environment_is_refused_with_the_nearest_name() -> None:
-    with pytest.raises(UserError, match="no environment 'lokup'; the nearest is 'lookup'"):
-        make_environment("lokup", {})
-
-
-def test_options_that_an_environment_does_not_take_are_refused() -> None:
-    with pytest.raises(UserError, match=r"env.options.*lookup.*colour"):
-        make_environment("lookup", {"colour": 1})
 
 
 def test_an_environment_that_makes_no_rows_says_what_to_give_instead() -> None:
