@@ -6,99 +6,51 @@ import json
 from typing import Any, Literal
 
 import msgspec
-from msgspec import Struct
 
 
-class _Exact(Struct, forbid_unknown_fields=True, tag_field="type"):
-    pass
+def exact(tag: str | None = None, **fields: Any) -> Any:
+    """A struct with these fields and no others; with a tag also `type`."""
+    kind = {} if tag is None else {"tag_field": "type", "tag": tag}
+    return msgspec.defstruct(tag or "Part", [*fields.items()], forbid_unknown_fields=True, **kind)  # type: ignore[arg-type]
 
 
-class Text(_Exact, tag="text"):
-    text: str
-
-
-class Thinking(_Exact, tag="thinking"):
-    thinking: str
-    signature: str
-
-
-class ToolUse(_Exact, tag="tool_use"):
-    id: str
-    name: str
-    input: dict[str, Any]
-
-
-class Usage(Struct, forbid_unknown_fields=True):
-    input_tokens: int
-    output_tokens: int
-    cache_creation_input_tokens: int
-    cache_read_input_tokens: int
-
-
-class Message(_Exact, tag="message"):
-    id: str
-    role: Literal["assistant"]
-    model: str
-    content: list[Text | Thinking | ToolUse]
-    stop_reason: Literal["end_turn", "max_tokens", "tool_use"] | None
-    stop_sequence: None
-    usage: Usage
-
-
-class MessageStart(_Exact, tag="message_start"):
-    message: Message
-
-
-class BlockStart(_Exact, tag="content_block_start"):
-    index: int
-    content_block: Text | Thinking | ToolUse
-
-
-class TextDelta(_Exact, tag="text_delta"):
-    text: str
-
-
-class ThinkingDelta(_Exact, tag="thinking_delta"):
-    thinking: str
-
-
-class SignatureDelta(_Exact, tag="signature_delta"):
-    signature: str
-
-
-class InputDelta(_Exact, tag="input_json_delta"):
-    partial_json: str
-
-
-class BlockDelta(_Exact, tag="content_block_delta"):
-    index: int
-    delta: TextDelta | ThinkingDelta | SignatureDelta | InputDelta
-
-
-class BlockStop(_Exact, tag="content_block_stop"):
-    index: int
-
-
-class Stop(Struct, forbid_unknown_fields=True):
-    stop_reason: Literal["end_turn", "max_tokens", "tool_use"]
-    stop_sequence: None
-
-
-class MessageDelta(_Exact, tag="message_delta"):
-    delta: Stop
-    usage: Usage
-
-
-class MessageStop(_Exact, tag="message_stop"):
-    pass
-
-
-Event = MessageStart | BlockStart | BlockDelta | BlockStop | MessageDelta | MessageStop
+STOP = Literal["end_turn", "max_tokens", "tool_use"]
+COUNTS = ("input_tokens", "output_tokens", "cache_creation_input_tokens", "cache_read_input_tokens")
+USAGE = exact(**dict.fromkeys(COUNTS, int))
+BLOCK = (
+    exact("text", text=str)
+    | exact("thinking", thinking=str, signature=str)
+    | exact("tool_use", id=str, name=str, input=dict[str, Any])
+)
+MESSAGE = exact(
+    "message",
+    id=str,
+    role=Literal["assistant"],
+    model=str,
+    content=list[BLOCK],
+    stop_reason=STOP | None,
+    stop_sequence=None,
+    usage=USAGE,
+)
+DELTA = (
+    exact("text_delta", text=str)
+    | exact("thinking_delta", thinking=str)
+    | exact("signature_delta", signature=str)
+    | exact("input_json_delta", partial_json=str)
+)
+EVENT = (
+    exact("message_start", message=MESSAGE)
+    | exact("content_block_start", index=int, content_block=BLOCK)
+    | exact("content_block_delta", index=int, delta=DELTA)
+    | exact("content_block_stop", index=int)
+    | exact("message_delta", delta=exact(stop_reason=STOP, stop_sequence=None), usage=USAGE)
+    | exact("message_stop")
+)
 
 
 def check_message(message: dict[str, Any]) -> list[dict[str, Any]]:
     """The blocks of a message, each with the fields that the SDK needs."""
-    msgspec.convert(message, Message)
+    msgspec.convert(message, MESSAGE)
     blocks: list[dict[str, Any]] = message["content"]
     return blocks
 
@@ -106,7 +58,7 @@ def check_message(message: dict[str, Any]) -> list[dict[str, Any]]:
 def check_events(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The blocks that a stream adds up to, as the SDK adds them."""
     for event in events:
-        msgspec.convert(event, Event)  # type: ignore[call-overload]
+        msgspec.convert(event, EVENT)
     first, *middle, before, last = events
     assert (first["type"], before["type"], last["type"]) == ("message_start", "message_delta", "message_stop")
     blocks: list[dict[str, Any]] = []

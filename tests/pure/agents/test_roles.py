@@ -22,7 +22,7 @@ from service.handoff.steps.roles import ROLES, Role, packed_roles
 from service.rollout.chat.chat import Chat
 from service.rollout.chat.conversation import Response
 from service.rollout.environment import TrajectoryFailed
-from tests.pure.agents.endpoint import CHAT, COMPLETIONS, Client, House, client_of, opened
+from tests.pure.agents.endpoint import CHAT, COMPLETIONS, Client, House, client_of, opened, until
 
 MAIN, SUB, AUX, RETRY, UNDELIVERED = ROLES
 TOOL = {"type": "function", "function": {"name": "edit", "parameters": {"type": "object", "properties": {}}}}
@@ -35,15 +35,6 @@ def system(text: str) -> dict[str, Any]:
 
 def user(text: str) -> dict[str, Any]:
     return {"role": "user", "content": text}
-
-
-@asynccontextmanager
-async def visited(chat: Chat) -> AsyncIterator[tuple[House, Client, Session]]:
-    """A house, and a client of a session there."""
-    async with opened(chat) as house:
-        session = house.session()
-        async with client_of(house, session) as client:
-            yield house, client, session
 
 
 class Program:
@@ -72,9 +63,17 @@ class Program:
         return roles_of(self.session.tree.calls)
 
 
+@asynccontextmanager
+async def visited(chat: Chat, *named_roles: str) -> AsyncIterator[Program]:
+    """A program at a house of its own, with a session there."""
+    async with opened(chat, named_roles=named_roles) as house:
+        session = house.session()
+        async with client_of(house, session) as client:
+            yield Program(client, house, session)
+
+
 async def test_the_calls_of_a_coding_agent_have_the_roles_of_the_worked_example(bytes_chat: Chat) -> None:
-    async with visited(bytes_chat) as (house, client, session):
-        agent = Program(client, house, session)
+    async with visited(bytes_chat) as agent:
         code, task = system("you code"), user("mend the parser")
         await agent.call(system("titles"), user("Name this task"), tools=False, says="Mend the date parser")
         first = await agent.call(code, task)
@@ -90,13 +89,12 @@ async def test_the_calls_of_a_coding_agent_have_the_roles_of_the_worked_example(
         assert again["content"] == "read it"
         assert agent.roles == [AUX, MAIN, RETRY, MAIN, SUB, MAIN, MAIN, UNDELIVERED]
         restored = ConversationTree(bytes_chat, JsonCalls())
-        restored.restore(steps_table(house.steps))
+        restored.restore(steps_table(agent.house.steps))
         assert roles_of(restored.calls) == [*agent.roles[:-1], MAIN]
 
 
 async def test_independent_questions_and_edited_histories_are_the_agents_own(bytes_chat: Chat) -> None:
-    async with visited(bytes_chat) as (house, client, session):
-        agent = Program(client, house, session)
+    async with visited(bytes_chat) as agent:
         for question in "abc":
             await agent.call(user(question), tools=False)
         assert agent.roles == [MAIN] * 3
@@ -106,8 +104,7 @@ async def test_independent_questions_and_edited_histories_are_the_agents_own(byt
 
 
 async def test_a_title_beside_a_conversation_without_tools_is_no_part_of_it(bytes_chat: Chat) -> None:
-    async with visited(bytes_chat) as (house, client, session):
-        agent = Program(client, house, session)
+    async with visited(bytes_chat) as agent:
         first = await agent.call(user("hi"), tools=False)
         await agent.call(user("A title for: hi"), tools=False, says="Greetings to a model")
         await agent.call(user("hi"), first, user("more"), tools=False)
@@ -115,69 +112,60 @@ async def test_a_title_beside_a_conversation_without_tools_is_no_part_of_it(byte
 
 
 async def test_a_title_in_the_words_of_the_request_is_no_summary(bytes_chat: Chat) -> None:
-    async with visited(bytes_chat) as (house, client, session):
-        agent = Program(client, house, session)
+    async with visited(bytes_chat) as agent:
         request = "Fix the login bug in auth.py, please"
         title = "Fix the login bug in auth.py"
         await agent.call(system("titles"), user(f"A title for: {request}"), tools=False, says=title)
         await agent.call(system("you code"), user(request))
         assert agent.roles == [AUX, MAIN]
         restored = ConversationTree(bytes_chat, JsonCalls())
-        restored.restore(steps_table(house.steps))
+        restored.restore(steps_table(agent.house.steps))
         assert roles_of(restored.calls) == agent.roles
 
 
 async def test_a_client_names_the_role_of_a_conversation(bytes_chat: Chat) -> None:
-    async with visited(bytes_chat) as (house, client, session):
-        agent = Program(client, house, session)
+    async with visited(bytes_chat) as agent:
         first = await agent.call(user("judge this"), X_Baton_Role="aux")
         await agent.call(user("judge this"), first, user("again"))
         await agent.call(user("solve this"), tools=False)
         assert agent.roles == [AUX, AUX, MAIN]
         for wrong in ("retry", "MAIN", "judge"):
-            status, answer = await client.post(CHAT, {"messages": [user("x")]}, X_Baton_Role=wrong)
+            status, answer = await agent.client.post(CHAT, {"messages": [user("x")]}, X_Baton_Role=wrong)
             assert status == 400 and "main, sub, aux" in answer["error"]["message"]
-        assert len(house.steps) == 3
+        assert len(agent.house.steps) == 3
 
 
 async def test_calls_and_roles_of_the_configuration_get_rewards_of_their_own(bytes_chat: Chat) -> None:
-    async with opened(bytes_chat, named_roles=("verifier",)) as house:
-        session = house.session()
-        async with client_of(house, session) as client:
-            agent = Program(client, house, session)
-            first = await agent.call(user("solve this"))
-            await agent.call(user("solve this"), first, user("again"))
-            await agent.call(user("is it right ?"), tools=False, X_Baton_Role="verifier")
-            assert agent.roles == [MAIN, MAIN, "verifier"]
-            of_first = f"chatcmpl-{session.tree.calls[0].name}"
-            session.finish(1.0, rewards={of_first: 0.25, "verifier": -1.0})
-            outcome = session.ended.result()
-            assert session.rewards_of_calls(outcome, agent.roles) == (0.25, 1.0, -1.0)
-            assert session.rewards_of_calls(outcome._replace(reward=0.0, rewards={}), agent.roles) == ()
-            with pytest.raises(TrajectoryFailed, match="rewards\\['critic'\\] is for no call"):
-                session.rewards_of_calls(outcome._replace(rewards={"critic": 1.0}), agent.roles)
+    async with visited(bytes_chat, "verifier") as agent:
+        session, first = agent.session, await agent.call(user("solve this"))
+        await agent.call(user("solve this"), first, user("again"))
+        await agent.call(user("is it right ?"), tools=False, X_Baton_Role="verifier")
+        assert agent.roles == [MAIN, MAIN, "verifier"]
+        of_first = f"chatcmpl-{session.tree.calls[0].name}"
+        session.finish(1.0, rewards={of_first: 0.25, "verifier": -1.0})
+        outcome = session.ended.result()
+        assert session.rewards_of_calls(outcome, agent.roles) == (0.25, 1.0, -1.0)
+        assert session.rewards_of_calls(outcome._replace(reward=0.0, rewards={}), agent.roles) == ()
+        with pytest.raises(TrajectoryFailed, match="rewards\\['critic'\\] is for no call"):
+            session.rewards_of_calls(outcome._replace(rewards={"critic": 1.0}), agent.roles)
 
 
 async def test_an_answer_whose_client_had_left_is_undelivered(bytes_chat: Chat) -> None:
-    async with visited(bytes_chat) as (house, client, session):
+    async with visited(bytes_chat) as agent, asyncio.timeout(30):
+        house, gone = agent.house, asyncio.Event()
         house.sampling.clear()
-        gone = asyncio.Event()
-        leaving = asyncio.create_task(client.leave(CHAT, {"messages": [user("hi")]}, gone))
-        async with asyncio.timeout(30):
-            while not house.prompts:
-                await asyncio.sleep(0.01)
-            gone.set()
-            await leaving
-            await asyncio.sleep(0.1)
-            house.sampling.set()
-            while session.waits_for == "calling" or not house.steps:
-                await asyncio.sleep(0.01)
-        assert roles_of(session.tree.calls) == [UNDELIVERED]
+        leaving = asyncio.create_task(agent.client.leave(CHAT, {"messages": [user("hi")]}, gone))
+        await until(lambda: house.prompts)
+        gone.set()
+        await leaving
+        await asyncio.sleep(0.1)
+        house.sampling.set()
+        await until(lambda: agent.session.waits_for != "calling" and house.steps)
+        assert agent.roles == [UNDELIVERED]
 
 
 async def test_a_lost_answer_that_comes_back_in_an_edited_history_was_delivered(bytes_chat: Chat) -> None:
-    async with visited(bytes_chat) as (house, client, session):
-        agent = Program(client, house, session)
+    async with visited(bytes_chat) as agent:
         first = await agent.call(user("a"))
         second = await agent.call(user("a"), first, user("b"), says="the second answer")
         agent.lose()
@@ -187,17 +175,17 @@ async def test_a_lost_answer_that_comes_back_in_an_edited_history_was_delivered(
 
 
 async def test_calls_with_tokens_of_the_client_are_its_own_conversation(bytes_chat: Chat) -> None:
-    async with visited(bytes_chat) as (_, client, session):
+    async with visited(bytes_chat) as agent:
         for prompt in ("one", "two"):
-            await client.post(COMPLETIONS, {"prompt": prompt})
-        assert roles_of(session.tree.calls) == [MAIN, MAIN]
+            await agent.client.post(COMPLETIONS, {"prompt": prompt})
+        assert agent.roles == [MAIN, MAIN]
 
 
 @pytest.mark.parametrize("text", ["short", "ä" * TRANSCRIPT_BYTES, "\ud800 half a character"])
 async def test_a_transcript_is_kept_within_its_bound_and_cut_in_the_middle(bytes_chat: Chat, text: str) -> None:
-    async with visited(bytes_chat) as (_, _, session):
-        session.finish(1.0, transcript=text)
-        kept = kept_transcript(session.transcript)
+    async with visited(bytes_chat) as agent:
+        agent.session.finish(1.0, transcript=text)
+        kept = kept_transcript(agent.session.transcript)
         assert len(kept) <= TRANSCRIPT_BYTES and kept.decode()[:1] == text[:1].replace("\ud800", "?")
         assert ("bytes and more left out" in kept.decode()) == (len(text) > TRANSCRIPT_BYTES // 2)
 
