@@ -195,8 +195,10 @@ class ConversationTree:
             if found := self._after.get(digest_of[length]):
                 if any(message["role"] == "assistant" for message in said[length:]):
                     break
-                opened = self._continue(_best(found, known), said[length:], digest_of[-1])
-                return opened._replace(tools=tools, received=self._received(read, known))
+                parent, received = _best(found, known), self._received(read, known)
+                carried = self._renderer.follow("", parent.response.token_ids, said[length:]).token_ids
+                whole = np.concatenate([parent.token_ids(), carried])
+                return PreparedCall(parent, "appended", carried, whole, digest_of[-1], tools, received=received)
         how: How = "rerendered" if any(message["role"] == "assistant" for message in said) else "root"
         prompt_ids = self._renderer.begin(read, tools).token_ids
         about = tools, _beginning(read, said, tools), self._received(read, known)
@@ -257,19 +259,17 @@ class ConversationTree:
             response = Response(step.response_ids, logprobs, step.loss_mask, step.versions)
             carried = token_ids[begins : len(token_ids) - len(response.token_ids)]
             said = self._chat.text(response.token_ids[response.loss_mask]) if parent is None else ""
+            begun = None
+            if note.system is not None:
+                begun = Beginning(bytes.fromhex(note.system), self._chat.text(carried), note.has_tools)
             call = Call(
                 note.name, parent, note.how, carried, response, Reply(said, "", ()), note.body, step.stop_reason,
-                step.index, bytes.fromhex(note.after), self._restored_beginning(note, carried), note.named,
+                step.index, bytes.fromhex(note.after), begun, note.named,
                 is_restored=True,
             )  # fmt: skip
             if parent is not None:
                 parent.delivered = True  # the client has what it continued
             self._keep(call, token_ids)
-
-    def _restored_beginning(self, note: CallNote, carried: Int32s) -> Beginning | None:
-        if note.system is None:
-            return None
-        return Beginning(bytes.fromhex(note.system), self._chat.text(carried), note.has_tools)
 
     def _keep(self, call: Call, token_ids: Int32s) -> None:
         if call.after:
@@ -320,10 +320,6 @@ class ConversationTree:
             for call, reply in zip(unknown, replies, strict=True)
             if call.name in echoed or (reply in said and not call.is_restored)
         ]
-
-    def _continue(self, parent: Call, messages: Sequence[Message], key: bytes) -> PreparedCall:
-        carried = self._renderer.follow("", parent.response.token_ids, messages).token_ids
-        return PreparedCall(parent, "appended", carried, np.concatenate([parent.token_ids(), carried]), key)
 
 
 def _note_of(step: Step, place: int) -> CallNote:

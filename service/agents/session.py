@@ -273,7 +273,9 @@ class Session:
         """
         try:
             outcome = _plain_outcome(self.posted if reward is None else reward, status, info, rewards)
-            self.transcript = _plain_text(transcript) or self.transcript
+            if type(transcript) is not str:
+                raise NotAllowed(StopReason.ENVIRONMENT_ERROR, f"transcript is a {type_name(transcript)}, and no text")
+            self.transcript = transcript or self.transcript
         except NotAllowed as refused:
             self.check_open()
             return self.close(TrajectoryFailed(refused.reason, f"session.finish: {refused.detail}"))
@@ -363,12 +365,6 @@ def _plain_outcome(reward: Any, status: Any, info: Any, rewards: Any) -> Outcome
         raise NotAllowed(StopReason.ENVIRONMENT_ERROR, f"status is a {type_name(status)}; allowed are {allowed}")
     given = {name: plain_reward(number, "rewards") for name, number in plain_info(rewards, "rewards").items()}
     return Outcome(None if reward is None else plain_reward(reward), status, plain_info(info), given)  # type: ignore[arg-type]
-
-
-def _plain_text(transcript: Any) -> str:
-    if type(transcript) is not str:
-        raise NotAllowed(StopReason.ENVIRONMENT_ERROR, f"transcript is a {type_name(transcript)}, and no text")
-    return transcript
 
 
 def kept_transcript(text: str) -> bytes:

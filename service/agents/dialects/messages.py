@@ -130,7 +130,12 @@ def reply(answer: CallAnswer, asked: CallRequest) -> dict[str, Any]:
         "content": blocks,
         "stop_reason": STOP_REASONS[answer.finish],
         "stop_sequence": None,
-        "usage": _usage(answer),
+        "usage": {
+            "input_tokens": answer.call.n_prompt,
+            "output_tokens": answer.n_sampled,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": 0,
+        },
     }
 
 
@@ -208,11 +213,6 @@ def _deltas(block: Mapping[str, Any]) -> list[dict[str, str]]:
         return [{"type": "input_json_delta", "partial_json": json.dumps(block["input"])}]
     signature = {"type": "signature_delta", "signature": block["signature"]}
     return [{"type": "thinking_delta", "thinking": block["thinking"]}, signature]
-
-
-def _usage(answer: CallAnswer) -> dict[str, int]:
-    cached = {"cache_creation_input_tokens": 0, "cache_read_input_tokens": 0}
-    return {"input_tokens": answer.call.n_prompt, "output_tokens": answer.n_sampled, **cached}
 
 
 MESSAGES = Dialect("messages", read, reply, events, error, error_event)

@@ -129,7 +129,10 @@ def read(body: Mapping[str, Any]) -> CallRequest:
     tools = _tools(request.tools)
     return CallRequest(
         messages=[*system, *_messages(items)],
-        tools=[function_tool(name, tool.description, _parameters(tool)) for name, (_, tool) in tools.items()],
+        tools=[
+            function_tool(name, tool.description, FREE_TEXT if isinstance(tool, _Custom) else tool.parameters)
+            for name, (_, tool) in tools.items()
+        ],
         echoed=frozenset(_echoed(items)),
         stream=bool(request.stream),
         max_tokens=request.max_output_tokens,
@@ -280,10 +283,6 @@ def _tools(tools: list[dict[str, Any]] | None) -> dict[str, tuple[str | None, _F
         else:
             read[one.name] = (None, one)
     return read
-
-
-def _parameters(tool: _Function | _Custom) -> Mapping[str, Any] | None:
-    return FREE_TEXT if isinstance(tool, _Custom) else tool.parameters
 
 
 def _output(answer: CallAnswer, asked: CallRequest) -> list[dict[str, Any]]:
