@@ -99,7 +99,7 @@ class World:
             for number in range(n_ranks, n_ranks + HOSTS)
         }
         ray.get([holder.release_image.remote(-1) for holder in self.holders.values()])
-        self.trainer = TrainerGroup(config, self.ranks)
+        self.trainer = TrainerGroup.of(config, self.ranks)
         self.trainer.nodes = nodes[:n_ranks]
         self.sent: list[Sent] = []
         self.files = NodeImages(config.weights, self.holders, self.trainer, lambda *sent: self.sent.append(Sent(*sent)))

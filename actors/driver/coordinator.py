@@ -74,17 +74,28 @@ class Coordinator:
         self._telemetry = RunTelemetry(config, cluster.hub, str(folder.path), uploads)
         self._warm_start = WarmStart(config, prepared, cluster.trainer, self._telemetry, say)
         self._generator_pool = GeneratorPool(
-            config, cluster.generators, cluster.trainer, self._telemetry, say, cluster.buffer
+            config.generator,
+            config.run,
+            config.weights,
+            config.trainer.collective_deadline,
+            cluster.generators,
+            cluster.trainer,
+            self._telemetry,
+            say,
+            cluster.buffer,
         )
         self._weights = self._generator_pool.weights
         asked = partial(asked_for, folder.path, config.generator)
-        self._scaling = Scaling(config, self._generator_pool, cluster.place, asked, say)
+        self._scaling = Scaling(
+            config.generator, config.run, config.weights.transport, self._generator_pool, cluster.place, asked, say
+        )
         self._hosts = HostWatch(say, self._scaling.look)
         checkpointed, evaluated = (partial(self._telemetry.span, row) for row in ("checkpoints", "evaluations"))
         self._checkpoints = Checkpointer(config, folder.path, cluster, checkpointed, uploads)
         self._profiles = Profiles(folder.path, config.trainer.ranks, cluster.trainer, say)
         eval_files, stopped = prepared.eval_files, lambda: self._stopping
-        self._evaluations = Evaluations(config, self._generator_pool, folder, eval_files, say, stopped, evaluated)
+        sections = config.data, config.run, config.weights.sync_every
+        self._evaluations = Evaluations(*sections, self._generator_pool, folder, eval_files, say, stopped, evaluated)
         self._failures = FailureWatch(2 * config.trainer.mini_batch_size * config.algorithm.n_samples_per_prompt)
         self._version = PolicyVersion(0, 0)
         self._waits_for = ""
@@ -175,7 +186,7 @@ class Coordinator:
                 await self._trainer.restore(self._checkpoints.path(self._resume_from.step))
                 await self._continue_from(self._resume_from.step)
             self._say(f"resuming after step {self._resume_from.step}")
-            await self._evaluate(self._evaluations.go_on_from(self._resume_from.step))
+            await self._evaluate(self._evaluations.continue_from(self._resume_from.step))
         else:
             await self._start_fresh()
         self._starting = None  # from now on a stop signal ends the run after its current step
@@ -221,7 +232,7 @@ class Coordinator:
         incarnation = await ask_buffer(self._buffer.join, "trainer", "trainer", step)
         self._version = PolicyVersion(incarnation, step)
         self._progress.go_on_from(step)
-        self._evaluations.go_on_from(step)
+        self._evaluations.continue_from(step)
         await self._weights.publish(self._version, await self._trainer.weights(self._version))
 
     # -- training -----------------------------------------------------------------------------------------------------

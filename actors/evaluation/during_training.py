@@ -16,7 +16,7 @@ from actors.calls import ACTOR_FAILED, in_a_line
 from actors.evaluation.evaluator import evaluate_on
 from actors.generator.generator_pool import GeneratorPool
 from actors.weights.delivery import Kept
-from service.config import Config
+from service.config import DataConfig, RunConfig
 from service.errors import Starved
 from service.evaluation.report import table
 from service.evaluation.scores import Evaluation
@@ -35,7 +35,9 @@ class Evaluations:
 
     def __init__(
         self,
-        config: Config,
+        data: DataConfig,
+        run: RunConfig,
+        sync_every: int,
         generator_pool: GeneratorPool,
         folder: RunWriter,
         files: Mapping[str, Path],
@@ -44,7 +46,8 @@ class Evaluations:
         ended: Ended = lambda step, began: None,
     ) -> None:
         """`files`: set -> its rows."""
-        self._config, self._pool, self._folder, self._files = config, generator_pool, folder, files
+        self._data, self._run, self._sync_every = data, run, sync_every
+        self._pool, self._folder, self._files = generator_pool, folder, files
         self._say, self._is_stopped, self._ended = say, is_stopped, ended
         self._running: asyncio.Task[None] | None = None
         """The evaluation beside training."""
@@ -57,11 +60,11 @@ class Evaluations:
 
     def is_due(self, step: int) -> bool:
         """Every `data.eval_every` steps, and after the last one if the engines get its weights."""
-        every, sync_every = self._config.data.eval_every, self._config.weights.sync_every
-        is_last = step == self._config.run.max_steps and step % sync_every == 0
+        every = self._data.eval_every
+        is_last = step == self._run.max_steps and step % self._sync_every == 0
         return every > 0 and (step % every == 0 or is_last)
 
-    def go_on_from(self, step: int) -> bool:
+    def continue_from(self, step: int) -> bool:
         """A trainer begins at this step; returns whether an evaluation of it or of a step before is missing."""
         self._look()
         if self._running is not None and self._of_step > step:
@@ -71,7 +74,7 @@ class Evaluations:
             self._numbers.clear()
         recorded = [line["step"] for line in read_lines(self._folder.path / EVALUATIONS)]
         self._evaluated = max(recorded, default=None)
-        every = self._config.data.eval_every
+        every = self._data.eval_every
         missing = every > 0 and (self._evaluated is None or self._evaluated < step - step % every)
         return missing and self._running is None
 
@@ -80,8 +83,7 @@ class Evaluations:
 
         An evaluation that is due while another one runs is left out.
         """
-        data = self._config.data
-        if data.eval_mode == "pause" or step == self._config.run.max_steps:
+        if self._data.eval_mode == "pause" or step == self._run.max_steps:
             return False
         self._look()
         if self._running is not None:
@@ -97,7 +99,7 @@ class Evaluations:
         """What a step's line of `metrics.jsonl` has of evaluations: those that have ended since the line before."""
         self._look()
         numbers, self._numbers = self._numbers, {}
-        if every := self._config.data.eval_every:
+        if every := self._data.eval_every:
             numbers["eval/lag_intervals"] = (step - (self._evaluated or 0)) / every
         return numbers
 
@@ -107,8 +109,8 @@ class Evaluations:
         A sample of `data.eval_rows` rows of each set; after the last step all rows.
         """
         await self.settled()
-        start, data = time.monotonic(), self._config.data
-        rows = None if step == self._config.run.max_steps else data.eval_rows
+        start, data = time.monotonic(), self._data
+        rows = None if step == self._run.max_steps else data.eval_rows
         results: list[Evaluation] = []
         for name, path in self._files.items():
             evaluation = await self._unless_stopped(self.of_set(name, path, data.eval_samples, rows))
@@ -144,12 +146,12 @@ class Evaluations:
             self._running = None
 
     def _keep(self) -> Kept | None:
-        return self._pool.weights.keep(self._pool.up(), self._config.data.eval_engines)
+        return self._pool.weights.keep(self._pool.up(), self._data.eval_engines)
 
     async def _beside(self, kept: Kept | None) -> None:
         """Evaluate every set on engines that keep their weights; where one is lost, begin anew with the newest."""
-        data = self._config.data
-        for tries_left in reversed(range(self._config.run.max_restarts + 1)):
+        data = self._data
+        for tries_left in reversed(range(self._run.max_restarts + 1)):
             if kept is None:
                 return self._say(f"the evaluation after step {self._of_step} was given up: too few engines are up")
             start, results = time.monotonic(), list[Evaluation]()
@@ -179,7 +181,7 @@ class Evaluations:
         Raises:
             Starved: it took longer than `data.eval_deadline`.
         """
-        deadline = self._config.data.eval_deadline
+        deadline = self._data.eval_deadline
         self._pool.evaluating |= set(up)
         try:
             async with asyncio.timeout(deadline):

@@ -23,7 +23,8 @@ from actors.weights.broadcasts import Broadcasts
 from actors.weights.delivery import Delivery
 from actors.weights.weight_source import WeightSource
 from service.backoff import Backoff, retried
-from service.config import Config
+from service.config import RunConfig, WeightsConfig
+from service.config.rollout import GeneratorConfig
 from service.errors import BatonError, RunFailed, Starved, UserError
 from service.types import PolicyVersion
 
@@ -44,22 +45,26 @@ class GeneratorPool:
 
     def __init__(
         self,
-        config: Config,
+        settings: GeneratorConfig,
+        run: RunConfig,
+        weights: WeightsConfig,
+        collective_deadline: float,
         generators: Sequence[Any],
         trainer: WeightSource,
         telemetry: RunTelemetry,
         say: Callable[[str], None],
         buffer: Any = None,
     ) -> None:
-        self._settings, self._max_restarts, self._buffer = config.generator, config.run.max_restarts, buffer
+        self._settings, self._max_restarts, self._buffer = settings, run.max_restarts, buffer
         self._telemetry, self._say = telemetry, say
         self._generators = {f"generator-{number}": generator for number, generator in enumerate(generators)}
         self._failures: Counter[str] = Counter()
         self._down: set[str] = set()
         """Names of the generators that restart or stop; they are not called for weights or evaluations."""
-        broadcasts = Broadcasts.of(config, self._generators, trainer)
+        workers, by_name = settings.tensor_parallel_size, self._generators
+        broadcasts = Broadcasts.of(weights, collective_deadline, workers, by_name, trainer)
         up, sent = self._is_up, telemetry.sent
-        self.weights = Delivery(config.weights, self._generators, trainer, broadcasts, up, self._not_taken, sent)
+        self.weights = Delivery(weights, by_name, trainer, broadcasts, up, self._not_taken, sent)
         self._stopping = False
         self._rooms: dict[str, PlacementGroup] = {}
         """Of each generator that joined later."""

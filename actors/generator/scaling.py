@@ -16,7 +16,8 @@ from ray.util.placement_group import PlacementGroup
 
 from actors.calls import ACTOR_FAILED, in_a_line, may_be_dropped
 from actors.generator.generator_pool import GeneratorPool
-from service.config import Config
+from service.config import RunConfig
+from service.config.rollout import GeneratorConfig
 from service.errors import RunFailed
 
 PAUSE_SECONDS = 15.0
@@ -37,7 +38,9 @@ class Scaling:
 
     def __init__(
         self,
-        config: Config,
+        generator: GeneratorConfig,
+        run: RunConfig,
+        transport: str,
         pool: GeneratorPool,
         place: Callable[[int], Awaitable[Placed]],
         asked_for: Callable[[int], int],
@@ -46,10 +49,9 @@ class Scaling:
         """`place` makes the generator of a number as soon as there is room; `asked_for` is called with how many are
         asked for so far."""
         self._pool, self._place, self._asked_for, self._say = pool, place, asked_for, say
-        self._grace = config.generator.leave_grace
-        self._max_failures, self._least = config.run.max_restarts, config.generator.min_engines
-        self._wanted = self._least
-        self._fixed = config.weights.transport == "ipc"
+        self._grace, self._least = generator.leave_grace, generator.min_engines
+        self._max_failures, self._wanted = run.max_restarts, self._least
+        self._fixed = transport == "ipc"
         self._joining: asyncio.Task[None] | None = None
         self._placing = False
         """Whether the one that joins still waits for room."""

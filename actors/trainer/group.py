@@ -30,14 +30,19 @@ RETRY = Backoff(0.5, 0.5)
 class TrainerGroup:
     """Calls every rank; raises `TrainerLost` if one of them fails."""
 
-    def __init__(self, config: Config, ranks: Sequence[Any]) -> None:
-        self._start_deadline = config.trainer.start_deadline
-        self._deadline = config.run.stall_deadline
-        self._warm_start_steps = 0 if config.model.warm_start is None else config.model.warm_start.steps
+    def __init__(self, ranks: Sequence[Any], start_deadline: float, deadline: float, warm_start_steps: int = 0) -> None:
+        """`deadline`: seconds in which a rank must answer a call, and take each step of the warm start."""
+        self._start_deadline, self._deadline, self._warm_start_steps = start_deadline, deadline, warm_start_steps
         self._ranks = list(ranks)
         self._processes: list[str] = []
         self.nodes: list[str] = []
         """The id of each rank's node."""
+
+    @staticmethod
+    def of(config: Config, ranks: Sequence[Any]) -> TrainerGroup:
+        """With the deadlines of the run."""
+        steps = 0 if config.model.warm_start is None else config.model.warm_start.steps
+        return TrainerGroup(ranks, config.trainer.start_deadline, config.run.stall_deadline, steps)
 
     async def load(self, model_folder: Path, adapter: bool = True) -> None:
         """Form the process group and load the policy; `adapter`: with that of `model.lora`, if there is one.

@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import TCPStore
 from actors.calls import ACTOR_FAILED, call, in_a_line
 from actors.weights.weight_group import OVER, Meeting, open_store
 from actors.weights.weight_source import PublishedWeights, WeightSource
-from service.config import Config
+from service.config import WeightsConfig
 from service.errors import RunFailed, WeightsCutOff
 from service.types import PolicyVersion
 
@@ -50,11 +50,16 @@ class Broadcasts:
         """A new group has to be formed."""
 
     @staticmethod
-    def of(config: Config, generators: Mapping[str, Any], trainer: WeightSource) -> Broadcasts:
-        """With the deadlines of the run."""
-        # Half of a collective's deadline, because a broadcast that hangs may hold rank 0 in a collective.
-        within = min(config.weights.sync_deadline / TRIES, config.trainer.collective_deadline / 2)
-        return Broadcasts(generators, trainer, config.generator.tensor_parallel_size, within)
+    def of(
+        config: WeightsConfig,
+        collective_deadline: float,
+        workers: int,
+        generators: Mapping[str, Any],
+        trainer: WeightSource,
+    ) -> Broadcasts:
+        """With half of a collective's deadline at most: a broadcast that hangs may hold rank 0 in a collective."""
+        within = min(config.sync_deadline / TRIES, collective_deadline / 2)
+        return Broadcasts(generators, trainer, workers, within)
 
     async def send(
         self, names: Sequence[str], version: PolicyVersion, weights: PublishedWeights

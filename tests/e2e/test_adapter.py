@@ -263,7 +263,13 @@ async def test_an_adapter_arrives_by_broadcast(local_ray: None, tmp_path: Path) 
     config = CONFIG_OF_ADAPTERS.model_copy(update={"weights": WeightsConfig(transport="nccl")})
     actor = started(tmp_path, base(), config, Engine)
     trainer = Trainer(config)
-    driver = Broadcasts.of(config, {"generator-0": Handle(actor, actor.join_trainer, actor.receive)}, trainer)  # type: ignore[arg-type]
+    driver = Broadcasts.of(
+        config.weights,
+        config.trainer.collective_deadline,
+        1,
+        {"generator-0": Handle(actor, actor.join_trainer, actor.receive)},
+        trainer,
+    )  # type: ignore[arg-type]
     for step in (1, 2):
         version = PolicyVersion(1, step)
         trainer.rank._learner = SimpleNamespace(weights=partial(adapter, step))  # type: ignore[assignment]

@@ -87,9 +87,12 @@ def evaluations(
     said: list[str] = []
     files = {name: folder / f"{name}.jsonl" for name in names}
     config = load_config([Path("configs/quickstart.yaml")], ["data.eval_make_rows=8", "run.max_steps=50", *settings])
-    made = Evaluations(
-        config, cast(GeneratorPool, pool), RunWriter(folder), files, said.append, lambda: bool(stops and stops.pop(0))
-    )
+    sections = config.data, config.run, config.weights.sync_every
+
+    def stopped() -> bool:
+        return bool(stops and stops.pop(0))
+
+    made = Evaluations(*sections, cast(GeneratorPool, pool), RunWriter(folder), files, said.append, stopped)
     return made, said
 
 
@@ -209,7 +212,7 @@ async def test_an_evaluation_that_is_due_while_another_runs_is_left_out_and_the_
     await asyncio.sleep(0)
     assert said == ["the evaluation after step 4 is left out: that of step 0 still runs"]
     assert made.numbers(8)["eval/lag_intervals"] == 2.0
-    made.go_on_from(0)
+    made.continue_from(0)
     assert made._running is not None, "its step is still a step of the run"
 
 
@@ -233,7 +236,7 @@ async def test_an_evaluation_of_a_step_that_the_trainer_went_back_from_is_ended(
     pool.step = 4
     assert made.begin(4)
     await asyncio.sleep(0.01)
-    assert not made.go_on_from(3), "that of step 0 is there"
+    assert not made.continue_from(3), "that of step 0 is there"
     await asyncio.sleep(0.01)
     assert pool.let_go == [4] and made.begin(4), "it is evaluated again"
 
@@ -247,7 +250,7 @@ async def test_a_run_that_was_ended_amid_an_evaluation_evaluates_when_it_goes_on
     made, _ = evaluations(tmp_path, Pool(), ["dev"], [], *BESIDE)
     for done in recorded:
         made._folder.append_evaluations(done, [dev().record()])
-    assert made.go_on_from(step) is missing
+    assert made.continue_from(step) is missing
 
 
 @pytest.mark.parametrize(("engines", "step", "mode"), [(1, 4, "beside"), (2, 50, "beside"), (2, 4, "pause")])

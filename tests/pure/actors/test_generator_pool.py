@@ -16,7 +16,7 @@ from actors.generator.generator_pool import GeneratorPool
 from actors.weights.weight_group import OVER, Meeting
 from actors.weights.weight_source import PublishedWeights, TrainerLost
 from service.backoff import Backoff
-from service.config import Config, RunConfig, TrainerConfig, WeightsConfig
+from service.config import RunConfig, TrainerConfig, WeightsConfig
 from service.config.rollout import GeneratorConfig
 from service.errors import RunFailed, Starved, WeightsCutOff, WeightsGone
 from service.types import PolicyVersion
@@ -75,8 +75,8 @@ class World:
         settings = WeightsConfig.model_validate({"transport": transport, **weights})
         run = RunConfig(max_restarts=max_restarts)
         generator = GeneratorConfig(engines=engines, tensor_parallel_size=tensor_parallel_size)
-        config = Config(run=run, generator=generator, weights=settings)
-        self.pool = GeneratorPool(config, self.generators, self.trainer, self.telemetry, self.told.append)  # type: ignore[arg-type]
+        actors = self.generators, self.trainer, self.telemetry, self.told.append
+        self.pool = GeneratorPool(generator, run, settings, TrainerConfig().collective_deadline, *actors)  # type: ignore[arg-type]
 
     async def started(self) -> World:
         for generator in self.generators:

@@ -111,14 +111,18 @@ class World:
         self.failing: BaseException | None = None
         self.slow = False
         self.pool = GeneratorPool(
-            self.config,
+            settings,
+            self.config.run,
+            weights,
+            60.0,
             [self.there[0]],
             Sends(),  # type: ignore[arg-type]
             self.told,
             self.lines.append,
             self.told,  # type: ignore[arg-type]
         )
-        self.scaling = Scaling(self.config, self.pool, self.place, lambda now: self.wanted, self.lines.append)
+        asked = self.pool, self.place, lambda now: self.wanted, self.lines.append
+        self.scaling = Scaling(settings, self.config.run, transport, *asked)
 
     def kill(self, actor: Here, no_restart: bool = True) -> None:
         if no_restart:

@@ -74,5 +74,5 @@ def rank_that_keeps(given: list[bytes]) -> Any:
 @pytest.mark.parametrize("parts", [[b"a", b"b", b"c", b"d"], [b"a", b"b"], [b"a"]])
 async def test_ranks_that_share_micro_batches_get_the_same_part(parts: list[bytes]) -> None:
     given: list[list[bytes]] = [[] for _ in range(4)]
-    assert await TrainerGroup(Config(), [rank_that_keeps(each) for each in given]).step(parts) == "report"
+    assert await TrainerGroup.of(Config(), [rank_that_keeps(each) for each in given]).step(parts) == "report"
     assert given == [[part] for part in parts for _ in range(4 // len(parts))]
