@@ -56,9 +56,9 @@ class ScriptedRun:
         """Called after every checkpoint."""
         self.writer = RunWriter(folder)
         (folder / CONFIG).write_text(resolved_yaml(of))
-        self.uploads: Uploads | None = None
+        self.claimed: Uploads | None = None
         if objects is not None:
-            self.uploads = claim(objects, of, folder, self.said.append)
+            self.claimed = claim(objects, of, folder, self.said.append)
         self.checkpoints = Checkpoints(folder / CHECKPOINTS, of.trainer.keep_checkpoints)
         self.world = World(folder / JOURNAL, of, segment_bytes=SEGMENT_BYTES)
         self.step, self.weight, self.ahead = 0, 1.0, list[Assignment]()
@@ -72,6 +72,11 @@ class ScriptedRun:
         (self.weight,) = struct.unpack("<d", (self.checkpoints.path(self.step) / TRAINER / WEIGHTS).read_bytes())
         self.world.trainer_incarnation = self.world.buffer.join("trainer", "trainer", self.step)
         self.writer.cut_after(self.step)
+
+    @property
+    def uploads(self) -> Uploads:
+        assert self.claimed is not None
+        return self.claimed
 
     @property
     def version(self) -> PolicyVersion:
@@ -96,7 +101,7 @@ class ScriptedRun:
         (self.folder / FINAL).mkdir()
         (self.folder / FINAL / "model.safetensors").write_bytes(struct.pack("<d", self.weight))
         (self.folder / SUMMARY).write_text(json.dumps({"weight": self.weight}))
-        if self.uploads is not None:
+        if self.claimed is not None:
             self.uploads.ended()
             self.uploads.finish()
 
@@ -119,8 +124,8 @@ class ScriptedRun:
         status = self.world.buffer.status()
         folder = self.checkpoints.begin(self.step) / TRAINER
         folder.mkdir()
-        if self.uploads is not None:
-            assert self.uploads.hold_journal(status.journal_start, status.journal_synced)
+        if self.claimed is not None:
+            assert self.claimed.hold_journal(status.journal_start, status.journal_synced)
         work = self.world.generator.claim(self.version)  # goes on while the checkpoint is written
         self.ahead += [work] if isinstance(work, Assignment) else []
         (folder / WEIGHTS).write_bytes(struct.pack("<d", self.weight))
@@ -128,10 +133,9 @@ class ScriptedRun:
             self.step, self.world.trainer_incarnation, status.journal_synced, status.issued, status.frontier
         )
         self.world.buffer.covered(self.step, oldest)
-        if self.uploads is not None:
+        if self.claimed is not None:
             self.uploads.checkpoint(self.step, status.accepted_tokens)
             self.settles()
 
     def _until_uploaded(self) -> None:
-        uploads = self.uploads
-        until(lambda: uploads is None or not uploads.left() or bool(uploads.status.failing), 10)
+        until(lambda: not self.uploads.left() or bool(self.uploads.status.failing), 10)

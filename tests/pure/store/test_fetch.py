@@ -54,8 +54,7 @@ def test_a_run_goes_on_on_an_empty_disk_with_the_history_of_the_uninterrupted_on
     tmp_path: Path, history: list[str]
 ) -> None:
     objects, said = MemoryObjects(), list[str]()
-    killed = begun(tmp_path / "first", objects, 5)
-    assert killed.uploads is not None
+    begun(tmp_path / "first", objects, 5)
     run = gone_on(tmp_path / "second", objects, said)
     assert run.history() == history
     assert said[0].startswith("reading the checkpoint of step 4 from memory://bucket/run: ")
@@ -91,7 +90,6 @@ def test_killed_at_any_moment_of_any_upload_a_run_goes_on_with_the_same_history(
 def test_what_was_accepted_after_the_checkpoint_counts_as_rolled_back_once(tmp_path: Path) -> None:
     objects, said = MemoryObjects(), list[str]()
     killed = begun(tmp_path / "first", objects, 5)
-    assert killed.uploads is not None
     accepted = killed.world.buffer.status().accepted_tokens
     killed.uploads.reached(5, accepted)
     until(lambda: REACHED in objects.held, 10)

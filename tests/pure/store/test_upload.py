@@ -63,12 +63,11 @@ def test_an_upload_that_fails_is_repeated_and_said_once_while_training_goes_on(
     failures = 5
 
     def fails(doing: str, name: str) -> bool:
-        return doing == "cut" and run.uploads is not None and run.uploads.status.failures < failures
+        return doing == "cut" and run.uploads.status.failures < failures
 
     objects.fails = fails
     run.train(EVERY)
-    assert run.uploads is not None
-    until(lambda: run.uploads is not None and run.uploads.status.step == EVERY, 10)
+    until(lambda: run.uploads.status.step == EVERY, 10)
     assert run.uploads.status._replace(bytes=0) == (EVERY, 0, failures, "")
     assert [line.partition(":")[0] for line in run.said] == [
         f"the checkpoint of step {EVERY} is not uploaded",
@@ -87,8 +86,7 @@ def test_training_never_waits_for_the_store_and_a_newer_checkpoint_takes_the_pla
     assert run.step == STEPS
     assert len(list((run.folder / UPLOADS).iterdir())) == 2  # one under way, one that waits
     goes_on.set()
-    assert run.uploads is not None
-    until(lambda: run.uploads is not None and not run.uploads.left(), 10)
+    until(lambda: not run.uploads.left(), 10)
     assert stored_steps(objects.sizes())[0] == STEPS // EVERY * EVERY
 
 
@@ -118,7 +116,7 @@ def test_a_damaged_file_is_never_part_of_a_checkpoint_in_the_store(tmp_path: Pat
     run = run_in(tmp_path, objects)
     damage_checkpoints_of(run)
     run.train(2)
-    assert run.uploads is not None and "its disk is damaged" in run.uploads.status.failing
+    assert "its disk is damaged" in run.uploads.status.failing
     assert stored_steps(objects.sizes()) == [0]
 
 
@@ -128,9 +126,9 @@ def test_a_mark_that_another_hand_overwrites_costs_the_uploads_and_not_the_run(t
     run.train(EVERY)
     mark, objects.held[RUN] = objects.held[RUN], b"{}"
     run.train(2 * EVERY)
-    assert run.uploads is not None and "its run.json is not of a run" in run.uploads.status.failing
+    assert "its run.json is not of a run" in run.uploads.status.failing
     objects.held[RUN] = mark
-    until(lambda: run.uploads is not None and run.uploads.status.step == 2 * EVERY, 10)
+    until(lambda: run.uploads.status.step == 2 * EVERY, 10)
 
 
 def test_a_store_that_lets_nothing_be_deleted_has_each_checkpoint_and_says_what_is_left_over(tmp_path: Path) -> None:
@@ -138,7 +136,7 @@ def test_a_store_that_lets_nothing_be_deleted_has_each_checkpoint_and_says_what_
     objects.fails = lambda doing, name: doing == "delete"
     run = run_in(tmp_path, objects)
     run.train()
-    assert run.uploads is not None and run.uploads.status.step == stored_steps(objects.sizes())[0] == 6
+    assert run.uploads.status.step == stored_steps(objects.sizes())[0] == 6
     assert run.uploads.status.failures and not run.uploads.status.failing
     assert [line.partition(":")[0] for line in run.said] == ["what is too old is not deleted"]
     run.end()
@@ -159,7 +157,7 @@ def test_a_file_that_another_process_deletes_from_under_an_upload_is_uploaded_ag
 
     objects.fails = take
     run.train(EVERY)
-    until(lambda: run.uploads is not None and run.uploads.status.step == EVERY, 10)
+    until(lambda: run.uploads.status.step == EVERY, 10)
     assert taken and stored(objects, EVERY)
 
 
@@ -176,7 +174,7 @@ def test_an_older_process_deletes_nothing_once_a_newer_one_has_the_store(tmp_pat
 
     objects.sizes = taken_over_meanwhile  # type: ignore[method-assign]
     older.train(EVERY)
-    until(lambda: older.uploads is not None and not older.uploads.left(), 10)
+    until(lambda: not older.uploads.left(), 10)
     assert "files/of-the-newer-one" in objects.held
 
 
@@ -203,7 +201,7 @@ def test_links_of_a_checkpoint_that_cannot_be_uploaded_are_not_left_on_the_disk(
     monkeypatch.setattr(os, "link", linked)
     run.settles = lambda: None
     run.train(EVERY)
-    assert run.uploads is not None and "No space left on device" in run.uploads.status.failing
+    assert "No space left on device" in run.uploads.status.failing
     assert not [file for file in (run.folder / UPLOADS).rglob("*") if file.is_file()]
 
 

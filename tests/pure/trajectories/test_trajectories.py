@@ -66,16 +66,8 @@ def group(group_id: int, n: int = 2) -> CompleteGroup:
     return CompleteGroup(group_id, f"p{group_id}", steps_table(steps), ends_table(ends))
 
 
-CONFIG = load_config(
-    [],
-    [
-        "algorithm.n_samples_per_prompt=2",
-        "trainer.mini_batch_size=2",
-        "trainer.ranks=1",
-        "buffer.max_staleness=8",
-        "run.trajectories_per_step=3",
-    ],
-)
+SIZES = ["algorithm.n_samples_per_prompt=2", "trainer.mini_batch_size=2", "trainer.ranks=1"]
+CONFIG = load_config([], [*SIZES, "buffer.max_staleness=8", "run.trajectories_per_step=3"])
 
 
 def formed(config: Config = CONFIG) -> tuple[MiniBatch, list[CompleteGroup]]:
@@ -159,6 +151,11 @@ def test_steps_that_do_not_merge_are_shown_as_rows_of_their_own() -> None:
     assert record["rows"] == 2 and [one["row"] for one in record["steps"]] == [0, 1]
 
 
+def shown_on(console: Console) -> str:
+    assert isinstance(console.file, StringIO)
+    return console.file.getvalue()
+
+
 def letters(token_ids: Sequence[int]) -> list[str]:
     return [f"<{token}>" for token in token_ids]
 
@@ -182,7 +179,7 @@ def test_the_terminal_shows_a_list_and_one_trajectory() -> None:
     console = Console(file=StringIO(), width=120, force_terminal=False)
     print_list(console, records(), 3)
     print_record(console, json.loads(json.dumps(records()[0])), 8, letters)
-    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    shown = shown_on(console)
     assert shown.count("group=7/sample=0/attempt=0") == 2
     assert "step 1: row 0, policy 1:1" in shown
 
@@ -192,14 +189,14 @@ def test_a_list_holds_its_width_and_says_what_it_leaves_out(width: int) -> None:
     console = Console(file=StringIO(), width=width, force_terminal=False)
     lost = {**records()[0], "id": "group=100812/sample=13/attempt=2", "fate": "filtered", "reason": "zero_variance"}
     print_list(console, [lost, *records()], 812)
-    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    shown = shown_on(console)
     assert max(map(len, shown.splitlines())) <= width
     for text in (lost["id"], "filtered", "3/3", "stop", "the newest 4 of 812 kept trajectories"):
         assert text in shown
     assert ("advantage, turns and rows are shown from" in " ".join(shown.split())) == (width == 80)
     assert ("(zero_variance)" in shown) == (width == 120)
     print_list(console, records(), 3)
-    assert "newest" not in console.file.getvalue().removeprefix(shown)  # type: ignore[attr-defined]
+    assert "newest" not in shown_on(console).removeprefix(shown)
 
 
 def test_the_kind_of_a_token_is_in_the_text_where_there_are_no_colours() -> None:
@@ -207,12 +204,12 @@ def test_the_kind_of_a_token_is_in_the_text_where_there_are_no_colours() -> None
     piped, coloured = (Console(file=StringIO(), width=80, force_terminal=is_tty) for is_tty in (False, True))
     for console in (piped, coloured):
         print_record(console, record, 8, letters)
-    shown, seen = piped.file.getvalue(), coloured.file.getvalue()  # type: ignore[attr-defined]
+    shown, seen = shown_on(piped), shown_on(coloured)
     assert "<1><2>{+<10><11>+}{-<3>-}" in shown and "{+ +} sampled, carries loss" in shown
     assert "{+" not in seen and "\x1b[32m<10><11>" in seen
     long = {**record, "steps": [{**record["steps"][0], "prompt_ids": [1] * 100}]}
     print_record(piped, long, 8, letters)
-    assert "<1>" * 100 in piped.file.getvalue()  # type: ignore[attr-defined]
+    assert "<1>" * 100 in shown_on(piped)
 
 
 @pytest.mark.parametrize("width", [80, 120])
@@ -223,7 +220,7 @@ def test_what_a_record_says_steers_no_terminal(width: int) -> None:
     console = Console(file=StringIO(), width=width, force_terminal=False)
     print_list(console, [odd], 1)
     print_record(console, odd, 8, lambda ids: [steers] * len(ids))
-    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    shown = shown_on(console)
     assert "owned" in shown and not {"\x1b", "\x07", "\x9b", "\u202e", "\r"} & set(shown)
 
 
@@ -267,9 +264,8 @@ def test_the_commands_read_a_run_folder(
     folder = RunWriter(tmp_path / "r")
     (folder.path / "config.yaml").touch()
     assert folder.append_trajectories(records()) == 3
-    assert [record["id"] for record in load_records(find_recorded_run("r", tmp_path))] == [
-        record["id"] for record in records()
-    ]
+    ids = [record["id"] for record in records()]
+    assert [record["id"] for record in load_records(find_recorded_run("r", tmp_path))] == ids
     assert main(["trajectories", "list", str(tmp_path / "r"), "--last", "2"]) == 0
     assert capsys.readouterr().out.count("group=") == 2
     monkeypatch.chdir(tmp_path)
