@@ -16,8 +16,7 @@ from scripts.dashboards.pages import DASHBOARDS
 from service.columns import columns_of
 from service.config.load import section_of
 from service.config.tree import Config
-from service.observe.metrics_table import TABLE, Metric
-from service.observe.step_keys import MEANINGS
+from service.observe.metrics_table import MEANINGS, TABLE, Metric
 from service.types import Steps
 
 ROOT = Path(__file__).parent.parent

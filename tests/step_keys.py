@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from service.observe.step_keys import MEANINGS
+from service.observe.metrics_table import MEANINGS
 
 _NAME = re.compile(r"<\w+>")
 _KEYS = re.compile("|".join(".+".join(map(re.escape, _NAME.split(key))) for key in MEANINGS))
 
 
 def without_meaning(keys: Iterable[str]) -> list[str]:
-    """The keys to add to `service.observe.step_keys`, or to the metrics' table."""
+    """The keys to add to `service.observe.metrics_table`, or to the metrics' table."""
     return [key for key in keys if not _KEYS.fullmatch(key)]

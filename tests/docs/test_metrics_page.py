@@ -7,8 +7,7 @@ import pytest
 from scripts.docs import FILES, configuration_page, metrics_page
 from service.config.load import key_paths, section_of
 from service.config.tree import Config
-from service.observe.metrics_table import TABLE
-from service.observe.step_keys import MEANINGS
+from service.observe.metrics_table import MEANINGS, TABLE
 
 
 @pytest.mark.parametrize("name", FILES)

@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from service.observe.step_keys import MAX_INFO_NAMES
+from service.observe.metrics_table import MAX_INFO_NAMES
 
 TRAJECTORIES = "trajectories"
 

@@ -4,7 +4,7 @@ import copy
 import math
 from typing import Any
 
-from service.observe.step_keys import MAX_INFO_NAMES
+from service.observe.metrics_table import MAX_INFO_NAMES
 from service.rollout.environments.env_metrics import EnvMetricMeans, EnvMetrics
 
 
