@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator
 
 from service.config.command import AGENT, OWN_VARIABLES, PLACEHOLDERS
 from service.config.core_settings import worst_bytes
-from service.config.gone import MOVED_MODULES
 from service.config.model_folder import undivided_heads
 from service.config.rollout import MADE_SET
 from service.config.source import Source
@@ -250,12 +249,6 @@ def _scoring_function(score: str, trusted_modules: Iterable[str]) -> Iterator[st
         )
     elif not any(module == trusted or module.startswith(f"{trusted}.") for trusted in trusted_modules):
         yield f"env.score: {score!r} is not loaded, for env.trusted_modules does not name {module!r}"
-
-
-def _moved_modules(config: Config) -> Iterator[str]:
-    for module in config.env.trusted_modules:
-        if moved := MOVED_MODULES.get(module.partition(".")[0]):
-            yield f"env.trusted_modules: {module} has moved; use {moved}{module[len(module.partition('.')[0]) :]}"
 
 
 def _generator(config: Config) -> Iterator[str]:
@@ -520,7 +513,7 @@ def _shared_gpus(config: Config) -> Iterator[str]:
 
 
 RULES: tuple[Callable[[Config], Iterator[str]], ...] = (
-    _store, _model, _adapter, _data, _evaluation, _agents, _roles, _command, _moved_modules, _generator, _scorers,
+    _store, _model, _adapter, _data, _evaluation, _agents, _roles, _command, _generator, _scorers,
     _staleness, _bytes, _merge, _estimator, _algorithm, _teacher, _packing, _weights, _shared_gpus,
 )  # fmt: skip
 """One rule a subject, in the order of the tree."""

@@ -147,6 +147,8 @@ def test_a_value_that_no_operating_system_takes_is_refused(override: str, reason
         ["generator.top_k=0"],
         ["algorithm.reduction=sequence_mean", "buffer.merge=off"],
         ["algorithm.step_wise=false", "buffer.merge=off"],
+        ["algorithm.estimator=reinforce++", "algorithm.step_wise=false", "buffer.merge=off"],
+        *([f"algorithm.estimator={name}"] for name in ("rloo", "maxrl")),
         ["generator.concurrent_groups=16"],
         ["weights.transport=ipc", "generator.engines=2"],
         ["trainer.max_tokens_per_micro_batch=136"],
@@ -173,6 +175,15 @@ def test_a_bare_configuration_says_that_model_and_data_are_missing() -> None:
     with pytest.raises(ConfigError) as caught:
         check(Config())
     assert [line.split(":")[0] for line in str(caught.value).splitlines()] == ["model.path", "data.train"]
+
+
+def test_a_module_that_has_moved_is_refused_with_its_new_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    moved = load_config([], ["env.trusted_modules=[examples.lookup]"])
+    with pytest.raises(UserError, match=r"^env\.trusted_modules: .*use baton\.examples\.lookup$"):
+        check_paths(moved)
+    (tmp_path / "examples").mkdir()
+    check_paths(moved)  # a package of the user's own
 
 
 def test_missing_files_are_named(tmp_path: Path) -> None:
@@ -214,16 +225,6 @@ def test_a_function_of_ones_own_is_named_by_its_module_which_must_be_there(name:
     check(config)
     with pytest.raises(UserError, match=rf"algorithm\.{name}: there is no module 'absent_module'"):
         check_paths(config)
-
-
-@pytest.mark.parametrize("estimator", ["grpo", "rloo", "maxrl"])
-def test_outcome_estimators_pass_with_step_wise_rows(estimator: str) -> None:
-    check(load_config([QUICKSTART], [f"algorithm.estimator={estimator}"]))
-
-
-def test_reinforce_plus_plus_passes_where_a_trajectory_is_one_sequence() -> None:
-    overrides = ["algorithm.estimator=reinforce++", "algorithm.step_wise=false", "buffer.merge=off"]
-    check(load_config([QUICKSTART], overrides))
 
 
 def test_truncation_passes_with_a_proximal_anchor() -> None:
