@@ -269,24 +269,23 @@ def place_sharing(
     order: PrefixOrder, length_R: Int64s, trajectory_R: Int32s, prompt_G: Int32s, ranks: int, budget: int
 ) -> Placement:
     """Distribute rows that share prefixes, in depth-first order within a micro-batch; arguments as of `place`."""
-    rank_R = _ranks_of_rows(order, length_R, trajectory_R, prompt_G, ranks)
-    dealt = order.within(rank_R)
-    rank_of_place = rank_R[dealt.row_R]
-    parts = [list(_parts(dealt, np.flatnonzero(rank_of_place == rank), length_R, budget)) for rank in range(ranks)]
+    part_R = _ranks_of_rows(order, length_R, trajectory_R, prompt_G, ranks)
+    order = order.within(part_R)
+    part_of_place_R = part_R[order.row_R]
+    parts = [list(_parts(order, np.flatnonzero(part_of_place_R == rank), length_R, budget)) for rank in range(ranks)]
     bins = in_bins([[cost for _, cost in of_rank] for of_rank in parts], budget, "shared_prefix")
     placed = tuple(
         tuple(tuple(row for part in chosen for row in of_rank[part][0]) for chosen in of_bins)
         for of_rank, of_bins in zip(parts, bins, strict=True)
     )
-    load = distinct_of_parts(order, length_R, rank_R, ranks)
+    load = distinct_of_parts(order, length_R, part_R, ranks)
     return Placement(placed, float(load.max() / max(load.mean(), 1)))
 
 
 def distinct_of_parts(order: PrefixOrder, length_R: Int64s, part_R: Int64s, parts: int) -> Int64s:
     """The number of distinct tokens of each part of the rows."""
-    within = order.within(part_R)
-    new_R = length_R[within.row_R] - within.shared_R
-    return np.bincount(part_R[within.row_R], new_R, minlength=parts).astype(np.int64)
+    order = order.within(part_R)
+    return np.bincount(part_R[order.row_R], length_R[order.row_R] - order.shared_R, minlength=parts).astype(np.int64)
 
 
 def _ranks_of_rows(order: PrefixOrder, length_R: Int64s, trajectory_R: Int32s, prompt_G: Int32s, ranks: int) -> Int64s:
@@ -295,10 +294,10 @@ def _ranks_of_rows(order: PrefixOrder, length_R: Int64s, trajectory_R: Int32s, p
     enough = BALANCED * distinct_of_parts(order, length_R, best_R, 1).sum() / ranks
     for unit_G in _units(order, trajectory_R, prompt_G) if ranks > 1 else ():
         unit_R = unit_G[trajectory_R]
-        rank_R = partition(distinct_of_parts(order, length_R, unit_R, int(unit_G.max()) + 1), ranks)[unit_R]
-        heaviest = float(distinct_of_parts(order, length_R, rank_R, ranks).max())
-        if heaviest < lightest:
-            best_R, lightest = rank_R, heaviest
+        part_R = partition(distinct_of_parts(order, length_R, unit_R, int(unit_G.max()) + 1), ranks)[unit_R]
+        load = float(distinct_of_parts(order, length_R, part_R, ranks).max())
+        if load < lightest:
+            best_R, lightest = part_R, load
         if lightest <= enough:
             break
     return best_R

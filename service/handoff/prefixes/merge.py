@@ -202,9 +202,9 @@ def _chains(steps: Steps, first_K: Bools, mergeable_K: Bools, number_K: Int64s) 
     return refers_K | whole_K, np.where(repeats_K, before_K, 0)
 
 
-def _of_whole_trajectories(good_K: Bools, number_K: Int64s) -> Bools:
+def _of_whole_trajectories(chained_K: Bools, number_K: Int64s) -> Bools:
     """[K] True where all steps of the trajectory are good."""
-    bad_G = np.bincount(number_K, ~good_K)
+    bad_G = np.bincount(number_K, ~chained_K)
     return np.asarray(bad_G[number_K] == 0)
 
 
@@ -249,11 +249,11 @@ def _assembled(steps: Steps, layout: _Layout) -> dict[str, Any]:
 def _observed(steps: Steps, layout: _Layout) -> Bools:
     """[N] the tokens of rows that stand between responses."""
     item_S = _items_of_segments(steps, layout)
-    prompt_end_S = steps.offsets_K[item_S] + steps.prompt_length_K[item_S]
-    observed_S = np.clip(prompt_end_S - layout.start_S, 0, layout.stop_S - layout.start_S)
+    length_S = layout.stop_S - layout.start_S
+    observed_S = np.clip(steps.offsets_K[item_S] + steps.prompt_length_K[item_S] - layout.start_S, 0, length_S)
     observed_S[(item_S == layout.row_S) | ~layout.live_S] = 0
-    rest_S = layout.stop_S - layout.start_S - observed_S
-    return np.repeat(np.tile([True, False], len(observed_S)), np.stack((observed_S, rest_S), axis=1).reshape(-1))
+    lengths = np.stack((observed_S, length_S - observed_S), axis=1).reshape(-1)
+    return np.repeat(np.tile([True, False], len(observed_S)), lengths)
 
 
 def _items_of_segments(steps: Steps, layout: _Layout) -> Int64s:
