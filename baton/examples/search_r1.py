@@ -7,7 +7,8 @@
 
 The reward is 1 where the answer, without case, articles and punctuation, is one of those in the row's
 `reward_spec.ground_truth` (a text, a list, or SkyRL's `{"target": ...}`). Passages come from the retrieval server at
-`url`, such as `examples.search_server`; without one, from `corpus` (JSONL) in this process, by BM25 (extra `search`).
+`url`, such as `baton.examples.search_server`; without one, from `corpus` (JSONL) in this process, by BM25 (the
+extra `search`).
 
 With `calls: tools` the policy searches by tool calls instead (`{"name": "search", "arguments": {"query": ...}}`), and a
 response without a call ends the episode; the row's `tools` column describes the tool to the chat template.
