@@ -56,11 +56,11 @@ class ScorerActor:
             await self._engine.start()
         return self._life
 
-    async def reply(self, request: bytes) -> bytes:
-        """The reply to a request; see `Scorer.reply`."""
+    async def reply(self, row: int, group: bytes) -> bytes:
+        """The reply about a group; see `Scorer.reply`."""
         if self._scorer is None:
             raise ScorerFailed(Failure.START, str(self._failure))
-        return await self._scorer.reply(request)
+        return await self._scorer.reply(row, group)
 
 
 class RayWorker:
@@ -88,9 +88,9 @@ class RayWorker:
                     raise
             await asyncio.sleep(RESTART_PAUSE)
 
-    async def ask(self, request: bytes) -> bytes:
+    async def ask(self, row: int, group: bytes) -> bytes:
         """The actor's reply."""
-        return await self._call("reply", request)  # type: ignore[no-any-return]
+        return await self._call("reply", row, group)  # type: ignore[no-any-return]
 
     def renew(self) -> None:
         """End the process, which Ray starts anew."""

@@ -18,7 +18,7 @@ from service.backoff import Backoff, retried
 from service.config.rollout import ScorerConfig
 from service.handoff.scoring import Scoring
 from service.handoff.steps.wire import encode as encode_group
-from service.scorers.reply import Failure, ScoreRequest, ScorerFailed, answer_from, encode
+from service.scorers.reply import Failure, ScorerFailed, answer_from
 from service.types import StepGroup
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0
@@ -33,8 +33,8 @@ class Worker(Protocol):
     async def ready(self) -> None:
         """Wait until it has started; raises `ScorerFailed` if it does not."""
 
-    async def ask(self, request: bytes) -> bytes:
-        """The reply to a request; raises `ScorerFailed`."""
+    async def ask(self, row: int, group: bytes) -> bytes:
+        """The reply about a group, whose prompt is this row of the dataset; raises `ScorerFailed`."""
 
     def renew(self) -> None:
         """End it, if it is a process, because it does not answer; another one takes its place."""
@@ -82,13 +82,14 @@ class Asking:
     async def _score(self, name: str, group_id: int, row: int, group: StepGroup, worker: Worker) -> None:
         """Score one group: an answer, or the end of all attempts."""
         began = asyncio.get_running_loop().time()
-        request = encode(ScoreRequest(row, await asyncio.to_thread(encode_group, group)))
+        encoded = await asyncio.to_thread(encode_group, group)
 
         def note(failed: ScorerFailed) -> None:
             log.warning("scorer %s gave no good answer about group=%d: %s", name, group_id, failed)
             self._scoring.failed(name, str(failed.reason), failed.detail)
 
-        ask, backoff = partial(self._ask, name, group_id, worker, request), Backoff(self._first_pause, LONGEST_PAUSE)
+        ask = partial(self._ask, name, group_id, worker, row, encoded)
+        backoff = Backoff(self._first_pause, LONGEST_PAUSE)
         try:
             await retried(ask, ScorerFailed, backoff, tries=self._settings[name].attempts, failed=note)
         except ScorerFailed as failed:
@@ -100,7 +101,7 @@ class Asking:
         self._idle[name].append(worker)
         self.look()
 
-    async def _ask(self, name: str, group_id: int, worker: Worker, request: bytes) -> None:
+    async def _ask(self, name: str, group_id: int, worker: Worker, row: int, group: bytes) -> None:
         """Ask once about a group, unless its score is no longer awaited.
 
         Raises:
@@ -115,10 +116,10 @@ class Asking:
                 await worker.ready()
             reason, within = Failure.DEADLINE, settings.deadline
             async with asyncio.timeout(within):
-                data = await worker.ask(request)
+                data = await worker.ask(row, group)
         except TimeoutError:
             worker.renew()
             raise ScorerFailed(reason, f"no answer within {within:g} s") from None
-        refused = self._scoring.accept(group_id, name, answer_from(data, room=len(request)))
+        refused = self._scoring.accept(group_id, name, answer_from(data, room=len(group)))
         if refused is not None:
             raise ScorerFailed(refused.reason, str(refused))

@@ -1,4 +1,4 @@
-"""What passes between the buffer's process and a scorer's: a group, and the answer about it."""
+"""What a scorer's process answers about a group, as bytes: the buffer's process unpickles nothing of it."""
 
 from __future__ import annotations
 
@@ -50,15 +50,6 @@ class ScorerFailed(Exception):
         return f"{self.reason}: {self.detail}"
 
 
-class ScoreRequest(msgspec.Struct, frozen=True):
-    """A group to be scored."""
-
-    row: int
-    """The prompt's row in the dataset."""
-    data: bytes
-    """The steps and ends as the bytes of a step group."""
-
-
 class ScoreReply(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The answer of a scorer; a teacher gives log-probabilities, any other rewards."""
 
@@ -70,12 +61,7 @@ class ScoreReply(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 MAX_REPLY_BYTES = 1 << 20
 """Of a reply beside log-probabilities; larger ones are not decoded."""
 
-_requests, _replies = msgspec.msgpack.Decoder(ScoreRequest), msgspec.msgpack.Decoder(ScoreReply)
-
-
-def encode(message: ScoreRequest | ScoreReply) -> bytes:
-    """The bytes of a request or a reply."""
-    return msgspec.msgpack.encode(message)
+_replies = msgspec.msgpack.Decoder(ScoreReply)
 
 
 def encode_answer(answer: Answer) -> bytes:
@@ -83,12 +69,7 @@ def encode_answer(answer: Answer) -> bytes:
     logprobs = answer.logprobs
     as_bytes = None if logprobs is None else np.ascontiguousarray(logprobs, LOGPROBS).tobytes()
     rewards = None if answer.rewards is None else [float(reward) for reward in answer.rewards]
-    return encode(ScoreReply(rewards, [*answer.info], as_bytes))
-
-
-def request_from(data: bytes) -> ScoreRequest:
-    """The request of these bytes, which the buffer made."""
-    return _requests.decode(data)
+    return msgspec.msgpack.encode(ScoreReply(rewards, [*answer.info], as_bytes))
 
 
 def answer_from(data: object, room: int) -> Answer:

@@ -11,7 +11,7 @@ from service.handoff.steps.wire import accepted_group
 from service.rollout.chat.tokenizer import load_tokenizer
 from service.rollout.environment import Task
 from service.scorers.address import Address
-from service.scorers.reply import Logprobs, ScoreRequest, encode_answer, request_from
+from service.scorers.reply import Logprobs, encode_answer
 from service.scorers.scored_trajectories import trajectories_of
 from service.scorers.teacher_logprobs import check_tokenizers, taught
 from service.scorers.user import user_function, user_logprobs, user_rewards
@@ -47,19 +47,17 @@ class Scorer:
         else:
             self._logprobs = engine if address is None else address.logprobs
 
-    async def reply(self, request: bytes) -> bytes:
-        """The bytes of the answer to a request.
+    async def reply(self, row: int, data: bytes) -> bytes:
+        """The bytes of the answer about the group in `data`, whose prompt is this row of the dataset.
 
         Raises:
             ScorerFailed: no good answer.
         """
-        return encode_answer(await self._answer(request_from(request)))
-
-    async def _answer(self, request: ScoreRequest) -> Answer:
-        group = accepted_group(request.data)
+        group = accepted_group(data)
         if self._logprobs is not None:
-            return Answer(logprobs=await taught(group.steps, self._logprobs))
-        return await self._rewards(trajectories_of(group, self._tasks[request.row], self._decode, self._roles))
+            return encode_answer(Answer(logprobs=await taught(group.steps, self._logprobs)))
+        trajectories = trajectories_of(group, self._tasks[row], self._decode, self._roles)
+        return encode_answer(await self._rewards(trajectories))
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=False)

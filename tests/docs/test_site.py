@@ -24,7 +24,7 @@ from service.rollout.environment import Task
 from service.rollout.environments.registry import make_environment
 from service.rollout.prompts.dataset import load_tasks
 from service.run.folder import TARGETS
-from service.scorers.reply import ScoreRequest, answer_from, encode
+from service.scorers.reply import answer_from
 from service.scorers.scorer import Scorer
 from tests.pure.scorers.test_scorer import GROUP, TASKS, WORDS
 
@@ -180,7 +180,7 @@ def test_the_judge_of_ones_own_scores_each_trajectory_and_says_why(
     monkeypatch.syspath_prepend(tmp_path)
     try:
         judge = Scorer("judge", load([tmp_path / "judge.yaml"]).config.scorers["judge"], (), tmp_path, TASKS)
-        answer = answer_from(asyncio.run(judge.reply(encode(ScoreRequest(0, encode_group(GROUP))))), room=0)
+        answer = answer_from(asyncio.run(judge.reply(0, encode_group(GROUP))), room=0)
     finally:
         sys.modules.pop("my_judge", None)
     assert answer.rewards == [1 / 3, 1 / 3] and answer.info == ["2 turns", "2 turns"]

@@ -24,7 +24,7 @@ from service.handoff.steps.wire import encode as encode_group
 from service.rollout.chat.tokenizer import load_tokenizer, make_tokenizer
 from service.rollout.engine import Sampling
 from service.run.folder import read_lines
-from service.scorers.reply import Failure, ScoreRequest, ScorerFailed, answer_from, encode
+from service.scorers.reply import Failure, ScorerFailed, answer_from
 from service.types import TrajectoryId
 from tests.e2e.test_engine import CONFIG, SHAPE, VOCABULARY, dense
 from tests.pure.buffer.world import step
@@ -62,12 +62,12 @@ def test_code_that_hangs_or_dies_is_followed_by_another_process(local_ray: None,
     scorers = {name: ScorerConfig(use=use, options={}) for name, use in uses.items()}
     config = Config(scorers=scorers, algorithm=AlgorithmConfig(n_samples_per_prompt=2))
     actors = place_scorers(scorers, config.model_dump_json(), tmp_path, tmp_path / "rows.jsonl", {}, has_gpu=False)
-    request = encode(ScoreRequest(0, encode_group(group_of([step(TrajectoryId(0, 0), "p", 0)]))))
+    group = encode_group(group_of([step(TrajectoryId(0, 0), "p", 0)]))
 
     async def asked(worker: RayWorker, within: float) -> Any:
         await worker.ready()
         async with asyncio.timeout(within):
-            return answer_from(await worker.ask(request), room=0)
+            return answer_from(await worker.ask(0, group), room=0)
 
     async def story() -> None:
         dying, hanging = (RayWorker(f"scorer-{name}-0", is_process=True) for name in uses)

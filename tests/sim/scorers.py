@@ -12,7 +12,7 @@ import numpy as np
 from service.handoff.scoring import Answer
 from service.handoff.steps.wire import accepted_group
 from service.scorers.asking import Asking
-from service.scorers.reply import MAX_REPLY_BYTES, Failure, ScorerFailed, encode_answer, request_from
+from service.scorers.reply import MAX_REPLY_BYTES, Failure, ScorerFailed, encode_answer
 from service.simulate.loop import Loop
 from service.types import StepGroup
 
@@ -114,10 +114,10 @@ class FaultyScorers:
         self._host.settled(lambda: None if done.done() else done.set_result(None))
         await done
 
-    async def answer(self, name: str, request: bytes) -> bytes:
+    async def answer(self, name: str, data: bytes) -> bytes:
         """An answer that no other answer equals, or one that is wrong in some way."""
         await asyncio.sleep(float(self._rng.exponential(self._mean_seconds)))
-        group, faults = accepted_group(request_from(request).data), self._host.faults
+        group, faults = accepted_group(data), self._host.faults
         if self._host.loop.now >= faults.until or self._rng.random() >= faults.bad_answers:
             return encode_answer(self._answer(name, group))
         self._host.bad_answers += 1
@@ -129,7 +129,7 @@ class FaultyScorers:
             case 2:
                 return encode_answer(self._answer(name, group, np.nan))
             case 3:
-                return bytes(MAX_REPLY_BYTES + len(request) + 1)
+                return bytes(MAX_REPLY_BYTES + len(data) + 1)
             case 4:
                 return encode_answer(self._answer(name, group, too_few=1))
         self._later(name, group)
@@ -165,9 +165,9 @@ class Worker:
     async def ready(self) -> None:
         """A simulated process is there at once."""
 
-    async def ask(self, request: bytes) -> bytes:
-        """The reply to a request."""
-        return await self._scorers.answer(self._name, request)
+    async def ask(self, row: int, group: bytes) -> bytes:
+        """The reply about a group."""
+        return await self._scorers.answer(self._name, group)
 
     def renew(self) -> None:
         """Another process takes its place at once."""

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -18,9 +19,7 @@ from service.scorers.reply import (
     Failure,
     ScoreReply,
     ScorerFailed,
-    encode,
     encode_answer,
-    request_from,
 )
 from service.types import MiniBatch
 from tests.pure.buffer.test_scoring import JUDGE, opened, played
@@ -42,8 +41,7 @@ class Fake:
     async def ready(self) -> None:
         await asyncio.sleep(0)
 
-    async def ask(self, request: bytes) -> bytes:
-        row = request_from(request).row
+    async def ask(self, row: int, group: bytes) -> bytes:
         self.asked.append(row)
         self.at_once += 1
         self.most_at_once = max(self.most_at_once, self.at_once)
@@ -95,11 +93,11 @@ BAD: dict[str, tuple[Any, str]] = {
     "one too many": (encode_answer(Answer((0.5, 0.5, 0.5))), "length_mismatch"),
     "of a teacher": (encode_answer(Answer(logprobs=np.zeros(8, np.float32))), "length_mismatch"),
     "ten megabytes": (bytes(10 << 20), "too_large"),
-    "long info": (encode(ScoreReply([0.5, 0.5], ["x" * MAX_REPLY_BYTES * 2, ""])), "too_large"),
+    "long info": (msgspec.msgpack.encode(ScoreReply([0.5, 0.5], ["x" * MAX_REPLY_BYTES * 2, ""])), "too_large"),
     "other bytes": (b"\xc1\xff" * 40, "malformed"),
-    "texts": (encode(ScoreReply([0.5, 0.5], ["a", "b"])).replace(b"rewards", b"REWARDS"), "malformed"),
+    "texts": (msgspec.msgpack.encode(ScoreReply([0.5, 0.5], ["a", "b"])).replace(b"rewards", b"REWARDS"), "malformed"),
     "no bytes": ([0.5, 0.5], "malformed"),
-    "half a number": (encode(ScoreReply(None, [], b"abc")), "malformed"),
+    "half a number": (msgspec.msgpack.encode(ScoreReply(None, [], b"abc")), "malformed"),
     "an exception": (ScorerFailed(Failure.RAISED, "RuntimeError: no"), "raised"),
     "a death": (ScorerFailed(Failure.DIED, "its process died"), "died"),
     "status 500": (ScorerFailed(Failure.HTTP, "status 500"), "http"),

@@ -24,7 +24,7 @@ from service.handoff.steps.tables import ends_table
 from service.handoff.steps.wire import encode as encode_group
 from service.rollout.chat.tokenizer import make_tokenizer
 from service.rollout.environment import Task
-from service.scorers.reply import Failure, ScoreRequest, ScorerFailed, answer_from, answer_of, encode
+from service.scorers.reply import Failure, ScorerFailed, answer_from, answer_of
 from service.scorers.scored_trajectories import trajectories_of
 from service.scorers.scorer import Scorer
 from service.scorers.teacher_logprobs import taught
@@ -53,8 +53,8 @@ def scorer(folder: Path, **settings: Any) -> Scorer:
 
 def answered(folder: Path, **settings: Any) -> Answer:
     async def ask() -> Answer:
-        request = encode(ScoreRequest(0, encode_group(GROUP)))
-        return answer_from(await scorer(folder, **settings).reply(request), room=len(request))
+        data = encode_group(GROUP)
+        return answer_from(await scorer(folder, **settings).reply(0, data), room=len(data))
 
     return asyncio.run(ask())
 
@@ -137,8 +137,8 @@ async def served(handler: Handler) -> AsyncIterator[str]:
 def answered_by(folder: Path, handler: Handler, **settings: Any) -> Answer:
     async def ask() -> Answer:
         async with served(handler) as url:
-            request = encode(ScoreRequest(0, encode_group(GROUP)))
-            return answer_from(await scorer(folder, url=url, **settings).reply(request), room=len(request))
+            data = encode_group(GROUP)
+            return answer_from(await scorer(folder, url=url, **settings).reply(0, data), room=len(data))
 
     return asyncio.run(ask())
 
