@@ -71,7 +71,10 @@ def utilisations(parent: Path) -> None:
             for checkpointing, layers in ((False, "none"), (2, "every 2nd"), (True, "all")):
                 config = configured(4, row_tokens, gradient_checkpointing=checkpointing)
                 step = found[layers] = estimate_step(config.learn, folder)
-                eager, fused = (f"{step.utilisation(way):.1%}" for way in (False, True))
+                eager, fused = (
+                    f"{step.model_flops / seconds / H100.flops:.1%}"
+                    for seconds in (sum(step.seconds.values()), step.fused_seconds)
+                )
                 rows, held = f"{row_tokens // 1024}k", f"{step.peak_bytes / 1e9:.1f}"
                 print(f"| {name}, {rows} | {layers} | {eager} | {fused} | {held} |", flush=True)
             print(f"| {name}, {rows} | {automatic(configured(4, row_tokens), folder, found['none'], found['all'])} |")

@@ -21,7 +21,7 @@ from benchmarks.estimates import SHAPES, configured
 from service.learn.estimate.step import StepEstimate, estimate_step
 from service.learn.model.hf_config import read_config
 from service.plan.engine import Engine, Shape
-from service.plan.machine.costs import COSTS
+from service.plan.machine.costs import TRAINER
 from service.plan.machine.device import profile
 from service.plan.step_seconds import Setting, flow_of
 from service.plan.trainer import Trainer
@@ -101,7 +101,6 @@ def whole(few: StepEstimate, more: StepEstimate, layers: int) -> StepEstimate:
         peak={},
         flops=line(few.flops, more.flops),
         model_flops=line(few.model_flops, more.model_flops),
-        moved=line(few.moved, more.moved),
         sent=line(few.sent, more.sent),
         seconds={kind: line(few.seconds.get(kind, 0.0), more.seconds[kind]) for kind in more.seconds},
         optimizer_seconds=line(few.optimizer_seconds, more.optimizer_seconds),
@@ -151,7 +150,7 @@ def micro_batches() -> Iterator[Row]:
             faster = {"attention": device.attention * FLASH_ATTENTION_3}
             device = replace(device, **faster)
         trainer = trainer_of(model)
-        predicted = trainer.seconds(device, gpus, gpus * tokens / COSTS.trainer.imbalance, tokens, tokens)
+        predicted = trainer.seconds(device, gpus, gpus * tokens / TRAINER["imbalance"], tokens, tokens)
         predicted -= trainer.seconds(device, gpus, 0.0, tokens, tokens)
         yield Row("prime-rl", f"{model} {kind}, {tokens} tokens, {kernel}, {gpus} {gpu.upper()}", seconds, predicted)
 

@@ -49,14 +49,16 @@ class Layout(NamedTuple):
     ) -> Layout:
         """The plan of a layout by its name; `variable_length`: for the variable-length attention kernel.
 
-        Where no rows begin alike, `shared_prefix` is `packed`. `part`: this rank's slice of the slots.
+        Where no rows begin alike, and on a GPU without the kernel, `shared_prefix` is `packed`. `part`: this rank's
+        slice of the slots.
         """
         offsets_R = micro.offsets_R.astype(np.int64)
         if kind == "padded":
             if part.of > 1:
                 raise ValueError("the lines of the layout padded cannot be cut into slices")
             return _padded(offsets_R, device)
-        if kind in ("shared_prefix", "auto"):
+        # other kernels of a GPU would compute each row alone
+        if kind in ("shared_prefix", "auto") and (variable_length or device.type == "cpu"):
             order = prefix_order(micro.token_ids_N, offsets_R, micro.routed_experts_N)
             distinct = DistinctTokens.of(order, offsets_R)
             n_slots = len(distinct.position_U)

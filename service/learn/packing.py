@@ -79,14 +79,6 @@ class Part(NamedTuple):
     causal: bool
 
 
-class Spread(NamedTuple):
-    """Shared prefixes where no kernel computes them: every row attends alone, also with the tokens that it shares."""
-
-    slot_N: Tensor
-    token_S: Tensor
-    """One of the packed tokens that have each slot."""
-
-
 @dataclass(frozen=True, slots=True)
 class Packing:
     """The bounds of rows on the token axis, and what the attention kernels need beside them.
@@ -95,8 +87,8 @@ class Packing:
 
         cu_seqlens [0 3 5 9]  ->  lengths 3 2 4  ->  one bucket of 3 rows, 4 wide; slot_B 0 1 2 | 4 5 | 8 9 10 11
 
-    With shared prefixes these are the bounds of each row's new tokens (`paths`), of the runs between which rows
-    part (`shared`), or of the rows as if they shared nothing (`spread`).
+    With shared prefixes these are the bounds of each row's new tokens (`paths`), or of the runs between which rows
+    part (`shared`).
     """
 
     cu_seqlens: Tensor
@@ -108,7 +100,6 @@ class Packing:
     paths: Paths | None = None
     shared: tuple[Part, ...] = ()
     """Parts of attention beside the buckets."""
-    spread: Spread | None = None
 
     @staticmethod
     def of(offsets_R: Int64s, device: torch.device, variable_length: bool = False) -> Packing:
@@ -127,21 +118,10 @@ class Packing:
     def of_tree(
         distinct: DistinctTokens, row_R: Int64s, offsets_R: Int64s, device: torch.device, variable_length: bool
     ) -> Packing:
-        """Rows that share prefixes; `row_R`: the rows in depth-first order."""
-        n_slots = len(distinct.position_U)
+        """Rows that share prefixes, for the variable-length kernel or a CPU; `row_R`: the rows in depth-first order."""
         if variable_length:
             return _of_paths(distinct.slot_N, row_R, offsets_R, device)
-        if device.type == "cpu":
-            return _of_runs(distinct.branches(), n_slots, device)
-        return Packing.spread_out(distinct, offsets_R, device)
-
-    @staticmethod
-    def spread_out(distinct: DistinctTokens, offsets_R: Int64s, device: torch.device) -> Packing:
-        """Rows that share prefixes, for attention that computes each row alone."""
-        token_S = np.empty(len(distinct.position_U), np.int64)
-        token_S[distinct.slot_N] = np.arange(len(distinct.slot_N))
-        spread = Spread(to_device(distinct.slot_N, device), to_device(token_S, device))
-        return replace(Packing.of(offsets_R, device), spread=spread)
+        return _of_runs(distinct.branches(), len(distinct.position_U), device)
 
 
 def _of_paths(slot_N: Int64s, row_R: Int64s, offsets_R: Int64s, device: torch.device) -> Packing:

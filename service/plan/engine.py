@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from service.plan.machine.costs import COSTS
+from service.plan.machine.costs import GPU
 from service.plan.machine.device import Device
 
 
@@ -98,8 +98,8 @@ class Engine:
     gpus: int
     kv_bytes: float
     """KV cache on each GPU."""
-    iteration_host: float = COSTS.gpu.iteration
-    request_host: float = COSTS.gpu.request
+    iteration_host: float = GPU["iteration"]
+    request_host: float = GPU["request"]
 
     def most_running(self, context: float) -> float:
         """Requests of this length that the KV cache holds at once, at least one."""
@@ -126,7 +126,7 @@ class Engine:
             return 0.0
         rate = self.device.link if self.gpus <= 8 else self.device.network
         each = tokens * self.shape.hidden * self.shape.width * 2 * (self.gpus - 1) / self.gpus / rate
-        return 2 * self.shape.layers * (COSTS.gpu.all_reduce + each)
+        return 2 * self.shape.layers * (GPU["all_reduce"] + each)
 
     def prefill_seconds(self, tokens: float, context: float) -> float:
         """Seconds to compute so many tokens of requests whose mean length is `context`, nothing else running."""

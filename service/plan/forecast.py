@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from service.plan.machine.costs import COSTS
+from service.plan.machine.costs import CPU
 from service.plan.machine.device import Device
 from service.plan.settings import PlanSettings
 from service.plan.split import Planner, Split, splits_of
@@ -62,7 +62,7 @@ def forecast(settings: PlanSettings, folder: Path, device: Device, work: Work, g
     weights = planner.shape.parameters * planner.shape.width / each
     parts = {"weights": weights, "kv cache": max(0.0, planner.memory.kv)}
     if device.cores is not None:
-        parts["libraries"] = COSTS.cpu.engine_bytes
+        parts["libraries"] = CPU["engine_bytes"]
     else:
         parts["graphs and buffers"] = max(0.0, planner.memory.engine - weights)
     problem = planner.problem

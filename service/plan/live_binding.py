@@ -78,19 +78,7 @@ class Figures:
 
     def since(self, before: Figures) -> Figures:
         """What the totals grew by; those of an actor that began anew count from its beginning."""
-        return Figures(
-            self.at - before.at,
-            max(0.0, self.steps - before.steps),
-            _grown(self.trainer, before.trainer),
-            {name: _grown(states, before.engines.get(name, {})) for name, states in self.engines.items()},
-            {name: _grown(states, before.ranks.get(name, {})) for name, states in self.ranks.items()},
-            _grown(self.trajectories, before.trajectories),
-            _grown(self.tokens, before.tokens),
-            max(0.0, self.played - before.played),
-            max(0.0, self.syncing - before.syncing),
-            max(0.0, self.syncs - before.syncs),
-            max(0.0, self.arriving - before.arriving),
-        )
+        return Figures(**{name: _grown(getattr(self, name), getattr(before, name)) for name in vars(self)})
 
 
 class Limits(NamedTuple):
@@ -102,7 +90,11 @@ class Limits(NamedTuple):
     """Groups that are generated at once, in mini-batches."""
 
 
-def _grown(now: Mapping[str, float], before: Mapping[str, float]) -> dict[str, float]:
+def _grown(now: Any, before: Any) -> Any:
+    if not isinstance(now, Mapping):
+        return max(0.0, now - before)
+    if any(isinstance(states, Mapping) for states in now.values()):
+        return {name: _grown(states, before.get(name, {})) for name, states in now.items()}
     grown = {name: value - before.get(name, 0.0) for name, value in now.items()}
     return dict(now) if any(value < 0 for value in grown.values()) else grown
 

@@ -13,7 +13,7 @@ from service.learn.estimate.step import GPUS_OF_A_NODE
 from service.learn.model.hf_config import read_config
 from service.plan.binding import Binding, Demand, Part, Side, binding
 from service.plan.engine import Engine, Shape
-from service.plan.machine.costs import COSTS
+from service.plan.machine.costs import CPU, GPU, TRAINER
 from service.plan.machine.device import Device, crowding
 from service.plan.settings import PlanSettings
 from service.plan.step_seconds import Flow, Setting, flow_of
@@ -89,14 +89,14 @@ class Planner:
         self.trainer, self.memory, self.problem = estimated(settings.fit, folder, device)
         self.shape = Shape.of(read_config(folder), 2.0 if settings.fit.learn.model.dtype == "bfloat16" else 4.0)
         self._on_cpu, pace = device.cores is not None, device.pace
-        token = COSTS.cpu.token + COSTS.cpu.turn / work.response_tokens
+        token = CPU["token"] + CPU["turn"] / work.response_tokens
         self._engine = Engine(
             self.shape,
             device,
             settings.generator.tensor_parallel_size,
             self.memory.kv or device.memory,
-            COSTS.cpu.iteration * pace if self._on_cpu else COSTS.gpu.iteration,
-            token * pace if self._on_cpu else COSTS.gpu.request,
+            CPU["iteration"] * pace if self._on_cpu else GPU["iteration"],
+            token * pace if self._on_cpu else GPU["request"],
         )
         self._trajectories = settings.trainer.mini_batch_size * settings.samples
         self._iteration = cache(self._iteration_of)
@@ -154,10 +154,10 @@ class Planner:
         work, settings, pace = self.work, self.settings, self.device.pace
         row = work.length if settings.merges else work.prompt_tokens + work.response_tokens
         compute = self.trainer.seconds(self.device, ranks, rows, row, settings.trainer.max_tokens_per_micro_batch)
-        handoff = COSTS.cpu.forming_turn * self._trajectories * work.turns * pace
+        handoff = CPU["forming_turn"] * self._trajectories * work.turns * pace
         share = min(1.0, compute / max(compute + handoff, sampling))
         generation_factor, factor = crowding(self.device, engines, ranks, share, settings.fit.shares_gpus)
-        after = COSTS.cpu.after_step * pace if self._on_cpu else 0.0
+        after = CPU["after_step"] * pace if self._on_cpu else 0.0
         return generation_factor, {
             Part.TRAINER: compute * factor,
             Part.WEIGHTS: update.trainer / settings.weights.sync_every + after * factor,
@@ -189,7 +189,7 @@ class Planner:
         if not self._on_cpu:
             return held
         full = min(1.0, rows / ranks / self.trainer.micro_tokens)
-        return {"libraries": COSTS.cpu.rank_bytes, **held, "activations": held.get("activations", 0.0) * full}
+        return {"libraries": CPU["rank_bytes"], **held, "activations": held.get("activations", 0.0) * full}
 
     def iteration(self, running: float) -> float:
         """Seconds of an iteration of an engine in which so many requests run."""
@@ -228,5 +228,5 @@ class Planner:
         return sampling * rows * data.eval_samples / self._trajectories / data.eval_every
 
     def _checkpoint(self) -> float:
-        every, costs = self.settings.trainer.checkpoint_every, COSTS.trainer
-        return self.shape.parameters * costs.checkpoint_bytes / costs.disk / every if every else 0.0
+        every, costs = self.settings.trainer.checkpoint_every, TRAINER
+        return self.shape.parameters * costs["checkpoint_bytes"] / costs["disk"] / every if every else 0.0

@@ -15,7 +15,7 @@ from service.learn.estimate.meter import ELEMENTWISE
 from service.learn.estimate.step import GPUS_OF_A_NODE, StepEstimate, estimate_step
 from service.learn.model.hf_config import read_config
 from service.learn.settings import FitSettings
-from service.plan.machine.costs import COSTS
+from service.plan.machine.costs import CPU, GPU, TRAINER
 from service.plan.machine.device import Device
 
 ATTENTION_MEAN_RATE = 3.5 / (1 / REACHED.attention + 2.5 / REACHED.attention_backward)
@@ -59,18 +59,18 @@ class Trainer:
         again = max(0.0, 1 - self.step.model_flops / self.step.flops)  # of all layers that are computed again
         if self.recomputed < 1:
             total *= 1 - again * (1 - self.recomputed)
-        gaps = COSTS.gpu.kernel_gaps if device.cores is None else 1.0
+        gaps = GPU["kernel_gaps"] if device.cores is None else 1.0
         return total / self.micro_tokens * self.passes * gaps
 
     def seconds(self, device: Device, ranks: int, tokens: float, row_tokens: float, budget: int) -> float:
         """Seconds of a step with so many tokens: compute, or collectives where they take longer, then the optimizer."""
-        mine = tokens / ranks * COSTS.trainer.imbalance
+        mine = tokens / ranks * TRAINER["imbalance"]
         micro_batches = max(1, math.ceil(mine / budget))
         compute = mine * self.token_seconds(device, row_tokens)
         rate = device.link if ranks <= GPUS_OF_A_NODE else device.network
         collectives = micro_batches * self.step.sent / rate if ranks > 1 else 0.0
         optimizer = self.step.optimizer_seconds * self.ranks / ranks * REACHED.bandwidth / device.bandwidth
-        host = COSTS.cpu.rank_step * device.pace if device.cores is not None else 0.0
+        host = CPU["rank_step"] * device.pace if device.cores is not None else 0.0
         return max(compute, collectives) + optimizer + host
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from service.plan.machine.costs import COSTS
+from service.plan.machine.costs import WEIGHTS
 from service.plan.machine.device import Device
 
 
@@ -22,12 +22,12 @@ class Update:
 
 def update(transport: str, weight_bytes: float, device: Device, nodes: int, rank_gpus: int, engine_gpus: int) -> Update:
     """An update by a transport; `rank_gpus` share the bytes that leave the trainer, `engine_gpus` an engine's."""
-    costs = COSTS.weights
+    costs = WEIGHTS
     if transport == "memory":
         fast = device.cores is not None  # one machine, and no copy to a GPU
-        copied, pause = weight_bytes / rank_gpus / costs.copied, weight_bytes / engine_gpus / costs.into_an_engine
-        arrival = 0.0 if fast else weight_bytes / costs.to_a_node
+        copied, pause = weight_bytes / rank_gpus / costs["copied"], weight_bytes / engine_gpus / costs["into_an_engine"]
+        arrival = 0.0 if fast else weight_bytes / costs["to_a_node"]
         return Update(copied, pause, copied + arrival + pause)
     rate = device.link if transport == "ipc" or nodes == 1 else device.network
-    seconds = weight_bytes / rate + costs.calls
+    seconds = weight_bytes / rate + costs["calls"]
     return Update(seconds, seconds, seconds)

@@ -47,8 +47,6 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Bytes by part, when all parts of the device together held most."""
         self.flops, self.sent = 0.0, 0.0
         """Floating-point operations of products and attention; bytes that collectives received or sent."""
-        self.moved: Counter[str] = Counter()
-        """Bytes that operations read and wrote in the device's memory, by kind."""
         self.seconds: dict[str, float] = defaultdict(float)
         """Time on an H100, by kind, without collectives and the copies that FSDP2 makes for them."""
 
@@ -111,20 +109,17 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             backward = "backward" in name
             tokens, heads, head_dim = read[1 if backward else 0].shape
             flops = 2.0 * heads * head_dim * tokens * self._row_tokens * (2.5 if backward else 1)
-            self._add(
-                "attention", flops, moved, flops / (REACHED.attention_backward if backward else REACHED.attention)
-            )
+            self._add("attention", flops, flops / (REACHED.attention_backward if backward else REACHED.attention))
         elif name in PRODUCTS:
             factors = read[1:3] if "add" in name else read[:2]
             flops = 2.0 * prod(factors[0].shape) * factors[1].shape[-1]
-            self._add("products", flops, moved, max(flops / REACHED.products, moved / REACHED.bandwidth))
+            self._add("products", flops, max(flops / REACHED.products, moved / REACHED.bandwidth))
         else:
             large = any(self._vocab_size in tensor.shape for tensor in read)
-            self._add("logits" if large else ELEMENTWISE, 0.0, moved, moved / REACHED.bandwidth)
+            self._add("logits" if large else ELEMENTWISE, 0.0, moved / REACHED.bandwidth)
 
-    def _add(self, kind: str, flops: float, moved: int, seconds: float) -> None:
+    def _add(self, kind: str, flops: float, seconds: float) -> None:
         self.flops += flops
-        self.moved[kind] += moved
         self.seconds[kind] += seconds
 
     def _hold(self, storage: torch.UntypedStorage, part: str) -> None:
@@ -155,7 +150,6 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Forget the peak and what was counted, not what is held."""
         self.peak.clear()
         self.flops = self.sent = 0.0
-        self.moved.clear()
         self.seconds.clear()
 
 

@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from service.config.learn import TrainerConfig
 from service.learn.compile import as_on_gpu
-from service.learn.estimate.gpus import H100, REACHED
+from service.learn.estimate.gpus import REACHED
 from service.learn.estimate.meter import ELEMENTWISE, HOST, Meter
 from service.learn.learner import Learner
 from service.learn.model.hf_config import code_of_the_model, read_config
@@ -50,8 +50,6 @@ class StepEstimate:
     """Floating-point operations of products and attention."""
     model_flops: float
     """The same without recomputation: three times those of the forward pass."""
-    moved: float
-    """Bytes read and written in the device's memory."""
     sent: float
     """Bytes that collectives gather and reduce of weights and gradients, and exchange for attention."""
     seconds: Mapping[str, float]
@@ -62,10 +60,6 @@ class StepEstimate:
     def peak_bytes(self) -> int:
         """Bytes of the device's memory, when it holds most."""
         return sum(self.peak.values())
-
-    def utilisation(self, fused: bool) -> float:
-        """Model FLOPs over time and peak rate of an H100, with layers fused or as written; without the optimizer."""
-        return self.model_flops / (self.fused_seconds if fused else sum(self.seconds.values())) / H100.flops
 
     @property
     def fused_seconds(self) -> float:
@@ -140,7 +134,7 @@ def _step(trainer: TrainerConfig, learner: Learner, meter: Meter, batch: MiniBat
     with meter:
         learner.accumulate(batch)
         seconds = {kind: seconds / MICRO_BATCHES for kind, seconds in meter.seconds.items()}
-        flops, moved, sent = (n / MICRO_BATCHES for n in (meter.flops, meter.moved.total(), meter.sent))
+        flops, sent = meter.flops / MICRO_BATCHES, meter.sent / MICRO_BATCHES
         optimizer.step(trainer.lr, 2 * trainer.max_grad_norm, trainer.max_grad_norm)
     return StepEstimate(
         parameters=sum(parameter.numel() for parameter in parameters.values()),
@@ -148,7 +142,6 @@ def _step(trainer: TrainerConfig, learner: Learner, meter: Meter, batch: MiniBat
         peak=dict(meter.peak),
         flops=flops,
         model_flops=3 * forward_flops[0],
-        moved=moved,
         sent=sent,
         seconds=seconds,
         optimizer_seconds=sum(meter.seconds.values()) - MICRO_BATCHES * sum(seconds.values()),

@@ -83,11 +83,8 @@ def _attended(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scali
         return cast(Tensor, _in_parts(query, key, value, packing, scaling))
     if not packing.buckets:
         return _variable_length(query, key, value, packing, scaling)
-    if packing.spread is not None:
-        query, key, value = (x.index_select(0, packing.spread.slot_N) for x in (query, key, value))
     parts = [_padded(query, key, value, bucket, scaling) for bucket in packing.buckets]
-    out = parts[0] if packing.order_N is None else torch.cat(parts).index_select(0, packing.order_N)
-    return out if packing.spread is None else out.index_select(0, packing.spread.token_S)
+    return parts[0] if packing.order_N is None else torch.cat(parts).index_select(0, packing.order_N)
 
 
 def _variable_length(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scaling: float | None) -> Tensor:

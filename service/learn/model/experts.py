@@ -6,7 +6,7 @@ on disk         ...mlp.experts.0.gate_proj.weight [I, H], ...mlp.experts.0.up_pr
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 from torch import Tensor
 
@@ -29,18 +29,9 @@ def names_on_disk(name: str, expert: int) -> list[str]:
 
 def split_experts(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """Fused weights of experts as one weight an expert and projection, as on disk; all others unchanged."""
-    return dict(pair for name, weight in weights.items() for pair in _split(name, weight))
-
-
-def _split(name: str, weight: Tensor) -> Iterator[tuple[str, Tensor]]:
-    if not names_on_disk(name, 0):
-        yield name, weight
-        return
-    for expert, of_expert in enumerate(weight):
-        names = names_on_disk(name, expert)
-        for part, values in zip(names, of_expert.chunk(len(names)), strict=True):
-            # safetensors refuses tensors that share memory
-            yield part, values.clone()
+    whole = {name: Rows(tuple(weight.shape), 0, weight) for name, weight in weights.items()}
+    # safetensors refuses tensors that share memory
+    return {name: rows if name in weights else rows.clone() for name, (_, _, rows) in split_expert_rows(whole).items()}
 
 
 def split_expert_rows(weights: Mapping[str, Rows]) -> dict[str, Rows]:

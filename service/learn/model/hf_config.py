@@ -16,7 +16,7 @@ from service.errors import UserError
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 """Position embeddings that are the same for a token whatever row or micro-batch it lies in."""
 
-MOST = {
+MAX_SHAPE = {
     "num_hidden_layers": 256,
     "vocab_size": 1 << 22,
     "hidden_size": 1 << 20,
@@ -83,7 +83,7 @@ def code_of_the_model(folder: Path) -> Iterator[None]:
 
 def _impossible(settings: Mapping[str, Any]) -> str | None:
     """Which number of the shape is none; None if all that are given can be."""
-    for name, most in MOST.items():
+    for name, most in MAX_SHAPE.items():
         value = settings.get(name)  # transformers has a default for what is null or missing
         if value is not None and not (type(value) is int and 1 <= value <= most):
             return f"{name} is {value!r:.40}; it must be a whole number from 1 to {most}"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from service.errors import UserError
 from service.learn.estimate.gpus import DATA_SHEETS, H100, REACHED
-from service.plan.machine.costs import COSTS
+from service.plan.machine.costs import CPU, GPU
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def profile(name: str) -> Device:
         near = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.3)
         hint = f"did you mean {near[0]}? " if near else ""
         raise UserError(f"--gpu {name}: no such profile; {hint}There are {', '.join(known)}")
-    sheet, of_link = DATA_SHEETS[name], COSTS.gpu.of_link
+    sheet, of_link = DATA_SHEETS[name], GPU["of_link"]
     # every GPU is taken to reach as much of its data sheet as an H100
     of_peak, of_bandwidth = REACHED.products / H100.flops, REACHED.bandwidth / H100.bandwidth
     return Device(
@@ -60,7 +60,7 @@ def profile(name: str) -> Device:
         attention=sheet.flops * REACHED.attention / H100.flops,
         attention_backward=sheet.flops * REACHED.attention_backward / H100.flops,
         link=sheet.link * of_link,
-        network=COSTS.gpu.network * of_link,
+        network=GPU["network"] * of_link,
         host_link=sheet.host_link * of_link,
     )
 
@@ -80,7 +80,7 @@ def crowding(
     """
     if device.cores is None:
         return (1.0 + share_of_training, 2.0) if shared_gpus else (1.0, 1.0)
-    busy = COSTS.cpu.processes_of_engine * engines
+    busy = CPU["processes_of_engine"] * engines
     return (
         max(1.0, (busy + ranks * share_of_training) / device.cores),
         max(1.0, (busy + ranks) / device.cores),

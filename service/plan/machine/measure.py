@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from service.plan.machine.costs import COSTS
+from service.plan.machine.costs import CPU
 from service.plan.machine.device import Device, profile
 from service.plan.machine.pace import message_seconds
 
@@ -56,7 +56,7 @@ def measured(cpu: bool = False) -> Device:
 
 def pace() -> float:
     """Seconds of the work of a run's processes here and now, over those where the costs of the host were measured."""
-    return message_seconds() / COSTS.cpu.message
+    return message_seconds() / CPU["message"]
 
 
 def fastest(work: Callable[[], Any], device: torch.device, rounds: int = 20) -> float:

@@ -54,7 +54,7 @@ def test_as_little_is_computed_again_as_the_memory_allows(
 ) -> None:
     def step(*_: Any, checkpointing: Checkpointing) -> StepEstimate:
         held = LEAST + (LAYERS - checkpointing.layers) * AS_WRITTEN
-        return StepEstimate(1, 1, {"activations": held}, 0.0, 0.0, 0.0, 0.0, {}, 0.0)
+        return StepEstimate(1, 1, {"activations": held}, 0.0, 0.0, 0.0, {}, 0.0)
 
     kept: Callable[..., float] = lambda *given: WITHOUT_ELEMENTWISE if given[2] else COMPILED  # noqa: E731
     monkeypatch.setattr(checkpointing, "estimate_step", step)

@@ -22,7 +22,7 @@ from service.learn import estimate
 from service.learn.estimate.fit import GPU_BYTES, MARGIN, fit
 from service.learn.estimate.kv_cache import check_engine, kv_token_bytes, request_bytes
 from service.learn.estimate.step import StepEstimate
-from service.learn.model.hf_config import MOST, read_config
+from service.learn.model.hf_config import MAX_SHAPE, read_config
 from service.learn.model.policy_model import Checkpointing, trained_shapes
 from service.learn.settings import FitSettings
 from tests.pure.learn.builders import fitting
@@ -110,7 +110,7 @@ def test_an_engine_of_32_billion_parameters_needs_two_gpus_or_more_for_longer_re
     folder = model_folder("Qwen3-32B", tmp_path)
     parameters = sum(map(prod, trained_shapes(read_config(folder)).values()))
     assert 32.7e9 < parameters < 32.8e9
-    a_step = StepEstimate(parameters, parameters, {}, 0.0, 0.0, 0.0, 0.0, {}, 0.0)
+    a_step = StepEstimate(parameters, parameters, {}, 0.0, 0.0, 0.0, {}, 0.0)
     monkeypatch.setattr(estimate.fit, "estimate_step", lambda *_: a_step)
     lengths = {"max_input_length": tokens // 2, "max_generate_length": tokens // 2}
     generator = GeneratorConfig(tensor_parallel_size=gpus_an_engine, **lengths)
@@ -144,8 +144,13 @@ def validated(folder: Path, *more: str) -> int:
 
 
 ODD: list[dict[str, Any]] = [
-    *({name: value} for name in MOST if "intermediate" not in name for value in (0, -1, 10**12, 10**30, 2.5, True)),
-    {"num_hidden_layers": MOST["num_hidden_layers"] + 1},
+    *(
+        {name: value}
+        for name in MAX_SHAPE
+        if "intermediate" not in name
+        for value in (0, -1, 10**12, 10**30, 2.5, True)
+    ),
+    {"num_hidden_layers": MAX_SHAPE["num_hidden_layers"] + 1},
     {"num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 64, "head_dim": None, "model_type": "qwen2"},
     {"num_attention_heads": 3},
     {"num_key_value_heads": 8},

@@ -13,7 +13,7 @@ from service.errors import UserError
 from service.observe.recorder import TRAJECTORY, Trace
 from service.plan.command import planned_model
 from service.plan.forecast import Forecast, forecast
-from service.plan.machine.costs import COSTS
+from service.plan.machine.costs import CPU
 from service.plan.machine.device import Device, profile
 from service.plan.machine.pace import message_seconds
 from service.plan.settings import PlanSettings
@@ -37,7 +37,7 @@ def planned(device: Device, *settings: str) -> Forecast:
 
 
 def test_messages_between_processes_take_a_part_of_a_second_on_any_machine() -> None:
-    assert COSTS.cpu.message / 100 < message_seconds() < 1.0
+    assert CPU["message"] / 100 < message_seconds() < 1.0
 
 
 def test_a_pace_that_cannot_be_measured_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
