@@ -21,17 +21,6 @@ def test_every_row_of_a_trajectory_takes_its_advantage_by_its_own_mask() -> None
     assert spread([0.5, -1.0], [0, 0, 1], [3, 2, 3], mask) == [0, 0, 0.5, 0, 0.5, 0, -1.0, -1.0]
 
 
-def test_earlier_steps_do_not_lose_their_advantage_to_the_mask_of_the_last_step() -> None:
-    """Copying a padded advantage from a trajectory's last step puts it where that step had its response."""
-    mask_RT = torch.tensor([[False, True, True, False], [False, False, False, True]])
-    last_step = torch.where(mask_RT[1], 0.5, 0.0)
-    copied_RT = torch.where(mask_RT, last_step.expand(2, 4), 0.0)
-    assert copied_RT[0].tolist() == [0, 0, 0, 0], "the classic bug: the first step learns nothing"
-
-    ours = spread([0.5], [0, 0], [4, 4], mask_RT.flatten().tolist())
-    assert ours == [0, 0.5, 0.5, 0, 0, 0, 0, 0.5]
-
-
 def test_a_dummy_row_takes_nothing_even_from_an_advantage_that_is_not_a_number() -> None:
     assert spread([float("nan")], [-1], [2], [True, True]) == [0, 0]
 

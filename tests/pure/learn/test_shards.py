@@ -63,13 +63,18 @@ def test_where_nodes_hold_copies_the_ranks_of_one_copy_have_all(model_folder: Pa
     assert [any(rows for _, _, rows in held.values()) for held, _ in results] == [True, False, True, False]
 
 
-def test_the_rows_are_copies_that_training_does_not_change(model_folder: Path) -> None:
+def test_rows_and_gathered_weights_are_copies_that_training_does_not_change(model_folder: Path) -> None:
     learner = Learner(settings(), model_folder, CPU, 0, 1)
-    kept = learner.shards()
-    before = {name: rows.rows.clone() for name, rows in kept.items()}
+
+    def published() -> list[torch.Tensor]:
+        whole = learner.weights(everywhere=True)
+        assert whole is not None
+        return [*whole.values(), *(rows.rows for rows in learner.shards().values())]
+
+    kept = published()
+    before = [tensor.clone() for tensor in kept]
     with torch.no_grad():
         for tensor in learner.policy.master_weights.tensors.values():
             tensor.add_(1)
     learner.policy.master_weights.write_back()
-    assert all(torch.equal(kept[name].rows, rows) for name, rows in before.items())
-    assert not any(torch.equal(learner.shards()[name].rows, rows) for name, rows in before.items())
+    assert all(map(torch.equal, kept, before)) and not any(map(torch.equal, published(), before))

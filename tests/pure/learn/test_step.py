@@ -15,6 +15,12 @@ from service.types import SupervisedRow
 from tests.pure.learn.builders import CPU, made_rows, mini_batch, settings
 
 
+def assert_same_weights(one: Learner, other: Learner) -> None:
+    ours, theirs = one.weights(), other.weights()
+    assert ours is not None and theirs is not None and ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
 def test_a_step_moves_the_policy_towards_tokens_with_positive_advantage(model_folder: Path) -> None:
     learner = Learner(settings(), model_folder, CPU, 0, 1)
     rows = made_rows(6, seed=4)
@@ -44,9 +50,7 @@ def test_a_loss_that_is_not_finite_leaves_weights_and_optimizer_untouched(model_
     assert not report.applied
     assert report.reason is not None and "policy/policy_loss" in report.reason
     assert learner.step(batch) == twin.step(batch)
-    after, expected = learner.weights(), twin.weights()
-    assert after is not None and expected is not None
-    assert all(torch.equal(after[name], expected[name]) for name in expected)
+    assert_same_weights(learner, twin)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -69,9 +73,7 @@ def test_a_step_that_raised_half_way_leaves_no_gradients_to_the_next(model_folde
             step(learner)
         hook.remove()
         assert step(learner) == step(twin)
-    after, expected = learner.weights(), twin.weights()
-    assert after is not None and expected is not None
-    assert all(torch.equal(after[name], expected[name]) for name in expected)
+    assert_same_weights(learner, twin)
 
 
 def test_a_mini_batch_in_which_nothing_carries_loss_takes_no_step(model_folder: Path) -> None:
@@ -118,18 +120,11 @@ def test_an_exported_folder_loads_like_the_folder_it_came_from(model_folder: Pat
     learner.step(batch)
     for _ in range(2):  # the second time replaces the first
         learner.export(tmp_path / "final")
-    assert sorted(file.name for file in (tmp_path / "final").iterdir()) == [
-        "config.json",
-        "model.safetensors",
-        "tokenizer.json",
-    ]
+    names = {file.name for file in (tmp_path / "final").iterdir()}
+    assert names == {"config.json", "model.safetensors", "tokenizer.json"}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["final", "source"]
-    again = Learner(settings(), tmp_path / "final", CPU, 0, 1).weights()
-    assert again is not None
-    mine = learner.weights()
-    assert mine is not None and mine.keys() == again.keys()
-    assert "lm_head.weight" not in mine
-    assert all(torch.equal(mine[name], again[name]) for name in mine)
+    assert_same_weights(learner, Learner(settings(), tmp_path / "final", CPU, 0, 1))
+    assert "lm_head.weight" not in (learner.weights() or {})
 
 
 def test_a_mini_batch_for_more_ranks_than_there_are_is_not_trained_in_part(model_folder: Path) -> None:
