@@ -2,17 +2,234 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
-from service.plan.machine.costs import CPU
-from service.plan.machine.device import Device
+from service.errors import UserError
+from service.learn.estimate.fit import MARGIN
+from service.learn.estimate.step import GPUS_OF_A_NODE
+from service.learn.model.hf_config import read_config
+from service.plan.binding import Binding, Demand, Part, Side, binding
+from service.plan.engine import Engine, Shape
+from service.plan.machine.costs import CPU, GPU, TRAINER
+from service.plan.machine.device import Device, crowding
 from service.plan.settings import PlanSettings
-from service.plan.split import Planner, Split, splits_of
-from service.plan.step_seconds import Flow
-from service.plan.weights import Update
+from service.plan.step_seconds import Flow, Setting, flow_of
+from service.plan.trainer import estimated
+from service.plan.weights import Update, update
 from service.plan.work import Work
+
+EVALUATED_ROWS = 512
+"""Rows of an evaluation set whose size nothing says; assumed."""
+MAX_SPLITS = 16
+"""Splits of the GPUs that are compared; of more, these are spread evenly."""
+
+
+@dataclass(frozen=True)
+class Split:
+    """A number of engines and of ranks, and how fast they are."""
+
+    engines: int
+    ranks: int
+    demand: Demand
+    flow: Flow
+    rank_bytes: Mapping[str, float]
+    fits: bool
+    prefilled_tokens: float
+    """Tokens of an engine's second that are computed, not sampled."""
+    sampled_tokens: float
+    """Sampled tokens of a second, of all engines while they have work."""
+    trained_tokens: float
+    """Tokens of the rows of a second, of all ranks while they have work."""
+
+    @property
+    def binding(self) -> Binding:
+        """What binds."""
+        return binding(self.demand)
+
+    @property
+    def step_seconds(self) -> float:
+        """Seconds of a step."""
+        return self.flow.step_seconds
+
+
+def splits_of(settings: PlanSettings, gpus: int) -> Iterator[tuple[int, int]]:
+    """Numbers of engines and ranks that use all GPUs.
+
+    Raises:
+        UserError: there is none.
+    """
+    if settings.fit.shares_gpus:
+        yield gpus, gpus
+        return
+    each, together = settings.generator.tensor_parallel_size, settings.trainer.sequence_parallel
+    found = [engines for engines in range(1, (gpus - 1) // each + 1) if (gpus - engines * each) % together == 0]
+    if not found:
+        raise UserError(
+            f"--gpus {gpus}: an engine takes {each} (generator.tensor_parallel_size) and the trainer {together} or a "
+            f"multiple of it (trainer.sequence_parallel); give {each + together} or more"
+        )
+    every = -(-len(found) // MAX_SPLITS)
+    for engines in sorted({*found[::every], found[-1]}):
+        yield engines, gpus - engines * each
+
+
+class Planner:
+    """Everything about a configuration that does not depend on the split."""
+
+    def __init__(self, settings: PlanSettings, folder: Path, device: Device, work: Work) -> None:
+        """`folder` needs a config.json only.
+
+        Raises:
+            UserError: the model cannot be made or run.
+        """
+        self.settings, self.device, self.work = settings, device, work
+        self.trainer, self.memory, self.problem = estimated(settings.fit, folder, device)
+        self.shape = Shape.of(read_config(folder), 2.0 if settings.fit.learn.model.dtype == "bfloat16" else 4.0)
+        self._on_cpu, pace = device.cores is not None, device.pace
+        token = CPU["token"] + CPU["turn"] / work.response_tokens
+        self._engine = Engine(
+            self.shape,
+            device,
+            settings.generator.tensor_parallel_size,
+            self.memory.kv or device.memory,
+            CPU["iteration"] * pace if self._on_cpu else GPU["iteration"],
+            token * pace if self._on_cpu else GPU["request"],
+        )
+        self._trajectories = settings.trainer.mini_batch_size * settings.samples
+        self._iteration = cache(self._iteration_of)
+
+    def split(self, engines: int, ranks: int, lookahead: int | None = None) -> Split:
+        """How fast so many engines and ranks are."""
+        work, update = self.work, self.update(self.settings.weights.transport, engines, ranks)
+        rows = self._trajectories * work.row_tokens(self.settings.merges)
+        running = self.settings.generator.concurrent_groups * self.settings.samples / engines
+        # of busy engines that sample a mini-batch
+        sampling = self._trajectories * work.sampled / engines / running * self.iteration(running)
+        factor, training = self._training(engines, ranks, rows, sampling, update)
+        trained = sum(training.values())
+        pause = update.pause + self._recomputed(running * min(1.0, sampling * factor / trained))
+        pause /= self.settings.weights.sync_every
+        # pauses are spread over the iterations between them
+        paused = factor * (1 + pause / max(sampling * factor, trained))
+        stepping = training[Part.TRAINER] + training[Part.JOURNAL]
+        flow = flow_of(
+            Setting(
+                mini_batch_size=self.settings.trainer.mini_batch_size,
+                samples=self.settings.samples,
+                lookahead=self.settings.lookahead if lookahead is None else lookahead,
+                slots=self.settings.generator.concurrent_groups,
+                engines=engines,
+                iteration=lambda running: self.iteration(running) * paused,
+                tokens=work.sampled,
+                sigma=work.sigma,
+                most_tokens=float(self.settings.env_turns * self.settings.generator.max_generate_length),
+                environment_seconds=work.turns * work.environment_seconds,
+                train_seconds=stepping,
+                after_seconds=trained - stepping,
+                sync_seconds=update.arrival,
+            )
+        )
+        demand = self._demand(engines, ranks, flow, training, pause)
+        generation = max(flow.step_seconds * (1 - flow.generators_wait), 1e-9)
+        held = self._rank_bytes(ranks, rows)
+        return Split(
+            engines=engines,
+            ranks=ranks,
+            demand=demand,
+            flow=flow,
+            rank_bytes=held,
+            fits=sum(held.values()) <= self.device.memory * (1 - MARGIN),
+            prefilled_tokens=self._trajectories * (work.length - work.sampled) / generation,
+            sampled_tokens=self._trajectories * work.sampled / generation,
+            trained_tokens=rows / demand.seconds(Side.TRAINING),
+        )
+
+    def _training(
+        self, engines: int, ranks: int, rows: float, sampling: float, update: Update
+    ) -> tuple[float, dict[Part, float]]:
+        """The factor by which generation takes longer beside training; the parts of training, in seconds of a step."""
+        work, settings, pace = self.work, self.settings, self.device.pace
+        row = work.length if settings.merges else work.prompt_tokens + work.response_tokens
+        compute = self.trainer.seconds(self.device, ranks, rows, row, settings.trainer.max_tokens_per_micro_batch)
+        handoff = CPU["forming_turn"] * self._trajectories * work.turns * pace
+        share = min(1.0, compute / max(compute + handoff, sampling))
+        generation_factor, factor = crowding(self.device, engines, ranks, share, settings.fit.shares_gpus)
+        after = CPU["after_step"] * pace if self._on_cpu else 0.0
+        return generation_factor, {
+            Part.TRAINER: compute * factor,
+            Part.WEIGHTS: update.trainer / settings.weights.sync_every + after * factor,
+            Part.JOURNAL: handoff * factor,
+            Part.EVALUATION: self._evaluation(sampling),
+            Part.CHECKPOINT: self._checkpoint(),
+        }
+
+    def _demand(self, engines: int, ranks: int, flow: Flow, training: Mapping[Part, float], pause: float) -> Demand:
+        work, settings = self.work, self.settings
+        generation = flow.step_seconds * (1 - flow.generators_wait)
+        pause *= 1 - flow.generators_wait  # the other slots have nothing to pause
+        outside = work.turns * work.environment_seconds
+        inside = work.sampled * self.iteration(max(1.0, flow.running))
+        waiting = generation * outside / (outside + inside)
+        engine = max(0.0, generation - waiting - pause)
+        return Demand(
+            generation={Part.ENGINES: engine, Part.ENVIRONMENT: waiting, Part.WEIGHTS: pause},
+            training=training,
+            engines=engines,
+            ranks=ranks,
+            lookahead=settings.lookahead,
+            concurrency=settings.generator.concurrent_groups / settings.trainer.mini_batch_size,
+            seconds_of_step=flow.step_seconds,
+        )
+
+    def _rank_bytes(self, ranks: int, rows: float) -> dict[str, float]:
+        held = self.trainer.memory(ranks)
+        if not self._on_cpu:
+            return held
+        full = min(1.0, rows / ranks / self.trainer.micro_tokens)
+        return {"libraries": CPU["rank_bytes"], **held, "activations": held.get("activations", 0.0) * full}
+
+    def iteration(self, running: float) -> float:
+        """Seconds of an iteration of an engine in which so many requests run."""
+        return self._iteration(max(1, round(running)))
+
+    def _iteration_of(self, running: int) -> float:
+        work, at_once = self.work, min(float(running), self._engine.most_running(self.work.length))
+        computed = (work.length - work.sampled) / work.sampled  # prompts and observations, for each sampled token
+        seconds = self._engine.iteration(at_once, work.mean_context, computed * at_once)
+        return seconds * running / at_once  # the others wait for room in the KV cache
+
+    def _recomputed(self, running: float) -> float:
+        """Seconds in which an engine computes the KV caches of its running requests anew after an update."""
+        if self.settings.weights.kv_cache == "keep" or self._on_cpu:
+            return 0.0
+        context = self.work.mean_context
+        at_once = min(running, self._engine.most_running(self.work.length))
+        return self._engine.prefill_seconds(at_once * context, context)
+
+    def update(self, transport: str, engines: int, ranks: int) -> Update:
+        """An update of the engines by a transport."""
+        gpus, trainer = self.settings.generator.tensor_parallel_size, self.settings.trainer
+        nodes = -(-(engines * gpus + ranks) // GPUS_OF_A_NODE)
+        lora = self.settings.fit.learn.model.lora  # of an adapter, only itself is sent
+        sent = self.shape.parameters if lora is None else self.shape.adapter_parameters(lora.rank)
+        # copies of the model on several nodes: the ranks of one send
+        senders = ranks if trainer.shard_within == "all" else min(ranks, GPUS_OF_A_NODE)
+        return update(transport, sent * self.shape.width, self.device, nodes, senders, gpus)
+
+    def _evaluation(self, sampling: float) -> float:
+        """Seconds of a step for evaluations, during which training waits; those beside training cost it engines."""
+        data = self.settings.data
+        if not data.eval_every or data.eval_mode == "beside":
+            return 0.0
+        rows = data.eval_make_rows or data.eval_rows or EVALUATED_ROWS
+        return sampling * rows * data.eval_samples / self._trajectories / data.eval_every
+
+    def _checkpoint(self) -> float:
+        every, costs = self.settings.trainer.checkpoint_every, TRAINER
+        return self.shape.parameters * costs["checkpoint_bytes"] / costs["disk"] / every if every else 0.0
 
 
 @dataclass(frozen=True)

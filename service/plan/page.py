@@ -8,8 +8,7 @@ from typing import Any
 
 from service.learn.estimate.fit import MARGIN
 from service.plan.binding import Part, Side
-from service.plan.forecast import Forecast
-from service.plan.split import Split
+from service.plan.forecast import Forecast, Split
 from service.plan.work import lines_of
 
 MODEL = (

@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from service.config.learn import TrainerConfig
 from service.learn.compile import as_on_gpu
+from service.learn.device_batch import unsampled_micro_batch
 from service.learn.estimate.gpus import REACHED
 from service.learn.estimate.meter import ELEMENTWISE, HOST, Meter
 from service.learn.learner import Learner
@@ -27,7 +28,7 @@ from service.learn.model.policy import Policy
 from service.learn.model.policy_model import Checkpointing
 from service.learn.optimizer import Optimizer
 from service.learn.settings import LearnSettings
-from service.types import MicroBatch, MiniBatch
+from service.types import MiniBatch, SupervisedRow
 
 MICRO_BATCHES = 2
 """Micro-batches of the estimated step: the second one finds gradients of the first."""
@@ -166,20 +167,12 @@ def _pretended_ranks(ranks: int) -> Iterator[None]:
 def full_mini_batch(trainer: TrainerConfig, vocab_size: int, row_tokens: int) -> MiniBatch:
     """A mini-batch whose micro-batches are as long as the token budget allows, of one trajectory a row."""
     rows, parts = max(1, trainer.tokens_of_micro_batch // row_tokens), trainer.batch_parts
-    n_tokens, trajectories = rows * row_tokens, np.arange(rows * MICRO_BATCHES, dtype=np.int32)
+    trajectories = np.arange(rows * MICRO_BATCHES, dtype=np.int32)
     carries_loss = np.arange(row_tokens) >= row_tokens - row_tokens // 2
-    micros = tuple(
-        MicroBatch(
-            token_ids_N=(np.arange(n_tokens) % vocab_size).astype(np.int32),
-            offsets_R=np.arange(rows + 1, dtype=np.int64) * row_tokens,
-            loss_mask_N=np.tile(carries_loss, rows),
-            logprobs_N=np.full(n_tokens, -1.0, np.float32),
-            staleness_N=np.zeros(n_tokens, np.int32),
-            temperature_R=np.ones(rows, np.float32),
-            trajectory_of_row_R=mine,
-        )
-        for mine in np.split(trajectories, MICRO_BATCHES)
-    )
+    row = SupervisedRow((np.arange(row_tokens) % vocab_size).astype(np.int32), carries_loss)
+    micro = unsampled_micro_batch([row] * rows)
+    micro = replace(micro, staleness_N=np.zeros_like(micro.staleness_N))
+    micros = tuple(replace(micro, trajectory_of_row_R=mine) for mine in np.split(trajectories, MICRO_BATCHES))
     n_loss_tokens = parts * int(carries_loss.sum())
     return MiniBatch(
         lease=0,

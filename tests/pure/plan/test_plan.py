@@ -11,8 +11,8 @@ from service.cli.parser import main
 from service.config import load
 from service.errors import UserError
 from service.plan.command import DOES_NOT_FIT
+from service.plan.forecast import splits_of
 from service.plan.settings import PlanSettings
-from service.plan.split import splits_of
 from service.plan.work import OPTIONS
 from service.run.folder import METRICS
 
