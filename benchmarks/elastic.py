@@ -15,8 +15,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from service.config import Config, load_config
-from service.simulate.scenario import Scenario
+from service.config import load_config
+from service.simulate.scenario import Scenario, SimulationSettings
 from service.simulate.world import simulated
 from tests.sim.faults import Faults
 from tests.sim.world import FaultyWorld
@@ -39,10 +39,10 @@ class Cost(NamedTuple):
     superseded_tokens: int
 
 
-def settings(generators: int, groups_each: int = 1) -> Config:
+def settings(generators: int, groups_each: int = 1) -> SimulationSettings:
     """Enough groups open for every generator, and mini-batches that grow with their number."""
     batch = max(generators * groups_each // 4, 1)
-    return load_config(
+    config = load_config(
         [],
         [
             "env.max_turns=4",
@@ -62,13 +62,13 @@ def settings(generators: int, groups_each: int = 1) -> Config:
             "trainer.max_tokens_per_micro_batch=131072",
         ],
     )
+    return SimulationSettings.of(config)
 
 
 def tokens_per_second(generators: int) -> float:
     """Trained tokens a simulated second; the trainer is never what is waited for."""
-    config = settings(generators, groups_each=16)
     scenario = Scenario(generators, turns=4, median_tokens=128, sigma=0.7, trainer_seconds=1e-3, steps=24)
-    return simulated(config, scenario, seed=0).tokens_per_second
+    return simulated(settings(generators, groups_each=16), scenario, seed=0).tokens_per_second
 
 
 def buffer_cost(generators: int, steps: int = 8) -> Cost:

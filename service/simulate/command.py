@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from dataclasses import fields, replace
 from functools import partial
 
-from service.config import Config, load
+from service.config import load
 from service.config.command_line import no_more_words
 from service.errors import UserError
 from service.run.phases import phase
 from service.simulate.measurements import Report
-from service.simulate.scenario import Scenario
+from service.simulate.scenario import Scenario, SimulationSettings
 from service.simulate.world import simulated
 
 ABOUT = """\
@@ -71,30 +71,25 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
     no_more_words(arguments)
     config = load(arguments.config, [*([] if arguments.config else PRESET), *overrides]).config
     with phase("simulating", partial(print, file=sys.stderr, flush=True), after=QUIET_SECONDS):
-        return simulate(config, arguments)
+        return simulate(SimulationSettings.of(config), arguments)
 
 
-def simulate(config: Config, arguments: argparse.Namespace) -> int:
+def simulate(settings: SimulationSettings, arguments: argparse.Namespace) -> int:
     """Run what the arguments say and print the findings."""
     scenario = Scenario(**{name: getattr(arguments, name) for name in OPTIONS})
-    if scenario.turns > config.env.max_turns:
-        raise UserError(
-            f"--turns {scenario.turns}: set env.max_turns={scenario.turns} too, it is {config.env.max_turns}"
-        )
+    if scenario.turns > (max_turns := settings.buffer.limits.max_turns):
+        raise UserError(f"--turns {scenario.turns}: set env.max_turns={scenario.turns} too, it is {max_turns}")
     if arguments.seeds < 1:
         raise UserError(f"--seeds {arguments.seeds}: at least one run is needed")
     seeds = range(arguments.seed, arguments.seed + arguments.seeds)
-    on_policy, short = _on_policy(config), replace(scenario, steps=min(scenario.steps, 60))
-    runs = [(simulated(config, scenario, seed), simulated(on_policy, short, seed)) for seed in seeds]
+    on_policy = replace(settings, buffer=replace(settings.buffer, lookahead=0))
+    short = replace(scenario, steps=min(scenario.steps, 60))
+    runs = [(simulated(settings, scenario, seed), simulated(on_policy, short, seed)) for seed in seeds]
     named = f"seed {seeds[0]}" if len(seeds) == 1 else f"means of seeds {seeds[0]} to {seeds[-1]}, ± standard error"
-    print(f"{named}, {scenario.steps} optimizer steps of {config.trainer.mini_batch_size} groups")
-    for line in _lines(runs, config):
+    print(f"{named}, {scenario.steps} optimizer steps of {settings.buffer.mini_batch_size} groups")
+    for line in _lines(runs, settings.max_staleness):
         print(line)
     return 0
-
-
-def _on_policy(config: Config) -> Config:
-    return config.model_copy(update={"buffer": config.buffer.model_copy(update={"lookahead": 0})})
 
 
 def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
@@ -107,7 +102,7 @@ def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
     return statistics.fmean(values), spread / math.sqrt(len(values))
 
 
-def _lines(runs: Sequence[tuple[Report, Report]], config: Config) -> list[str]:
+def _lines(runs: Sequence[tuple[Report, Report]], max_staleness: int) -> list[str]:
     """The findings of runs and of the same runs on-policy."""
     reports, bases = [run for run, _ in runs], [base for _, base in runs]
 
@@ -128,7 +123,7 @@ def _lines(runs: Sequence[tuple[Report, Report]], config: Config) -> list[str]:
         f"generator slots idle    {idle}",
         f"token staleness         mean {formatted([r.staleness_mean for r in reports], '.2f')}, "
         f"p99 {max(r.staleness_p99 for r in reports)}, max {max(r.staleness_max for r in reports)} versions",
-        f"tokens beyond {config.buffer.max_staleness:<3}       {beyond} carried no loss",
+        f"tokens beyond {max_staleness:<3}       {beyond} carried no loss",
         f"length distance         {formatted([r.length_distance for r in reports], '.3f')}   "
         "(generated against trained, 0 is none)",
     ]

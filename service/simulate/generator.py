@@ -40,10 +40,10 @@ class SimulatedGenerator(Client):
         super().__init__(host, scenario, rng)
         self._measured = measured
         self.name = name
-        self.slots = scenario.slots(host.config)
+        self.slots = scenario.slots(host.settings)
         self.wait_seconds = 0.0
         """Slot-seconds without work."""
-        self._max_tokens = scenario.turns * host.config.generator.max_generate_length
+        self._max_tokens = scenario.turns * host.settings.buffer.limits.max_generate_length
         """Of one trajectory."""
         self._incarnation = 0
         self._sequence = self._request_id = 0
@@ -78,7 +78,7 @@ class SimulatedGenerator(Client):
     def evaluate(self, count: int, ended: Callable[[], None]) -> None:
         """Play `count` trajectories, keep the weights and claim nothing until they have ended."""
         self._evaluated = ended
-        lengths, at_once = self._lengths(count), self.slots * self._host.config.algorithm.n_samples_per_prompt
+        lengths, at_once = self._lengths(count), self.slots * self._host.settings.buffer.limits.n_samples_per_prompt
 
         def played(lengths: Int64s) -> Activity:
             yield self.wait(float(lengths.sum()) * self._scenario.token_seconds)

@@ -9,22 +9,19 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from service.config import Config
-from service.config.core_settings import buffer_settings
 from service.handoff.buffer import Buffer
 from service.handoff.journal.journal import Journal
 from service.handoff.verbs import Claim, Wait
 from service.handoff.waiting_claims import ClaimAnswer, WaitingClaims
 from service.simulate.disk import MemoryDisk
 from service.simulate.loop import Activity, Loop, Process, Resume, VirtualClock, Waiting
-from service.simulate.scenario import Scenario
+from service.simulate.scenario import Scenario, SimulationSettings
 from service.simulate.scorers import SimulatedScorers
 from service.types import PolicyVersion
 
 FOLDER = Path("journal")
 PROMPT_UIDS = [f"prompt-{row}" for row in range(1000)]
 TICK_SECONDS = 0.5
-VOCABULARY = 1 << 20
 POLL_SECONDS = 5.0
 """How long the host may keep a claim or a lease waiting before it answers with a Wait."""
 
@@ -41,11 +38,11 @@ class Host(Process):
     """Answers requests with `Buffer`; an answer is sent only when the journal is synced."""
 
     def __init__(
-        self, config: Config, scenario: Scenario, loop: Loop, rng: np.random.Generator, segment_bytes: int
+        self, settings: SimulationSettings, scenario: Scenario, loop: Loop, rng: np.random.Generator, segment_bytes: int
     ) -> None:
         """`rng`: of its scorers."""
         super().__init__(loop)
-        self.config = config
+        self.settings = settings
         self.disk = MemoryDisk()
         self.buffer: Buffer
         self.journal: Journal
@@ -66,7 +63,7 @@ class Host(Process):
         """Start a process on the disk's files; `now`: what its monotonic clock says."""
         self.clock = VirtualClock(self.loop, now)
         self.journal = Journal(FOLDER, self.clock, self.disk, self._segment_bytes)
-        self.buffer = Buffer(buffer_settings(self.config, VOCABULARY), PROMPT_UIDS, self.journal, self.clock)
+        self.buffer = Buffer(self.settings.buffer, PROMPT_UIDS, self.journal, self.clock)
         self.journal.sync()
         self.scorers = self.new_scorers()
         self.run(self._tick())
@@ -74,7 +71,9 @@ class Host(Process):
     def new_scorers(self) -> SimulatedScorers:
         """What this process asks its scorers with."""
         seconds = self._scenario.scorer_seconds
-        return SimulatedScorers(self.config.scorers, self.buffer.scoring, self.loop, self._settled, seconds, self._rng)
+        return SimulatedScorers(
+            self.settings.scorers, self.buffer.scoring, self.loop, self._settled, seconds, self._rng
+        )
 
     def passes(self, seam: str) -> bool:
         """Whether the process survives a seam, `before_sync` or `after_sync`, at which a test may kill it."""
@@ -114,7 +113,7 @@ class Host(Process):
         if not self.passes("before_sync"):
             return
         self._unsynced.append((self.journal.position, reply, answer))
-        self._sync_in(self.config.buffer.sync_interval)
+        self._sync_in(self.settings.sync_interval)
 
     def _sync_in(self, seconds: float) -> None:
         if not self._sync_is_due:

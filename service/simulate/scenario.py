@@ -2,13 +2,52 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from service.config import Config
+from service.config import Config, DataConfig
+from service.config.core_settings import buffer_settings
+from service.config.rollout import ScorerConfig
+from service.handoff.settings import BufferSettings
 from service.types import Int64s
+
+VOCABULARY = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class SimulationSettings:
+    """What a simulation takes of a configuration."""
+
+    buffer: BufferSettings
+    scorers: Mapping[str, ScorerConfig]
+    data: DataConfig
+    """Of it, when and what is evaluated."""
+    sync_interval: float
+    """Minimum seconds between two syncs of the journal."""
+    concurrent_groups: int
+    """Groups that all generators play at once."""
+    sync_every: int
+    """Optimizer steps between two publications of weights."""
+    checkpoint_every: int
+    max_staleness: int
+    """Staleness in versions above which a token carries no loss."""
+
+    @staticmethod
+    def of(config: Config) -> SimulationSettings:
+        """The settings that a configuration implies."""
+        return SimulationSettings(
+            buffer_settings(config, VOCABULARY),
+            config.scorers,
+            config.data,
+            config.buffer.sync_interval,
+            config.generator.concurrent_groups,
+            config.weights.sync_every,
+            config.trainer.checkpoint_every,
+            config.buffer.max_staleness,
+        )
 
 
 def _option(default: Any, meaning: str) -> Any:
@@ -18,7 +57,7 @@ def _option(default: Any, meaning: str) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """The world around the buffer; the buffer's own settings are in the configuration."""
+    """The world around the buffer; the buffer's own are in `SimulationSettings`."""
 
     generators: int = _option(4, "generator actors that share generator.concurrent_groups")
     turns: int = _option(1, "turns of a trajectory")
@@ -39,23 +78,23 @@ class Scenario:
     restorable: bool = True
     """Whether environments can be restored, so that trajectories continue in another generator."""
 
-    def slots(self, config: Config) -> int:
+    def slots(self, settings: SimulationSettings) -> int:
         """Groups that one generator plays at once."""
-        return max(config.generator.concurrent_groups // self.generators, 1)
+        return max(settings.concurrent_groups // self.generators, 1)
 
     def lengths(self, rng: np.random.Generator, count: int) -> Int64s:
         """Tokens of `count` trajectories."""
         drawn = rng.lognormal(np.log(self.median_tokens), self.sigma, count)
         return np.maximum(np.round(drawn), 1).astype(np.int64)
 
-    def step_seconds(self, config: Config) -> float:
+    def step_seconds(self, settings: SimulationSettings) -> float:
         """Seconds of an optimizer step: `trainer_seconds`, or as long as busy generators take for a mini-batch.
 
         A group ends with its longest sample, so a slot takes the mean of the longest samples' times for a group.
         """
         if self.trainer_seconds:
             return self.trainer_seconds
-        n_samples = config.algorithm.n_samples_per_prompt
+        n_samples = settings.buffer.limits.n_samples_per_prompt
         lengths = self.lengths(np.random.default_rng(0), 4096 * n_samples).reshape(-1, n_samples)
         group_seconds = float(lengths.max(axis=1).mean()) * self.token_seconds
-        return group_seconds * config.trainer.mini_batch_size / (self.slots(config) * self.generators)
+        return group_seconds * settings.buffer.mini_batch_size / (self.slots(settings) * self.generators)

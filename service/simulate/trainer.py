@@ -34,9 +34,9 @@ class SimulatedTrainer(Client):
         """The version that engines are to serve."""
         self.drained = False
         """Whether the buffer answered that no more mini-batches can come."""
-        self._config = host.config
+        self._settings = host.settings
         self._generators = generators
-        self._step_seconds = scenario.step_seconds(host.config)
+        self._step_seconds = scenario.step_seconds(host.settings)
         self.evaluated: list[tuple[int, float]] = []
         """(step, seconds) of the evaluations that have ended."""
         self._evaluating = 0
@@ -91,10 +91,10 @@ class SimulatedTrainer(Client):
             return refusal
         self.version = version
         self._measured.committed(version, batch, self.loop.now)
-        if version.step % self._config.weights.sync_every == 0:
+        if version.step % self._settings.sync_every == 0:
             self._publish()
         yield from self._evaluate(step + 1)
-        if self._config.trainer.checkpoint_every and version.step % self._config.trainer.checkpoint_every == 0:
+        if self._settings.checkpoint_every and version.step % self._settings.checkpoint_every == 0:
             self.save()
         return None
 
@@ -104,7 +104,7 @@ class SimulatedTrainer(Client):
 
     def _evaluate(self, step: int) -> Generator[Waiting, Any, None]:
         """Evaluate every `data.eval_every` steps: on all engines while training waits, or beside it on some."""
-        data, evaluators = self._config.data, list(self._generators)
+        data, evaluators = self._settings.data, list(self._generators)
         if not data.eval_every or step % data.eval_every or self._evaluating:
             return
         if data.eval_mode == "beside":

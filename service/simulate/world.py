@@ -6,13 +6,12 @@ from collections.abc import Callable
 
 import numpy as np
 
-from service.config import Config
 from service.errors import RunFailed
 from service.simulate.generator import SimulatedGenerator
 from service.simulate.host import Host
 from service.simulate.loop import Loop
 from service.simulate.measurements import Measurements, Report, distance
-from service.simulate.scenario import Scenario
+from service.simulate.scenario import Scenario, SimulationSettings
 from service.simulate.trainer import SimulatedTrainer
 
 HANG_SECONDS = 600.0
@@ -23,8 +22,8 @@ SEGMENT_BYTES = 64 << 20
 class World:
     """Generators, buffer and trainer of one seed; the tests' worlds put faulty ones in their places."""
 
-    def __init__(self, config: Config, scenario: Scenario, seed: int) -> None:
-        self.config, self.scenario, self.seed = config, scenario, seed
+    def __init__(self, settings: SimulationSettings, scenario: Scenario, seed: int) -> None:
+        self.settings, self.scenario, self.seed = settings, scenario, seed
         self.rngs = [np.random.default_rng((seed, part)) for part in range(6)]
         self.loop = Loop()
         self.measured = self.new_measurements()
@@ -39,7 +38,7 @@ class World:
 
     def new_host(self) -> Host:
         """The buffer's process."""
-        return Host(self.config, self.scenario, self.loop, self.rngs[5], SEGMENT_BYTES)
+        return Host(self.settings, self.scenario, self.loop, self.rngs[5], SEGMENT_BYTES)
 
     def new_generator(self, name: str, rng: np.random.Generator) -> SimulatedGenerator:
         """A generator that has not started."""
@@ -93,9 +92,9 @@ class World:
         return f"version {status.policy_version}, groups {status.groups}, refused {status.refused}, {waits}"
 
 
-def simulated(config: Config, scenario: Scenario, seed: int) -> Report:
+def simulated(settings: SimulationSettings, scenario: Scenario, seed: int) -> Report:
     """Run a world and measure it."""
-    world = World(config, scenario, seed)
+    world = World(settings, scenario, seed)
     world.run()
     measured, steps = world.measured, scenario.steps
     seconds = measured.committed_at[steps - 1]
@@ -111,7 +110,7 @@ def simulated(config: Config, scenario: Scenario, seed: int) -> Report:
         staleness_mean=float(ages.mean()),
         staleness_p99=int(np.quantile(ages, 0.99)),
         staleness_max=int(ages.max()),
-        beyond=float((ages > config.buffer.max_staleness).mean()),
+        beyond=float((ages > settings.max_staleness).mean()),
         length_distance=distance(
             np.array(list(measured.generated.values())),
             np.array([tokens for of, tokens in measured.generated.items() if of.group_id in trained]),

@@ -7,14 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from service.config import Config
 from service.handoff.steps.roles import Role
 from service.handoff.steps.stop_reason import StopReason
 from service.handoff.verbs import Claim, Receipt
 from service.simulate.generator import SimulatedGenerator
 from service.simulate.host import Client, Host
 from service.simulate.loop import Activity, Resume, Waiting
-from service.simulate.scenario import Scenario
+from service.simulate.scenario import Scenario, SimulationSettings
 from service.simulate.trainer import SimulatedTrainer
 from service.types import Refusal, RefusalReason, TrajectoryId
 from tests.sim.faults import Faults, FaultyDisk, Network
@@ -30,7 +29,7 @@ class FaultyHost(Host):
 
     def __init__(
         self,
-        config: Config,
+        settings: SimulationSettings,
         scenario: Scenario,
         faults: Faults,
         network: Network,
@@ -39,7 +38,7 @@ class FaultyHost(Host):
         segment_bytes: int,
     ) -> None:
         """`rngs`: of the process and of its scorers."""
-        super().__init__(config, scenario, network.loop, rngs[1], segment_bytes)
+        super().__init__(settings, scenario, network.loop, rngs[1], segment_bytes)
         self.disk: FaultyDisk = FaultyDisk()
         self.network, self.witness, self.faults = network, witness, faults
         self.alive = False

@@ -86,7 +86,7 @@ class FaultyScorers:
 
     def __init__(self, host: FaultyHost, mean_seconds: float, rng: np.random.Generator) -> None:
         self._host, self._mean_seconds, self._rng = host, mean_seconds, rng
-        self._settings = host.config.scorers
+        self._settings = host.settings.scorers
         self._asyncio = SimulatedAsyncio(host.loop)  # type: ignore[abstract]
         workers = {name: [Worker(self, name) for _ in range(each.workers)] for name, each in self._settings.items()}
         self._asking = Asking(self._settings, host.buffer.scoring, workers, self._settled)

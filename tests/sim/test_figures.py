@@ -9,18 +9,18 @@ import numpy as np
 import pytest
 
 from service.cli.parser import main
-from service.config import Config, load
+from service.config import load
 from service.simulate.command import PRESET, mean_and_error
 from service.simulate.measurements import Report
-from service.simulate.scenario import Scenario
+from service.simulate.scenario import Scenario, SimulationSettings
 from service.simulate.world import World, simulated
 
 STEPS = 60
 SEEDS = 8
 
 
-def config(*settings: str) -> Config:
-    return load([], [*PRESET, *settings]).config
+def config(*settings: str) -> SimulationSettings:
+    return SimulationSettings.of(load([], [*PRESET, *settings]).config)
 
 
 @cache
@@ -145,4 +145,4 @@ def test_more_turns_than_the_configuration_allows_are_refused(capsys: pytest.Cap
 
 def test_a_trajectory_of_the_preset_is_not_cut_off() -> None:
     lengths = Scenario(sigma=1.0).lengths(np.random.default_rng(0), 1_000_000)
-    assert lengths.max() <= config().generator.max_generate_length
+    assert lengths.max() <= config().buffer.limits.max_generate_length

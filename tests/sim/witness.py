@@ -6,13 +6,13 @@ from collections import Counter
 
 import numpy as np
 
-from service.config import Config
 from service.errors import BatonError
 from service.handoff.buffer import Buffer
 from service.handoff.ledger.events import Scored
 from service.handoff.ledger.lifecycle import USED, GroupState
 from service.handoff.steps.stop_reason import FAILURES
 from service.simulate.measurements import Measurements
+from service.simulate.scenario import SimulationSettings
 from service.types import MiniBatch, PolicyVersion, Refusal, RefusalReason, TrajectoryId
 from tests.invariant import violations
 
@@ -37,11 +37,12 @@ class Broken(BatonError):
 class Witness(Measurements):
     """Records what generators and the trainer received, and compares it with the buffer's state."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, settings: SimulationSettings) -> None:
         super().__init__()
         self.refusals: Counter[str] = Counter()
         """Messages of generators that the buffer refused, by reason."""
-        self._config = config
+        self._buffer, self._sync_every = settings.buffer, settings.sync_every
+        self._max_staleness = settings.max_staleness
         self._acknowledged: dict[int, set[tuple[int, int, int]]] = {}
         """By group_id the (sample, attempt, step index) that the buffer acknowledged."""
         self._scores: dict[int, dict[str, Scored]] = {}
@@ -65,18 +66,18 @@ class Witness(Measurements):
         again = [group_id for group_id in batch.groups if group_id in self.trained]
         if again:
             raise Broken(f"groups {again} are to be trained again; steps {[self.trained[o] for o in again]} used them")
-        if len(set(batch.groups)) != self._config.trainer.mini_batch_size:
+        if len(set(batch.groups)) != self._buffer.mini_batch_size:
             raise Broken(f"a mini-batch of groups {batch.groups}")
         self._check_returns(batch)
-        lookahead = self._config.buffer.lookahead
-        ahead = self._config.buffer.max_staleness if lookahead == "auto" else lookahead
-        oldest = ahead + self._config.weights.sync_every - 1 + self._undone
+        lookahead = self._buffer.lookahead
+        ahead = self._max_staleness if lookahead == "auto" else lookahead
+        oldest = ahead + self._sync_every - 1 + self._undone
         for micro_batch in (m for rank in batch.ranks for m in rank):
             ages_N = micro_batch.staleness_N[micro_batch.staleness_N >= 0]
             with_loss_N = micro_batch.staleness_N[micro_batch.loss_mask_N]
-            if len(with_loss_N) and with_loss_N.max() > self._config.buffer.max_staleness:
+            if len(with_loss_N) and with_loss_N.max() > self._max_staleness:
                 raise Broken(f"a token {with_loss_N.max()} versions old carries loss")
-            if self._config.buffer.order == "strict" and len(ages_N) and ages_N.max() > oldest:
+            if self._buffer.order == "strict" and len(ages_N) and ages_N.max() > oldest:
                 raise Broken(
                     f"a token is {ages_N.max()} versions old in strict order, {self._undone} steps were undone"
                 )

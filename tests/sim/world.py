@@ -17,7 +17,7 @@ from service.config import Config, load_config
 from service.simulate.generator import SimulatedGenerator
 from service.simulate.host import Host
 from service.simulate.measurements import Measurements
-from service.simulate.scenario import Scenario
+from service.simulate.scenario import Scenario, SimulationSettings
 from service.simulate.trainer import SimulatedTrainer
 from service.simulate.world import World
 from tests.sim.faults import AMPLE_ROOM, Faults, Network
@@ -42,22 +42,22 @@ class FaultyWorld(World):
     generators: list[FaultyGenerator]  # type: ignore[assignment]
 
     def __init__(
-        self, config: Config, scenario: Scenario, faults: Faults, seed: int, segment_bytes: int = 64 << 20
+        self, settings: SimulationSettings, scenario: Scenario, faults: Faults, seed: int, segment_bytes: int = 64 << 20
     ) -> None:
         self.faults, self._segment_bytes = faults, segment_bytes
         self.fault_count = 0
         """Faults so far."""
-        super().__init__(config, scenario, seed)
+        super().__init__(settings, scenario, seed)
         self._rng = self.rngs[0]
 
     def new_measurements(self) -> Measurements:
-        self.witness = Witness(self.config)
+        self.witness = Witness(self.settings)
         return self.witness
 
     def new_host(self) -> Host:
         network = Network(self.loop, self.rngs[2], self.faults.delay, self.faults.lost, self.faults.doubled)
         rngs, witness = (self.rngs[1], self.rngs[5]), self.witness
-        return FaultyHost(self.config, self.scenario, self.faults, network, witness, rngs, self._segment_bytes)
+        return FaultyHost(self.settings, self.scenario, self.faults, network, witness, rngs, self._segment_bytes)
 
     def new_generator(self, name: str, rng: np.random.Generator) -> SimulatedGenerator:
         return FaultyGenerator(name, self.host, self.scenario, rng, self.measured)
@@ -216,7 +216,8 @@ def fault_world(seed: int) -> FaultyWorld:
         restorable=bool(rng.integers(2)),
     )
     faults = Faults.drawn(rng, FAULT_SECONDS)
-    return FaultyWorld(_config(rng), scenario, faults, seed, segment_bytes=int(rng.choice([1, 3_000, 1 << 20])))
+    settings, segment_bytes = SimulationSettings.of(_config(rng)), int(rng.choice([1, 3_000, 1 << 20]))
+    return FaultyWorld(settings, scenario, faults, seed, segment_bytes)
 
 
 _JUDGE = "url: http://judge, workers: 2, deadline: 5, attempts: 3"

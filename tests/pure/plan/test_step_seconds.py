@@ -8,7 +8,7 @@ import pytest
 from service.config import load
 from service.plan.step_seconds import Setting, flow_of
 from service.simulate.command import PRESET
-from service.simulate.scenario import Scenario
+from service.simulate.scenario import Scenario, SimulationSettings
 from service.simulate.world import simulated
 
 SIZE = ("trainer.mini_batch_size=8", "generator.concurrent_groups=16", "algorithm.n_samples_per_prompt=4")
@@ -37,7 +37,7 @@ def setting(scenario: Scenario, lookahead: int) -> Setting:
 def test_speed_waiting_and_staleness_are_those_of_the_simulator(sigma: float, lookahead: int) -> None:
     scenario = replace(SCENARIO, sigma=sigma)
     config = load([], [*PRESET, *SIZE, f"buffer.lookahead={lookahead}"]).config
-    simulator = simulated(config, scenario, seed=0)
+    simulator = simulated(SimulationSettings.of(config), scenario, seed=0)
     flow = flow_of(setting(scenario, lookahead))
     assert flow.step_seconds == pytest.approx(1 / simulator.steps_per_second, rel=0.15)
     assert flow.trainer_waits == pytest.approx(simulator.trainer_wait, abs=0.08)
