@@ -4,7 +4,7 @@ One `AsyncLLM` per process. Weights change while requests run:
 
     image in shared memory, checked -> pause (requests stay) -> load, label with the version -> resume
 
-With `model.lora` the same way is taken by the adapter alone, which each request names; see `actors.weights.adapter`.
+With `model.lora` the adapter alone takes the same way, and each request names it; see `actors.weights.policy_tensors`.
 
 vLLM is imported inside functions: `engine_env` has to be set before vLLM is imported for the first time, and the
 driver and the tests import this module without vLLM.
@@ -28,11 +28,10 @@ from actors.engine.engine_load import EngineLoad, EngineTimes
 from actors.engine.vllm_arguments import OWNER_PID, EngineSettings, can_overflow, engine_arguments
 from actors.engine.vllm_arguments import engine_env as engine_env
 from actors.heap import freeze_heap
-from actors.weights.adapter import ADAPTER, ADAPTER_ID
-from actors.weights.checksum import PolicySize, WeightBytes
 from actors.weights.cuda_ipc import ipc_update_info
 from actors.weights.image import open_image
 from actors.weights.nccl_broadcast import decode_announcement, init_info, update_info
+from actors.weights.policy_tensors import ADAPTER, ADAPTER_ID, PolicySize, WeightBytes
 from actors.weights.weight_group import Meeting
 from service.config import Config, LoraConfig
 from service.environment_variables import SAFE_PATH

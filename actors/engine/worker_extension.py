@@ -35,10 +35,9 @@ from vllm.utils.nccl import unpinned_nccl_env
 
 from actors.engine.cpu_lora import use_runs_of_rows
 from actors.engine.vllm_arguments import FILE_BACKEND, OWNER_PID
-from actors.weights.adapter import ADAPTER_ID, AdapterShapes
-from actors.weights.checksum import TensorSpec
 from actors.weights.cuda_ipc import IPC_BACKEND, Handle, vllm_handles
 from actors.weights.nccl_broadcast import BROADCAST_BACKEND, receive
+from actors.weights.policy_tensors import ADAPTER_ID, AdapterShapes, TensorSpec
 from actors.weights.weight_group import Meeting, WeightGroup
 
 

@@ -29,8 +29,8 @@ from actors.generator.group_limit import GroupLimit
 from actors.generator.outbox import Outbox, Unreachable
 from actors.observe.actor_logs import keep_log
 from actors.observe.reporting import Reporter
-from actors.weights.checksum import WeightBytes
 from actors.weights.image import ImageHolder
+from actors.weights.policy_tensors import WeightBytes
 from actors.weights.weight_group import Meeting
 from service.agents.agents import Agents
 from service.agents.session_keys import Keys

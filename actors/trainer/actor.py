@@ -23,11 +23,11 @@ from actors.cuda import unusable_cuda
 from actors.heap import freeze_heap
 from actors.observe.actor_logs import keep_log
 from actors.observe.reporting import Reporter
-from actors.weights.checksum import EMPTY_CHECKSUM, checksum_of
 from actors.weights.cuda_ipc import encode_handles
 from actors.weights.delta import Octets, WeightBucket
 from actors.weights.nccl_broadcast import BroadcastSender, encode_announcement
 from actors.weights.part import PartCopy, WeightPart
+from actors.weights.policy_tensors import EMPTY_CHECKSUM, checksum_of
 from actors.weights.weight_group import Meeting
 from service.config import Config
 from service.errors import UserError

@@ -12,9 +12,9 @@ import ray
 import ray.exceptions
 
 from actors.calls import CALL_SECONDS, answer, call, in_a_line
-from actors.weights.checksum import EMPTY_CHECKSUM
 from actors.weights.delta import WeightBucket
 from actors.weights.part import check_parts
+from actors.weights.policy_tensors import EMPTY_CHECKSUM
 from actors.weights.weight_group import Meeting
 from actors.weights.weight_source import PublishedWeights, TrainerLost
 from service.backoff import Backoff, retried

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 from torch.storage import TypedStorage
 
-from actors.weights.checksum import PolicySize, TensorSpec, WeightBytes, verify
 from actors.weights.nccl_broadcast import update_info
+from actors.weights.policy_tensors import PolicySize, TensorSpec, WeightBytes, verify
 
 IPC_BACKEND = "baton_ipc"
 """Name of the weight transfer backend that `actors.engine.worker_extension` registers."""

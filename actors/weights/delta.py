@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from actors.weights.checksum import WeightBytes, checksum_of, verify
+from actors.weights.policy_tensors import WeightBytes, checksum_of, verify
 
 MAX_CHANGED = 0.15
 """Fraction of changed elements beyond which a bucket travels as it is."""

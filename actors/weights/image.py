@@ -15,9 +15,9 @@ from typing import Any
 
 import ray
 
-from actors.weights.checksum import PolicySize, WeightBytes
 from actors.weights.delta import WeightBucket, decode
 from actors.weights.part import WeightPart
+from actors.weights.policy_tensors import PolicySize, WeightBytes
 from service.errors import WeightsGone
 
 

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from actors.weights.checksum import PolicySize, TensorSpec, WeightBytes, verify
+from actors.weights.policy_tensors import PolicySize, TensorSpec, WeightBytes, verify
 from actors.weights.weight_group import Meeting, WeightGroup
 from service.errors import WeightsCutOff
 

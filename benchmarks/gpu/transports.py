@@ -20,11 +20,11 @@ import numpy as np
 import torch
 
 from actors.engine.vllm_engine import VllmEngine
-from actors.weights.checksum import checksum_of
 from actors.weights.cuda_ipc import encode_handles
 from actors.weights.delta import bucket_of
 from actors.weights.image import Image
 from actors.weights.part import PartCopy, WeightPart
+from actors.weights.policy_tensors import checksum_of
 from benchmarks.gpu.parts import Figures, Give
 from benchmarks.gpu.quickstart import steps_of_run
 from benchmarks.gpu.small_engine import SMALL, serving, settings, write_model

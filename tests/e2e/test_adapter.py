@@ -16,9 +16,8 @@ import torch
 from safetensors.torch import save
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
-from actors.weights.adapter import AdapterShapes, adapter_shapes
 from actors.weights.broadcasts import Broadcasts
-from actors.weights.checksum import checksum_of
+from actors.weights.policy_tensors import AdapterShapes, adapter_shapes, checksum_of
 from actors.weights.weight_source import PublishedWeights
 from service.config import Config, LoraConfig, ModelConfig, WeightsConfig
 from service.errors import RunFailed

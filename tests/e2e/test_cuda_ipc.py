@@ -12,8 +12,8 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor
 from torch.storage import TypedStorage
 
 from actors.trainer.actor import TrainerRank
-from actors.weights.checksum import EMPTY_CHECKSUM, PolicySize, TensorSpec, checksum_of
 from actors.weights.cuda_ipc import Handle, handle_of, ipc_update_info, rebuild_arguments
+from actors.weights.policy_tensors import EMPTY_CHECKSUM, PolicySize, TensorSpec, checksum_of
 from service.config import Config, WeightsConfig
 
 pytestmark = pytest.mark.slow

@@ -22,9 +22,9 @@ from actors.engine.vllm_engine import VllmEngine
 from actors.trainer.actor import TrainerRank
 from actors.weights import broadcasts
 from actors.weights.broadcasts import Broadcasts
-from actors.weights.checksum import PolicySize, TensorSpec, checksum_of
 from actors.weights.cuda_ipc import IPC_BACKEND
 from actors.weights.nccl_broadcast import BROADCAST_BACKEND, decode_announcement, encode_announcement
+from actors.weights.policy_tensors import PolicySize, TensorSpec, checksum_of
 from actors.weights.weight_group import Meeting, WeightGroup
 from actors.weights.weight_source import PublishedWeights
 from service.config import Config, WeightsConfig, load

@@ -12,11 +12,11 @@ import pytest
 import ray
 import torch
 
-from actors.weights.checksum import PolicySize
 from actors.weights.delta import WeightBucket
 from actors.weights.image import Image, ImageHolder, open_image
 from actors.weights.node_images import NodeImages
 from actors.weights.part import PartCopy, WeightPart
+from actors.weights.policy_tensors import PolicySize
 from actors.weights.weight_source import PublishedWeights
 from service.config import WeightsConfig
 from service.errors import WeightsGone

@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 import actors.engine.vllm_arguments
 import actors.engine.vllm_engine
 from actors.engine.vllm_engine import WARM_UP, VllmEngine
-from actors.weights.adapter import ADAPTER, ADAPTER_ID
+from actors.weights.policy_tensors import ADAPTER, ADAPTER_ID
 from service.config import Config, LoraConfig, ModelConfig, WeightsConfig
 from service.errors import RunFailed, UserError
 from service.rollout.engine import Generation, Sampling, validate_generation

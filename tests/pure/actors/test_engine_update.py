@@ -19,10 +19,9 @@ from safetensors.torch import save
 
 import actors.engine.vllm_engine
 from actors.engine.vllm_engine import VllmEngine
-from actors.weights.adapter import ADAPTER_ID, adapter_shapes
-from actors.weights.checksum import PolicySize, TensorSpec
 from actors.weights.image import Image, open_image
 from actors.weights.nccl_broadcast import encode_announcement
+from actors.weights.policy_tensors import ADAPTER_ID, PolicySize, TensorSpec, adapter_shapes
 from actors.weights.weight_group import Meeting
 from service.config import Config, LoraConfig, WeightsConfig
 from service.errors import RunFailed, WeightsCutOff, WeightsGone

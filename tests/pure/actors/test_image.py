@@ -12,10 +12,10 @@ import torch
 from safetensors.torch import save, save_file
 
 from actors.weights import image as images
-from actors.weights.checksum import PolicySize
 from actors.weights.delta import bucket_of, encode
 from actors.weights.image import Image, open_image
 from actors.weights.part import WeightPart
+from actors.weights.policy_tensors import PolicySize
 from service.errors import WeightsGone
 from tests.pure.actors.fakes import content, image_of
 

@@ -16,11 +16,10 @@ from safetensors.torch import load as load_tensors
 
 from actors.driver.prepare import prepare
 from actors.trainer.actor import TrainerRank
-from actors.weights.adapter import AdapterShapes
-from actors.weights.checksum import EMPTY_CHECKSUM, PolicySize, checksum_of
 from actors.weights.cuda_ipc import encode_handles, ipc_update_info
 from actors.weights.nccl_broadcast import encode_announcement
 from actors.weights.part import PartCopy
+from actors.weights.policy_tensors import EMPTY_CHECKSUM, AdapterShapes, PolicySize, checksum_of
 from actors.weights.weight_group import Meeting
 from service.config import Config, WeightsConfig, load_config
 from service.learn.model.sharding import Rows

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from actors.weights.checksum import TensorSpec
 from actors.weights.nccl_broadcast import N_BUCKETS, BroadcastSender, cut, receive, send
+from actors.weights.policy_tensors import TensorSpec
 from actors.weights.weight_group import BUCKET_BYTES, LEAVE_ERRORS, OVER, Meeting, WeightGroup, open_store
 from service.errors import WeightsCutOff
 

@@ -4,6 +4,11 @@
                                                                     engine   size.check(shapes)
 
 `data` is a bucket of a safetensors file, or for transports from GPU to GPU a JSON list of the tensors.
+
+An adapter's tensors are named as PEFT names them, of a model with `model.layers.0.self_attn.q_proj.weight` [out, in]:
+
+    base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight   [rank, in]
+    base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight   [out, rank]
 """
 
 from __future__ import annotations
@@ -19,12 +24,21 @@ import xxhash
 from numpy.typing import NDArray
 from torch import Tensor
 
-from actors.weights.adapter import AdapterShapes, adapter_shapes
 from service.config import LoraConfig
 from service.config.model_folder import model_config, open_weights
+from service.learn.model.adapter_folder import PREFIX
+from service.learn.model.lora import A, B
 
 WeightBytes = bytes | bytearray | memoryview | NDArray[np.uint8]
 """Bytes of weights, or about them; an array passes Ray's object store without a copy."""
+
+ADAPTER = "policy"
+"""Name of the adapter in the engine."""
+ADAPTER_ID = 1
+"""Number of the adapter in the engine, under which each publication takes the place of the one before."""
+
+AdapterShapes = dict[str, tuple[int, ...]]
+"""The tensors of an adapter: name -> shape."""
 
 TIED_HEAD = "lm_head.weight"
 """With tied embeddings some folders store this tensor beside the embedding, others do not."""
@@ -69,6 +83,18 @@ class TensorSpec(NamedTuple):
         """Bytes of the tensor."""
         dtype: torch.dtype = getattr(torch, self.dtype)
         return math.prod(self.shape) * dtype.itemsize
+
+
+def adapter_shapes(lora: LoraConfig, weights: Iterable[tuple[str, Sequence[int]]]) -> AdapterShapes:
+    """The tensors of the adapter of a model with weights of these names and shapes."""
+    shapes: AdapterShapes = {}
+    for name, shape in weights:
+        module, _, kind = name.rpartition(".")
+        if kind == "weight" and module.rpartition(".")[2] in lora.targets and len(shape) == 2:
+            n_out, n_in = shape
+            shapes[PREFIX + module + A] = (lora.rank, n_in)
+            shapes[PREFIX + module + B] = (n_out, lora.rank)
+    return shapes
 
 
 class PolicySize(NamedTuple):
