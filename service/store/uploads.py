@@ -160,6 +160,7 @@ class Uploads:
             time.sleep(POLL_SECONDS)
         self._is_over = True
         self._came.set()
+        self._queue.put(_Job("", []))
         missing = " and ".join(job.what for job in self._jobs)
         if isinstance(self._broken, TakenOver):
             raise RunFailed(str(self._broken))
@@ -195,8 +196,10 @@ class Uploads:
 
     def _work(self) -> None:
         failures = 0
-        while not self._is_over:
+        while True:
             job = self._queue.get()
+            if self._is_over:
+                return
             with self._lock:
                 if job.files and job not in self._jobs:
                     continue
