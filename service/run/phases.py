@@ -9,14 +9,16 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import count
 
+from service.backoff import Backoff
 from service.errors import printable
 
 log = logging.getLogger("baton")
 log.setLevel(logging.INFO)
 
 SECONDS = 5.0
-"""Seconds from the first line about a phase to the second; each pause is longer than the one before."""
+"""Seconds from the first line about a phase to the second; each pause is twice as long as the one before."""
 
 MAX_SECONDS = 60.0
 
@@ -31,20 +33,6 @@ def say(line: str) -> None:
         sys.stdout.flush()
     except OSError:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - open until the process ends
-
-
-def pauses(after: float, seconds: float) -> Iterator[float]:
-    """Seconds before each further line about a phase.
-
-    >>> from itertools import islice
-    >>> [round(pause) for pause in islice(pauses(0, 5), 8)]
-    [5, 8, 11, 17, 25, 38, 57, 60]
-    """
-    if after:
-        yield after
-    while True:
-        yield seconds
-        seconds = min(1.5 * seconds, MAX_SECONDS)
 
 
 @contextmanager
@@ -66,8 +54,9 @@ def phase(
         say(f"{what} ...")
 
     def repeat() -> None:
-        for pause in pauses(after, seconds):
-            if over.wait(pause):
+        backoff = Backoff(seconds, MAX_SECONDS)
+        for number in count(0 if after else 1):
+            if over.wait(backoff.pause(number) if number else after):
                 return
             waits = left()
             say(f"{what} ... {time.monotonic() - began:.0f} s" + (f", waiting for {waits}" if waits else ""))

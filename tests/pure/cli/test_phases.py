@@ -5,12 +5,13 @@ import os
 import re
 import subprocess
 import sys
-from itertools import accumulate, islice
+from itertools import accumulate
 from pathlib import Path
 
 import pytest
 
-from service.run.phases import SECONDS, pauses, phase, say
+from service.backoff import Backoff
+from service.run.phases import MAX_SECONDS, SECONDS, phase, say
 from tests.waiting import until
 
 ROOT = Path(__file__).parents[3]
@@ -32,7 +33,8 @@ def test_a_phase_is_said_at_once_again_while_it_lasts_and_no_more_afterwards() -
 
 
 def test_the_lines_about_a_slow_start_become_fewer_the_longer_it_lasts() -> None:
-    times = list(accumulate(islice(pauses(0, SECONDS), 20)))
+    backoff = Backoff(SECONDS, MAX_SECONDS)
+    times = list(accumulate(backoff.pause(number) for number in range(1, 21)))
     assert times[0] == SECONDS and sum(time < 600 for time in times) < 20
 
 
