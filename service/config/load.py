@@ -23,6 +23,10 @@ BOUNDS = {"gt", "ge", "lt", "le", "multiple_of"}
 """Pydantic's names of bounds: an error of one says more than that the value is of no other type either."""
 
 
+INPUT = "Input should be "
+"""How pydantic begins most of its messages."""
+
+
 class Loaded(NamedTuple):
     """A configuration, and where its values were set."""
 
@@ -120,6 +124,8 @@ def _message(details: Sequence[ErrorDetails], path: KeyPath) -> str:
         return f"{context['error']}, not {shown}"
     if (pattern := context.get("pattern")) in PATTERNS:
         return f"{shown} must {PATTERNS[pattern]}"
+    if not details[0]["msg"].startswith(INPUT):
+        return f"must {details[0]['msg'].partition(' should ')[2] or details[0]['msg']}, not {shown}"
     wanted = " or ".join(dict.fromkeys(_wanted(detail, path) for detail in details))
     return f"must be {wanted}, not {shown}{_nearest_choice(value, details)}"
 
@@ -128,8 +134,8 @@ def _wanted(detail: ErrorDetails, path: KeyPath) -> str:
     """What a value should have been, in pydantic's words without its reason."""
     if detail["type"] == "model_type":
         return f"a section with {', '.join(_keys_of(path))}"
-    text = detail["msg"].removeprefix("Input should be ").partition(", ")
-    return "".join(text) if detail["type"] == "literal_error" else text[0][:1].lower() + text[0][1:]
+    text = detail["msg"].removeprefix(INPUT).partition(", ")
+    return "".join(text) if detail["type"] == "literal_error" else text[0]
 
 
 def _nearest_choice(value: object, details: Sequence[ErrorDetails]) -> str:

@@ -126,16 +126,9 @@ def test_a_combination_is_refused_by_the_setting_to_change(case: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("override", "reason"),
-    [
-        (f"env.limits.memory_bytes={1 << 63}", " or less, not "),
-        ("agents.host=''", "at least 1 character"),
-        ("agents.host='a b'", "must match"),
-    ],
-)
-def test_a_value_that_no_operating_system_takes_is_refused(override: str, reason: str) -> None:
-    with pytest.raises(ConfigError, match=f"^override {override.partition('=')[0]}=.*{reason}"):
+@pytest.mark.parametrize("override", [f"env.limits.memory_bytes={1 << 63}", "agents.host=''", "agents.host='a b'"])
+def test_a_value_that_no_operating_system_takes_is_refused(override: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^override {override.partition('=')[0]}=.*: must "):
         load_config([QUICKSTART], [override])
 
 
