@@ -311,11 +311,11 @@ def _units(order: PrefixOrder, trajectory_R: Int32s, prompt_G: Int32s) -> Iterat
     size_P = np.bincount(prompt_G)
     number_G = np.empty(len(prompt_G), np.int64)
     number_G[by_prompt] = np.arange(len(prompt_G)) - np.repeat(np.cumsum(size_P) - size_P, size_P)
-    parts, most = 1, int(size_P.max(initial=1))
+    parts, max_parts = 1, int(size_P.max(initial=1))
     while True:
-        of_prompt_G = number_G * min(parts, most) // size_P[prompt_G]
-        yield np.unique(prompt_G.astype(np.int64) * most + of_prompt_G, return_inverse=True)[1]
-        if parts >= most:
+        of_prompt_G = number_G * min(parts, max_parts) // size_P[prompt_G]
+        yield np.unique(prompt_G.astype(np.int64) * max_parts + of_prompt_G, return_inverse=True)[1]
+        if parts >= max_parts:
             return
         parts *= 2
 
@@ -349,13 +349,13 @@ class PrefixOrder(NamedTuple):
         shared_R = np.zeros_like(self.shared_R)
         if len(order_R) > 1:
             same_R = np.diff(part_R[self.row_R[order_R]]) == 0
-            # what two rows share is the least of what neighbours between them share
-            shared_R[1:] = np.where(same_R, _least_between(self.shared_R, order_R[:-1] + 1, order_R[1:]), 0)
+            # what two rows share is the minimum of what neighbours between them share
+            shared_R[1:] = np.where(same_R, _minimum_between(self.shared_R, order_R[:-1] + 1, order_R[1:]), 0)
         return PrefixOrder(self.row_R[order_R], shared_R)
 
 
-def _least_between(values: Int64s, first: Int64s, last: Int64s) -> Int64s:
-    """The least of `values[first..last]`, of each pair; any number where `last < first`."""
+def _minimum_between(values: Int64s, first: Int64s, last: Int64s) -> Int64s:
+    """Minimum of `values[first..last]` for each pair; any number where `last < first`."""
     levels, span = [values], 1
     while 2 * span <= len(values):
         below = levels[-1]
@@ -363,9 +363,9 @@ def _least_between(values: Int64s, first: Int64s, last: Int64s) -> Int64s:
         span *= 2
     found = np.zeros_like(first)
     level_of_pair = np.log2(np.maximum(last - first + 1, 1)).astype(np.int64)
-    for level, least in enumerate(levels):
+    for level, minimum in enumerate(levels):
         chosen = np.flatnonzero((level_of_pair == level) & (last >= first))
-        found[chosen] = np.minimum(least[first[chosen]], least[last[chosen] - (1 << level) + 1])
+        found[chosen] = np.minimum(minimum[first[chosen]], minimum[last[chosen] - (1 << level) + 1])
     return found
 
 

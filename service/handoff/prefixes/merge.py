@@ -370,7 +370,7 @@ class _RowsByTip:
     def __init__(self) -> None:
         self._rows: dict[Place, dict[_Kind, list[_OpenRow]]] = {}
         self._inner: dict[_Kind, set[Place]] = {}
-        """Tips of rows after which the tree goes on with tokens that are not of those rows."""
+        """Tips of rows after which the tree continues with tokens of other rows."""
 
     def add(self, row: _OpenRow) -> None:
         """Index a row by its tip."""

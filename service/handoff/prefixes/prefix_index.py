@@ -172,7 +172,7 @@ class PrefixIndex:
         return step
 
     def _nearest(self, steps: Steps, k: int) -> Extension | None:
-        """The earlier step with which a full prompt shares most; of several, the latest."""
+        """The earlier step with which a full prompt shares the longest prefix; of several, the latest."""
         index, start = int(steps.index_K[k]), int(steps.offsets_K[k])
         prompt = steps.token_ids_N[start : start + int(steps.prompt_length_K[k])]
         place = self._reached(index, prompt)
@@ -321,7 +321,7 @@ class Place(NamedTuple):
 
     @property
     def has_more(self) -> bool:
-        """Whether some path goes on from here."""
+        """Whether some path continues from here."""
         return self.length < self.run.end or bool(self.run.branches.get(self.length))
 
 

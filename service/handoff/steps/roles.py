@@ -50,6 +50,6 @@ def packed_roles(roles: Iterable[str], named: Sequence[str] = ()) -> bytes:
 
 
 def roles_from(packed: bytes, n_steps: int, named: Sequence[str] = ()) -> list[str]:
-    """The roles of so many steps, which `packed_roles` packed."""
+    """The roles of `n_steps` steps, which `packed_roles` packed."""
     names = (*ROLES, *named)
     return [names[code] for code in packed[:n_steps] or bytes(n_steps)]

@@ -27,7 +27,7 @@ class StopReason(StrEnum):
     ENVIRONMENT_OUTPUT = "environment_output"
     """The messages were malformed or too large."""
     ENVIRONMENT_NOT_RESTORED = "environment_not_restored"
-    """The trajectory could not go on in another generator: played again, its environment answered something else."""
+    """The trajectory could not continue in another generator: played again, its environment answered something else."""
 
 
 OVER_LONG = frozenset({StopReason.LENGTH, StopReason.TRUNCATED})
