@@ -25,7 +25,6 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors.trainer.actor import SENDING, TrainerRank
 from actors.trainer.group import TrainerGroup
-from actors.weights.chain import Sent
 from actors.weights.image import ImageHolder
 from actors.weights.node_images import NodeImages
 from service.config import load_config
@@ -101,8 +100,8 @@ class World:
         ray.get([holder.release_image.remote(-1) for holder in self.holders.values()])
         self.trainer = TrainerGroup.of(config, self.ranks)
         self.trainer.nodes = nodes[:n_ranks]
-        self.sent: list[Sent] = []
-        self.files = NodeImages(config.weights, self.holders, self.trainer, lambda *sent: self.sent.append(Sent(*sent)))
+        self.sent: list[tuple[int, float | None]] = []
+        self.files = NodeImages(config.weights, self.holders, self.trainer, lambda *sent: self.sent.append(sent))
         for number, name in enumerate(self.holders, start=n_ranks):
             self.files.register(name, nodes[number])
         self._step = 0
@@ -153,9 +152,9 @@ async def measure(millions: float, n_ranks: int) -> None:
     first = await world.publish(HOSTS)
     ray.get([rank.change.remote() for rank in world.ranks])
     seconds = await world.publish(HOSTS)
-    whole, delta = world.sent
+    (whole, _), (sent, changed) = world.sent
     print(
-        f"delta: {delta.changed:.2%} of the elements changed, {delta.n_bytes / whole.n_bytes:.2%} of the bytes, "
+        f"delta: {changed or 0.0:.2%} of the elements changed, {sent / whole:.2%} of the bytes, "
         f"{HOSTS} hosts {seconds:.1f} s instead of {first:.1f} s"
     )
 

@@ -71,7 +71,7 @@ class RunTelemetry(Reporter):
         self.metrics.count("baton_aborted_steps_total")
 
     def sent(self, n_bytes: int, changed: float | None) -> None:
-        """Weights left the trainer's ranks; `changed`: see `actors.weights.chain.Sent`."""
+        """Weights left the trainer's ranks; `changed`: see `WeightChain.send`."""
         self.metrics.count("baton_weight_sent_bytes_total", n_bytes)
         if changed is not None:
             self.metrics.set("baton_weight_changed_ratio", changed)

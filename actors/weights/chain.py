@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from itertools import chain, zip_longest
-from typing import Any, NamedTuple
+from typing import Any
 
 import ray.exceptions
 
@@ -41,14 +41,6 @@ class Replaced(BatonError):
     """The trainer has newer weights, which are about to be published."""
 
 
-class Sent(NamedTuple):
-    """What left the ranks."""
-
-    n_bytes: int
-    changed: float | None
-    """Fraction of the elements that differ from the version before; None: the ranks had none to compare with."""
-
-
 class WeightChain:
     """The way of one publication over some generators, each on a node of its own."""
 
@@ -74,8 +66,11 @@ class WeightChain:
         self.lost: dict[str, BaseException] = {}
         """Why a generator does not have the weights."""
 
-    async def send(self, version: PolicyVersion, parts: Sequence[WeightPart]) -> Sent:
+    async def send(self, version: PolicyVersion, parts: Sequence[WeightPart]) -> tuple[int, float | None]:
         """Send the file of these weights, which has these parts.
+
+        Returns the bytes that left the ranks, and the fraction of the elements that differ from the version before;
+        None where the ranks had none to compare with.
 
         Raises:
             Replaced: the trainer has newer ones.
@@ -94,7 +89,7 @@ class WeightChain:
         compared = [bucket for bucket in self._sent if bucket.changed is not None]
         elements = sum(bucket.n_bytes // bucket.itemsize for bucket in compared)
         changed = sum(bucket.changed or 0 for bucket in compared) / elements if elements else None
-        return Sent(sum(bucket.message_bytes for bucket in self._sent), changed)
+        return sum(bucket.message_bytes for bucket in self._sent), changed
 
     async def _trip(self, version: PolicyVersion, rank: int, start: int, stop: int) -> None:
         """Take one bucket to every generator that is not lost."""

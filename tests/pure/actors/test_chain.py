@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from ray.exceptions import ObjectLostError
 
-from actors.weights.chain import MIN_BYTES, Replaced, Sent, WeightChain
+from actors.weights.chain import MIN_BYTES, Replaced, WeightChain
 from actors.weights.delta import WeightBucket, bucket_of
 from actors.weights.part import WeightPart
 from actors.weights.weight_source import TrainerLost
@@ -92,7 +92,7 @@ class World:
         numbers = {name: number for number, name in enumerate(NAMES)}
         self.chain = WeightChain(self.nodes, self.ranks, numbers, {}, ways, deadline)  # type: ignore[arg-type]
 
-    async def send(self) -> Sent:
+    async def send(self) -> tuple[int, float | None]:
         async with asyncio.timeout(30):
             return await self.chain.send(VERSION, self.parts)
 
@@ -108,7 +108,7 @@ async def test_rank_0_gives_each_bucket_once_and_every_node_passes_it_on_to_the_
     sent = await world.send()
     assert [world.givers(name) for name in NAMES] == [["rank 0"] * BUCKETS, ["a"] * BUCKETS, ["b"] * BUCKETS]
     assert sorted(world.ranks.given) == [(0, start, False) for start in range(0, N_BYTES, MIN_BYTES)]
-    assert sent == Sent(12 * BUCKETS, 4 * BUCKETS / (N_BYTES // 2))
+    assert sent == (12 * BUCKETS, 4 * BUCKETS / (N_BYTES // 2))
     assert world.chain.paths == {"a": "/a/0", "b": "/b/1", "c": "/c/2"} and world.chain.lost == {}
     assert [node.most_at_once for node in world.nodes.values()] == [2, 2, 2], "a link is busy, and no more than that"
 
