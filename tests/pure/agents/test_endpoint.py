@@ -21,9 +21,14 @@ import pytest_asyncio
 
 from service.agents import policy_calls, requests, routes, server
 from service.agents.session import BYTES_PER_TOKEN, MIN_BODY_BYTES, SPENT, Session
+from service.columns import select
+from service.handoff.prefixes.prefix_index import PrefixIndex
+from service.handoff.prefixes.sharing import dedupe_prefixes
+from service.handoff.steps.builder import steps_table
 from service.handoff.steps.stop_reason import StopReason
 from service.rollout.chat.chat import Chat
 from service.rollout.environment import TrajectoryFailed
+from service.types import Step, Steps
 from tests.pure.agents.endpoint import CHAT, COMPLETIONS, MESSAGES, Client, House, client_of, opened, until, whole
 from tests.pure.agents.talks import TALKS, ChatTalk, MessagesTalk, called, rewritten
 from tests.pure.rollout.conftest import generated
@@ -309,35 +314,11 @@ async def test_equal_bodies_join_in_flight_sample_anew_after_delivery_and_replay
     assert house.endpoint.calls.answered["chat", "replayed"] == 1
 
 
-@pytest.mark.parametrize("n_conversations", [15, pytest.param(1000, marks=pytest.mark.full)])
-async def test_whatever_clients_do_the_steps_are_what_the_engine_was_asked_and_answered(
-    house: House, n_conversations: int
-) -> None:
-    for seed in range(n_conversations):
-        house.steps.clear()
-        house.prompts.clear()
-        house.replies.clear()
-        session = house.session(seed)
-        async with client_of(house, session) as client:
-            await Unruly(house, client, seed).talk()
-            session.finish(1.0)
-        assert sorted(whole(house.steps)) == sorted(house.prompts)
-        assert [step.index for step in house.steps] == list(range(session.n_steps))
-        sampled = [step.response_ids[step.loss_mask].tolist() for step in house.steps]
-        assert sorted(sampled) == sorted(house.replies)
-        for call in session.tree.calls:
-            if call.parent is not None:
-                assert call.parent.delivered, "a client can only continue what it got"
-                before = call.parent.token_ids()
-                assert np.array_equal(call.token_ids()[: len(before)], before)
-        house.sessions.remove(session)
-
-
 class Unruly:
     """A client of chat completions that repeats, leaves, edits, forgets and asks several things at once."""
 
-    def __init__(self, house: House, client: Client, seed: int) -> None:
-        self.house, self.client, self.random = house, client, random.Random(seed)
+    def __init__(self, house: House, client: Client, session: Session, seed: int) -> None:
+        self.house, self.client, self.session, self.random = house, client, session, random.Random(seed)
         self.open: list[ChatTalk] = []
         house.say = lambda prompt: self.random.choice(["17", called(), f"<think>{FORGED}</think>18", FORGED])
 
@@ -383,6 +364,52 @@ class Unruly:
         bodies = [talk.body() | {"user": str(self.random.random())} for _ in range(3)]
         answers = await asyncio.gather(*(self.client.post(CHAT, body) for body in bodies))
         assert [status for status, _ in answers] == [200] * 3
+
+
+def as_stored(steps: list[Step]) -> Steps:
+    """The steps as the buffer hands them over: in any order, and a full prompt as a reference wherever one is found."""
+    table = steps_table(steps)
+    shared = dedupe_prefixes(table, table.extends_K < 0, lambda of: None, lambda of: PrefixIndex())
+    return select(shared, np.arange(len(shared))[::-1])
+
+
+class Interrupted(Unruly):
+    """An unruly client whose generator begins anew now and then."""
+
+    async def go_on(self, talk: ChatTalk) -> None:
+        if self.random.random() < 0.4:
+            steps = [step for step in self.house.steps if step.trajectory == self.session.trajectory]
+            self.house.sessions.remove(self.session)
+            self.session = self.house.session(self.session.trajectory.sample)
+            self.session.restore(as_stored(steps))
+            self.client.headers = {"Authorization": f"Bearer {self.session.key}"}
+        await super().go_on(talk)
+
+
+@pytest.mark.parametrize("n_conversations", [15, pytest.param(500, marks=pytest.mark.full)])
+@pytest.mark.parametrize("kind", [Unruly, Interrupted])
+async def test_whatever_clients_do_the_steps_are_what_the_engine_was_asked_and_answered(
+    house: House, kind: type[Unruly], n_conversations: int
+) -> None:
+    for seed in range(n_conversations):
+        for noted in (house.steps, house.prompts, house.replies):
+            noted.clear()
+        async with client_of(house, first := house.session(seed)) as client:
+            talking = kind(house, client, first, seed)
+            await talking.talk()
+        session = talking.session
+        assert sorted(whole(house.steps)) == sorted(house.prompts)
+        assert [step.index for step in house.steps] == list(range(session.n_steps))
+        sampled = [step.response_ids[step.loss_mask].tolist() for step in house.steps]
+        assert sorted(sampled) == sorted(house.replies)
+        for call, step in zip(session.tree.calls, house.steps, strict=True):
+            assert call.response.token_ids.tolist() == step.response_ids.tolist()
+            assert (call.parent.index if call.parent else None) == (step.extends.step if step.extends else None)
+            if call.parent is not None:
+                assert call.parent.delivered, "a client can only continue what it got"
+                before = call.parent.token_ids()
+                assert np.array_equal(call.token_ids()[: len(before)], before)
+        house.sessions.remove(session)
 
 
 # -- limits ----------------------------------------------------------------------------------------------------------

@@ -5,28 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 
 from service.agents.session import Session
-from service.columns import select
-from service.handoff.prefixes.prefix_index import PrefixIndex
-from service.handoff.prefixes.sharing import dedupe_prefixes
-from service.handoff.steps.builder import steps_table
 from service.rollout.chat.chat import Chat
-from service.types import Step, Steps
+from service.types import Step
 from tests.pure.agents.endpoint import House, client_of, opened, whole
 from tests.pure.agents.talks import TALKS, ChatTalk, called
-from tests.pure.agents.test_endpoint import Unruly
+from tests.pure.agents.test_endpoint import as_stored
 
 VOLATILE = ("created", "created_at")
-
-
-def as_stored(steps: list[Step]) -> Steps:
-    """The steps as the buffer hands them over: in any order, and a full prompt as a reference wherever one is found."""
-    table = steps_table(steps)
-    shared = dedupe_prefixes(table, table.extends_K < 0, lambda of: None, lambda of: PrefixIndex())
-    return select(shared, np.arange(len(shared))[::-1])
 
 
 def again(house: House, steps: list[Step]) -> Session:
@@ -110,42 +98,3 @@ async def test_steps_that_are_no_session_are_refused(bytes_chat: Chat, fault: st
         changed = steps[1:] if fault == "missing" else [steps[0], replace(steps[1], note=notes[fault])]
         with pytest.raises(ValueError, match=r"step [01]"):
             again(house, changed)
-
-
-class Interrupted(Unruly):
-    """An unruly client whose generator begins anew now and then."""
-
-    session: Session
-
-    async def go_on(self, talk: ChatTalk) -> None:
-        if self.random.random() < 0.4:
-            steps = [step for step in self.house.steps if step.trajectory == self.session.trajectory]
-            self.house.sessions.remove(self.session)
-            self.session = self.house.session(self.session.trajectory.sample)
-            self.session.restore(as_stored(steps))
-            self.client.headers = {"Authorization": f"Bearer {self.session.key}"}
-        await super().go_on(talk)
-
-
-@pytest.mark.parametrize("n_conversations", [10, pytest.param(300, marks=pytest.mark.full)])
-async def test_whatever_clients_do_between_restarts_the_steps_are_what_the_engine_was_asked_and_answered(
-    bytes_chat: Chat, n_conversations: int
-) -> None:
-    async with opened(bytes_chat) as house:
-        for seed in range(n_conversations):
-            house.steps.clear()
-            house.prompts.clear()
-            house.replies.clear()
-            first = house.session(seed)
-            async with client_of(house, first) as client:
-                talking = Interrupted(house, client, seed)
-                talking.session = first
-                await talking.talk()
-            assert sorted(whole(house.steps)) == sorted(house.prompts)
-            assert [step.index for step in house.steps] == list(range(talking.session.n_steps))
-            sampled = [step.response_ids[step.loss_mask].tolist() for step in house.steps]
-            assert sorted(sampled) == sorted(house.replies)
-            for call, step in zip(talking.session.tree.calls, house.steps, strict=True):
-                assert call.response.token_ids.tolist() == step.response_ids.tolist()
-                assert (call.parent.index if call.parent else None) == (step.extends.step if step.extends else None)
-            house.sessions.remove(talking.session)
