@@ -2,27 +2,27 @@ import errno
 import struct
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import xxhash
 
 from service.cli.parser import main
 from service.errors import JournalError, UserError
-from service.handoff.journal.disk import Buffer as Bytes
-from service.handoff.journal.disk import File, LocalDisk, LocalFile
+from service.handoff.journal.disk import Disk, File
 from service.handoff.journal.journal import ALIGNMENT, SCHEMA, Journal
 from tests.pure.buffer.world import TurnedClock, World
 from tests.sim.faults import FaultyDisk, FaultyFile
 
 
-def opened(folder: Path, disk: LocalDisk | None = None, segment_bytes: int = 1 << 20) -> Journal:
+def opened(folder: Path, disk: Disk | None = None, segment_bytes: int = 1 << 20) -> Journal:
     journal = Journal(folder, TurnedClock(), disk, segment_bytes)
     journal.frames = list(journal.replay())  # type: ignore[attr-defined]
     return journal
 
 
-def payloads(folder: Path) -> list[bytes]:
-    return [frame.payload for frame in Journal(folder, TurnedClock()).replay()]
+def payloads(folder: Path, disk: Disk | None = None) -> list[bytes]:
+    return [frame.payload for frame in Journal(folder, TurnedClock(), disk).replay()]
 
 
 def written(folder: Path, *batches: Sequence[bytes]) -> bytes:
@@ -48,34 +48,6 @@ def rotated(folder: Path, payloads: Sequence[bytes], segment_bytes: int = 500) -
 def only_segment(folder: Path) -> Path:
     (segment,) = folder.glob("*.journal")
     return segment
-
-
-class SmallDisk(LocalDisk):
-    """A disk of so many bytes; like a real one it may take part of a write without an error."""
-
-    def __init__(self, room: int) -> None:
-        self.room = room
-
-    def open(self, path: Path) -> File:
-        return SmallFile(path, self)
-
-
-class SmallFile(LocalFile):
-    def __init__(self, path: Path, disk: SmallDisk) -> None:
-        super().__init__(path)
-        self.disk = disk
-
-    def write(self, offset: int, buffers: Sequence[Bytes]) -> int:
-        joined = b"".join(bytes(buffer) for buffer in buffers)
-        fits = max(self.disk.room - offset, 0)
-        if not fits:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return super().write(offset, [joined[:fits]])
-
-    def allocate(self, size: int) -> None:
-        if size > self.disk.room:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        super().allocate(size)
 
 
 def first_version_frame(payload: bytes) -> bytes:
@@ -295,7 +267,7 @@ def test_segments_can_be_kept_for_replay(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_keeps_frames_queued_and_recovers_when_space_returns(tmp_path: Path) -> None:
-    disk = SmallDisk(room=400)
+    disk = FaultyDisk(room=400)
     journal = opened(tmp_path, disk)
     history = [bytes([i]) * 100 for i in range(4)]
     positions = [journal.append(2, payload) for payload in history]
@@ -304,21 +276,21 @@ def test_a_full_disk_keeps_frames_queued_and_recovers_when_space_returns(tmp_pat
     disk.room = 10_000
     journal.sync()
     assert journal.synced == positions[-1] and journal.stalled is None
-    assert payloads(tmp_path) == history
+    assert payloads(tmp_path, disk) == history
 
 
 def test_a_kill_on_a_full_disk_leaves_no_torn_frame_to_replay(tmp_path: Path) -> None:
-    disk = SmallDisk(room=300)
+    disk = FaultyDisk(room=300)
     journal = opened(tmp_path, disk)
     journal.append(2, b"x" * 50)
     journal.sync()
     journal.append(2, b"y" * 500)
     journal.sync()
-    assert payloads(tmp_path) == [b"x" * 50]
+    assert payloads(tmp_path, disk) == [b"x" * 50]
 
 
 def test_reserved_space_is_there_when_the_disk_is_full(tmp_path: Path) -> None:
-    disk = SmallDisk(room=4096)
+    disk = FaultyDisk(room=4096)
     journal = opened(tmp_path, disk)
     assert journal.reserve(2000)
     assert not journal.reserve(1 << 20)
@@ -392,15 +364,13 @@ def test_reserved_space_survives_a_restart(tmp_path: Path) -> None:
 
 
 def test_a_disk_that_fails_is_an_error_that_names_the_file(tmp_path: Path) -> None:
-    class Broken(SmallFile):
-        def sync(self) -> None:
-            raise OSError(errno.EIO, "Input/output error")
-
-    class BrokenDisk(SmallDisk):
+    class Broken(FaultyDisk):
         def open(self, path: Path) -> File:
-            return Broken(path, self)
+            file = super().open(path)
+            file.sync = Mock(side_effect=OSError(errno.EIO, "Input/output error"))  # type: ignore[method-assign]
+            return file
 
-    journal = opened(tmp_path, BrokenDisk(room=4096))
+    journal = opened(tmp_path, Broken())
     journal.append(2, b"x")
     with pytest.raises(JournalError, match=r"\.journal: cannot sync"):
         journal.sync()
