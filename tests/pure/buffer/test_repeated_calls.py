@@ -56,26 +56,25 @@ def test_a_claim_of_several_groups_gives_what_is_admitted_and_again_the_same_whe
     assert isinstance(why := world.buffer.claim_several(asked, 2), Wait) and why.reason is WaitReason.ANSWERED
 
 
-def test_a_claim_repeated_after_a_crash_gives_the_same_work(world: World) -> None:
+@pytest.mark.parametrize("segment_bytes", [1 << 20, 1], ids=["from its event", "from a snapshot"])
+def test_a_claim_repeated_after_a_crash_gives_the_same_work(tmp_path: Path, segment_bytes: int) -> None:
+    world = World(tmp_path, segment_bytes=segment_bytes)
     first = claimed(world, 1)
     world.crash()
     assert claimed(world, 1) == first
     assert world.buffer.status().issued == 1
 
 
-def test_a_claim_repeated_after_a_snapshot_gives_the_same_work(tmp_path: Path) -> None:
-    world = World(tmp_path, segment_bytes=1)
-    first = claimed(world, 1)
-    world.crash()
-    assert claimed(world, 1) == first
-
-
-def test_a_repeated_claim_of_restarted_samples_gives_them_with_their_attempts(world: World) -> None:
+def test_a_repeated_claim_of_restarted_samples_gives_them_with_their_attempts_and_an_older_one_does_not(
+    world: World,
+) -> None:
     claimed(world, 1)
     restart(world)
     again = claimed(world, 2)
     assert again.attempts == (1, 1)
     assert claimed(world, 2) == again
+    answer = claim(world, 1)
+    assert isinstance(answer, Wait) and answer.reason is WaitReason.ANSWERED
 
 
 def test_a_claim_whose_work_went_on_is_answered_before_and_issues_nothing(world: World) -> None:
@@ -83,14 +82,6 @@ def test_a_claim_whose_work_went_on_is_answered_before_and_issues_nothing(world:
     answer = claim(world, 1)
     assert isinstance(answer, Wait) and answer.reason is WaitReason.ANSWERED
     assert world.buffer.status().issued == 1
-
-
-def test_a_claim_does_not_give_what_a_later_one_of_the_same_generator_got(world: World) -> None:
-    claimed(world, 1)
-    restart(world)
-    assert claimed(world, 2).attempts == (1, 1)
-    answer = claim(world, 1)
-    assert isinstance(answer, Wait) and answer.reason is WaitReason.ANSWERED
 
 
 def test_a_new_incarnation_numbers_its_claims_anew(world: World) -> None:
