@@ -102,14 +102,14 @@ def merge_in_order(steps: Steps, number_K: Int64s, mode: Mode, by_turn: bool = F
         layout = _unmerged_layout(steps, first_K)
     else:
         layout = _merged_layout(steps, number_K, first_K, first_K | ~new_kind_K, mode, counts)
-    first_R = np.unique(layout.row_S)
-    rows = _rows(steps, layout, first_R)
+    begin_R = np.flatnonzero(np.diff(layout.row_S, prepend=-1))
+    rows = _rows(steps, layout, begin_R)
     if by_turn:
         item_S = _items_of_segments(steps, layout).astype(np.int32)
         rows = replace(rows, turn_N=np.repeat(item_S, layout.stop_S - layout.start_S))
     counts |= {"steps": len(steps), "rows": len(rows)}
     counts |= {"tokens_before": int(total_lengths(steps).sum()), "tokens_after": len(rows.token_ids_N)}
-    return Merged(rows, first_R, counts)
+    return Merged(rows, layout.row_S[begin_R], counts)
 
 
 def check_whole(steps: Steps) -> Steps:
@@ -208,8 +208,9 @@ def _of_whole_trajectories(chained_K: Bools, number_K: Int64s) -> Bools:
     return np.asarray(bad_G[number_K] == 0)
 
 
-def _rows(steps: Steps, layout: _Layout, first_R: Int64s) -> Rows:
-    length_S, begin_R = layout.stop_S - layout.start_S, np.searchsorted(layout.row_S, first_R)
+def _rows(steps: Steps, layout: _Layout, begin_R: Int64s) -> Rows:
+    """The rows of a layout; `begin_R`: the segment with which each begins."""
+    length_S, first_R = layout.stop_S - layout.start_S, layout.row_S[begin_R]
     last_R = layout.last_K[first_R]
     prompt_length_K = total_lengths(steps) - lengths_of(steps.offsets_K) + steps.prompt_length_K
     offsets_R = offsets_of(np.add.reduceat(length_S, begin_R) if len(begin_R) else length_S)
