@@ -26,9 +26,8 @@ from torch import Tensor
 
 from service.errors import UserError
 from service.files import atomic_file, sync, write_atomic
-from service.learn.host_copy import begin_host_copy, finish_host_copies
 from service.learn.model.adapter_folder import Base
-from service.learn.model.sharding import shard_bounds
+from service.learn.model.sharding import begin_host_copy, finish_host_copies, shard_bounds
 from service.learn.optimizer import MOMENTS
 
 METADATA_FILE = "learner.json"

@@ -79,7 +79,7 @@ class Shape:
         return self.layers * rank * (attention + mlp)
 
     def read_parameters(self, tokens: float) -> float:
-        """Parameters that a forward pass over so many tokens reads: of the experts those that any token chose."""
+        """Parameters that a forward pass over `tokens` tokens reads: of the experts, those that any token chose."""
         chosen = 1 - (1 - self.experts_of_token / self.experts) ** tokens if self.experts else 0.0
         layer = self.attention + self.shared + chosen * self.experts * self.expert
         return self.layers * layer + self.head
@@ -129,5 +129,5 @@ class Engine:
         return 2 * self.shape.layers * (GPU["all_reduce"] + each)
 
     def prefill_seconds(self, tokens: float, context: float) -> float:
-        """Seconds to compute so many tokens of requests whose mean length is `context`, nothing else running."""
+        """Seconds to compute `tokens` tokens of requests whose mean length is `context`, nothing else running."""
         return self.iteration(0, context, tokens) - self.host_seconds(0)

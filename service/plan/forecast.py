@@ -102,7 +102,7 @@ class Planner:
         self._iteration = cache(self._iteration_of)
 
     def split(self, engines: int, ranks: int, lookahead: int | None = None) -> Split:
-        """How fast so many engines and ranks are."""
+        """How fast this number of engines and of ranks is."""
         work, update = self.work, self.update(self.settings.weights.transport, engines, ranks)
         rows = self._trajectories * work.row_tokens(self.settings.merges)
         running = self.settings.generator.concurrent_groups * self.settings.samples / engines
@@ -192,7 +192,7 @@ class Planner:
         return {"libraries": CPU["rank_bytes"], **held, "activations": held.get("activations", 0.0) * full}
 
     def iteration(self, running: float) -> float:
-        """Seconds of an iteration of an engine in which so many requests run."""
+        """Seconds of an iteration of an engine in which `running` requests run."""
         return self._iteration(max(1, round(running)))
 
     def _iteration_of(self, running: int) -> float:
@@ -264,7 +264,7 @@ class Forecast:
 
 
 def forecast(settings: PlanSettings, folder: Path, device: Device, work: Work, gpus: int | None) -> Forecast:
-    """The plan of a configuration on so many GPUs; None: as many as it uses.
+    """The plan of a configuration on `gpus` GPUs; None: as many as it uses.
 
     Raises:
         UserError: the model cannot be made or run, or there are too few GPUs.

@@ -50,7 +50,7 @@ class Setting:
     """Groups that all engines generate at once."""
     engines: int
     iteration: Callable[[float], float]
-    """Seconds of an iteration of an engine in which so many requests run."""
+    """Seconds of an iteration of an engine, by the number of requests that run in it."""
     tokens: float
     """Mean of the sampled tokens of a trajectory."""
     sigma: float
@@ -107,7 +107,7 @@ class _Model:
         """From a lease until the engines serve what was trained."""
 
     def _lengths(self, samples: int) -> Float64s:
-        """Quantiles of the tokens of the longest of so many trajectories."""
+        """Quantiles of the tokens of the longest of `samples` trajectories."""
         tail_Q = ((np.arange(QUANTILES) + 0.5) / QUANTILES) ** (1 / samples)
         normal_Q = np.array([NormalDist().inv_cdf(float(tail)) for tail in tail_Q])
         sigma = self._set.sigma

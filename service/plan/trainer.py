@@ -43,7 +43,7 @@ class Trainer:
     """Forward and backward passes of a token, over those of the estimate: a reference policy adds a forward pass."""
 
     def memory(self, ranks: int) -> dict[str, float]:
-        """Bytes that a rank holds at most, by part, with so many ranks."""
+        """Bytes that a rank holds at most, by part, with `ranks` ranks."""
         return {part: held * (self.ranks / ranks if part in SHARDED else 1.0) for part, held in self.step.peak.items()}
 
     def token_seconds(self, device: Device, row_tokens: float) -> float:
@@ -63,7 +63,7 @@ class Trainer:
         return total / self.micro_tokens * self.passes * gaps
 
     def seconds(self, device: Device, ranks: int, tokens: float, row_tokens: float, budget: int) -> float:
-        """Seconds of a step with so many tokens: compute, or collectives where they take longer, then the optimizer."""
+        """Seconds of a step of `tokens` tokens: compute, or collectives where they take longer, then the optimizer."""
         mine = tokens / ranks * TRAINER["imbalance"]
         micro_batches = max(1, math.ceil(mine / budget))
         compute = mine * self.token_seconds(device, row_tokens)

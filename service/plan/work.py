@@ -50,7 +50,7 @@ class Work:
         return self.length if merged else self.turns * (self.prompt_tokens + self.length) / 2 + self.sampled / 2
 
     def longest_of(self, count: float) -> float:
-        """Length of the longest of so many trajectories, over the mean: the quantile 1 - 1 / (count + 1).
+        """Length of the longest of `count` trajectories, over the mean: the quantile 1 - 1 / (count + 1).
 
         >>> from service.config import Config
         >>> work = assumed(PlanSettings.of(Config()))

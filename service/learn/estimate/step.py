@@ -151,7 +151,7 @@ def _step(trainer: TrainerConfig, learner: Learner, meter: Meter, batch: MiniBat
 
 @contextmanager
 def _pretended_ranks(ranks: int) -> Iterator[None]:
-    """A process group of so many ranks, of which only rank 0 exists; its collectives do nothing."""
+    """A process group of `ranks` ranks, of which only rank 0 exists; its collectives do nothing."""
     if ranks == 1:
         yield
         return

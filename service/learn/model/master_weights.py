@@ -18,9 +18,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from service.learn.host_copy import host_copy
 from service.learn.model.logprob import accumulation_dtype
-from service.learn.model.sharding import local_shard
+from service.learn.model.sharding import host_copy, local_shard
 
 
 class MasterWeights:

@@ -32,13 +32,12 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor, Shard
 
 from service.errors import UserError
-from service.learn.host_copy import begin_host_copy, finish_host_copies
 from service.learn.model.logprob import accumulation_dtype
 
 SMALL_LAYER = 1 << 20
 """Parameters below which a layer is gathered with the rest of the model."""
 MESSAGE_BYTES = 32 << 20
-"""Whole weights are gathered several parameters at a time, until these take so many bytes."""
+"""Bytes of parameters from which they are gathered together in one message."""
 
 
 def ranks_by_node(nodes: Sequence[str]) -> list[list[int]]:
@@ -204,3 +203,27 @@ def _gathered(
     of_ranks = gathered.view(n_ranks, -1)
     for of_parameter, (name, parameter) in zip(torch.split(of_ranks, sizes, dim=1), parameters.items(), strict=True):
         yield name, of_parameter.reshape(-1, *parameter.shape[1:])[: len(parameter)]
+
+
+def begin_host_copy(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Begin to copy a tensor to CPU memory, in this type; the copy is whole after `finish_host_copies`.
+
+    Copies of a GPU's tensors are pinned: into pageable memory they would go through a buffer of the driver, a small
+    piece at a time. Torch keeps pinned memory that is given back for the next copies of the same sizes.
+    """
+    source = tensor.detach().to(dtype or tensor.dtype)
+    copy = torch.empty(source.shape, dtype=source.dtype, pin_memory=source.is_cuda)
+    return copy.copy_(source, non_blocking=True)
+
+
+def finish_host_copies() -> None:
+    """Wait until all copies that this thread has begun on its GPU are whole."""
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.current_stream().synchronize()
+
+
+def host_copy(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """A copy of a tensor in CPU memory, in this type."""
+    copy = begin_host_copy(tensor, dtype)
+    finish_host_copies()
+    return copy

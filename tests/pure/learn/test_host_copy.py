@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from service.learn.host_copy import begin_host_copy, finish_host_copies, host_copy
 from service.learn.learner import Learner
+from service.learn.model.sharding import begin_host_copy, finish_host_copies, host_copy
 from tests.pure.learn.builders import CPU, made_rows, mini_batch, settings
 
 
