@@ -17,7 +17,6 @@ from service.learn.device_batch import DeviceBatch, DeviceSettings
 from service.learn.learner import Learner
 from service.learn.losses.step_metrics import step_metrics
 from service.learn.model.policy import Policy
-from service.learn.packing import Packing
 from service.learn.settings import LearnSettings
 from service.types import MicroBatch, MiniBatch
 from tests.pure.learn.builders import CPU, mini_batch, settings
@@ -115,7 +114,6 @@ def of_gpu(micro: MicroBatch, said: DeviceSettings, original: Any = DeviceBatch.
     [
         ("in parts", True, False),
         ("variable length", False, False),
-        ("none", True, False),
         ("variable length", True, True),
         pytest.param("in parts", True, True, marks=pytest.mark.full),
     ],
@@ -125,8 +123,6 @@ def test_so_they_have_with_every_kernel_compiled_and_with_checkpointing(
 ) -> None:
     if kernel == "variable length":
         monkeypatch.setattr(DeviceBatch, "of", staticmethod(of_gpu))
-    if kernel == "none":
-        monkeypatch.setattr(Packing, "of_tree", staticmethod(lambda *plan: Packing.spread_out(*plan[:1], *plan[2:4])))
     eager_graphs(monkeypatch)
     torch._dynamo.reset()
     trainer = {"gradient_checkpointing": checkpointing}
