@@ -26,7 +26,7 @@ NEIGHBOURS = ["pure/cli", "pure/config", "pure/metrics", "pure/runfolder"]
 
 def without(room: str, copy: Path) -> None:
     """A copy of the project without a room."""
-    for folder in ("service", "actors", "baton", "tests", "configs", "benchmarks", "scripts"):
+    for folder in ("service", "actors", "baton", "tests", "configs", "benchmarks", "scripts", "docs", "deploy"):
         shutil.copytree(ROOT / folder, copy / folder, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", copy)
     shutil.rmtree(copy / "service" / room)
