@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from baton.training import run
     from service.config import Config, load_config
     from service.errors import BatonError, UserError
-    from service.handoff.batches.score import estimator
+    from service.handoff.batches.advantages import estimator
     from service.learn.losses.loss import LossInputs, LossTerms, policy_loss
     from service.rollout.chat.tools import answer as tool_answer
     from service.rollout.chat.tools import tool_calls
@@ -78,7 +78,7 @@ _HOMES = {
     "baton.training": ("run",),
     "service.config": ("Config", "load_config"),
     "service.errors": ("BatonError", "UserError"),
-    "service.handoff.batches.score": ("estimator",),
+    "service.handoff.batches.advantages": ("estimator",),
     "service.learn.losses.loss": ("LossInputs", "LossTerms", "policy_loss"),
     "service.rollout.chat.tools": ("answer as tool_answer", "tool_calls"),
     "service.rollout.child_main": ("serve as serve_child",),

@@ -20,7 +20,7 @@ from actors.engine.run_player import RunPlayer
 from service.config import Config
 from service.config.core_settings import batch_settings
 from service.handoff import CompleteGroup, VersionHistory, form_mini_batch
-from service.handoff.curriculum import Prompts
+from service.handoff.prompt_order import Prompts
 from service.handoff.steps.builder import StepColumns
 from service.handoff.steps.tables import ends_table
 from service.learn.learner import Learner

@@ -341,7 +341,7 @@ class MiniBatch:
     metrics: dict[str, float]
     """What was measured about the batch: lengths, padding, merge, staleness; keys as in docs/metrics.md."""
     turn_advantage_X: Float32s | None = None
-    """With credit by turn: the advantage of every turn of every trajectory, in order (`handoff.batches.score`)."""
+    """With credit by turn: the advantage of every turn of every trajectory, in order (`handoff.batches.advantages`)."""
 
 
 class RefusalReason(StrEnum):

@@ -20,9 +20,9 @@ from service.config.rollout import ScorerConfig
 from service.errors import RunFailed
 from service.files import lock_folder
 from service.handoff.batches.batch import batch_of_rank
-from service.handoff.batches.form import BatchJob
 from service.handoff.buffer import Buffer
 from service.handoff.journal.journal import Journal
+from service.handoff.leases import BatchJob
 from service.handoff.ledger.events import Lost
 from service.handoff.ledger.scores import CompleteGroup
 from service.handoff.steps.limits import Routing

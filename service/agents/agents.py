@@ -29,7 +29,7 @@ from service.handoff.steps.builder import StepSink, append_step
 from service.handoff.steps.roles import ROLES, packed_roles
 from service.handoff.steps.stop_reason import StopReason
 from service.observe.metrics import Metrics
-from service.rollout.agent import Played, generate_turn
+from service.rollout.agent_loop import Played, generate_turn
 from service.rollout.chat.chat import Chat
 from service.rollout.engine import Engine, Generation
 from service.rollout.env_guard import EnvGuard

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from service.config.tree import Config
 from service.handoff.attempts import AttemptSettings
+from service.handoff.batches.advantages import ESTIMATORS, Rule
 from service.handoff.batches.batch import BatchSettings
 from service.handoff.batches.filters import FilterSettings
-from service.handoff.batches.score import ESTIMATORS, Rule
 from service.handoff.curriculum import CurriculumSettings
 from service.handoff.group_bytes import NOTE_BYTES, WorstBytes
 from service.handoff.scoring import ScorerSettings

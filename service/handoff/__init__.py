@@ -1,5 +1,6 @@
 """The handoff: everything between a generator's steps and a trainer's mini-batch, without Ray (see docs/library.md)."""
 
+from service.handoff.batches.advantages import advantages, turn_advantages
 from service.handoff.batches.batch import (
     BatchSettings,
     batch_of_rank,
@@ -7,7 +8,6 @@ from service.handoff.batches.batch import (
     mini_batch_boundaries,
 )
 from service.handoff.batches.groups import complete_groups
-from service.handoff.batches.score import advantages, turn_advantages
 from service.handoff.ledger.scores import CompleteGroup
 from service.handoff.ledger.versions import VersionHistory
 from service.handoff.prefixes.merge import merge_steps

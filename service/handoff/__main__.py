@@ -7,9 +7,9 @@ import numpy as np
 
 from service.clock import SystemClock
 from service.handoff.attempts import AttemptSettings
+from service.handoff.batches.advantages import Rule
 from service.handoff.batches.batch import BatchSettings
 from service.handoff.batches.filters import FilterSettings
-from service.handoff.batches.score import Rule
 from service.handoff.buffer import Buffer
 from service.handoff.group_bytes import WorstBytes
 from service.handoff.journal.journal import Journal

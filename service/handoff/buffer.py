@@ -18,17 +18,18 @@ from service.handoff.admission import Admission, Lookahead
 from service.handoff.attempts import RUN_END, Attempts
 from service.handoff.batches.batch import Formed
 from service.handoff.batches.filters import examine
-from service.handoff.batches.form import BatchFormer, BatchJob, Unscored
 from service.handoff.claims import Claims
-from service.handoff.curriculum import Curriculum, Prompts
+from service.handoff.curriculum import Curriculum
 from service.handoff.group_bytes import JOURNAL_SEGMENTS
 from service.handoff.journal.journal import Journal
+from service.handoff.leases import BatchJob, Leases, Unscored
 from service.handoff.ledger import events
 from service.handoff.ledger.accept import failed_attempts, new_content, with_shared_prefixes
 from service.handoff.ledger.lifecycle import USED, GroupState
 from service.handoff.ledger.record import OnEnd
 from service.handoff.ledger.replaying import complete_group, opened_record
 from service.handoff.ledger.scores import CompleteGroup
+from service.handoff.prompt_order import Prompts
 from service.handoff.scoring import Scoring
 from service.handoff.settings import BufferSettings, opening
 from service.handoff.status import BufferStatus
@@ -73,7 +74,8 @@ class Buffer:
         self._record = opened_record(opening(settings, prompt_uids, rows_digest), self._limits, journal, clock)
         self.ledger = self._record.ledger
         self._attempts = Attempts(settings.attempts, self._filters, self._record)
-        self._batches = BatchFormer(settings.batches, self._size, is_strict, self._record)
+        lease_bounds = settings.lease_deadline, settings.max_lease_attempts
+        self._leases = Leases(settings.batches, self._size, is_strict, *lease_bounds, self._record, clock)
         self._waits = Waits(self._record, self._size, is_strict, settings.attempts.step_deadline)
         self._curriculum = Curriculum(settings.curriculum, prompts, self.ledger)
         self.scoring = Scoring(settings.scorers, self._filters, self._record, teacher_of_row)
@@ -168,11 +170,11 @@ class Buffer:
         """As `lease`, but the caller runs the job that forms a new mini-batch, then calls `finish_lease`."""
         if trainer_incarnation != self.ledger.state.trainer_incarnation:
             return self._refuse(Refusal(RefusalReason.FENCED, "trainer_incarnation", trainer_incarnation))
-        for lease in self.ledger.state.leases:
-            return self._batches.again(lease)
+        if self.ledger.state.leases:
+            return self._leases.again(next(iter(self.ledger.state.leases)))
         if (why := self._waits.lease_wait()) is not None:
             return self._waits.begin("trainer", *why)
-        return self._batches.begin(trainer_incarnation)
+        return self._leases.begin(trainer_incarnation)
 
     def finish_lease(self, job: BatchJob, made: Formed | Unscored) -> MiniBatch | Wait | Refusal:
         """Lease what was formed; forms another mini-batch when the trainer, its version or a group changed meanwhile.
@@ -185,7 +187,7 @@ class Buffer:
                 if group_id in groups and groups[group_id].state is GroupState.COMPLETE:
                     self._record.add(events.Ended(group_id, GroupState.REFUSED, RefusalReason.ADVANTAGE))
             return self.lease(job.trainer_incarnation)
-        batch = self._batches.finish(job, made)
+        batch = self._leases.finish(job, made)
         if batch is None:
             return self.lease(job.trainer_incarnation)
         self._lookahead.trainer_waited(self._waits.end("trainer"))
@@ -212,7 +214,7 @@ class Buffer:
             return self._refuse(Refusal(RefusalReason.FENCED, "trainer_incarnation", trainer_incarnation))
         state = self.ledger.state
         if lease in state.leases:
-            self._release(lease, reason)
+            self._leases.release(lease, reason)
         elif lease == state.last_commit or not 0 < lease < state.next_lease:
             return self._refuse(Refusal(RefusalReason.LEASE, "lease", lease))
         return None
@@ -242,7 +244,7 @@ class Buffer:
                     "trained since is not kept: set trainer.checkpoint_every to survive the loss of a trainer"
                 )
             for lease in list(state.leases):
-                self._release(lease, "a new trainer joined")
+                self._leases.release(lease, "a new trainer joined")
             incarnation = state.trainer_incarnation + 1
         else:
             known = state.generators.get(name)
@@ -307,9 +309,7 @@ class Buffer:
         """Apply deadlines that have passed."""
         now = self._clock.monotonic()
         self._attempts.restart_silent(now)
-        for lease, since in list(self.ledger.leased_at.items()):
-            if now - since >= self._settings.lease_deadline:
-                self._release(lease, "deadline")
+        self._leases.release_overdue()
         self._attempts.end_overdue_groups(now)
         if (stalled := self._record.journal.stalled) is not None:
             self._waits.begin("journal", WaitReason.DISK, stalled)
@@ -377,13 +377,6 @@ class Buffer:
         if member is None or member.incarnation != incarnation or not member.alive:
             return self._refuse(Refusal(RefusalReason.FENCED, "incarnation", incarnation))
         return None
-
-    def _release(self, lease: int, reason: str) -> None:
-        group_ids = self.ledger.state.leases[lease].group_ids
-        self._record.add(events.Released(lease, reason))
-        for group_id in group_ids:
-            if self.ledger.state.groups[group_id].lease_count >= self._settings.max_lease_attempts:
-                self._record.add(events.Ended(group_id, GroupState.REFUSED, RefusalReason.MAX_LEASE_ATTEMPTS))
 
     def _refuse(self, refused: Refusal) -> Refusal:
         self._refused[str(refused.reason)] += 1

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from service.handoff.admission import Admission
-from service.handoff.curriculum import Curriculum, Prompts
+from service.handoff.curriculum import Curriculum
 from service.handoff.ledger import events
 from service.handoff.ledger.record import Record
+from service.handoff.prompt_order import Prompts
 from service.handoff.scoring import Scoring
 from service.handoff.steps.tables import concat_steps, ends_table
 from service.handoff.steps.wire import encode

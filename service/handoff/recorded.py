@@ -10,9 +10,9 @@ from typing import NamedTuple
 from service.clock import SystemClock
 from service.errors import UserError
 from service.handoff.batches.batch import BatchSettings, form_mini_batch
-from service.handoff.batches.form import with_filtered
 from service.handoff.journal.disk import LocalDisk
 from service.handoff.journal.journal import KEPT, Frame, Journal, Segment, frames
+from service.handoff.leases import with_filtered
 from service.handoff.ledger import events
 from service.handoff.ledger.record import Record, Store
 from service.handoff.ledger.replaying import Wanted, apply_frame, fetch

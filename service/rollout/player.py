@@ -15,7 +15,7 @@ from service.handoff.steps.builder import StepSink
 from service.observe.measure import measure_ended
 from service.observe.metrics import Metrics
 from service.observe.recorder import Trace
-from service.rollout.agent import Played, run_trajectory
+from service.rollout.agent_loop import Played, run_trajectory
 from service.rollout.chat.chat import Chat, load_chat
 from service.rollout.chat.frozen import FrozenModels, Served
 from service.rollout.engine import Engine

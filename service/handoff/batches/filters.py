@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from service.handoff.batches.score import Rule, group_stats, returns, teaches
+from service.handoff.batches.advantages import Rule, group_stats, returns, teaches
 from service.handoff.ledger.events import Ended, Tried
 from service.handoff.ledger.lifecycle import GroupState
 from service.handoff.ledger.record import Record

@@ -22,12 +22,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from service.learn.device_batch import DeviceBatch
-from service.learn.losses.advantage import Whitening, token_advantages, turn_advantages, whitening
 from service.learn.losses.correction import TrajectoryRatios, correct, over_trajectory, trajectory_ratios
 from service.learn.losses.loss import LossInputs, LossTerms, check_terms, kl_term, loss_named
 from service.learn.losses.reduction import trajectory_weights
 from service.learn.losses.step_metrics import RatioMetrics, Sums
 from service.learn.losses.teacher import add_teacher_metrics, teacher_advantage, teacher_loss
+from service.learn.losses.token_advantages import Whitening, token_advantages, turn_advantages, whitening
 from service.learn.model.logprob import TokenLogprobs
 from service.learn.packing import to_device
 from service.learn.settings import LearnSettings

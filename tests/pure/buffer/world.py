@@ -11,9 +11,9 @@ import numpy as np
 
 from service.config import Config
 from service.config.core_settings import batch_settings, buffer_settings, message_limits, worst_bytes
-from service.handoff.batches.form import BatchJob
 from service.handoff.buffer import Buffer
 from service.handoff.journal.journal import Journal
+from service.handoff.leases import BatchJob
 from service.handoff.recorded import replayed
 from service.handoff.steps import wire
 from service.handoff.steps.builder import step_group

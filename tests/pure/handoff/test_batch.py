@@ -10,10 +10,10 @@ from service.config.core_settings import batch_settings
 from service.config.learn import AlgorithmConfig
 from service.config.tree import BufferConfig, Config
 from service.handoff import merge_steps, mini_batch_boundaries
+from service.handoff.batches.advantages import Rule
 from service.handoff.batches.batch import BatchSettings, batch_of_rank, form_mini_batch
 from service.handoff.batches.filters import FilterSettings, filtered
 from service.handoff.batches.pack import Layout, micro_batches, place
-from service.handoff.batches.score import Rule
 from service.handoff.ledger.events import Ended, GroupStats
 from service.handoff.ledger.lifecycle import GroupState
 from service.handoff.ledger.scores import CompleteGroup

@@ -18,8 +18,8 @@ from service.config.learn import AlgorithmConfig
 from service.config.tree import Config
 from service.errors import UserError
 from service.handoff import BatchSettings, CompleteGroup, advantages, form_mini_batch, turn_advantages
+from service.handoff.batches.advantages import ESTIMATORS, TURN_ESTIMATORS, Credit, Rule
 from service.handoff.batches.filters import FilterSettings, filtered
-from service.handoff.batches.score import ESTIMATORS, TURN_ESTIMATORS, Credit, Rule
 from service.handoff.ledger.versions import VersionHistory
 from service.handoff.prefixes.merge import Mode
 from service.handoff.prefixes.sharing import share_prefixes

@@ -16,7 +16,7 @@ SHAPES = (
     "batches.batch",
     "batches.groups",
     "batches.pack",
-    "batches.score",
+    "batches.advantages",
     "prefixes.merge",
     "prefixes.sharing",
     "prefixes.prefix_index",

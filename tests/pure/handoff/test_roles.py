@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from service.handoff import BatchSettings, CompleteGroup, advantages, form_mini_batch, turn_advantages
+from service.handoff.batches.advantages import GROUP_ESTIMATORS, TURN_ESTIMATORS, Credit, ReturnRule, Rule, returns
 from service.handoff.batches.filters import FilterSettings, filtered
-from service.handoff.batches.score import GROUP_ESTIMATORS, TURN_ESTIMATORS, Credit, ReturnRule, Rule, returns
 from service.handoff.ledger.events import Scored
 from service.handoff.ledger.scores import with_scores
 from service.handoff.ledger.versions import VersionHistory

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from service.learn.device_batch import DeviceBatch, DeviceSettings
-from service.learn.losses.advantage import token_advantages, whitening
+from service.learn.losses.token_advantages import token_advantages, whitening
 from tests.pure.learn.builders import CPU, made_rows, mini_batch, split_row
 
 

@@ -13,7 +13,7 @@ from aiohttp import web
 from baton.examples import lookup
 from service.handoff.steps.builder import StepColumns
 from service.handoff.steps.tables import step_objects
-from service.rollout.agent import Played, run_trajectory
+from service.rollout.agent_loop import Played, run_trajectory
 from service.rollout.chat.chat import Chat
 from service.rollout.chat.tokenizer import load_tokenizer, make_tokenizer
 from service.rollout.engine import Generation, Sampling

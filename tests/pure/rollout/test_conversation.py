@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from service.rollout.agent import Played
+from service.rollout.agent_loop import Played
 from service.rollout.chat.chat import Chat
 from service.rollout.environment import Message, StepResult
 from tests.pure.rollout.conftest import (

@@ -13,7 +13,7 @@ import pytest
 from service.handoff.steps.builder import StepColumns, steps_table
 from service.handoff.steps.tables import step_objects
 from service.rollout import handover
-from service.rollout.agent import Played, run_trajectory
+from service.rollout.agent_loop import Played, run_trajectory
 from service.rollout.chat.chat import Chat
 from service.rollout.chat.conversation import Mode
 from service.rollout.env_guard import EnvGuard

@@ -10,7 +10,7 @@ import pytest
 
 from service.handoff.steps.builder import StepColumns
 from service.handoff.steps.stop_reason import StopReason
-from service.rollout.agent import run_trajectory
+from service.rollout.agent_loop import run_trajectory
 from service.rollout.chat.chat import Chat
 from service.rollout.env_guard import EnvGuard, LeakedTasks
 from service.types import TrajectoryId

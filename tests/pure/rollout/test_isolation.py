@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from service.rollout.agent import Played
+from service.rollout.agent_loop import Played
 from service.rollout.chat.chat import Chat
 from service.rollout.child_main import KILL_SECONDS
 from service.rollout.child_process import STARTED_SECONDS, ChildDied

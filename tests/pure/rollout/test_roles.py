@@ -22,7 +22,7 @@ from service.handoff.steps.stop_reason import StopReason
 from service.handoff.steps.tables import step_objects
 from service.observe.alert_thresholds import AlertThresholds
 from service.observe.metrics import Metrics
-from service.rollout.agent import run_trajectory
+from service.rollout.agent_loop import run_trajectory
 from service.rollout.chat import frozen
 from service.rollout.chat.chat import Chat
 from service.rollout.chat.frozen import FrozenModels

@@ -10,7 +10,7 @@ import pytest
 
 from service.errors import RunFailed
 from service.handoff.steps.stop_reason import StopReason
-from service.rollout.agent import Played
+from service.rollout.agent_loop import Played
 from service.rollout.chat.chat import Chat
 from service.rollout.chat.conversation import Mode
 from service.rollout.engine import Generation

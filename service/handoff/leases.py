@@ -1,6 +1,9 @@
-"""Forming the mini-batch of a lease: the work itself may run in another thread, its result is leased afterwards.
+"""Leases: which groups the next mini-batch takes, and when a lease ends.
 
-begin(group_ids) -> BatchJob -- run() --> Formed -> finish() -> MiniBatch, and the event Leased
+begin() -> BatchJob -- run() --> Formed -> finish() -> MiniBatch, and the event Leased
+
+The job may run in another thread; its result is leased afterwards. A lease ends by a commit, or is released: by its
+trainer, by a new trainer, or at its deadline (`buffer.lease_deadline`).
 """
 
 from __future__ import annotations
@@ -10,15 +13,16 @@ from typing import NamedTuple
 
 import numpy as np
 
+from service.clock import Clock
+from service.handoff.batches.advantages import NotScored, group_stats, reward_metrics
 from service.handoff.batches.batch import BatchSettings, Formed, form_mini_batch, formed
-from service.handoff.batches.score import NotScored, group_stats, reward_metrics
 from service.handoff.ledger import events
 from service.handoff.ledger.lifecycle import GroupState
 from service.handoff.ledger.record import Record
 from service.handoff.ledger.replaying import complete_group, read_back
 from service.handoff.ledger.scores import CompleteGroup
 from service.handoff.ledger.versions import VersionHistory
-from service.types import MiniBatch, PolicyVersion
+from service.types import MiniBatch, PolicyVersion, RefusalReason
 
 
 class Unscored(NamedTuple):
@@ -48,13 +52,27 @@ class BatchJob:
             return Unscored(tuple(dict.fromkeys(group_id_G[g] for g in error.trajectories)))
 
 
-class BatchFormer:
-    """Forms mini-batches of complete groups, one at a time."""
+class Leases:
+    """Leases mini-batches of complete groups, one at a time."""
 
-    def __init__(self, settings: BatchSettings, size: int, is_strict: bool, record: Record) -> None:
-        """`size`: groups of a mini-batch; `is_strict`: it takes them in the order in which they were issued."""
-        self._record, self._settings = record, settings
+    def __init__(
+        self,
+        settings: BatchSettings,
+        size: int,
+        is_strict: bool,
+        deadline: float,
+        max_attempts: int,
+        record: Record,
+        clock: Clock,
+    ) -> None:
+        """`size`: groups of a mini-batch; `is_strict`: it takes them in the order in which they were issued.
+
+        `deadline`: seconds after which a lease is released. `max_attempts`: a group that was leased as often and not
+        trained is refused.
+        """
+        self._record, self._settings, self._clock = record, settings, clock
         self._size, self._is_strict = size, is_strict
+        self._deadline, self._max_attempts = deadline, max_attempts
         self._newest: MiniBatch | None = None
 
     def begin(self, trainer_incarnation: int) -> BatchJob:
@@ -95,6 +113,22 @@ class BatchFormer:
             batch = form_mini_batch(lease, job.groups, job.history, job.settings)
             self._newest = with_filtered(batch, held.filtered)
         return self._newest
+
+    def release(self, lease: int, reason: str) -> None:
+        """Release an open lease: its groups wait again, or are refused after `max_attempts` leases."""
+        ledger = self._record.ledger
+        group_ids = ledger.state.leases[lease].group_ids
+        self._record.add(events.Released(lease, reason))
+        for group_id in group_ids:
+            if ledger.state.groups[group_id].lease_count >= self._max_attempts:
+                self._record.add(events.Ended(group_id, GroupState.REFUSED, RefusalReason.MAX_LEASE_ATTEMPTS))
+
+    def release_overdue(self) -> None:
+        """Release every lease that is older than the deadline."""
+        now = self._clock.monotonic()
+        for lease, since in list(self._record.ledger.leased_at.items()):
+            if now - since >= self._deadline:
+                self.release(lease, "deadline")
 
     def _next_groups(self) -> tuple[int, ...]:
         """The groups of the next mini-batch, in the configured order."""

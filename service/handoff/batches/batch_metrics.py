@@ -1,0 +1,93 @@
+"""Metrics of a mini-batch while it is formed: its merge, its lengths and padded length, turns, staleness, tokens.
+
+`generate/batch_padded_seq_len` is the padded length: the length of every row if all rows lay in one rectangle.
+
+    rows of 6, 5 and 3 tokens   ->   padded length 6, 14 tokens, padding ratio 1 - 14 / (3 * 6)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from service.columns import lengths_of
+from service.handoff.batches.mask import Masked
+from service.handoff.batches.pack import Placement
+from service.handoff.ledger.lifecycle import Fate
+from service.handoff.steps.tables import by_turn, is_truncated_K
+from service.types import Int64s, MicroBatch, Rows, Steps
+
+
+def merge_metrics(counts: dict[str, int]) -> dict[str, float]:
+    """Steps before and rows after the merge, and how each step joined its row (`Merged.counts`)."""
+    return {
+        "generate/num_seq_before_merge": counts["steps"],
+        "generate/num_seq_after_merge": counts["rows"],
+        "generate/batch_num_seq": counts["rows"],
+        "generate/merge_ratio": counts["steps"] / max(counts["rows"], 1),
+        "generate/tokens_before_merge": counts["tokens_before"],
+        "generate/tokens_after_merge": counts["tokens_after"],
+        "generate/prefix_mismatches": counts["forked"] + counts["reset"],
+        **{f"generate/steps_{outcome}": counts[outcome] for outcome in ("extended", "forked", "reset")},
+    }
+
+
+def length_metrics(length_R: Int64s, placement: Placement, ranks: Sequence[Sequence[MicroBatch]]) -> dict[str, float]:
+    """Lengths of the rows before they were packed, the padded length as they are packed, and the ranks' imbalance."""
+    longest = int(length_R.max(initial=0))
+    batches = [micro for rank in ranks for micro in rank if micro.trajectory_of_row_R[0] >= 0]  # the others are dummies
+    padded = max((int(lengths_of(micro.offsets_R).max()) for micro in batches), default=0)
+    total = int(length_R.sum())
+    return {
+        "generate/batch_padded_seq_len": padded,
+        "generate/batch_longest_row": longest,
+        "generate/batch_padding_ratio": 1 - total / (padded * len(length_R)) if total else 0.0,
+        "generate/batch_num_tokens": total,
+        "generate/batch_imbalance": placement.imbalance,
+        "generate/batch_num_micro_batches": sum(len(rank) for rank in placement.ranks),
+        "generate/batch_num_dummies": sum(not rows for rank in placement.ranks for rows in rank),
+    }
+
+
+def turn_metrics(rows: Rows, steps: Steps, count: int) -> dict[str, float]:
+    """Per trajectory its turns, its tokens after first prompts, and its sampled tokens; the share of cut responses."""
+    responses = len(rows.token_ids_N) - int(rows.prompt_length_R.sum())
+    return {
+        "generate/avg_num_tokens": responses / max(count, 1),
+        "generate/avg_assistant_tokens": int(np.count_nonzero(steps.loss_mask_N)) / max(count, 1),
+        "generate/avg_num_turns": len(steps) / max(count, 1),
+        "generate/truncated_ratio": float(is_truncated_K(steps).mean()) if len(steps) else 0.0,
+        **{f"generate/truncated_ratio_turn_{turns}": n_cut / n for turns, n, n_cut in by_turn([steps])},
+    }
+
+
+def staleness_metrics(masked: Masked) -> dict[str, float]:
+    """Staleness of sampled tokens; the stale ones also by the length of their trajectory (quarter 4: the longest)."""
+    staleness_N, stale_G = masked.staleness_N, masked.stale_G
+    sampled = int(np.count_nonzero(staleness_N >= 0))
+    ages = int(staleness_N.sum(dtype=np.int64)) + len(staleness_N) - sampled  # each other token counts as -1
+    quarters = np.array_split(stale_G[np.argsort(masked.sampled_G, kind="stable")], 4)
+    return {
+        "async/staleness_mean": ages / max(sampled, 1),
+        "async/staleness_max": float(staleness_N.max(initial=0)),
+        "async/stale_tokens": float(stale_G.sum()),
+        **{f"async/stale_tokens_quarter_{q}": float(part.sum()) for q, part in enumerate(quarters, 1)},
+    }
+
+
+def token_metrics(steps: Steps, masked: Masked, untrained_P: Sequence[dict[Fate, int]]) -> dict[str, float]:
+    """Sampled tokens by what became of them: sampled = loss + stale + untrained + masked."""
+    sampled, loss, stale = (
+        float(np.count_nonzero(steps.loss_mask_N)),
+        float(masked.loss_G.sum()),
+        float(masked.stale_G.sum()),
+    )
+    untrained = float(sum(sum(tokens.values()) for tokens in untrained_P))
+    return {
+        "tokens/sampled": sampled,
+        "tokens/loss": loss,
+        "tokens/stale": stale,
+        "tokens/untrained": untrained,
+        "tokens/masked": sampled - loss - stale - untrained,
+    }

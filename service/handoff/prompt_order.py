@@ -1,0 +1,55 @@
+"""The order in which prompts are issued: shuffled anew in every epoch, the same after a restart."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import xxhash
+
+from service.types import Int64s
+
+
+class Prompts:
+    """Rows in the order of issue; the dataset wraps, and every epoch has its own seeded order.
+
+    With 3 rows, places 0 1 2 are the first epoch, 3 4 5 the second. A group_id never repeats; it is the group's place,
+    unless a curriculum passed over places.
+    """
+
+    def __init__(self, uids: Sequence[str], seed: int, shuffle: bool) -> None:
+        if not uids:
+            raise ValueError("no prompts")
+        self._uids = tuple(uids)
+        self._seed = seed
+        self._shuffle = shuffle
+        self._orders: dict[int, Int64s] = {}
+
+    def __len__(self) -> int:
+        return len(self._uids)
+
+    def row(self, place: int) -> int:
+        """The dataset row at a place in the order of issue."""
+        epoch, place = divmod(place, len(self._uids))
+        return int(self._order(epoch)[place]) if self._shuffle else place
+
+    def rows(self, start: int, stop: int) -> Int64s:
+        """The rows at places from `start` on, up to `stop` or the end of the epoch of `start`."""
+        epoch, first = divmod(start, len(self._uids))
+        last = min(first + stop - start, len(self._uids))
+        return self._order(epoch)[first:last] if self._shuffle else np.arange(first, last)
+
+    def draw(self, place: int) -> float:
+        """A number in [0, 1) that depends on the seed and the place only."""
+        return xxhash.xxh3_64_intdigest(f"{self._seed}/{place}".encode()) / 2**64
+
+    def uid(self, row: int) -> str:
+        """The row's uid."""
+        return self._uids[row]
+
+    def _order(self, epoch: int) -> Int64s:
+        """The epoch's order of rows; the newest two are kept."""
+        if epoch not in self._orders:
+            order = np.random.default_rng((self._seed, epoch)).permutation(len(self._uids))
+            self._orders = {e: kept for e, kept in self._orders.items() if e == epoch - 1} | {epoch: order}
+        return self._orders[epoch]
