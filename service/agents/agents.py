@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 
 
 class Agents:
-    """The sessions of one engine, and their endpoint, which listens from the first trajectory on."""
+    """The sessions of one engine, and their endpoint, which starts to listen with the first trajectory."""
 
     def __init__(
         self,
@@ -52,7 +52,8 @@ class Agents:
         keys: Keys | None = None,
         number: int = 0,
     ) -> None:
-        """`keys`: those of the run; None: they end with this process. `number`: that of the generator, from 0."""
+        """`keys`: the keys of the run; None: keys that are valid only in this process. `number`: the generator's
+        number, from 0."""
         self._config = config
         self._number = number
         self._keys = keys or passing_keys()
@@ -76,7 +77,7 @@ class Agents:
         self._address = ""
 
     def restore(self, trajectory: TrajectoryId, task: Task, steps: Steps, sink: StepSink) -> bool:
-        """Open the session of an earlier process again, before clients reach it; whether its steps can be continued.
+        """Reopen the session of an earlier process before clients reach it; returns whether its steps can be continued.
 
         `play` continues it.
         """
@@ -93,7 +94,7 @@ class Agents:
     async def play(
         self, trajectory: TrajectoryId, task: Task, guard: EnvGuard | None, seed: int, sink: StepSink
     ) -> Played:
-        """One trajectory; `sink` gets a step for each call, then the trajectory's end.
+        """Play one trajectory; `sink` gets a step for each call, then the trajectory's end.
 
         `guard`: the agent; None: a worker plays it, and the end counts once the buffer has it.
         """
@@ -150,7 +151,7 @@ class Agents:
         return Played(end, outcome.info, failure)
 
     def measure(self, metrics: Metrics) -> None:
-        """Record what the endpoint counted."""
+        """Record the endpoint's counts as metrics."""
         endpoint = self.endpoint
         for (dialect, how), calls in endpoint.calls.answered.items():
             metrics.count_to("baton_agent_calls_total", calls, dialect=dialect, how=how)
@@ -169,7 +170,7 @@ class Agents:
         await self.endpoint.stop()
 
     async def listen(self) -> None:
-        """Let clients call.
+        """Start the endpoint, so that clients can call.
 
         Raises:
             UserError: the address is taken, or is none of this machine.
@@ -180,7 +181,7 @@ class Agents:
             host, port = self._config.host, self._config.port and self._config.port + self._number
             try:
                 self._address = await self.endpoint.start(host, port)
-            except (OSError, UnicodeError, OverflowError) as error:  # a label too long, a port beyond the last one
+            except (OSError, UnicodeError, OverflowError) as error:  # host too long, or port out of range
                 setting = "agents.host" if isinstance(error, gaierror | UnicodeError) else "agents.port"
                 raise UserError(f"{setting}: the endpoint cannot listen on {host}, port {port}: {error}") from error
             log.info("agents call the policy at %s", self._address)
@@ -203,7 +204,7 @@ class Agents:
         tree = ConversationTree(self._chat, self.parser)
         session = Session(trajectory, task.uid, tree, limits, self._config.max_tokens, sample, accept)
         session.name = "-".join(map(str, trajectory))
-        if trajectory.group_id < 0:  # an evaluation, which may play its prompts again
+        if trajectory.group_id < 0:  # an evaluation may play the same prompts again
             session.name = f"eval-{secrets.token_hex(8)}"
         session.key = self._keys.of(session.name)
         session.recorded = asyncio.get_running_loop().create_future()
@@ -212,7 +213,7 @@ class Agents:
 
 
 async def _outcome(session: Session, playing: asyncio.Task[None]) -> Outcome:
-    """What the agent said at its end.
+    """The result that the agent gave when it finished its session.
 
     Raises:
         TrajectoryFailed: the agent, the engine or the buffer ended the trajectory otherwise.
@@ -223,7 +224,7 @@ async def _outcome(session: Session, playing: asyncio.Task[None]) -> Outcome:
         playing.result()
         raise TrajectoryFailed(StopReason.ENVIRONMENT_REWARD, "the agent returned and finished no session")
     outcome = session.ended.result()
-    await asyncio.wait({playing})  # it may have something to clean up; its deadline still counts
+    await asyncio.wait({playing})  # the agent may still have to clean up; its deadline applies
     if outcome.reward is None:
         raise TrajectoryFailed(StopReason.ENVIRONMENT_ERROR, f"the agent ended without a reward, as {outcome.status!r}")
     return outcome

@@ -1,4 +1,4 @@
-"""What each call of an agent is for, decided once, when its trajectory ends.
+"""The role of each call of an agent, decided once, when its trajectory ends.
 
     root 0   one call without tools: "Name this task"                         aux
     root 1   tools; call 1, call 2, and call 3 to the same request as 2       main; 2 a retry, where only 3 is continued
@@ -29,7 +29,7 @@ NEXT = 8
 
 
 class _Conversation(NamedTuple):
-    """A root, and the calls that continue it."""
+    """A root call, and the calls that continue it."""
 
     root: Call
     calls: list[Call]
@@ -44,17 +44,17 @@ class _Conversation(NamedTuple):
 
     @property
     def is_single(self) -> bool:
-        """Whether it is one question without tools, which nothing continues."""
+        """Whether the conversation is a single call without tools that no other call continues."""
         return self.longest == 1 and not self.has_tools
 
     @property
     def is_received(self) -> bool:
-        """Whether the client has any of it."""
+        """Whether the client received any reply of the conversation."""
         return self.longest > 1 or any(map(_is_delivered, self.calls))
 
     @property
     def size(self) -> tuple[bool, bool, bool, int, int]:
-        """What the agent's own conversation has most of; of equal ones the first is the agent's."""
+        """The sort key of a conversation: the largest is the agent's own; the first one of equal ones."""
         sampled = sum(len(call.response.token_ids) for call in self.calls)
         return self.is_received, self.named == Role.MAIN, self.has_tools, self.longest, sampled
 
@@ -77,12 +77,12 @@ def roles_of(calls: Sequence[Call]) -> list[str]:
 
 
 def _is_delivered(call: Call) -> bool:
-    """Whether a client has the reply; nobody recorded what arrived before a restart."""
+    """Whether a client received the reply; deliveries before a restart are not recorded."""
     return call.delivered or call.is_restored
 
 
 def n_roots(calls: Sequence[Call]) -> int:
-    """Conversations of a tree."""
+    """Number of conversations in a tree."""
     return sum(call.parent is None for call in calls)
 
 
@@ -90,7 +90,7 @@ def _conversations(calls: Sequence[Call]) -> list[_Conversation]:
     root_of: dict[Call, Call] = {}
     depth: dict[Call, int] = {}
     by_root: defaultdict[Call, list[Call]] = defaultdict(list)
-    for call in calls:  # a parent comes before the calls that continue it
+    for call in calls:  # a call follows its parent in the list
         root_of[call] = call if call.parent is None else root_of[call.parent]
         depth[call] = 1 if call.parent is None else depth[call.parent] + 1
         by_root[root_of[call]].append(call)
@@ -103,7 +103,7 @@ def _conversations(calls: Sequence[Call]) -> list[_Conversation]:
 
 
 def _of_conversations(conversations: Sequence[_Conversation]) -> list[str]:
-    """The role of each conversation; those of later ones are decided first, because compactions depend on them."""
+    """The role of each conversation, later ones first, because compactions depend on the conversations after them."""
     own = max((of for of in conversations if of.named in (None, Role.MAIN)), key=lambda of: of.size, default=None)
     later: list[tuple[_Conversation, str]] = []
     for conversation in reversed(conversations):
@@ -112,7 +112,7 @@ def _of_conversations(conversations: Sequence[_Conversation]) -> list[str]:
 
 
 def _role(conversation: _Conversation, own: _Conversation | None, later: Sequence[tuple[_Conversation, str]]) -> str:
-    """The role of a conversation beside the agent's `own` one; `later` ones have theirs."""
+    """The role of a conversation other than the agent's `own` one; the roles of `later` conversations are known."""
     begun = conversation.root.begun
     if conversation.named is not None:
         return conversation.named
@@ -123,12 +123,12 @@ def _role(conversation: _Conversation, own: _Conversation | None, later: Sequenc
     alike = own.root.begun is not None and own.root.begun.system == begun.system
     if not conversation.is_single:
         return Role.MAIN if alike else Role.SUB
-    # An edited history is no question of its own; and where all are single questions, none stands beside the others.
+    # An edited history is no separate question; and if all conversations are single questions, none is auxiliary.
     return Role.MAIN if alike and (conversation.root.how == "rerendered" or own.is_single) else Role.AUX
 
 
 def _begun_by(call: Call, later: Sequence[tuple[_Conversation, str]]) -> Role | None:
-    """The role of the later conversation that begins with what a call answered; None where none does."""
+    """The role of the later conversation that begins with a call's answer; None if there is no such conversation."""
     found = {
         role
         for conversation, role in later[-NEXT:]
@@ -138,7 +138,7 @@ def _begun_by(call: Call, later: Sequence[tuple[_Conversation, str]]) -> Role | 
 
 
 def _reappears(call: Call, where: str) -> bool:
-    """Whether parts of a root's answer stand there, beside those that it had from its own prompt, as a title has."""
+    """Whether parts of a root's answer, such as a title, appear in `where` but not in the root's own prompt."""
     text, asked = call.reply.content.strip(), call.begun.text if call.begun is not None else ""
     starts = (place * (len(text) - PIECE) // (PIECES - 1) for place in range(PIECES))
     pieces = (text[start : start + PIECE] for start in starts)

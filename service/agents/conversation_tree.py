@@ -39,7 +39,8 @@ How = Literal["root", "appended", "rerendered"]
 
 
 class CallNote(msgspec.Struct, frozen=True, array_like=True):
-    """A call beside its tokens: the note of its step, by which a generator's next process continues the session."""
+    """Data of a call besides its tokens: its step's note, from which a generator's next process continues the
+    session."""
 
     name: str
     """The id that clients may send back."""
@@ -59,7 +60,7 @@ class CallNote(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Beginning(NamedTuple):
-    """How a client began a conversation; by this its role is decided."""
+    """How a client began a conversation; determines the conversation's role."""
 
     system: bytes
     """What identifies the leading system messages."""
@@ -99,7 +100,7 @@ class Call:
 
     @property
     def note(self) -> str:
-        """What its step says about it besides tokens: a `CallNote` as JSON."""
+        """The note of the call's step: a `CallNote` as JSON."""
         parent = -1 if self.parent is None else self.parent.index
         system = self.begun.system.hex() if self.begun is not None else None
         has_tools = self.begun is not None and self.begun.has_tools
@@ -112,14 +113,14 @@ class Call:
         return [f"call_{self.name}_{number}" for number in range(len(self.reply.calls))]
 
     def path(self) -> Iterator[Call]:
-        """This call, its parent, and so on up to the root."""
+        """This call and its ancestors, up to the root."""
         call: Call | None = self
         while call is not None:
             yield call
             call = call.parent
 
     def token_ids(self) -> Int32s:
-        """[P + T] ids of the whole prompt and of the response."""
+        """[P + T] ids of the whole prompt and the response."""
         parts = [part for call in self.path() for part in (call.response.token_ids, call.carried_ids)]
         return np.concatenate(parts[::-1])
 
@@ -180,9 +181,11 @@ class ConversationTree:
     def open(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool] = (), echoed: Collection[str] = ()
     ) -> PreparedCall:
-        """The prompt of a client's request: the longest continuation of an earlier call, else the whole conversation.
+        """The prompt of a client's request: continues the longest matching earlier call, or renders the whole
+        conversation.
 
-        Among calls of equal content the one counts whose ids the client sent back, in calls or as `echoed` names.
+        Of several calls with equal content it continues the one whose ids the client sent back, in calls or as
+        `echoed`.
 
         Raises:
             MessagesRefused: a message cannot be read, or the chat template refuses it.
@@ -217,7 +220,7 @@ class ConversationTree:
         return prompt
 
     def open_ids(self, prompt_ids: Int32s) -> PreparedCall:
-        """The prompt of a client that brings tokens: it continues the longest call whose tokens begin it."""
+        """The prompt of a client that sends token ids: it continues the longest call whose tokens are its prefix."""
         lengths = sorted({length for length, _ in self._of_ids if length < len(prompt_ids)}, reverse=True)
         for length in lengths:
             if parent := self._of_ids.get((length, digest(prompt_ids[:length]))):
@@ -225,7 +228,7 @@ class ConversationTree:
         return PreparedCall(None, "root", prompt_ids, prompt_ids, None)
 
     def add(self, opened: PreparedCall, generation: Generation, body: str) -> Call:
-        """The call with what the engine sampled for it.
+        """Add a call with the tokens that the engine sampled for it.
 
         An end token is appended where the policy sampled none; a client that brings tokens appends its own.
         """
@@ -240,7 +243,7 @@ class ConversationTree:
         return call
 
     def restore(self, steps: Steps) -> None:
-        """Take over the calls of an earlier process, whose steps the buffer accepted.
+        """Restore the calls of an earlier process, whose steps the buffer accepted.
 
         Tokens come from the steps; a reply is read from them again where a client asks for it once more.
 
@@ -268,7 +271,7 @@ class ConversationTree:
                 is_restored=True,
             )  # fmt: skip
             if parent is not None:
-                parent.delivered = True  # the client has what it continued
+                parent.delivered = True  # the client received the calls that it continued
             self._keep(call, token_ids)
 
     def _keep(self, call: Call, token_ids: Int32s) -> None:
@@ -283,7 +286,7 @@ class ConversationTree:
         return Reply(text, "", ()) if brings_tokens else self._parser.parse(text, tools, token_ids.tolist())
 
     def unsampled(self, opened: PreparedCall, text: str) -> Call:
-        """An answer of the server's own, which is no call of the tree: the policy did not sample it."""
+        """An answer that the server made without the policy; it is not added to the tree."""
         token_ids = self._chat.plain(text)
         n = len(token_ids)
         response = Response(token_ids, np.zeros(n, np.float32), np.zeros(n, np.bool_), np.full(n, NO_VERSION, np.int64))
@@ -296,7 +299,8 @@ class ConversationTree:
         return Call(self._new_name(), parent, how, carried_ids, response, reply, *request, **about)  # type: ignore[arg-type]
 
     def replayed(self, body: str, is_retry: bool = False, tools: Sequence[Tool] = ()) -> Call | None:
-        """The call to answer a repeated request with; None where the policy has to be asked. `tools`: the request's.
+        """The earlier call that answers a repeated request; None if the policy has to be called. `tools`: the request's
+        tools.
 
         Some clients mark no retry, so an equal body repeats a call whose reply was not delivered. After the delivery an
         equal body asks for another sample.
@@ -310,7 +314,7 @@ class ConversationTree:
         return call
 
     def _received(self, messages: Sequence[Message], echoed: Collection[str]) -> list[Call]:
-        """The calls of unknown delivery whose replies a client sends back, whatever else it changed."""
+        """The calls of unknown delivery whose replies a client sends back, whatever else the client changed."""
         if not (unknown := [call for call in self.calls if not call.delivered]):
             return []
         said = {extended(b"", message) for message in messages if message["role"] == "assistant"}
@@ -323,7 +327,7 @@ class ConversationTree:
 
 
 def _note_of(step: Step, place: int) -> CallNote:
-    """The note of a session's step, which stands at `place`.
+    """The note of a session's step, which must have the index `place`.
 
     Raises:
         ValueError: a step is missing before it, or it has no note of a call.
@@ -340,7 +344,8 @@ def _note_of(step: Step, place: int) -> CallNote:
 
 
 def _best(calls: Sequence[Call], echoed: set[str]) -> Call:
-    """The call of which, and of whose ancestors, most names came back; then a delivered one; then the newest."""
+    """The call with the most ids, its ancestors' included, that the client sent back; then a delivered call; then the
+    newest."""
 
     def rank(call: Call) -> tuple[int, bool]:
         return sum(of.name in echoed for of in call.path()), call.delivered
@@ -349,13 +354,14 @@ def _best(calls: Sequence[Call], echoed: set[str]) -> Call:
 
 
 def _beginning(messages: Sequence[Message], said: Sequence[Message], tools: Sequence[Tool]) -> Beginning:
-    """`said`: the messages without leading system ones."""
+    """The beginning of a conversation; `said`: the messages without leading system messages."""
     system = digests(messages[: len(messages) - len(said)], ())[-1]
     before = takewhile(lambda message: message["role"] != "assistant", messages)
     return Beginning(system, "\n".join(message["content"] for message in before), bool(tools))
 
 
 def _without_leading_system(messages: Sequence[Message]) -> Sequence[Message]:
-    """Some agents change their system message in every turn; the text of the first turn stays in the prompt."""
+    """The messages after leading system messages; some agents change these in every turn, and the first turn's text is
+    kept."""
     first = next((i for i, message in enumerate(messages) if message["role"] != "system"), len(messages))
     return messages[first:]

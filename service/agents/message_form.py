@@ -1,4 +1,4 @@
-"""Messages of a client in one form, so that equal conversations are found equal.
+"""A normal form of clients' messages, in which equal conversations compare equal.
 
     a dialect's message                 here
     arguments: '{"b": 1.0, "a":2}'      arguments: {"b": 1, "a": 2}
@@ -20,12 +20,12 @@ from service.rollout.environment import Message
 
 
 def read_messages(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
-    """The messages in one form; the dialects have checked their fields."""
+    """The messages in normal form; the dialects have checked their fields."""
     return [_read(message) for message in messages]
 
 
 def echoed_ids(messages: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """The ids of tool calls that a client sends back, in calls and in the answers to them."""
+    """The ids of tool calls that a client sends back, in calls and in tool answers."""
     for message in messages:
         yield from (call["id"] for call in message.get("tool_calls") or () if isinstance(call.get("id"), str))
         if isinstance(answered := message.get("tool_call_id"), str):
@@ -33,9 +33,9 @@ def echoed_ids(messages: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 
 def digests(messages: Sequence[Message], tools: Sequence[Any]) -> list[bytes]:
-    """For each number of messages, from 0 on, what identifies a conversation that begins with them.
+    """For each number of messages, from 0 on, a digest of the conversation up to there.
 
-    Spaces around an assistant's text, its thinking, and the way in which arguments are written identify nothing.
+    Spaces around an assistant's text, its thinking, and the way in which arguments are written do not change it.
     """
     found = [xxhash.xxh3_128_digest(_json(list(tools)))]
     for message in messages:
@@ -44,11 +44,11 @@ def digests(messages: Sequence[Message], tools: Sequence[Any]) -> list[bytes]:
 
 
 def extended(digest: bytes, message: Message) -> bytes:
-    """What identifies the conversation of `digest` with one more message."""
+    """The digest of a conversation with one more message."""
     role, content = message["role"], message["content"]
     calls = [call["function"] for call in message.get("tool_calls", ())]  # type: ignore[attr-defined]
     said = content.strip() if role == "assistant" else content
-    # With lengths before them no other role and text give the same bytes; JSON of a long text takes ten times as long.
+    # Lengths in front make the bytes unambiguous; JSON of a long text takes ten times as long.
     text = f"{len(role)}:{role}{len(said)}:{said}".encode(errors="surrogatepass")
     return xxhash.xxh3_128_digest(digest + text + (_json(calls) if calls else b""))
 
@@ -68,7 +68,7 @@ def _read(message: Mapping[str, Any]) -> Message:
 
 
 def _arguments(arguments: str | Mapping[str, Any]) -> Any:
-    """The arguments as values; as their text where a model or a client wrote something else than JSON."""
+    """The arguments as values, or as text if they are not JSON."""
     written = arguments if isinstance(arguments, str) else json.dumps(arguments)
     try:
         read = json.loads(written, parse_float=_number)
@@ -78,7 +78,7 @@ def _arguments(arguments: str | Mapping[str, Any]) -> Any:
 
 
 def _number(written: str) -> float | int:
-    """Clients that know one kind of number send 1 for 1.0."""
+    """A JSON number; integral floats become integers, because clients with one number type send 1 for 1.0."""
     value = float(written)
     return int(value) if value.is_integer() else value
 

@@ -1,4 +1,4 @@
-"""Trajectories that are played by workers on other machines: offered, claimed, heard of until they end.
+"""Trajectories that workers on other machines play: offered, claimed, and kept alive by heartbeats until they end.
 
     offered --POST /rl/claim--> claimed --calls, heartbeats--> finished        the end is journalled, then answered
                                    |--no heartbeat, deadline, abort--> lost    attempted again
@@ -28,7 +28,7 @@ class Offer(NamedTuple):
 
 
 class Offers:
-    """The trajectories that wait for workers, and those that workers play."""
+    """The trajectories that wait for workers, and those that workers currently play."""
 
     def __init__(self, config: AgentsConfig) -> None:
         self.config = config
@@ -41,7 +41,7 @@ class Offers:
         return len(self._waiting)
 
     async def play(self, session: Session, task: Task, seed: int, is_claimed: bool) -> None:
-        """Return when the session has ended, which a worker plays; one that `is_claimed` is offered to no other.
+        """Offer a session to workers, unless it `is_claimed` already; returns when the session has ended.
 
         Raises:
             TrajectoryFailed: its worker was silent or late.
@@ -67,7 +67,7 @@ class Offers:
             raise TrajectoryFailed(StopReason.ENVIRONMENT_TIMEOUT, silent)
 
     async def claim(self, seconds: float) -> Offer | None:
-        """The oldest offer; None where there is none within `seconds`."""
+        """The oldest offer; None if there is none within `seconds`."""
         loop = asyncio.get_running_loop()
         until = loop.time() + seconds
         while not self._waiting and (left := until - loop.time()) > 0:
@@ -79,7 +79,7 @@ class Offers:
         return self._waiting.pop(next(iter(self._waiting))) if self._waiting else None
 
     def offer(self, offer: Offer) -> None:
-        """Let workers claim a trajectory; again where the worker that claimed it did not get the answer."""
+        """Offer a trajectory to workers; repeated if the worker that claimed it did not get the answer."""
         self._waiting[offer.session.name] = offer
         offer.session.is_offered = True
         if self._claims:

@@ -1,4 +1,4 @@
-"""Calls of the policy over HTTP: read in the client's dialect, made by the session, answered in the dialect.
+"""Calls of the policy over HTTP: read from the client's dialect, made by the session, and answered in the dialect.
 
     body -> CallRequest -> session.begin -> call -> CallAnswer -> JSON or server-sent events
 
@@ -53,12 +53,12 @@ class Calls:
         """Answered calls by dialect and by how the prompt came about; `replayed`: an earlier call again."""
 
     def add_routes(self, router: web.UrlDispatcher, prefix: str) -> None:
-        """The routes of all dialects behind `prefix`."""
+        """Add the routes of all dialects behind `prefix`."""
         for path, dialect in DIALECTS.items():
             router.add_post(prefix + path, self._requests.guarded(dialect, partial(self._answer, dialect)))
 
     async def _answer(self, dialect: Dialect, request: web.Request) -> web.StreamResponse:
-        """One call: read, begin, wait for it, answer."""
+        """Handle one call: read, begin, wait for the result, answer."""
         session = self._requests.session(request)
         known = session.n_steps
         calling, asked, model = await self._begin(dialect, request, session)
@@ -77,7 +77,7 @@ class Calls:
     async def _begin(
         self, dialect: Dialect, request: web.Request, session: Session
     ) -> tuple[asyncio.Future[Call], CallRequest, str]:
-        """The call that a request asks for, the request without its prompt, and the model that it names.
+        """Begin the call of a request; returns it with the request without its prompt, and the requested model's name.
 
         Requests of one session begin their calls one after the other.
         """
@@ -104,7 +104,7 @@ class Calls:
 
 
 async def _write(request: web.Request, dialect: Dialect, asked: CallRequest, answer: CallAnswer) -> web.StreamResponse:
-    """Write the answer, and return when all of it was given to the connection.
+    """Write the answer; returns once the connection has taken all of it.
 
     Raises:
         ConnectionError: the client left.
@@ -122,7 +122,7 @@ async def _write(request: web.Request, dialect: Dialect, asked: CallRequest, ans
 
 
 async def _stream(request: web.Request) -> web.StreamResponse:
-    """The stream of a request's answer, which begins with the first call of this function."""
+    """The stream for a request's answer; the first call of this function starts it."""
     if (stream := request.get(STREAM)) is None:
         stream = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         await stream.prepare(request)

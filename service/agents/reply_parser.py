@@ -1,4 +1,4 @@
-"""What a response says: its text, its thinking, and the tool calls in it.
+"""Parses a response into text, thinking and tool calls.
 
 <think>look it up</think>Let me see.<tool_call>{"name": "search", "arguments": {"query": "marn"}}</tool_call>
 
@@ -18,7 +18,7 @@ THINK, THOUGHT = "<think>", "</think>"
 
 
 class Reply(NamedTuple):
-    """A response as clients read it."""
+    """A parsed response, as clients receive it."""
 
     content: str
     thinking: str
@@ -26,10 +26,10 @@ class Reply(NamedTuple):
 
 
 class ReplyParser(Protocol):
-    """Reads the responses of one family of models."""
+    """Parses the responses of one family of models."""
 
     def parse(self, text: str, tools: Sequence[Tool] = (), token_ids: Sequence[int] = ()) -> Reply:
-        """The reply in a finished response to a request with these tools; text that is nothing else is content.
+        """Parse a finished response to a request with these tools; unrecognised text becomes content.
 
         `text` has no special tokens; where those mark calls, the parser reads the response's ids.
         """
@@ -39,7 +39,7 @@ class JsonCalls:
     """Responses in the form of Qwen's and Hermes' models: calls as JSON between tags, and thinking before the rest."""
 
     def parse(self, text: str, tools: Sequence[Tool] = (), token_ids: Sequence[int] = ()) -> Reply:
-        """The reply; a call that is malformed or cut off stays in the content, as the policy wrote it."""
+        """Parse a response; a malformed or truncated call stays in the content as the policy wrote it."""
         thinking, rest = _thinking(text)
         calls, content, end = [], [], 0
         for found in tagged(rest, "tool_call"):
@@ -52,7 +52,8 @@ class JsonCalls:
 
 
 def _thinking(text: str) -> tuple[str, str]:
-    """Thinking and the rest; a prompt may have opened the thinking, and a cut response has not closed it."""
+    """Split thinking from the rest; the prompt may have opened the thinking, and a truncated response may not close
+    it."""
     before, closed, after = text.partition(THOUGHT)
     opened = before.lstrip().startswith(THINK)
     if not closed and not opened:

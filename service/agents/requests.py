@@ -1,4 +1,4 @@
-"""What a request over HTTP brings: the key of its session, and its body, within bounds.
+"""Reads HTTP requests within bounds: the key of the session, and the body.
 
     Authorization: Bearer KEY      decides which session; `/s/NAME` in front of the path is for people
     key unknown, session ended     401, 409; the connection is closed
@@ -71,7 +71,7 @@ class Requests:
         self._threads = ThreadPoolExecutor(THREADS, "baton-agent-body")
 
     def close(self) -> None:
-        """End the threads; what they do at the moment is given up."""
+        """End the threads; their current work is abandoned."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def session(self, request: web.Request) -> Session:
@@ -85,7 +85,7 @@ class Requests:
         return session
 
     def managed(self, request: web.Request) -> Session:
-        """The session that a request is about: by its key, or by the worker key and the name in the path.
+        """The session of a request: found by its key, or by the worker key and the name in the path.
 
         It may have ended a moment ago.
 
@@ -99,14 +99,14 @@ class Requests:
         return session
 
     def check_worker(self, request: web.Request) -> None:
-        """Raises `Refused` unless the request has the worker key."""
+        """Raises `Refused` unless the request carries the worker key."""
         if not self._keys.worker:
             raise Refused(403, None, f"{NO_WORKERS}; set agents.worker_key_file, or {WORKER_KEY} where the run starts")
         if not self._keys.is_worker(_key(request)):
             raise Refused(401, None, "the key is not that of the workers", "invalid_api_key")
 
     def guarded(self, dialect: Dialect, answer: Callable[[web.Request], Awaitable[web.StreamResponse]]) -> Handler:
-        """`answer`, whose errors become the dialect's; an event where a stream has begun."""
+        """Wrap `answer` so that its errors are sent in the dialect's form, as an event if a stream has begun."""
 
         async def guard(request: web.Request) -> web.StreamResponse:
             try:
@@ -115,7 +115,7 @@ class Requests:
                 return await self._refuse(request, dialect, refused)
             except ConnectionError:
                 self.undelivered += 1
-                return request.get(STREAM) or web.Response()  # nobody reads it
+                return request.get(STREAM) or web.Response()  # the client has left
             except Exception:  # a bug, or the engine's death: the client gets an answer in its dialect
                 log.exception("a request of dialect %s failed", dialect.name)
                 return await self._refuse(request, dialect, Refused(500, None, "the endpoint failed"))
@@ -124,7 +124,7 @@ class Requests:
 
     @asynccontextmanager
     async def body(self, request: web.Request, most: int) -> AsyncIterator[bytes]:
-        """The body of a request, of at most `most` bytes; inside, there is room for it.
+        """Within the block, the request's body of up to `most` bytes; memory is reserved for it meanwhile.
 
         Raises:
             Refused: it is too large (413), late (408), or cannot be read (400, 415); there is no room (503).
@@ -138,7 +138,7 @@ class Requests:
             yield await _read(request, most)
 
     async def apart(self, n_bytes: int, work: Callable[[], Result]) -> Result:
-        """What `work` returns for a body of `n_bytes`; a large one is worked on in a thread.
+        """Return the result of `work` for a body of `n_bytes`; a large body is handled in a thread.
 
         A caller that continues, or is cancelled, leaves `work` running: it must change nothing.
         """
@@ -158,7 +158,7 @@ class Requests:
 
 
 class Room:
-    """Bytes that are shared by those who need them for a while, in the order of their requests."""
+    """A limited number of bytes, shared by requests in order of arrival."""
 
     def __init__(self, n_bytes: int) -> None:
         self._left = n_bytes
@@ -167,7 +167,7 @@ class Room:
 
     @asynccontextmanager
     async def taken(self, n_bytes: int) -> AsyncIterator[None]:
-        """Inside, there are `n_bytes`.
+        """Within the block, `n_bytes` are reserved.
 
         Raises:
             Refused: 503, they were not there within `ROOM_SECONDS`.
@@ -205,7 +205,7 @@ async def _read(request: web.Request, most: int) -> bytes:
 
 
 def _decoded(raw: bytes, encoding: str, most: int) -> bytes:
-    """The body as it was before its encoding; no more than `most` bytes of it are made."""
+    """The decompressed body; decompression stops beyond `most` bytes."""
     if encoding == "identity":
         return raw
     if encoding not in ENCODINGS:
@@ -227,12 +227,12 @@ def _too_large(most: int) -> Refused:
 
 
 def is_retry(request: web.Request) -> bool:
-    """Whether the client says that it asks again; the clients of OpenAI and Anthropic do."""
+    """Whether the client marks the request as a retry; the clients of OpenAI and Anthropic do."""
     return request.headers.get("x-stainless-retry-count", "0").strip() not in ("", "0")
 
 
 def role_named(request: web.Request, named: Sequence[str]) -> str | None:
-    """The role that the client names for the conversation; `named`: those of the configuration that the policy plays.
+    """The role that the client gives the conversation; `named`: the configured roles that the policy plays.
 
     Raises:
         Refused: there is no such role, or it is none of a conversation.
@@ -245,7 +245,7 @@ def role_named(request: web.Request, named: Sequence[str]) -> str | None:
 
 
 def is_connected(request: web.Request) -> bool:
-    """Whether the client is still there."""
+    """Whether the client is still connected."""
     return request.transport is not None and not request.transport.is_closing()
 
 

@@ -1,4 +1,4 @@
-"""Requests that make no call: what the tokenizer and the model are, what becomes of a session, and claims of workers.
+"""Requests that make no call: token counts and models, ends of sessions, and claims of workers.
 
 /v1/messages/count_tokens  /v1/models  /tokenize  /detokenize        for clients that count tokens before they call
 /rl/sessions/ID/reward     /rl/sessions/ID/finish                    for agents that give their own reward, and workers
@@ -52,7 +52,7 @@ class _Ids(Struct):
 
 
 class Routes:
-    """Answers what needs no policy."""
+    """Handles requests that need no policy."""
 
     def __init__(self, requests: Requests, offers: Offers, of_model: Chat, max_model_len: int) -> None:
         self._requests = requests
@@ -61,14 +61,15 @@ class Routes:
         self._max_model_len = max_model_len
 
     def add_token_routes(self, router: web.UrlDispatcher, prefix: str) -> None:
-        """Tokens and models, behind `prefix`."""
+        """Add the routes for tokens and models, behind `prefix`."""
         router.add_post(f"{prefix}/v1/messages/count_tokens", self._about_tokens(_count_tokens, MESSAGES))
         router.add_get(f"{prefix}/v1/models", self._about_tokens(self._models))
         router.add_post(f"{prefix}/tokenize", self._about_tokens(self._tokenize))
         router.add_post(f"{prefix}/detokenize", self._about_tokens(self._detokenize))
 
     def add_session_routes(self, router: web.UrlDispatcher) -> None:
-        """What an agent, or its worker, says about a session; a session's key decides which, whatever the path says."""
+        """Add the routes by which agents and workers manage a session; a session's key takes precedence over the
+        path."""
         path = "/rl/sessions/{session}"
         router.add_post("/rl/claim", self._requests.guarded(CHAT, self._claim))
         router.add_get(path, self._requests.guarded(CHAT, self._show))
@@ -80,7 +81,7 @@ class Routes:
     # -- tokens -------------------------------------------------------------------------------------------------------
 
     def _about_tokens(self, answer: Callable[[Session, Body], dict[str, Any]], dialect: Dialect = CHAT) -> Handler:
-        """A body that may be as large as a prompt; `answer` changes nothing."""
+        """Make a handler of a body as large as a prompt; `answer` must not change any state."""
 
         async def about_tokens(request: web.Request) -> web.StreamResponse:
             session = self._requests.session(request)
@@ -121,7 +122,7 @@ class Routes:
     # -- sessions -----------------------------------------------------------------------------------------------------
 
     def _about_session(self, answer: Callable[[Session, bytes], Awaitable[None]], most_bytes: int) -> Handler:
-        """A body about the session of the request, answered with an empty object."""
+        """Make a handler of a body about the request's session; the answer is an empty object."""
 
         async def about_session(request: web.Request) -> web.StreamResponse:
             session = self._requests.managed(request)
@@ -136,7 +137,7 @@ class Routes:
         return web.json_response(_shown(self._requests.managed(request), request))
 
     async def _claim(self, request: web.Request) -> web.StreamResponse:
-        """The oldest trajectory that waits; 204 after `CLAIM_SECONDS` without one."""
+        """Answer with the oldest waiting trajectory, or with 204 after `CLAIM_SECONDS` without one."""
         self._requests.check_worker(request)
         async with self._requests.body(request, MAX_CLAIM_BYTES):
             pass
@@ -147,7 +148,7 @@ class Routes:
         if not is_connected(request):
             if session.state == "open":
                 self._offers.offer(offer)
-            return web.Response()  # nobody reads it
+            return web.Response()  # the client has left
         session.hear()
         offer.claimed.set_result(None)
         claim = {
@@ -162,7 +163,7 @@ class Routes:
 
 
 def _count_tokens(session: Session, body: Body) -> dict[str, Any]:
-    """Tokens of the prompt that the same body would have as a call."""
+    """Number of prompt tokens that the same body would have as a call."""
     return {"input_tokens": len(session.opened(read_to_count(body)).prompt_ids)}
 
 
@@ -173,7 +174,8 @@ async def _reward(session: Session, raw: bytes) -> None:
 
 
 async def _finish(session: Session, raw: bytes) -> None:
-    """Return once the buffer has the trajectory's end; a repetition waits for it too, and changes nothing."""
+    """Finish the session; returns once the buffer has the trajectory's end. A repeated request also waits, and changes
+    nothing."""
     body = parse_body(raw)
     if not is_text(transcript := body.get("transcript", "")):
         raise Refused(400, "transcript", "is a text")
@@ -189,20 +191,20 @@ async def _heartbeat(session: Session, raw: bytes) -> None:
 
 
 async def _abort(session: Session, raw: bytes) -> None:
-    """The worker plays it no more: it is attempted again. A repetition changes nothing."""
+    """Abort the session, because its worker stops: the trajectory is retried. A repeated request changes nothing."""
     if session.state == "finished":
         raise Refused(409, None, "the session is finished")
     session.close(TrajectoryFailed(StopReason.ENVIRONMENT_ERROR, "its worker gave it up"))
 
 
 def _shown(session: Session, request: web.Request) -> dict[str, Any]:
-    """A session as whoever runs its agent sees it; the address is the one that the request came to."""
+    """A session as shown to its agent's runner, with the address to which the request was sent."""
     address = f"{request.scheme}://{request.host}/s/{session.name}/v1"
     return {"session": session.name, "state": session.state, "base_url": address, "calls": session.n_steps}
 
 
 def _end(body: Body) -> Outcome:
-    """What the agent says about its trajectory: its reward, how it ended, and further numbers.
+    """The result of a trajectory in a request: its reward, its status, and further numbers.
 
     Raises:
         Refused: the reward is no number, the status none of those, or the numbers are something else.

@@ -1,4 +1,4 @@
-"""The endpoint: agents call the policy over HTTP, each in its own dialect, with the key of its session.
+"""The endpoint: agents call the policy over HTTP, each in its own API dialect, with the key of its session.
 
 server.py        connections and paths
 requests.py      keys, bodies, refusals
@@ -59,14 +59,14 @@ class Endpoint:
 
     async def start(self, host: str, port: int) -> str:
         """Listen, and return the address that clients call, such as `http://127.0.0.1:41234`."""
-        # aiohttp's log may quote requests, and with them keys.
+        # aiohttp's log may quote requests, and therefore keys.
         runner = self._runner = web.AppRunner(
             self.application(),
             access_log=None,
             logger=_silent(),
             shutdown_timeout=1.0,
             keepalive_timeout=IDLE_SECONDS,
-            auto_decompress=False,  # aiohttp decompresses without bounds, also what is refused unread
+            auto_decompress=False,  # aiohttp decompresses without limit, even bodies that are refused unread
         )
         await runner.setup()
         loop, server = asyncio.get_running_loop(), runner.server
@@ -78,7 +78,7 @@ class Endpoint:
         return f"http://{shown}:{bound[1]}"
 
     async def stop(self) -> None:
-        """Close the connections; requests that wait are given up."""
+        """Close the connections; waiting requests are abandoned."""
         if self._listening is not None:
             self._listening.close()
         if self._runner is not None:
@@ -86,7 +86,7 @@ class Endpoint:
         self.requests.close()
 
     def application(self) -> web.Application:
-        """The routes."""
+        """The web application with all routes."""
         app = web.Application(middlewares=[self._note_connection])
         for prefix in ("", "/s/{session}"):
             self.calls.add_routes(app.router, prefix)
@@ -97,7 +97,8 @@ class Endpoint:
     # -- connections --------------------------------------------------------------------------------------------------
 
     def _accept(self, server: web.Server, loop: asyncio.AbstractEventLoop) -> asyncio.Protocol:
-        """A new connection; one that sends nothing would otherwise hold a file descriptor for ever."""
+        """Accept a connection, with a timeout for silent clients: these would otherwise hold a file descriptor for
+        ever."""
         connection = server()
         full = len(server.connections) >= MAX_CONNECTIONS
         self._silent[connection] = loop.call_later(0.0 if full else FIRST_SECONDS, self._cut, connection)
@@ -114,7 +115,7 @@ class Endpoint:
             timer.cancel()
         try:
             response = await handler(request)
-        except web.HTTPException as refused:  # no such path: no key was read
+        except web.HTTPException as refused:  # an unknown path: no key was read
             refused.force_close()
             raise
         if response.status in CLOSING:

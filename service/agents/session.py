@@ -1,4 +1,4 @@
-"""A session: one trajectory of an agent that nobody here wrote. A call becomes a step before it is answered.
+"""A session: one trajectory of an external agent. A call becomes a step before it is answered.
 
 request -> asked before? -> parent and prompt -> room? -> sample -> the buffer accepts the step -> answer
 
@@ -47,7 +47,7 @@ Accept = Callable[[Step], Awaitable[bool]]
 
 
 class Outcome(NamedTuple):
-    """How an agent's run ended."""
+    """The result of an agent's run."""
 
     reward: float | None
     """None: nobody gave one."""
@@ -58,7 +58,7 @@ class Outcome(NamedTuple):
 
 
 class Session:
-    """One trajectory of an agent: its key, its calls, and how it ended."""
+    """One trajectory of an agent: its key, its calls, and its result."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class Session:
         sample: Sample,
         accept: Accept,
     ) -> None:
-        """`limits`: those of the calls, of which there are at most `limits.max_turns`.
+        """`limits`: limits of the calls, of which there are at most `limits.max_turns`.
 
         `max_tokens`: most tokens in all steps together; a step has those that its parent does not have.
         """
@@ -115,7 +115,7 @@ class Session:
 
     @property
     def n_steps(self) -> int:
-        """Steps that were made."""
+        """Number of steps so far."""
         return len(self.tree.calls)
 
     @property
@@ -125,7 +125,8 @@ class Session:
 
     @property
     def stop_reason(self) -> StopReason:
-        """Why the trajectory ends: a request that got no call, else how the longest chain of the main calls ends.
+        """Why the trajectory ends: the reason of a refused request, or the stop reason of the longest chain of main
+        calls.
 
         Calls beside it say nothing: clients probe with one token, or ask for a title.
         """
@@ -141,7 +142,7 @@ class Session:
         return StopReason.TRUNCATED if last.stop_reason == StopReason.LENGTH else StopReason.STOP
 
     def rewards_of_calls(self, outcome: Outcome, roles: Sequence[str]) -> tuple[float, ...]:
-        """What each call got at the end; the trajectory's reward is that of the newest call of `main`'s conversations.
+        """The final reward of each call; the trajectory's reward goes to the newest call of `main`'s conversations.
 
         `roles`: of each call. Empty where nothing but 0 was given.
 
@@ -161,11 +162,11 @@ class Session:
 
     @property
     def most_body_bytes(self) -> int:
-        """Bytes of the largest body that can be a prompt."""
+        """Maximum bytes of a request body that can be a prompt."""
         return MIN_BODY_BYTES + BYTES_PER_TOKEN * self._limits.max_input_length
 
     def too_long(self, what: str) -> Refused:
-        """The refusal of a prompt; the trajectory is cut unless a call follows.
+        """The refusal of a prompt that is too long; the trajectory counts as truncated unless a call follows.
 
         Clients that shorten their conversations look for these words: Claude Code for the first ones, litellm, Harbor
         and NeMo-Gym for those about the model.
@@ -177,21 +178,21 @@ class Session:
 
     @property
     def silence(self) -> float:
-        """Seconds in which neither a client nor a worker was heard; 0 while a call is being sampled."""
+        """Seconds since a client or a worker was last heard; 0 while a call is being sampled."""
         return 0.0 if self._flying else self._now() - self.heard
 
     @property
     def sampling(self) -> dict[str, float]:
-        """What every call is sampled with, whatever a client asks for."""
+        """The sampling parameters of every call; clients cannot change them."""
         sampling = self._limits.sampling
         return {"temperature": sampling.temperature, "max_tokens": sampling.max_tokens}
 
     def hear(self) -> None:
-        """Somebody who runs the agent was heard."""
+        """Note a sign of life from the agent's client or worker."""
         self.heard = self._now()
 
     def restore(self, steps: Steps) -> None:
-        """Go on after the calls of an earlier process, whose steps the buffer accepted.
+        """Continue after the calls of an earlier process, whose steps the buffer accepted.
 
         Raises:
             ValueError: they are not all calls of one session.
@@ -203,7 +204,7 @@ class Session:
     def begin(
         self, asked: CallRequest, opened: PreparedCall, body: str, is_retry: bool = False
     ) -> asyncio.Future[Call]:
-        """The call that answers a request with this prompt; it continues where the client leaves.
+        """Begin the call that answers a request with this prompt; it continues even if the client disconnects.
 
         `body` identifies the request; `is_retry`: the client says that it asks again.
 
@@ -221,7 +222,7 @@ class Session:
         continued = opened.parent.path() if opened.parent is not None else ()
         for call in (*opened.received, *continued):
             call.delivered = True
-        left = self._max_tokens - self._tokens - len(opened.carried_ids) - 1  # room for an appended end
+        left = self._max_tokens - self._tokens - len(opened.carried_ids) - 1  # reserves one token for an appended end
         if left < 1 or self._calls >= self._limits.max_turns:
             self._cut = StopReason.LENGTH if left < 1 else StopReason.MAX_TURNS
             return _done(self.tree.unsampled(opened, SPENT))
@@ -234,7 +235,7 @@ class Session:
         return task
 
     def opened(self, asked: CallRequest) -> PreparedCall:
-        """The prompt of a request.
+        """The prompt of a request, matched with the calls so far.
 
         Raises:
             Refused: the messages cannot be rendered.
@@ -249,7 +250,7 @@ class Session:
             raise Refused(400, "messages", "nested too deep") from error
 
     def check_open(self) -> None:
-        """Raises `Refused` where the session has ended."""
+        """Raises `Refused` if the session has ended."""
         if self.state != "open":
             raise Refused(409, None, f"the session is {self.state}")
 
@@ -261,7 +262,7 @@ class Session:
         transcript: str = "",
         rewards: Mapping[str, float] = {},
     ) -> None:
-        """End the session with the reward of its trajectory; a repetition changes nothing.
+        """End the session with the reward of its trajectory; a repeated request changes nothing.
 
         `transcript`: what the run wrote, for people; the middle of a long one is left out. `rewards`: further ones, by
         the id of a call's reply or the name of a role, whose newest call gets it.
@@ -286,7 +287,7 @@ class Session:
         self._end("finished")
 
     def close(self, error: BaseException | None = None) -> None:
-        """End the session without a reward; calls that are being sampled are given up."""
+        """End the session without a reward; calls that are being sampled are abandoned."""
         if self.state != "open":
             return
         if error is None:
@@ -301,7 +302,7 @@ class Session:
             task.cancel()
 
     async def _call(self, opened: PreparedCall, body: str, most: int, reserved: int) -> Call:
-        """Sample a call for which `reserved` tokens are set aside; whatever fails here ends the session."""
+        """Sample a call for which `reserved` tokens are reserved; any failure ends the session."""
         try:
             request_id = f"{self.trajectory}/{body}"
             generation = await self._sample(opened.prompt_ids, most, request_id)
@@ -315,13 +316,13 @@ class Session:
         except TrajectoryFailed as failed:
             self.close(failed)
             raise Refused(502, None, f"the session is closed: {failed.reason}") from failed
-        except Exception as error:  # the engine died, or this is a bug: whoever plays the trajectory raises it
+        except Exception as error:  # the engine died, or this is a bug: the player of the trajectory raises it
             self.close(error)
             raise
         return call
 
     def _step(self, call: Call, generation: Generation) -> Step:
-        """The call as a step that extends its parent's."""
+        """Make the step of a call, which extends its parent's step."""
         parent, extends = call.parent, None
         if parent is not None:
             before = parent.token_ids()
@@ -351,11 +352,11 @@ class Session:
     def _landed(self, body: str, task: asyncio.Task[Call]) -> None:
         del self._flying[body]
         if not task.cancelled():
-            task.exception()  # read here too: the client may have left
+            task.exception()  # read the result here too, because the client may have left
 
 
 def _plain_outcome(reward: Any, status: Any, info: Any, rewards: Any) -> Outcome:
-    """What an agent's code gave, in plain values.
+    """The result that an agent's code returned, in plain values.
 
     Raises:
         NotAllowed: one of the values is something else.
@@ -368,14 +369,14 @@ def _plain_outcome(reward: Any, status: Any, info: Any, rewards: Any) -> Outcome
 
 
 def kept_transcript(text: str) -> bytes:
-    """At most `TRANSCRIPT_BYTES` of a text in UTF-8; the middle of a longer one is left out."""
+    """Up to `TRANSCRIPT_BYTES` of a text in UTF-8; the middle of a longer text is left out."""
     data = text.encode(errors="replace")
     if len(data) <= TRANSCRIPT_BYTES:
         return data
     mark = f"\n[{len(data) - TRANSCRIPT_BYTES} bytes and more left out]\n".encode()
     kept = TRANSCRIPT_BYTES - len(mark)
     parts = data[: kept // 4], mark, data[kept // 4 - kept :]
-    return b"".join(part.decode(errors="ignore").encode() for part in parts)  # no half of a character
+    return b"".join(part.decode(errors="ignore").encode() for part in parts)  # drops an incomplete character
 
 
 def _done(call: Call) -> asyncio.Future[Call]:

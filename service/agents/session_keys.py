@@ -1,4 +1,4 @@
-"""The keys of a run's agents: one for each session, derived from the run's secret, and that of the workers.
+"""The keys of a run's agents: one per session, derived from the run's secret, and one for the workers.
 
     secret of the run (a file that only its user reads) --HMAC(name of the session)--> the session's key
 
@@ -27,7 +27,7 @@ MIN_WORKER_KEY = 16
 
 
 class Keys(NamedTuple):
-    """What makes and checks keys; never written to a log."""
+    """Makes and checks keys; never written to a log."""
 
     secret: bytes
     worker: str = ""
@@ -47,12 +47,12 @@ class Keys(NamedTuple):
 
 
 def passing_keys() -> Keys:
-    """Keys that end with this process."""
+    """Temporary keys, valid only in this process."""
     return Keys(secrets.token_bytes(SECRET_BYTES))
 
 
 def run_keys(run: Path, agents: AgentsConfig, from_environment: str, needs_worker: bool) -> Keys:
-    """The keys of a run, whose secret stays in its folder; the other arguments are those of `worker_key`.
+    """The keys of a run, whose secret is stored in the run's folder; see `worker_key` for the other arguments.
 
     Raises:
         UserError: a file is no key, or workers are to come and there is no key for them.
@@ -70,7 +70,7 @@ def run_keys(run: Path, agents: AgentsConfig, from_environment: str, needs_worke
 
 
 def worker_key(file: Path | None, from_environment: str, is_needed: bool) -> str:
-    """The key of the workers; empty where no worker may claim.
+    """The key of the workers; empty if no worker may claim.
 
     `file`: `agents.worker_key_file`, which counts before the key `from_environment`; `is_needed`: workers are to come.
 

@@ -1,4 +1,4 @@
-"""The sessions of a generator, by their keys. Nothing is filed under a key that nobody was given."""
+"""The sessions of a generator, by their keys; only issued keys have an entry."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MAX_ENDED = 4096
 
 
 class Sessions:
-    """Open sessions, and the newest ones that ended."""
+    """Open sessions, and those that ended most recently."""
 
     def __init__(self) -> None:
         self._open: dict[bytes, Session] = {}
@@ -28,7 +28,7 @@ class Sessions:
         return len(self._open)
 
     def by_state(self) -> dict[str, int]:
-        """Sessions by state; of the open ones also who waits: `calling` the client, `idle` the endpoint.
+        """Number of sessions by state; open sessions are `calling` (the client waits) or `idle` (the endpoint waits).
 
         `offered` ones wait for a worker that claims them.
         """
@@ -36,7 +36,7 @@ class Sessions:
         return {"calling": 0, "idle": 0, **open_ones, **self.counts}
 
     def add(self, session: Session) -> None:
-        """Let clients reach a session."""
+        """Add a session, so that clients can reach it."""
         self._open[_digest(session.key)] = self._named[session.name] = session
 
     def remove(self, session: Session) -> None:
@@ -51,11 +51,11 @@ class Sessions:
             self._ended.popitem(last=False)
 
     def open(self) -> list[Session]:
-        """All that have not ended."""
+        """All sessions that have not ended."""
         return [session for session in self._open.values() if session.state == "open"]
 
     def by_name(self, name: str) -> Session:
-        """The session of this name, which may have ended a moment ago.
+        """The session of this name; it may have just ended.
 
         Raises:
             Refused: there is none.
@@ -65,7 +65,7 @@ class Sessions:
         return session
 
     def by_key(self, key: str) -> Session:
-        """The session of this key, which may have ended a moment ago.
+        """The session of this key; it may have just ended.
 
         Raises:
             Refused: 401 for an unknown key, 409 for one of a session that ended.

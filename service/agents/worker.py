@@ -52,15 +52,15 @@ MAX_TRANSCRIPT = 64 << 10
 
 
 class OddClaim(Exception):
-    """What an endpoint gave out is no session that can be run."""
+    """An endpoint's claim does not describe a session that can be run."""
 
 
 class _Unanswered(Exception):
-    """An endpoint gave no answer to a request, or will give one later."""
+    """An endpoint did not answer a request, or asked to retry later."""
 
 
 class SessionClaim(msgspec.Struct):
-    """What a worker reads of a claim."""
+    """The fields of a claim that a worker reads."""
 
     session: str
     base_url: str
@@ -72,7 +72,7 @@ class SessionClaim(msgspec.Struct):
 
     @staticmethod
     def read(answer: Mapping[str, Any]) -> tuple[SessionClaim, Task]:
-        """The claim and its task.
+        """Parse a claim and its task.
 
         Raises:
             OddClaim: it is none.
@@ -91,7 +91,7 @@ class SessionClaim(msgspec.Struct):
 
 
 async def work(urls: Sequence[str], key: str, runner: AgentRunner, concurrent: int) -> None:
-    """Claim and run up to `concurrent` sessions of each endpoint at once; the open ones are aborted when cancelled.
+    """Claim and run up to `concurrent` sessions of each endpoint at once; on cancellation, abort the open ones.
 
     `key`: the worker key of the endpoints.
 
@@ -111,7 +111,7 @@ async def work(urls: Sequence[str], key: str, runner: AgentRunner, concurrent: i
 
 
 class _Endpoint:
-    """One endpoint, as its worker uses it."""
+    """One endpoint, as a worker uses it."""
 
     def __init__(self, url: str, http: aiohttp.ClientSession, runner: AgentRunner) -> None:
         self._url = url
@@ -134,7 +134,7 @@ class _Endpoint:
             await asyncio.sleep(began + MIN_CLAIM_SECONDS - loop.time())
 
     async def _play(self, claim: SessionClaim, task: Task) -> None:
-        """Run a session; it is finished, or was over before."""
+        """Run a session and finish it, unless the session was over before."""
         session = f"sessions/{claim.session}"
         run = asyncio.create_task(self._runner.run(task, claim.base_url, claim.api_key, claim.seed))
         beating = asyncio.create_task(self._beat_until_over(session, claim.heartbeat_deadline / HEARTBEATS))
@@ -151,7 +151,7 @@ class _Endpoint:
             finished = finished._replace(transcript=finished.transcript[-MAX_TRANSCRIPT:])
             await self._post(f"{session}/finish", finished._asdict())
         except asyncio.CancelledError:
-            with suppress(TimeoutError, UserError):  # the endpoint notices it by its heartbeats
+            with suppress(TimeoutError, UserError):  # the endpoint notices the missing heartbeats
                 async with asyncio.timeout(ABORT_SECONDS):
                     await self._post(f"{session}/abort", {})
             raise
@@ -168,7 +168,7 @@ class _Endpoint:
     async def _post(
         self, path: str, body: Mapping[str, Any], longest_pause: float = LONGEST_PAUSE
     ) -> Mapping[str, Any] | Literal["over"] | None:
-        """Send a request until it is answered; returns the answer, None for an empty one.
+        """Retry a request until it is answered; returns the answer, None for an empty one.
 
         Raises:
             UserError: the endpoint refuses the request.
@@ -213,7 +213,7 @@ class _Endpoint:
 
 
 def _why(text: str) -> str:
-    """What an endpoint says about a refusal, to be put behind one."""
-    with suppress(ValueError, RecursionError, TypeError, LookupError):  # another server's text stands as it is
+    """An endpoint's reason for a refusal, as a suffix for messages."""
+    with suppress(ValueError, RecursionError, TypeError, LookupError):  # else quoted unchanged
         text = str(json.loads(text)["error"]["message"])
     return f": {in_one_line(text)[:SHOWN]}" if text else ""

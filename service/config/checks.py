@@ -1,6 +1,6 @@
-"""Refuses combinations of settings that would deadlock, lose data or be wrong, and names the consequence.
+"""Refuses combinations of settings that would deadlock, lose data or be wrong; each message names the consequence.
 
-What concerns one section alone is checked by its types; here are the rules that look at several. A rule yields
+The types of a section check its own values; this module has the rules that involve several sections. A rule yields
 `setting: consequence and what to do`.
 """
 
@@ -49,7 +49,7 @@ def check(config: Config, source: Source | None = None) -> None:
 
 
 def check_command_only(config: Config, source: Source) -> None:
-    """As `check`, of the settings of a command that is run as an agent."""
+    """Same as `check`, but only for the settings of a command that is run as an agent."""
     _refuse(_command(config), source)
 
 
@@ -186,7 +186,7 @@ def _roles(config: Config) -> Iterator[str]:
 
 
 def _command(config: Config) -> Iterator[str]:
-    """The settings of a command that is run as an agent."""
+    """The refused settings of a command that is run as an agent."""
     env, endpoint, engines = config.env, config.endpoint, config.generator.max_engines
     port = endpoint.port if endpoint is not None else 0
     if port and port + engines - 1 > LAST_PORT:
@@ -215,7 +215,7 @@ def _command(config: Config) -> Iterator[str]:
 
 
 def _words(config: Config) -> Iterator[str]:
-    """The words of a command: arguments, variables, and what scores it."""
+    """The texts of a command: its arguments, environment variables and scoring function."""
     env, score = config.env, config.env.score
     for setting, words in {
         "env.command": env.command,
@@ -224,7 +224,7 @@ def _words(config: Config) -> Iterator[str]:
     }.items():
         if any(re.search("[\\0\ud800-\udfff]", word) for word in words):
             yield f"{setting}: holds a zero byte or half a character, which no program can be given; remove it"
-        # Other words between braces are arguments as they are; one that looks like a placeholder is a mistake.
+        # Other text in braces is passed on unchanged; text that looks like a placeholder is refused as a mistake.
         for name in [name for word in words for name in re.findall(r"\{(\w+)\}", word)]:
             near = difflib.get_close_matches(name, PLACEHOLDERS, n=1, cutoff=0.8)
             if near and name not in PLACEHOLDERS and setting != "env.score":
@@ -317,7 +317,7 @@ def _staleness(config: Config) -> Iterator[str]:
 
 
 def _bytes(config: Config, experts_per_token: int = 0) -> Iterator[str]:
-    """Bounds of memory and journal; `experts_per_token` is known once the model has been read."""
+    """The refused bounds of memory and journal; `experts_per_token` is known once the model has been read."""
     buffer, samples, size = config.buffer, config.algorithm.n_samples_per_prompt, config.trainer.mini_batch_size
     worst = worst_bytes(config, experts_per_token)
     one_turn = samples * (worst.step + ITEM_BYTES)

@@ -1,4 +1,4 @@
-"""Settings of a command that is run as an agent, one process tree a trajectory."""
+"""Settings of a command that is run as an agent; each trajectory has its own process tree."""
 
 from __future__ import annotations
 

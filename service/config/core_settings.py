@@ -1,4 +1,4 @@
-"""The settings of the core's parts, each made of a configuration here and nowhere else.
+"""The settings of the core's parts; only this module makes them from a configuration.
 
 The core (`service.handoff`) knows no configuration: its parts take the frozen values that these functions return.
 """
@@ -33,7 +33,7 @@ def estimator_name(config: Config) -> str:
 
 
 def batch_settings(config: Config) -> BatchSettings:
-    """How mini-batches are formed.
+    """Settings of how mini-batches are formed.
 
     Raises:
         ConfigError: there is no such estimator.
@@ -54,7 +54,7 @@ def batch_settings(config: Config) -> BatchSettings:
 
 
 def filter_settings(config: Config) -> FilterSettings:
-    """Which complete groups are removed, and what the curriculum counts.
+    """Settings of which complete groups are removed, and of what the curriculum counts.
 
     Raises:
         ConfigError: there is no such estimator.
@@ -70,7 +70,7 @@ def filter_settings(config: Config) -> FilterSettings:
 
 
 def message_limits(config: Config, vocab_size: int = ANY_VOCABULARY, routing: Routing | None = None) -> Limits:
-    """What a message of steps may contain."""
+    """Limits on a message of steps."""
     return Limits(
         vocab_size=vocab_size,
         max_input_length=config.generator.max_input_length,
@@ -86,7 +86,7 @@ def message_limits(config: Config, vocab_size: int = ANY_VOCABULARY, routing: Ro
 
 
 def buffer_settings(config: Config, vocab_size: int, routing: Routing | None = None) -> BufferSettings:
-    """The settings of the buffer; `routing`: which routed experts the model can replay, None: not known."""
+    """The settings of the buffer; `routing`: which routed experts the model can replay, None if unknown."""
     buffer, min_lookahead = config.buffer, max(config.weights.sync_every - 1, 1)
     return BufferSettings(
         limits=message_limits(config, vocab_size, routing),
@@ -120,14 +120,14 @@ def buffer_settings(config: Config, vocab_size: int, routing: Routing | None = N
 
 
 def curriculum_settings(config: Config) -> CurriculumSettings | None:
-    """Which prompts are passed over; None: none."""
+    """Settings of which prompts are passed over; None without a curriculum."""
     if (curriculum := config.data.curriculum) is None:
         return None
     return CurriculumSettings(curriculum.band, curriculum.outside, curriculum.min_groups)
 
 
 def worst_bytes(config: Config, experts_per_token: int = 0) -> WorstBytes:
-    """How many bytes steps may need; `experts_per_token`: routed experts of a token over all layers."""
+    """Maximum bytes of steps; `experts_per_token`: routed experts per token over all layers."""
     agents = config.endpoint
     return WorstBytes(
         n_samples=config.algorithm.n_samples_per_prompt,

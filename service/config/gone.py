@@ -1,4 +1,4 @@
-"""Settings that are gone, and what to use in place of each."""
+"""Settings that were removed, and the replacement of each."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ class TeacherConfig(Section):
 
 
 class AlgorithmConfig(Section):
-    """From rewards to a loss."""
+    """How rewards become a loss."""
 
     step_wise: bool = True
     """Each turn is a step, and `buffer.merge` makes rows of steps; false: a trajectory is one sequence, in which
@@ -160,12 +160,12 @@ class TrainerConfig(Section):
 
     @property
     def batch_parts(self) -> int:
-        """Parts that a mini-batch is dealt in: one for each group of ranks that share micro-batches."""
+        """Number of parts of a mini-batch: one for each group of ranks that share micro-batches."""
         return self.ranks // self.sequence_parallel
 
     @property
     def tokens_of_micro_batch(self) -> int:
-        """Token budget of a micro-batch on all ranks that share it."""
+        """Token budget of a micro-batch, summed over all ranks that share it."""
         return self.max_tokens_per_micro_batch * self.sequence_parallel
 
 

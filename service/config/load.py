@@ -40,7 +40,7 @@ def load_config(files: Sequence[Path], overrides: Sequence[str] = ()) -> Config:
 
 
 def load(files: Sequence[Path], overrides: Sequence[str] = ()) -> Loaded:
-    """As `load_config`, with the place of every value.
+    """Same as `load_config`, plus the place of every value.
 
     Raises:
         ConfigError: names every unknown key and every wrong value, a line each.
@@ -99,7 +99,8 @@ def _tree_path(detail: ErrorDetails, source: Source) -> KeyPath:
 
 
 def _message(details: Sequence[ErrorDetails], path: KeyPath) -> str:
-    """What is wrong with the value at a path: of a union, all that it may be, or the bound that it nearly keeps."""
+    """What is wrong with the value at a path; for a union, all allowed kinds, or the bound that the value just
+    violates."""
     bounds = [detail for detail in details if BOUNDS & detail.get("ctx", {}).keys()]
     details = bounds[:1] or details
     kind, value, context = details[0]["type"], details[0]["input"], details[0].get("ctx", {})
@@ -131,7 +132,7 @@ def _message(details: Sequence[ErrorDetails], path: KeyPath) -> str:
 
 
 def _wanted(detail: ErrorDetails, path: KeyPath) -> str:
-    """What a value should have been, in pydantic's words without its reason."""
+    """The expected value, in pydantic's words without its reason."""
     if detail["type"] == "model_type":
         return f"a section with {', '.join(_keys_of(path))}"
     text = detail["msg"].removeprefix(INPUT).partition(", ")
@@ -149,7 +150,7 @@ def _nearest_choice(value: object, details: Sequence[ErrorDetails]) -> str:
 
 
 def _unknown_hint(path: KeyPath) -> str:
-    """The key that was most likely meant: one of the same section, or one of that name; else the section's keys."""
+    """A hint for an unknown key: a similar key of the section, a key of that name elsewhere, or the section's keys."""
     known, siblings = key_paths(), _keys_of(path[:-1])
     same = [".".join(other) for other in known if other[-1] == path[-1]]
     if not same and (close := difflib.get_close_matches(path[-1], siblings, n=1, cutoff=0.6)):

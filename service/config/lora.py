@@ -31,5 +31,5 @@ class LoraConfig(Section):
 
     @property
     def slot_rank(self) -> int:
-        """Rank of the engine's slot that holds the adapter: the smallest one that is not below `rank`."""
+        """Rank of the engine's slot for the adapter: the smallest supported rank of at least `rank`."""
         return next(rank for rank in SLOT_RANKS if rank >= self.rank)

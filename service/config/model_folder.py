@@ -37,8 +37,8 @@ def is_adapter_folder(folder: Path) -> bool:
 
 
 def check_model_folder(folder: Path, longest: int, sequence_parallel: int = 1) -> None:
-    """Check that the model can be trained with turns of up to `longest` tokens, prompt and response together, by so
-    many ranks that share its heads.
+    """Check that the model can be trained on turns of up to `longest` tokens (prompt and response together) with its
+    heads divided over `sequence_parallel` ranks.
 
     Raises:
         UserError: a file is missing or malformed, or the model is not supported or too short.
@@ -62,14 +62,14 @@ def check_model_folder(folder: Path, longest: int, sequence_parallel: int = 1) -
 
 
 def require_files(folder: Path, *names: str) -> None:
-    """Raises `UserError` where one of the files is not in the folder."""
+    """Raises `UserError` if one of the files is not in the folder."""
     for name in names:
         if not (folder / name).is_file():
             raise UserError(f"model.path: the model folder {folder} has no {name}; give a Hugging Face folder")
 
 
 def refuse_remote_code(folder: Path) -> None:
-    """Raises `UserError` where a model folder names code of its own, which transformers or vLLM might then run."""
+    """Raises `UserError` if a model folder names code of its own, which transformers or vLLM might run."""
     for file in sorted(folder.glob("*config*.json")):
         try:
             settings = json.loads(file.read_text(encoding="utf-8"))
@@ -96,7 +96,7 @@ def model_config(folder: Path) -> dict[str, Any]:
 
 
 def unsupported(model_type: str | None, quantization: object) -> str | None:
-    """Why a model of this type and quantization cannot be trained; None if it can."""
+    """Return why a model of this type and quantization cannot be trained; None if it can."""
     if model_type not in FAMILIES:
         return f"model type {model_type!r:.80} is not one of {', '.join(FAMILIES)}"
     if quantization:
@@ -105,7 +105,7 @@ def unsupported(model_type: str | None, quantization: object) -> str | None:
 
 
 def undivided_heads(heads: object, key_heads: object, ranks: int) -> str | None:
-    """Why so many ranks cannot compute the attention of a model, each some of its heads; None if they can."""
+    """Return why a model's attention heads cannot be divided over `ranks` ranks; None if they can."""
     if type(heads) is not int or type(key_heads) is not int:
         return None  # who reads the model says what is wrong with it
     if heads % ranks == 0 and (key_heads % ranks == 0 or ranks % key_heads == 0):
@@ -117,7 +117,8 @@ def undivided_heads(heads: object, key_heads: object, ranks: int) -> str | None:
 
 
 def _check_length(config: Mapping[str, Any], folder: Path, longest: int) -> None:
-    """An engine goes as far as `max_position_embeddings`, which yarn has stretched already and `linear` stretches."""
+    """Refuse a `longest` beyond the engine's limit: `max_position_embeddings`, which `linear` scaling still
+    multiplies."""
     given = config.get("rope_parameters") or config.get("rope_scaling")
     rope = given if isinstance(given, Mapping) else {}
     factor: Any = rope.get("factor") if rope.get("rope_type", rope.get("type")) == "linear" else 1
@@ -144,7 +145,7 @@ def read_tokenizer(file: Path) -> Tokenizer:
 
 
 def check_vocabulary(folder: Path, tokens: int, vocab_size: int) -> None:
-    """Raises `UserError` where the tokenizer has more tokens than the model."""
+    """Raises `UserError` if the tokenizer has more tokens than the model."""
     if tokens > vocab_size:
         raise UserError(
             f"model.path: the tokenizer in {folder} has {tokens} tokens, its model only {vocab_size}; they do not "
@@ -172,7 +173,7 @@ def weight_index(folder: Path) -> dict[str, Path]:
 
 
 def open_weights(file: Path, framework: Literal["numpy", "pt"]) -> Any:
-    """A safetensors file, whose header has been read.
+    """Open a safetensors file and read its header.
 
     Raises:
         UserError: the file is missing, cut short or not safetensors.
@@ -200,7 +201,7 @@ def _check_header(file: Path, names: set[str], vocab_size: int) -> None:
 
 
 def _no_number(word: str) -> float:
-    """Python's reader takes NaN and Infinity for numbers, with which a model would compute."""
+    """Raise for NaN and Infinity, which Python's JSON reader would accept as numbers of a model."""
     raise ValueError(f"{word} is no number")
 
 

@@ -84,7 +84,7 @@ def _problems(config: Config) -> Iterator[_Problem]:
             except UserError as error:
                 yield _Problem(str(error))
     for setting, command in {"env.command": config.env.command, "env.score": config.env.score}.items():
-        # A path is one in the trajectory's folder.
+        # The path is relative to the trajectory's folder.
         if isinstance(command, tuple) and command and "/" not in command[0] and which(command[0]) is None:
             yield _Problem(f"{setting}: there is no program {command[0]!r} on this machine; install it", True)
     yield from _module_problems(config)
@@ -93,7 +93,7 @@ def _problems(config: Config) -> Iterator[_Problem]:
 
 
 def _paths(value: Any, setting: str = "", marks: Iterable[Any] = ()) -> Iterator[tuple[str, Named, Path]]:
-    """(setting, what lies there, path) of each path in a section whose type says what lies there."""
+    """(setting, kind, path) of each path in a section whose type declares the kind of file."""
     if isinstance(value, Path):
         yield from ((setting, mark, value) for mark in marks if isinstance(mark, Named))
     elif isinstance(value, Mapping):
@@ -108,7 +108,7 @@ def _paths(value: Any, setting: str = "", marks: Iterable[Any] = ()) -> Iterator
 
 
 def _marks(annotation: Any) -> Iterator[Any]:
-    """What a type is annotated with, at any depth: `dict[str, Dataset] | None`."""
+    """All annotations of a type, at any depth, as in `dict[str, Dataset] | None`."""
     yield from getattr(annotation, "__metadata__", ())
     for inner in get_args(annotation):
         yield from _marks(inner)
@@ -156,7 +156,7 @@ def near(path: Path) -> str:
 
 
 def _kind(setting: str, path: Path) -> Literal["file", "folder"] | None:
-    """The kind of a path; None: nothing is there."""
+    """The kind of a path; None if the path does not exist."""
     try:
         mode = path.stat().st_mode
     except (FileNotFoundError, NotADirectoryError):

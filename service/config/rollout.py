@@ -164,7 +164,7 @@ class RoleConfig(Section):
 
     @property
     def is_served(self) -> bool:
-        """Whether an engine of the run plays the role without being the policy's."""
+        """Whether a frozen role is played by an engine of the run."""
         return self.mode == "frozen" and self.url is None
 
 
@@ -226,7 +226,7 @@ class GeneratorConfig(Section):
 
     @property
     def longest_row(self) -> int:
-        """Tokens of the longest row of a step: prompt and response."""
+        """Maximum tokens of a row of one step: prompt and response."""
         return self.max_input_length + self.max_generate_length
 
     @property

@@ -36,7 +36,8 @@ Band = Annotated[
 
 
 class Named(NamedTuple):
-    """What lies at a path of the configuration; looked at before a run starts, and made absolute for other nodes."""
+    """Declares the kind of a path setting; such paths are checked before a run starts, and made absolute for other
+    nodes."""
 
     what: str
     kind: Literal["file", "folder"] = "file"

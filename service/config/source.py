@@ -82,14 +82,14 @@ class Source:
         return next((self.places[path[:n]] for n in range(len(path), 0, -1) if path[:n] in self.places), None)
 
     def line(self, path: KeyPath, message: str) -> str:
-        """A line of an error about the value at `path`; it begins with the place where the value was set."""
+        """A line of an error about the value at `path`, prefixed with the place where the value was set."""
         place, setting = self.place(path), plain(".".join(path))
-        if place and place.startswith(f"override {setting}="):  # it has the setting's name already
+        if place and place.startswith(f"override {setting}="):  # the message already begins with the setting's name
             return f"{place}: {message}"
         return f"{place + '  ' if place else ''}{setting}: {message}{self._layers(path)}"
 
     def _layers(self, path: KeyPath) -> str:
-        """In brackets, where the keys of a mapping come from if several files or overrides set them; else nothing."""
+        """In brackets, the sources of a mapping's keys if several files or overrides set them; otherwise empty."""
         keys = {here[-1]: place for here, place in self.places.items() if here[:-1] == path}
         if len({re.sub(r":\d+$", "", place) for place in keys.values()}) < 2:
             return ""
@@ -97,7 +97,7 @@ class Source:
 
     @contextmanager
     def named_in_errors(self) -> Iterator[None]:
-        """Within the block, a line of a `UserError` that begins with a setting begins with where it was set."""
+        """Within the block, lines of a `UserError` that begin with a setting get the place where it was set."""
         try:
             yield
         except UserError as error:
@@ -110,7 +110,8 @@ class Source:
         return self.line(path, message) if colon and self.place(path) else line
 
     def merge(self, values: Mapping[str, Any], places: Mapping[KeyPath, str], path: KeyPath = ()) -> None:
-        """Put values over those below `path`: mappings key by key; anything else, and an empty mapping, as a whole."""
+        """Merge values into those below `path`: mappings key by key; other values, and an empty mapping, replace the
+        old value."""
         into = self.values
         for key in path:
             into = into[key]
@@ -206,19 +207,19 @@ class _Reader:
             raise ConfigError(f"{where}: cannot read the value {short(node.value)}") from None
 
     def at(self, node: yaml.Node) -> str:
-        """File and line of a node."""
+        """File and line of a YAML node."""
         return f"{self._name}:{node.start_mark.line + 1}"
 
 
 def plain(text: str) -> str:
-    """The text itself if it is short and has one line, else as `short` shows it; without an address's credentials."""
+    """The text itself if it is one short line, otherwise as `short` shows it; credentials of an address are removed."""
     text = re.sub(r"(\w://)[^/?#\s]*@", r"\1***@", text)
     text = re.sub(r"(\w://[^?#\s]*[?#])[^\s]+", r"\1***", text)
     return text if text.isprintable() and len(text) <= SHOWN else short(text)
 
 
 def short(value: object) -> str:
-    """The value as an error shows it: in one line, the end of a long one left out."""
+    """The value on one line for an error message; a long value is truncated."""
     text = repr(value)
     return text if len(text) <= SHOWN else text[: SHOWN - 3] + "..."
 

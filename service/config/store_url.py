@@ -1,4 +1,4 @@
-"""The address of an object store: `run.store`, or what `baton run --resume` goes on from."""
+"""The address of an object store, as in `run.store` or `baton run --resume`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def is_store_url(word: str) -> bool:
 
 
 def store_url_problem(url: str) -> str | None:
-    """What is wrong with an address, without what may be a secret in it; None: nothing."""
+    """What is wrong with an address, without possible secrets in it; None if it is valid."""
     try:
         parts = urlsplit(url)
         _ = parts.port
@@ -31,7 +31,7 @@ def store_url_problem(url: str) -> str | None:
 
 
 def endpoint_problem(url: str) -> str | None:
-    """What is wrong with the address of a store's server, without what may be a secret in it; None: nothing."""
+    """What is wrong with the address of a store's server, without possible secrets in it; None if it is valid."""
     try:
         parts = urlsplit(url)
         is_server = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0

@@ -219,12 +219,12 @@ class Config(Section):
 
     @property
     def without_adapter(self) -> Config:
-        """The same with all weights trained."""
+        """The same configuration, with all weights trained."""
         return self.model_copy(update={"model": self.model.model_copy(update={"lora": None, "adapter": None})})
 
     @property
     def endpoint(self) -> AgentsConfig | None:
-        """The settings of the endpoint for agents; None where there is none."""
+        """The settings of the endpoint for agents; None without an endpoint."""
         return AgentsConfig() if self.agents is None and self.env.name == AGENT else self.agents
 
     @property
@@ -240,12 +240,12 @@ class Config(Section):
 
     @property
     def most_steps(self) -> int:
-        """Most steps of a trajectory: turns in an environment, calls of an agent."""
+        """Maximum number of steps of a trajectory: turns in an environment, calls of an agent."""
         return max(self.env.max_turns, self.endpoint.max_calls if self.endpoint is not None else 0)
 
     @property
     def notes(self) -> list[str]:
-        """A line for each thing that its author may not expect; nothing of it is refused."""
+        """A line for each allowed setting with an effect that the user may not expect."""
         if self.run.store is None or self.trainer.checkpoint_every:
             return []
         return [

@@ -47,15 +47,15 @@ class Lookahead:
         self._begin_window()
 
     def blocked(self) -> None:
-        """A claim had to wait for the served version."""
+        """Note that a claim had to wait for newer weights."""
         self._was_blocked = True
 
     def trainer_waited(self, seconds: float) -> None:
-        """The trainer waited for its mini-batch."""
+        """Note for how many seconds the trainer waited for its mini-batch."""
         self._waited += seconds
 
     def committed(self) -> None:
-        """An optimizer step was made."""
+        """Adjust the number after an optimizer step."""
         self._steps += 1
         if self._auto and self._steps >= 2 * (self.value + 1):
             self._judge()
@@ -77,12 +77,12 @@ class Lookahead:
 
 
 class Admission:
-    """Whether the next slot may be issued."""
+    """Decides whether the next slot may be issued."""
 
     def __init__(
         self, lookahead: Lookahead, worst: WorstBytes, mini_batch_size: int, max_bytes: int, max_journal_bytes: int
     ) -> None:
-        """Raises a ConfigError if `max_bytes` cannot hold one mini-batch at worst."""
+        """Raises a ConfigError if `max_bytes` cannot hold one mini-batch of the maximum size."""
         self._lookahead = lookahead
         self._mini_batch_size = mini_batch_size
         self._max_bytes = max_bytes
@@ -96,7 +96,7 @@ class Admission:
             )
 
     def reserved(self, record: Record) -> int:
-        """Bytes of the stored steps, and at worst of the steps that open trajectories may still bring.
+        """Bytes of the stored steps, plus the maximum that open trajectories may still add.
 
         A mini-batch that waits to be read back, because an optimizer step was undone, counts as stored.
         """
@@ -105,11 +105,12 @@ class Admission:
         return record.store.n_bytes + to_read_back + self._to_come(record.ledger)
 
     def journal_limit(self, journal: Journal) -> int:
-        """Bytes of the journal that are for steps; a segment's room is left free for copies."""
+        """Bytes of the journal that steps may take; the size of one segment stays free for copies."""
         return self._max_journal_bytes - journal.segment_bytes
 
     def disk_wait(self, record: Record, n_samples: int) -> tuple[WaitReason, str] | None:
-        """Why work with `n_samples` more unfinished trajectories has to wait for the disk; None: it need not.
+        """Return why work with `n_samples` more unfinished trajectories has to wait for the disk; None if it need not
+        wait.
 
         Where it has to wait, what is needed no more begins to be removed from the journal.
         """
@@ -128,7 +129,7 @@ class Admission:
         return WaitReason.DISK, f"the journal holds {held} bytes and may need {worst} more, {bound}"
 
     def wait(self, record: Record, serving: PolicyVersion) -> tuple[WaitReason, str] | None:
-        """Why the next slot has to wait; None when it may go to an engine that serves `serving`."""
+        """Return why the next slot has to wait; None if an engine that serves `serving` may get it."""
         ledger = record.ledger
         batch = ledger.next_slot // self._mini_batch_size
         ahead = self._lookahead.value
@@ -145,7 +146,7 @@ class Admission:
         return None
 
     def first_to_wait(self, ledger: Ledger, serving: PolicyVersion) -> int:
-        """The id from which groups that no step has used wait for newer weights than `serving`.
+        """The first group_id of those without an optimizer step that wait for newer weights than `serving`.
 
         After a trainer went back, the slots of later steps wait for these steps again.
         """
@@ -154,8 +155,7 @@ class Admission:
         return next(islice(ledger.slots, max(free, 0), None), ledger.state.next_group_id)
 
     def _to_come(self, ledger: Ledger) -> int:
-        """Bytes that unfinished trajectories may still bring at worst, beside what was accepted of them, and answers of
-        scorers."""
+        """Maximum bytes that unfinished trajectories and scorers' answers may still add to what was accepted."""
         scoring = [ledger.state.groups[group_id] for group_id in ledger.scoring]
         answers = sum(len(group.trajectories) * self._score_bytes + group.tokens * TEACHER_BYTES for group in scoring)
         return max(ledger.holdings.count * self._worst_bytes - ledger.holdings.n_bytes, 0) + answers

@@ -39,7 +39,7 @@ class Attempts:
         self._record = record
 
     def restart(self, group_id: int, samples: tuple[int, ...], reason: str) -> None:
-        """New attempts for samples of a group, or its end when there are none left."""
+        """Start new attempts of samples of a group, or end the group when no attempts are left."""
         trajectories = self._record.ledger.state.groups[group_id].trajectories
         if self._record.ledger.state.draining is not None:
             self._record.add(events.Ended(group_id, GroupState.EXPIRED, RUN_END))
@@ -49,7 +49,8 @@ class Attempts:
             self._record.add(events.Restarted(group_id, samples, reason))
 
     def hand_over(self, group_id: int, samples: tuple[int, ...]) -> None:
-        """Samples whose generator is gone continue elsewhere from their last steps, or start anew where they cannot."""
+        """Give samples whose generator is gone to another one, which continues them if possible and otherwise restarts
+        them."""
         draining = self._record.ledger.state.draining is not None
         moved = () if draining else tuple(sample for sample in samples if self._can_continue(group_id, sample))
         if moved:
@@ -58,7 +59,7 @@ class Attempts:
             self.restart(group_id, others, "generator_left")
 
     def _can_continue(self, group_id: int, sample: int) -> bool:
-        """Whether another generator can continue with a sample, and may: a step that ends its generator is given up."""
+        """Whether another generator may continue a sample: False once its next step has ended too many generators."""
         trajectory = self._record.ledger.state.groups[group_id].trajectories[sample]
         n_steps = len(trajectory.indices)
         if trajectory.n_steps is not None or trajectory.indices != set(range(n_steps)) or not n_steps:
@@ -104,7 +105,7 @@ class Attempts:
             self._record.add(events.Ended(group_id, GroupState.EXPIRED, GROUP_DEADLINE))
 
     def restart_refused(self, message: StepGroup, refused: Refusal) -> None:
-        """Restart a trajectory whose own message was refused: without that message it cannot become whole.
+        """Restart a trajectory whose own message was refused: it cannot become complete without that message.
 
         A message of an earlier attempt, or of several trajectories, restarts nothing.
         """

@@ -118,7 +118,7 @@ class Buffer:
         return given or answer  # type: ignore[return-value]
 
     def submit(self, data: bytes) -> Receipt | Refusal:
-        """Accept a step group; the receipt holds once the journal is synced up to its position."""
+        """Accept a step group; its receipt is valid once the journal is synced up to the receipt's position."""
         message = decode(data, self._limits)
         if isinstance(message, Refusal):
             return self._refuse(message)
@@ -134,7 +134,7 @@ class Buffer:
         return answer._replace(wanted=max(lacks // self._shares, 1))
 
     def _accept(self, data: bytes, message: StepGroup) -> Receipt | Refusal:
-        """Journal and apply what is new in a valid message; then attempts that failed start anew."""
+        """Journal and apply the new content of a valid message; then restart failed attempts."""
         member = self.ledger.state.generators[message.sender.generator]
         if self.ledger.received(message.sender):
             return Receipt(max(member.position, self._restart_failed(message)), duplicate=True)
@@ -154,7 +154,7 @@ class Buffer:
         return Receipt(max(position, self._restart_failed(message)), superseded=new.superseded)
 
     def _restart_failed(self, message: StepGroup) -> int:
-        """Restart attempts that failed; returns the journal's position afterwards, 0 if none did."""
+        """Restart failed attempts; returns the journal's position afterwards, 0 if none failed."""
         position = 0
         for group_id, sample, reason in failed_attempts(self.ledger, message):
             self._attempts.lose(group_id, sample, reason)
@@ -167,7 +167,7 @@ class Buffer:
         return self.finish_lease(answer, answer.run()) if isinstance(answer, BatchJob) else answer
 
     def begin_lease(self, trainer_incarnation: int) -> MiniBatch | Wait | Refusal | BatchJob:
-        """As `lease`, but the caller runs the job that forms a new mini-batch, then calls `finish_lease`."""
+        """Same as `lease`, but the caller runs the job that forms a new mini-batch, then calls `finish_lease`."""
         if trainer_incarnation != self.ledger.state.trainer_incarnation:
             return self._refuse(Refusal(RefusalReason.FENCED, "trainer_incarnation", trainer_incarnation))
         if self.ledger.state.leases:
@@ -177,7 +177,8 @@ class Buffer:
         return self._leases.begin(trainer_incarnation)
 
     def finish_lease(self, job: BatchJob, made: Formed | Unscored) -> MiniBatch | Wait | Refusal:
-        """Lease what was formed; forms another mini-batch when the trainer, its version or a group changed meanwhile.
+        """Lease the mini-batch that a job formed; starts another job if the trainer, its version or a group changed
+        meanwhile.
 
         A group to which the estimator gave no finite advantage is refused for good; the other groups are formed again.
         """
@@ -194,7 +195,7 @@ class Buffer:
         return batch
 
     def commit(self, trainer_incarnation: int, lease: int, version: PolicyVersion) -> Refusal | None:
-        """The lease's optimizer step was applied and made `version`. Idempotent."""
+        """Record that the optimizer step of a lease was applied and made `version`. Idempotent."""
         state, current = self.ledger.state, self.ledger.history.current
         if trainer_incarnation != state.trainer_incarnation:
             return self._refuse(Refusal(RefusalReason.FENCED, "trainer_incarnation", trainer_incarnation))
@@ -209,7 +210,8 @@ class Buffer:
         return None
 
     def release(self, trainer_incarnation: int, lease: int, reason: str) -> Refusal | None:
-        """Give a lease back: its groups wait again, or are refused after `buffer.max_lease_attempts`. Idempotent."""
+        """Give a lease back: its groups wait again, or are refused after `buffer.max_lease_attempts` leases.
+        Idempotent."""
         if trainer_incarnation != self.ledger.state.trainer_incarnation:
             return self._refuse(Refusal(RefusalReason.FENCED, "trainer_incarnation", trainer_incarnation))
         state = self.ledger.state
@@ -224,7 +226,7 @@ class Buffer:
     def join(
         self, role: Literal["generator", "trainer"], name: str, step: int | None = None, resumes: bool = False
     ) -> int:
-        """Admit a new incarnation; the older one is fenced, and its work is given to others.
+        """Admit a new incarnation; the older one is fenced, and its work is reassigned.
 
         With `resumes` a generator keeps the work of its previous incarnation, see `unfinished`.
 
@@ -261,16 +263,16 @@ class Buffer:
         return tuple(self._claims.unfinished(generator))
 
     def renew(self, generator: str, incarnation: int, trajectories: Sequence[TrajectoryId]) -> None:
-        """Trajectories of a generator continue, though no step of them has come: `buffer.step_deadline` begins anew.
+        """Record that a generator's trajectories continue without a new step: their `buffer.step_deadline` restarts.
 
-        Nothing is journalled: after a restart of the buffer every deadline begins anew.
+        Nothing is journalled: a restart of the buffer restarts every deadline.
         """
         for of in trajectories:
             if self.ledger.plays(Sender(generator, incarnation, 0), of):
                 self.ledger.holdings.renew((of.group_id, of.sample), self._clock.monotonic())
 
     def leave(self, generator: str, incarnation: int | None, reason: str) -> None:
-        """A generator ended: others continue with its unfinished trajectories, or these start anew as next attempts."""
+        """Remove a generator; others continue its unfinished trajectories, or restart them as new attempts."""
         member = self.ledger.state.generators.get(generator)
         if member is None or incarnation not in (None, member.incarnation) or not member.alive:
             return
@@ -280,7 +282,8 @@ class Buffer:
             self._attempts.hand_over(group_id, tuple(samples))
 
     def covered(self, step: int, oldest_kept: int | None = None) -> None:
-        """A durable checkpoint covers `step`; no trainer goes back further than to `oldest_kept`, by default `step`."""
+        """Record that a durable checkpoint covers `step`; trainers go back no further than `oldest_kept`, by default
+        `step`."""
         self._record.add(events.Covered(step, step if oldest_kept is None else oldest_kept))
 
     def drain(self, reason: str) -> None:
@@ -291,7 +294,8 @@ class Buffer:
                 self._record.add(events.Ended(group_id, GroupState.EXPIRED, RUN_END))
 
     def resume(self, lost: events.Lost | None = None) -> None:
-        """Issue prompts again after a drain; what another process lost with its disk is counted once."""
+        """Issue prompts again after a drain; `lost`, tokens that another process lost with its disk, is counted
+        once."""
         if lost is not None and lost.owner not in self.ledger.state.lost:
             self._record.add(lost)
         if self.ledger.state.draining is not None:
@@ -318,7 +322,7 @@ class Buffer:
 
     @property
     def revision(self) -> int:
-        """Events applied so far; while it does not change, no answer changes except by a deadline."""
+        """Number of events applied so far; answers change only when this number changes or a deadline passes."""
         return self._record.revision
 
     @property
@@ -335,7 +339,7 @@ class Buffer:
         return complete_group(self._record, group_id)
 
     def status(self) -> BufferStatus:
-        """The buffer at this revision."""
+        """The buffer's status at this revision."""
         ledger, state, record = self.ledger, self.ledger.state, self._record
         return BufferStatus(
             revision=record.revision,

@@ -37,7 +37,8 @@ class Claims:
         self._scoring = scoring
 
     def answer(self, claim: Claim) -> Assignment | Wait:
-        """The work of a claim, or what it waits for; a repeated claim gets the rest of the same work."""
+        """The work for a claim, or what the claim waits for; a repeated claim gets the unfinished part of its first
+        answer."""
         state = self._record.ledger.state
         if claim.request_id in state.generators[claim.generator].given:
             return self._given_before(claim)
@@ -52,7 +53,7 @@ class Claims:
         return self._issue(claim) if restarted is None else self._assign_again(claim, restarted)
 
     def _given_before(self, claim: Claim) -> Assignment | Wait:
-        """What a claim got when it was first answered, as far as its generator still holds it."""
+        """The part of a claim's first answer that its generator still holds."""
         ledger = self._record.ledger
         group_id, attempts = ledger.state.generators[claim.generator].given[claim.request_id]
         groups = ledger.state.groups
@@ -67,7 +68,7 @@ class Claims:
         return Wait(WaitReason.ANSWERED, detail, self._record.clock.monotonic())
 
     def _restarted_group(self, serving: PolicyVersion) -> int | None:
-        """The oldest group with samples that start anew or continue, and that an engine of this version may play."""
+        """The oldest group with samples to restart or continue that an engine of this version may play."""
         ledger = self._record.ledger
         if not ledger.unassigned:
             return None
@@ -80,7 +81,8 @@ class Claims:
         return self._assignment(group_id, samples)
 
     def _room_is_made(self) -> tuple[WaitReason, str] | None:
-        """Why restarted samples wait: their last attempts are being removed from a full journal. They were admitted."""
+        """Why restarted samples wait: a full journal must first remove their last attempts. Their admission remains
+        valid."""
         why = self._admission.disk_wait(self._record, 0)
         return why if self._record.journal.reclaims else None
 
@@ -100,7 +102,7 @@ class Claims:
         return self._assignment(group_id, tuple(range(state.n_samples)))
 
     def unfinished(self, generator: str) -> Iterator[Assignment]:
-        """What a generator holds, by group."""
+        """The unfinished trajectories of a generator, by group."""
         for group_id, samples in self._record.ledger.holdings.of(generator).items():
             yield self._assignment(group_id, tuple(samples))
 
@@ -112,5 +114,5 @@ class Claims:
 
 
 def _as_message(tables: list[Steps]) -> bytes:
-    """The steps of one trajectory as wire bytes; nothing where there is none."""
+    """The steps of one trajectory as wire bytes; empty without steps."""
     return encode(StepGroup(Sender("", 0, 0), concat_steps(tables), ends_table(()))) if tables else b""

@@ -28,7 +28,7 @@ STRETCH = 8192
 
 
 class CurriculumSettings(NamedTuple):
-    """Which prompts are passed over."""
+    """Settings of which prompts are passed over."""
 
     band: tuple[float, float]
     """Success between which, inclusive, a prompt is issued in every epoch."""
@@ -49,9 +49,9 @@ class Curriculum:
         """By row the index of its prompt's kind."""
 
     def next_place(self) -> int:
-        """The next place to issue: the first one in the band, or whose turn it is outside; if there is none, the next.
+        """The next place to issue: the first one in the band or drawn outside of it; the next place if there is none.
 
-        So where no prompt of the dataset lies in the band, all are issued.
+        So if no prompt of the dataset lies in the band, all are issued.
         """
         start = first = self._ledger.state.next_place
         if self._settings is None:
@@ -67,20 +67,20 @@ class Curriculum:
         return first
 
     def _first_drawn(self, start: int, stop: int) -> int:
-        """The first of these places outside of the band whose turn it is; `stop` if there is none."""
+        """The first of these places outside of the band that is drawn; `stop` if there is none."""
         fraction = self._settings.outside if self._settings is not None else 0.0
         drawn = (place for place in range(start, stop) if self._prompts.draw(place) < fraction)
         return next(drawn, stop) if fraction else stop
 
     def counts(self) -> dict[str, int]:
-        """Prompts by where their success so far lies; empty without settings."""
+        """The number of prompts below, in and above the band; empty without settings."""
         if self._settings is None:
             return {}
         self._catch_up()
         return dict(zip(KINDS, np.bincount(self._kind_P, minlength=len(KINDS)).tolist(), strict=True))
 
     def _catch_up(self) -> None:
-        """Look again at the prompts whose success has changed."""
+        """Update the prompts whose success has changed."""
         for row in self._ledger.tried:
             self._kind_P[row] = KINDS.index(self._kind(self._ledger.state.successes[row]))
         self._ledger.tried.clear()

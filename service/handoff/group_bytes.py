@@ -1,4 +1,4 @@
-"""How many bytes a group's steps may take: one formula for every place that reserves or refuses.
+"""Maximum bytes of a group's steps: one formula for every place that reserves memory or refuses a message.
 
 The configuration check, admission, the store and the journal's bound all count in these bytes. They cover both the
 memory of the accepted steps and their frames in the journal, so a group that was admitted always has its place:
@@ -53,13 +53,13 @@ def item_bytes(n_tokens: int, token_bytes: int, n_items: int) -> int:
 
 
 def score_bytes(n_rewards: int, teacher_bytes: int) -> int:
-    """Bytes of a scorer's answer, without what it says about trajectories."""
+    """Bytes of a scorer's answer, without its parts about single trajectories."""
     return SCORE_BYTES + 9 * n_rewards + teacher_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorstBytes:
-    """How many bytes steps, trajectories and groups of a run may need at worst."""
+    """Maximum bytes of the steps, trajectories and groups of a run."""
 
     n_samples: int
     """Trajectories of a group."""
@@ -80,22 +80,22 @@ class WorstBytes:
 
     @property
     def token(self) -> int:
-        """One token in all columns."""
+        """Bytes of one token in all columns."""
         return TOKEN_BYTES + EXPERT_BYTES * self.experts_per_token + TEACHER_BYTES * self.has_teacher
 
     @property
     def step(self) -> int:
-        """One step: the longest prompt and the longest response."""
+        """Bytes of one step with the longest prompt and the longest response."""
         return item_bytes(self.tokens_of_step, self.token, 1) + max(self.max_note_bytes - NOTE_BYTES, 0)
 
     @property
     def scores(self) -> int:
-        """The answers of all scorers about one trajectory, without a teacher's log-probabilities."""
+        """Bytes of all scorers' answers about one trajectory, without a teacher's log-probabilities."""
         return self.n_scorers * (score_bytes(1, 0) + INFO_BYTES)
 
     @property
     def trajectory(self) -> int:
-        """One trajectory, or its part of `buffer.max_group_bytes`.
+        """Bytes of one trajectory, or its part of `buffer.max_group_bytes`.
 
         In an environment every turn has full length; an agent's calls have `agents.max_tokens` tokens together, and its
         end has a transcript. An end has a role and a reward of each step.
@@ -108,11 +108,11 @@ class WorstBytes:
 
     @property
     def group(self) -> int:
-        """One group."""
+        """Bytes of one group."""
         return self.n_samples * self.trajectory
 
     def journal(self, n_groups: int) -> int:
-        """The smallest journal that never fills up for good, where `n_groups` are needed at once.
+        """Bytes of the smallest journal that never fills up for good, if `n_groups` are needed at once.
 
         These are the groups of all optimizer steps since the oldest checkpoint that is kept, or of one mini-batch where
         no checkpoints are written; beside them events, and a segment's room for copies of what is needed. Groups that

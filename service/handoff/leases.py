@@ -26,14 +26,14 @@ from service.types import MiniBatch, PolicyVersion, RefusalReason
 
 
 class Unscored(NamedTuple):
-    """Groups to which the estimator gave no finite advantage; no mini-batch is formed of them."""
+    """Raised for groups to which the estimator gave no finite advantage; they get no mini-batch."""
 
     group_ids: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class BatchJob:
-    """Everything that forming a mini-batch reads, so that `run` may take place in another thread."""
+    """All inputs of forming a mini-batch, so that `run` can be called in another thread."""
 
     lease: int
     trainer_incarnation: int
@@ -76,7 +76,7 @@ class Leases:
         self._newest: MiniBatch | None = None
 
     def begin(self, trainer_incarnation: int) -> BatchJob:
-        """Collect what the mini-batch of the next lease needs.
+        """Collect the inputs of the next lease's mini-batch.
 
         Raises:
             ValueError: a group is not complete; the same mini-batch would be formed again for ever.
@@ -88,7 +88,7 @@ class Leases:
         return self._job(state.next_lease, trainer_incarnation, group_ids)
 
     def finish(self, job: BatchJob, made: Formed) -> MiniBatch | None:
-        """Lease the mini-batch; None when the version or a group changed while the job ran."""
+        """Lease the mini-batch; None if the version or a group changed while the job ran."""
         ledger = self._record.ledger
         groups = ledger.state.groups
         if (job.lease, job.version) != (ledger.state.next_lease, ledger.history.current):
@@ -106,7 +106,7 @@ class Leases:
         return self._newest
 
     def again(self, lease: int) -> MiniBatch:
-        """The mini-batch of the open lease; it is formed anew after a restart of the buffer."""
+        """The mini-batch of the open lease; formed again after the buffer restarts."""
         if self._newest is None or self._newest.lease != lease:
             held = self._record.ledger.state.leases[lease]
             job = self._job(lease, held.trainer_incarnation, held.group_ids)
@@ -145,9 +145,9 @@ class Leases:
 
 
 def with_filtered(batch: MiniBatch, filtered: events.GroupStats) -> MiniBatch:
-    """The same mini-batch, whose reward metrics also cover the groups that filters removed since the one before.
+    """The same mini-batch, with reward metrics that also cover the groups filtered since the previous mini-batch.
 
-    `generate/tokens_per_kept_token` is what resampling cost: 2 means that as much was sampled in vain.
+    `generate/tokens_per_kept_token` is the cost of resampling: 2 means that half of all sampled tokens were discarded.
 
     A batch of 1 group of 2 with mean reward 0.5, and a filtered group with rewards 1 and 1: mean (1 + 2) / 4 = 0.75.
     """

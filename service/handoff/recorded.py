@@ -1,4 +1,4 @@
-"""Replaying a recorded run: its mini-batches, formed again bit by bit from its journal."""
+"""Replaying a recorded run: forms its mini-batches again from its journal, bit by bit."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class _Leased(NamedTuple):
 
 
 class Recorded(NamedTuple):
-    """What a mini-batch was formed from."""
+    """The data from which a mini-batch was formed."""
 
     lease: int
     groups: list[CompleteGroup]
@@ -54,7 +54,7 @@ def replayed(limits: Limits, settings: BatchSettings, folder: Path, step: int) -
 
 
 def recorded(limits: Limits, folder: Path, step: int) -> Recorded:
-    """What the mini-batch of optimizer step `step` was formed from.
+    """The data from which the mini-batch of optimizer step `step` was formed.
 
     Raises:
         UserError: the journal does not hold that step, or not from the beginning.

@@ -30,7 +30,7 @@ REMOVED = "removed"
 
 
 class Answer(NamedTuple):
-    """What a scorer said about a group."""
+    """A scorer's answer about a group."""
 
     rewards: Sequence[float] | None = None
     """[G] by sample; None of a teacher."""
@@ -42,7 +42,7 @@ class Answer(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ScorerSettings:
-    """What the buffer has to know about a scorer."""
+    """Settings of a scorer that the buffer needs."""
 
     kind: Literal["rewards", "teacher"] = "rewards"
     weight: float = 1.0
@@ -76,26 +76,26 @@ class Scoring:
                     self._go_on(group_id, name, REMOVED)
 
     def of_row(self, row: int) -> tuple[str, ...]:
-        """The scorers of a group of this row."""
+        """The scorers of this row's groups."""
         teacher = self._only_teacher if self._teacher_of_row is None else (self._teacher_of_row[row],)
         return (*self._always, *filter(None, teacher))
 
     def pending(self, scorer: str) -> list[int]:
-        """The groups that wait for a scorer, those that were finished first in front."""
+        """The groups that wait for a scorer, in the order in which they finished."""
         groups = self._record.ledger.state.groups
         return [group_id for group_id in self._record.ledger.scoring if scorer in groups[group_id].awaited]
 
     def group(self, group_id: int) -> tuple[int, StepGroup]:
-        """The row of a group that waits for scorers, and its steps and ends (by sample) without any scores."""
+        """The row of a group that waits for scorers, and its unscored steps and ends (by sample)."""
         sender = Sender("", 0, group_id)
         return self._record.ledger.state.groups[group_id].row, StepGroup(sender, *self._record.store.unscored(group_id))
 
     def answers(self, group_id: int) -> tuple[events.Scored, ...]:
-        """What scorers said so far about a group; nothing if it is not in memory."""
+        """The scorers' answers about a group so far; empty if the group is not in memory."""
         return self._record.store.scores(group_id) if group_id in self._record.store else ()
 
     def accept(self, group_id: int, scorer: str, answer: Answer) -> Refusal | None:
-        """Journal a scorer's answer about a group; None also where an answer is not needed any more."""
+        """Journal a scorer's answer about a group. Also returns None if the answer is no longer needed."""
         if not self.awaits(group_id, scorer):
             return None
         if (wrong := self._wrong(group_id, scorer, answer)) is not None:
@@ -110,16 +110,16 @@ class Scoring:
         return None
 
     def failed(self, scorer: str, reason: str, detail: str) -> None:
-        """A scorer was asked about a group and gave no good answer; it is asked again, or given up."""
+        """Record that a scorer gave no valid answer about a group; it is asked again, or given up."""
         self._status[scorer].failures[reason] += 1
         self._status[scorer].last_failure = f"{reason}: {detail}" if detail else reason
 
     def took(self, scorer: str, seconds: float) -> None:
-        """One worker of a scorer was busy with a group for `seconds`."""
+        """Record that one worker of a scorer was busy with a group for `seconds`."""
         self._status[scorer].seconds += seconds
 
     def give_up(self, group_id: int, scorer: str, reason: str) -> None:
-        """A scorer will not answer about a group: the group is refused, or continues without."""
+        """Stop waiting for a scorer's answer about a group: the group is refused, or continues without the answer."""
         if not self.awaits(group_id, scorer):
             return
         if self._scorers[scorer].fallback == "refuse":
@@ -148,7 +148,7 @@ class Scoring:
         examine(self._record, self._filters, [event.group_id])
 
     def _wrong(self, group_id: int, scorer: str, answer: Answer) -> Refusal | None:
-        """Why an answer cannot be used."""
+        """Why a scorer's answer cannot be used; None if it can."""
         trajectories = [t for t in self._record.ledger.state.groups[group_id].trajectories if not t.given_up]
         path = f"scorers.{scorer}"
         if self._scorers[scorer].kind == "teacher":

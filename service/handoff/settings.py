@@ -57,7 +57,7 @@ class BufferSettings:
 
 
 def opening(of: BufferSettings, uids: Sequence[str], rows_digest: str) -> Opened:
-    """The rows and settings with which a run begins, and without which its journal means something else."""
+    """The rows and settings that must stay the same while a run's journal is used."""
     settings = {
         "run.seed": of.seed,
         "data.shuffle": int(of.shuffle),

@@ -95,7 +95,7 @@ class BufferStatus:
     scorers: dict[str, ScorerStatus]
 
     def as_dict(self) -> dict[str, Any]:
-        """The same as plain values for JSON."""
+        """The status as plain values for JSON."""
         values = dict(vars(self))
         values["policy_version"] = str(self.policy_version)
         values["waits"] = [wait._asdict() for wait in self.waits]

@@ -70,7 +70,7 @@ def refusal(group: StepGroup, limits: Limits) -> Refusal | None:
 
 
 def trajectory_refusal(steps: Steps, ends: Ends) -> Refusal | None:
-    """Why a trajectory is refused, once its end and as many steps as the end says have arrived; None if accepted."""
+    """Why a trajectory is refused once its end and all its steps have arrived; None if it is accepted."""
     if len(ends) != 1:
         return Refusal(RefusalReason.STEP_ORDER, "ends", len(ends))
     try:
@@ -91,7 +91,7 @@ def trajectory_refusal(steps: Steps, ends: Ends) -> Refusal | None:
 
 
 def _table(group: StepGroup, limits: Limits) -> Refusal | None:
-    """Offsets and indices of strings that point outside; the lengths of columns are right by construction."""
+    """The refusal of offsets and string indices out of range; the lengths of columns are already correct."""
     steps, ends = group.steps, group.ends
     own_K = lengths_of(steps.offsets_K)
     if steps.offsets_K[0] != 0 or steps.offsets_K[-1] != len(steps.token_ids_N) or own_K.min(initial=0) < 0:
@@ -175,7 +175,8 @@ def _order(group: StepGroup, limits: Limits) -> Refusal | None:
 
 
 def _said(group: StepGroup, limits: Limits) -> Refusal | None:
-    """Roles that do not exist, rewards that are no numbers, either of them of too few steps, and long transcripts."""
+    """The refusal of an end with unknown roles, rewards that are not numbers, values for too few steps, or a long
+    transcript."""
     ends = group.ends
     said_E, transcript_E = lengths_of(ends.step_offsets_E), lengths_of(ends.offsets_E)
     wrong_E = (said_E != 0) & (said_E != ends.n_steps_E)
@@ -215,7 +216,7 @@ def _token_ids(group: StepGroup, limits: Limits) -> Refusal | None:
 
 
 def _unroutable(experts_N: Int16s, routing: Routing) -> Refusal | None:
-    """Routed experts that the model lacks, so that the trainer could not replay them."""
+    """The refusal of routed experts that the model lacks, so that the trainer could not replay them."""
     layers, topk = experts_N.shape[1:]
     if layers not in routing.layers or topk != routing.topk:
         return Refusal(RefusalReason.LENGTH_MISMATCH, f"routed_experts_N: {layers} layers, {topk} experts a token")
@@ -242,7 +243,7 @@ def _numbers(group: StepGroup, limits: Limits) -> Refusal | None:
 
 
 def _token_rewards(group: StepGroup, limits: Limits) -> Refusal | None:
-    """Token rewards are on response tokens only, and sum up to their step's reward."""
+    """The refusal of token rewards outside of responses, or whose sum is not their step's reward."""
     steps, rewards_N = group.steps, group.steps.token_rewards_N
     if rewards_N is None or not len(steps):
         return None
@@ -273,7 +274,8 @@ def _logprobs(group: StepGroup, limits: Limits) -> Refusal | None:
 
 
 def _versions(group: StepGroup, limits: Limits) -> Refusal | None:
-    """A token has a version if, and only if, the policy sampled it; no token of a prompt is sampled."""
+    """The refusal of a sampled token without a version, another token with one, or a prompt's token marked as
+    sampled."""
     steps = group.steps
     wrong_N = steps.loss_mask_N != (steps.versions_N >= 0)
     if wrong_N.any() or steps.versions_N.min(initial=0) < NO_VERSION:
@@ -288,7 +290,7 @@ def _versions(group: StepGroup, limits: Limits) -> Refusal | None:
 
 
 def _conflicts(group: StepGroup, limits: Limits) -> Refusal | None:
-    """Two different records of one thing; steps after their trajectory's end."""
+    """The refusal of two different records of one item, or of steps after their trajectory's end."""
     steps = group.steps
     indexed = list(zip(_ids(steps.group_id_K, steps.sample_K, steps.attempt_K), steps.index_K.tolist(), strict=True))
     if len(set(indexed)) < len(indexed) and (path := contradiction(steps)) is not None:

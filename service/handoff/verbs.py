@@ -1,4 +1,4 @@
-"""What the buffer's five verbs take and return: claim, submit, lease, commit, release.
+"""Arguments and results of the buffer's five verbs: claim, submit, lease, commit, release.
 
 prompts --claim--> GENERATOR --submit--> BUFFER --lease--> TRAINER --publish--> WEIGHTS
                                            +--- commit / release ---+
@@ -37,14 +37,14 @@ class Assignment(NamedTuple):
     Empty where there is none; () where no sample of the group has any."""
 
     def trajectories(self) -> Iterator[tuple[TrajectoryId, bytes]]:
-        """Each trajectory, and its steps."""
+        """The trajectories of the assignment, each with its steps."""
         steps = self.steps or (b"",) * len(self.samples)
         for sample, attempt, sent in zip(self.samples, self.attempts, steps, strict=True):
             yield TrajectoryId(self.group_id, sample, attempt), sent
 
 
 class WaitReason(StrEnum):
-    """Why a verb has nothing to give yet; also a label of the metric."""
+    """Why a verb has no result yet; also a label of the metric."""
 
     LOOKAHEAD = "lookahead"
     """claim: the next slot is further ahead than the engine's version allows."""
@@ -65,7 +65,7 @@ class WaitReason(StrEnum):
 
 
 class Wait(NamedTuple):
-    """Nothing yet: for what the caller waits, and since when (monotonic seconds)."""
+    """No result yet: what the caller waits for, and since when (monotonic seconds)."""
 
     reason: WaitReason
     detail: str

@@ -1,4 +1,4 @@
-"""Claims that wait for a group: after a change of the buffer as many are answered as there are groups to give.
+"""Claims that wait for a group; after a change of the buffer, one claim is answered per available group.
 
 A claim that has to wait shows that all claims of engines that serve nothing newer have to wait too:
 
@@ -24,7 +24,7 @@ FINAL = (WaitReason.DRAINED, WaitReason.ANSWERED)
 
 @dataclass(frozen=True, slots=True)
 class WaitingClaim:
-    """A claim, and whom its answer is for."""
+    """A claim, and where to send its answer."""
 
     number: int
     """Claims are served in this order."""
@@ -42,13 +42,13 @@ class WaitingClaims:
     """Claims that wait, by the version that their engines serve, in the order in which they came."""
 
     def __init__(self, ask: Callable[[Claim, int], ClaimAnswer]) -> None:
-        """`ask`: the buffer's answer to a claim of up to a number of groups."""
+        """`ask`: returns the buffer's answer to a claim of up to a given number of groups."""
         self._ask = ask
         self._queues: dict[PolicyVersion, deque[WaitingClaim]] = {}
         self._came = 0
 
     def answer(self, claim: Claim, most: int, deadline: float | None, reply: Callable[[ClaimAnswer], None]) -> None:
-        """Reply to a claim as soon as there is a group for it, or once it is `deadline`; None: at once.
+        """Reply to a claim as soon as there is a group for it, or at `deadline`; without a deadline, reply at once.
 
         All claims wait equally long.
         """
@@ -61,7 +61,7 @@ class WaitingClaims:
         queue.append(WaitingClaim(self._came, claim, most, answer, deadline, reply))
 
     def look(self) -> None:
-        """After a change: serve claims, those that came first at first, until all that are left have to wait."""
+        """Serve claims after a change, in order of arrival, until all remaining ones have to wait."""
         blocked: PolicyVersion | None = None
         while (first := self._first(blocked)) is not None:
             answer = self._ask(first.claim, first.most)
@@ -72,7 +72,7 @@ class WaitingClaims:
                 first.reply(answer)
 
     def expire(self, now: float) -> None:
-        """Reply to the claims whose deadline has passed what they wait for."""
+        """Reply to the claims whose deadline has passed with the reason of their wait."""
         for version in list(self._queues):
             while (queue := self._queues.get(version)) and queue[0].deadline <= now:
                 first = queue[0]
@@ -80,13 +80,13 @@ class WaitingClaims:
                 first.reply(first.wait)
 
     def take(self) -> list[WaitingClaim]:
-        """Give up all claims that wait, unanswered."""
+        """Remove and return all waiting claims, unanswered."""
         taken = sorted((one for queue in self._queues.values() for one in queue), key=lambda one: one.number)
         self._queues.clear()
         return taken
 
     def _first(self, blocked: PolicyVersion | None) -> WaitingClaim | None:
-        """The claim that came first of those whose engines serve something newer than `blocked`."""
+        """The earliest claim among those whose engines serve a newer version than `blocked`."""
         heads = (queue[0] for version, queue in self._queues.items() if blocked is None or version > blocked)
         return min(heads, key=lambda head: head.number, default=None)
 

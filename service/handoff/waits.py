@@ -41,7 +41,7 @@ class Waits:
         return 0.0 if known is None else self._clock.monotonic() - known.since
 
     def current(self) -> tuple[Waiting, ...]:
-        """All waits, and the trajectory that has been silent longest once that is long."""
+        """All waits, including the trajectory that has been silent longest if that is too long."""
         now = self._clock.monotonic()
         waits = [Waiting(who, str(w.reason), w.detail, now - w.since) for who, w in self._waits.items()]
         for (group_id, sample), since in self._record.ledger.holdings.since.items():
@@ -83,7 +83,7 @@ class Waits:
         return None
 
     def _unscored(self) -> str:
-        """`, 3 wait for a scorer (judge)`; empty if none does."""
+        """Text such as `, 3 wait for a scorer (judge)`; empty if no group waits for a scorer."""
         ledger = self._record.ledger
         awaited = sorted({name for group_id in ledger.scoring for name in ledger.state.groups[group_id].awaited})
         return f", {len(ledger.scoring)} wait for a scorer ({', '.join(awaited)})" if awaited else ""
@@ -103,7 +103,7 @@ class Waits:
 
 
 def describe_filtered(filtered: GroupStats) -> str:
-    """`591 groups finished, all filtered: every return was 0.0`; empty if no group was filtered."""
+    """Text such as `591 groups finished, all filtered: every return was 0.0`; empty if no group was filtered."""
     if not filtered.groups:
         return ""
     if filtered.zeros == filtered.groups or filtered.ones == filtered.groups:

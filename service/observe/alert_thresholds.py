@@ -1,4 +1,5 @@
-"""What alerts and the buckets of histograms compare with: gauges, so no alert rule is edited when a setting changes."""
+"""Settings to which alerts and histogram buckets compare metrics: exported as gauges, so that alert rules need no
+edits."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from service.config import Config
 
 @dataclass(frozen=True)
 class AlertThresholds:
-    """What of the configuration metrics compare with; equal in all actors of a run."""
+    """Thresholds from the configuration; equal in all actors of a run."""
 
     longest_row: int
     """Tokens of the longest row that the limits allow."""
@@ -23,7 +24,7 @@ class AlertThresholds:
 
     @classmethod
     def of(cls, config: Config) -> AlertThresholds:
-        """The thresholds of a run."""
+        """The thresholds from a run's configuration."""
         longest = config.generator.max_input_length + config.generator.max_generate_length
         return cls(
             longest,
@@ -35,7 +36,7 @@ class AlertThresholds:
         )
 
     def gauges(self) -> dict[str, float]:
-        """The gauges of the table by name, as a run begins."""
+        """The gauges by the names of the table, at the start of a run."""
         return {
             "baton_batch_padded_sequence_length_alert_tokens": self.long_batch,
             "baton_staleness_budget_versions": self.max_staleness,

@@ -60,11 +60,11 @@ class Pushed:
         return self.age(now) <= SILENT_SECONDS
 
     def value(self, name: str) -> float:
-        """The number of a family without labels of its own; 0 where the actor has not measured it."""
+        """The value of a family without labels of its own; 0 if the actor has not measured it."""
         return float(self.samples[name].split()[-1]) if name in self.samples else 0.0
 
     def by_label(self, name: str, label: str) -> dict[str, float]:
-        """The numbers of a family by one of its labels, added up over the others."""
+        """The values of a family by one of its labels, summed over the others."""
         found: dict[str, float] = {}
         for line in self.samples.get(name, b"").decode().splitlines():
             if (of := re.search(rf'[{{,]{label}="([^"]*)"', line)) is not None:
@@ -76,7 +76,7 @@ class Pushed:
         return sum(float(line.split()[-1]) for line in self.samples.get(name, b"").splitlines())
 
     def of_histogram(self, name: str, what: Literal["sum", "count"], label: str) -> dict[str, float]:
-        """The sums or counts of a histogram by one of its labels, added up over the others."""
+        """The sums or counts of a histogram by one of its labels, summed over the others."""
         lines = self.samples.get(name, b"").splitlines(keepends=True)
         kept = b"".join(line for line in lines if line.startswith(f"{name}_{what}{{".encode()))
         return replace(self, samples={name: kept}).by_label(name, label)
@@ -87,16 +87,16 @@ class Pushed:
 
 
 class Bottleneck(Protocol):
-    """Finds out which part of the run the others wait for; `run` is the last report of the part `run`."""
+    """Finds the bottleneck of the run; `run` is the last report of the part `run`."""
 
     def sample(self, now: float, actors: Iterable[Pushed]) -> None:
-        """Look at what the actors have pushed, once a second at most."""
+        """Read the actors' metrics, at most once a second."""
 
     def waits(self, run: Mapping[str, Any]) -> tuple[str, float] | None:
-        """The part that binds, and the fraction of minutes for which one side waited for the other."""
+        """The bottleneck, and by minute the fraction of time for which one side waited for the other."""
 
     def report(self, run: Mapping[str, Any]) -> dict[str, Any] | None:
-        """What binds now, for the status document; None where too little is known."""
+        """The current bottleneck for the status document; None while there is too little data."""
 
 
 class Hub:
@@ -129,7 +129,7 @@ class Hub:
             self._calls.setdefault(source, deque(maxlen=RATE_REPORTS)).append((now, sum(calls.values())))
 
     def forget(self, source: str) -> None:
-        """An actor has left for good: it is neither shown nor missed."""
+        """Forget an actor that has left for good: it is no longer shown, or reported as missing."""
         self._sources.pop(source, None)
         self._calls.pop(source, None)
 
@@ -149,7 +149,7 @@ class Hub:
             self._steps.append(self._parts[part])
 
     def _agents(self, now: float) -> dict[str, Any]:
-        """The sessions of agents by state, and their calls a second; empty without agents."""
+        """The sessions of agents by state, and their calls per second; empty without agents."""
         sessions: Counter[str] = Counter()
         calls_per_second = 0.0
         for source, pushed in self._sources.items():
@@ -181,7 +181,7 @@ class Hub:
         return b"".join(blocks)
 
     def status(self) -> Status:
-        """The `/status` document."""
+        """The document of `/status`."""
         now = self._clock.monotonic()
         actors = [
             {
@@ -199,7 +199,7 @@ class Hub:
         return status_document(self._parts, actors, self._clock.wall()) | more
 
     def history(self, after: int) -> dict[str, Any]:
-        """The steps after step `after` as columns, for charts."""
+        """The steps after the step `after` as columns, for charts."""
         steps = [step for step in self._steps if step["trainer/global_step"] > after]
         return {
             "steps": [step["trainer/global_step"] for step in steps],
@@ -207,7 +207,7 @@ class Hub:
         }
 
     def silent(self) -> list[str]:
-        """The actors that have pushed nothing for too long."""
+        """The actors that have not pushed metrics for too long."""
         now = self._clock.monotonic()
         return sorted(source for source, pushed in self._sources.items() if not pushed.is_up(now))
 
@@ -217,7 +217,7 @@ def _binding_sample(name: str, part: str, waits: float) -> bytes:
 
 
 def _rate(totals: Sequence[tuple[float, float]]) -> float:
-    """How fast a total grows, from the first to the last of (time in seconds, total)."""
+    """The growth per second of a total, from the first to the last (time in seconds, total)."""
     if not totals or totals[-1][0] <= totals[0][0]:
         return 0.0
     (start, before), (now, after) = totals[0], totals[-1]
@@ -237,7 +237,8 @@ def _families(snapshot: bytes) -> dict[str, bytes]:
 
 
 def _finite(value: Any) -> Any:
-    """A report without numbers that are not finite: JSON has none, and a browser would refuse the whole document."""
+    """A report without numbers that are not finite: these are not JSON, and a browser would refuse the whole
+    document."""
     if isinstance(value, Mapping):
         return {key: _finite(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):

@@ -32,7 +32,7 @@ STEPS_IN_A_ROW = 3
 
 
 class LogprobCheck:
-    """Finds out over the steps of a run whether engine and trainer disagree."""
+    """Detects over the steps of a run whether engine and trainer disagree."""
 
     def __init__(self, weights: WeightsConfig) -> None:
         self._weights = weights
@@ -40,7 +40,7 @@ class LogprobCheck:
         self._agreed_at: int | None = None
 
     def mismatch(self, step: int, metrics: Mapping[str, float]) -> str | None:
-        """The reason to end the run after this step; None where there is none, or `weights.verify` is off."""
+        """The reason to end the run after this step; None if there is none, or `weights.verify` is off."""
         if not self._weights.verify or metrics.get(f"{FRESH}/tokens", 0) < MIN_TOKENS:
             return None
         differing = metrics[f"{FRESH}/differing_fraction"]

@@ -1,4 +1,4 @@
-"""How events of a run become metrics of the table: one function per event."""
+"""Converts events of a run to metrics of the table: one function per event."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def measure_run(metrics: Metrics, thresholds: AlertThresholds, name: str, version: str) -> None:
-    """A run starts: its name, the thresholds of its alerts, and zeros for counters of rare events."""
+    """Record the start of a run: its name, the thresholds of its alerts, and zeros for counters of rare events."""
     metrics.set("baton_run_info", 1, run=name, baton_version=version)
     for name, value in thresholds.gauges().items():
         metrics.set(name, value)
@@ -31,12 +31,12 @@ def measure_run(metrics: Metrics, thresholds: AlertThresholds, name: str, versio
 
 
 def measure_state(metrics: Metrics, state: str) -> None:
-    """The run entered a state."""
+    """Record that the run entered a state."""
     metrics.set_all("baton_run_state", "state", {state: 1})
 
 
 def measure_step(metrics: Metrics, line: Mapping[str, float], wall: float) -> None:
-    """An optimizer step was applied; `line` is its line of `metrics.jsonl`, `wall` the Unix time."""
+    """Record an optimizer step; `line` is its line of `metrics.jsonl`, `wall` the Unix time."""
     for metric in TABLE:
         if not metric.key:
             continue
@@ -53,7 +53,7 @@ def measure_step(metrics: Metrics, line: Mapping[str, float], wall: float) -> No
 
 
 def measure_steps(metrics: Metrics, tables: Sequence[Steps]) -> None:
-    """A generator finished turns; one call with many turns costs little more than with one."""
+    """Record the turns of a generator; one call with many turns costs little more than with one."""
     if not tables:
         return
     prompt_K = np.concatenate([steps.extends_length_K + steps.prompt_length_K for steps in tables])
@@ -67,7 +67,7 @@ def measure_steps(metrics: Metrics, tables: Sequence[Steps]) -> None:
 
 
 def measure_store(metrics: Metrics, uploaded: Uploaded) -> None:
-    """How the uploads to the object store stand."""
+    """Record the state of the uploads to the object store."""
     if uploaded.step is not None:
         metrics.set("baton_store_checkpoint_step", uploaded.step)
     metrics.set("baton_store_failing", bool(uploaded.failing))
@@ -76,13 +76,13 @@ def measure_store(metrics: Metrics, uploaded: Uploaded) -> None:
 
 
 def measure_states(metrics: Metrics, seconds: Mapping[str, float]) -> None:
-    """The seconds that an actor spent in each of its states so far."""
+    """Record the total seconds that an actor has spent in each of its states."""
     for state, total in seconds.items():
         metrics.count_to("baton_state_seconds_total", total, state=state)
 
 
 def measure_ended(metrics: Metrics, ended: Sequence[tuple[TrajectoryEnd, str]]) -> None:
-    """A generator finished trajectories, each of the environment beside it."""
+    """Record trajectories that a generator finished, each with its environment."""
     if not ended:
         return
     metrics.observe("baton_trajectory_turns", [end.n_steps for end, _ in ended])
@@ -95,10 +95,10 @@ def measure_ended(metrics: Metrics, ended: Sequence[tuple[TrajectoryEnd, str]]) 
 def measure_buffer(
     metrics: Metrics, status: BufferStatus, limit_bytes: int, scorer_failures: Iterable[str] = ()
 ) -> None:
-    """The state of the buffer at one revision of its ledger; `scorer_failures`: the reasons that there may be."""
+    """Record the state of the buffer at one revision of its ledger; `scorer_failures`: all possible failure reasons."""
     metrics.set_all("baton_buffer_groups", "state", status.groups)
     metrics.set_all("baton_tokens", "fate", status.tokens)
-    # Every reason is there from zero on: Prometheus computes no increase for a counter that appears at one.
+    # Every reason starts with 0: Prometheus computes no increase for a counter that appears with the value 1.
     refused: dict[str, int] = {**dict.fromkeys(RefusalReason, 0), **status.refused}
     for name, counts in (
         ("baton_refused_messages_total", refused),
@@ -127,7 +127,7 @@ def measure_buffer(
 
 
 def measure_process(metrics: Metrics) -> None:
-    """CPU time and memory of the actor's process."""
+    """Record CPU time and memory of the actor's process."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
     metrics.count_to("baton_process_cpu_seconds_total", usage.ru_utime + usage.ru_stime)
     metrics.set("baton_process_resident_memory_bytes", psutil.Process().memory_info().rss)
@@ -141,19 +141,20 @@ class LeasedBatches:
         self._open: dict[int, tuple[Int64s, Int32s, Int64s]] = {}
 
     def leased(self, batch: MiniBatch) -> None:
-        """A mini-batch was given to the trainer; padding rows, which have no trajectory, are not counted."""
+        """Record that a mini-batch was leased to the trainer; padding rows, which have no trajectory, are not
+        counted."""
         micro = [micro for rank in batch.ranks for micro in rank]
         length_R = np.concatenate([np.diff(m.offsets_R)[m.trajectory_of_row_R >= 0] for m in micro])
         staleness_N = np.concatenate([m.staleness_N[m.loss_mask_N] for m in micro])
         self._open[batch.lease] = (length_R, *np.unique(staleness_N, return_counts=True))
 
     def committed(self, lease: int) -> None:
-        """The optimizer step of a leased mini-batch was applied."""
+        """Record that the optimizer step of a leased mini-batch was applied."""
         if lease in self._open:
             length_R, staleness, counts = self._open.pop(lease)
             self._metrics.observe("baton_row_length_tokens", length_R)
             self._metrics.observe("baton_staleness_versions", staleness, weights=counts)
 
     def released(self, lease: int) -> None:
-        """A mini-batch was given back; its rows will be leased again."""
+        """Record that a mini-batch was given back; its rows will be leased again."""
         self._open.pop(lease, None)

@@ -1,4 +1,4 @@
-"""The metrics of one actor: a recorder over the one table, and its snapshot as Prometheus text.
+"""The metrics of one actor: a recorder of the metrics in the table, and its snapshot as Prometheus text.
 
 metrics = Metrics("trainer", "trainer-0", AlertThresholds.of(config))
 metrics.set("baton_policy_version", 12)
@@ -89,7 +89,7 @@ class Metrics(Collector):
         self._change(name, "counter", labels, lambda before: before + float(amount))
 
     def count_to(self, name: str, total: float, **labels: str) -> None:
-        """Set a counter to a total that is kept elsewhere; it never goes down."""
+        """Set a counter to a total that is counted elsewhere; the counter never decreases."""
         self._change(name, "counter", labels, lambda before: max(before, float(total)))
 
     def _change(self, name: str, kind: Kind, labels: Mapping[str, str], new: Callable[[float], float]) -> None:
@@ -107,7 +107,7 @@ class Metrics(Collector):
             series[key].observe(np.atleast_1d(np.asarray(values, dtype=np.float64)), weights)
 
     def snapshot(self) -> bytes:
-        """Everything as Prometheus text, with `role` and `ident` on every series."""
+        """All metrics as Prometheus text, with `role` and `ident` on every series."""
         return generate_latest(self)
 
     def in_ray(self) -> list[tuple[Metric, dict[str, str], float]]:
@@ -121,7 +121,7 @@ class Metrics(Collector):
             ]
 
     def collect(self) -> Iterator[Family]:
-        """The measured families in the client library's form, which `generate_latest` calls for."""
+        """The measured families as objects of the client library, which `generate_latest` reads."""
         with self._lock:
             for name, series in self._numbers.items():
                 metric = BY_NAME[name]
@@ -149,7 +149,7 @@ class _Histogram:
         self.sum = 0.0
 
     def observe(self, values: Float64s, weights: ArrayLike | None) -> None:
-        """Count values; a value on a bound belongs to the bucket that ends there."""
+        """Count values; a value equal to a bound belongs to the bucket that ends there."""
         bucket = np.searchsorted(self._bounds, values, side="left")
         weight = None if weights is None else np.atleast_1d(np.asarray(weights, dtype=np.float64))
         self._counts = self._counts + np.bincount(bucket, weights=weight, minlength=len(self._counts))

@@ -34,7 +34,7 @@ BANDS = (
 
 def draw_learning_curve(lines: Lines, file: Path, title: str) -> None:
     """Draw three panels that share the step axis; the panel of a quantity without values stays empty."""
-    # Imported here: the import takes a second, which commands that draw nothing should not spend.
+    # Imported here: the import takes a second, which commands that draw nothing should not wait for.
     from matplotlib import rc_context
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -68,7 +68,7 @@ def smooth(values_S: Float64s, window: int) -> Float64s:
 
 
 def _draw_reward(axes: Any, lines: Lines) -> None:
-    """The mean reward of each step, its running mean, and pass@k."""
+    """Draw the mean reward of each step, its running mean, and pass@k."""
     axes.set_ylabel("mean reward")
     reward_S = _series(lines, "reward/avg_raw_reward")
     if not np.isfinite(reward_S).any():
@@ -86,7 +86,7 @@ def _draw_reward(axes: Any, lines: Lines) -> None:
 
 
 def _draw_band(axes: Any, lines: Lines, color: str, key: str, label: str, edge: str, edge_label: str) -> None:
-    """A curve, and a shade between it and an edge."""
+    """Draw a curve, with a shaded band between it and an edge."""
     curve_S, edge_S = _series(lines, key), _series(lines, edge)
     if not np.isfinite(curve_S).any():
         return
@@ -102,6 +102,6 @@ def _series(lines: Lines, key: str) -> Float64s:
 
 
 def _plot(axes: Any, lines: Lines, values_S: Float64s, label: str, color: str, **more: Any) -> None:
-    """A line; a few points have markers, because a line through one point shows nothing."""
+    """Draw a line; a few points get markers, because a line through one point shows nothing."""
     marker = "o" if len(lines) < 5 else None
     axes.plot(_series(lines, "trainer/global_step"), values_S, label=label, color=color, marker=marker, **more)

@@ -1,4 +1,4 @@
-"""What one process records for the timeline: spans on rows, counters, trajectories; and in which state it was how long.
+"""Records the timeline of one process: spans on rows, counters, trajectories; and its time in each state.
 
     states = States(trace, "engine", "starting")
     states.enter("generating")                    # the span of `starting` is recorded
@@ -38,7 +38,7 @@ SPAN, COUNTER, TRAJECTORY, TOTALS = "span", "counter", "trajectory", "totals"
 
 
 def boot() -> str:
-    """Names the running kernel and its time namespace, whose monotonic clock all their processes share."""
+    """Identifies the running kernel and time namespace, whose processes share one monotonic clock."""
     kernel = BOOT.read_text().strip() if BOOT.exists() else socket.gethostname()
     return f"{kernel} {os.readlink(TIME_NAMESPACE)}" if TIME_NAMESPACE.is_symlink() else kernel
 
@@ -54,11 +54,11 @@ class Trace:
         """(half of the round trip, the hub's clock minus this one), in seconds."""
 
     def span(self, row: str, name: str, began: float, ended: float, **detail: Any) -> None:
-        """Something took this long; spans of one row do not overlap."""
+        """Record an operation with its start and end; spans of one row must not overlap."""
         self.add(SPAN, row, name, round(began, 6), round(ended, 6), detail)
 
     def counter(self, name: str, values: Mapping[str, float]) -> None:
-        """Numbers that hold from now on."""
+        """Record numbers that are valid from now on."""
         self.add(COUNTER, name, round(time.monotonic(), 6), dict(values))
 
     def add(self, *event: Any) -> None:
@@ -69,11 +69,11 @@ class Trace:
             self._dropped += 1
 
     def clock(self, sent: float, answered: float, hub: float) -> None:
-        """The hub's clock said `hub` between `sent` and `answered` of this one."""
+        """Record that the hub's clock showed `hub` between the times `sent` and `answered` of this process's clock."""
         self._clocks.append(((answered - sent) / 2, hub - (sent + answered) / 2))
 
     def take(self) -> bytes:
-        """The lines since the last call, after one that says whose they are; empty without any."""
+        """The lines since the last call, after a line that names the process; empty if there are none."""
         lines = [self._events.popleft() for _ in range(len(self._events))]
         if not lines:
             return b""
@@ -84,7 +84,8 @@ class Trace:
 
 
 class States:
-    """In which state something is: a span for each stay, and the seconds by state; safe to use from several threads."""
+    """The state of an object: records a span for each state, and the seconds by state; safe to use from several
+    threads."""
 
     def __init__(self, trace: Trace, row: str, state: str, now: Callable[[], float] = time.monotonic) -> None:
         self._trace, self._row, self._now = trace, row, now
@@ -95,7 +96,7 @@ class States:
         self.state = state
 
     def enter(self, state: str, **detail: Any) -> None:
-        """The state changes or continues; `detail` describes it."""
+        """Enter a new state, or continue the current one; `detail` describes it."""
         with self._lock:
             if state == self.state:
                 self._detail |= detail
@@ -106,7 +107,7 @@ class States:
             self.state, self._since, self._recorded, self._detail = state, now, now, detail
 
     def seconds(self) -> dict[str, float]:
-        """Seconds by state so far, the current stay included; a long one is recorded so far."""
+        """Seconds by state so far, including the current one; a long current state is also recorded up to now."""
         with self._lock:
             now = self._now()
             self._record(now, LONG_SECONDS)

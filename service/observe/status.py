@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-if TYPE_CHECKING:  # `baton status` loads neither pydantic nor NumPy
+if TYPE_CHECKING:  # `baton status` does not load pydantic or NumPy
     from service.config import BufferConfig, GeneratorConfig, RunConfig, TrainerConfig
     from service.handoff.status import BufferStatus
 
@@ -28,7 +28,7 @@ Status = dict[str, Any]
 
 
 class Uploaded(NamedTuple):
-    """How the uploads to the object store stand."""
+    """State of the uploads to the object store."""
 
     step: int | None
     """The newest checkpoint in the store; None: there is none."""
@@ -43,7 +43,7 @@ class Uploaded(NamedTuple):
 def run_report(
     run: RunConfig, generator: GeneratorConfig, trainer: TrainerConfig, buffer: BufferConfig, folder: str, now: float
 ) -> dict[str, Any]:
-    """The part of the run at its start; the driver adds `state`, `policy_version` and `stepped` later."""
+    """The report of the run at its start; the driver adds `state`, `policy_version` and `stepped` later."""
     return {
         "name": Path(folder).name,
         "folder": folder,
@@ -59,11 +59,11 @@ def run_report(
 
 
 def buffer_report(status: BufferStatus, now: float) -> dict[str, Any]:
-    """The part of the buffer; a wait has the Unix time at which it began."""
+    """The report of the buffer; each wait has the Unix time at which it began."""
     report = status.as_dict()
     report["waits"] = [
         {
-            "who": wait.who.removeprefix("generator "),  # the generators' names begin with `generator-`
+            "who": wait.who.removeprefix("generator "),  # the names of generators begin with `generator-`
             "reason": str(wait.reason),
             "detail": wait.detail,
             "since": now - wait.seconds,
@@ -74,7 +74,7 @@ def buffer_report(status: BufferStatus, now: float) -> dict[str, Any]:
 
 
 def status_document(parts: Mapping[str, Mapping[str, Any]], actors: list[dict[str, Any]], now: float) -> Status:
-    """The document from the last report of each part; a part without a report is empty."""
+    """The document made from the last report of each part; a part without a report is empty."""
     run = dict(parts.get("run", {}))
     buffer = dict(parts.get("buffer", {}))
     state = run.pop("state", "starting")

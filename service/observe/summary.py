@@ -1,4 +1,4 @@
-"""How a run ended: the numbers of `summary.json`, and its lines for the terminal."""
+"""The result of a run: the numbers of `summary.json`, and lines for the terminal."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ class TensorBoard:
     """Scalars in TensorBoard's event files, written without torch."""
 
     def __init__(self, folder: Path) -> None:
-        # Imported here: the import takes a second, which commands that only read a run folder should not spend.
+        # Imported here: the import takes a second, which commands that only read a run folder should not wait for.
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         self._writer = EventFileWriter(str(folder), flush_secs=5)

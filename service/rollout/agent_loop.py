@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 
 class Played(NamedTuple):
-    """The result of one trajectory, beside its steps."""
+    """The result of one trajectory, apart from its steps."""
 
     end: TrajectoryEnd
     info: Mapping[str, float]
@@ -47,7 +47,7 @@ class Played(NamedTuple):
 
 
 class _Side:
-    """One role's side of a trajectory: its conversation."""
+    """One role in a trajectory, with its conversation."""
 
     def __init__(self, turns: Conversation) -> None:
         self.turns = turns
@@ -57,13 +57,14 @@ class _Side:
         """Text and tokens of the role's last response."""
 
     def whole(self, result: StepResult) -> Sequence[Message] | None:
-        """The whole conversation after the environment's answer, where the next prompt is made of it."""
+        """The whole conversation after the environment's answer, if the next prompt is rendered from it; otherwise
+        None."""
         if result.history is not None or self.last_response is None:
             return result.history
         return self.turns.after(self.last_response[0], result.messages)
 
     def prompt(self, messages: Sequence[Message], history: Sequence[Message] | None, tools: Sequence[Tool]) -> Prompt:
-        """The role's next prompt: `messages` follow, or `history` replaces everything."""
+        """The role's next prompt: adds `messages` to the conversation, or replaces all of it by `history`."""
         if history is not None or self.last_response is None:
             self.messages = list(messages if history is None else history)
             return self.turns.begin(self.messages, tools)
@@ -93,7 +94,7 @@ async def run_trajectory(
         limits = replace(limits, sampling=replace(limits.sampling, temperature=task.temperature))
     episode, info, failure = Episode(trajectory, task, limits, sink), Counter[str](), ""
     sides = {role: _Side(conversation(limits.conversation, chat)) for role in limits.roles}
-    most = limits.max_snapshot_bytes if len(sides) == 1 else 0  # conversations of several roles continue nowhere else
+    most = limits.max_snapshot_bytes if len(sides) == 1 else 0  # several roles: no handover
     read = partial(_text_until_stop, chat, limits.sampling.stop)
     try:
         if earlier is not None:
@@ -118,7 +119,7 @@ async def run_trajectory(
             side.last_response = text, response.token_ids
             response = without_loss(response) if is_frozen else response
             info.update(result.info)
-            most = 0 if result.rewards else most  # a reward that a turn gets later is in no step
+            most = 0 if result.rewards else most  # a reward given after its turn is in no step
             note = await handover.write_note(environment, result, side.whole(result), info, most) if most else ""
             episode.finish_turn(response, generation, result.reward, result.score, role, note)
             if silent := episode.give(result.rewards):
@@ -142,7 +143,7 @@ async def _taken_over(
     read: Callable[[Int32s], str],
     info: Counter[str],
 ) -> StepResult:
-    """The environment's answer to the last step of an earlier generator.
+    """Restore the environment after an earlier generator's steps, and return its answer to the last step.
 
     Raises:
         TrajectoryFailed: the environment cannot be restored, or did not answer as before when it was played again.
@@ -207,7 +208,7 @@ def _rendered(make_prompt: Callable[[], Prompt]) -> Prompt:
 
 
 def _text_until_stop(chat: Chat, stop: tuple[str, ...], token_ids: Int32s) -> str:
-    """What an environment gets: the text up to and including the first stop string, which tokens may go beyond."""
+    """The text for the environment, up to and including the first stop string; the last token may reach beyond it."""
     text = chat.text(token_ids)
     ends = [found + len(s) for s in stop if (found := text.find(s)) >= 0]
     return text[: min(ends)] if ends else text

@@ -1,4 +1,4 @@
-"""Checks before anything starts: can the configured environments be made, and do they accept the rows?"""
+"""Checks before a run starts that the configured environments can be made and accept their rows."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ def check_inputs(
 
 
 def check_score(env: EnvConfig) -> None:
-    """Raises `UserError` where the function that scores a command's runs cannot be loaded."""
+    """Raises `UserError` if the function that scores a command's runs cannot be loaded."""
     if not isinstance(env.score, str):
         return
     module_name, _, name = env.score.partition(":")
     try:
         module = import_user_module(module_name)
-    except (Exception, SystemExit) as error:  # a user's module may raise anything while it is imported
+    except (Exception, SystemExit) as error:  # a user's module may raise anything on import
         why = f"importing {module_name} failed: {type(error).__name__}: {error}"
         raise UserError(f"env.score: {env.score!r} cannot be loaded, {why}") from error
     if not callable(getattr(module, name, None)):
@@ -99,7 +99,7 @@ def check_environments(config: EnvConfig, tasks: Sequence[Task], path: Path) -> 
 
 
 def _refuse_missing_methods(environment: Environment | Agent, name: str, config: EnvConfig) -> None:
-    """Refuse what is neither an environment nor an agent, which calls the policy itself."""
+    """Refuse a class with neither the methods of an environment nor those of an agent."""
     is_agent = hasattr(environment, "play")
     if is_agent and config.isolation == "process":
         raise UserError(f"env.isolation: {name!r} is an agent, which no process of its own plays; use none")

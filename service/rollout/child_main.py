@@ -1,4 +1,4 @@
-"""Inside a child process: a keeper that ends whatever the process starts, and the loop that answers requests.
+"""Runs in a child process: a keeper that ends all descendants of the process, and the loop that answers requests.
 
     parent: SIGTERM, or its death --> keeper --SIGKILL--> the process that answers, and all its descendants
 
@@ -29,7 +29,7 @@ KILL_SECONDS = 10
 
 
 def main() -> None:
-    """Fork; keep the process that runs the module of the command line, and end as this process ended."""
+    """Fork: the child runs the module of the command line, the parent waits for it and exits with the same status."""
     libc = ctypes.CDLL(None)
     libc.prctl(PR_SET_CHILD_SUBREAPER, 1)
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
@@ -60,11 +60,11 @@ def _reap(child: int, flags: int) -> int | None:
 
 
 def end_descendants() -> None:
-    """Kill all descendants of this subreaper: each one's children become its own, until none is left.
+    """Kill all descendants of this subreaper; orphans become its own children, so repeat until none is left.
 
     This process ends itself where they do not end in time.
     """
-    import psutil  # only here: most of its time a keeper waits, beside many others
+    import psutil  # imported only here: a keeper mostly waits, and there are many keepers
 
     signal.alarm(KILL_SECONDS)
     with suppress(ChildProcessError):  # none is left
@@ -77,7 +77,7 @@ def end_descendants() -> None:
 
 
 def _end_as(code: int) -> None:
-    """End with this exit code, or by this signal."""
+    """Exit with this exit code, or by this signal."""
     if code < 0:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [-code])
@@ -90,7 +90,7 @@ def _end_as(code: int) -> None:
 def serve(answer: Callable[[Any], Awaitable[Any]]) -> None:
     """Answer one request after the other, each a line of JSON, until stdin closes."""
     requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
-    # What runs here gets stderr as stdout and an empty stdin, so that its output is no answer and no request is lost.
+    # The code that runs here gets stderr as stdout and an empty stdin, so that it can neither answer nor lose requests.
     os.dup2(2, 1)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
@@ -110,14 +110,14 @@ async def _serve(answer: Callable[[Any], Awaitable[Any]], stdin: Any, answers: A
         except BaseException as error:  # noqa: BLE001 - `ChildProcess.ask` raises it in the parent
             said = json.dumps({"number": request["number"], "raised": describe_error(error)})
         if os.getpid() != pid:
-            os._exit(0)  # the answer was made by a fork of this process, too: this process answers
+            os._exit(0)  # a fork of this process made the answer; only this process may send it
         answers.write(said.encode() + b"\n")
         answers.flush()
-    os._exit(0)  # at once, whatever still runs here
+    os._exit(0)  # exit at once, whatever threads still run
 
 
 def _plain(value: Any) -> Any:
-    if hasattr(value, "item"):  # a number of numpy
+    if hasattr(value, "item"):  # converts numpy numbers
         return value.item()
     raise TypeError(f"a {type(value).__name__} cannot leave its process")
 

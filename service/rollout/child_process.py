@@ -1,4 +1,4 @@
-"""Child processes that answer requests, one at a time: a hang, crash or flood affects only its own request.
+"""Child processes that answer requests, one at a time: a hang, crash or endless output affects only its own request.
 
     parent --JSON line--> keeper and process (service.rollout.child_main) --JSON line--> parent
 
@@ -78,7 +78,7 @@ class ChildProcesses:
 
 
 class ChildProcess:
-    """One process, as its parent uses it."""
+    """One child process, as its parent uses it."""
 
     def __init__(self, process: asyncio.subprocess.Process, transport: asyncio.SubprocessTransport, limit: int) -> None:
         self._process = process
@@ -94,7 +94,7 @@ class ChildProcess:
         transport, protocol = await loop.subprocess_exec(
             lambda: asyncio.subprocess.SubprocessStreamProtocol(limit, loop),
             sys.executable,
-            "-P",  # the current folder is on the import path only where it is on this process's
+            "-P",  # put the current folder on the import path only if this process has it
             "-m",
             "service.rollout.child_main",
             module,
@@ -127,7 +127,7 @@ class ChildProcess:
             answer = await self._answer(json.dumps({**request, "number": self._requests}).encode() + b"\n")
             if answer["number"] != self._requests:
                 raise ChildDied("its process is out of step: it answered an earlier request again")
-        except BaseException:  # also a cancellation: an answer that comes later would be taken for the next request's
+        except BaseException:  # also on cancellation: a late answer would be taken for the next request's
             self.kill()
             raise
         if "raised" in answer:
@@ -145,7 +145,7 @@ class ChildProcess:
         except ValueError as error:  # StreamReader.readline raises this for a line beyond its limit
             raise OversizedOutput(f"more than {self._limit} bytes at once") from error
         except (BrokenPipeError, ConnectionResetError):
-            pass  # the process has ended; its exit code below says more
+            pass  # the process has ended; its exit code below is more informative
         if not line.endswith(b"\n"):
             code = await self._process.wait()
             raise ChildDied(f"its process ended with code {code}", code)
@@ -154,22 +154,24 @@ class ChildProcess:
     def kill(self) -> None:
         """End the process and all its descendants."""
         self._broken = True
-        with suppress(ProcessLookupError):  # it has ended
+        with suppress(ProcessLookupError):  # the process has ended
             self._process.terminate()  # its keeper kills the others
-        # asyncio stops reading a flood: the end of the pipe is never read then, and `Process.wait` waits for it.
+        # asyncio stops reading an endless output, so it would never see the end of the pipe that `Process.wait` waits
+        # for.
         if (answers := self._transport.get_pipe_transport(1)) is not None:
             answers.close()
 
     async def ended(self) -> None:
-        """Wait until the process and its descendants have ended; what cannot be killed in time is left."""
+        """Wait until the process and its descendants have ended; gives up on processes that cannot be killed in
+        time."""
         with suppress(TimeoutError):
             async with asyncio.timeout(KILL_SECONDS + STARTED_SECONDS):
                 await self._process.wait()
 
 
 def _environment() -> dict[str, str]:
-    """The environment variables of a process: its import path and user's folder are this one's; Python's usual import
-    path for its children.
+    """The environment variables of a process: this one's import path and user folder; Python's usual import path for
+    its children.
     """
     kept = {name: value for name, value in os.environ.items() if name != SAFE_PATH}
     return {**kept, USER_FOLDER: str(user_folder()), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}

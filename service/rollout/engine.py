@@ -1,4 +1,4 @@
-"""The inference engine as the agent loop uses it: token ids in, token ids out."""
+"""The inference engine's interface for the agent loop: token ids in, token ids out."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Sampling:
 
     @staticmethod
     def of(config: GeneratorConfig, stop_token_ids: tuple[int, ...]) -> Sampling:
-        """The configured parameters; `max_generate_length` leaves one token for an appended end."""
+        """The configured sampling parameters; reserves one token of `max_generate_length` for an appended end."""
         names = [each.name for each in fields(Sampling)]
         same = {name: getattr(config, name) for name in names if hasattr(config, name)}
         return Sampling(max_tokens=config.max_generate_length - 1, stop_token_ids=stop_token_ids, **same)
@@ -66,7 +66,7 @@ class Engine(Protocol):
 
 
 def validate_generation(answer: Generation, prompt_length: int, max_tokens: int, vocab_size: int) -> str | None:
-    """What is wrong with an engine's answer, before a step is built from it; None where nothing is.
+    """What is wrong with an engine's answer, checked before a step is built from it; None if it is valid.
 
     max_tokens 4    ids [8 9 2]   log-probabilities [-.1 -.4 -.2]   versions [7 7 8]    valid
                     ids [8 9 2]   log-probabilities [-.1 -.4]       versions [7 7 8]    refused

@@ -1,4 +1,4 @@
-"""The guard around a trajectory's environment: whatever its code does costs no other trajectory.
+"""The guard around a trajectory's environment: its code can fail or hang without affecting other trajectories.
 
     agent loop --reset, step, close--> task of the environment: its code, then a copy of the returned value
                <--plain values, or why the trajectory fails--
@@ -61,7 +61,7 @@ class LeakedTasks:
         task.add_done_callback(self._names.pop)
 
     def check(self) -> None:
-        """Raises `RunFailed` where there are too many."""
+        """Raises `RunFailed` if too many tasks have not returned."""
         if len(self) > MAX_LEAKED_TASKS:
             names = ", ".join(f"{n} of {name}" for name, n in Counter(self._names.values()).most_common(3))
             raise RunFailed(
@@ -95,7 +95,7 @@ class EnvGuard:
         leaked: LeakedTasks | None = None,
         answered: Callable[[str, float], None] | None = None,
     ) -> None:
-        """`answered`: is given the name of each call of `reset` and `step`, and when it began."""
+        """`answered`: called with the name and start time of each call of `reset` and `step`."""
         self._name = name
         self._make = make
         self._limits = limits
@@ -124,13 +124,13 @@ class EnvGuard:
         return result
 
     async def snapshot(self) -> bytes | bool:
-        """The environment's state; True: it can be played again instead; False: neither."""
+        """The environment's state; True if the episode can be replayed instead; False if neither is possible."""
         if isinstance(self._snapshot, bytes):
             self._snapshot = await self._ask("snapshot", read_snapshot, snapshot_of)
         return self._snapshot
 
     async def restore(self, snapshot: bytes) -> None:
-        """Bring the environment, after its `reset`, into the state of a snapshot."""
+        """Restore the environment from a snapshot, after its `reset`."""
         await self._ask("restore", _nothing, lambda environment: environment.restore(snapshot))
 
     async def play(self, session: AgentSession, task: Task, seed: int) -> None:
@@ -138,7 +138,7 @@ class EnvGuard:
         await self._ask("play", _nothing, lambda agent: agent.play(session, task, seed))
 
     async def close(self, trajectory: TrajectoryId) -> None:
-        """End the episode; what fails here is logged, because the trajectory is over."""
+        """End the episode; errors are only logged, because the trajectory is over."""
         if self._task is None:
             return
         self._calls.put_nowait(None)
@@ -156,7 +156,8 @@ class EnvGuard:
     async def _ask(
         self, method: str, read: Callable[[Any], Any], make: Callable[[Any], Awaitable[Any]], name: str = ""
     ) -> Any:
-        """The answer to a call, as `read` copies it; `name`: of the call in the timeline, `method` where empty."""
+        """Call a method and return its result as copied by `read`; `name`: the call's name in the timeline, by default
+        `method`."""
         loop = asyncio.get_running_loop()
         if self._task is None:
             self._task = loop.create_task(self._serve(), name=self._name)
@@ -167,7 +168,7 @@ class EnvGuard:
         try:
             await asyncio.wait(either, timeout=deadline, return_when=asyncio.FIRST_COMPLETED)
         finally:  # also when the trajectory is cancelled
-            if self._answered is not None and method != "play":  # which lasts as long as the trajectory
+            if self._answered is not None and method != "play":  # this call lasts as long as the trajectory
                 self._answered(name or method, began)
             if not answer.done():
                 self._gave_up = True
@@ -183,7 +184,7 @@ class EnvGuard:
         return result
 
     async def _serve(self) -> None:
-        """The environment's task: one call after the other; the environment is closed after the last one."""
+        """The environment's task: makes one call after the other, then closes the environment."""
         contain_exits()
         environment: Any = None
         while (call := await _next(self._calls)) is not None:
@@ -193,20 +194,20 @@ class EnvGuard:
                 answer = call.read(await call.make(environment))
             except BaseException as error:  # noqa: BLE001 - code of users and policies may raise anything, SystemExit too
                 answer = self._failure(call.method, error)
-            if not call.answer.done():  # it was waited for until its deadline, or until the trajectory was cancelled
+            if not call.answer.done():  # the caller waited until the deadline, or until the trajectory was cancelled
                 call.answer.set_result(answer)
             if (task := asyncio.current_task()) is not None:
                 for _ in range(task.cancelling()):
                     task.uncancel()  # deadlines inside of `close` look at this count
         try:
-            if hasattr(environment, "close"):  # an agent may have nothing to close
+            if hasattr(environment, "close"):  # an agent may have no `close`
                 await environment.close()
         except BaseException as error:  # noqa: BLE001 - as above
             log.warning("an episode did not close: %s", self._failure("close", error))
 
     def _failure(self, method: str, error: BaseException) -> TrajectoryFailed:
         """Why the trajectory fails after this error of the environment."""
-        kind = type(error)  # `isinstance` would ask the error itself
+        kind = type(error)  # `isinstance` would run code of the error's class
         if kind is NotAllowed:
             return self._failed(error.reason, method, error.detail)  # type: ignore[attr-defined]
         if issubclass(kind, asyncio.CancelledError):
@@ -220,7 +221,7 @@ class EnvGuard:
 
 
 def tool_named(text: str, tools: Container[str]) -> str:
-    """The tool that a response calls first, as in `<tool_call>{"name": "search", ..}`; `step` where it calls none of
+    """The tool that a response calls first, as in `<tool_call>{"name": "search", ..}`; `step` if it calls none of
     `tools`, because a name that the policy made up must not become a label of a metric."""
     found = _TOOL.search(text) if "<tool_call>" in text else None
     return found[1] if found is not None and found[1] in tools else "step"
@@ -234,7 +235,7 @@ def _name_of(tool: Mapping[str, Any]) -> str | None:
 
 
 async def _next(calls: asyncio.Queue[_Call | None]) -> _Call | None:
-    """The next call; None after the last one, or where the task was cancelled between two calls."""
+    """The next call; None after the last one, or if the task was cancelled between two calls."""
     try:
         return await calls.get()
     except asyncio.CancelledError:
@@ -242,4 +243,4 @@ async def _next(calls: asyncio.Queue[_Call | None]) -> _Call | None:
 
 
 def _nothing(result: Any) -> None:
-    """What a method returns that has no result is ignored."""
+    """Ignore the return value of a method that should have none."""

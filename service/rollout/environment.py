@@ -1,4 +1,4 @@
-"""The protocol of environments: text in, messages and reward out.
+"""The protocol of environments: they get text and return messages and a reward.
 
     reset(task, seed) -> first messages     step(text) -> StepResult(messages, reward, done)     close()
 
@@ -79,7 +79,7 @@ class StepResult(NamedTuple):
 
 
 class OversizedOutput(Exception):
-    """The environment's output is too large; counted as such instead of as an error."""
+    """The environment's output is too large; counted separately from other errors."""
 
 
 class TrajectoryFailed(Exception):
@@ -112,7 +112,7 @@ class Environment(Protocol):
 
 
 async def snapshot_of(environment: Any) -> Any:
-    """An environment's snapshot; True where it is played again instead, False where it can do neither."""
+    """An environment's snapshot; True if it can be replayed instead, False if neither is possible."""
     if hasattr(environment, "snapshot"):
         return await environment.snapshot()
     return getattr(environment, "replayable", False) is True
@@ -123,7 +123,7 @@ Status = Literal["ok", "failed", "aborted"]
 
 
 class AgentSession(Protocol):
-    """One trajectory of an agent, which calls the policy over HTTP: where, and with which key."""
+    """One trajectory of an agent that calls the policy over HTTP: the address and the key."""
 
     base_url: str
     """As `OPENAI_BASE_URL`: with `/v1` at its end."""
@@ -138,7 +138,7 @@ class AgentSession(Protocol):
         transcript: str = "",
         rewards: Mapping[str, float] = {},
     ) -> None:
-        """End the trajectory with its reward; one that failed without a reward is tried again.
+        """End the trajectory with its reward; one that failed without a reward is retried.
 
         `transcript`: what the run wrote, kept for `baton trajectories show`. `rewards`: for single calls, by the id of
         the reply, and for roles of the configuration, by name; `reward` is that of `main`.

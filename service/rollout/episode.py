@@ -37,22 +37,22 @@ class History:
 
     @property
     def token_ids(self) -> Int32s:
-        """All tokens."""
+        """All tokens of the role so far."""
         return self._tokens[: self._length]
 
     def begin(self, prompt: Prompt) -> None:
-        """Take the prompt of the current turn."""
+        """Start a turn with its prompt."""
         self.carried = self._new_tokens(prompt)
         self.append(self.carried)
 
     def append(self, token_ids: Int32s) -> None:
-        """Take tokens."""
+        """Append tokens to the history."""
         stop = self._length + len(token_ids)
         self._tokens[self._length : stop] = token_ids
         self._length = stop
 
     def replace(self, token_ids: Int32s) -> None:
-        """Take these tokens in place of all."""
+        """Replace all tokens of the history."""
         self._length = 0
         self.append(token_ids)
 
@@ -87,11 +87,11 @@ class Episode:
 
     @property
     def n_steps(self) -> int:
-        """Turns so far."""
+        """Number of turns so far."""
         return len(self._roles)
 
     def next_prompt(self, prompt: Prompt, role: str = MAIN) -> Int32s | None:
-        """[P] ids of the whole prompt of this turn of a role; None where the trajectory ends before this turn."""
+        """[P] ids of a role's whole prompt for this turn; None if the trajectory ends before the turn."""
         if self.n_steps == self._limits.max_turns:
             self.stop_reason = StopReason.MAX_TURNS
             return None
@@ -145,16 +145,16 @@ class Episode:
         self._truncated = stop_reason == StopReason.LENGTH
 
     def whole(self, prompt: Prompt) -> Int32s:
-        """[P] ids of the next prompt of `main`, with the history that it follows."""
+        """[P] ids of the next prompt of `main`, including the history before it."""
         return prompt.token_ids if prompt.whole else np.append(self._histories[MAIN].token_ids, prompt.token_ids)
 
     def take(self, token_ids: Int32s, reward: float, stop_reason: str) -> None:
-        """A turn of `main` [P + T] that an earlier generator finished; the next step may extend it."""
+        """Add a turn of `main` [P + T] that an earlier generator finished; the next step may extend it."""
         self._histories[MAIN].replace(token_ids)
         self._turned(MAIN, reward, stop_reason)
 
     def give(self, rewards: Mapping[str, float]) -> list[str]:
-        """Give the newest turns of roles these rewards, too; returns the roles that have had no turn."""
+        """Add rewards to the newest turns of roles; returns the roles that have had no turn."""
         for role, reward in rewards.items():
             if role in self._roles:
                 newest = self.n_steps - 1 - self._roles[::-1].index(role)
@@ -163,7 +163,7 @@ class Episode:
         return [role for role in rewards if role not in self._roles]
 
     def finish(self) -> TrajectoryEnd:
-        """Append the trajectory's end, and return it."""
+        """Append the trajectory's end and return it."""
         if self._truncated and self.stop_reason in (StopReason.STOP, StopReason.MAX_TURNS):
             self.stop_reason = StopReason.TRUNCATED
         named = [role for role in self._limits.roles if role not in ROLES]
@@ -185,7 +185,7 @@ class Episode:
 
 
 def experts_of(experts: Int16s | None, total: int, carried: int) -> Int16s | None:
-    """Experts of the last `carried` of `total` tokens; the engine records none for the last token that it sampled."""
+    """Routed experts of the last `carried` of `total` tokens; the engine records none for the last sampled token."""
     if experts is None:
         return None
     recorded = experts[total - carried : total]

@@ -14,7 +14,7 @@ from service.rollout.isolation import IsolatedEnvironments
 
 
 class AgentMaker(Protocol):
-    """Makes the agents of a configured command; an optional room, given from the edge."""
+    """Makes the agents of a configured command; optional, and passed in by the actor."""
 
     def make(self) -> Agent:
         """An agent for one trajectory."""
@@ -27,7 +27,7 @@ class Environments:
     """Makes one environment per trajectory."""
 
     def __init__(self, config: EnvConfig, commands: AgentMaker | None = None) -> None:
-        """`commands`: makes the agents of `env.command`; None: no task is played by one."""
+        """`commands`: makes the agents of `env.command`; None if no task is played by a command."""
         self._config = config
         self._commands = commands
         isolated = config.isolation == "process"

@@ -1,4 +1,4 @@
-"""How a trajectory continues in another generator, from the last step that the buffer has of it.
+"""How another generator continues a trajectory from the last step that the buffer has.
 
 note of a step                          another generator
 snapshot, the messages after the step   reset, restore(snapshot), the next turn
@@ -24,7 +24,7 @@ from service.types import Int32s, Steps
 
 
 class Note(msgspec.Struct, frozen=True, array_like=True):
-    """Lets another generator continue after the step."""
+    """State that lets another generator continue after a step."""
 
     done: bool
     snapshot: bytes | None = None
@@ -56,7 +56,7 @@ class EarlierStep(NamedTuple):
 async def write_note(
     environment: EnvGuard, result: StepResult, history: Sequence[Message] | None, info: Counter[str], most: int
 ) -> str:
-    """The note of the step that the environment has answered; empty where nobody can continue after it.
+    """The note of the step that the environment has answered; empty if no generator can continue after it.
 
     `history`: the whole conversation, where the next prompt needs it; `most`: maximum bytes of a note.
 
@@ -102,5 +102,5 @@ def read_note(steps: Steps) -> tuple[Note, list[EarlierStep]]:
 
 
 def not_restored(detail: str) -> TrajectoryFailed:
-    """The trajectory cannot continue: it starts anew."""
+    """The error that a trajectory cannot continue and has to restart."""
     return TrajectoryFailed(StopReason.ENVIRONMENT_NOT_RESTORED, detail)

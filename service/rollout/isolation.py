@@ -1,4 +1,4 @@
-"""Environments in child processes: a process serves one episode at a time, and then the next one."""
+"""Environments in child processes: each process serves one episode at a time and is then reused."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class IsolatedEnvironment:
         return StepResult(**await self._asked({"verb": "step", "text": text}))
 
     async def snapshot(self) -> bytes | bool:
-        """As `snapshot_of` the environment."""
+        """Call the environment's `snapshot` in its process; see `snapshot_of`."""
         found = await self._asked({"verb": "snapshot"})
         return b64decode(found) if isinstance(found, str) else bool(found)
 
@@ -84,7 +84,7 @@ class IsolatedEnvironment:
 
 
 class _Episodes:
-    """Inside the process: one episode after the other."""
+    """Inside the child process: serves one episode after the other."""
 
     def __init__(self) -> None:
         self._environment: Environment | None = None

@@ -10,14 +10,14 @@ from service.config.rollout import EnvConfig, GeneratorConfig, RoleConfig
 from service.rollout.engine import Sampling
 from service.rollout.environment import MAIN
 
-if TYPE_CHECKING:  # a dataset is checked without transformers, which takes seconds to load
+if TYPE_CHECKING:  # datasets are checked without importing transformers, which takes seconds
     from service.rollout.chat.chat import Chat
     from service.rollout.chat.conversation import Mode
 
 
 @dataclass(frozen=True, slots=True)
 class PlaySettings:
-    """The part of a run's configuration that its trajectories are played by."""
+    """The settings of a run's configuration for playing trajectories."""
 
     seed: int
     env: EnvConfig
@@ -27,7 +27,7 @@ class PlaySettings:
 
 @dataclass(frozen=True, slots=True)
 class AgentLimits:
-    """Limits of a trajectory, and how its turns are sampled."""
+    """Limits of a trajectory, and the sampling parameters of its turns."""
 
     max_turns: int
     max_input_length: int
@@ -52,7 +52,7 @@ class AgentLimits:
 
     @staticmethod
     def of(settings: PlaySettings, chat: Chat) -> AgentLimits:
-        """The configured limits."""
+        """The limits from the configuration."""
         env, generator = settings.env, settings.generator
         return AgentLimits(
             max_turns=env.max_turns,

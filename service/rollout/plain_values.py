@@ -1,4 +1,4 @@
-"""Copies of values that users' code made, out of plain types only, with bounded depth and size.
+"""Copies values of users' code into plain types with bounded depth and size.
 
     a mapping, a list subclass, a numpy number, a str subclass   ->   dict, list, float or int, str (and bool, None)
 
@@ -44,7 +44,7 @@ class NotPlain(Exception):
 
 
 class Copier:
-    """Copies values that together have at most `most` characters, counted over all their texts and names.
+    """Copies values with a total of up to `most` characters, counted over all their texts and names.
 
     Values of the types `also` are kept as they are; with `any_text`, texts may hold half a surrogate pair.
 
@@ -62,12 +62,12 @@ class Copier:
         self._depth = 0
 
     def copy(self, value: Any) -> Any:
-        """A copy of the value.
+        """A plain copy of the value.
 
         Raises:
             NotPlain: the value is of another type, no valid text, nested too deeply or too large.
         """
-        kind = type(value)  # `isinstance` would ask the value itself
+        kind = type(value)  # `isinstance` would run code of the value's class
         if issubclass(kind, str):
             return self._text(value)
         self._count(VALUE_CHARACTERS)
@@ -89,7 +89,7 @@ class Copier:
         raise NotPlain(f"is a {type_name(value)}; allowed are texts, numbers, None, lists and mappings")
 
     def _inside(self, items: Iterable[tuple[Any, Any]], has_names: bool) -> list[tuple[Any, Any]]:
-        """(name or number, copy) of each value in a container."""
+        """The (name or index, copy) of each value in a container."""
         if self._depth == MAX_DEPTH:
             raise NotPlain(f"is nested too deeply; allowed are {MAX_DEPTH} levels")
         self._depth += 1
@@ -105,7 +105,7 @@ class Copier:
         return copied
 
     def _name(self, key: object) -> str:
-        """A name as text; JSON makes texts of names that are numbers, too."""
+        """A name as text; names that are numbers become texts, as in JSON."""
         try:
             name = self.copy(key)
         except NotPlain as refused:
@@ -128,7 +128,7 @@ class Copier:
 
 
 class NotAllowed(Exception):
-    """A value that the environment or the agent gave is not allowed."""
+    """Raised if a value from the environment or the agent is not allowed."""
 
     def __init__(self, reason: StopReason, detail: str) -> None:
         super().__init__(detail)
@@ -136,7 +136,7 @@ class NotAllowed(Exception):
 
 
 def read_snapshot(value: Any) -> bytes | bool:
-    """An environment's snapshot, or whether it can be played again."""
+    """An environment's snapshot, or a bool: whether the episode can be replayed."""
     if type(value) not in (bytes, bool):
         raise NotAllowed(StopReason.ENVIRONMENT_ERROR, f"gave a {type_name(value)}; bytes are needed")
     return value  # type: ignore[no-any-return]
@@ -178,7 +178,7 @@ def read_messages(field: str, limits: AgentLimits, value: Any) -> list[Message]:
 
 
 def plain_reward(value: Any, name: str = "reward") -> float:
-    """The reward, or another value of that name, as a finite number.
+    """The reward, or another value called `name`, as a finite number.
 
     Raises:
         NotAllowed: it is something else.
@@ -191,7 +191,7 @@ def plain_reward(value: Any, name: str = "reward") -> float:
 
 
 def plain_info(value: Any, field: str = "info") -> dict[str, float]:
-    """The `info`, or another mapping of that name, as numbers by name; empty for None.
+    """The `info`, or another mapping called `field`, as numbers by name; empty for None.
 
     Raises:
         NotAllowed: it is something else, or too large.
@@ -207,7 +207,7 @@ def plain_info(value: Any, field: str = "info") -> dict[str, float]:
 
 
 def float_or_nan(number: float) -> float:
-    """The number; NaN where it is not finite or beyond every float."""
+    """The number as a float; NaN if it is not finite or out of range."""
     try:
         return float(number) if math.isfinite(number) else math.nan
     except OverflowError:
@@ -230,7 +230,7 @@ def _plain(
     kind: type | tuple[type, ...] = object,
     needed: str = "",
 ) -> Any:
-    """A copy of a value that must be of this kind, with at most `most` characters."""
+    """A copy of a value that must be of the given kind, with up to `most` characters."""
     try:
         copied = Copier(most).copy(value)
     except NotPlain as refused:

@@ -29,23 +29,23 @@ from service.types import Steps, TrajectoryEnd, TrajectoryId
 
 
 class AgentPlayer(Protocol):
-    """Plays the trajectories of agents, which call the policy themselves; an optional room, given from the edge."""
+    """Plays the trajectories of agents, which call the policy themselves; optional, and passed in by the actor."""
 
     limits: AgentLimits
 
     def restore(self, trajectory: TrajectoryId, task: Task, steps: Steps, sink: StepSink) -> bool:
-        """Prepare to continue a trajectory of an earlier process; False where that is not possible."""
+        """Prepare to continue a trajectory of an earlier process; False if that is impossible."""
 
     async def play(
         self, trajectory: TrajectoryId, task: Task, guard: EnvGuard | None, seed: int, sink: StepSink
     ) -> Played:
-        """One trajectory of the agent in `guard`; None: a worker on another machine plays it."""
+        """Play one trajectory with the agent in `guard`; without a guard, a worker on another machine plays it."""
 
     def measure(self, metrics: Metrics) -> None:
-        """Record what was counted."""
+        """Record the metrics."""
 
     async def close(self) -> None:
-        """Let no agent call any more."""
+        """Stop accepting calls of agents."""
 
 
 A = TypeVar("A", bound=AgentPlayer)
@@ -63,7 +63,7 @@ class Player(Generic[A]):
         commands: AgentMaker | None = None,
         served: Served | None = None,
     ) -> None:
-        """`agents`: makes the room of agents, if there is one; `commands`: that of `Environments`; `served`: that of
+        """`agents`: makes the `AgentPlayer`, if there is one; `commands`: see `Environments`; `served`: see
         `FrozenModels`."""
         self._settings = settings
         self.timelines = Timelines(settings.generator.min_engines)
@@ -111,12 +111,12 @@ class Player(Generic[A]):
         return self.agents.restore(trajectory, deepcopy(task), steps, sink)
 
     async def play_unmeasured(self, trajectory: TrajectoryId, task: Task, sink: StepSink, seed: str) -> TrajectoryEnd:
-        """Play one trajectory that the buffer does not receive, such as one of an evaluation; see `play`."""
+        """Play one trajectory that the buffer does not receive, for example in an evaluation; see `play`."""
         nowhere_else = replace(self._limits, max_snapshot_bytes=0)
         return (await self._play(trajectory, task, sink, seed, nowhere_else)).end
 
     def measure(self, metrics: Metrics, trace: Trace) -> None:
-        """Measure what was played; trajectories of training once, after they ended, and in the timeline."""
+        """Record metrics of the trajectories; those of training once, after they end, and also in the timeline."""
         self.timelines.measure(metrics)
         self.timelines.record(trace)
         measure_ended(metrics, self._ended)
@@ -143,7 +143,7 @@ class Player(Generic[A]):
         earlier: Steps | None = None,
     ) -> Played:
         self.leaked.check()
-        own = deepcopy(task)  # a row is shared
+        own = deepcopy(task)  # trajectories share the row
         number = xxhash.xxh3_64_intdigest(f"{self._settings.seed}/{seed}".encode()) & 0x7FFFFFFF
         async with self._environments.room:
             agents = self.agents if self.agents is not None and self._environments.is_agent(task) else None

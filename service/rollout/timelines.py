@@ -1,4 +1,4 @@
-"""Where the time of trajectories goes: calls of the engine and of the environment, recorded for a sample.
+"""Where trajectories spend their time: calls of the engine and of the environment, recorded for a sample.
 
     with timelines.playing(trajectory, "search"):      # from the claim to the end
         generation = await engine.generate(...)        # a call: queue, prefill, decode, pause
@@ -55,21 +55,21 @@ class Timeline:
         """Seconds from `began` to the trajectory's end, and why it ended."""
 
     def add(self, tool: str, began: float, ended: float, parts: dict[str, float], detail: dict[str, Any]) -> None:
-        """A call has ended; `parts`: its seconds by part."""
+        """Record a call that has ended; `parts`: its seconds by part."""
         for part, taken in parts.items():
             self.seconds[part] += taken
         if len(self.calls) < MAX_CALLS:
             self.calls.append((tool, round(began - self.began, 6), round(ended - self.began, 6), detail))
 
     def event(self, why: str) -> tuple[Any, ...]:
-        """Its line in the timeline of the run; `why` it is recorded."""
+        """The trajectory's line in the timeline of the run; `why`: the reason for recording it."""
         began, parts = round(self.began, 6), {part: round(s, 6) for part, s in self.seconds.items() if s}
         of = tuple(self.trajectory), why, self.env, self.reason, began, self.lasted, parts, self.calls
         return TRAJECTORY, *of
 
 
 class Timelines:
-    """The trajectories that one process plays, and where the time of those that ended went."""
+    """The trajectories that one process plays, and the times of those that ended."""
 
     def __init__(self, engines: int = 1) -> None:
         self._a_window = SAMPLED_A_SECOND * WINDOW_SECONDS / engines
@@ -89,18 +89,18 @@ class Timelines:
 
     @contextmanager
     def playing(self, trajectory: TrajectoryId, env: str) -> Iterator[Timeline]:
-        """A trajectory is played; one that is cancelled is left out."""
+        """Record a trajectory while it is played; cancelled trajectories are left out."""
         key = str(trajectory)
         line = self._open[key] = Timeline(trajectory, env)
         try:
             yield line
         finally:
-            if self._open.get(key) is line:  # not where it already continues here after it was moved
+            if self._open.get(key) is line:  # unless the trajectory was moved away and already continues here
                 del self._open[key]
 
     def generated(self, request: str, began: float, generation: Generation) -> None:
-        """A call of the engine ended; a request is named `TRAJECTORY/...`."""
-        if (line := self._open.get("/".join(request.split("/", 3)[:3]))) is None:  # the trajectory's own name has 3
+        """Record a call of the engine that ended; a request is named `TRAJECTORY/...`."""
+        if (line := self._open.get("/".join(request.split("/", 3)[:3]))) is None:  # the trajectory's name has 3 parts
             return
         seconds = (now := time.monotonic()) - began
         parts = {part: taken for part, taken in generation.seconds.items() if taken > 0}
@@ -109,14 +109,14 @@ class Timelines:
         line.add("", began, now, parts | {"decode": decode}, detail)
 
     def answered(self, trajectory: TrajectoryId, tool: str, began: float) -> None:
-        """A call of the environment ended."""
+        """Record a call of the environment that ended."""
         if (line := self._open.get(str(trajectory))) is not None:
             seconds = (now := time.monotonic()) - began
             line.tools.append((tool, seconds))
             line.add(tool, began, now, {ENVIRONMENT: seconds}, {})
 
     def ended(self, line: Timeline, reason: str) -> None:
-        """A trajectory has ended for this reason."""
+        """Record that a trajectory has ended for this reason."""
         seconds = time.monotonic() - line.began
         line.seconds["other"] = max(0.0, seconds - sum(line.seconds.values()))
         self._played += 1
@@ -145,7 +145,7 @@ class Timelines:
         return name
 
     def measure(self, metrics: Metrics) -> None:
-        """Observe the times of the trajectories that ended since the last call."""
+        """Record the times of the trajectories that ended since the last call as metrics."""
         for (env, part), seconds in self._parts.items():
             metrics.observe("baton_trajectory_seconds", np.asarray(seconds), env=env, part=part)
         for (env, tool), seconds in self._tools.items():
@@ -154,11 +154,12 @@ class Timelines:
         self._tools.clear()
 
     def finish(self) -> None:
-        """No more are played: what the last window has is put into the timeline at the next `record`."""
+        """Stop: the next `record` writes the data of the last window to the timeline."""
         self._finished = True
 
     def record(self, trace: Trace) -> None:
-        """Put the sample since the last call into the timeline, and once a window the slowest and the sums."""
+        """Write the sample since the last call to the timeline, and once per window the slowest trajectories and the
+        sums."""
         for line in self._sampled:
             trace.add(*line.event("sampled"))
         self._sampled.clear()
@@ -184,7 +185,7 @@ class TimedEngine:
         self._engine, self._timelines = engine, timelines
 
     async def generate(self, prompt_ids: Int32s, sampling: Sampling, request_id: str) -> Generation:
-        """As the engine does."""
+        """Generate like the engine, and record the time."""
         began = time.monotonic()
         generation = await self._engine.generate(prompt_ids, sampling, request_id)
         self._timelines.generated(request_id, began, generation)

@@ -1,4 +1,4 @@
-"""Errors of users' code: as one line with the place that raised them, and an exit as an ordinary error.
+"""Errors of users' code: each as one line with the place that raised it; exits become ordinary errors.
 
 asyncio lets SystemExit and KeyboardInterrupt of any task through to its event loop, which ends with all trajectories.
 """
@@ -28,7 +28,7 @@ def describe_error(error: BaseException) -> str:
         text = f"{name}: {error}"[:MAX_CHARACTERS]
     except BaseException:  # noqa: BLE001 - the `__str__` of a user's exception class may raise anything
         return name
-    # Not `error.__traceback__`, which a user's class may define as it likes.
+    # Not `error.__traceback__`, which a user's class may redefine.
     traceback: TracebackType | None = BaseException.__dict__["__traceback__"].__get__(error)
     frames = [(frame.f_code.co_filename, line) for frame, line in walk_tb(traceback)]
     outside = dropwhile(lambda frame: os.path.dirname(frame[0]) == HERE, frames)  # outermost frame first
@@ -49,7 +49,7 @@ _CONTAINED = ContextVar("contained", default=False)
 
 
 def contain_exits() -> None:
-    """Make exits ordinary errors in all tasks that the current task starts from now on."""
+    """From now on, turn exits into ordinary errors in all tasks that the current task starts."""
     _CONTAINED.set(True)
     loop = asyncio.get_running_loop()
     if loop.get_task_factory() is None:
@@ -62,7 +62,7 @@ def _make_task(loop: asyncio.AbstractEventLoop, coroutine: Any, **more: Any) -> 
 
 
 class _Contained(Coroutine[Any, Any, Any]):
-    """A coroutine whose SystemExit and KeyboardInterrupt are ordinary errors."""
+    """A coroutine that turns SystemExit and KeyboardInterrupt into ordinary errors."""
 
     def __init__(self, inner: Coroutine[Any, Any, Any]) -> None:
         self._inner = inner

@@ -34,7 +34,7 @@ _Stamps = list[tuple[int, int]]
 
 
 class _OtherFormat(UserError):
-    """A manifest that another version of Baton wrote."""
+    """A manifest written by another version of Baton."""
 
 
 class FileChecksum(BaseModel):
@@ -47,7 +47,7 @@ class FileChecksum(BaseModel):
 
 
 class Manifest(BaseModel):
-    """What a checkpoint holds."""
+    """The content of a checkpoint."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -88,7 +88,7 @@ class Manifest(BaseModel):
 
 
 class Checkpoints:
-    """The checkpoints below one folder; keeps the newest `keep` whole ones."""
+    """The checkpoints in one folder; keeps the newest `keep` complete ones."""
 
     def __init__(self, folder: Path, keep: int) -> None:
         self._folder = folder
@@ -193,14 +193,15 @@ class Checkpoints:
         return manifest
 
     def _steps(self) -> list[int]:
-        """Steps that have a folder, newest first; a file, a link and a name like `step_007` are none of a run's."""
+        """Steps that have a folder, newest first; ignores files, links and names that no run writes, such as
+        `step_007`."""
         folders = [path for path in self._folder.glob(f"{PREFIX}*") if path.is_dir() and not path.is_symlink()]
         return sorted(
             (int(path.name.removeprefix(PREFIX)) for path in folders if _STEP.fullmatch(path.name)), reverse=True
         )
 
     def _remove(self, step: int) -> None:
-        """Delete whatever has the name of the step's folder, the manifest first; of a link only the link itself."""
+        """Delete whatever has the name of the step's folder, the manifest first; deletes only the link if it is one."""
         self._hashed.pop(step, None)
         path = self.path(step)
         if path.is_symlink() or path.is_file():
@@ -218,17 +219,17 @@ class Checkpoints:
         return True
 
     def _is_still_whole(self, manifest: Manifest) -> bool:
-        """As `_is_whole`; files that have not changed since they were last hashed are not read again."""
+        """Same as `_is_whole`, but does not read files that have not changed since they were last hashed."""
         return self._stamps(manifest) == self._hashed.get(manifest.step) or self._is_whole(manifest)
 
     def _stamps(self, manifest: Manifest) -> _Stamps:
-        """The stamps of the files that exist."""
+        """The size and time stamps of the files that exist."""
         files = [self.path(manifest.step) / name for name in manifest.files]
         return [(stat.st_size, stat.st_mtime_ns) for stat in (file.stat() for file in files if _is_file(file))]
 
 
 def _is_file(file: Path) -> bool:
-    """Whether there is such a file; a name that no file can have is that of none."""
+    """Whether there is such a file; False for names that are not valid for files."""
     try:
         return file.is_file()
     except OSError as error:

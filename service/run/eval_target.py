@@ -1,4 +1,4 @@
-"""The path that `baton eval` gets: a Hugging Face folder, a run, or a checkpoint of a run.
+"""The path argument of `baton eval`: a Hugging Face folder, a run, or a checkpoint of a run.
 
 models/Qwen3-0.6B                      the weights in this folder
 runs/quickstart                        final/ of the run, or else its newest checkpoint
@@ -21,7 +21,7 @@ from service.run.folder import CHECKPOINTS, CONFIG, FINAL, initial_model, is_run
 
 @dataclass(frozen=True)
 class EvalTarget:
-    """Weights to be evaluated."""
+    """Weights to evaluate."""
 
     path: Path
     """The path as given."""
@@ -36,7 +36,7 @@ class EvalTarget:
 
     @property
     def settings(self) -> list[Path]:
-        """Configuration files of the run, which are read before those given on the command line."""
+        """Configuration files of the run; files on the command line override them."""
         return [] if self.run is None else [self.run / CONFIG]
 
     @property
@@ -45,13 +45,14 @@ class EvalTarget:
         return Checkpoints((self.run or self.path) / CHECKPOINTS, keep=1)
 
     def begun_with(self, model: ModelConfig) -> Path:
-        """The folder of the model whose shape and tokenizer the run's checkpoints share, and that an adapter is for."""
+        """The folder of the model that gives the run's checkpoints their shape and tokenizer, and that adapters
+        extend."""
         if self.run is None:
             raise ValueError(f"{self.path} belongs to no run")
         return warmed_model(model, self.run) or initial_model(model, self.run)
 
     def weights(self, manifest: Manifest | None) -> Path:
-        """The folder of the weights: that of the manifest's checkpoint, of the adapter, or the Hugging Face folder."""
+        """The folder of the weights: a checkpoint's, an adapter's, or the Hugging Face folder."""
         if manifest is not None:
             return self.checkpoints.path(manifest.step)
         if (folder := self.model or self.adapter) is None:
@@ -76,7 +77,7 @@ class EvalTarget:
 
 
 def eval_target(path: Path) -> EvalTarget:
-    """The weights that a path names.
+    """Find the weights that a path names.
 
     Raises:
         UserError: the path is neither model nor run nor checkpoint, or the checkpoint does not exist.

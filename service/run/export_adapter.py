@@ -1,4 +1,4 @@
-"""`baton export`: the adapter of a run or of one of its checkpoints, alone or merged into its base."""
+"""`baton export`: writes the adapter of a run or of a checkpoint, alone or merged into its base."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from service.run.eval_target import EvalTarget
 def export(
     lora: LoraConfig, target: EvalTarget, base: Path, manifest: Manifest | None, folder: Path, merged: bool
 ) -> None:
-    """Write the adapter that `prepare_weights` has checked: in PEFT's form, or as a float32 Hugging Face folder of the
-    base with its update; whole or not at all.
+    """Write the adapter that `prepare_weights` has checked: in PEFT's form, or merged into its base as a float32
+    Hugging Face folder. The folder appears only once it is complete.
 
     Raises:
         UserError: the folder cannot be written, say because the disk is full.
@@ -43,5 +43,5 @@ def export(
             else:
                 with atomic_folder(folder) as partial:
                     shutil.copytree(adapter, partial, dirs_exist_ok=True)
-    except SafetensorError as error:  # what was read is checked: a full disk, say
+    except SafetensorError as error:  # all inputs were checked before, so this is an output error such as a full disk
         raise UserError(f"{folder} cannot be written: {error}") from error

@@ -1,4 +1,4 @@
-"""The run folder `runs/<name>/`: what lies in it, how one is made, found and locked.
+"""The run folder `runs/<name>/`: its files, and how a run folder is made, found and locked.
 
 config.yaml         resolved, defaults included
 metrics.jsonl       one flat JSON object per optimizer step
@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any
 from service.errors import UserError
 from service.files import lock_folder
 
-if TYPE_CHECKING:  # `baton status` loads no pydantic
+if TYPE_CHECKING:  # `baton status` does not load pydantic
     from service.config import ModelConfig
 
 IN_RAY_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
@@ -73,12 +73,12 @@ def is_run_folder(path: Path) -> bool:
 
 
 def find_run(run: str | Path, runs: Path = RUNS) -> Path | None:
-    """The run folder that is meant by its path or by its name in `runs`; None if there is none."""
+    """Find a run folder by its path or by its name in `runs`; None if there is none."""
     return next((folder for folder in (Path(run), runs / run) if is_run_folder(folder)), None)
 
 
 def run_folder(run: str | Path, runs: Path = RUNS) -> Path:
-    """As `find_run`.
+    """Same as `find_run`, but raises if there is no such run.
 
     Raises:
         UserError: there is no such run.
@@ -101,12 +101,13 @@ def newest_run(runs: Path = RUNS) -> Path:
 
 
 def no_such_run(run: str | Path, runs: Path = RUNS, besides: str = "") -> UserError:
-    """The error for a word that names no run; `besides` says what else the word may be, such as "a URL, "."""
+    """The error for a name without a run; `besides` lists other valid inputs, such as "a URL, "."""
     return UserError(f"{run}: neither {besides}a run folder (with {CONFIG}) nor the name of a run in {runs}/")
 
 
 def runs_folder(directory: Path) -> Path:
-    """The folder of run folders; a Ray job works in a temporary copy, so there a relative `run.dir` starts at home."""
+    """The folder of run folders; a Ray job works in a temporary copy, so its relative `run.dir` starts at the home
+    folder."""
     return Path.home() / directory if IN_RAY_JOB in os.environ else directory
 
 
@@ -147,18 +148,18 @@ def lock_run(folder: Path) -> Iterator[None]:
 
 
 def initial_model(model: ModelConfig, run: Path) -> Path:
-    """The Hugging Face folder that a run began with: `model.path`, or the one that the run made itself."""
+    """The Hugging Face folder with which a run began: `model.path`, or the model that the run made itself."""
     return model.path or run / MODEL
 
 
 def warmed_model(model: ModelConfig, run: Path) -> Path | None:
-    """The Hugging Face folder that the warm start of all weights leaves, where only an adapter is trained from then on:
-    trainer and engines add the adapter to it. None where the run needs no such folder."""
+    """The Hugging Face folder that the warm start of all weights writes if RL then trains only an adapter: trainer and
+    engines add the adapter to this model. None if the run needs no such folder."""
     return run / WARM_START if model.lora is not None and model.warm_start is not None else None
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects of a JSONL file; an incomplete last line, whose writer was killed, is left out."""
+    """The objects of a JSONL file; skips an incomplete last line, whose writer was killed."""
     if not path.exists():
         return
     with path.open(encoding="utf-8") as file:

@@ -1,4 +1,4 @@
-"""The inputs of a run or of an evaluation: data and models, made or read, and checked."""
+"""The inputs of a run or of an evaluation: makes or reads data and models, and checks them."""
 
 from __future__ import annotations
 
@@ -61,12 +61,12 @@ class Prepared:
 
     @property
     def base(self) -> Path:
-        """The Hugging Face folder from which the trainer begins to learn and with which engines start."""
+        """The Hugging Face folder from which the trainer starts and with which the engines start."""
         return self.warmed_model or self.model_folder
 
 
 def check_first_adapter(model: ModelConfig) -> None:
-    """Check `model.adapter` as a run does, where it and the model to which it is added are on this machine.
+    """Check `model.adapter` as a run does, if the adapter and its base model are on this machine.
 
     Raises:
         UserError: the model or the adapter is malformed, or the adapter is of other settings or of another model.
@@ -76,7 +76,7 @@ def check_first_adapter(model: ModelConfig) -> None:
 
 
 def checked_shapes(model: ModelConfig, folder: Path, hf_config: PretrainedConfig) -> None:
-    """Check that the model in a folder can be trained with `model.lora`, from `model.adapter` on.
+    """Check that the model in a folder can be trained with `model.lora`, starting from `model.adapter`.
 
     Raises:
         UserError: it cannot.
@@ -103,7 +103,7 @@ def checked_model(folder: Path) -> tuple[PretrainedConfig, PreTrainedTokenizerBa
 
 
 def prepare_weights(model: ModelConfig, target: EvalTarget) -> Manifest | None:
-    """Check the weights to evaluate; returns the manifest of their checkpoint, None for those in a folder.
+    """Check the weights to evaluate; returns their checkpoint's manifest, None for weights in a Hugging Face folder.
 
     Raises:
         UserError: the model, tokenizer or checkpoint is missing or damaged, or they do not belong together.
@@ -131,7 +131,7 @@ def prepare_weights(model: ModelConfig, target: EvalTarget) -> Manifest | None:
 
 
 def check_checkpoint(lora: LoraConfig | None, begun_with: Path, checkpoint: Path) -> None:
-    """Check that a run which trains the model in a folder, or an adapter to it, can continue from a checkpoint.
+    """Check that a run of the model in a folder, or of an adapter to it, can continue from a checkpoint.
 
     Raises:
         UserError: the checkpoint is damaged, or of another model or adapter.

@@ -17,7 +17,7 @@ OUTSIDE = ("environment", "other")
 
 
 def lengths_of_run(run: str) -> dict[str, tuple[float, str]]:
-    """The figures that the files of a run hold, each with its source, over the second half of its steps.
+    """Figures from the files of a run, each with its source, over the second half of its steps.
 
     Raises:
         UserError: there is no such run, it has made no step, or its metrics are damaged.
@@ -37,7 +37,7 @@ def lengths_of_run(run: str) -> dict[str, tuple[float, str]]:
             raise UserError(f"--lengths {run}: {folder / METRICS} has no {key}; name a run of this version of Baton")
         try:
             return statistics.fmean(found)
-        except OverflowError:  # a whole number beyond every float
+        except OverflowError:  # an integer too large for a float
             return math.inf
 
     turns, sampled = max(mean("generate/avg_num_turns"), 1.0), mean("generate/avg_assistant_tokens")
@@ -63,7 +63,8 @@ def lengths_of_run(run: str) -> dict[str, tuple[float, str]]:
 
 
 def _outside(folder: Path) -> tuple[float, int] | None:
-    """Seconds of a trajectory outside of the engines, mean over the later half of a run, and of how many trajectories.
+    """Mean seconds of a trajectory outside of the engines, over the second half of a run, and the number of
+    trajectories.
 
     None where the timeline has none.
 
@@ -81,10 +82,10 @@ def _outside(folder: Path) -> tuple[float, int] | None:
 
 
 def _recorded(folder: Path) -> tuple[Sequence[int], Sequence[int]]:
-    """Tokens of first prompts and sampled tokens of the trajectories that a run kept."""
+    """First-prompt tokens and sampled tokens of the trajectories in the run's sample."""
     try:
         records = load_records(find_recorded_run(str(folder)))
-    except UserError:  # the run kept none: then its metrics have to do
+    except UserError:  # the run kept no trajectories: use its metrics
         return [], []
     full = [record for record in records if record["steps"] and record["sampled_tokens"]]
     return [len(each["steps"][0]["prompt_ids"]) for each in full], [each["sampled_tokens"] for each in full]

@@ -43,7 +43,7 @@ def log_handler(file: Path, message: str = "%(message)s") -> RotatingFileHandler
 
 
 def plain(line: bytes) -> str:
-    r"""A line as text; of a progress bar its last state, control characters as escapes.
+    r"""A line as text: only the last state of a progress bar, control characters as escapes.
 
     >>> plain(b"10 %\r20 %\n"), plain(b"\x1b[31mred\n")
     ('20 %', '\\x1b[31mred')
@@ -54,14 +54,14 @@ def plain(line: bytes) -> str:
 
 @contextmanager
 def log_into(file: Path) -> Iterator[None]:
-    """Write this process's log messages into a file too, and the error that ends the block."""
+    """Within the block, also write this process's log messages to a file, and an error that ends the block."""
     root, in_file, on_terminal = logging.getLogger(), log_handler(file, MESSAGE), logging.StreamHandler()
     on_terminal.setLevel(logging.WARNING)
     for handler in (in_file, on_terminal):
         root.addHandler(handler)
     try:
         yield
-    except Exception as error:  # whatever ends the run is in its log, and is raised again
+    except Exception as error:  # log any error that ends the run, then raise it again
         told = {"name": file.stem, "levelname": "ERROR", "msg": str(error), "exc_info": sys.exc_info()}
         in_file.emit(logging.makeLogRecord(told))
         raise
@@ -72,11 +72,11 @@ def log_into(file: Path) -> Iterator[None]:
 
 
 def main() -> None:
-    """Copy the standard input into the file named on the command line, after the line named there."""
+    """Copy the standard input to the file named on the command line, after a first line given there."""
     handler = log_handler(Path(sys.argv[1]))
     handler.emit(logging.makeLogRecord({"msg": sys.argv[2]}))
     if os.fork():
-        # The parent returns when the file is there. Ray ends an actor's children together with the actor; the copying
+        # The parent returns once the file exists. Ray ends an actor's children together with the actor; the copying
         # process is a child of nobody.
         os._exit(0)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):

@@ -37,17 +37,17 @@ def with_free_port(metrics: MetricsConfig) -> MetricsConfig:
 
 
 def _bound(host: str, port: int) -> int:
-    """The port that a server can listen on; raises OSError if it cannot."""
+    """The port on which a server can listen; raises OSError if it cannot."""
     family, kind, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     with socket.socket(family, kind) as probe:
-        # As asyncio's servers do: connections of the last server that still linger do not occupy the port.
+        # As in asyncio's servers: lingering connections of the previous server do not occupy the port.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         probe.bind(address)
         return int(probe.getsockname()[1])
 
 
 def bind_message(host: str, port: int, error: OSError) -> str:
-    """Why a server cannot listen, in a line."""
+    """One line with the reason why a server cannot listen."""
     if error.errno == errno.EADDRINUSE:
         return f"metrics.port: port {port} on {host} is in use; choose another, 0 for any free one, or leave it unset"
     if error.errno == errno.EACCES:

@@ -24,11 +24,11 @@ MAX_SECONDS = 60.0
 
 
 def say(line: str) -> None:
-    """Print a line at once, and log it; if the reader of the output is gone, work continues without output."""
+    """Print a line at once, and log it; continues silently if the reader of the output is gone."""
     line = printable(line)
     log.info(line)
     try:
-        # One write, because the thread of a phase prints too.
+        # A single write, because the thread of a phase prints too.
         sys.stdout.write(f"{line}\n")
         sys.stdout.flush()
     except OSError:
@@ -43,7 +43,7 @@ def phase(
     after: float = 0.0,
     seconds: float = SECONDS,
 ) -> Iterator[None]:
-    """Print that a phase begins, and at growing intervals that it continues; `left` names what it waits for.
+    """Print that a phase begins, and at growing intervals that it continues; `left` names what the phase waits for.
 
     A phase that ends within `after` seconds prints nothing. The lines come from a thread, because the slowest phases
     block the event loop.

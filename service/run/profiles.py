@@ -1,4 +1,4 @@
-"""How a running run is asked for profiles of its next optimizer steps: by a file in its folder.
+"""Requests for profiles of a run's next optimizer steps, sent through files in the run's folder.
 
 baton profile --writes--> profiles/request.json --read before a step by--> driver --calls--> ranks
               <--reads--  profiles/answer.json   <--written with the files by-- driver
@@ -28,7 +28,7 @@ MAX_BYTES = 256 << 20
 
 
 class ProfileRequest(msgspec.Struct, frozen=True):
-    """Profile this number of optimizer steps on these ranks."""
+    """A request to profile this number of optimizer steps on these ranks."""
 
     id: str
     steps: int
@@ -36,7 +36,7 @@ class ProfileRequest(msgspec.Struct, frozen=True):
 
 
 class ProfileAnswer(msgspec.Struct, frozen=True):
-    """The files of a request, by name; or why there are none."""
+    """The profiles of a request, by file name; or the reason why there are none."""
 
     id: str
     files: tuple[str, ...]
@@ -44,16 +44,16 @@ class ProfileAnswer(msgspec.Struct, frozen=True):
 
 
 class ProfileRequests(NamedTuple):
-    """The folder of the run's profiles, as the driver uses it."""
+    """The folder of the run's profiles, with the operations of the driver."""
 
     folder: Path
 
     def clear(self) -> None:
-        """Delete what an earlier process was asked for."""
+        """Delete a request to an earlier process."""
         (self.folder / REQUEST).unlink(missing_ok=True)
 
     def request(self, ranks: int) -> ProfileRequest | None:
-        """What is asked for now; a request that cannot be met is answered at once."""
+        """The current request; a request that cannot be met is answered at once."""
         try:
             found = msgspec.json.decode((self.folder / REQUEST).read_bytes(), type=ProfileRequest)
         except FileNotFoundError:
@@ -69,7 +69,7 @@ class ProfileRequests(NamedTuple):
         return found
 
     def answer(self, request: ProfileRequest, files: Sequence[str], problem: str = "") -> None:
-        """End a request."""
+        """Answer a request."""
         write_atomic(
             self.folder / ANSWER, msgspec.json.encode(ProfileAnswer(request.id, tuple(files), problem)).decode()
         )
@@ -77,7 +77,7 @@ class ProfileRequests(NamedTuple):
 
 
 def ask(folder: Path, steps: int, ranks: Sequence[int], seconds: float, sleep: Callable[[float], None]) -> list[Path]:
-    """Ask the run in a folder for profiles, and wait up to `seconds` for the files.
+    """Request profiles from the run in a folder, and wait up to `seconds` for the files.
 
     Raises:
         UserError: no process runs it, it cannot do that, or another profile is being recorded.

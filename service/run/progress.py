@@ -26,7 +26,7 @@ class Progress:
     def __init__(
         self, max_steps: int, roles: Sequence[str], resumes: bool, folder: RunWriter, say: Callable[[str], None]
     ) -> None:
-        """`roles`: those of the configuration; `resumes`: whether there are checkpoints to continue from."""
+        """`roles`: the roles of the configuration; `resumes`: whether there are checkpoints to continue from."""
         self._max_steps, self._roles, self._resumes = max_steps, roles, resumes
         self._folder = folder
         self._say = say
@@ -39,7 +39,7 @@ class Progress:
         self._success: float | None = None
 
     def begin(self) -> None:
-        """Reinforcement learning begins, or continues after the steps of an earlier process."""
+        """Record that reinforcement learning begins, or continues after the steps of an earlier process."""
         self._began = self._last = self._said = time.monotonic()
         total, taken = self._max_steps, len(self._rewards)
         steps = f"steps {taken + 1} to {total}" if taken else f"{total} optimizer steps"
@@ -47,25 +47,26 @@ class Progress:
         self._say(f"training: {steps} ({self._began - self._created:.0f} s so far)")
 
     def probed(self, success: float, expected: tuple[float, float]) -> None:
-        """After the warm start this fraction of sampled tasks was solved."""
+        """Record the fraction of sampled tasks that was solved after the warm start."""
         self._success = success
         low, high = expected
         verdict = "as expected" if low <= success <= high else "OUTSIDE what was expected"
         self._say(f"warm start: {success:.2f} of sampled tasks solved, {verdict} ({low:.2f} to {high:.2f})")
 
     def go_on_from(self, step: int) -> None:
-        """Training continues after this step; the metrics of later steps are dropped and measured again."""
+        """Continue training after this step; the metrics of later steps are dropped and measured again."""
         lines = self._folder.cut_after(step)
         self._rewards = [line["reward/avg_raw_reward"] for line in lines]
         self._staleness = [line["async/staleness_mean"] for line in lines]
 
     def waited(self, seconds: float) -> None:
-        """The trainer waited for a mini-batch."""
+        """Record a wait of the trainer for a mini-batch."""
         self._waited += seconds
         self._waited_this_step = seconds
 
     def synced(self, seconds: float | None) -> None:
-        """The engines serve new weights, this long after they were sent; None if no update was under way."""
+        """Record how long the engines took to serve new weights after these were sent; None if no update was under
+        way."""
         self._synced = self._synced if seconds is None else seconds
 
     def stepped(
@@ -75,7 +76,7 @@ class Progress:
         metrics: Mapping[str, float],
         generators: Sequence[Mapping[str, Any]],
     ) -> dict[str, float]:
-        """An optimizer step was committed; returns its line of `metrics.jsonl`."""
+        """Record a committed optimizer step; returns its line of `metrics.jsonl`."""
         now = time.monotonic()
         line = {
             "trainer/global_step": version.step,
@@ -88,7 +89,7 @@ class Progress:
             **self._wait_fractions(now, generators),
             **self._env_metrics.since(generators),
         }
-        self._synced = None  # else the metric would count an update once for each step until the next one
+        self._synced = None  # otherwise every step until the next update would count this one again
         self._folder.log_step(line)
         self._last = now
         if not self._rewards and (silent := [role for role in self._roles if f"role/{role}/turns" not in line]):
@@ -107,11 +108,11 @@ class Progress:
         return line
 
     def end_early(self, steps: int = 0) -> None:
-        """The run was stopped before it took another step than the `steps` of an earlier process."""
+        """Record that the run was stopped before it took another step than the `steps` of an earlier process."""
         end_early(self._folder, self._say, steps, seconds=time.monotonic() - self._created)
 
     def end(self, state: str, buffer: Mapping[str, Any], generators: Sequence[Mapping[str, Any]]) -> None:
-        """The run is over: draw the curve, write and print the summary."""
+        """End the run: draw the curve, write and print the summary."""
         now = time.monotonic()
         fractions = self._wait_fractions(now, generators)
         summary = {
@@ -135,7 +136,7 @@ class Progress:
             self._say(f"`baton run --resume {self._folder.path}` goes on from here")
 
     def _wait_fractions(self, now: float, generators: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-        """The fractions of their time that the trainer and the generators waited."""
+        """The fractions of time for which the trainer and the generators waited."""
         elapsed = sum(status["elapsed_seconds"] for status in generators)
         waited = sum(status["wait_seconds"] for status in generators)
         return {

@@ -1,4 +1,4 @@
-"""Telling an environment that fails sometimes from one that always fails."""
+"""Detects an environment that always fails, as opposed to one that fails sometimes."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class FailureWatch:
         self._now: Counter[str] = Counter()
 
     def progressed(self) -> None:
-        """An optimizer step was applied: count from here."""
+        """Restart the count, because an optimizer step was applied."""
         self._before = self._now
 
     def check(self, statuses: Sequence[Mapping[str, Any]]) -> None:
-        """Check that not every trajectory fails.
+        """Raise if every trajectory fails.
 
         Raises:
             RunFailed: `limit` trajectories or more ended since the last step, and every one of them failed.
@@ -31,7 +31,7 @@ class FailureWatch:
         self._now = Counter()
         for status in statuses:
             self._now.update({name: n for name, n in status["counts"].items() if name.startswith("end_")})
-        # A generator that was restarted counts from 0; a negative difference counts as none.
+        # The counts of a restarted generator begin at 0; a negative difference counts as 0.
         ended = self._now - self._before
         if ended.total() < self._limit or any(name.removeprefix("end_") not in FAILURES for name in ended):
             return

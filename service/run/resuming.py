@@ -1,4 +1,4 @@
-"""Resuming a run: the checkpoint from which it continues, and what must be as it was when the run began.
+"""Resuming a run: the checkpoint from which it continues, and the settings that must not have changed.
 
 Everything is checked before Ray starts, so a refusal takes no time and leaves the run as it was.
 """
@@ -23,7 +23,7 @@ Load = Callable[[Path], Config]
 
 
 class FromStore(Protocol):
-    """Makes the folder of a run from the store at an address: `into` that folder, or a new one in `run.dir`."""
+    """Restores the folder of a run from the store at an address, to `into` or to a new folder in `run.dir`."""
 
     def __call__(self, url: str, load: Load, into: Path | None = None) -> Path: ...
 
@@ -31,7 +31,7 @@ class FromStore(Protocol):
 def folder_to_resume(
     run: str, configs: Sequence[Path], overrides: Sequence[str], from_store: FromStore
 ) -> tuple[Path, list[str]]:
-    """The folder of the run that a word names, with the overrides of its configuration.
+    """The folder of the run to resume, with the overrides of its configuration.
 
     A run is named by its folder, by its name, or by the address of its store; where this disk has nothing of the run,
     its folder is made from the store that the address or the configuration names.
@@ -58,7 +58,7 @@ def folder_to_resume(
 
 @contextmanager
 def resumed(run: RunConfig, trainer: TrainerConfig, path: Path) -> Iterator[Manifest]:
-    """Hold the lock of a run's folder; yields the checkpoint from which the run continues.
+    """Within the block, hold the lock of a run's folder; yields the checkpoint from which the run continues.
 
     Files that a killed writer left unfinished are deleted. A run that took all its steps and ended before its final
     weights were written continues by writing them.
@@ -80,10 +80,10 @@ def resumed(run: RunConfig, trainer: TrainerConfig, path: Path) -> Iterator[Mani
 
 
 def _is_finished(path: Path) -> bool:
-    """Whether a run has taken all its steps and written its final weights, as its summary says."""
+    """Whether a run has taken all its steps and written its final weights, according to its summary."""
     try:
         summary = json.loads((path / SUMMARY).read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # none, or one that was cut off: the final weights are written again
+    except (OSError, ValueError):  # the summary is missing or truncated: the final weights are written again
         return False
     return isinstance(summary, dict) and summary.get("state") == "finished"
 

@@ -1,4 +1,4 @@
-"""The number of generators that a user asks a running run for: a file in its folder, which the driver reads."""
+"""The number of generators that a user requests from a run, through a file in its folder that the driver reads."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from service.run.folder import SCALE
 
 
 def ask_for(folder: Path, generator: GeneratorConfig, engines: int) -> None:
-    """Ask the run in a folder for this number of generators.
+    """Request this number of generators from the run in a folder.
 
     Raises:
         UserError: no process runs it, or its configuration does not allow that number.
@@ -29,9 +29,9 @@ def ask_for(folder: Path, generator: GeneratorConfig, engines: int) -> None:
 
 
 def asked_for(folder: Path, generator: GeneratorConfig, now: int) -> int:
-    """How many generators the run is to have: as asked for, else as many as its configuration allows.
+    """The number of generators that the run should have: the requested one, or else the maximum of its configuration.
 
-    It stays as it is now while the file cannot be read.
+    It stays `now` while the file cannot be read.
     """
     lowest, highest = generator.min_engines, generator.max_engines
     try:
@@ -39,5 +39,5 @@ def asked_for(folder: Path, generator: GeneratorConfig, now: int) -> int:
     except FileNotFoundError:
         return highest
     except (OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError):
-        return now  # another hand wrote it, or the disk fails
+        return now  # something else wrote the file, or the disk fails
     return min(max(engines, lowest), highest)

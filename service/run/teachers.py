@@ -1,4 +1,4 @@
-"""Which teacher teaches which row of the dataset."""
+"""Assigns a teacher to each row of the dataset."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def teachers_of(
     columns: Sequence[Mapping[str, Any]],
     temperatures: Sequence[float | None],
 ) -> list[str]:
-    """The teacher of each row of the dataset, by the row's columns; empty where it has none.
+    """The teacher of each row of the dataset, by the row's columns; empty for rows without a teacher.
 
     Raises:
         UserError: a row names something that is no teacher, or has a temperature of its own; no row names a teacher.

@@ -1,4 +1,4 @@
-"""A run's timeline: the files `timeline/000001.jsonl` and so on, each of bounded size, and what they say when read.
+"""A run's timeline: the files `timeline/000001.jsonl` and so on, each of bounded size, and their reader.
 
     {"hub": ..}                                    first line of a file: the clock to which all are aligned
     {"from": "generator/generator-0", "offset": ..} whose the next lines are, and how far that clock is from the hub's
@@ -45,7 +45,7 @@ Row = tuple[str, str]
 
 
 class TimelineFiles:
-    """Writes what the processes push, in the hub."""
+    """Writes the lines that processes push; used by the hub."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -53,7 +53,7 @@ class TimelineFiles:
         self._numbers = count(1 + max((_number(file) for file in folder.glob("*.jsonl")), default=0))
 
     def append(self, lines: bytes) -> None:
-        """Append whole lines; without room on the disk they are lost, and the log says so."""
+        """Append complete lines; if the disk is full they are lost, and the log says so."""
         try:
             if self._file is None or self._file.tell() >= FILE_BYTES:
                 self._file = self._next()
@@ -63,7 +63,7 @@ class TimelineFiles:
             log.warning("the timeline lacks %d bytes: %s", len(lines), error)
 
     def close(self) -> None:
-        """Close the open file; what is appended later begins a new one."""
+        """Close the open file; the next append begins a new one."""
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -92,7 +92,7 @@ class _Clock(Struct):
 
 
 class Process(Struct, rename={"owner": "from"}):
-    """The process whose lines follow, and its clock."""
+    """The process that wrote the following lines, and its clock."""
 
     owner: str
     """`role/ident`."""
@@ -106,7 +106,7 @@ class Process(Struct, rename={"owner": "from"}):
 
     @property
     def process(self) -> tuple[str, str, str, int]:
-        """Names the process: ids begin anew at each boot, and in each pod."""
+        """A key of the process: process ids are unique only within one boot of a host, or within one pod."""
         return self.owner, self.boot, self.host, self.pid
 
 
@@ -124,7 +124,7 @@ class _SpanLine(Struct, array_like=True, tag=SPAN):
 
 
 class Counter(Struct, array_like=True, tag=COUNTER):
-    """Numbers that hold from a time on."""
+    """Numbers that are valid from a time on."""
 
     name: str
     at: Number
@@ -148,7 +148,7 @@ class _TrajectoryLine(Struct, array_like=True, tag=TRAJECTORY):
 
 
 class Totals(Struct, array_like=True, tag=TOTALS):
-    """Sums over the life of a process."""
+    """Sums since the process started."""
 
     played: int
     """Its trajectories."""
@@ -177,7 +177,7 @@ def _refuse_backwards(began: float, ended: float) -> None:
 
 
 class Span(NamedTuple):
-    """A stay in a state, or a call, in Unix seconds."""
+    """A state or a call, from its begin to its end in Unix seconds."""
 
     began: float
     ended: float
@@ -186,12 +186,12 @@ class Span(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """How long it took."""
+        """The duration in seconds."""
         return self.ended - self.began
 
 
 class Sampled(NamedTuple):
-    """A trajectory whose calls were kept."""
+    """A trajectory whose calls were recorded."""
 
     of: TrajectoryId
     owner: str
@@ -219,7 +219,7 @@ class RunTimeline:
         """By process."""
 
     def read(self, file: Path) -> None:
-        """Add the lines of a file; one that was cut off by a kill is left out."""
+        """Add the lines of a file; skips a line that a kill truncated."""
         lines = [line for line in file.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
         measured = _first_measured(lines)
         hub: _Clock | None = None
@@ -258,13 +258,13 @@ class RunTimeline:
             self.totals[f"{owner}/{source.host}/{source.pid}"] = event
 
     def whole(self) -> RunTimeline:
-        """The timeline in the order of time, after its last file."""
+        """The timeline sorted by time; call after the last file was read."""
         self.rows = {row: _joined(spans) for row, spans in self.rows.items()}
         self.trajectories.sort(key=lambda one: one.span.began)
         return self
 
     def since(self, began: float) -> None:
-        """Drop what ended before this Unix time."""
+        """Drop events that ended before this Unix time."""
         self.rows = {row: [span for span in spans if span.ended >= began] for row, spans in self.rows.items()}
         self.counters = [(owner, counter) for owner, counter in self.counters if counter.at >= began]
         self.trajectories = [one for one in self.trajectories if one.span.ended >= began]
@@ -276,7 +276,7 @@ class RunTimeline:
 
     @property
     def played(self) -> int:
-        """Trajectories that ended, kept or not."""
+        """Number of trajectories that ended, recorded or not."""
         return max(sum(totals.played for totals in self.totals.values()), len(self.trajectories))
 
 
@@ -302,14 +302,14 @@ def read_timeline(folder: Path) -> RunTimeline:
 
 
 def _first_measured(lines: list[bytes]) -> dict[tuple[str, str, str, int], Process]:
-    """The first measured distance to the hub's clock by process, also for what it pushed before it had measured any."""
+    """The first measured clock offset from the hub by process; also used for lines pushed before it was measured."""
     heads = [msgspec.json.decode(line) for line in lines if line.startswith(b"{")]
     sources = [msgspec.convert(head, Process) for head in reversed(heads) if head.get("offset") is not None]
     return {source.process: source for source in sources}
 
 
 def _joined(spans: list[Span]) -> list[Span]:
-    """The spans in order; the parts of a long one, which follow each other, as one."""
+    """The spans in order; consecutive parts of a long span are joined."""
     joined: list[Span] = []
     for span in sorted(spans, key=lambda span: span.began):
         if joined and span.name == joined[-1].name and span.began - joined[-1].ended < TOUCHING:

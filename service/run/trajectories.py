@@ -54,7 +54,7 @@ Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 
 
 class StepShape(TypedDict):
-    """What a step of a record must hold to be shown."""
+    """The fields of a step that are needed to show its record."""
 
     index: Count
     prompt_ids: list[TokenId]
@@ -73,7 +73,7 @@ class StepShape(TypedDict):
 
 
 class ScoreShape(TypedDict):
-    """What a scorer's answer must hold to be shown."""
+    """The fields of a scorer's answer that are needed to show it."""
 
     reward: float | None
     info: str
@@ -104,7 +104,7 @@ RecordShape = TypedDict(
 
 @dataclass(frozen=True)
 class RecordSettings:
-    """What of the configuration says which trajectories are kept, and how their steps share rows."""
+    """Settings that determine which trajectories are kept, and how their steps share rows."""
 
     per_step: int
     """Trajectories that are kept of an optimizer step."""
@@ -114,7 +114,7 @@ class RecordSettings:
 
     @classmethod
     def of(cls, config: Config) -> RecordSettings:
-        """The settings of a run."""
+        """The settings from a run's configuration."""
         kept = config.run.trajectories_per_step
         return cls(kept, tuple(config.roles), config.trained_roles, config.merge_mode)
 
@@ -122,7 +122,8 @@ class RecordSettings:
 def trajectory_records(
     batch: MiniBatch, groups: Sequence[CompleteGroup], at: PolicyVersion, settings: RecordSettings
 ) -> list[Record]:
-    """Evenly spread trajectories of a mini-batch that is trained at version `at`, as many as the settings say."""
+    """An evenly spread sample of the trajectories of a mini-batch that is trained at version `at`; the settings give
+    its size."""
     count = min(settings.per_step, len(batch.return_G))
     chosen = sorted({round(g) for g in np.linspace(0, len(batch.return_G) - 1, count)}) if count else []
     first_of_group = np.searchsorted(batch.prompt_of_trajectory_G, np.arange(len(groups)))
@@ -154,13 +155,13 @@ def trajectory_records(
 
 
 def _turns(group: CompleteGroup) -> Int64s:
-    """[G] the turns of each trajectory of a group, by sample."""
+    """[G] the number of turns of each trajectory of a group, by sample."""
     sample_G = np.sort(group.ends.sample_E)
     return np.bincount(np.searchsorted(sample_G, group.steps.sample_K), minlength=len(sample_G))
 
 
 def _scores(group: CompleteGroup, place: int) -> Record:
-    """By scorer, its answer about a trajectory of a group, which has this place among those of the group."""
+    """The answers of scorers, by name, about the trajectory at position `place` of a group."""
     return {
         score.scorer: {
             "reward": score.rewards[place] if score.rewards else None,
@@ -172,7 +173,7 @@ def _scores(group: CompleteGroup, place: int) -> Record:
 
 
 def trained(records: Sequence[Mapping[str, Any]], version: PolicyVersion) -> list[Record]:
-    """The records of a mini-batch after the optimizer step that made `version` was committed."""
+    """The records of a mini-batch, updated after the optimizer step that made `version` was committed."""
     return [{**record, "fate": "trained", "optimizer_step": version.step} for record in records]
 
 
@@ -185,7 +186,7 @@ def describe_ends(records: Sequence[Mapping[str, Any]]) -> str:
 
 
 class LostTrajectories:
-    """A bounded sample of groups that ended without being trained: one trajectory a group.
+    """A bounded sample of groups that ended untrained: one trajectory per group.
 
     The buffer reports every such group to `ended`.
     """
@@ -195,7 +196,8 @@ class LostTrajectories:
         self._records: list[Record] = []
 
     def ended(self, end: Ended, uid: str, store: Store, at: PolicyVersion) -> None:
-        """Keep the longest trajectory of a group that ends now, a complete one first; its steps are in the store."""
+        """Keep the longest trajectory of an ending group, preferably a complete one; its steps are read from the
+        store."""
         if len(self._records) >= self._settings.per_step:
             return
         held = store.of(end.group_id)
@@ -227,7 +229,7 @@ class LostTrajectories:
 
 
 def _stored(held: Held, sample: int) -> tuple[list[Step], TrajectoryEnd | None]:
-    """The steps of a sample up to the first missing one, and its end if the buffer has it."""
+    """The steps of a sample before the first missing one, and its end if the buffer has it."""
     steps = [step for table in held.steps_of(sample) for step in step_objects(table)]
     steps.sort(key=lambda step: step.index)
     return [step for index, step in enumerate(steps) if step.index == index], held.ends.get(sample)
@@ -241,7 +243,7 @@ def _record(
     at: PolicyVersion,
     settings: RecordSettings,
 ) -> Record:
-    """What a record holds whatever the fate of its trajectory."""
+    """The fields of a record that do not depend on the fate of its trajectory."""
     roles = roles_from(end.roles if end is not None else b"", len(steps), settings.roles)
     given = end.rewards[: len(steps)] if end is not None and end.rewards else (0.0,) * len(steps)
     parents = _parents(steps)
@@ -264,7 +266,7 @@ def _record(
 
 
 def _parents(steps: Sequence[Step]) -> Iterator[int | None]:
-    """The step that each step continues: all of whose tokens stand in front of its own."""
+    """The step that each step continues: all tokens of that step are a prefix of its own."""
     lengths: dict[int, int] = {}
     for step in steps:
         extends = step.extends or Extension(-1, 0, 0)
@@ -273,7 +275,7 @@ def _parents(steps: Sequence[Step]) -> Iterator[int | None]:
 
 
 def _step_record(step: Step, row: int | None, later: float) -> Record:
-    """`later`: the reward that the step was given after it was sent, on top of its own."""
+    """The record of a step; `later`: the reward that the step was given after it was sent, on top of its own."""
     rewards = np.atleast_1d(np.array(step.reward, np.float64))
     rewards[-1:] += later
     return {
@@ -292,12 +294,12 @@ def _step_record(step: Step, row: int | None, later: float) -> Record:
 
 
 def _finite(value: float) -> float | None:
-    """JSON has no NaN; the buffer accepts a few log-probabilities that are not finite, and masks them."""
+    """The number, or None if it is not finite: JSON has no NaN, and the buffer masks such log-probabilities."""
     return round(value, 4) if math.isfinite(value) else None
 
 
 def _runs(versions: Int64s) -> list[tuple[int, str | None]]:
-    """Equal versions side by side, counted: [5, 5, -1] -> [(2, "0.5"), (1, None)]."""
+    """Run lengths of equal adjacent versions: [5, 5, -1] -> [(2, "0.5"), (1, None)]."""
     return [
         (len(list(same)), None if (version := version_of(number)) is None else str(version))
         for number, same in groupby(versions.tolist())
@@ -342,7 +344,7 @@ def load_records(folder: Path) -> list[Record]:
 
 
 def _checked(record: RecordShape) -> Record:
-    """The record; ValueError where a step lacks facts about its tokens, or continues none of the steps before it."""
+    """Check a record; ValueError if a step lacks data about its tokens, or continues a step that is not before it."""
     for place, step in enumerate(record["steps"]):
         if step["index"] != place or not ((parent := step.get("parent")) is None or parent < place):
             raise ValueError(f"step {step['index']} is not the step {place}, or continues a later one")
@@ -354,9 +356,9 @@ def _checked(record: RecordShape) -> Record:
 
 
 def find_record(records: Sequence[Record], wanted: str | None) -> Record:
-    """The record of an id, or of the start of an id (`812` is the first kept sample of that group).
+    """The record with this id, or whose id begins like this (`812` is the first kept sample of that group).
 
-    Without an id the newest trained record, or else the newest: records from the end of a run carry no loss.
+    Without an id, the newest trained record, or else the newest of all: records from the end of a run carry no loss.
 
     Raises:
         UserError: no record has that id.

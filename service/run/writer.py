@@ -1,4 +1,4 @@
-"""Writes what a run leaves in its folder: configuration, metrics, curve, trajectories, evaluations, summary."""
+"""Writes the files of a run folder: configuration, metrics, curve, trajectories, evaluations, summary."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TRAJECTORIES_BYTES = 64 << 20
 
 
 class RunWriter:
-    """Writes the files of one run: files are replaced at once, lines are appended and flushed."""
+    """Writes the files of one run: files are replaced atomically, lines are appended and flushed."""
 
     def __init__(self, path: Path, has_begun: bool = True) -> None:
         self.path = Path(path)
@@ -49,7 +49,7 @@ class RunWriter:
         """Whether the final weights are those of that step."""
 
     def begin(self, resolved: str, wandb: WandbConfig | None = None) -> None:
-        """The run begins or continues: delete how its earlier part ended, and write its resolved configuration.
+        """Begin or continue a run: delete the summary of its earlier part, and write its resolved configuration.
 
         `baton run --config` with that file repeats the run.
         """
@@ -63,14 +63,14 @@ class RunWriter:
         write_atomic(self.path / ADDRESS, json.dumps({"url": url}) + "\n")
 
     def write_targets(self, targets: Sequence[Mapping[str, Any]]) -> None:
-        """Write what Prometheus is to scrape for this run, in the format of its file-based service discovery."""
+        """Write the scrape targets of this run for Prometheus, in the format of its file-based service discovery."""
         if targets != self._targets:
             self._targets_file.parent.mkdir(exist_ok=True)
             write_atomic(self._targets_file, json.dumps(targets) + "\n")
             self._targets = targets
 
     def delete_targets(self) -> None:
-        """Prometheus scrapes this run no more."""
+        """Delete the scrape targets, so that Prometheus stops scraping this run."""
         if self._has_begun:
             self._targets_file.unlink(missing_ok=True)
 
@@ -131,7 +131,8 @@ class RunWriter:
             draw_learning_curve(lines, partial, title=self.path.name)
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
-        """Write how the run ended, as one JSON object; nothing where a resumption ends before the run continues."""
+        """Write the result of the run as one JSON object; does nothing if a resumption ends before the run
+        continues."""
         if not self._has_begun:
             return
         summary = {key: printable(value) if isinstance(value, str) else value for key, value in summary.items()}
@@ -157,7 +158,7 @@ def _cut(path: Path, key: str, limit: int) -> list[dict[str, Any]]:
 
 
 def _number(value: float) -> float | int | None:
-    """A number as JSON can hold it: NaN and infinities become null."""
+    """A number for JSON: NaN and infinities become null."""
     if isinstance(value, bool | int):
         return int(value)
     number = float(value)

@@ -1,1 +1,1 @@
-"""The forms in which clients ask a language model over HTTP, each as a pair of pure functions: read and answer."""
+"""The HTTP APIs by which clients call a language model, each as a pair of pure functions: read and answer."""

@@ -1,4 +1,4 @@
-"""Reads what clients send: a JSON object, its schema, and refusals that name the field at fault.
+"""Reads request bodies: parses the JSON object, checks its schema, and names the wrong field in a refusal.
 
     {"messages": [{"role": "user", "content": 5}]}   400   messages[0].content: Expected `str | array | null`, got `int`
     {"messages": [...], "n": 2}                      400   n: one call gives one answer
@@ -44,7 +44,7 @@ TokenIds = Annotated[list[Annotated[int, Meta(ge=0, lt=2**31)]], Meta(min_length
 
 
 class TextPart(Struct):
-    """One part of a content; only text is taken."""
+    """One part of a message's content; only text is accepted."""
 
     type: Literal["text", "input_text", "output_text", "reasoning_text", "summary_text"]
     text: str
@@ -54,7 +54,7 @@ Content = str | list[TextPart] | None
 
 
 class Pinned(Struct, kw_only=True):
-    """What a client may wish for sampling: the session's own parameters count."""
+    """Sampling parameters that a client may send; they are ignored in favour of the session's own."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -69,20 +69,20 @@ class Pinned(Struct, kw_only=True):
 
 
 class CommonFields(Pinned, kw_only=True):
-    """What requests of all dialects have."""
+    """Fields that requests of all dialects share."""
 
     model: str | None = None
     stream: bool | None = None
 
 
 class StreamOptions(Struct):
-    """What a stream of chat completions or completions has besides the text."""
+    """Options of a stream of chat completions or completions."""
 
     include_usage: bool | None = None
 
 
 class _Unless(NamedTuple):
-    """A field that is refused unless it asks for nothing."""
+    """Type of a field that is refused unless it has a value without effect."""
 
     neutral: tuple[Any, ...]
     reason: str
@@ -116,7 +116,7 @@ REFUSED: Mapping[str, _Unless] = {
 
 
 def parse_body(raw: bytes) -> dict[str, Any]:
-    """The object in the body of a request: no number is NaN, no text holds half a character, nothing is too deep.
+    """Parse the body of a request as a JSON object without NaN, half surrogate pairs or deep nesting.
 
     Raises:
         Refused: the body is something else.
@@ -125,7 +125,7 @@ def parse_body(raw: bytes) -> dict[str, Any]:
         if HALF.search(raw):
             raw = json.dumps(json.loads(raw), ensure_ascii=False).encode(errors="replace")
         body = read_json(raw)
-    except (ValueError, RecursionError) as error:  # also where bytes are no UTF-8
+    except (ValueError, RecursionError) as error:  # also raised if bytes are not UTF-8
         raise Refused(400, None, f"the body is no JSON: {error}") from error
     if not isinstance(body, dict):
         raise Refused(400, None, "the body is no JSON object")
@@ -133,7 +133,7 @@ def parse_body(raw: bytes) -> dict[str, Any]:
 
 
 def read_request(body: Mapping[str, Any], shape: type[Shape], where: str = "") -> Shape:
-    """A request in its schema; `where` is its place in the body.
+    """Convert a request to its schema; `where` is its place in the body.
 
     Raises:
         Refused: it does not follow the schema, or it asks for what no session gives.
@@ -149,7 +149,7 @@ def read_request(body: Mapping[str, Any], shape: type[Shape], where: str = "") -
 
 
 def read_as(value: Any, shape: type[Shape], where: str = "") -> Shape:
-    """A value in its schema; `where` is its place in the body.
+    """Convert a value to its schema; `where` is its place in the body.
 
     Raises:
         Refused: the value does not follow the schema.
@@ -165,7 +165,7 @@ def read_as(value: Any, shape: type[Shape], where: str = "") -> Shape:
 
 
 def own_tools(tools: list[dict[str, Any]] | None, shape: Any) -> Iterator[Any]:
-    """The tools that the client runs, in their schema.
+    """Convert the tools that the client runs to their schema.
 
     A hosted tool is left out: refusing it would end agents that always offer one.
     """
@@ -175,7 +175,7 @@ def own_tools(tools: list[dict[str, Any]] | None, shape: Any) -> Iterator[Any]:
 
 
 def function_tool(name: str, description: str | None, parameters: Mapping[str, Any] | None) -> Tool:
-    """A tool as chat templates expect it, the same from every dialect."""
+    """A tool in the form of chat templates, the same for every dialect."""
     told = {} if description is None else {"description": description}
     return {
         "type": "function",
@@ -184,7 +184,7 @@ def function_tool(name: str, description: str | None, parameters: Mapping[str, A
 
 
 def text_of(content: Content) -> str:
-    """The text of a content."""
+    """The text of a message's content."""
     return content if isinstance(content, str) else "".join(part.text for part in content or ())
 
 

@@ -68,7 +68,7 @@ class _Request(CommonFields, kw_only=True):
 
 
 def read(body: Mapping[str, Any]) -> CallRequest:
-    """The request; ids and log-probabilities are given together, where a client asks for either kind of ids."""
+    """Read the request; a client that asks for ids in either form gets ids and log-probabilities together."""
     request = read_request(body, _Request)
     functions = (tool.function for tool in own_tools(request.tools, _Tool))
     return CallRequest(
@@ -82,7 +82,7 @@ def read(body: Mapping[str, Any]) -> CallRequest:
 
 
 def reply(answer: CallAnswer, asked: CallRequest) -> dict[str, Any]:
-    """A chat completion."""
+    """The answer as a chat completion."""
     message = answer.call.message()
     choice = {"index": 0, "message": {**message, "content": _content(message)}, "finish_reason": answer.finish}
     ids = {"prompt_token_ids": answer.prompt_ids} if asked.wants_ids else {}
@@ -91,7 +91,7 @@ def reply(answer: CallAnswer, asked: CallRequest) -> dict[str, Any]:
 
 
 def events(answer: CallAnswer, asked: CallRequest) -> Iterator[bytes]:
-    """Chunks of a chat completion."""
+    """The answer as chunks of a chat completion."""
     head = {**_head(answer), "object": "chat.completion.chunk"}
 
     def chunk(delta: Mapping[str, Any], finish: str | None = None, **more: Any) -> bytes:
@@ -126,7 +126,7 @@ def _message(message: _Message) -> dict[str, Any]:
 
 
 def _content(message: Mapping[str, Any]) -> str | None:
-    """Clients expect no text, rather than an empty one, beside calls."""
+    """The content of a message: null instead of an empty text beside calls, as clients expect."""
     return message["content"] or (None if "tool_calls" in message else "")
 
 
@@ -135,7 +135,7 @@ def _head(answer: CallAnswer) -> dict[str, Any]:
 
 
 def _tokens(answer: CallAnswer, asked: CallRequest) -> dict[str, Any]:
-    """vLLM's fields for clients that train: ids, and a log-probability for each."""
+    """vLLM's fields for clients that train: token ids, each with a log-probability."""
     if not asked.wants_ids:
         return {"logprobs": None}
     ids, logprobs = answer.sampled()

@@ -30,7 +30,7 @@ class _Request(CommonFields, kw_only=True):
 
 
 def read(body: Mapping[str, Any]) -> CallRequest:
-    """The request; the reply of its call has the whole text as content."""
+    """Read the request; the reply of its call has the whole text as content."""
     request = read_request(body, _Request)
     return CallRequest(
         messages=(),
@@ -43,12 +43,12 @@ def read(body: Mapping[str, Any]) -> CallRequest:
 
 
 def reply(answer: CallAnswer, asked: CallRequest) -> dict[str, Any]:
-    """A text completion."""
+    """The answer as a text completion."""
     return {**_head(answer), "choices": [_choice(answer, asked)], "usage": answer.usage}
 
 
 def events(answer: CallAnswer, asked: CallRequest) -> Iterator[bytes]:
-    """Chunks of a text completion."""
+    """The answer as chunks of a text completion."""
     yield frame({**_head(answer), "choices": [{**_choice(answer, asked), "finish_reason": None}]})
     yield frame({**_head(answer), "choices": [{"index": 0, "text": "", "finish_reason": _finish(answer)}]})
     if asked.include_usage:

@@ -1,4 +1,4 @@
-"""What every dialect reads a request into, and what it writes an answer from.
+"""Interface of all dialects: what a request is read into, and what an answer is written from.
 
 body of a POST --read--> CallRequest --(tree, engine, journal)--> CallAnswer --reply / events--> JSON / event stream
                    \\--> Refused --error / error_event--> the dialect's own form of an error
@@ -42,7 +42,7 @@ class CallRequest(NamedTuple):
 
 
 class CallAnswer(NamedTuple):
-    """One call of the policy for the client that asked."""
+    """One call of the policy, with the data for the client's answer."""
 
     call: Call
     model: str
@@ -51,17 +51,17 @@ class CallAnswer(NamedTuple):
 
     @property
     def finish(self) -> Literal["stop", "length", "tool_calls"]:
-        """Why the answer ends here."""
+        """The finish reason of the answer."""
         return "tool_calls" if self.call.reply.calls else "length" if self.call.stop_reason == "length" else "stop"
 
     @property
     def n_sampled(self) -> int:
-        """Tokens that the policy sampled, without an appended end."""
+        """Number of tokens that the policy sampled, without an appended end."""
         return int(self.call.response.loss_mask.sum())
 
     @property
     def usage(self) -> dict[str, int]:
-        """The numbers of tokens in chat completions and completions."""
+        """The token counts in the form of chat completions and completions."""
         n_prompt, n_sampled = self.call.n_prompt, self.n_sampled
         return {"prompt_tokens": n_prompt, "completion_tokens": n_sampled, "total_tokens": n_prompt + n_sampled}
 
@@ -78,7 +78,7 @@ class CallAnswer(NamedTuple):
 
 
 class Refused(UserError):
-    """A request that is not answered as asked; a client gets it as an error in the form of its dialect."""
+    """Refusal of a request; the client gets it as an error in the form of its dialect."""
 
     def __init__(self, status: int, field: str | None, reason: str, code: str | None = None) -> None:
         super().__init__(f"{field}: {reason}" if field else reason)
@@ -92,7 +92,7 @@ class Refused(UserError):
 
 
 def frame(data: Any, event: str = "") -> bytes:
-    """One server-sent event; JSON as `data` has no line break."""
+    """One server-sent event; `data`, as JSON, has no line break."""
     head = f"event: {event}\n" if event else ""
     return f"{head}data: {json.dumps(data)}\n\n".encode()
 
@@ -104,12 +104,12 @@ def openai_error(refused: Refused) -> dict[str, Any]:
 
 
 def openai_error_event(refused: Refused) -> bytes:
-    """The end of a stream of chat completions or completions that failed."""
+    """The error event that ends a failed stream of chat completions or completions."""
     return frame(openai_error(refused)) + DONE
 
 
 class Dialect(NamedTuple):
-    """One form of requests and answers."""
+    """One API: how its requests are read and its answers are written."""
 
     name: str
     read: Callable[[Mapping[str, Any]], CallRequest]

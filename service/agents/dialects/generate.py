@@ -32,7 +32,7 @@ class _Request(Struct, kw_only=True):
 
 
 def read(body: Mapping[str, Any]) -> CallRequest:
-    """The prompt's ids and the maximum tokens of the response; other sampling parameters are the session's."""
+    """Read the prompt's ids and the maximum number of response tokens; other sampling parameters are the session's."""
     request = read_request(body, _Request)
     sampling = read_request(request.sampling_params or {}, _Sampling, "sampling_params")
     return CallRequest(
@@ -43,7 +43,7 @@ def read(body: Mapping[str, Any]) -> CallRequest:
 
 
 def reply(answer: CallAnswer, asked: CallRequest) -> dict[str, Any]:
-    """The sampled ids with log-probabilities, and spans of the policy's versions."""
+    """The answer: sampled ids with log-probabilities, and spans of the policy's versions."""
     ids, logprobs = answer.sampled()
     content: list[dict[str, Any]] = [
         {"token_id": i, "token": f"token_id:{i}", "logprob": p, "rank": None, "top_logprobs": []}
@@ -60,12 +60,12 @@ def reply(answer: CallAnswer, asked: CallRequest) -> dict[str, Any]:
 
 
 def events(answer: CallAnswer, asked: CallRequest) -> Iterator[bytes]:
-    """None: `read` refuses a stream."""
+    """No events: `read` refuses streams."""
     return iter(())
 
 
 def _spans(versions: Sequence[int]) -> list[dict[str, Any]]:
-    """Tokens `start:end` that one version sampled."""
+    """Spans `start:end` of tokens that one version sampled."""
     spans, start = [], 0
     for version, group in groupby(version for version in versions if version != NO_VERSION):
         end = start + sum(1 for _ in group)

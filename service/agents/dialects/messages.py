@@ -86,7 +86,7 @@ class _Request(CommonFields, kw_only=True):
 
 
 def read(body: Mapping[str, Any]) -> CallRequest:
-    """The request for an answer."""
+    """Read a request for an answer."""
     asked = read_to_count(body)
     if asked.max_tokens is None:
         raise Refused(400, "max_tokens", "is required")
@@ -94,7 +94,7 @@ def read(body: Mapping[str, Any]) -> CallRequest:
 
 
 def read_to_count(body: Mapping[str, Any]) -> CallRequest:
-    """The request for the number of its tokens."""
+    """Read a request for a token count."""
     request = read_request(body, _Request)
     if request.messages[-1].role == "assistant":
         raise Refused(400, f"messages[{len(request.messages) - 1}]", "an answer that was begun cannot be continued")
@@ -111,7 +111,7 @@ def read_to_count(body: Mapping[str, Any]) -> CallRequest:
 
 
 def reply(answer: CallAnswer, asked: CallRequest) -> dict[str, Any]:
-    """A message."""
+    """The answer as a message."""
     call = answer.call
     blocks: list[dict[str, Any]] = []
     if call.reply.thinking:
@@ -140,7 +140,7 @@ def reply(answer: CallAnswer, asked: CallRequest) -> dict[str, Any]:
 
 
 def events(answer: CallAnswer, asked: CallRequest) -> Iterator[bytes]:
-    """A message in its parts."""
+    """The answer as the events of a streamed message."""
 
     def event(kind: str, **fields: Any) -> bytes:
         return frame({"type": kind, **fields}, kind)
@@ -165,12 +165,12 @@ def error(refused: Refused) -> dict[str, Any]:
 
 
 def error_event(refused: Refused) -> bytes:
-    """The end of a stream that failed."""
+    """The error event that ends a failed stream."""
     return frame(error(refused), "error")
 
 
 def _read(message: _Message) -> Iterator[dict[str, Any]]:
-    """The messages of chat completions in one message: an answer is one, a user's has an answer for each tool call."""
+    """Convert one message to those of chat completions: one for an assistant's, one per tool result for a user's."""
     blocks = _blocks(message)
     if message.role == "assistant":
         yield _assistant(blocks)

@@ -115,7 +115,7 @@ class _Request(CommonFields, kw_only=True):
 
 
 def read(body: Mapping[str, Any]) -> CallRequest:
-    """The request."""
+    """Read the request."""
     request = read_request(body, _Request)
     items = _items(request.input)
     system = [{"role": "system", "content": request.instructions}] if request.instructions else []
@@ -141,7 +141,7 @@ def read(body: Mapping[str, Any]) -> CallRequest:
 
 
 def reply(answer: CallAnswer, asked: CallRequest) -> dict[str, Any]:
-    """A response."""
+    """The answer as a response."""
     numbers, is_cut = answer.usage, answer.finish == "length"
     return {
         "id": f"resp_{answer.call.name}",
@@ -164,7 +164,7 @@ def reply(answer: CallAnswer, asked: CallRequest) -> dict[str, Any]:
 
 
 def events(answer: CallAnswer, asked: CallRequest) -> Iterator[bytes]:
-    """A response in its parts."""
+    """The answer as the events of a streamed response."""
     numbers = count()
 
     def event(kind: str, **fields: Any) -> bytes:
@@ -196,7 +196,7 @@ def events(answer: CallAnswer, asked: CallRequest) -> Iterator[bytes]:
 
 
 def error_event(refused: Refused) -> bytes:
-    """The end of a stream that failed: the SDK reads the first event, Codex the second."""
+    """The events that end a failed stream: the SDK reads the first one, Codex the second."""
     told = openai_error(refused)["error"]
     first = {"type": "error", "sequence_number": 0, **told, "error": told}
     response = {"object": "response", "status": "failed", "output": [], "error": told}
@@ -212,7 +212,8 @@ def _items(given: str | list[dict[str, Any]]) -> list[Item]:
 
 
 def _echoed(items: Iterable[Item]) -> Iterator[str]:
-    """Names of calls in what came back; some clients keep the items' ids, others only what is encrypted."""
+    """Names of the calls that the client sent back; some clients keep the items' ids, others only the encrypted
+    content."""
     for item in items:
         if isinstance(item, _Message | _Reasoning) and item.id:
             yield item.id.partition("_")[2]
@@ -221,7 +222,7 @@ def _echoed(items: Iterable[Item]) -> Iterator[str]:
 
 
 def _messages(items: Iterable[Item]) -> list[dict[str, Any]]:
-    """The items as messages; the items of one answer become one."""
+    """The items as messages; all items of one answer become one message."""
     messages: list[dict[str, Any]] = []
     before: Item | None = None
     asked: dict[str, Any] | None = None
@@ -242,7 +243,7 @@ def _messages(items: Iterable[Item]) -> list[dict[str, Any]]:
 def _begun(
     messages: list[dict[str, Any]], asked: dict[str, Any] | None, before: Item | None, item: Item
 ) -> dict[str, Any] | None:
-    """The message of which the item is another part; a client may put a tool's answer between two calls.
+    """The message that an item belongs to; a client may put a tool's answer between two calls of one message.
 
     `asked`: the newest message that is no tool's answer.
     """
@@ -275,7 +276,7 @@ def _flat(namespace: str | None, name: str) -> str:
 
 
 def _tools(tools: list[dict[str, Any]] | None) -> dict[str, tuple[str | None, _Function | _Custom]]:
-    """The tools by the names that the policy reads, each with its namespace."""
+    """The tools by the names that the policy sees, each with its namespace."""
     read: dict[str, tuple[str | None, _Function | _Custom]] = {}
     for one in own_tools(tools, _Function | _Custom | _Namespace):
         if isinstance(one, _Namespace):

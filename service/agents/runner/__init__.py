@@ -1,1 +1,1 @@
-"""Runs commands as agents: a throw-away folder, limits and a score for each trajectory."""
+"""Runs commands as agents: a temporary folder, limits and a score for each trajectory."""

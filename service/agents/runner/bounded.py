@@ -66,7 +66,7 @@ async def run_command(launch: Launch, seconds: float, root: Path, base_url: str,
 
 
 class _Run:
-    """A command while it runs."""
+    """A running command."""
 
     def __init__(self, started: Started, limits: Mapping[str, Any]) -> None:
         self._process = started.process
@@ -97,16 +97,16 @@ class _Run:
             self._loop.remove_reader(self._pidfd)
 
     def close(self) -> None:
-        """Read what is left of the output, after all that wrote it has ended."""
+        """Read the rest of the output, after all processes that wrote it have ended."""
         while self._read():
             pass
         self._loop.remove_reader(self._stdout)
         self._stdout.close()
         os.close(self._pidfd)
-        self._process.returncode = self.code or 0  # it was reaped, though not by `Popen`
+        self._process.returncode = self.code or 0  # another process reaped the command
 
     def _read(self) -> bool:
-        """Read a part of the output; False where there is no more at the moment."""
+        """Read a part of the output; False if none is available at the moment."""
         if (data := self._stdout.read(CHUNK)) is None:
             return False
         if not data:
@@ -118,8 +118,8 @@ class _Run:
         return bool(data) and len(data) <= room
 
     def _reap(self) -> None:
-        """Reap what has ended: the command, or processes that it left to themselves."""
-        with suppress(ChildProcessError):  # there are no others
+        """Reap ended processes: the command, or processes that it orphaned."""
+        with suppress(ChildProcessError):  # there are no other children
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:
                 if ended[0] == self._process.pid:
                     code = os.waitstatus_to_exitcode(ended[1])
@@ -131,7 +131,7 @@ class _Run:
         self._stopped.set()
 
     async def _watch(self, root: Path) -> None:
-        """Stop the command when it exceeds what the operating system does not bound."""
+        """Stop the command when it exceeds a limit that the operating system does not enforce."""
         while not self._stopped.is_set():
             began = self._loop.time()
             self._reap()
@@ -146,7 +146,7 @@ class _Run:
 
 
 def _tree() -> tuple[int, int]:
-    """Threads and resident bytes of all descendants of this process."""
+    """Number of threads and resident bytes of all descendants of this process."""
     threads = memory = 0
     for process in psutil.Process().children(recursive=True):
         with suppress(psutil.Error), process.oneshot():
@@ -156,10 +156,10 @@ def _tree() -> tuple[int, int]:
 
 
 def _deleted_bytes(root: Path) -> int:
-    """Bytes on the disk of a folder in files without a name that descendants of this process hold open."""
+    """Bytes on disk of deleted files in a folder that descendants of this process still hold open."""
     sizes, device = {}, root.stat().st_dev
     for process in psutil.Process().children(recursive=True):
-        with suppress(OSError):  # it has ended, or hides its files, as the parents of a command in namespaces do
+        with suppress(OSError):  # the process has ended, or hides its files, as the parents of a sandboxed command do
             for entry in os.scandir(f"/proc/{process.pid}/fd"):
                 with suppress(OSError):
                     found = os.stat(entry.path)
@@ -169,7 +169,7 @@ def _deleted_bytes(root: Path) -> int:
 
 
 async def _is_larger(root: Path, limit: int) -> bool:
-    """Whether a folder takes more bytes on disk; links are not followed."""
+    """Whether a folder takes more than `limit` bytes on disk; links are not followed."""
     total = 0
     for number, size in enumerate(_sizes(root), start=1):
         total += max(size, FILE_BYTES)
@@ -181,7 +181,7 @@ async def _is_larger(root: Path, limit: int) -> bool:
 
 
 def _sizes(root: Path) -> Iterator[int]:
-    """Bytes on disk of everything below a folder; what lies too deep to be measured is as large as can be."""
+    """Bytes on disk of each entry below a folder; `sys.maxsize` for one too deep to be measured."""
     folders = [str(root)]
     while folders:
         try:
@@ -189,6 +189,6 @@ def _sizes(root: Path) -> Iterator[int]:
                 yield entry.stat(follow_symlinks=False).st_blocks * 512
                 if entry.is_dir(follow_symlinks=False):
                     folders.append(entry.path)
-        except OSError as error:  # it is gone, or closed to its own user
+        except OSError as error:  # the entry is gone, or not readable
             if error.errno == errno.ENAMETOOLONG:
                 yield sys.maxsize

@@ -1,4 +1,4 @@
-"""Forwards the connections of a command that has no network to its endpoint."""
+"""Forwards the connections of a command without a network to its endpoint."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def port_of(base_url: str) -> int:
 
 
 def on_loopback(base_url: str) -> str:
-    """The address of an endpoint as a command reaches it through the forwarded port, without TLS.
+    """The address of an endpoint as seen by a command behind the forwarded port, without TLS.
 
     >>> on_loopback("https://train.example.org/s/812/v1")
     'http://127.0.0.1:443/s/812/v1'
@@ -38,7 +38,7 @@ async def forwarded(listener: socket.socket, base_url: str) -> AsyncIterator[Non
         try:
             await _connect(endpoint, port_of(base_url), reader, writer)
         except OSError:
-            pass  # one side is gone: the other one is closed
+            pass  # one side has closed: the other one is closed too
         finally:
             connections.discard(task)
             writer.close()
@@ -69,5 +69,5 @@ async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
         writer.write(data)
         await writer.drain()
     if writer.can_write_eof():
-        with suppress(OSError):  # the other side is gone
+        with suppress(OSError):  # the other side has closed
             writer.write_eof()

@@ -1,4 +1,4 @@
-"""Runs a command once a trajectory, each time in a folder of its own, and returns what became of it.
+"""Runs a command once per trajectory, each time in a new folder, and returns the result.
 
     AgentRunner.run(task, base_url, key, seed) --> supervisor (a process) --> the command, its folder, its score
                                      Finished <--
@@ -39,7 +39,7 @@ ROOM = 1 << 16
 
 
 class Finished(NamedTuple):
-    """What became of one run of the command."""
+    """Result of one run of the command."""
 
     reward: float | None
     """The score; None where the settings have none, or the run failed."""
@@ -60,7 +60,8 @@ class CommandAgent:
         self._runner = runner
 
     async def play(self, session: AgentSession, task: Task, seed: int) -> None:
-        """Run the command, and finish the session with its score; without one, with what the agent posted."""
+        """Run the command, and finish the session with its score; without a score, with the reward that the agent
+        posted."""
         finished = await self._runner.run(task, session.base_url, session.key, seed)
         if finished.reason:
             log.warning("the command for prompt %s: %s", in_one_line(task.uid), finished.reason)
@@ -68,7 +69,7 @@ class CommandAgent:
 
 
 class AgentRunner:
-    """The runs of one generator; the first one makes their folder."""
+    """The runs of one generator; the first run makes their folder."""
 
     def __init__(self, settings: CommandConfig) -> None:
         limits = settings.limits
@@ -87,11 +88,12 @@ class AgentRunner:
         return CommandAgent(self)
 
     async def run(self, task: Task, base_url: str, key: str, seed: int) -> Finished:
-        """Run the command for a task; it reaches its session at `base_url` (`http://HOST:PORT/.../v1`) with `key`."""
+        """Run the command for a task; the command reaches its session at `base_url` (`http://HOST:PORT/.../v1`) with
+        `key`."""
         if self._folder is None:
             made = Path(tempfile.mkdtemp(prefix=f".{FOLDERS}"))
             self._held.enter_context(lock_folder(made, seconds=1.0))
-            self._folder = made.rename(made.with_name(made.name.removeprefix(".")))  # whole: with its lock
+            self._folder = made.rename(made.with_name(made.name.removeprefix(".")))  # appears with its lock
             await asyncio.to_thread(_remove_left_folders)
         root = Path(tempfile.mkdtemp(dir=self._folder))
         request = {
@@ -140,7 +142,7 @@ def _failed(reason: str) -> Finished:
 
 
 def _remove_left_folders() -> None:
-    """Remove what killed processes of this user left behind."""
+    """Remove folders that killed processes of this user left behind."""
     for folder in Path(tempfile.gettempdir()).glob(f"{FOLDERS}*"):
         with suppress(FileNotFoundError):  # another process removes it
             if folder.stat().st_uid == os.geteuid() and (folder / LOCK).exists() and not is_locked(folder):

@@ -37,12 +37,12 @@ OUR_PROCESSES = 3
 
 
 class NotStarted(Exception):
-    """The command cannot be started; says why."""
+    """The command cannot be started; the message gives the reason."""
 
 
 @dataclass(frozen=True)
 class Launch:
-    """What to start, and its limits."""
+    """A command to start, and its limits."""
 
     command: Sequence[str]
     folder: Path
@@ -57,7 +57,7 @@ class Launch:
 
 
 class Started(NamedTuple):
-    """A command that runs."""
+    """A running command."""
 
     process: subprocess.Popen[bytes]
     """The command, or the outer process of its namespaces, which ends with it and has its exit code; `stdout` has its
@@ -67,7 +67,7 @@ class Started(NamedTuple):
 
 
 def namespaces_refused() -> str:
-    """Why this machine allows this process no namespaces; empty where it does."""
+    """Why this process may not create namespaces on this machine; empty if it may."""
     limits = {"memory_bytes": 1 << 40, "file_bytes": 1 << 40, "processes": 1}
     probe = Launch(("true",), Path("/"), Path(os.devnull), {}, limits, port=0)
     try:
@@ -81,7 +81,7 @@ def namespaces_refused() -> str:
 
 
 def start(launch: Launch, namespaces: bool) -> Started:
-    """Start a command; the caller has only one thread.
+    """Start a command; the caller must have only one thread.
 
     Raises:
         NotStarted: the command cannot be started.
@@ -113,19 +113,19 @@ def start(launch: Launch, namespaces: bool) -> Started:
 
 
 def _confine(launch: Launch, namespaces: bool, report: socket.socket) -> None:
-    """In the process that becomes the command: enter namespaces and set limits; report why that fails."""
+    """Enter namespaces and set limits, in the process that becomes the command; report the reason of a failure."""
     try:
         libc = ctypes.CDLL(None, use_errno=True)
         if namespaces:
             _enter_namespaces(libc, launch.port, report)
-        # After the namespaces: a change of credentials clears it.
+        # After entering the namespaces, because a change of credentials clears it.
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if namespaces:
-            # Closes to the command what it could find in /proc of its parents: Baton's environment variables.
+            # Hides the environment variables of Baton, the parent in /proc, from the command.
             libc.prctl(PR_SET_DUMPABLE, 0)
             _fork_and_end_as_child()
             libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-            # Containers may forbid it; the command then reads numbers of processes that mean nothing to it.
+            # Containers may forbid this; the command then sees process ids that are meaningless to it.
             libc.mount(b"proc", b"/proc", b"proc", 0, None)
             _fork_and_end_as_child()
             os.setsid()
@@ -138,7 +138,7 @@ def _confine(launch: Launch, namespaces: bool, report: socket.socket) -> None:
 
 
 def _enter_namespaces(libc: ctypes.CDLL, port: int | None, report: socket.socket) -> None:
-    """Enter namespaces with the same user and group; with a port, send the socket that listens on it."""
+    """Enter namespaces with the same user and group; with a port, send a socket that listens on it."""
     uid, gid = os.geteuid(), os.getegid()
     flags = CLONE_NEWUSER | CLONE_NEWPID | CLONE_NEWNS | CLONE_NEWIPC | (0 if port is None else CLONE_NEWNET)
     if libc.unshare(flags):
@@ -153,8 +153,9 @@ def _enter_namespaces(libc: ctypes.CDLL, port: int | None, report: socket.socket
 
 
 def _fork_and_end_as_child() -> None:
-    """Return in a child; the parent reaps whatever ends, and ends with the child's exit code, 128 + a signal's."""
-    last_file = max(map(int, os.listdir("/proc/self/fd")))  # before the child puts another /proc in its place
+    """Fork and return in the child; the parent reaps ended processes, and exits with the child's exit code or 128 + its
+    signal."""
+    last_file = max(map(int, os.listdir("/proc/self/fd")))  # before the child mounts another /proc
     child = os.fork()
     if not child:
         return
@@ -167,9 +168,9 @@ def _fork_and_end_as_child() -> None:
 
 
 def _limit(limits: Mapping[str, Any], namespaces: bool) -> None:
-    """Set the limits that the operating system holds; `bounded.py` watches the others."""
+    """Set the limits that the operating system enforces; `bounded.py` watches the others."""
     try:
-        Path("/proc/self/oom_score_adj").write_text("1000")  # before a generator, when the machine has no memory left
+        Path("/proc/self/oom_score_adj").write_text("1000")  # out of memory, it is killed first
     except OSError as error:
         if error.errno not in (errno.ENOENT, errno.EACCES, errno.EROFS):
             raise

@@ -1,4 +1,4 @@
-"""In a process of its own: one trajectory of a command after the other, from the folder to the score.
+"""Supervisor process: runs one trajectory of a command after the other, from making the folder to scoring.
 
 folder with the template's and the row's files --> command --> its output --> score --> folder removed
 """
@@ -43,11 +43,12 @@ SIGNALLED = range(129, 193)
 
 
 class Failed(Exception):
-    """The trajectory fails; says why."""
+    """The trajectory fails; the message gives the reason."""
 
 
 class _Trajectory:
-    """One trajectory; settings are those of `CommandConfig` as plain values, since many such processes run at once."""
+    """One trajectory; settings are those of `CommandConfig` as plain values, because many such processes run at
+    once."""
 
     def __init__(self, request: Mapping[str, Any], namespaces: bool) -> None:
         self._settings = request["settings"]
@@ -60,11 +61,11 @@ class _Trajectory:
         self._folder = self.root / WORK
 
     async def play(self) -> dict[str, Any]:
-        """Run the command and score what it did."""
+        """Run the command and score its result."""
         transcript, reward, status, info = "", None, "ok", {}
         try:
             self._fill_folder()
-            # Held open, the folder keeps its inode: what replaces it cannot get the same number.
+            # Keeping the folder open reserves its inode number, so that a replacement is noticed.
             folder, began = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY), monotonic()
             try:
                 ended = await self._run_agent()
@@ -86,7 +87,7 @@ class _Trajectory:
         return {"reward": reward, "status": status, "reason": reason, "info": info, "transcript": transcript}
 
     def _fill_folder(self) -> None:
-        """Make the folder: the template's files, the row's, and the prompt beside them."""
+        """Make the folder with the template's files, the row's files and the prompt."""
         files = self._task.extra_info.get(FILES, {})
         if not isinstance(files, Mapping) or not all(isinstance(text, str) for text in files.values()):
             raise Failed(f"the row's {FILES} are no texts by path")
@@ -104,7 +105,7 @@ class _Trajectory:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_text(text, encoding="utf-8")
             (self.root / PROMPT).write_text(_prompt(self._task), encoding="utf-8")
-        except (OSError, ValueError, RuntimeError, shutil.Error) as error:  # RuntimeError: a link to itself
+        except (OSError, ValueError, RuntimeError, shutil.Error) as error:  # RuntimeError: a link loop
             raise Failed(f"its folder cannot be made: {error!s:.500}") from error
 
     async def _run_agent(self) -> CommandEnd:
@@ -132,7 +133,7 @@ class _Trajectory:
         return await self._run(command, stdin, variables, self._limits["seconds"])
 
     async def _score(self, transcript: str) -> float | None:
-        """The score of what the command did."""
+        """The score of the command's result."""
         score = self._settings["score"]
         if score is None:
             return None
@@ -163,7 +164,7 @@ class _Trajectory:
 
 
 def filled(text: str, values: Mapping[str, str]) -> str:
-    """The text with the values of its placeholders.
+    """The text with its placeholders replaced by their values.
 
     >>> filled("say {prompt} {x}", {"prompt": "{seed}", "seed": "7"})
     'say {seed} {x}'
@@ -172,12 +173,12 @@ def filled(text: str, values: Mapping[str, str]) -> str:
 
 
 def placeholders(words: Sequence[str]) -> list[str]:
-    """The words between braces."""
+    """The names of the placeholders in these texts."""
     return [name for word in words for name in PLACEHOLDER.findall(word)]
 
 
 def shortened(text: str, most: int) -> str:
-    """The text; of one that is too long, a quarter of what is kept from its beginning and the rest from its end.
+    """The text; a text that is too long keeps its beginning (a quarter of `most`) and its end (the rest).
 
     >>> shortened("a beginning, much between, and an end", 16)
     'a be\n[21 characters left out]\nd an end'
@@ -187,7 +188,7 @@ def shortened(text: str, most: int) -> str:
 
 
 def remove(folder: Path) -> None:
-    """Remove a folder with all that is in it, however deep, and follow no link; logged where it stays."""
+    """Remove a folder with all its content, however deep, without following links; logs a failure."""
     for command in (["rm", "-rf"], ["chmod", "-R", "u+rwX"], ["rm", "-rf"]):
         if not os.path.lexists(folder):
             return
@@ -201,7 +202,7 @@ def _prompt(task: Task) -> str:
 
 
 def _why(ended: CommandEnd, limits: Mapping[str, Any]) -> str:
-    """Why the command did not end well; empty where it did."""
+    """Why the command failed; empty if it succeeded."""
     if ended.limit:
         return f"it was ended at limits.{ended.limit} ({limits[ended.limit]:g})"
     if ended.code is not None and ended.code in SIGNALLED:
@@ -210,7 +211,7 @@ def _why(ended: CommandEnd, limits: Mapping[str, Any]) -> str:
 
 
 def _number(output: bytes) -> float:
-    """The number in the last line of a scoring command's output; 1 where it is none."""
+    """The number in the last line of a scoring command's output; 1 if that is not a number."""
     lines = output.decode(errors="replace").split("\n")
     last = next((line for line in reversed(lines) if line.strip()), "")
     try:
@@ -236,7 +237,7 @@ def main() -> None:
     refused = namespaces_refused()
 
     async def answer(request: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Play a trajectory; the answer has the fields of `Finished`, and why there are no namespaces."""
+        """Play a trajectory; the answer has the fields of `Finished`, and the reason if there are no namespaces."""
         trajectory = _Trajectory(request, namespaces=not refused)
         try:
             return {**await trajectory.play(), "refused": refused}

@@ -87,7 +87,7 @@ TURN_ESTIMATORS = ("grpo", "grpo_no_std", "rloo")
 
 
 class Rule(NamedTuple):
-    """How advantages are made of rewards."""
+    """Settings by which rewards become advantages."""
 
     estimator: str
     returns: ReturnRule = "last"
@@ -103,7 +103,7 @@ class Rule(NamedTuple):
 
 
 class NotScored(UserError):
-    """An estimator gave some trajectories no finite advantage."""
+    """Raised if an estimator gives some trajectories no finite advantage."""
 
     def __init__(self, message: str, trajectories: list[int]) -> None:
         super().__init__(message)
@@ -123,7 +123,7 @@ class Advantages(NamedTuple):
 
 
 def score(played: Played, prompt_G: Int32s, rule: Rule) -> Advantages:
-    """The advantages of these trajectories; `prompt_G`: the group of each.
+    """The advantages of these trajectories; `prompt_G` is the group of each.
 
     Raises:
         NotScored: one of them is not finite.
@@ -148,7 +148,7 @@ def score(played: Played, prompt_G: Int32s, rule: Rule) -> Advantages:
 
 
 def teaches(played: Played, rule: Rule, train: Sequence[str]) -> bool:
-    """Whether a turn of a trained role of this one group has an advantage: not where all returns are equal."""
+    """Whether any turn of a trained role of this group has a nonzero advantage; False if all returns are equal."""
     if not rule.by_turn:
         return _vary(returns(played, rule.returns))
     trained = (part for part in parts(played, rule) if part.role in train)
@@ -169,7 +169,7 @@ def returns(played: Played, rule: ReturnRule) -> Float64s:
 
 
 def group_stats(returns_G: Float64s, group_G: NDArray[np.integer[Any]]) -> GroupStats:
-    """What the metrics say about the returns of whole groups."""
+    """Metrics of the returns of complete groups."""
     low_P = np.full(int(group_G.max(initial=-1)) + 1, np.inf)
     high_P = -low_P
     np.minimum.at(low_P, group_G, returns_G)
@@ -204,7 +204,7 @@ def reward_metrics(trained: GroupStats, filtered: GroupStats | None = None) -> d
 
 
 class Part(NamedTuple):
-    """What one role did in the trajectories of a mini-batch."""
+    """The turns of one role in the trajectories of a mini-batch."""
 
     role: str
     number_V: Int64s
@@ -230,12 +230,13 @@ class Part(NamedTuple):
             raise NotScored(str(error), self.number_V[error.trajectories].tolist()) from error
         if rule.estimator not in GROUP_ESTIMATORS:
             return advantage_X
-        alone_V = np.bincount(group_V)[group_V] == 1  # there is nothing to compare with
+        alone_V = np.bincount(group_V)[group_V] == 1  # no other trajectory to compare with
         return np.where(np.repeat(alone_V, n_turns_V), 0.0, advantage_X)
 
 
 def parts(played: Played, rule: Rule) -> Iterator[Part]:
-    """The part of each role that had a turn, `main` first and always, then as the configuration names them."""
+    """The part of each role that has a turn: `main` first, even without a turn, then in the order of the
+    configuration."""
     for code, role in ((0, str(Role.MAIN)), *enumerate(rule.named, len(ROLES))):
         place_X = np.flatnonzero(played.role_K < len(ROLES) if code == 0 else played.role_K == code)
         n_turns_G = np.bincount(played.end_K[place_X], minlength=len(played.ends))
@@ -257,7 +258,7 @@ def _vary(return_V: Float64s) -> bool:
 
 
 def _role_metrics(part: Part, advantage_X: Float64s, prompt_X: Int32s) -> dict[str, float]:
-    """What a role got, and how often it spoke, in the trajectories in which it did."""
+    """Metrics of a role: its advantages, and its turns per trajectory that has any."""
     moved_P = np.bincount(prompt_X[part.place_X], advantage_X[part.place_X] != 0)
     spoke_P = np.bincount(prompt_X[part.place_X])
     return {
@@ -313,7 +314,7 @@ def advantages(estimator: str, returns_G: ArrayLike, prompt_uids_G: Sequence[Any
 
 
 def numbered(prompt_uids_G: Sequence[Any] | NDArray[Any]) -> Int64s:
-    """The group's number of each trajectory: ("b" "a" "b") -> [0 1 0]."""
+    """The number of each trajectory's group: ("b" "a" "b") -> [0 1 0]."""
     code: dict[Any, int] = {}
     uids = prompt_uids_G.tolist() if isinstance(prompt_uids_G, np.ndarray) else prompt_uids_G
     return np.array([code.setdefault(uid, len(code)) for uid in uids], np.int64)
@@ -326,7 +327,7 @@ def grpo(returns_G: Float64s, group_G: Int64s) -> Float64s:
 
 
 def deviation(returns_G: Float64s, group_G: Int64s) -> Float64s:
-    """Per trajectory the sample standard deviation of its group's returns; 1 for a group of one."""
+    """Sample standard deviation of the returns of each trajectory's group; 1 for a group of one."""
     count_G, mean_G = _baseline(returns_G, group_G)
     squares_P = np.bincount(group_G, (returns_G - mean_G) ** 2)
     return np.where(count_G > 1, np.sqrt(squares_P[group_G] / np.maximum(count_G - 1, 1)), 1.0)
@@ -372,7 +373,7 @@ def reinforce_plus_plus(returns_G: Float64s, group_G: Int64s) -> Float64s:
 
 
 def _baseline(returns_G: Float64s, group_G: Int64s) -> tuple[Int64s, Float64s]:
-    """Per trajectory the size of its group and the group's mean return; 0 for a group of one.
+    """Each trajectory's group size and the mean return of its group; 0 for a group of one.
 
     The mean of equal returns is that return exactly, so that a group without variance has advantages of exactly 0.
     """
@@ -388,7 +389,7 @@ def _baseline(returns_G: Float64s, group_G: Int64s) -> tuple[Int64s, Float64s]:
 
 
 class TurnRewards(NamedTuple):
-    """What every turn of some trajectories got."""
+    """The rewards of every turn of some trajectories."""
 
     first_G: Int64s
     """[G + 1] where each trajectory's turns begin on the axis X."""
@@ -398,7 +399,7 @@ class TurnRewards(NamedTuple):
 
     @property
     def alive_GT(self) -> Bools:
-        """Whether a trajectory has a turn t."""
+        """[G, T] whether trajectory g has a turn t."""
         turns_G = lengths_of(self.first_G)
         return np.asarray(np.less.outer(np.arange(int(turns_G.max(initial=0))), turns_G).T)
 
@@ -411,9 +412,9 @@ def turn_advantages(
     estimator: str = "rloo",
     scores: Sequence[ArrayLike] | None = None,
 ) -> list[Float64s]:
-    """One advantage per turn, an array per trajectory, of one sequence of turn rewards per trajectory.
+    """One advantage per turn, as an array per trajectory; `rewards` has a sequence of turn rewards per trajectory.
 
-    `scores`: likewise the scores of the states after the turns, for `potential`; NaN where there is none.
+    `scores`: in the same form, the scores of the states after the turns, for `potential`; NaN where there is none.
 
     Raises:
         ValueError: a reward is not finite, a score is infinite, a trajectory has no prompt uid or other turns, there is
@@ -440,7 +441,7 @@ def turn_advantages(
 
 
 def credited(turns: TurnRewards, group_G: Int64s, credit: Credit, gamma: float, estimator: str) -> Float64s:
-    """[X] the advantages of turns of trajectories of these groups; see `turn_advantages`."""
+    """[X] the advantages of the turns of trajectories whose groups are `group_G`; see `turn_advantages`."""
     alive_GT = turns.alive_GT
     reward_GT: Float64s = np.zeros(alive_GT.shape)
     reward_GT[alive_GT] = turns.reward_X
@@ -466,7 +467,7 @@ def credited(turns: TurnRewards, group_G: Int64s, credit: Credit, gamma: float, 
 
 
 def not_by_turn(estimator: str) -> str:
-    """Why an estimator has no meaning turn by turn."""
+    """Return why an estimator cannot be used per turn; None if it can."""
     return {
         "maxrl": "divides by the mean return, which at later turns may be 0 or belong to few trajectories",
         "reinforce++_baseline": "whitens over the mini-batch, so that an advantage depends on how many turns all other "
@@ -476,7 +477,7 @@ def not_by_turn(estimator: str) -> str:
 
 
 def _scores_before(turns: TurnRewards, alive_GT: Bools) -> Float64s:
-    """[G, T] the score of the state in which each turn begins: the last score before it, else 0; 0 after the end."""
+    """[G, T] the score of the state before each turn: the last score so far, or 0 without one; 0 after the end."""
     score_GT = np.full((alive_GT.shape[0], alive_GT.shape[1] + 1), np.nan)
     score_GT[:, 1:][alive_GT] = turns.score_X
     score_GT[:, 0] = 0.0

@@ -79,12 +79,12 @@ class BatchSettings:
 
     @property
     def rule(self) -> Rule:
-        """How advantages are made of rewards."""
+        """The settings by which rewards become advantages."""
         return Rule(self.estimator, self.returns, self.credit, self.gamma, self.named_roles)
 
 
 class Formed(NamedTuple):
-    """A mini-batch, and what only its lease needs."""
+    """A mini-batch, and figures that only its lease needs."""
 
     batch: MiniBatch
     stale_G: Int64s
@@ -96,7 +96,7 @@ class Formed(NamedTuple):
 def form_mini_batch(
     lease: int, groups: Sequence[CompleteGroup], history: VersionHistory, settings: BatchSettings
 ) -> MiniBatch:
-    """The mini-batch of these groups, in their order, for a trainer at the history's newest version.
+    """The mini-batch of a lease's groups, in their order, for a trainer at the newest version of `history`.
 
     Raises: see `formed`.
     """
@@ -104,7 +104,7 @@ def form_mini_batch(
 
 
 def formed(lease: int, groups: Sequence[CompleteGroup], history: VersionHistory, settings: BatchSettings) -> Formed:
-    """As `form_mini_batch`, with the stale tokens of each trajectory.
+    """Same as `form_mini_batch`, plus the number of stale tokens of each trajectory.
 
     Raises:
         ValueError: no groups; a sampled token without log-probability, or of a version that is not published yet;
@@ -150,7 +150,7 @@ def formed(lease: int, groups: Sequence[CompleteGroup], history: VersionHistory,
 
 
 def gather(groups: Sequence[CompleteGroup]) -> tuple[Played, Int32s]:
-    """The trajectories in the order of groups, then samples; and each one's group."""
+    """The trajectories by group, then by sample; and the group of each."""
     steps, ends = concat_steps([group.steps for group in groups]), concat([group.ends for group in groups])
     prompt_G = np.repeat(np.arange(len(groups), dtype=np.int32), [len(group.ends) for group in groups])
     order = np.lexsort((ends.sample_E, prompt_G))
@@ -158,7 +158,7 @@ def gather(groups: Sequence[CompleteGroup]) -> tuple[Played, Int32s]:
 
 
 def _refuse_untrainable(steps: Steps, history: VersionHistory) -> None:
-    """ValueError on sampled tokens without an importance ratio or a staleness."""
+    """Raise a ValueError if a sampled token lacks a log-probability or has an unpublished version."""
     if not steps.has_logprobs_K.all():
         lacking_N = steps.loss_mask_N & ~np.repeat(steps.has_logprobs_K, lengths_of(steps.offsets_K))
         if lacking_N.any():

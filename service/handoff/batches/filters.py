@@ -28,7 +28,7 @@ from service.handoff.steps.tables import Played
 
 @dataclass(frozen=True, slots=True)
 class FilterSettings:
-    """What is looked at when a group is complete."""
+    """Which filters apply when a group is complete."""
 
     rule: Rule
     train: tuple[str, ...] = TRAINED
@@ -41,7 +41,7 @@ class FilterSettings:
 
     @property
     def any(self) -> bool:
-        """Whether anything follows from a group's completion: there is a filter, or a curriculum."""
+        """Whether a complete group has to be examined: a filter or a curriculum is configured."""
         return self.zero_variance or self.over_long is not None or self.success_above is not None
 
 
@@ -68,8 +68,7 @@ def over_long_fraction(group: CompleteGroup) -> float:
 
 
 def examine(record: Record, settings: FilterSettings, group_ids: Iterable[int]) -> None:
-    """Note how those of the groups that are complete went, where there is a curriculum, and end those that a filter
-    removes."""
+    """Record the success of complete groups if there is a curriculum, and end the groups that a filter removes."""
     groups = record.ledger.state.groups
     if not settings.any:
         return

@@ -1,4 +1,4 @@
-"""Complete groups, of which a mini-batch is formed, out of steps that did not come through the buffer."""
+"""Makes complete groups, the input of a mini-batch, from steps that did not come through the buffer."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ class Placement(NamedTuple):
 def placed(
     rows: Rows, trajectory_R: Int32s, prompt_G: Int32s, ranks: int, budget: int, layout: Layout
 ) -> tuple[Placement, dict[str, float]]:
-    """Where each row goes, and what is measured about the prefixes where a layout shares them, or may share them."""
+    """Where each row is placed, and metrics of shared prefixes if the layout may share them."""
     length_R = lengths_of(rows.offsets_R)
     if layout in ("packed", "padded"):
         return place(length_R, trajectory_R, ranks, budget, layout), {}
@@ -97,7 +97,7 @@ def place(length_R: Int64s, trajectory_R: Int32s, ranks: int, budget: int, layou
 
 
 def in_bins(costs_of_rank: Sequence[Sequence[int]], budget: int, layout: Layout) -> list[list[list[int]]]:
-    """Each rank's items, by number, in bins within the budget; as many bins on every rank."""
+    """Each rank's items, by number, in bins within the budget; every rank has the same number of bins."""
     needed = max(max(1, -(-sum(costs) // budget)) for costs in costs_of_rank)
     bins = [_packed(costs, budget, needed, layout) for costs in costs_of_rank]
     count = max(len(of_rank) for of_rank in bins)
@@ -105,7 +105,7 @@ def in_bins(costs_of_rank: Sequence[Sequence[int]], budget: int, layout: Layout)
 
 
 def _evened(bins: list[list[int]], costs: Sequence[int], budget: int, count: int, layout: Layout) -> list[list[int]]:
-    """A rank's items in exactly `count` bins: spread over all of them if possible, else with empty bins at the end."""
+    """A rank's items in exactly `count` bins: all bins are used if possible, otherwise the last ones are empty."""
     spread = bins if len(bins) == count else _packed(costs, budget, count, layout)
     return spread if len(spread) == count else bins + [[] for _ in range(count - len(bins))]
 
@@ -131,7 +131,7 @@ def _heaviest(cost_G: Int64s, part_G: Int64s, parts: int) -> float:
 
 
 def _heaviest_first(cost_G: Int64s, parts: int) -> Int64s:
-    """Each item, heaviest first, to the part that is lightest so far."""
+    """Assign each item, heaviest first, to the part that is lightest so far."""
     loads, part_G = [(0, part) for part in range(parts)], np.zeros(len(cost_G), np.int64)
     costs = cost_G.tolist()
     for g in np.argsort(-cost_G, kind="stable").tolist():
@@ -142,7 +142,7 @@ def _heaviest_first(cost_G: Int64s, parts: int) -> Int64s:
 
 
 def _largest_differencing(cost_G: Int64s, parts: int) -> Int64s:
-    """Karmarkar and Karp: join the two partial partitions that differ most, heaviest part with lightest."""
+    """Karmarkar-Karp: join the two partial partitions that differ most, heaviest part with lightest."""
     heap = []
     for g, cost in enumerate(cost_G.tolist()):
         loads = [0] * (parts - 1) + [cost]
@@ -164,7 +164,8 @@ def _largest_differencing(cost_G: Int64s, parts: int) -> Int64s:
 
 
 def _packed(costs: Sequence[int], budget: int, count: int, layout: Layout) -> list[list[int]]:
-    """Items in about equally full bins; if that takes more than `count` bins, the better of both ways of packing."""
+    """Items in about equally full bins; if that takes more than `count` bins, the better result of both packing
+    methods."""
     items = range(len(costs))
     alike = pack_bins(items, costs, budget, count, layout)
     return alike if len(alike) <= count else min(alike, best_fit(items, costs, budget, layout), key=len)
@@ -289,7 +290,7 @@ def distinct_of_parts(order: PrefixOrder, length_R: Int64s, part_R: Int64s, part
 
 
 def _ranks_of_rows(order: PrefixOrder, length_R: Int64s, trajectory_R: Int32s, prompt_G: Int32s, ranks: int) -> Int64s:
-    """The rank of each row: of all numbers of parts, the one whose heaviest rank is lightest."""
+    """The rank of each row: tries several numbers of parts, and takes the one whose heaviest rank is lightest."""
     best_R, lightest = np.zeros(len(length_R), np.int64), float(length_R.sum()) + 1
     enough = BALANCED * distinct_of_parts(order, length_R, best_R, 1).sum() / ranks
     for unit_G in _units(order, trajectory_R, prompt_G) if ranks > 1 else ():
@@ -304,10 +305,11 @@ def _ranks_of_rows(order: PrefixOrder, length_R: Int64s, trajectory_R: Int32s, p
 
 
 def _units(order: PrefixOrder, trajectory_R: Int32s, prompt_G: Int32s) -> Iterator[Int64s]:
-    """[G] what each trajectory is dealt with: its prompt's, then half of its prompt's, a quarter, ..., itself alone."""
+    """[G] the unit by which each trajectory is dealt: all trajectories of its prompt, half, a quarter, ..., or it
+    alone."""
     first_G = np.full(len(prompt_G), len(trajectory_R))
     np.minimum.at(first_G, trajectory_R[order.row_R], np.arange(len(trajectory_R)))
-    by_prompt = np.lexsort((first_G, prompt_G))  # trajectories that begin alike stand together
+    by_prompt = np.lexsort((first_G, prompt_G))  # common prefixes are adjacent
     size_P = np.bincount(prompt_G)
     number_G = np.empty(len(prompt_G), np.int64)
     number_G[by_prompt] = np.arange(len(prompt_G)) - np.repeat(np.cumsum(size_P) - size_P, size_P)
@@ -321,7 +323,8 @@ def _units(order: PrefixOrder, trajectory_R: Int32s, prompt_G: Int32s) -> Iterat
 
 
 def _parts(order: PrefixOrder, places: Int64s, length_R: Int64s, budget: int) -> Iterator[tuple[list[int], int]]:
-    """Rows that share, as far as their distinct tokens fit the budget; and the number of these tokens."""
+    """Groups adjacent rows that share prefixes while their distinct tokens fit the budget; also returns those tokens'
+    number."""
     rows: list[int] = []
     cost = 0
     for row, shared in zip(order.row_R[places].tolist(), order.shared_R[places].tolist(), strict=True):
@@ -336,7 +339,7 @@ def _parts(order: PrefixOrder, places: Int64s, length_R: Int64s, budget: int) ->
 
 
 class PrefixOrder(NamedTuple):
-    """Rows in an order in which those that begin alike stand together."""
+    """Rows in an order in which rows with a common prefix are adjacent."""
 
     row_R: Int64s
     """The rows, in this order."""
@@ -349,7 +352,7 @@ class PrefixOrder(NamedTuple):
         shared_R = np.zeros_like(self.shared_R)
         if len(order_R) > 1:
             same_R = np.diff(part_R[self.row_R[order_R]]) == 0
-            # what two rows share is the minimum of what neighbours between them share
+            # the shared prefix of two rows is the minimum over the adjacent pairs between them
             shared_R[1:] = np.where(same_R, _minimum_between(self.shared_R, order_R[:-1] + 1, order_R[1:]), 0)
         return PrefixOrder(self.row_R[order_R], shared_R)
 
@@ -376,9 +379,9 @@ def prefix_order(
     least: int = MIN_SHARED,
     fraction: float = MIN_FRACTION,
 ) -> PrefixOrder:
-    """The rows by their tokens; where experts are recorded, tokens with other experts count as other tokens.
+    """The rows sorted by their tokens; tokens with different recorded experts count as different tokens.
 
-    Takes memory for a copy of both arrays.
+    Needs memory for a copy of both arrays.
     """
     record_N = _as_bytes(token_ids_N)
     if routed_experts_N is not None:

@@ -19,7 +19,7 @@ class File(Protocol):
     """One segment, open for reading and writing."""
 
     def size(self) -> int:
-        """Bytes that the file has, allocated ones included."""
+        """The file's size in bytes, allocated space included."""
 
     def read(self, offset: int, length: int) -> bytes:
         """At most `length` bytes from `offset`; fewer at the end of the file."""
@@ -63,7 +63,7 @@ class LocalFile:
     """A file of the machine."""
 
     def __init__(self, path: Path) -> None:
-        # A link whose target is gone is not followed to make a new file: its frames would be missed without a word.
+        # A link with a missing target is refused: a new file at the target would hide the missing frames.
         create = 0 if path.is_symlink() else os.O_CREAT
         self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | create, 0o600)
         # A journal that refuses to start is garbage-collected with its files open; this closes them.
@@ -82,7 +82,7 @@ class LocalFile:
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def extents(self, offset: int) -> list[tuple[int, int]]:
-        """The stretches that were ever written; what is only reserved is left out.
+        """The stretches that were ever written, without merely reserved space.
 
         All are found before any is read, because reading ahead would make reserved space look written.
         """

@@ -79,7 +79,7 @@ def frames(segment: Segment, start: int | None = None) -> Iterator[Frame]:
 
 
 def synced_later(segment: Segment, offset: int) -> int:
-    """The furthest synced position that a valid frame behind `offset` states; 0 when there is none."""
+    """The furthest synced position that a valid frame behind `offset` states; 0 if there is no such frame."""
     size = segment.file.size()
     furthest = 0
     for start, chunk in _data_behind(segment.file, offset):
@@ -103,7 +103,7 @@ def _checksum(summed: bytes, payload: Buffer) -> int:
 
 
 def _read_frame(segment: Segment, offset: int, size: int) -> Frame | None:
-    """The frame at `offset`, or None where there is no whole and valid one."""
+    """The frame at `offset`; None if it is incomplete or invalid."""
     head = segment.file.read(offset, HEADER_BYTES)
     if len(head) < HEADER_BYTES or head[:4] != MAGIC:
         return None
@@ -126,7 +126,7 @@ def _read_frame(segment: Segment, offset: int, size: int) -> Frame | None:
 
 
 def _data_behind(file: File, offset: int) -> Iterator[tuple[int, bytes]]:
-    """The chunks of a file that are not all zeros; reserved space, which may be gigabytes, is skipped."""
+    """The chunks of a file that are not all zeros; skips reserved space, which may be gigabytes."""
     for first, stop in file.extents(offset):
         for start in range(first, stop, len(_ZEROS)):
             chunk = file.read(start, min(len(_ZEROS), stop - start))
@@ -147,7 +147,7 @@ log = logging.getLogger(__name__)
 
 
 class _Queued(NamedTuple):
-    """A frame that is not on the disk yet; its bytes are made when it is written."""
+    """A frame that is not on the disk yet; its bytes are built when it is written."""
 
     kind: int
     payload: Buffer
@@ -196,7 +196,8 @@ class Journal:
         self._ready = False
 
     def configure(self, segment_bytes: int, keep_reclaimed: bool) -> None:
-        """Limit the length of segments; `keep_reclaimed`: move unneeded segments to a folder, do not remove them."""
+        """Limit the length of segments; `keep_reclaimed`: move unneeded segments to a folder instead of removing
+        them."""
         self.segment_bytes = min(self.segment_bytes, segment_bytes)
         self._keep_reclaimed = keep_reclaimed
 
@@ -207,13 +208,13 @@ class Journal:
 
     @property
     def ends(self) -> list[int]:
-        """Where each segment ends that is on the disk as a whole, oldest first."""
+        """End positions of the segments that are completely on the disk, oldest first."""
         ends = [*(segment.start for segment in self._segments[1:]), self.position]
         return [end for end in ends if end <= self.synced]
 
     @property
     def reclaims(self) -> bool:
-        """Whether a sync is still to remove segments, or to find that none can be."""
+        """Whether the next sync has segments to remove, or to check."""
         return bool(self._reclaims)
 
     @property
@@ -330,7 +331,7 @@ class Journal:
         )
 
     def _cut_tail(self, segment: Segment) -> None:
-        """Tell an end, a torn tail and damage of the last segment apart; cut a torn tail."""
+        """Distinguish a clean end, a torn tail and damage of the last segment; cut a torn tail."""
         offset, size = self.position - segment.start, segment.file.size()
         # The segments before the oldest one were removed when its snapshot had been synced.
         if offset == 0 and segment.start == self.start > 0:
@@ -369,7 +370,7 @@ class Journal:
                 raise JournalError(f"{active.path}: cannot write at byte {offset}: {error}") from error
             written = 0
         if written < batch[-1].end - self.synced:
-            # The next sync writes the same bytes to the same place, so a part that was written does no harm.
+            # The next sync writes the same bytes to the same place, so a partial write does no harm.
             self.stalled = f"the disk of {self.folder} is full, {batch[-1].end - self.synced} bytes are not written"
             return False
         try:
@@ -380,7 +381,7 @@ class Journal:
         return True
 
     def _begin_segment(self, start: int) -> None:
-        """Begin a new file with as much reserved space as the old one has left."""
+        """Begin a new file and move the old one's unused reserved space to it."""
         with self._segments_lock:
             active = self._segments[-1]
             if active.start == start:

@@ -1,4 +1,4 @@
-"""What is new in a message, given what was accepted before: identity, attempts, versions, repetitions, completeness.
+"""The new content of a message compared with what was accepted: identity, attempts, versions, duplicates, completeness.
 
     accepted   group=7/sample=0: steps 0 and 1
     message    group=7/sample=0: steps 1 and 2 and the end     ->     one Addition: step 2 and the end
@@ -41,14 +41,14 @@ from service.types import (
 
 
 class NewContent(NamedTuple):
-    """What accepting a message would add."""
+    """The new content of a message."""
 
     additions: list[Addition]
     superseded: tuple[int, ...]
     """Groups for which the message came too late."""
 
     def only(self, message: StepGroup, message_bytes: int) -> StepGroup:
-        """The message without everything that is not new; the message itself if all of it is.
+        """The message without content that is not new; the message itself if all of it is new.
 
         Repetitions, ends of failed attempts and late items were not checked, so the journal must not hold them; nor a
         message of more bytes than its steps and ends count, which has names that none of them uses.
@@ -94,7 +94,7 @@ class _Columns:
 
 
 class _Received(NamedTuple):
-    """What a message holds of one trajectory, and what was accepted of it before."""
+    """The content of a message about one trajectory, and what was accepted of that trajectory before."""
 
     id: TrajectoryId
     items: list[int]
@@ -149,7 +149,7 @@ def new_content(
     max_trajectory_bytes: int | None = None,
     one_row: Mode | None = None,
 ) -> NewContent | Refusal:
-    """What accepting a message would add, or why the whole message is refused.
+    """The new content of a message, or why the whole message is refused.
 
     `max_trajectory_bytes`: bytes that are reserved for each trajectory; None on a replay, which reserves nothing.
     `one_row`: how the steps of a trajectory have to become one row; None: they may become several.
@@ -185,7 +185,7 @@ def new_content(
 
 
 def items_by_trajectory(message: StepGroup) -> dict[TrajectoryId, tuple[list[int], list[TrajectoryEnd]]]:
-    """Each trajectory's steps (their positions) and ends in a message; trajectories may interleave."""
+    """The positions of each trajectory's steps and ends in a message; trajectories may interleave."""
     found: dict[TrajectoryId, tuple[list[int], list[TrajectoryEnd]]] = {}
     steps = message.steps
     ids = zip(steps.group_id_K.tolist(), steps.sample_K.tolist(), steps.attempt_K.tolist(), strict=True)
@@ -207,7 +207,7 @@ def failed_attempts(ledger: Ledger, message: StepGroup) -> Iterator[tuple[int, i
 
 
 def _group(ledger: Ledger, message: StepGroup, of: TrajectoryId, uids: set[str]) -> Group | Refusal | None:
-    """The group of a trajectory; None if the message came too late: the group ended or was used."""
+    """The group of a trajectory; None if the message came too late: the group ended or was trained."""
     if not 0 <= of.group_id < ledger.state.next_group_id:
         return Refusal(RefusalReason.UNKNOWN_GROUP, str(of), of.group_id)
     if not 0 <= of.sample < ledger.state.n_samples:
@@ -227,7 +227,7 @@ def _group(ledger: Ledger, message: StepGroup, of: TrajectoryId, uids: set[str])
 
 
 def _addition(received: _Received) -> Addition | Refusal | None:
-    """What is new of one trajectory; None if nothing is."""
+    """The new content of one trajectory; None if there is none."""
     end = _new_end(received)
     items = _new_steps(received)
     if isinstance(end, Refusal) or isinstance(items, Refusal):
@@ -261,7 +261,7 @@ def _addition(received: _Received) -> Addition | Refusal | None:
 
 
 def _new_end(received: _Received) -> TrajectoryEnd | Refusal | None:
-    """The trajectory's end if it is new; neither a repetition nor the end of a failed attempt is."""
+    """The trajectory's end if it is new; None for a duplicate or the end of a failed attempt."""
     known = received.held.ends.get(received.id.sample)
     new = None
     for end in received.ends:
@@ -275,7 +275,7 @@ def _new_end(received: _Received) -> TrajectoryEnd | Refusal | None:
 
 
 def _new_steps(received: _Received) -> list[int] | Refusal:
-    """The positions of steps that are new, by index; steps that mean the same as accepted ones are not new."""
+    """The positions of new steps, by index; steps equal to accepted ones are not new."""
     new: dict[int, int] = {}
     by_prefix = cache(lambda: _prefix_index(received))
     for k in received.items:
@@ -299,14 +299,14 @@ def _new_steps(received: _Received) -> list[int] | Refusal:
 
 
 def _prefix_index(received: _Received) -> PrefixIndex:
-    """The trajectory's steps, accepted and received, by their prefixes."""
+    """An index of the trajectory's accepted and received steps by their prefixes."""
     kept = received.held.steps_of(received.id.sample)
     table = concat_steps([select(received.message.steps, np.array(received.items, np.int64)), *kept])
     return index_of_steps(table, np.argsort(table.index_K, kind="stable").tolist())
 
 
 def _version_refusal(ledger: Ledger, steps: Steps, current: list[tuple[list[int], Group]]) -> Refusal | None:
-    """Refuse a sampled token whose version was never published, or is older than its group's admission."""
+    """The refusal of a sampled token whose version was never published, or is older than its group's admission."""
     published, sampled_N = ledger.history.published, steps.versions_N[steps.loss_mask_N]
     if len(sampled_N) and (sampled_N == sampled_N[0]).all():
         number = int(sampled_N[0])
@@ -339,7 +339,7 @@ def _extended_chain(received: _Received, items: list[int]) -> Chain | None:
 
 
 def _whole_refusal(received: _Received, addition: Addition) -> Refusal | None:
-    """Why a trajectory is refused that has its end and all its steps with this addition."""
+    """Why a trajectory is refused that this addition completes; None if it is accepted or still incomplete."""
     known = received.trajectory
     bad, sampled = known.bad_tokens + addition.bad_tokens, known.tokens + addition.tokens
     if bad > max(1, MAX_FRACTION_NOT_FINITE * sampled):
@@ -360,6 +360,6 @@ def _whole_refusal(received: _Received, addition: Addition) -> Refusal | None:
 
 
 def _per_step(steps: Steps, mask_N: Bools) -> list[int]:
-    """Tokens under the mask, by step."""
+    """Number of tokens in the mask, by step."""
     counts: list[int] = np.diff(offsets_of(mask_N.view(np.int8))[steps.offsets_K]).tolist()
     return counts

@@ -1,4 +1,4 @@
-"""Making room in the journal: what is still needed of its oldest segments is copied to its end, so that they can go.
+"""Making room in the journal: needed frames of its oldest segments are copied to its end, so that these can be removed.
 
     before   | steps of 7, steps of 8 | steps of 9 | ...                 8 was filtered, 7 and 9 wait to be trained
     after                             | steps of 9 | ... | steps of 7 | snapshot
@@ -26,7 +26,7 @@ from service.types import StepGroup, TrajectoryEnd
 
 
 def make_room(record: Record, wanted: int) -> None:
-    """Begin to free the oldest segments in which nothing is needed; the next sync of the journal ends it.
+    """Begin to free the oldest segments without needed frames; the next sync of the journal completes this.
 
     `wanted`: bytes to free; steps that are needed are copied for it, those of one segment at a time. 0: none are.
     """
@@ -55,7 +55,7 @@ def make_room(record: Record, wanted: int) -> None:
 
 
 def _needed(record: Record, start: int, stop: int) -> Iterator[tuple[int, Buffer]]:
-    """The step groups and scores between two positions of the journal, without what no group needs."""
+    """The step groups and scores between two positions of the journal that some group needs."""
     groups = record.ledger.state.groups
     for frame in record.journal.read(start, stop):
         if frame.kind == events.SCORES and events.scored_from(frame.payload).group_id in groups:

@@ -1,4 +1,4 @@
-"""Everything that can happen to the buffer, as typed events.
+"""All events of the buffer, as types.
 
 The buffer decides, the journal stores the event, the ledger applies it; the same events applied again give the same
 ledger. The journal stores an accepted step group as its wire bytes, from which its `Addition`s are derived.
@@ -31,11 +31,11 @@ SNAPSHOT = 3
 
 
 class Event(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The root of the events."""
+    """Base class of the events."""
 
 
 class Opened(Event, frozen=True):
-    """A run began, with what must not change while its journal is used."""
+    """A run began, with the settings that must not change while its journal is used."""
 
     rows: str
     """Digest of the dataset's rows, their order included."""
@@ -98,7 +98,7 @@ class Scored(Event, frozen=True):
 
     @property
     def n_bytes(self) -> int:
-        """Bytes that the answer is counted with."""
+        """Bytes that count for the answer."""
         return score_bytes(len(self.rewards or ()), len(self.teacher)) + sum(len(text.encode()) for text in self.info)
 
 
@@ -213,7 +213,8 @@ class Covered(Event, frozen=True):
 
 
 class Lost(Event, frozen=True):
-    """A run continues from a checkpoint in an object store: what was accepted after it is not in this journal."""
+    """A run continues from a checkpoint in an object store: steps accepted after that checkpoint are not in this
+    journal."""
 
     owner: str
     """The process that had accepted it."""
@@ -227,7 +228,7 @@ class Drained(Event, frozen=True):
 
 
 class Addition(NamedTuple):
-    """What a message adds to one trajectory."""
+    """The new content that a message adds to one trajectory."""
 
     group_id: int
     sample: int
@@ -253,12 +254,12 @@ _decoder: msgspec.msgpack.Decoder[Event] = msgspec.msgpack.Decoder(reduce(or_, E
 
 
 def encode(event: Event) -> bytes:
-    """The bytes of an event in the journal."""
+    """The bytes of an event, as written to the journal."""
     return _encoder.encode(event)
 
 
 def scored_from(payload: bytes) -> Scored:
-    """The scorer's answer of these bytes.
+    """Decode a scorer's answer.
 
     Raises:
         msgspec.ValidationError: they are none.
@@ -267,7 +268,7 @@ def scored_from(payload: bytes) -> Scored:
 
 
 def decode(payload: bytes) -> Event:
-    """The event of these bytes.
+    """Decode an event.
 
     Raises:
         msgspec.ValidationError: they are none.

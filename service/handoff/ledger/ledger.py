@@ -1,4 +1,4 @@
-"""The ledger: where every group, trajectory and token stands.
+"""The ledger: the state of every group, trajectory and token.
 
 It changes only by `apply` and `accept`; the same events make the same ledger. Its invariant: `tests.invariant`.
 """
@@ -33,7 +33,7 @@ Sample = tuple[int, int]
 
 
 class Holdings:
-    """The unfinished samples: those that a generator plays, and the counts of these and of those that wait for one."""
+    """The unfinished samples: those that each generator plays, and counts of played and of waiting samples."""
 
     def __init__(self) -> None:
         self.since: OrderedDict[Sample, float] = OrderedDict()
@@ -53,18 +53,18 @@ class Holdings:
         return samples
 
     def begin(self, sample: Sample, trajectory: Trajectory, now: float) -> None:
-        """The trajectory's generator plays it, unfinished, from now on; nothing where it has none."""
+        """Record that the trajectory's generator plays it from now on; does nothing if it has no generator."""
         if trajectory.generator is not None:
             self._of.setdefault(trajectory.generator, set()).add(sample)
             self.since[sample] = now
 
     def renew(self, sample: Sample, now: float) -> None:
-        """A sample that a generator plays made progress."""
+        """Record progress of a sample that a generator plays."""
         self.since[sample] = now
         self.since.move_to_end(sample)
 
     def let_go(self, sample: Sample, trajectory: Trajectory) -> None:
-        """The trajectory's generator plays it no more; nothing where none does."""
+        """Record that the trajectory's generator no longer plays it; does nothing if it has no generator."""
         if self.since.pop(sample, None) is None or trajectory.generator is None:
             return
         held = self._of[trajectory.generator]
@@ -73,14 +73,14 @@ class Holdings:
             del self._of[trajectory.generator]
 
     def finish(self, sample: Sample, trajectory: Trajectory) -> None:
-        """A sample is no longer unfinished."""
+        """Record that a sample is finished."""
         self.let_go(sample, trajectory)
         self.count -= 1
         self.n_bytes -= trajectory.n_bytes
 
 
 class Ledger:
-    """The state, with the indexes that make decisions cheap."""
+    """The state, with indexes for fast decisions."""
 
     def __init__(self, n_samples: int) -> None:
         self.state = State(n_samples)
@@ -120,7 +120,7 @@ class Ledger:
         }
 
     def snapshot(self) -> bytes:
-        """The whole state as bytes; `service.handoff.ledger.replaying.restored` makes a ledger of them."""
+        """The whole state as bytes; `service.handoff.ledger.replaying.restored` reads them."""
         return msgspec.msgpack.encode(self.state)
 
     def apply(self, event: events.Event, now: float) -> None:
@@ -139,7 +139,7 @@ class Ledger:
     def accept(
         self, sender: Sender, additions: Sequence[Addition], position: int, routing: tuple[int, ...] | None, now: float
     ) -> None:
-        """A message was accepted that adds this; `position` is the one to which the journal has to be synced."""
+        """Record the additions of an accepted message; the journal has to be synced up to `position`."""
         _note_received(self.state.generators[sender.generator], sender.sequence, position)
         self.state.routing = self.state.routing or routing
         for new in additions:
@@ -169,16 +169,17 @@ class Ledger:
 
     @property
     def next_slot(self) -> int:
-        """The slot that the next issued group gets."""
+        """The slot of the next issued group."""
         return self.state.next_group_id - self.state.vacated
 
     def received(self, sender: Sender) -> bool:
-        """Whether that message came before. False also for one of long ago, whose steps are compared one by one."""
+        """Whether that message came before. False also for a very old message, whose steps are then compared one by
+        one."""
         member = self.state.generators[sender.generator]
         return sender.sequence < member.received_below or sender.sequence in member.received
 
     def plays(self, sender: Sender, of: TrajectoryId) -> bool:
-        """Whether the sender holds this attempt, unfinished, now."""
+        """Whether the sender currently plays this attempt."""
         if (of.group_id, of.sample) not in self.holdings.since:
             return False
         trajectory = self.state.groups[of.group_id].trajectories[of.sample]
@@ -249,7 +250,7 @@ class Ledger:
 
     def _scored(self, event: events.Scored) -> None:
         group = self.state.groups[event.group_id]
-        if event.scorer not in group.awaited:  # a copy that was made for room
+        if event.scorer not in group.awaited:  # a copy made by compaction
             return
         group.scored = (*group.scored, event.scorer)
         group.n_bytes += event.n_bytes
@@ -381,7 +382,7 @@ class Ledger:
                 self._count_end(GroupState.TRAINED, "")
 
     def _go_back(self, to_step: int) -> None:
-        """Begin a new incarnation of versions at a step; the groups that later steps used wait again."""
+        """Begin a new incarnation of versions at a step; the groups of later steps wait again."""
         self.state.branches.append((self.state.step, to_step))
         self.history.rollback(to_step)
         self.state.step = to_step
@@ -428,13 +429,13 @@ class Ledger:
 
 
 def _used_fates(group: Group, loss: Fate) -> tuple[tuple[Fate, int], ...]:
-    """The fates of a group's tokens once an optimizer step used it."""
+    """The fates of a group's tokens once an optimizer step has used the group."""
     masked = (Fate.STALE, group.stale_tokens), (Fate.MASKED, group.masked_tokens)
     return (loss, group.loss_tokens), *masked, *group.untrained.items()
 
 
 def attempts_of(group: Group) -> tuple[int, ...]:
-    """By sample the attempt that counts; GIVEN_UP where none does."""
+    """The current attempt of each sample; GIVEN_UP if it has none."""
     return group.attempts or tuple(GIVEN_UP if t.given_up else t.attempt for t in group.trajectories)
 
 

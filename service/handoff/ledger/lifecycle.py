@@ -15,7 +15,7 @@ from enum import StrEnum
 
 
 class GroupState(StrEnum):
-    """Where a group stands."""
+    """The state of a group in its lifecycle."""
 
     ISSUED = "issued"
     """Claimed; no step has come yet."""
@@ -54,7 +54,7 @@ USED = (GroupState.STEPPED, GroupState.TRAINED)
 
 
 class Fate(StrEnum):
-    """What became of a token that the policy sampled and the buffer accepted; every token has exactly one."""
+    """The fate of a token that the policy sampled and the buffer accepted; every token has exactly one."""
 
     OPEN = "open"
     """Its group waits, is leased, or still grows."""

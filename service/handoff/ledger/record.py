@@ -1,4 +1,4 @@
-"""The record of what happened, on disk and in memory: the only place where the buffer's state changes.
+"""The record of all events, on disk and in memory: the only place where the buffer's state changes.
 
 A change is an event. It goes to the journal, then to the ledger; the store of accepted steps follows:
 
@@ -35,7 +35,7 @@ from service.types import Ends, PolicyVersion, StepGroup, Steps, TrajectoryEnd
 
 @dataclass(slots=True)
 class Held:
-    """One group's accepted data: only of current attempts, in the order of arrival."""
+    """The accepted data of one group, of current attempts only, in the order of arrival."""
 
     steps: list[Steps] = field(default_factory=list)
     ends: dict[int, TrajectoryEnd] = field(default_factory=dict)
@@ -51,7 +51,7 @@ class Held:
     n_bytes: int = 0
 
     def places_of(self, sample: int) -> dict[int, tuple[Steps, int]]:
-        """The table and the position of each step of a sample, by index."""
+        """The table of each step of a sample, and the position in it, by index."""
         if self.places is None:
             self.places = {}
             for table in self.steps:
@@ -59,13 +59,13 @@ class Held:
         return self.places.get(sample, {})
 
     def note(self, table: Steps) -> None:
-        """Add a table's steps to `places`, if those have been made."""
+        """Add a table's steps to `places`, if `places` exists."""
         if self.places is not None:
             for k, (sample, index) in enumerate(zip(table.sample_K.tolist(), table.index_K.tolist(), strict=True)):
                 self.places.setdefault(sample, {})[index] = (table, k)
 
     def index_of(self, sample: int) -> PrefixIndex:
-        """The steps of one sample by their prefixes, to look full prompts up."""
+        """The steps of one sample, indexed by their prefixes to look full prompts up."""
         index, places = self.indices.setdefault(sample, PrefixIndex()), self.places_of(sample)
         for table, k in islice(places.values(), index.count, None):
             index.arrived(table, k)
@@ -78,11 +78,11 @@ class Held:
         ]
 
     def samples(self) -> list[int]:
-        """The samples of which a step or an end is here."""
+        """The samples with at least one step or end."""
         return sorted({*self.ends, *(int(sample) for table in self.steps for sample in np.unique(table.sample_K))})
 
     def rearrange(self, steps: list[Steps]) -> None:
-        """Replace the tables by others that hold the same steps, or some of them."""
+        """Replace the tables by others that hold the same steps, or a part of them."""
         self.steps, self.places = steps, None
         self.indices.clear()
 
@@ -105,16 +105,16 @@ class Store:
         return group_id in self._held
 
     def token_bytes(self, steps: Steps) -> int:
-        """Bytes that a token of a table is counted with."""
+        """Bytes that count for a token of a table."""
         return bytes_per_token(steps) + (self.expert_bytes if steps.routed_experts_N is None else 0)
 
     def table_bytes(self, steps: Steps) -> int:
-        """Bytes that the steps of a table are counted with."""
+        """Bytes that count for the steps of a table."""
         counted = item_bytes(len(steps.token_ids_N), self.token_bytes(steps), len(steps))
         return counted + long_note_bytes(steps, range(len(steps)))
 
     def of(self, group_id: int) -> Held:
-        """What is here of a group; nothing of one whose data were dropped."""
+        """The data of a group; empty if its data were dropped."""
         return self._held.get(group_id) or Held()
 
     def add(self, group_id: int, steps: Steps | None, ends: Sequence[TrajectoryEnd], n_bytes: int) -> None:
@@ -129,7 +129,7 @@ class Store:
         self.n_bytes += n_bytes
 
     def add_from(self, message: StepGroup, additions: Sequence[Addition]) -> None:
-        """Add what is new in a message."""
+        """Add the new content of a message."""
         by_group: dict[int, list[Addition]] = {}
         for new in additions:
             by_group.setdefault(new.group_id, []).append(new)
@@ -152,7 +152,7 @@ class Store:
             self.n_bytes += event.n_bytes
 
     def completed(self, group_id: int, sample: int) -> None:
-        """Forget what is kept only to accept more steps of a sample."""
+        """Forget data that is needed only to accept more steps of a sample."""
         held = self.of(group_id)
         held.chains.pop(sample, None)
         held.indices.pop(sample, None)
@@ -164,7 +164,7 @@ class Store:
             self.n_bytes -= held.n_bytes
 
     def drop_samples(self, group_id: int, samples: tuple[int, ...]) -> None:
-        """Forget some samples of a group."""
+        """Forget the given samples of a group."""
         held = self._held.get(group_id)
         if held is None:
             return
@@ -178,17 +178,17 @@ class Store:
         self.n_bytes += held.n_bytes
 
     def whole(self, group_id: int) -> tuple[Steps, Ends, tuple[events.Scored, ...]]:
-        """All steps and ends of a complete group, with what its scorers said."""
+        """All steps and ends of a complete group, with its scorers' answers applied."""
         scores = self.scores(group_id)
         return *with_scores(*self.unscored(group_id), scores), scores
 
     def scores(self, group_id: int) -> tuple[events.Scored, ...]:
-        """What scorers said about a group so far, by name."""
+        """The answers of a group's scorers so far, by name."""
         scores = self._held[group_id].scores
         return tuple(scores[name] for name in sorted(scores))
 
     def unscored(self, group_id: int) -> tuple[Steps, Ends]:
-        """All steps and ends of a complete group as they came; its steps become one table."""
+        """All steps and ends of a complete group without scorers' answers; merges its steps into one table."""
         held = self._held[group_id]
         if len(held.steps) > 1:
             held.rearrange([concat_steps(held.steps)])
@@ -197,19 +197,20 @@ class Store:
 
 
 def end_bytes(end: TrajectoryEnd) -> int:
-    """Bytes that a trajectory's end is counted with."""
+    """Bytes that count for a trajectory's end."""
     return ITEM_BYTES + said_bytes(end)
 
 
 def cut(steps: Steps, items: Sequence[int]) -> Steps | None:
-    """The steps at these positions, in order; they share no memory with the table unless they are the whole of it."""
+    """The steps at these positions, in order; they share memory with the table only if all of its steps are
+    selected."""
     if len(items) == len(steps):
         return steps if items else None
     return select(steps, np.array(items, np.int64), copy=True) if items else None
 
 
 def expert_bytes(ledger: Ledger) -> int:
-    """Bytes of a token's routed experts, as the run's first ones came; 0 before."""
+    """Bytes of a token's routed experts, as in the run's first steps that had any; 0 before."""
     return EXPERT_BYTES * math.prod(ledger.state.routing) if ledger.state.routing else 0
 
 
@@ -221,7 +222,7 @@ class Record:
     """Journal, ledger and store, changed together."""
 
     def __init__(self, n_samples: int, limits: Limits, journal: Journal, clock: Clock) -> None:
-        """`service.handoff.ledger.replaying.opened_record` makes one out of a journal's frames."""
+        """Makes an empty record; `service.handoff.ledger.replaying.opened_record` makes one of a journal's frames."""
         self.journal = journal
         self.limits = limits
         self.clock = clock
@@ -289,7 +290,7 @@ class Record:
             self.begin_segment()
 
     def begin_segment(self) -> None:
-        """Begin a new segment with a snapshot.
+        """Begin a new segment of the journal with a snapshot.
 
         A replay from this snapshot needs the steps that the groups need now, however many of them end meanwhile.
         """

@@ -1,4 +1,4 @@
-"""Replaying the journal: the record as its frames leave it, and steps that are read back into memory."""
+"""Replaying the journal: restores the record from its frames, and reads steps back into memory."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _decoder = msgspec.msgpack.Decoder(State)
 
 
 def opened_record(opened: events.Opened, limits: Limits, journal: Journal, clock: Clock) -> Record:
-    """The record of a journal's frames; of an empty journal, one that begins with `opened`.
+    """The record that a journal's frames produce; for an empty journal, one that begins with `opened`.
 
     Raises:
         JournalError: the journal is damaged.
@@ -82,7 +82,7 @@ def check_begun(folder: Path, opened: events.Opened) -> None:
 
 
 def _check_opening(begun: events.Opened, opened: events.Opened, folder: Path) -> None:
-    """UserError unless a run continues with the rows and settings with which it began."""
+    """Raise a UserError unless a run continues with its original rows and settings."""
     remedy = f"set it back, or begin a new run under another run.name ({folder} continues as it began)"
     for name in begun.settings | opened.settings:
         if (then := begun.settings.get(name)) != (now := opened.settings.get(name)):
@@ -108,7 +108,7 @@ def apply_frame(record: Record, frame: Frame) -> None:
 
 
 def complete_group(record: Record, group_id: int) -> CompleteGroup:
-    """The steps and ends of a complete group; read back from the journal if an optimizer step that used it was undone.
+    """The steps and ends of a complete group; reads them back from the journal if an optimizer step on it was undone.
 
     Raises:
         JournalError: the journal no longer holds them.
@@ -118,7 +118,7 @@ def complete_group(record: Record, group_id: int) -> CompleteGroup:
 
 
 def read_back(record: Record, group_ids: Sequence[int]) -> None:
-    """Read complete groups from the journal that are not in memory: an optimizer step that used them was undone.
+    """Read complete groups back from the journal whose optimizer steps were undone and which are not in memory.
 
     Raises:
         JournalError: the journal no longer holds one of them.
@@ -133,7 +133,7 @@ def read_back(record: Record, group_ids: Sequence[int]) -> None:
 
 
 class Wanted(NamedTuple):
-    """What to fetch of a group."""
+    """Which data of a group to fetch."""
 
     attempts: Sequence[int]
     """The attempt of each sample that counts."""
@@ -142,12 +142,12 @@ class Wanted(NamedTuple):
 
     @staticmethod
     def of(group: Group) -> Wanted:
-        """All that was accepted of a group."""
+        """All accepted data of a group."""
         return Wanted(attempts_of(group), group.scored)
 
 
 def fetch(store: Store, wanted: Mapping[int, Wanted], frames: Iterable[Frame], limits: Limits) -> None:
-    """Add steps, ends and scores of groups to a store, each once; frames behind the last of them are not read."""
+    """Add steps, ends and scores of groups to a store, each once; stops reading after the last of them."""
     seen: set[tuple[int, int, int]] = set()
     attempts = {group_id: of_group.attempts for group_id, of_group in wanted.items()}
     unfinished: set[tuple[int, int | str]] = {
@@ -168,7 +168,7 @@ def fetch(store: Store, wanted: Mapping[int, Wanted], frames: Iterable[Frame], l
             for of, (items, ends) in items_by_trajectory(message).items():
                 if of.group_id in attempts and attempts[of.group_id][of.sample] == of.attempt:
                     keys = {(of.group_id, of.sample, index[k]): k for k in reversed(items)}
-                    new = sorted(k for key, k in keys.items() if key not in seen)  # the first of each, as when it came
+                    new = sorted(k for key, k in keys.items() if key not in seen)  # the first copy of each
                     seen |= keys.keys()
                     steps, held = cut(message.steps, new), store.of(of.group_id)
                     ends = [end for end in ends if of.sample not in held.ends]
@@ -180,7 +180,7 @@ def fetch(store: Store, wanted: Mapping[int, Wanted], frames: Iterable[Frame], l
 
 
 def restored(snapshot: bytes, now: float = 0.0) -> Ledger:
-    """The ledger that a snapshot was taken of, as if everything had made progress now."""
+    """The ledger of a snapshot; every trajectory counts as having made progress at `now`."""
     state = _decoder.decode(snapshot)
     ledger = Ledger(state.n_samples)
     ledger.state = state
@@ -230,7 +230,7 @@ def _fetch_groups(record: Record, group_ids: Sequence[int], stop: int) -> None:
 
 
 def message_of(frame: Frame, limits: Limits) -> StepGroup:
-    """The step group of a frame."""
+    """The step group in a frame."""
     message = decode(frame.payload, replace(limits, max_group_bytes=len(frame.payload)))  # it was accepted once
     if isinstance(message, Refusal):
         raise _refused_now(frame, message)

@@ -1,4 +1,4 @@
-"""What the answers of scorers change in a group: rewards, and the teacher's log-probabilities.
+"""How scorers' answers change a group: rewards, and the teacher's log-probabilities.
 
     rewards of the environment 1 0; a judge that replaces them says 0.2 0.8; another scorer adds 0.1 0     ->   0.3 0.8
 
@@ -36,7 +36,7 @@ class CompleteGroup(NamedTuple):
 
 
 def with_scores(steps: Steps, ends: Ends, scores: Sequence[Scored]) -> tuple[Steps, Ends]:
-    """The steps and ends (by sample) of a group, with what its scorers said; themselves if none said anything."""
+    """A group's steps and ends (by sample), with its scorers' answers applied; unchanged without answers."""
     rewards = [score.rewards for score in scores if score.rewards is not None]
     if rewards:
         added_E = np.array(rewards, np.float64).sum(axis=0)
@@ -67,7 +67,7 @@ def _with_rewards(steps: Steps, ends: Ends, added_E: Float64s, replaces: bool) -
 
 
 def sampled_tokens(steps: Steps) -> Int64s:
-    """Where the sampled tokens of a group lie on the token axis, by sample, then step, then place in the step.
+    """Positions of a group's sampled tokens on the token axis, ordered by sample, step and place in the step.
 
     The order depends neither on the order in which steps arrived nor on how they share prefixes.
     """

@@ -50,7 +50,7 @@ class Trajectory:
 
     @property
     def complete(self) -> bool:
-        """Whether its end and all its steps were accepted, or it was given up."""
+        """Whether the trajectory's end and all its steps were accepted, or it was given up."""
         return self.given_up or (self.n_steps is not None and len(self.indices) == self.n_steps)
 
 
@@ -102,7 +102,7 @@ class Group:
 
     @property
     def waiting_fate(self) -> Fate:
-        """The fate of its tokens while no optimizer step uses it."""
+        """The fate of the group's tokens while no optimizer step uses it."""
         return Fate.ROLLED_BACK if self.rolled_back else Fate.OPEN
 
     @property
@@ -112,7 +112,7 @@ class Group:
 
     @property
     def masked_tokens(self) -> int:
-        """Tokens that carry no loss for another reason than staleness or their step's role."""
+        """Number of tokens without loss for another reason than staleness or their step's role."""
         return self.tokens - self.loss_tokens - self.stale_tokens - sum(self.untrained.values())
 
 
@@ -132,7 +132,7 @@ class Member:
     """By request_id of its newest claims: the group_id that the claim got, and the attempt of each sample."""
 
     def note_given(self, request_id: int, group_id: int, attempts: dict[int, int]) -> None:
-        """Remember what a claim got; a claim without a request_id (0) is not remembered."""
+        """Remember the work that a claim got; claims without a request_id (0) are not remembered."""
         if request_id:
             self.given[request_id] = (group_id, attempts)
             if len(self.given) > CLAIMS_REMEMBERED:
@@ -141,7 +141,7 @@ class Member:
 
 @dataclass(slots=True)
 class Lease:
-    """Groups that the trainer holds."""
+    """A lease: the groups that the trainer holds."""
 
     trainer_incarnation: int
     group_ids: tuple[int, ...]
@@ -181,7 +181,7 @@ class Lengths:
         return distance(self.generated, self.trained)
 
     def token_distance(self) -> float:
-        """The same over tokens: those that carried loss against those that were sampled."""
+        """The same distance for tokens: those with loss against those that were sampled."""
         return distance(self.generated_tokens, self.loss_tokens)
 
 
@@ -191,7 +191,7 @@ def bucket(tokens: int) -> int:
 
 
 def distance(a: list[int], b: list[int]) -> float:
-    """Largest difference of two histograms' distribution functions, 0 (alike) to 1; 0 while one is empty.
+    """Largest difference of two histograms' distribution functions, 0 (equal) to 1; 0 if one is empty.
 
     >>> distance([1, 1, 2], [0, 1, 1])
     0.25
@@ -204,7 +204,7 @@ def distance(a: list[int], b: list[int]) -> float:
 
 @dataclass(slots=True)
 class Success:
-    """How a prompt has gone so far."""
+    """The success of a prompt's groups so far."""
 
     groups: int = 0
     success: float = 0.0
@@ -212,14 +212,14 @@ class Success:
     before it, so that what an older policy did is forgotten."""
 
     def note(self, success: float) -> None:
-        """One more group."""
+        """Add the success of one more group."""
         self.groups += 1
         self.success += (success - self.success) / min(self.groups, NEWEST_GROUPS)
 
 
 @dataclass(slots=True)
 class State:
-    """The whole state; the journal's snapshots hold it."""
+    """The whole state, as stored in the journal's snapshots."""
 
     n_samples: int
     opened: Opened | None = None
@@ -267,17 +267,17 @@ class State:
     """By process: tokens that it had accepted and that no journal has any more; they count as rolled back."""
 
     def note_trained(self, group: Group, times: int = 1) -> None:
-        """The trajectories of a group were trained, or with `times` -1 that was undone."""
+        """Count the trajectories of a group as trained; with `times` -1, undo that."""
         for tokens, loss in zip(group.lengths, group.losses, strict=True):
             self.lengths.trained[bucket(tokens)] += times
             self.lengths.loss_tokens[bucket(tokens)] += times * loss
 
     def note_success(self, row: int, success: float) -> None:
-        """A group of the row's prompt is complete, of whose trajectories this fraction succeeded."""
+        """Record a complete group of the row's prompt; `success` is the fraction of its trajectories that succeeded."""
         self.successes.setdefault(row, Success()).note(success)
 
     def count_lost(self, owner: str, tokens: int) -> None:
-        """Count tokens that a process had accepted and that no journal has any more."""
+        """Count tokens that a process had accepted but that no journal has any more."""
         self.lost[owner] = tokens
         self.accepted += tokens
         self.fates[Fate.ROLLED_BACK] += tokens

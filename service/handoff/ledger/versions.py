@@ -17,7 +17,7 @@ from service.types import NO_VERSION, Bools, Int32s, Int64s, PolicyVersion
 
 
 class VersionHistory:
-    """Every version that was published, and the steps at which incarnations branched off."""
+    """Every published version, and the steps at which incarnations branched off."""
 
     def __init__(self, start: PolicyVersion | None = None) -> None:
         self.published: dict[PolicyVersion, int] = {}
@@ -44,7 +44,7 @@ class VersionHistory:
 
     def known(self, versions_N: Int64s) -> Bools:
         """True where the version was published."""
-        heads = np.flatnonzero(changes(versions_N))  # equal ones stand side by side
+        heads = np.flatnonzero(changes(versions_N))  # equal versions are adjacent
         known_H = np.array([number in self.numbers for number in versions_N[heads].tolist()], np.bool_)
         return np.repeat(known_H, np.diff(np.append(heads, len(versions_N))))
 

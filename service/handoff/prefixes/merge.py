@@ -37,7 +37,7 @@ Mode = Literal["off", "linear", "tree"]
 
 
 class Merged(NamedTuple):
-    """Rows, and how they came about."""
+    """Rows, and counts of how steps joined them."""
 
     rows: Rows
     first_R: Int64s
@@ -113,7 +113,8 @@ def merge_in_order(steps: Steps, number_K: Int64s, mode: Mode, by_turn: bool = F
 
 
 def check_whole(steps: Steps) -> Steps:
-    """The steps in order, each once; ValueError if a trajectory is of two prompts or lacks a step before its last."""
+    """The steps in order, without duplicates; ValueError if a trajectory has two prompts or lacks a step before its
+    last."""
     steps, number_K = in_order(steps)
     start_K = np.maximum.accumulate(np.where(changes(number_K), np.arange(len(steps)), 0))
     for k in np.flatnonzero(steps.uid_K != steps.uid_K[start_K])[:1].tolist():
@@ -142,7 +143,7 @@ def whole_prompts(steps: Steps) -> Steps:
 
 
 def _unmerged_layout(steps: Steps, first_K: Bools) -> _Layout:
-    """Every step as a row of its own, with its whole prompt."""
+    """A layout with every step as a row of its own, with its whole prompt."""
     item_K = np.arange(len(steps))
     if not (steps.extends_K >= 0).any():
         return _Layout(steps.offsets_K[:-1], steps.offsets_K[1:], np.ones(len(steps), np.bool_), item_K, item_K)
@@ -158,7 +159,7 @@ def _unmerged_layout(steps: Steps, first_K: Bools) -> _Layout:
 def _merged_layout(
     steps: Steps, number_K: Int64s, first_K: Bools, mergeable_K: Bools, mode: Mode, counts: dict[str, int]
 ) -> _Layout:
-    """Chains of steps as they lie; trajectories that branch, one by one."""
+    """A layout in which chains of steps stay as they lie; trajectories that branch are laid out one by one."""
     chained_K, skip_K = _chains(steps, first_K, mergeable_K, number_K)
     item_K = np.arange(len(steps))
     chain_S, begins_K = item_K[chained_K], np.maximum.accumulate(np.where(first_K, item_K, 0))
@@ -185,7 +186,8 @@ def _merged_layout(
 
 
 def _chains(steps: Steps, first_K: Bools, mergeable_K: Bools, number_K: Int64s) -> tuple[Bools, Int64s]:
-    """Steps of trajectories in which each continues the one before, and how many own tokens repeat that one's."""
+    """Which steps continue the step before them in unbranched trajectories, and how many own tokens repeat that
+    step's."""
     before_K = np.concatenate(([0], total_lengths(steps)[:-1]))
     index_before_K = np.concatenate(([-1], steps.index_K[:-1]))
     full_K = steps.extends_K < 0
@@ -203,7 +205,7 @@ def _chains(steps: Steps, first_K: Bools, mergeable_K: Bools, number_K: Int64s) 
 
 
 def _of_whole_trajectories(chained_K: Bools, number_K: Int64s) -> Bools:
-    """[K] True where all steps of the trajectory are good."""
+    """[K] True for the steps of trajectories in which every step is chained."""
     bad_G = np.bincount(number_K, ~chained_K)
     return np.asarray(bad_G[number_K] == 0)
 
@@ -240,7 +242,7 @@ _FILLED = tuple(column for column in columns_of(Rows).tokens if column.about.fil
 
 
 def _assembled(steps: Steps, layout: _Layout) -> dict[str, Any]:
-    """Token columns made of segments; a context token keeps what a prompt token has: its id and routed experts."""
+    """Token columns built from segments; a context token keeps only its id and routed experts, like a prompt token."""
     columns = segments_of(steps, layout.start_S, layout.stop_S)
     if not layout.live_S.all():
         _fill(columns, np.repeat(~layout.live_S, layout.stop_S - layout.start_S), on_prompt=False)
@@ -248,7 +250,7 @@ def _assembled(steps: Steps, layout: _Layout) -> dict[str, Any]:
 
 
 def _observed(steps: Steps, layout: _Layout) -> Bools:
-    """[N] the tokens of rows that stand between responses."""
+    """[N] whether a token of a row lies between responses."""
     item_S = _items_of_segments(steps, layout)
     length_S = layout.stop_S - layout.start_S
     observed_S = np.clip(steps.offsets_K[item_S] + steps.prompt_length_K[item_S] - layout.start_S, 0, length_S)
@@ -258,12 +260,13 @@ def _observed(steps: Steps, layout: _Layout) -> Bools:
 
 
 def _items_of_segments(steps: Steps, layout: _Layout) -> Int64s:
-    """[S] the step of which each segment's tokens are."""
+    """[S] the step that owns each segment's tokens."""
     return np.searchsorted(steps.offsets_K, layout.start_S, "right") - 1
 
 
 def _fill(columns: dict[str, Any], where_N: Bools, on_prompt: bool) -> None:
-    """Set tokens to the fill value, in the columns that give prompt tokens values of their own or in the others."""
+    """Set tokens to the fill value, in columns that also have values on prompt tokens (`on_prompt`) or in the
+    others."""
     for column in _FILLED:
         if column.about.on_prompt == on_prompt and (array := columns[column.name]) is not None:
             chosen = where_N.reshape(-1, *(1,) * (array.ndim - 1))
@@ -274,7 +277,7 @@ def _fill(columns: dict[str, Any], where_N: Bools, on_prompt: bool) -> None:
 
 
 class _Kind(NamedTuple):
-    """What a row has one of, so that only steps of one kind share a row."""
+    """Properties that all steps of a row must have in common."""
 
     temperature: float
     has_logprobs: bool
@@ -307,7 +310,7 @@ class _RowBuilder:
     """The rows of one trajectory, built step by step."""
 
     def __init__(self, steps: Steps, mode: Mode, counts: dict[str, int]) -> None:
-        """`counts`: by outcome, to which each step adds."""
+        """`counts`: number of steps by outcome, updated by each step."""
         self.rows: list[_OpenRow] = []
         self._steps, self._mode, self._counts = steps, mode, counts
         self._index, self._rows_by_tip = PrefixIndex(), _RowsByTip()
@@ -315,7 +318,7 @@ class _RowBuilder:
         """By step index."""
 
     def add(self, k: int) -> None:
-        """Add item `k`, which comes after all steps before it."""
+        """Add item `k`; steps must be added in order."""
         steps, indexed = self._steps, self._index.add(self._steps, k)
         kind = _Kind(float(steps.temperature_K[k]), bool(steps.has_logprobs_K[k]))
         prompt_length = indexed.cut + int(steps.prompt_length_K[k])
@@ -334,14 +337,14 @@ class _RowBuilder:
         self._rows_by_tip.note_more(indexed.branch)
 
     def _continued(self, prompt: Place, kind: _Kind) -> _OpenRow | None:
-        """The row that a step continues: with all of whose tokens its prompt begins."""
+        """The row that a step continues: the step's prompt begins with all of the row's tokens."""
         if self._mode == "tree":
             return self._rows_by_tip.longest_prefix(prompt, kind)
         last = self.rows[-1] if self.rows else None
         return last if last and last.kind == kind and common(last.tip, prompt) == last.tip.length else None
 
     def _first_sampled(self, prompt: Place, prompt_length: int) -> int:
-        """Where the first response of a new row stands; counts why the step begins one.
+        """Where the first response of a new row begins; counts why the step begins a new row.
 
         A step that shares sampled tokens with the nearest row but does not continue its end is `forked`; one that
         shares at most a first prompt is `reset`.
@@ -387,13 +390,13 @@ class _RowsByTip:
             self._inner.get(row.kind, set()).discard(row.tip)
 
     def note_more(self, place: Place) -> None:
-        """Tokens may have been added to the tree after this place."""
+        """Note that tokens may have been added to the tree after this place."""
         if (kinds := self._rows.get(place)) and place.has_more:
             for kind in kinds:
                 self._inner.setdefault(kind, set()).add(place)
 
     def longest_prefix(self, prompt: Place, kind: _Kind) -> _OpenRow | None:
-        """The longest row of this kind with all of whose tokens a prompt begins; of equal ones, the first."""
+        """The longest row of this kind that is a prefix of a prompt; the first of equally long ones."""
         rows = self._rows.get(prompt, {}).get(kind)
         if rows is None:
             inner = [place for place in self._inner.get(kind, ()) if place.is_prefix_of(prompt)]

@@ -1,4 +1,4 @@
-"""The steps of one trajectory by their prefixes: which earlier step has the tokens that a prompt begins with.
+"""Index of one trajectory's steps by prefix: finds the earlier step whose tokens a prompt begins with.
 
     step 0  prompt [10 20 30]                 response [40 50]
     step 1  extends step 0 by 5 tokens, prompt [60 70], response [80 90]
@@ -40,7 +40,7 @@ PROMPT_COLUMNS = tuple(column for column in columns_of(Steps).tokens if column.a
 
 
 class PrefixError(ValueError):
-    """A step extends tokens that are not there, or other tokens than it names."""
+    """A step extends tokens that do not exist, or other tokens than it names."""
 
 
 class IndexedStep(NamedTuple):
@@ -61,7 +61,7 @@ class IndexedStep(NamedTuple):
     """Running digests of the first tokens, by length, as far as they were needed."""
 
     def holder(self, length: int) -> IndexedStep:
-        """The step whose own tokens include the last of the first `length` ones."""
+        """The step that owns the last of the first `length` tokens."""
         step = self
         while length <= step.cut and step.parent is not None:
             step = step.parent
@@ -76,7 +76,8 @@ class IndexedStep(NamedTuple):
         return self.digests[length]
 
     def segments(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """Where the tokens `start:stop` of prompt and response lie on the token axis, if all steps are of one table."""
+        """Positions of the tokens `start:stop` of prompt and response on the token axis, if all steps are in one
+        table."""
         step, found = self, list[tuple[int, int]]()
         while start < stop:
             step = step.holder(stop)
@@ -108,7 +109,7 @@ class PrefixIndex:
         return self._insert(steps, k, extension_of(steps, k), int(steps.offsets_K[k]))
 
     def arrived(self, steps: Steps, k: int) -> None:
-        """Index item `k` of a table, at the latest when the step that it extends has arrived.
+        """Index item `k` of a table now, or once the step that it extends has arrived.
 
         A reference that does not hold leaves the step out: the trajectory is refused when it is complete.
         """
@@ -124,13 +125,13 @@ class PrefixIndex:
                 coming += self._waiting.pop(int(steps.index_K[k]), ())
 
     def tokens(self, index: int) -> Int32s | None:
-        """A step's whole prompt and response; None if it is not here."""
+        """A step's whole prompt and response; None if the step is not in the index."""
         return self._steps[index].tip.tokens() if index in self._steps else None
 
     def references(
         self, steps: Steps, items: list[int], wanted_K: Bools, known: Mapping[int, Extension]
     ) -> dict[int, Extension]:
-        """The longest prefix that each wanted item shares with an earlier step, or the reference that is known.
+        """The longest prefix that each wanted item shares with an earlier step, or its reference in `known`.
 
         The items are sorted by index. They are also compared with one another, but none of them stays in the index.
         """
@@ -172,7 +173,7 @@ class PrefixIndex:
         return step
 
     def _nearest(self, steps: Steps, k: int) -> Extension | None:
-        """The earlier step with which a full prompt shares the longest prefix; of several, the latest."""
+        """The earlier step that shares the longest prefix with a full prompt; the latest of several."""
         index, start = int(steps.index_K[k]), int(steps.offsets_K[k])
         prompt = steps.token_ids_N[start : start + int(steps.prompt_length_K[k])]
         place = self._reached(index, prompt)
@@ -193,7 +194,8 @@ class PrefixIndex:
         return Extension(step, length, self._steps[step].holder(length).digest(length).intdigest())
 
     def _reached(self, index: int, prompt: Int32s) -> Place:
-        """How far the tree has a prompt; tokens that the step before it extends too are recognised by their digest."""
+        """How much of a prompt the tree contains; tokens that the preceding step also extends are recognised by their
+        digest."""
         before, place = self._steps.get(index - 1), self._tree.root
         if before is None or not 0 < before.cut <= len(prompt):
             return self._tree.follow(place, prompt)
@@ -202,7 +204,7 @@ class PrefixIndex:
         return self._tree.follow(place, prompt[place.length :])
 
     def _equal(self, column: Column, index: int, length: int, here_T: NDArray[Any]) -> int:
-        """How many of the shared tokens have the same values in a column, so that a reference loses nothing."""
+        """How many of the shared tokens have equal values in a column, so that a reference loses no values."""
         step: IndexedStep | None = self._steps[index]
         stop = equal = length
         while stop and step is not None:
@@ -224,7 +226,8 @@ def _values(column: Column, steps: Steps, start: int, stop: int, shape: tuple[in
 
 
 def check_references(steps: Steps) -> None:
-    """PrefixError unless what each step of one trajectory extends is there; the steps are sorted by index."""
+    """Raise a PrefixError unless the tokens that each step of a trajectory extends exist; the steps are sorted by
+    index."""
     first_K = np.zeros(len(steps), np.bool_)
     first_K[:1] = True
     linked = np.array_equal(steps.extends_K[1:], steps.index_K[:-1]) and (steps.extends_K[:1] < 0).all()
@@ -237,7 +240,7 @@ def check_references(steps: Steps) -> None:
 
 
 def check_chain(steps: Steps, first_K: Bools, chain_K: Bools) -> None:
-    """PrefixError unless steps that each extend the whole step before name its digest; every token is read once."""
+    """Raise a PrefixError unless each chained step names the digest of the step before it; reads every token once."""
     view, offsets = token_bytes(steps.token_ids_N), (4 * steps.offsets_K).tolist()
     digests, firsts, chain = steps.extends_digest_K.tolist(), first_K.tolist(), xxhash.xxh3_64()
     for k in np.flatnonzero(chain_K).tolist():
@@ -281,7 +284,7 @@ class Run:
 
 
 class Place(NamedTuple):
-    """Where the sequence of a path's first `length` tokens ends: inside the run, at its end, or at the root."""
+    """The end of a path's first `length` tokens: inside the run, at its end, or at the root."""
 
     run: Run
     length: int
@@ -303,7 +306,7 @@ class Place(NamedTuple):
         return np.concatenate([np.zeros(0, np.int32), *reversed(parts)])
 
     def is_prefix_of(self, place: Place) -> bool:
-        """Whether the path to `place` begins with this one."""
+        """Whether this path is a prefix of the path to `place`."""
         return self.length <= place.length and place.before(self.length) == self
 
     @property
@@ -333,7 +336,7 @@ class Tree:
         self._grown: list[tuple[Run, int]] | None = None
 
     def follow(self, place: Place, ids: Int32s) -> Place:
-        """The place that these tokens lead to from `place`, as far as the tree has them."""
+        """Follow these tokens from `place` as far as the tree has them, and return the place reached."""
         (run, length), done = place, 0
         while True:
             shared = common_prefix(run.ids[length - run.begin : run.end - run.begin], ids[done:])
@@ -344,7 +347,7 @@ class Tree:
             run = branch
 
     def grow(self, place: Place, ids: Int32s, owner: int) -> Place:
-        """Add tokens after a place, where the tree does not have them yet; returns where they end."""
+        """Add the tokens that the tree does not have yet after a place; returns where they end."""
         run, length = place
         if not len(ids):
             return place
@@ -375,7 +378,7 @@ class Tree:
 
 
 def common(a: Place, b: Place) -> int:
-    """How many leading tokens two paths share; costs the way from both ends up to where they part."""
+    """How many leading tokens two paths share; the cost is the distance from both ends to the fork."""
     (run, length), (other, other_length) = a, b
     while run is not other:
         if run.level >= other.level:
@@ -386,7 +389,7 @@ def common(a: Place, b: Place) -> int:
 
 
 def common_prefix(a: Int32s, b: Int32s) -> int:
-    """How many leading tokens two sequences share; costs what they share.
+    """How many leading tokens two sequences share; the cost is proportional to that number.
 
     >>> common_prefix(np.array([1, 2, 3, 4], np.int32), np.array([1, 2, 7], np.int32))
     2

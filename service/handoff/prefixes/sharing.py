@@ -37,12 +37,12 @@ class Chain(NamedTuple):
 
     @property
     def extension(self) -> Extension:
-        """The reference of a next step that continues the whole chain."""
+        """The reference of a step that would continue the whole chain."""
         return Extension(self.steps - 1, self.length, self.tokens.intdigest())
 
 
 def grown(chain: Chain | None, index: int, extends: Extension, own: memoryview) -> Chain | None:
-    """A chain with one more step, whose own tokens these bytes are; None if it is not the next step, or branches."""
+    """A chain with one more step, `own` its own tokens as bytes; None if it is not the next step, or branches."""
     if index != (0 if chain is None else chain.steps):
         return None
     if extends.step < 0:
@@ -112,7 +112,7 @@ def share_prefixes(steps: Steps, known: Steps | None = None) -> Steps:
 
 
 def with_references(steps: Steps, found: Mapping[int, Extension]) -> Steps:
-    """The same steps, of which the given full-prompt ones, by item, carry only what follows their reference."""
+    """The same steps, where the full-prompt steps in `found`, by item, carry only tokens after their reference."""
     if not found:
         return steps
     items = np.array(list(found), np.int64)
@@ -129,7 +129,8 @@ def with_references(steps: Steps, found: Mapping[int, Extension]) -> Steps:
 
 
 def _continuing(chain: Chain | None, steps: Steps, items: list[int], wanted_K: Bools) -> dict[int, Extension]:
-    """References of a trajectory's wanted steps, up to the first that does not begin with all of the step before it."""
+    """References of a trajectory's wanted steps, up to the first step that does not continue the whole step before
+    it."""
     found: dict[int, Extension] = {}
     for k in items:
         index, start, stop = int(steps.index_K[k]), int(steps.offsets_K[k]), int(steps.offsets_K[k + 1])

@@ -1,4 +1,4 @@
-"""Whether two records of one step mean the same, in whatever form each was sent; steps in order, each once.
+"""Whether two records of one step are equal, even if sent in different forms; lists steps in order without duplicates.
 
     full form      prompt [10 20 30 40 50 60 70]                response [80 90]
     shared form    extends step 0 by 5 tokens, prompt [60 70]   response [80 90]      the same step
@@ -48,7 +48,8 @@ def same_step(a: Steps, k: int, b: Steps, j: int, tokens_of: TokensOf) -> bool |
 
 
 def in_order(steps: Steps) -> tuple[Steps, Int64s]:
-    """Steps by trajectory (in order of first appearance), then by index, each once; and each one's trajectory.
+    """Steps by trajectory (in order of first appearance), then by index, without duplicates; and the trajectory of
+    each.
 
     Raises:
         ValueError: a step came twice with different content.
@@ -63,14 +64,14 @@ def in_order(steps: Steps) -> tuple[Steps, Int64s]:
 
 
 def contradiction(steps: Steps) -> str | None:
-    """The first step that came twice with different content; None if there is none or it cannot be decided yet."""
+    """The first step received twice with different content; None if there is none or that cannot be decided yet."""
     steps, number_K, again_K = _sorted(steps)
     different = (k for k, same in _repetitions(steps, number_K, again_K) if same is False)
     return next((f"{name_of(steps, k)} came twice, and not the same" for k in different), None)
 
 
 def index_of_steps(steps: Steps, items: Iterable[int]) -> PrefixIndex:
-    """The steps of one trajectory, sorted by index, as far as what they extend is there."""
+    """An index of one trajectory's steps, sorted by index; leaves out steps that extend missing tokens."""
     index = PrefixIndex()
     for k in items:
         with suppress(PrefixError):  # what it extends may arrive later, or be refused when the trajectory is complete
@@ -79,7 +80,7 @@ def index_of_steps(steps: Steps, items: Iterable[int]) -> PrefixIndex:
 
 
 def _sorted(steps: Steps) -> tuple[Steps, Int64s, Bools]:
-    """Steps by trajectory, then by index, in order of arrival; each one's trajectory, and whether it came before."""
+    """Steps sorted by trajectory, index and arrival; the trajectory of each, and whether the step is a repetition."""
     number_K, _ = trajectories(steps.group_id_K, steps.sample_K, steps.attempt_K)
     again_K = np.zeros(len(steps), np.bool_)
     same_K, next_K = number_K[1:] == number_K[:-1], steps.index_K[1:] > steps.index_K[:-1]
@@ -91,7 +92,7 @@ def _sorted(steps: Steps) -> tuple[Steps, Int64s, Bools]:
 
 
 def _repetitions(steps: Steps, number_K: Int64s, again_K: Bools) -> Iterator[tuple[int, bool | None]]:
-    """Each item that came before, and whether it is the same as then; None if that cannot be decided."""
+    """Each repeated item, and whether it equals its first record; None if that cannot be decided."""
     first_K = np.maximum.accumulate(np.where(again_K, 0, np.arange(len(steps))))
 
     @lru_cache(maxsize=1)
@@ -106,7 +107,7 @@ def _repetitions(steps: Steps, number_K: Int64s, again_K: Bools) -> Iterator[tup
 
 
 def _equal_columns(a: Steps, k: int, b: Steps, j: int) -> bool:
-    """Everything but the tokens that a record refers to; `b` carries no more tokens than `a`."""
+    """Whether two records are equal except for the tokens that they refer to; `b` carries no more tokens than `a`."""
     columns, own = columns_of(Steps), int(b.offsets_K[j + 1] - b.offsets_K[j])
     response = own - int(b.prompt_length_K[j])
     lengths = own + int(b.extends_length_K[j]), response
@@ -136,14 +137,14 @@ def _item(steps: Steps, k: int, column: Column) -> NDArray[Any] | None:
 
 
 def _last(steps: Steps, k: int, column: Column, own: int, response: int) -> NDArray[Any] | None:
-    """A column's values on the last `own` tokens of item `k`, or on its response if prompt tokens have none."""
+    """A column's values on the last `own` tokens of item `k`, or on its response if prompt tokens have no values."""
     array: NDArray[Any] | None = getattr(steps, column.name)
     stop = int(steps.offsets_K[k + 1])
     return None if array is None else array[stop - (own if column.about.on_prompt else response) : stop]
 
 
 def _equal(column: Column, a: NDArray[Any] | None, b: NDArray[Any] | None) -> bool:
-    """Bit by bit, so that NaN equals itself; an absent column equals its fill value."""
+    """Bitwise equality, so that NaN equals itself; an absent column equals its fill value."""
     if a is None or b is None:
         known = b if a is None else a
         return known is None or known.tobytes() == np.broadcast_to(filled(column, 1), known.shape).tobytes()
@@ -151,7 +152,7 @@ def _equal(column: Column, a: NDArray[Any] | None, b: NDArray[Any] | None) -> bo
 
 
 def _equal_rewards(a: Steps, k: int, b: Steps, j: int, response: int) -> bool:
-    """A scalar reward equals that number on the last token of the response."""
+    """Whether rewards are equal; a scalar reward equals that number on the last token of the response."""
     if a.token_rewards_N is None and b.token_rewards_N is None:
         return bool(a.reward_K[k] == b.reward_K[j])
     return _rewards(a, k, response).tobytes() == _rewards(b, j, response).tobytes()

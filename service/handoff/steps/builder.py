@@ -59,7 +59,7 @@ class StepSink(Protocol):
         """Take a trajectory's end."""
 
     async def accepted(self, trajectory: TrajectoryId) -> bool:
-        """Whether what was taken last, a step of this trajectory, counts; returns when that is certain."""
+        """Whether the last step of this trajectory counts; returns once that is certain."""
 
 
 class StepColumns:
@@ -146,11 +146,11 @@ class StepColumns:
         self._count_names(end.prompt_uid, end.stop_reason)
 
     async def accepted(self, trajectory: TrajectoryId) -> bool:
-        """True: columns take everything."""
+        """Return True: columns accept everything."""
         return True
 
     def by_trajectory(self) -> dict[TrajectoryId, StepColumns]:
-        """The steps and the end of each trajectory by themselves, in order of first appearance."""
+        """The steps and the end of each trajectory separately, in order of first appearance."""
         parts: dict[TrajectoryId, StepColumns] = {}
         for item, tokens in zip(self._items, self._tokens, strict=True):
             of = TrajectoryId(item["group_id"], item["sample"], item["attempt"])
@@ -160,7 +160,7 @@ class StepColumns:
         return parts
 
     def step_group(self, sender: Sender) -> StepGroup:
-        """Everything as one message."""
+        """All steps and ends as one message."""
         return StepGroup(sender, self.steps(), ends_table(self.ends))
 
     def steps(self) -> Steps:

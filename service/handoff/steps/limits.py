@@ -1,4 +1,4 @@
-"""What a message of steps may contain, at most."""
+"""Limits on a message of steps."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ class Routing(NamedTuple):
 
     @property
     def experts_per_token(self) -> int:
-        """Routed experts that a record has for each token, at most."""
+        """Maximum number of routed experts that a record has for each token."""
         return max(self.layers, default=0) * self.topk
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a message may contain, at most."""
+    """Limits on the content of a message."""
 
     vocab_size: int
     max_input_length: int

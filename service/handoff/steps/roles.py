@@ -1,4 +1,4 @@
-"""The roles of a trajectory's steps, which decide what of it is trained, and what is compared with what.
+"""The roles of a trajectory's steps, which decide what is trained and which trajectories are compared.
 
     steps   0 title   1 question   2 its continuation   3 another answer to 1's request   4 a verdict on 2
     roles   aux       main         main                 retry                             verifier
@@ -16,7 +16,7 @@ from enum import StrEnum
 
 
 class Role(StrEnum):
-    """What a call of an agent is for; in an environment, the role that has no other name is `main`."""
+    """The purpose of an agent's call; in an environment, `main` is the role without a name of its own."""
 
     MAIN = "main"
     """The agent's own conversation, however often it was cut or summarised."""
@@ -39,7 +39,7 @@ TRAINED = (Role.MAIN, Role.SUB)
 
 
 def packed_roles(roles: Iterable[str], named: Sequence[str] = ()) -> bytes:
-    """One byte for each step; none where all are `main`. `named`: the roles that the configuration names.
+    """Pack roles into one byte per step; empty if all are `main`. `named`: the roles that the configuration names.
 
     >>> packed_roles([Role.AUX, Role.MAIN, "verifier"], ["verifier"]), packed_roles([Role.MAIN])
     (b'\\x02\\x00\\x05', b'')
@@ -50,6 +50,6 @@ def packed_roles(roles: Iterable[str], named: Sequence[str] = ()) -> bytes:
 
 
 def roles_from(packed: bytes, n_steps: int, named: Sequence[str] = ()) -> list[str]:
-    """The roles of `n_steps` steps, which `packed_roles` packed."""
+    """Unpack the roles of `n_steps` steps from bytes of `packed_roles`."""
     names = (*ROLES, *named)
     return [names[code] for code in packed[:n_steps] or bytes(n_steps)]

@@ -1,4 +1,4 @@
-"""Tables of steps and ends: what their columns say, and the objects of the library made of them."""
+"""Tables of steps and ends: values derived from their columns, and the library's objects made from them."""
 
 from __future__ import annotations
 
@@ -64,12 +64,12 @@ def ends_table(ends: Iterable[TrajectoryEnd]) -> Ends:
 
 
 def _n_said(end: TrajectoryEnd) -> int:
-    """Steps about which an end says something: all, or none."""
+    """The number of steps about which an end has values: all steps, or 0."""
     return max(len(end.roles), len(end.rewards))
 
 
 def said_bytes(end: TrajectoryEnd) -> int:
-    """Bytes of what an end says about its steps, and of its transcript."""
+    """Bytes of an end's values about its steps, and of its transcript."""
     return SAID_BYTES * _n_said(end) + len(end.transcript)
 
 
@@ -99,7 +99,7 @@ def without_later_rewards(steps: Steps, ends: Ends, which_K: Bools) -> Ends:
 
 
 def _said(steps: Steps, ends: Ends) -> tuple[Int64s, Int64s]:
-    """The steps about which their trajectory's end says something, and the place of each on the axis `S`."""
+    """The steps about which their trajectory's end has values, and the position of each on the axis `S`."""
     if not len(ends.role_S):
         return np.zeros(0, np.int64), np.zeros(0, np.int64)
     end_K = end_of_items(steps, ends)
@@ -108,7 +108,7 @@ def _said(steps: Steps, ends: Ends) -> tuple[Int64s, Int64s]:
 
 
 class Played(NamedTuple):
-    """Whole trajectories: their steps in order, and what each step got.
+    """Complete trajectories: their steps in order, and what each step got.
 
     ends a, b; steps of b: 0, of a: 1 0     ->      steps a0 a1 b0     end_K [0 0 1]     first_G [0 2 3]
     """
@@ -126,7 +126,7 @@ class Played(NamedTuple):
 
     @property
     def score_K(self) -> Float64s:
-        """The score of the state after each step; NaN where there is none."""
+        """The score of the state after each step; NaN without a score."""
         score_K = self.steps.score_K
         return np.full(len(self.steps), np.nan) if score_K is None else score_K
 
@@ -199,7 +199,7 @@ def long_note_bytes(steps: Steps, items: Iterable[int]) -> int:
 
 
 def name_of(steps: Steps, k: int) -> str:
-    """Item `k` of a table, as messages name it."""
+    """The name of item `k` of a table in messages."""
     trajectory = TrajectoryId(int(steps.group_id_K[k]), int(steps.sample_K[k]), int(steps.attempt_K[k]))
     return f"{trajectory}/step={steps.index_K[k]}"
 
@@ -223,7 +223,7 @@ def is_truncated_K(steps: Steps) -> Bools:
 
 
 def by_turn(tables: Sequence[Steps]) -> Iterator[tuple[str, int, int]]:
-    """(turns, responses, truncated responses) of each class of turns that has responses."""
+    """The numbers of turns, responses and truncated responses, for each class of turns with responses."""
     turn_K = np.concatenate([np.searchsorted(TURN_BOUNDS, steps.index_K + 1) for steps in tables])
     truncated_K = np.concatenate([is_truncated_K(steps) for steps in tables])
     responses, truncated = (np.bincount(of_K, minlength=len(TURNS)) for of_K in (turn_K, turn_K[truncated_K]))
@@ -268,7 +268,7 @@ def row_objects(rows: Rows) -> list[Row]:
 
 
 def _fields_of_both(table: Steps | Rows) -> Iterator[tuple[slice, dict[str, Any]]]:
-    """Of each item where its response lies on the token axis, and the fields that a `Step` and a `Row` both have."""
+    """The position of each item's response on the token axis, and the fields that a `Step` and a `Row` share."""
     columns = columns_of(type(table))
     names = ("uid", "stop_reason", "prompt_length", "temperature", "has_logprobs")
     items = zip(*(getattr(table, f"{name}_{columns.axis}").tolist() for name in names), strict=True)

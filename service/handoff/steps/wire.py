@@ -71,7 +71,7 @@ class BatchHead(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class _Damaged(Exception):
-    """Why bytes are not a message; `decode` turns it into a Refusal."""
+    """Raised if bytes are not a valid message; `decode` turns it into a Refusal."""
 
     def __init__(self, reason: RefusalReason, path: str, number: float | None = None) -> None:
         self.refusal = Refusal(reason, path, number)
@@ -96,7 +96,7 @@ def encode(group: StepGroup) -> bytes:
 
 
 def decode(data: bytes | memoryview, limits: Limits) -> StepGroup | Refusal:
-    """The step group in these bytes, or why there is none; never raises."""
+    """The step group in these bytes, or why they contain none; never raises."""
     try:
         if len(data) > limits.max_group_bytes:
             raise _Damaged(RefusalReason.TOO_LARGE, "message", len(data))
@@ -120,12 +120,13 @@ def _step_group(head: GroupHead, arrays: dict[str, NDArray[Any]]) -> StepGroup:
 
 
 def accepted_steps(data: bytes) -> Steps:
-    """The steps of a message that the buffer made of what it had accepted; ValueError if it is none."""
+    """Decode steps that the buffer encoded after accepting them; ValueError if the bytes are no such message."""
     return accepted_group(data).steps
 
 
 def accepted_group(data: bytes) -> StepGroup:
-    """The steps and ends of a message that the buffer made of what it had accepted; ValueError if it is none."""
+    """Decode steps and ends that the buffer encoded after accepting them; ValueError if the bytes are no such
+    message."""
     try:
         return _step_group(*_opened(data, STEP_GROUP, GroupHead))
     except _Damaged as damaged:
@@ -144,7 +145,7 @@ def encode_mini_batch(batch: MiniBatch) -> bytes:
 
 
 def decode_mini_batch(data: bytes | memoryview) -> MiniBatch:
-    """The mini-batch in these bytes, which the buffer made; ValueError if they are none."""
+    """Decode a mini-batch that the buffer encoded; ValueError if the bytes are no mini-batch."""
     try:
         head, arrays = _opened(data, MINI_BATCH, BatchHead, max_header_bytes=len(data))
     except _Damaged as damaged:
@@ -160,7 +161,7 @@ def decode_mini_batch(data: bytes | memoryview) -> MiniBatch:
 
 
 def _arrays_of(table: object) -> dict[str, NDArray[Any]]:
-    """The arrays of a table that it has."""
+    """The arrays of a table, without absent ones."""
     arrays = {column.name: getattr(table, column.name) for column in columns_of(type(table)).all}
     return {name: array for name, array in arrays.items() if array is not None}
 
@@ -189,7 +190,7 @@ def _framed(kind: int, head: bytes, arrays: Mapping[str, NDArray[Any]]) -> bytes
 
 
 def _opened(data: bytes | memoryview, kind: int, form: type[Any], max_header_bytes: int = MAX_HEADER_BYTES) -> Any:
-    """The header and the arrays by name; every length is checked before anything is made of it."""
+    """The header and the arrays by name; checks every length before building anything from it."""
     if len(data) < PREFIX.size:
         raise _Damaged(RefusalReason.MALFORMED, "message", len(data))
     magic, found_kind, version, head_bytes, payload_bytes, checksum = PREFIX.unpack_from(data)
@@ -232,7 +233,7 @@ def _arrays(view: memoryview, position: int, heads: tuple[ArrayHead, ...]) -> di
 
 
 def _taken(arrays: dict[str, NDArray[Any]], table: type) -> dict[str, Any]:
-    """The columns of one table, taken out of the message's arrays."""
+    """The columns of one table, removed from the message's arrays."""
     for column in columns_of(table).all:
         if column.name not in arrays and not column.optional:
             raise _Damaged(RefusalReason.SCHEMA, column.name)

@@ -59,7 +59,7 @@ class Chat:
         """All tokens at which the engine should stop."""
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> Int32s:
-        """[P] ids of a whole prompt, ending in the template's opening of the assistant's turn."""
+        """[P] ids of a whole prompt that ends with the template's opening of the assistant's turn."""
         if tools:
             return self._special_tokens.encode(self._render(messages, tools))
         return self._prompts(messages)
@@ -92,7 +92,7 @@ class Chat:
         return after
 
     def _render(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> str:
-        """The rendered text, with names in place of the template's special tokens."""
+        """The rendered text, with random names in place of the template's special tokens."""
         try:
             roles = {message["role"] for message in messages}
             hidden = self._special_tokens.hide([messages, tools], names={role for role in roles if role.isidentifier()})
@@ -111,7 +111,7 @@ class Chat:
         return hidden.restore(self._special_tokens.name(str(text)))
 
     def _find_end(self) -> int:
-        """The special token with which the template closes an assistant's message; else the end of sequence."""
+        """The special token with which the template ends an assistant's message; by default the end of sequence."""
         following = self._special_tokens.encode(self._after_mark([Message(role="user", content="?")]))
         special = {*self._tokenizer.all_special_ids, *self._tokenizer.added_tokens_decoder}
         if len(following) and int(following[0]) in special:
@@ -125,7 +125,7 @@ def load_chat(folder: Path, config: GeneratorConfig) -> Chat:
 
 
 def _cached(make: Callable[[Sequence[Message]], Int32s]) -> Callable[[Sequence[Message]], Int32s]:
-    """`make`, with its results for the newest short message lists kept."""
+    """Wrap `make` so that its results for the newest short message lists are cached."""
 
     @lru_cache(CACHED_PROMPTS)
     def newest(key: tuple[tuple[str, str], ...]) -> Int32s:
@@ -134,7 +134,7 @@ def _cached(make: Callable[[Sequence[Message]], Int32s]) -> Callable[[Sequence[M
         return ids
 
     def cached(messages: Sequence[Message]) -> Int32s:
-        # A template may use further fields than role and content, and content that is no text.
+        # A template may use other fields than role and content, and content that is not text.
         if any(len(message) != 2 or not isinstance(message["content"], str) for message in messages):
             return make(messages)
         if sum(len(message["content"]) for message in messages) > CACHED_CHARACTERS:

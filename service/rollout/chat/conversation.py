@@ -48,7 +48,7 @@ def as_sampled(generation: Generation) -> Response:
 
 
 def without_loss(response: Response) -> Response:
-    """The response as one that the policy did not sample."""
+    """The response with no loss on its tokens, because the policy did not sample them."""
     return response._replace(loss_mask=np.zeros_like(response.loss_mask))
 
 
@@ -66,7 +66,7 @@ def with_end(generation: Generation, end_id: int) -> Response:
 
 
 class Prompt(NamedTuple):
-    """The next prompt, or the part of it that is new."""
+    """The next prompt, or its new part."""
 
     token_ids: Int32s
     whole: bool
@@ -84,20 +84,20 @@ class Conversation:
         return Prompt(self._chat.prompt(messages, tools), whole=True)
 
     def close(self, generation: Generation, last: bool) -> Response:
-        """The response, with an end token appended where the mode needs one and the policy sampled none."""
+        """The response, with an end token appended if the mode needs one and the policy sampled none."""
         return with_end(generation, self._chat.end_id)
 
     def follow(self, text: str, response_ids: Int32s, messages: Sequence[Message]) -> Prompt:
-        """The prompt after the response and the environment's messages: the tokens between two responses."""
+        """The tokens after the response: the environment's messages and the opening of the next turn."""
         return Prompt(self._chat.delta(messages, int(response_ids[-1])), whole=False)
 
     def after(self, text: str, messages: Sequence[Message]) -> list[Message] | None:
-        """The whole conversation that the next prompt is made of; None where it follows the tokens of the last one."""
+        """The whole conversation if the next prompt is rendered from it; None if the prompt only appends tokens."""
         return None
 
 
 class Rerendered(Conversation):
-    """Every prompt renders the whole conversation; where the template rewrites an earlier turn, a new row begins."""
+    """Every prompt renders the whole conversation; a new row begins if the template rewrites an earlier turn."""
 
     def __init__(self, chat: Chat) -> None:
         super().__init__(chat)
@@ -110,7 +110,7 @@ class Rerendered(Conversation):
         return super().begin(messages, tools)
 
     def follow(self, text: str, response_ids: Int32s, messages: Sequence[Message]) -> Prompt:
-        """The whole conversation, rendered anew."""
+        """The whole conversation, rendered again."""
         self._messages = self.after(text, messages)
         return super().begin(self._messages, self._tools)
 
@@ -124,12 +124,12 @@ class Inline(Conversation):
 
     def close(self, generation: Generation, last: bool) -> Response:
         """The response; only the last one gets an end token, because the message continues after the others."""
-        if last or not len(generation.token_ids):  # a step has at least one token
+        if last or not len(generation.token_ids):  # a step must have at least one token
             return with_end(generation, self._chat.end_id)
         return as_sampled(generation)
 
     def follow(self, text: str, response_ids: Int32s, messages: Sequence[Message]) -> Prompt:
-        """The plain text of the observations."""
+        """The plain text of the observations as tokens."""
         return Prompt(self._chat.plain("".join(message["content"] for message in messages)), whole=False)
 
 

@@ -1,8 +1,8 @@
-"""The models that play a run's frozen roles: they are asked in text, at an OpenAI-compatible endpoint each.
+"""The models that play a run's frozen roles; each gets text requests at an OpenAI-compatible endpoint.
 
     conversation of the role -> POST {url}/chat/completions, or an engine of this run -> text
 
-Whatever the model's own tokens are, its turn is recorded in those of the policy, without loss.
+The turn of such a model is recorded in tokens of the policy's tokenizer, without loss.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ Served = Callable[[str, Sequence[Message], Sampling], Awaitable[str]]
 
 
 class FrozenModels:
-    """Asks the models of frozen roles; one set of connections for a generator."""
+    """Queries the models of frozen roles; a generator has one set of connections."""
 
     def __init__(self, roles: Mapping[str, RoleConfig], served: Served | None = None) -> None:
-        """`served` asks the engines of roles without an address.
+        """`served` queries the engines of roles without an address.
 
         Raises:
             UserError: a file holds no key that can be read.
@@ -58,7 +58,7 @@ class FrozenModels:
         self._seconds = dict.fromkeys(self._roles, 0.0)
 
     def measure(self, metrics: Metrics) -> None:
-        """Record how often the models were asked, and how long they took."""
+        """Record the number and duration of the requests to the models."""
         for role in self._roles:
             for outcome in ("answered", "failed"):
                 metrics.count_to(
@@ -70,7 +70,7 @@ class FrozenModels:
         return role in self._roles
 
     async def answer(self, role: str, messages: Sequence[Message], sampling: Sampling, deadline: float) -> str:
-        """What a role's model says next in a conversation.
+        """The model's next message of a role in a conversation.
 
         Raises:
             TrajectoryFailed: it does not answer within `deadline` seconds, refuses, or answers without a text.
@@ -87,7 +87,7 @@ class FrozenModels:
         return text
 
     async def _answer_within(self, role: str, messages: Sequence[Message], sampling: Sampling, deadline: float) -> str:
-        """Ask until there is an answer, a refusal, or no time any more."""
+        """Retry until there is an answer or a refusal, or the deadline passes."""
         asked, failures, errors = self._roles[role], list[str](), (aiohttp.ClientError, ConnectionError)
 
         def failed(error: Exception) -> None:
@@ -105,7 +105,7 @@ class FrozenModels:
             raise TrajectoryFailed(StopReason.ENVIRONMENT_TIMEOUT, late) from error
 
     async def _asked(self, role: str, messages: Sequence[Message], sampling: Sampling) -> str:
-        """The answer; raises `aiohttp.ClientError` or ConnectionError where the model may be asked again."""
+        """Send one request; raises `aiohttp.ClientError` or ConnectionError if it may be retried."""
         asked = self._roles[role]
         if asked.is_served:
             if self._served is None:
@@ -124,7 +124,8 @@ class FrozenModels:
 
     async def _post(self, url: str, body: Mapping[str, Any], headers: Mapping[str, str]) -> tuple[int, bytes | None]:
         if self._session is None:
-            # The deadline of `answer` bounds a request, and the trajectories that are played bound their number.
+            # The deadline of `answer` bounds a request; the number of played trajectories bounds the number of
+            # requests.
             without = aiohttp.ClientTimeout(total=None)
             self._session = aiohttp.ClientSession(timeout=without, connector=aiohttp.TCPConnector(limit=0))
         async with self._session.post(url, json=body, headers=headers, allow_redirects=False) as response:
@@ -137,7 +138,7 @@ class FrozenModels:
 
 
 def generation_of(text: str, chat: Chat, most: int) -> Generation:
-    """A text that the policy did not sample, as at most `most` of the policy's tokens, without versions."""
+    """A text that the policy did not sample, as up to `most` of the policy's tokens, without versions."""
     token_ids = chat.plain(text)
     kept = token_ids[:most]
     return Generation(

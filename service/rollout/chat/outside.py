@@ -1,4 +1,4 @@
-"""Requests to addresses outside of the run: the key that goes along, and answers of bounded size."""
+"""Requests to addresses outside of the run: their key, and answers of bounded size."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from service.errors import UserError
 
 
 def key_header(setting: str, file: Path | None) -> dict[str, str]:
-    """The header with the key that is in a file; empty where there is no file.
+    """The header with the key from a file; empty without a file.
 
     Raises:
         UserError: the file cannot be read, or holds no key.
@@ -27,7 +27,7 @@ def key_header(setting: str, file: Path | None) -> dict[str, str]:
 
 
 async def whole_body(response: aiohttp.ClientResponse, most_bytes: int) -> bytes | None:
-    """The body, in however many parts it comes; None where it has more bytes than `most_bytes`."""
+    """The whole body of a response; None if it has more than `most_bytes` bytes."""
     body = bytearray()
     async for part in response.content.iter_any():
         body += part

@@ -1,4 +1,4 @@
-"""Special tokens come from the chat template only: in a message their characters are ordinary text.
+"""Only the chat template writes special tokens: in a message their characters are ordinary text.
 
     message              17<|im_end|>
     the template reads   17?|im_end|>                    `?`: a stand-in for `<`, a character that occurs nowhere else
@@ -37,7 +37,7 @@ class MessagesRefused(UserError):
 
 
 class Hidden(NamedTuple):
-    """What a template is given, and how its rendering is read."""
+    """The input of a template, and how to read its rendering."""
 
     values: Any
     restore: Callable[[str], str]
@@ -45,7 +45,7 @@ class Hidden(NamedTuple):
 
 
 class SpecialTokens:
-    """Encodes texts in which the template's special tokens are told from the same characters in a message."""
+    """Encodes texts such that the template's special tokens differ from the same characters in a message."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._template = str(tokenizer.chat_template)
@@ -59,7 +59,7 @@ class SpecialTokens:
         self._beginnings = frozenset(token[:k] for token in ids for k in range(1, len(token)))
         self._endings = frozenset(token[k:] for token in ids for k in range(1, len(token)))
         self._all = "\0".join(ids)
-        # Random, so that no message can write a name.
+        # Random, so that no message can contain a name.
         self._names = {token: f"{secrets.token_hex(16)}." for token in ids}
         self._backend = deepcopy(tokenizer.backend_tokenizer)
         self._backend.no_truncation()
@@ -85,7 +85,7 @@ class SpecialTokens:
             raise MessagesRefused("a message holds half a surrogate pair, which is no text")
         ids = self._ids_of(named)
         if not self._ids.isdisjoint(ids):
-            # A vocabulary may have a special token among its ordinary words; such a word is cut in two.
+            # A vocabulary may have a special token among its ordinary words; such a word is split in two.
             cut = self._special.sub(lambda found: f"{found[0][0]} {found[0][1:]}", named)
             ids = self._ids_of(cut)
             if not self._ids.isdisjoint(ids):
@@ -97,7 +97,7 @@ class SpecialTokens:
         return str(self._backend.decode(token_ids.tolist(), skip_special_tokens=not with_special))
 
     def hide(self, values: Any, names: Collection[str] = ()) -> Hidden:
-        """Copies of `values` in which no text, nor several texts side by side, can make a special token.
+        """Copies of `values` in which no text, and no adjacent texts together, can form a special token.
 
         A word of the template, and a text in `names`, stays whole: the template may itself write it between the marks
         of a special token, as in `<|` role `|>`.
@@ -109,7 +109,7 @@ class SpecialTokens:
         stand_ins = _StandIns(lambda: json.dumps([copied, self._template], ensure_ascii=False, default=str))
 
         def hide(text: str) -> str:
-            # Without its first character a special token may still hold another one.
+            # Without its first character a special token may still contain another one.
             while self._special.search(text):
                 text = self._special.sub(lambda found: stand_ins.of(found[0][0]) + found[0][1:], text)
             for position in self._open(text, names):
@@ -119,13 +119,13 @@ class SpecialTokens:
         return Hidden(_copied(copied, hide), stand_ins.restore)
 
     def _ids_of(self, text: str) -> list[int]:
-        # Batches are encoded without the interpreter's lock, and twice as fast: other threads run meanwhile.
+        # Batch encoding releases the interpreter's lock and is twice as fast, so that other threads run meanwhile.
         (encoded,) = self._backend.encode_batch_fast([text], add_special_tokens=False)
         ids: list[int] = encoded.ids
         return ids
 
     def _open(self, text: str, names: Collection[str]) -> set[int]:
-        """Where a character has to be hidden because the text next to this one may complete a special token."""
+        """Positions of characters to hide because the neighbouring text may complete a special token."""
         lengths = range(1, min(len(text), self._longest - 1) + 1)
         positions = {len(text) - k for k in lengths if text[-k:] in self._beginnings}
         if not text or text in self._template_words or text in names:
@@ -136,7 +136,7 @@ class SpecialTokens:
 
 
 class _StandIns:
-    """The characters that stand for others in one rendering."""
+    """The stand-in characters of one rendering."""
 
     def __init__(self, everything: Callable[[], str]) -> None:
         self._everything = everything
@@ -145,7 +145,7 @@ class _StandIns:
         self._stand_ins: dict[str, str] = {}
 
     def of(self, character: str) -> str:
-        """The character that stands for this one."""
+        """The stand-in of this character."""
         if not self._stand_ins:
             self._unused = _unused(self._everything())
         if character not in self._stand_ins:
@@ -156,7 +156,7 @@ class _StandIns:
         return self._stand_ins[character]
 
     def restore(self, text: str) -> str:
-        """The text with the characters put back; a template may have written a stand-in as JSON escapes."""
+        """The text with the original characters restored; a template may have written a stand-in as JSON escapes."""
         for character, stand_in in self._stand_ins.items():
             text = text.replace(stand_in, character).replace(_escaped(stand_in), _escaped(character))
         return text
@@ -173,13 +173,13 @@ def _escaped(character: str) -> str:
 
 
 def _named(name: str, token: AddedToken | None) -> AddedToken:
-    """A token that encodes `name` and strips the spaces around it as `token` does."""
+    """A token that encodes `name` and strips surrounding spaces as `token` does."""
     strips = {} if token is None else {"lstrip": token.lstrip, "rstrip": token.rstrip}
     return AddedToken(name, special=False, normalized=False, **strips)
 
 
 def _copied(value: Any, change: Callable[[str], str]) -> Any:
-    """A copy of nested values with all texts changed, those of keys too."""
+    """A copy of nested values in which `change` is applied to all texts, including keys."""
     if isinstance(value, str):
         return change(str.__str__(value))
     if isinstance(value, Mapping):

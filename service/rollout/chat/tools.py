@@ -42,7 +42,7 @@ def tool_calls(text: str) -> list[ToolCall | BadCall]:
 
 
 def read_call(written: str) -> ToolCall | BadCall:
-    """The call between two tags."""
+    """Parse the call between two tags."""
     try:
         call = read_json(written)
     except ValueError as error:
@@ -56,7 +56,7 @@ def read_call(written: str) -> ToolCall | BadCall:
 
 
 def read_json(written: str | bytes) -> Any:
-    """A value that every client can read back: no NaN, no half of a character, of bounded depth.
+    """Parse a JSON value that every client can read: no NaN, no half of a surrogate pair, of bounded depth.
 
     Raises:
         ValueError: the text is no such value.
@@ -71,7 +71,7 @@ def read_json(written: str | bytes) -> Any:
 
 
 def is_shallow(value: Any) -> bool:
-    """Whether at most `MAX_DEPTH` objects and lists lie inside each other in a JSON value."""
+    """Whether a JSON value nests objects and lists at most `MAX_DEPTH` deep."""
     level = [value]
     for _ in range(MAX_DEPTH + 1):
         outer = [one for one in level if isinstance(one, dict | list)]
@@ -82,7 +82,7 @@ def is_shallow(value: Any) -> bool:
 
 
 async def answer(calls: Sequence[ToolCall | BadCall], tools: Mapping[str, Tool]) -> StepResult:
-    """The tools' answers to the calls; a call that cannot be made is answered with the reason."""
+    """The tools' answers to the calls; a call that cannot be made is answered with an error message."""
     answers = [Message(role="tool", content=await _answer(call, tools)) for call in calls]
     bad = sum(message["content"].startswith("error: ") for message in answers)
     return StepResult(answers, 0.0, False, {"tool_calls": float(len(calls)), "bad_tool_calls": float(bad)})

@@ -32,13 +32,13 @@ P = ParamSpec("P")
 
 
 class OwnThread:
-    """A thread of its own, so that a call that hangs takes no thread from the engine or another episode."""
+    """A separate thread, so that a hanging call blocks no thread of the engine or another episode."""
 
     def __init__(self) -> None:
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="environment")
 
     async def call(self, function: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
-        """Call in the thread; also a cancelled call ends with its thread, so that a thread that hangs is noticed."""
+        """Call in the thread; also waits for a cancelled call, so that a hanging thread is noticed."""
         loop = asyncio.get_running_loop()
         answer = loop.run_in_executor(self._executor, partial(function, *arguments, **named))
         try:
@@ -62,7 +62,7 @@ class SkyRLGym:
             raise UserError("env.name: skyrl_gym is not installed; install baton-rl[skyrl-gym]") from error
         try:
             entry_point = self._gym.spec(env_id).entry_point
-        except Exception as error:  # the library's own error classes exist only where it is installed
+        except Exception as error:  # the library's error classes exist only if it is installed
             raise UserError(f"env.name: skyrl-gym has no environment {env_id!r}: {error}") from error
         self._env_id = env_id
         self._max_turns = max_turns
@@ -100,7 +100,7 @@ class SkyRLGym:
 
 
 def env_config(entry_point: str | Callable[..., Any], options: Mapping[str, Any]) -> Any:
-    """The options as the configuration class that the environment's constructor names, with its defaults."""
+    """The options as an instance of the configuration class in the signature of the environment's constructor."""
     make: Any = entry_point
     if isinstance(entry_point, str):
         module, _, name = entry_point.partition(":")
@@ -129,7 +129,7 @@ class ReasoningGym:
         self._thread = OwnThread()
 
     async def reset(self, task: Task, seed: int) -> Sequence[Message]:
-        """Make the question again and compare it with the row's."""
+        """Generate the question again and compare it with the row's."""
         extra = task.extra_info
         self._dataset = _dataset(self._name, int(extra["seed"]), int(extra["size"]), self._options)
         self._entry = await self._thread.call(self._dataset.__getitem__, int(extra["index"]))

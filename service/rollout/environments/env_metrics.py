@@ -36,7 +36,7 @@ class EnvMetrics:
 
 
 class EnvMetricMeans:
-    """Means over the trajectories of all generators that ended since the previous call."""
+    """Means over the trajectories of all generators that ended since the last call."""
 
     def __init__(self) -> None:
         self._before: dict[tuple[str, int], Sums] = {}
@@ -45,7 +45,7 @@ class EnvMetricMeans:
         """`environment/<environment>/<name>` -> mean; a trajectory without the name counts as 0."""
         new: Sums = {}
         for status in generators:
-            # By process id, because a restarted generator counts from 0.
+            # By process id, because the counts of a restarted generator begin at 0.
             generator = status["name"], status["pid"]
             before = self._before.get(generator, {})
             for environment, sums in status["environments"].items():

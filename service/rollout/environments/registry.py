@@ -44,7 +44,8 @@ ADAPTERS = {
 
 
 def make_environment(name: str, options: Options, trusted_modules: Sequence[str] = ()) -> Environment:
-    """A new instance of the environment `name`, for one trajectory; it begins in the user's folder.
+    """A new instance of the environment `name` for one trajectory; resets the current folder to the user's folder
+    first.
 
     Raises:
         UserError: there is no such environment, or its constructor fails with these options.
@@ -80,7 +81,8 @@ def environment_class(name: str, trusted_modules: Sequence[str] = ()) -> Callabl
 
 @cache
 def registered() -> Mapping[str, str]:
-    """Name -> `module:Class` of the environments that installed packages register; cached, as each trajectory asks."""
+    """Name -> `module:Class` of the environments that installed packages register; cached, because every trajectory
+    asks."""
     return {point.name: point.value for point in entry_points(group=GROUP)}
 
 

@@ -1,4 +1,4 @@
-"""The client of a retrieval server, as Search-R1's and SkyRL's servers and `baton.examples.search_server` answer.
+"""The client of a retrieval server, for Search-R1's and SkyRL's servers and `baton.examples.search_server`.
 
 POST /retrieve {"queries": ["marn"], "topk": 3, "return_scores": true}
 {"result": [[{"document": {"id": "7", "contents": "marn is a town ..."}, "score": 0.9}]]}
@@ -29,7 +29,7 @@ class RetrievalClient:
         self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=seconds))
 
     async def retrieve(self, query: str, topk: int) -> list[str]:
-        """The contents of the nearest passages, nearest first.
+        """The contents of the `topk` nearest passages, nearest first.
 
         Raises:
             RetrievalFailed: the server refuses the query, or answers none of `ATTEMPTS` attempts.

@@ -51,7 +51,7 @@ def load_tasks(path: Path) -> list[Task]:
 
 
 def task_of(tasks: Sequence[Task], uid: str, row: int) -> Task:
-    """The task of a row, which must be the prompt `uid`.
+    """The task of a row; checks that its prompt is `uid`.
 
     Raises:
         RunFailed: it is another one.
@@ -79,7 +79,7 @@ def tasks_of(rows: Sequence[Any], path: Path) -> list[Task]:
 
 
 def rows_digest(tasks: Sequence[Task]) -> str:
-    """Changes when the content of a row, or the order of the rows, changes."""
+    """A digest of the content and order of the rows."""
     digest, names = xxhash.xxh3_64(), [field.name for field in fields(Task)]
     for task in tasks:
         row = {name: getattr(task, name) for name in names}
@@ -94,7 +94,7 @@ def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
         for number, row in enumerate(rows):
             try:
                 line = json.dumps(row, ensure_ascii=False)
-            except (TypeError, ValueError, RecursionError) as error:  # another type, a cycle, too deep
+            except (TypeError, ValueError, RecursionError) as error:  # another type, a cycle, or too deep
                 raise UserError(f"dataset {path}, row {number}: a value cannot be written as JSON: {error}") from error
             # Half a surrogate pair cannot be encoded as UTF-8, but JSON can escape it.
             file.write(f"{line if is_text(line) else json.dumps(row)}\n")
@@ -137,7 +137,7 @@ def _read_jsonl(path: Path) -> list[Any]:
 
 
 class _Columns(msgspec.Struct):
-    """The columns that have a meaning of their own."""
+    """The columns with a meaning of their own."""
 
     prompt: str | list[Message]
     uid: Annotated[str, msgspec.Meta(max_length=MAX_UID_LENGTH)] | None = None

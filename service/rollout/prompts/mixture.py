@@ -23,7 +23,7 @@ MAX_REPETITIONS = 100
 
 
 def train_file(data: DataConfig, env: EnvConfig, folder: Path, seed: int) -> Path:
-    """The file of training prompts: as configured, or synthetic or mixed rows written to `folder`.
+    """The file of training prompts: the configured one, or synthetic or mixed rows written to `folder`.
 
     An existing file is kept, so that a resumed run continues with the same prompts.
 
@@ -57,7 +57,7 @@ def eval_files(data: DataConfig, env: EnvConfig, folder: Path, seed: int) -> dic
 
 
 def mixed_rows(parts: Mapping[str, MixturePart]) -> Iterator[dict[str, Any]]:
-    """The rows of one epoch, evenly interleaved; uids become `<set>/<uid>`, with a count from a row's second time on.
+    """The rows of one epoch, evenly interleaved; uids become `<set>/<uid>`, plus a count if a row repeats.
 
     Raises:
         UserError: a dataset is malformed, or the weights ask for too many repetitions.
@@ -74,7 +74,7 @@ def mixed_rows(parts: Mapping[str, MixturePart]) -> Iterator[dict[str, Any]]:
 
 
 def _lengths(sizes: Mapping[str, int], weights: Mapping[str, float]) -> dict[str, int]:
-    """Dataset -> its rows in one epoch."""
+    """Number of rows of each dataset in one epoch."""
     total_weight = sum(weights.values())
     fractions = {name: weight / total_weight for name, weight in weights.items()}
     largest = max(sizes, key=lambda name: sizes[name] / fractions[name])

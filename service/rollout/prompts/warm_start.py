@@ -25,7 +25,7 @@ EMPTY = SupervisedRow(np.empty(0, dtype=np.int32), np.empty(0, dtype=np.bool_))
 
 
 def demonstration_rows(chat: Chat, mode: Mode, demonstrations: Sequence[Sequence[Message]]) -> list[SupervisedRow]:
-    """The rows in the given order; a demonstration has several where the prompt of a turn rewrites the history."""
+    """One row per demonstration, in order; several rows if a turn's prompt rewrites the history."""
     return [row for messages in demonstrations for row in _rows(chat, mode, list(_turns(messages)))]
 
 
@@ -61,6 +61,6 @@ def _with(row: SupervisedRow, token_ids: Int32s, trained: bool) -> SupervisedRow
 
 
 def _generation(token_ids: Int32s) -> Generation:
-    """The assistant's text as if an engine had sampled it without an end token."""
+    """The assistant's text as a generation without an end token."""
     logprobs, versions = np.zeros(len(token_ids), np.float32), np.full(len(token_ids), NO_VERSION, np.int64)
     return Generation(token_ids, logprobs, versions, "stop", sampled_end=False)
