@@ -1,4 +1,4 @@
-"""A training, started from Python."""
+"""Starts a training run from Python."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def run(*files: str | Path, overrides: Sequence[str] = (), resume: str | None = None) -> int:
-    """Train as `baton run --config FILE ... section.key=value ...` does; returns the exit code.
+    """Train like `baton run --config FILE ... section.key=value ...`; returns the exit code.
 
     `resume`: a run's folder, name or store address, which is continued from its newest checkpoint. The exit code is 0
     after a run to its end, and 128 + n after signal n. Ray, vLLM and torch are imported only here.

@@ -1,4 +1,4 @@
-"""Backoff: a call that fails is repeated after pauses, each twice as long as the one before."""
+"""Backoff: a failed call is retried after pauses, each twice as long as the previous one."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ Failure = TypeVar("Failure", bound=Exception)
 
 
 class Backoff(NamedTuple):
-    """Seconds of the first and of the longest pause."""
+    """Length of the first pause and maximum length of a pause, in seconds."""
 
     first: float
     longest: float = math.inf
 
     def pause(self, failures: int) -> float:
-        """Seconds of the pause after so many failures in a row.
+        """Seconds of the pause after `failures` consecutive failures.
 
         >>> [Backoff(0.5, 3.0).pause(failures) for failures in (1, 2, 3, 4, 5000)]
         [0.5, 1.0, 2.0, 3.0, 3.0]
@@ -37,9 +37,9 @@ async def retried(
     tries: float = math.inf,
     failed: Callable[[Failure], None] = lambda error: None,
 ) -> Answer:
-    """Call until there is an answer; one of `errors` is followed by another try.
+    """Call until there is an answer; retry after each of `errors`.
 
-    The error is raised after so many tries, and where it comes more than `within` seconds after the first call. Before
+    The error is raised after `tries` tries, or if it comes more than `within` seconds after the first call. Before
     each pause `failed` is given the error; it may raise another one.
     """
     began, failures = time.monotonic(), 0

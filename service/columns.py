@@ -1,4 +1,4 @@
-"""Tables of columns: what defines a column, and how any table is checked, selected from, and joined.
+"""Tables of columns: how columns are defined, and how tables are checked, selected from, and joined.
 
 A table is a dataclass whose arrays end in an axis letter: `_K` has one item per step, `_R` per row, `_N` per token.
 Item `k` owns tokens `offsets_K[k]:offsets_K[k + 1]`; a column `step_offsets_E` bounds a second ragged axis, `S`. Name,
@@ -40,7 +40,7 @@ ALIGNMENT = 64
 
 
 class About(NamedTuple):
-    """What the annotation of a column says beyond its name and type."""
+    """Properties of a column in its annotation, besides its name and type."""
 
     meaning: str = ""
     compare: Literal["bits", "names", "rewards", "form"] = "bits"
@@ -126,7 +126,7 @@ def columns_of(table: type) -> Columns:
 
 
 def _bounded(offsets: str) -> str:
-    """The letter of the axis that an offsets column bounds: `offsets_K` that of tokens, `step_offsets_E` axis `S`."""
+    """The axis letter that an offsets column bounds: `N`, tokens, for `offsets_K`; `S` for `step_offsets_E`."""
     return "N" if offsets.startswith("offsets_") else offsets[0].upper()
 
 
@@ -147,9 +147,9 @@ def _column(name: str, hint: Any) -> Iterator[Column]:
 
 
 def select(table: AnyTable, index_X: Int64s, copy: bool = False) -> AnyTable:
-    """The items at these positions, in this order, with the names that they use.
+    """The items at these positions, in this order, with only the names that they use.
 
-    Token columns are views where the tokens are one piece.
+    Token columns are views if the tokens are contiguous.
 
     `copy`: token columns never share memory with the table.
     """
@@ -172,8 +172,8 @@ def select(table: AnyTable, index_X: Int64s, copy: bool = False) -> AnyTable:
 def segments_of(
     table: Table, start_S: Int64s, stop_S: Int64s, copy: bool = False, columns: Sequence[Column] | None = None
 ) -> dict[str, Any]:
-    """Every token column of a table, or other columns of one ragged axis, as the segments `start:stop` one after the
-    other; views where they are one piece.
+    """The token columns of a table (or the given columns of one ragged axis), cut into the segments `start:stop` and
+    concatenated; views if the result is contiguous in the table.
 
     Segments that lie side by side and stay side by side are copied as one:
 
@@ -192,9 +192,9 @@ def segments_of(
 
 
 def _joined(parts: dict[str, list[NDArray[Any]]]) -> dict[str, NDArray[Any]]:
-    """Each column's parts one after the other; all columns lie in one piece of memory.
+    """Each column's parts concatenated; all columns lie in one block of memory.
 
-    One large piece is page-faulted in faster than several, which costs more than the copying itself.
+    Page faults cost more than copying, and one large block causes fewer of them than several.
     """
     heads = {name: (sum(map(len, arrays)), *arrays[0].shape[1:]) for name, arrays in parts.items()}
     sizes = {name: math.prod(shape) * parts[name][0].itemsize for name, shape in heads.items()}
@@ -232,7 +232,7 @@ def concat(tables: Sequence[AnyTable]) -> AnyTable:
 
 
 def _filled_up(column: Column, arrays: Sequence[NDArray[Any] | None], counts: Sequence[int]) -> list[NDArray[Any]]:
-    """A column of several tables, where it is missing with its fill value; nothing if no table has it."""
+    """One column of several tables, with its fill value for tables that lack it; empty if no table has it."""
     known = [array for array in arrays if array is not None]
     if len(known) in (0, len(arrays)):
         return known
@@ -243,7 +243,7 @@ def _filled_up(column: Column, arrays: Sequence[NDArray[Any] | None], counts: Se
 
 
 def filled(column: Column, count: int, shape: tuple[int, ...] = ()) -> NDArray[Any]:
-    """A column's fill value, for `count` tokens or items."""
+    """An array of a column's fill value, for `count` tokens or items."""
     return np.full((count, *shape), column.about.fill or 0, column.dtype)
 
 
@@ -273,7 +273,7 @@ def trajectories(group_id_X: Int64s, sample_X: Int32s, attempt_X: Int32s) -> tup
     new = changes(*columns)
     head_G = new.nonzero()[0]
     heads = list(zip(*(column[head_G].tolist() for column in columns), strict=True))
-    if len(set(heads)) == len(heads):  # each trajectory stands together
+    if len(set(heads)) == len(heads):  # items of a trajectory are adjacent
         return np.cumsum(new) - 1, head_G
     order = np.lexsort((attempt_X, sample_X, group_id_X))
     new = changes(*(column[order] for column in columns))
@@ -296,13 +296,13 @@ def changes(*columns: NDArray[Any]) -> Bools:
 
 
 def bytes_per_token(table: Table) -> int:
-    """Bytes of one token over the token columns that a table has."""
+    """Bytes per token, summed over the token columns that a table has."""
     arrays = [getattr(table, column.name) for column in columns_of(type(table)).tokens]
     return sum(array.dtype.itemsize * math.prod(array.shape[1:]) for array in arrays if array is not None)
 
 
 def token_bytes(token_ids: Int32s) -> memoryview:
-    """Token ids as little-endian int32 bytes; a view where they already lie like that in memory."""
+    """Token ids as little-endian int32 bytes; a view if they already have that form in memory."""
     return np.ascontiguousarray(token_ids, "<i4").data.cast("B")
 
 
@@ -316,14 +316,14 @@ def digest(token_ids: Int32s) -> int:
 
 
 def codes_of(strings: Sequence[str]) -> tuple[tuple[str, ...], Int32s]:
-    """The different strings, and each string's index into them: ("b" "a" "b") -> ("b" "a"), [0 1 0]."""
+    """The distinct strings, and each string's index among them: ("b" "a" "b") -> ("b" "a"), [0 1 0]."""
     code: dict[str, int] = {}
     codes = [code.setdefault(string, len(code)) for string in strings]
     return tuple(code), np.array(codes, np.int32)
 
 
 def _joined_names(names_T: Sequence[tuple[str, ...]], codes_T: Sequence[Int32s]) -> tuple[tuple[str, ...], Int32s]:
-    """The names of several tables, each once, and all items' indices into them."""
+    """The distinct names of several tables, and all items' indices into them."""
     start: dict[tuple[str, ...], int] = {}
     strings: list[str] = []
     for names in names_T:
@@ -336,7 +336,7 @@ def _joined_names(names_T: Sequence[tuple[str, ...]], codes_T: Sequence[Int32s])
 
 
 def check_choice(name: str, value: str, choices: Any) -> None:
-    """ValueError unless a setting is one of the values of its literal type; any other would act like one of them."""
+    """Raise a ValueError unless a setting is one of the values of its literal type."""
     known = get_args(choices)
     if value not in known:
         raise ValueError(f"{name}={value!r} is none of {', '.join(map(repr, known))}")

@@ -30,7 +30,7 @@ class BatonError(Exception):
 
 
 class UserError(BatonError):
-    """The input is wrong; the message names what, where and what to do."""
+    """The input is wrong; the message gives the problem, the place and the remedy."""
 
     exit_code = 2
 
@@ -48,7 +48,7 @@ class Starved(BatonError):
 
 
 class StoreFailed(BatonError):
-    """The object store did not do what it was asked for; the message says what, and the store's answer."""
+    """A request to the object store failed; the message has the request and the store's answer."""
 
 
 class WeightsGone(BatonError):
@@ -60,7 +60,7 @@ class WeightsCutOff(BatonError):
 
 
 class RunFailed(BatonError):
-    """The run cannot make progress; the message says why."""
+    """The run cannot make progress; the message gives the reason."""
 
 
 def printable(text: str, keep: str = "\n\t") -> str:

@@ -1,4 +1,4 @@
-"""Locks on folders, and files and folders that appear whole: written beside their place, then renamed into it.
+"""Locks on folders; files and folders that appear complete, because they are written elsewhere and then renamed.
 
 final               whole, unless the process died between two renames
 .partial.final      being written; to be deleted once its writer is gone
@@ -24,7 +24,7 @@ BLOCK = 1 << 16
 
 
 def lock_folder(folder: Path, seconds: float) -> TextIO:
-    """Lock a folder until the returned file is closed, which the death of the process does too.
+    """Lock a folder until the returned file is closed or the process dies.
 
     Raises:
         TimeoutError: another process held the lock for this many seconds.
@@ -40,7 +40,7 @@ def lock_folder(folder: Path, seconds: float) -> TextIO:
 
 
 def is_locked(folder: Path) -> bool:
-    """Whether a process of this machine holds the lock of a folder; takes the lock for an instant to find out."""
+    """Whether a process of this machine holds the lock of a folder; acquires the lock for a moment to test that."""
     try:
         with (folder / LOCK).open() as lock:
             return not _try_lock(lock, fcntl.LOCK_SH)
@@ -57,7 +57,7 @@ def _try_lock(lock: TextIO, how: int) -> bool:
 
 
 def append_lines(path: Path) -> TextIO:
-    """Open a file of lines to append to; an incomplete last line, whose writer was killed, is cut off."""
+    """Open a file of lines for appending; truncates an incomplete last line, whose writer was killed."""
     with path.open("ab+") as file:
         size = file.seek(0, os.SEEK_END)
         whole = _end_of_last_line(file, size)
@@ -79,7 +79,7 @@ def _end_of_last_line(file: BinaryIO, size: int) -> int:
 
 @contextmanager
 def atomic_file(path: Path) -> Iterator[Path]:
-    """Yields a path to write to; when the block ends well, that file replaces `path`, else it is deleted.
+    """Yield a path to write to; that file replaces `path` if the block succeeds, otherwise it is deleted.
 
     A reader finds the old file or the new one, never a part.
     """
@@ -88,24 +88,25 @@ def atomic_file(path: Path) -> Iterator[Path]:
         yield partial
         sync(partial)
         os.replace(partial, path)
-    except BaseException:  # also when cancelled: no partial file stays
+    except BaseException:  # also on cancellation: no partial file remains
         partial.unlink(missing_ok=True)
         raise
 
 
 def write_atomic(path: Path, text: str) -> None:
-    """Replace the text of a file at once."""
+    """Replace the text of a file atomically."""
     with atomic_file(path) as partial:
         partial.write_text(text, encoding="utf-8")
 
 
 def partial_file(path: Path) -> Path:
-    """Where this process writes what becomes `path`; the suffix stays, because some writers go by it."""
+    """Path at which this process writes the future `path`; has the same suffix, because some writers depend on it."""
     return path.with_name(f".partial.{os.getpid()}.{path.name}")
 
 
 def create_private(path: Path, text: str) -> None:
-    """Write a file that only its user can read, unless it is there: of several writers at once, one wins."""
+    """Write a file that only its user can read, unless the file exists: with several concurrent writers, the first
+    wins."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     descriptor, partial = tempfile.mkstemp(dir=path.parent)
     try:
@@ -120,7 +121,7 @@ def create_private(path: Path, text: str) -> None:
 
 @contextmanager
 def atomic_folder(folder: Path) -> Iterator[Path]:
-    """Yields an empty folder, which replaces `folder` when the block ends well; else it is deleted."""
+    """Yield an empty folder, which replaces `folder` if the block succeeds; otherwise it is deleted."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     recover_folder(folder)
     partial, previous = _partial_folder(folder), previous_folder(folder)
@@ -132,7 +133,7 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
         if folder.exists():
             os.replace(folder, previous)
         os.replace(partial, folder)
-    except BaseException:  # also when cancelled: the old folder is back
+    except BaseException:  # also on cancellation: the old folder is restored
         recover_folder(folder)
         raise
     sync(folder.parent)
@@ -140,7 +141,7 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
 
 
 def recover_folder(folder: Path) -> None:
-    """Undo a replacement whose writer died: bring the previous folder back, and delete the remains of the new one."""
+    """Undo a replacement whose writer died: restore the previous folder, and delete the incomplete new one."""
     if not folder.exists() and previous_folder(folder).exists():
         os.replace(previous_folder(folder), folder)
     for left in (_partial_folder(folder), previous_folder(folder)):
@@ -148,7 +149,7 @@ def recover_folder(folder: Path) -> None:
 
 
 def previous_folder(folder: Path) -> Path:
-    """Where a folder lies while another one replaces it."""
+    """Path of a folder while another one replaces it."""
     return folder.with_name(f".previous.{folder.name}")
 
 

@@ -39,7 +39,8 @@ ROUTE_NATIVELY = -1
 
 
 class PolicyVersion(NamedTuple):
-    """Which weights sampled a token: (trainer incarnation, optimizer steps); ordered, and packable into one int64."""
+    """The weights that sampled a token: (trainer incarnation, optimizer steps); ordered, and packable into one
+    int64."""
 
     incarnation: int
     step: int
@@ -50,7 +51,7 @@ class PolicyVersion(NamedTuple):
 
     @staticmethod
     def unpack(packed: int) -> PolicyVersion:
-        """The pair behind a packed version."""
+        """The version of a packed int64."""
         return PolicyVersion(packed >> 32, packed & 0xFFFFFFFF)
 
     def __str__(self) -> str:
@@ -58,7 +59,7 @@ class PolicyVersion(NamedTuple):
 
 
 class TrajectoryId(NamedTuple):
-    """One episode: sample `sample` of the prompt issued as `group_id`, in its `attempt`-th try."""
+    """One episode: sample `sample` of the prompt issued as `group_id`, attempt `attempt`."""
 
     group_id: int
     sample: int
@@ -81,7 +82,7 @@ class Extension(NamedTuple):
 
 
 class Sender(NamedTuple):
-    """Who sent a message: the generator's name, its incarnation, and its own running message number."""
+    """The sender of a message: the generator's name, its incarnation, and its own running message number."""
 
     generator: str
     incarnation: int
@@ -89,7 +90,7 @@ class Sender(NamedTuple):
 
 
 def as_token_ids(name: str, ids: ArrayLike) -> Int32s:
-    """Token ids in the type that tables hold them in; ValueError unless they are whole numbers that fit int32."""
+    """Token ids in the type of tables; ValueError unless they are whole numbers that fit int32."""
     array = np.asarray(ids)
     if array.dtype == np.int32 or not array.size:
         return np.asarray(array, np.int32)
@@ -100,7 +101,7 @@ def as_token_ids(name: str, ids: ArrayLike) -> Int32s:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Step:
-    """One LLM call as an object: what the rollout makes, before it becomes a row of a `Steps` table."""
+    """One LLM call as an object: the result of a rollout before it becomes a row of a `Steps` table."""
 
     trajectory: TrajectoryId
     prompt_uid: str
@@ -147,7 +148,7 @@ class Step:
 
 
 class TrajectoryEnd(NamedTuple):
-    """The record that closes a trajectory, so that one whose next turn was aborted still ends."""
+    """The record that closes a trajectory, including one whose next turn was aborted."""
 
     trajectory: TrajectoryId
     prompt_uid: str
@@ -164,7 +165,7 @@ class TrajectoryEnd(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class TrainedTokens:
-    """Token columns that steps, rows and micro-batches have; what is added here travels from generator to trainer."""
+    """Token columns of steps, rows and micro-batches; columns added here travel from generator to trainer."""
 
     token_ids_N: Annotated[Int32s, About("prompt part first, response part after it", on_prompt=True)]
     logprobs_N: Annotated[Float32s, About("log-probability under the distribution that sampled the token", fill=0)]
@@ -307,7 +308,7 @@ class SupervisedRow(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class MicroBatch(TrainedTokens):
-    """Rows of one rank, packed into one forward pass of at most the token budget."""
+    """Rows of one rank, packed into one forward pass within the token budget."""
 
     offsets_R: Int64s
     """[R + 1] the rows' bounds on the token axis (`cu_seqlens`)."""
@@ -322,7 +323,7 @@ class MicroBatch(TrainedTokens):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MiniBatch:
-    """Exactly `mini_batch_size` whole groups: one optimizer step."""
+    """The groups of one optimizer step: exactly `mini_batch_size` whole groups."""
 
     lease: int
     """The lease's number; commit and release name it."""
@@ -345,7 +346,7 @@ class MiniBatch:
 
 
 class RefusalReason(StrEnum):
-    """Why something was refused; also the metric's label."""
+    """The reason of a refusal; also the metric's label."""
 
     SCHEMA = "schema"
     TOO_LARGE = "too_large"
@@ -374,7 +375,7 @@ class RefusalReason(StrEnum):
 
 
 class Refusal(NamedTuple):
-    """Bad data, as a value: why, where in the message, and the offending number."""
+    """Bad data as a value: the reason, the place in the message, and the offending number."""
 
     reason: RefusalReason
     path: str

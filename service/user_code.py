@@ -1,4 +1,4 @@
-"""What a user's own module gives: a function that a setting names as `module:name`, an environment's class.
+"""Loads users' modules: functions that a setting names as `module:name`, and classes of environments.
 
 The folder of such modules is the current folder of the command that started the run. It becomes the last entry of the
 import path, and only when a setting names a module: a file there that is named like a module of Python, of an
@@ -31,13 +31,13 @@ def user_folder() -> Path:
 
 
 def enter_user_folder() -> None:
-    """Make the user's folder the current one where this machine has it: an environment may read files beside it."""
-    with suppress(OSError):  # each trajectory comes here, and looking first takes longer
+    """Change to the user's folder if it exists on this machine, because an environment may read files beside it."""
+    with suppress(OSError):  # every trajectory calls this, and checking first takes longer
         os.chdir(os.environ.get(USER_FOLDER) or ".")
 
 
 def import_user_module(name: str) -> ModuleType:
-    """The module that a setting names.
+    """Import the module that a setting names.
 
     Raises:
         ImportError: there is no such module, or one of that name that is not the user's comes first.
@@ -48,7 +48,7 @@ def import_user_module(name: str) -> ModuleType:
 
 
 def find_user_module(name: str) -> bool:
-    """Whether the module that a setting names, or the package that it is in, can be found; nothing is imported.
+    """Whether the module that a setting names, or its package, can be found; imports nothing.
 
     Raises:
         ImportError: the user's folder has a module of that name, but another one comes first on the import path.
@@ -65,7 +65,7 @@ def find_user_module(name: str) -> bool:
 
 
 def nearest(word: str, names: Sequence[str]) -> str:
-    """The name that was most likely meant: one that has the word as a part, else the most similar one.
+    """The name that was most likely meant: one that contains the word, else the most similar one.
 
     >>> nearest("ppo", ["gspo", "ppo_clip"]), nearest("cliip", ["ppo", "clip"])
     ('ppo_clip', 'clip')
@@ -75,7 +75,7 @@ def nearest(word: str, names: Sequence[str]) -> str:
 
 
 def malformed_name(kind: str, setting: str, built_in: Sequence[str]) -> str | None:
-    """What is wrong with a setting as far as can be said without importing a module; None: nothing.
+    """What is wrong with the form of a setting, without importing a module; None if it is valid.
 
     >>> malformed_name("loss", "ppo_clop", ["ppo_clip"])
     "there is no loss 'ppo_clop'; did you mean ppo_clip? One that your own module registers is named your.module:name"
@@ -100,7 +100,7 @@ def is_module_and_name(setting: str) -> bool:
 
 
 def registered(key: str, kind: str, setting: str, known: Mapping[str, Registered]) -> Registered:
-    """The function that the setting `key` names; the module, if the setting names one, is imported first.
+    """The function that the setting `key` names; imports the setting's module first, if it names one.
 
     Raises:
         ConfigError: the module cannot be imported, or no function is registered under that name.

@@ -24,7 +24,7 @@ ANY = re.compile(NUMBER)
 
 
 class Gsm8k:
-    """One problem; `strict` reads the number after `####`, `flexible` the last number of all."""
+    """One problem; `strict` reads the number after `####`, `flexible` the last number in the text."""
 
     def __init__(self, method: Literal["strict", "flexible"] = "strict") -> None:
         if method not in ("strict", "flexible"):
@@ -33,7 +33,7 @@ class Gsm8k:
         self._truth: Decimal | None = None
 
     def check_task(self, task: Task) -> None:
-        """Raises where the row has no number as its `ground_truth`."""
+        """Raises if the row has no number as its `ground_truth`."""
         _truth(task)
 
     async def reset(self, task: Task, seed: int) -> Sequence[Message]:
@@ -42,7 +42,7 @@ class Gsm8k:
         return task.prompt
 
     async def step(self, text: str) -> StepResult:
-        """Reward 1 for the right number."""
+        """Give reward 1 for the right number."""
         found = self._pattern.findall(text)
         return StepResult((), float(bool(found) and number(found[-1]) == self._truth), True)
 
@@ -58,7 +58,7 @@ def _truth(task: Task) -> Decimal:
 
 
 def number(text: str) -> Decimal | None:
-    """The number that a text like `$1,234.50` or `... #### 42` ends with; None where it is none."""
+    """The number at the end of a text such as `$1,234.50` or `... #### 42`; None without one."""
     try:
         return Decimal(text.rpartition("####")[2].strip().replace(",", "").replace("$", ""))
     except InvalidOperation:
@@ -74,19 +74,19 @@ WORDS = ("a", "has", "and", "then", ".", "how", "many", "are", "left", "?", "+",
 
 
 class SumProblem(NamedTuple):
-    """A synthetic problem: the text, and the sums that lead to the answer."""
+    """A synthetic problem: its text, and the sums that solve it."""
 
     question: str
     sums: tuple[tuple[int, str, int, int], ...]
 
     @property
     def answer(self) -> int:
-        """The last sum's result."""
+        """The result of the last sum."""
         return self.sums[-1][3]
 
 
 def problem(rng: np.random.Generator) -> SumProblem:
-    """A problem of one or two sums; every number is between 0 and twice `LARGEST`."""
+    """Draw a problem of one or two sums; every number is between 0 and twice `LARGEST`."""
     person, thing = _one(PEOPLE, rng), _one(THINGS, rng)
     have = int(rng.integers(1, LARGEST))
     clauses = [f"a {person} has {have} {thing}"]
@@ -123,7 +123,7 @@ def vocabulary() -> tuple[str, ...]:
 
 
 def demonstrations(n: int, right_fraction: float, rng: np.random.Generator) -> list[list[Message]]:
-    """`n` worked problems; about `right_fraction` of them are right, the others guess each result."""
+    """`n` worked problems; about `right_fraction` of them are right, the others have random results."""
     shown = []
     for _ in range(n):
         drawn = problem(rng)

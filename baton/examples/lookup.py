@@ -50,18 +50,18 @@ class Puzzle(NamedTuple):
 
     @property
     def subject(self) -> str:
-        """The entity whose attribute is asked for."""
+        """The entity whose attribute the question is about: `owl` in the module's example."""
         return self.entity if self.hops == 1 else self.facts[self.entity, RELATION]
 
     @property
     def answer(self) -> str:
-        """What the question asks for."""
+        """The right answer."""
         return self.facts[self.subject, self.attribute]
 
 
 @lru_cache(maxsize=1024)
 def puzzle(seed: int) -> Puzzle:
-    """The puzzle that `seed` draws; the same for every trajectory of a prompt."""
+    """Draw the puzzle of `seed`; all trajectories of a prompt have the same seed."""
     rng = np.random.default_rng(seed)
     n_entities = len(ENTITIES)
     values = rng.integers(len(VALUES), size=(n_entities, len(ATTRIBUTES))).tolist()
@@ -87,11 +87,11 @@ class Lookup:
         self._puzzle: Puzzle | None = None
 
     def check_task(self, task: Task) -> None:
-        """Raises where the row has no seed."""
+        """Raises if the row has no seed."""
         int(task.extra_info["seed"])
 
     async def reset(self, task: Task, seed: int) -> Sequence[Message]:
-        """The row's prompt; the facts depend on the row only, so that all samples of a prompt share them."""
+        """The row's prompt; its facts depend only on the row, so that all samples of a prompt share them."""
         self._puzzle = puzzle(int(task.extra_info["seed"]))
         return task.prompt
 
@@ -136,7 +136,7 @@ def rows(n: int, seed: int) -> list[dict[str, Any]]:
 
 
 def demonstrations(n: int, right_fraction: float, rng: np.random.Generator) -> list[list[Message]]:
-    """`n` whole conversations, of which about `right_fraction` solve the task.
+    """`n` complete conversations, of which about `right_fraction` solve the task.
 
     The others guess at once, look up the wrong entity or attribute, or look up the right fact and answer at random.
     """
@@ -180,7 +180,7 @@ def _other(words: Sequence[str], word: str, rng: np.random.Generator) -> str:
 
 
 def _conversation(drawn: Puzzle, actions: Sequence[str]) -> list[Message]:
-    """The question, each action, and each observation."""
+    """A conversation of the question, the actions, and their observations."""
     messages = [Message(role="user", content=drawn.question)]
     for action in actions:
         messages.append(Message(role="assistant", content=action))

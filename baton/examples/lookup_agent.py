@@ -1,4 +1,4 @@
-"""The quick start's task as a program would solve it that knows nothing of Baton but an address and a key.
+"""The quick start's task solved by a program that knows nothing of Baton except an address and a key.
 
 It asks a chat model with the openai SDK, looks up what the model wants, and answers: `env.name: lookup_agent`.
 """
@@ -21,11 +21,11 @@ class LookupAgent:
     """One episode of the task."""
 
     def check_task(self, task: Task) -> None:
-        """Raises where the row has no seed."""
+        """Raises if the row has no seed."""
         int(task.extra_info["seed"])
 
     async def play(self, session: AgentSession, task: Task, seed: int) -> None:
-        """Ask and look up until there is an answer, or no further word from the policy."""
+        """Let the policy look facts up until it answers or says nothing valid."""
         puzzle = lookup.puzzle(int(task.extra_info["seed"]))
         messages: list[Any] = [dict(message) for message in task.prompt]
         http = DefaultAsyncHttpxClient(verify=_certificates())
@@ -46,7 +46,7 @@ class LookupAgent:
 
 @cache
 def _certificates() -> ssl.SSLContext:
-    """Read once: each client would read them anew, which takes 25 ms, though the endpoint has no TLS."""
+    """The TLS certificates, read once: each client would read them again in 25 ms, though the endpoint has no TLS."""
     return ssl.create_default_context()
 
 

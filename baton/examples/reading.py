@@ -1,4 +1,4 @@
-"""Reading a text that is longer than the context: pages, notes, and a question. Made to show what compaction gains.
+"""Reading a text that is longer than the context: pages, notes, and a question. Shows the benefit of compaction.
 
 Every prompt has its own facts, a page holds one of them, and the question is about one page:
 
@@ -30,34 +30,34 @@ FEWEST, MOST = 2, 7
 
 
 class Text(NamedTuple):
-    """The pages of one prompt, as (entity, attribute, value), and which of them is asked for."""
+    """The pages of one prompt, as (entity, attribute, value), and the index of the page that the question is about."""
 
     pages: tuple[tuple[str, str, str], ...]
     asked: int
 
     @property
     def question(self) -> str:
-        """What is asked for."""
+        """The question's text."""
         entity, attribute, _ = self.pages[self.asked]
         return f"what is the {attribute} of {entity} ?"
 
     @property
     def answer(self) -> str:
-        """The value on the page that is asked for."""
+        """The value on the page that the question is about."""
         return self.pages[self.asked][2]
 
     def told(self, turn: int) -> str:
-        """What the user says in a turn, from 0."""
+        """The user's message in a turn; turns count from 0."""
         return f"page {' '.join(self.pages[turn])}" if turn < len(self.pages) else "end"
 
     def note(self, turn: int) -> str:
-        """The note after a page that keeps what is needed."""
+        """The ideal note after a page: the value so far, or none."""
         return f"{NOTE} {self.answer if turn >= self.asked else NONE}"
 
 
 @lru_cache(maxsize=1024)
 def text(seed: int) -> Text:
-    """The text that `seed` draws: different facts, of which one is asked for."""
+    """Draw the text of `seed`: different facts, and a question about one of them."""
     rng = np.random.default_rng(seed)
     n_pages = int(rng.integers(FEWEST, MOST + 1))
     places = rng.choice(len(ENTITIES) * len(ATTRIBUTES), size=n_pages, replace=False).tolist()
@@ -78,7 +78,7 @@ class Reading:
         self._text: Text | None = None
 
     def check_task(self, task: Task) -> None:
-        """Raises where the row has no seed."""
+        """Raises if the row has no seed."""
         int(task.extra_info["seed"])
 
     async def reset(self, task: Task, seed: int) -> Sequence[Message]:
@@ -87,7 +87,7 @@ class Reading:
         return task.prompt
 
     async def step(self, text: str) -> StepResult:
-        """Turn the page, or score the answer."""
+        """Show the next page, or score the answer."""
         if self._text is None:
             raise RuntimeError("step before reset")
         if self._turn == len(self._text.pages):
@@ -126,7 +126,7 @@ def rows(n: int, seed: int) -> list[dict[str, Any]]:
 
 
 def demonstrations(n: int, right_fraction: float, rng: np.random.Generator) -> list[list[Message]]:
-    """Single turns with and without compaction, so that either begins with the same model.
+    """Single turns with and without compaction, so that both variants begin with the same model.
 
     About `right_fraction` of the notes and answers are right; the others show any value, or none.
     """

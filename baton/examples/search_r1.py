@@ -43,7 +43,7 @@ PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 @dataclass
 class SearchR1:
-    """One question."""
+    """One episode with one question."""
 
     url: str = ""
     corpus: str = str(data.CORPUS)
@@ -54,12 +54,12 @@ class SearchR1:
     def __post_init__(self) -> None:
         if self.calls not in ("tags", "tools"):
             raise TypeError(f"calls is tags or tools, not {self.calls!r}")
-        self._corpus = Path(self.corpus).absolute()  # another environment may change the folder
+        self._corpus = Path(self.corpus).absolute()  # another environment may change the current folder
         self._client: RetrievalClient | None = None
         self._truths: frozenset[str] = frozenset()
 
     def check_task(self, task: Task) -> None:
-        """Raises where the row has no answer as its `ground_truth`, or the corpus cannot be read."""
+        """Raises if the row has no answer as its `ground_truth`, or the corpus cannot be read."""
         if not self.url:
             _corpus(self._corpus)
         if not truths(task.reward_spec["ground_truth"]):
@@ -94,7 +94,7 @@ class SearchR1:
             await self._client.close()
 
     async def _search(self, query: str) -> str:
-        query = str(query)  # a tool call may bring a number
+        query = str(query)  # a tool call may contain a number
         if self._client is not None:
             return numbered(await self._client.retrieve(query, self.topk))
         searching = partial(passages_of, self._corpus, query, self.topk)
@@ -102,24 +102,24 @@ class SearchR1:
 
 
 def truths(ground_truth: Any) -> list[str]:
-    """Every answer that is right."""
+    """All right answers."""
     if isinstance(ground_truth, Mapping):
         ground_truth = ground_truth["target"]
     return [str(truth) for truth in ([ground_truth] if isinstance(ground_truth, str) else ground_truth)]
 
 
 def normal(answer: str) -> str:
-    """An answer without case, punctuation, articles and spare spaces."""
+    """An answer without case, punctuation, articles and extra spaces."""
     return " ".join(ARTICLES.sub(" ", answer.lower().translate(PUNCTUATION)).split())
 
 
 def numbered(passages: Sequence[str]) -> str:
-    """Passages as an observation shows them."""
+    """Passages in the form of an observation, numbered."""
     return "\n".join(f"{i} : {passage}" for i, passage in enumerate(passages, start=1)) or "nothing"
 
 
 def passages_of(corpus: Path, query: str, topk: int) -> list[str]:
-    """The passages of a corpus that match the query best."""
+    """The `topk` passages of a corpus that match the query best."""
     (hits,) = _corpus(corpus).search([query], topk)
     return [hit.passage.contents for hit in hits]
 
@@ -144,7 +144,7 @@ class SearchQuestion(NamedTuple):
 
 
 def question(rng: np.random.Generator) -> SearchQuestion:
-    """One hop (the river of a town) or two (the region of that river)."""
+    """Draw a question of one hop (the river of a town) or two (the region of that river)."""
     drawn = data.geography()
     town = drawn.towns[int(rng.integers(len(drawn.towns)))]
     if rng.random() < 0.5:

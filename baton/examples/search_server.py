@@ -32,7 +32,7 @@ class Passage(msgspec.Struct, frozen=True):
 
 
 class Hit(NamedTuple):
-    """A passage that was found."""
+    """A passage in a search result."""
 
     passage: Passage
     score: float
@@ -57,7 +57,7 @@ class Corpus:
 
     def __init__(self, path: Path) -> None:
         try:
-            import bm25s  # only here: an environment that asks a server needs none
+            import bm25s  # imported here, because an environment that queries a server does not need it
         except ImportError as error:
             raise UserError("a search without a server's `url` needs bm25s; install baton-rl[search]") from error
         self._tokenize = bm25s.tokenize

@@ -1,4 +1,4 @@
-"""Read the step lists of SkyRL's generators (`GeneratorOutput` with `is_last_step`) as steps.
+"""Reads the step lists of SkyRL's generators (`GeneratorOutput` with `is_last_step`) as steps.
 
     {"prompt_token_ids": [[1], [1, 2, 3]], "response_ids": [[2], [4]], "trajectory_ids": [("a", 0), ("a", 0)],
      "is_last_step": [False, True], ...}        ->  steps 0 and 1 of one trajectory of prompt "a"
@@ -19,7 +19,7 @@ LISTS = ("prompt_token_ids", "rewards", "loss_masks", "stop_reasons", "rollout_l
 
 
 def steps_from_generator_output(output: Mapping[str, Any], version: int = 0, first_group_id: int = 0) -> list[Step]:
-    """The steps in a generator output; what the policy sampled there gets the packed `version`.
+    """The steps in a generator output; tokens sampled by the policy get the packed `version`.
 
     Entries without `trajectory_ids` are trajectories of one step, each of a prompt of its own. `first_group_id`: number
     of the first prompt, so that the steps of several outputs can stand in one list. Routed experts are not read.
@@ -46,7 +46,7 @@ def steps_from_generator_output(output: Mapping[str, Any], version: int = 0, fir
 
 
 def _identity(trajectory_id: Any, k: int) -> tuple[str, int]:
-    """The prompt of entry `k`, and which of its trajectories it belongs to: SkyRL's `TrajectoryID`, or such a pair."""
+    """The prompt of entry `k`, and the number of its trajectory: from SkyRL's `TrajectoryID`, or from such a pair."""
     if hasattr(trajectory_id, "instance_id"):
         trajectory_id = (trajectory_id.instance_id, trajectory_id.repetition_id)
     if not isinstance(trajectory_id, tuple) or len(trajectory_id) != 2 or not isinstance(trajectory_id[1], int):
@@ -55,7 +55,7 @@ def _identity(trajectory_id: Any, k: int) -> tuple[str, int]:
 
 
 def _check_last_steps(identities: Sequence[tuple[str, int]], is_last_step: Sequence[bool] | None) -> None:
-    """ValueError where the flags and the identities disagree about where trajectories end."""
+    """Raise a ValueError if flags and identities disagree about where trajectories end."""
     if is_last_step is None:
         return
     ended: dict[tuple[str, int], bool] = {}

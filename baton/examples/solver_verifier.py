@@ -1,4 +1,4 @@
-"""A solver and a verifier, both the policy: one looks facts up and answers, the other says whether that is right.
+"""A solver and a verifier, both played by the policy: one looks facts up and answers, the other checks the answer.
 
     main      user: what is the age of fox ?     assistant: look fox age      user: 17      assistant: answer 12
     verifier  user: fox age 17 ? answer 12       assistant: wrong
@@ -47,7 +47,7 @@ class SolverVerifier(lookup.Lookup):
         return await super().reset(task, seed)
 
     async def step(self, text: str) -> StepResult:
-        """Look up a fact or take the solver's answer; then score the verdict."""
+        """Look up a fact or accept the solver's answer; then score the verdict."""
         if self._is_claimed:
             kind = RIGHT if self._shows_right else WRONG
             knows = float(text.split() == [kind])
@@ -60,7 +60,7 @@ class SolverVerifier(lookup.Lookup):
         return result._replace(done=self._actions == MAX_ACTIONS)
 
     def _made(self, asked: lookup.Puzzle) -> str:
-        """An answer of the kind that the solver's is not."""
+        """An answer made by the environment: wrong if the solver's is right, and right if it is wrong."""
         if self._shows_right:
             return f"answer {asked.answer}"
         place = lookup.VALUES.index(asked.answer) + 1 + lookup.ENTITIES.index(asked.subject) % (len(lookup.VALUES) - 1)
@@ -68,7 +68,7 @@ class SolverVerifier(lookup.Lookup):
 
 
 def claim(asked: lookup.Puzzle, answer: str) -> Message:
-    """What the verifier reads."""
+    """The text that the verifier reads."""
     return Message(role="user", content=f"{asked.subject} {asked.attribute} {asked.answer} ? {answer}")
 
 

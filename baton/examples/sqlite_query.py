@@ -1,4 +1,4 @@
-"""Runs a policy's SQL read-only: a statement can change nothing, load no code and exhaust neither time nor memory.
+"""Runs a policy's SQL read-only: statements cannot change data, load code, or exhaust time or memory.
 
 Statements run in a few child processes, one at a time in each. The kernel ends a process whose statement takes too
 long, and refuses it memory beyond its limit; the next statement gets a new process.
@@ -59,7 +59,7 @@ class Result:
 
 
 class QueryProcesses:
-    """The processes of an event loop; its open episodes share them, and the last one to close ends them."""
+    """The processes of an event loop, shared by its open episodes; the last episode to close ends them."""
 
     _of_loop: ClassVar[WeakKeyDictionary[AbstractEventLoop, QueryProcesses]] = WeakKeyDictionary()
 
@@ -70,20 +70,20 @@ class QueryProcesses:
 
     @classmethod
     def join(cls) -> QueryProcesses:
-        """The processes of the running event loop, for one more episode."""
+        """Join the processes of the running event loop with one more episode."""
         shared = cls._of_loop.setdefault(asyncio.get_running_loop(), cls())
         shared._episodes += 1
         return shared
 
     async def leave(self) -> None:
-        """One episode less."""
+        """Leave with one episode."""
         self._episodes -= 1
         if not self._episodes:
             del self._of_loop[asyncio.get_running_loop()]
             await self._children.close()
 
     async def shown(self, database: Path, sql: str, max_rows: int, seconds: float) -> str:
-        """As `shown`, of the first rows of a statement's result.
+        """The function `shown`, for the first rows of a statement's result.
 
         Raises:
             QueryFailed: the statement is wrong, writes, or takes too much time or memory.
@@ -91,7 +91,7 @@ class QueryProcesses:
         return str(await self._ask("shown", database, sql, max_rows, seconds))
 
     async def digest(self, database: Path, sql: str, max_rows: int, seconds: float, ordered: bool) -> str | None:
-        """As `digest`, of a statement's result.
+        """The function `digest`, for a statement's result.
 
         Raises:
             QueryFailed: the statement is wrong, writes, or takes too much time or memory.
@@ -119,7 +119,7 @@ class QueryProcesses:
 
 
 def read(database: Path, sql: str, max_rows: int) -> Result:
-    """The first rows of a statement's result; in this process, without limits of time and memory.
+    """The first rows of a statement's result; runs in this process, without limits of time and memory.
 
     Raises:
         QueryFailed: the statement is wrong, or writes.
@@ -162,7 +162,7 @@ def _shown_cell(cell: Cell) -> str:
 
 
 def digest(result: Result, ordered: bool) -> str | None:
-    """The same text for the same rows equally often, in the same order if `ordered`; floats count to six digits.
+    """A text that is equal for results with the same rows, in the same order if `ordered`; floats count to six digits.
 
     None: the result has more rows than were read.
     """
@@ -179,7 +179,7 @@ def _comparable(cell: Cell) -> Cell:
 
 
 async def _answer(request: Mapping[str, Any]) -> dict[str, Any]:
-    """Run one statement; SIGALRM, which nothing here handles, ends this process when its time is over."""
+    """Run one statement; SIGALRM, which has no handler here, ends this process when its time is over."""
     signal.setitimer(signal.ITIMER_REAL, request["seconds"])
     try:
         result = read(Path(request["database"]), request["sql"], request["max_rows"])
@@ -193,8 +193,8 @@ async def _answer(request: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Inside the process: run one statement after the other until stdin closes."""
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # the parent may ignore it
+    """Child process: run one statement after the other until stdin closes."""
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # the parent may ignore the signal
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     resource.setrlimit(resource.RLIMIT_FSIZE, (TEMPORARY_FILE, TEMPORARY_FILE))
     serve_child(_answer)

@@ -1,4 +1,4 @@
-"""Questions about a database: try queries, read their results, then give the final one.
+"""Questions about a database: try queries, read their results, then give the final query.
 
     user: schema and question
     assistant: <sql> SELECT height FROM towns WHERE name = 'marn' </sql>
@@ -34,19 +34,19 @@ class TextToSql:
     """One question about one database."""
 
     def __init__(self, databases: str = str(DATABASES), seconds: float = 5.0, shown_rows: int = 20) -> None:
-        self._databases = Path(databases).absolute()  # another environment may change the folder
+        self._databases = Path(databases).absolute()  # another environment may change the current folder
         self._seconds = seconds
         self._shown_rows = shown_rows
         self._queries: QueryProcesses | None = None
 
     def check_task(self, task: Task) -> None:
-        """Raises where the row has no query as `ground_truth` or no valid `db_id`; the file is not looked for."""
+        """Raises if the row has no query as `ground_truth` or no valid `db_id`; the database file is not checked."""
         _check_name(str(task.extra_info["db_id"]))
         if not is_text(task.reward_spec["ground_truth"]):
             raise ValueError("ground_truth is no text")
 
     async def reset(self, task: Task, seed: int) -> Sequence[Message]:
-        """The row's prompt; raises where the database is missing."""
+        """The row's prompt; raises if the database is missing."""
         self._database = database_file(self._databases, str(task.extra_info["db_id"]))
         self._truth = str(task.reward_spec["ground_truth"])
         self._queries = QueryProcesses.join()
@@ -116,7 +116,7 @@ SQL_WORDS = ("SELECT", "FROM", "WHERE", "=", "COUNT", "(", "*", ")", "ORDER", "B
 
 
 class SqlQuestion(NamedTuple):
-    """A question in words and as a query; `wrong` is a query for another question."""
+    """A question in words and as a query; `wrong` is the query of another question."""
 
     text: str
     sql: str
@@ -124,7 +124,7 @@ class SqlQuestion(NamedTuple):
 
 
 def question(rng: np.random.Generator) -> SqlQuestion:
-    """One of three kinds: a town's number, how many towns lie on a river, which town on a river has the most."""
+    """Draw one of three kinds: a town's number, how many towns lie on a river, which town on a river has the most."""
     drawn = data.geography()
     town = drawn.towns[int(rng.integers(len(drawn.towns)))]
     asked, other = (COLUMNS[i] for i in rng.permutation(len(COLUMNS)))
@@ -144,7 +144,7 @@ def question(rng: np.random.Generator) -> SqlQuestion:
 
 
 def quoted(name: str) -> str:
-    """A name as a text in SQL."""
+    """A name as an SQL text literal."""
     return f"'{name}'"
 
 

@@ -25,7 +25,7 @@ TASK = "task.json"
 
 
 def rows(taskset: str) -> Iterator[str]:
-    """The lines of the data set."""
+    """The lines of the dataset, one per task."""
     for task in vf.load_taskset(vf.taskset_config_type(taskset)(id=taskset)):
         files = {TASK: task.data.model_dump_json(exclude_defaults=True)}
         yield json.dumps({"prompt": task.data.prompt_text, "files": files})
@@ -37,11 +37,11 @@ async def play(taskset: str, tokenizer: str, renderer: str) -> None:
     task = kind(
         kind.data_type().model_validate_json(file.read_text()), vf.taskset_config_type(taskset)(id=taskset).task
     )
-    file.unlink()  # it may hold the answer, and a harness may run what the policy writes
+    file.unlink()  # the task may contain the answer, and a harness may run code that the policy writes
     client = vf.TrainClientConfig(
         base_url=os.environ["OPENAI_BASE_URL"],
         api_key_var="OPENAI_API_KEY",
-        renderer={"name": renderer, "thinking_retention": "all"},  # the next prompt holds all that was sampled
+        renderer={"name": renderer, "thinking_retention": "all"},  # the next prompt contains all sampled tokens
         renderer_model_name=tokenizer,
     )
     harness = {"id": vf.default_harness_id(taskset)}
@@ -54,7 +54,7 @@ async def play(taskset: str, tokenizer: str, renderer: str) -> None:
 
 
 def main() -> None:
-    """Read the arguments."""
+    """Parse the arguments and run the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     actions = parser.add_subparsers(dest="action", required=True)
     for action in ("rows", "play"):

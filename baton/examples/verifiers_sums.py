@@ -19,7 +19,7 @@ class SumData(vf.TaskData):
 
 
 class SumTask(vf.Task[SumData]):
-    """Rewards the last answer, and less the first one."""
+    """Rewards a right last answer, and less a right first answer."""
 
     @vf.reward
     async def last(self, trace: vf.Trace) -> float:
@@ -36,23 +36,23 @@ class SumTaskset(vf.Taskset[SumTask]):
     """All sums of two digits."""
 
     def load(self) -> Iterator[SumTask]:
-        """One task after the other."""
+        """All tasks, one after the other."""
         for a in range(10):
             for b in range(10):
                 yield SumTask(SumData(prompt=f"{a} + {b} ?", answer=str(a + b)), self.config.task)
 
 
 class SumHarness(vf.Harness[vf.HarnessConfig]):
-    """Asks, and asks again."""
+    """A harness that asks the question, then asks again."""
 
     EXECUTES_CODE = NEEDS_CONTAINER = False
 
     async def launch(self, ctx, trace, runtime, endpoint, secret, mcp_urls, data) -> vf.ProgramResult:
-        """Two calls of one conversation."""
+        """Make the two calls of one conversation."""
         messages = []
         async with AsyncOpenAI(base_url=endpoint, api_key=secret) as client:
             for said in (data.prompt, "sure ?"):
                 messages.append({"role": "user", "content": said})
                 reply = await client.chat.completions.create(model=ctx.model, messages=messages)
-                messages.append(reply.choices[0].message.model_dump(exclude_none=True))  # thinking included
+                messages.append(reply.choices[0].message.model_dump(exclude_none=True))  # includes thinking
         return vf.ProgramResult(exit_code=0, stdout="", stderr="")

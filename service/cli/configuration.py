@@ -23,7 +23,7 @@ examples:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the actions."""
+    """Add the subcommands of `baton config`."""
     actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
     for name, run, summary in (
         ("show", show, "print the resolved configuration as YAML, defaults included"),
@@ -47,7 +47,8 @@ def show(arguments: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def validate(arguments: argparse.Namespace, overrides: list[str]) -> int:
-    """Check a configuration and the files that it names; a missing file, which may be another machine's, is a note."""
+    """Check a configuration and the files that it names; prints a note for a missing file, which another machine may
+    have."""
     from service.config.command_line import checked_config
     from service.config.paths import elsewhere
 
@@ -65,7 +66,7 @@ def validate(arguments: argparse.Namespace, overrides: list[str]) -> int:
         check_inputs(config.env, config.data, config.run.seed, config.agents is not None, functions)
         check_scorers(config.scorers)
         estimator_name(config)
-        if ":" in config.algorithm.loss:  # the built-in ones are known without loading torch
+        if ":" in config.algorithm.loss:  # the names of built-in losses are known without loading torch
             from service.learn.losses.loss import loss_named
 
             loss_named(config.algorithm.loss)
@@ -83,7 +84,7 @@ def validate(arguments: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def _estimates(config: Config) -> list[str]:
-    """What the model of a configuration takes of its GPUs; nothing where the model is not here, or no GPU's.
+    """Estimates of the GPU memory that the configuration needs; empty if the model or the GPUs are unknown here.
 
     Raises:
         UserError: it is too large for GPUs whose memory is known, or no engine can be made of it.

@@ -45,7 +45,7 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
             f"{arguments.path}: a model of no run; give a run that trains an adapter, or a checkpoint of one"
         )
     config = load(target.settings, overrides).config
-    if config.model.lora is None:  # said before torch is loaded
+    if config.model.lora is None:  # printed before torch is loaded
         raise UserError(
             f"{arguments.path}: without model.lora the run trains all weights, so there is no adapter to export; "
             f"its final weights, {target.run / FINAL}, are a Hugging Face folder"

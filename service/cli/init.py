@@ -1,4 +1,4 @@
-"""`baton init`: a folder with a configuration, an environment, its test and a dataset, to begin a task of one's own."""
+"""`baton init`: makes a folder with a configuration, an environment, its test and a dataset, to start a new task."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ SUFFIXES = (".jsonl", ".md", ".py", ".yaml")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The words of `baton init`."""
+    """Add the arguments of `baton init`."""
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="a new folder; its last part is the task's name")
 
 
 def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
-    """Write the folder and say what comes next."""
+    """Write the folder and print the next steps."""
     folder: Path = arguments.folder
     written = write_task(folder)
     print(f"{folder}: {', '.join(written)}")
@@ -53,7 +53,7 @@ def write_task(folder: Path) -> list[str]:
     Raises:
         UserError: the name cannot be that of a run, or the folder holds something.
     """
-    if folder.name in ("", ".."):  # `.` and `..` say where, not how the folder is called
+    if folder.name in ("", ".."):  # `.` and `..` are not the folder's name
         folder = folder.resolve()
     name = folder.resolve().name
     if not NAME.fullmatch(name):

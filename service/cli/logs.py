@@ -1,4 +1,4 @@
-"""`baton logs`: what the parts of a run print, each in `logs/<part>.log` of the run folder."""
+"""`baton logs`: prints the output of the parts of a run, from `logs/<part>.log` of the run folder."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
-    """Print the newest lines, and with --follow those that come."""
+    """Print the newest lines; with --follow, also new lines as they are written."""
     files = _files((run_folder(arguments.run) if arguments.run else newest_run()) / LOGS, arguments.part)
     lines = (_coming if arguments.follow else _newest)(files, arguments.last)
     width = max(len(file.stem) for file in files)
@@ -52,7 +52,7 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def _files(folder: Path, part: str | None) -> list[Path]:
-    """The log of a part, or all of them.
+    """The log file of a part, or all log files.
 
     Raises:
         UserError: there is none.
@@ -66,7 +66,7 @@ def _files(folder: Path, part: str | None) -> list[Path]:
 
 
 def _newest(files: list[Path], last: int) -> Iterable[tuple[str, str]]:
-    """(part, line) of the newest lines of all files, in the order of their times."""
+    """(part, line) of the newest lines of all files, sorted by time."""
     found: list[tuple[str, str]] = []
     for file in files:
         with file.open(encoding="utf-8", errors="replace") as lines:
@@ -75,9 +75,9 @@ def _newest(files: list[Path], last: int) -> Iterable[tuple[str, str]]:
 
 
 def _coming(files: list[Path], last: int) -> Iterator[tuple[str, str]]:
-    """(part, line) of each file's newest lines, then of those that are written, until Ctrl-C.
+    """(part, line) of each file's newest lines, then of new lines as they are written, until Ctrl-C.
 
-    `tail` goes on where a log is renamed and begins anew, and ends with this process.
+    `tail` continues when a log is renamed and replaced, and ends with this process.
     """
     names = [file.name for file in files]
     command = ["tail", f"--pid={os.getpid()}", "--verbose", f"--lines={last}", "--follow=name", "--retry", *names]

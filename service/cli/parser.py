@@ -1,4 +1,4 @@
-"""The command `baton`: its commands, their arguments, and what becomes of errors."""
+"""The command `baton`: its subcommands, their arguments, and the handling of errors."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ COMMANDS = (
     Command("replay", "form a mini-batch of a run again from the run's journal", "service.cli.replay"),
     Command("logs", "what the parts of a run print", "service.cli.logs"),
     Command("profile", "profile the next optimizer steps of a running run", "service.cli.profile"),
-    # Optional rooms: without its line and its folder the rest works as before.
+    # Optional: without its line and its folder everything else works.
     Command("plan", "whether a configuration fits, how fast it is, what binds", "service.plan.command", True),
     Command("simulate", "predict what a configuration would do, without GPUs", "service.simulate.command", True),
     Command("trace", "write a run's timeline: who did what when", "service.trace.trace_command"),
@@ -105,7 +105,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _open_closed_files() -> None:
-    """Open stdin, stdout and stderr where they are closed (`baton ... >&-`): no other file may get their numbers."""
+    """Open stdin, stdout and stderr if they are closed (`baton ... >&-`), so that no other file gets their numbers."""
     for name in ("stdin", "stdout", "stderr"):
         if getattr(sys, name) is None:
             file = open(os.devnull, "r" if name == "stdin" else "w")  # noqa: SIM115 - until the process ends
@@ -114,7 +114,7 @@ def _open_closed_files() -> None:
 
 
 def split_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split the command line into words for the parser and settings: `a.b=c`, `--a.b=c` and `--a.b c`.
+    """Split the command line into words for the parser, and settings: `a.b=c`, `--a.b=c` and `--a.b c`.
 
     >>> split_overrides(["run", "--config", "a.yaml", "trainer.lr=1", "--run.seed", "3"])
     (['run', '--config', 'a.yaml'], ['trainer.lr=1', '--run.seed', '3'])
@@ -130,7 +130,7 @@ def split_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
         elif word == "--config":
             words += [word, *islice(rest, 1)]
         elif word == "--command":
-            words += [word, *rest]  # of `agent-worker`: another program's
+            words += [word, *rest]  # words after it belong to the command of `agent-worker`
         elif _OVERRIDE_KEY.fullmatch(word):
             overrides += [word, *islice(rest, 1)]
         elif _OVERRIDE.fullmatch(word):
@@ -141,14 +141,14 @@ def split_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _examples() -> str:
-    """The examples of the commands that there are."""
+    """The examples of all available commands."""
     there = {command.name for command in COMMANDS}
     lines = EXAMPLES.splitlines()
     return "\n".join(line for line in lines if not line.startswith("  baton ") or line.split()[1] in there)
 
 
 def _parser(typed: str) -> argparse.ArgumentParser:
-    """The parser; only the module of the command that was typed is imported."""
+    """The parser; imports only the module of the command that was typed."""
     plain = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("baton", description=ABOUT, epilog=_examples(), formatter_class=plain)
     parser.add_argument("--version", action="version", version=f"baton {installed_version()}")

@@ -1,4 +1,4 @@
-"""`baton profile`: torch profiles of the next optimizer steps of a running run."""
+"""`baton profile`: records torch profiles of the next optimizer steps of a running run."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def numbers(text: str) -> tuple[int, ...]:
-    """Numbers from 0 on, each once: `0,2` -> (0, 2).
+    """Parse distinct numbers from 0 on: `0,2` -> (0, 2).
 
     Raises:
         ValueError: they are something else.
@@ -45,7 +45,7 @@ def numbers(text: str) -> tuple[int, ...]:
 
 
 def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
-    """Ask the run, and print the files."""
+    """Request the profiles from the run, and print their files."""
     folder: Path = newest_run() if arguments.run is None else run_folder(arguments.run)
     for file in ask(folder, arguments.steps, arguments.ranks, arguments.wait, time.sleep):
         print(f"{file} ({file.stat().st_size / 1e6:.1f} MB)")

@@ -10,18 +10,18 @@ PACKAGE = Path(__file__).parents[1]
 
 
 def recipes() -> Path:
-    """The folder of recipes: `service/recipes` of an installed package, `configs` of a checkout."""
+    """The folder of recipes: `service/recipes` in an installed package, `configs` in a checkout."""
     packaged = PACKAGE / "recipes"
     return packaged if packaged.is_dir() else PACKAGE.parent / "configs"
 
 
 def new_task() -> Path:
-    """The folder that a new task is copied from."""
+    """The template folder of a new task."""
     return Path(str(resources.files("baton.examples") / "new_task"))
 
 
 def config_file(word: str) -> Path:
-    """The file that `--config` names; where there is none, `configs/NAME.yaml` is the recipe of that name."""
+    """The file that `--config` names; if there is no such file, the recipe `configs/NAME.yaml`."""
     path = Path(word)
     if path.parent == Path("configs") and not path.exists() and (recipes() / path.name).is_file():
         return recipes() / path.name

@@ -1,4 +1,4 @@
-"""`baton replay`: one mini-batch of a run, formed again from its journal, for looking into a loss without any GPU."""
+"""`baton replay`: forms one mini-batch of a run again from its journal, to inspect a loss without a GPU."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ examples:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's arguments."""
+    """Add the arguments of the command."""
     parser.add_argument("run", type=Path, metavar="RUN", help="a run folder, or the name of a run")
     parser.add_argument("--step", type=int, required=True, metavar="N", help="the optimizer step")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the encoded mini-batch here")
@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
-    """Print what the mini-batch held."""
+    """Print the content of the mini-batch."""
     folder = run_folder(arguments.run)
     journal = folder / JOURNAL
     if not journal.is_dir():

@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
-    """Ask a run for another number of generators."""
+    """Request another number of generators from a run."""
     from service.config import load
     from service.run.folder import CONFIG, run_folder
     from service.run.scale_request import ask_for

@@ -101,7 +101,7 @@ def fetch_status(address: str) -> Status:
 
 
 def _fetched(url: str) -> bytes:
-    """What is served at `url`, within `FETCH_SECONDS` in all; a server on this machine is asked without a proxy."""
+    """The document at `url`, fetched within `FETCH_SECONDS`; requests to this machine bypass proxies."""
     here = is_loopback(urlsplit(url).hostname or "")
     opener = urllib.request.build_opener(*([urllib.request.ProxyHandler({})] if here else []))
     answers: SimpleQueue[bytes | Exception] = SimpleQueue()
@@ -113,7 +113,7 @@ def _fetched(url: str) -> bytes:
         except Exception as error:  # noqa: BLE001 - raised by the thread that waits
             answers.put(error)
 
-    # The timeout of a socket begins anew with every byte; a server that sends byte by byte would take for ever.
+    # A socket's timeout restarts with every byte; a server that sends byte by byte would take for ever.
     Thread(target=fetch, daemon=True).start()
     try:
         answer = answers.get(timeout=FETCH_SECONDS)
@@ -151,7 +151,7 @@ def _read_summary(folder: Path) -> dict[str, Any] | None:
 
 
 def _no_address(folder: Path) -> str:
-    """Why a run without a summary serves no status."""
+    """The reason why a run without a summary serves no status."""
     if is_locked(folder):
         return f"{folder}: the run is starting; its status is there as soon as its actors are"
     return (

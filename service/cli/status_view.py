@@ -1,4 +1,4 @@
-"""The `/status` document for a terminal: the road of the data with its counts, and who waits for what."""
+"""The `/status` document for a terminal: the data flow with its counts, and current waits."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def headline(status: Status) -> str:
 
 
 def stations(status: Status) -> list[Column]:
-    """The stations of the road with their counts."""
+    """The stages of the data flow with their counts."""
     run, buffer, step, version = status["run"], status["buffer"], status["step"], status["policy_version"]
     groups = buffer.get("groups", {})
     up = sum(actor["role"] == "generator" and actor["state"] == "up" for actor in status["actors"])
@@ -89,7 +89,7 @@ def stations(status: Status) -> list[Column]:
 
 
 def road_lines(columns: Sequence[Column], verbs: Sequence[str] = VERBS) -> list[str]:
-    """The stations side by side, with the verbs between them; an empty verb is a plain arrow.
+    """The stages side by side, connected by arrows with verbs; an empty verb gives a plain arrow.
 
     >>> for line in road_lines([("prompts", ("9 issued",)), ("GENERATORS", ("1 up",))]): print(line)
     prompts --claim--> GENERATORS
@@ -109,12 +109,12 @@ def road_lines(columns: Sequence[Column], verbs: Sequence[str] = VERBS) -> list[
 
 
 def _stretched(part: str, width: int) -> str:
-    """A station and its arrow, which is longer where the lines below need more room."""
+    """A stage and its arrow, which is extended if the lines below need more room."""
     return part.replace("--> ", "-" * (width - len(part)) + "--> ") if "--> " in part else part.ljust(width)
 
 
 def _details(status: Status) -> Iterator[tuple[str, str]]:
-    """The lines below the road: (label, text)."""
+    """The lines below the data flow: (label, text)."""
     run, step, now = status["run"], status["step"], status["time"]
     for label, counts in (("groups", status["buffer"].get("groups", {})), ("tokens", status["tokens"])):
         if shown := _counts(counts):

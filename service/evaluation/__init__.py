@@ -1,1 +1,1 @@
-"""Evaluation: which weights, which prompts, and the results."""
+"""Evaluation: its weights, its prompts, and its results."""

@@ -1,4 +1,4 @@
-"""Plays the trajectories of an evaluation, a shard of a set on each engine."""
+"""Plays the trajectories of an evaluation; each engine plays one shard of a set."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ async def play_shard(
     temperature: float | None = None,
     check: Callable[[], None] = lambda: None,
 ) -> list[EvalTrajectory]:
-    """Play `n_samples` trajectories of every task of a shard, at most `concurrency` at once.
+    """Play `n_samples` trajectories of every task of a shard, up to `concurrency` at once.
 
     `temperature`: that of evaluations; None: as in training. `check` is called before each trajectory and after the
     last; what it raises ends the evaluation. The environments' seeds depend on set and prompt only. The group_ids are

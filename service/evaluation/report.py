@@ -1,4 +1,4 @@
-"""The results of an evaluation as a table, and the file that `--output` names."""
+"""The results of an evaluation as a table, and as the file of `--output`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from service.config.paths import near
 from service.errors import UserError
 from service.files import write_atomic
 
-if TYPE_CHECKING:  # the command line checks `--output` before anything large is imported
+if TYPE_CHECKING:  # the command line checks `--output` before it imports anything large
     from service.evaluation.scores import Evaluation
 
 
@@ -30,7 +30,7 @@ def table(evaluations: Sequence[Evaluation]) -> str:
 
 
 def check_output(file: Path) -> None:
-    """Raises `UserError` where results cannot be written to this file."""
+    """Raises `UserError` if results cannot be written to this file."""
     if file.is_dir():
         raise UserError(f"--output {file}: is a folder; give a file")
     if not file.parent.is_dir():
@@ -40,7 +40,7 @@ def check_output(file: Path) -> None:
 
 
 def write_output(file: Path, text: str) -> None:
-    """Write results: a plain file is replaced atomically; links, pipes and devices are written through and kept."""
+    """Write results: a plain file is replaced atomically; links, pipes and devices are kept and written to."""
     if _is_written_through(file):
         file.write_text(text, encoding="utf-8")
     else:

@@ -35,7 +35,7 @@ class EvalTrajectory:
 
     @property
     def is_lost(self) -> bool:
-        """True where the engine or the environment failed, which says nothing about the policy."""
+        """Whether the engine or the environment failed, which says nothing about the policy."""
         return self.stop_reason in FAILURES
 
 
@@ -82,7 +82,7 @@ class Evaluation:
 
 
 class EvalShard(NamedTuple):
-    """The rows of a set that one of several engines evaluates: every `of`-th of those that are played."""
+    """The rows of a set that one of `of` engines evaluates: every `of`-th row."""
 
     number: int = 0
     of: int = 1
@@ -90,7 +90,7 @@ class EvalShard(NamedTuple):
     """Rows of the whole set that are played; None: all."""
 
     def rows(self, n: int) -> Sequence[int]:
-        """The row numbers of this shard, of a set of `n` rows; of more than `most`, the same random ones each time.
+        """The row numbers of this shard, for a set of `n` rows; if `n` exceeds `most`, the same random rows each time.
 
         A set may be sorted, so its first rows would stand for a part of it only.
         """
@@ -128,7 +128,7 @@ def pass_at(k: int, n: int, passed: int) -> float:
 
 
 def _pass_at(rewards: Sequence[Sequence[float]]) -> dict[int, float]:
-    """For k = 1, 2, 4, ... up to the fewest samples that any prompt kept, and for those."""
+    """pass@k for k = 1, 2, 4, ... and for the minimum number of samples that any prompt kept."""
     fewest = min(map(len, rewards), default=0)
     ks = sorted({1 << i for i in range(fewest.bit_length())} | {fewest}) if fewest else []
     return {k: _mean([pass_at(k, len(of), sum(reward > 0 for reward in of)) for of in rewards]) for k in ks}

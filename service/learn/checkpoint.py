@@ -52,7 +52,7 @@ class CheckpointMetadata(BaseModel):
     """Ranks that wrote the checkpoint: those of one copy of the policy."""
 
     def text(self) -> str:
-        """As it is written; without a base, as it was before there were adapters."""
+        """The metadata as written to disk; without a base the format is the same as before adapters existed."""
         return self.model_dump_json(exclude_none=True)
 
     @property
@@ -96,7 +96,7 @@ class CheckpointWriter:
 
 
 def read_metadata(folder: Path) -> CheckpointMetadata:
-    """The metadata of a checkpoint; a `UserError` if it is damaged or a part is missing."""
+    """Read a checkpoint's metadata; raises a `UserError` if it is damaged or a part is missing."""
     try:
         metadata = CheckpointMetadata.model_validate_json((folder / METADATA_FILE).read_bytes())
     except FileNotFoundError:
@@ -118,8 +118,8 @@ def check_parts(
     base: Base | None,
     alpha: float | None,
 ) -> None:
-    """Compare the headers of all parts with the shapes, and with the base and `alpha` of an adapter, that a learner
-    needs; reads no weights.
+    """Compare the headers of all parts with a learner's shapes, and with its adapter's base and `alpha`; reads no
+    weights.
 
     Raises:
         UserError: the checkpoint is another model's, or a part is damaged or of another save.

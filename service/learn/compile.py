@@ -28,7 +28,7 @@ _call_as_on_gpu: ContextVar[Callable[..., Any] | None] = ContextVar("_call_as_on
 
 @contextmanager
 def as_on_gpu(call_compiled: Callable[..., Any]) -> Iterator[None]:
-    """While the block runs, CPU tensors take the paths of CUDA tensors, for an estimate with fake tensors.
+    """Within the block, CPU tensors take the code paths of CUDA tensors, for an estimate with fake tensors.
 
     `call_compiled(function, *arguments)` calls a function that would be compiled.
     """
@@ -40,12 +40,12 @@ def as_on_gpu(call_compiled: Callable[..., Any]) -> Iterator[None]:
 
 
 def on_gpu(device: torch.device) -> bool:
-    """Whether tensors of this device are on a GPU, or stand for such in an estimate."""
+    """Whether tensors of this device are on a GPU, or represent such tensors in an estimate."""
     return device.type == "cuda" or _call_as_on_gpu.get() is not None
 
 
 def compiled_on_gpu(function: Function) -> Function:
-    """Decorator: compile on CUDA, where each pass over memory costs time; run as written on CPU.
+    """Decorator: compile the function on CUDA, where each pass over memory costs time; on CPU run it unchanged.
 
     The first argument must be a tensor. The plain function stays at `__wrapped__`.
     """
@@ -66,12 +66,12 @@ def compiled_on_gpu(function: Function) -> Function:
 
 @cache
 def compiler_works(device: torch.device) -> bool:
-    """Whether a small function can be compiled and differentiated on the device; says in one line if not.
+    """Whether a small function can be compiled and differentiated on the device; prints a line if not.
 
     Torch's compiler needs a C compiler and Python's headers on the machine, which neither torch nor CUDA bring along.
     """
     try:
-        with torch.enable_grad():  # the first question may come from inside an autograd function
+        with torch.enable_grad():  # the first call may come from inside an autograd function
             x = torch.ones(8, 8, device=device, requires_grad=True)
             torch.compile(lambda x: (x * x.sigmoid()).sum(), dynamic=True)(x).backward()
     except Exception as error:  # noqa: BLE001 - whatever a compiler raises, training is possible without it
@@ -84,7 +84,8 @@ def compiler_works(device: torch.device) -> bool:
 def compiles_layers(
     config: PretrainedConfig, trainer: TrainerConfig, device: torch.device | None, compute: torch.dtype
 ) -> bool:
-    """`trainer.compile`; where it is None, whether the layers are dense bfloat16 ones on a GPU whose compiler works.
+    """`trainer.compile` if set; otherwise whether the layers are dense bfloat16 layers on a GPU with a working
+    compiler.
 
     The device None stands for a GPU of another machine, whose compiler is taken to work. Such layers share one compiled
     graph for every number of tokens. Layers that replay the experts of each token would not, nor would float32 ones,
@@ -99,8 +100,8 @@ def compiles_layers(
 
 
 def memory_budget(recompute_elementwise: bool) -> float:
-    """Torch's setting of what compiled layers keep: 1 for the least time; any less than 1 leaves out elementwise
-    results, and where these are not enough other ones."""
+    """Torch's setting of how much compiled layers keep: 1 is fastest; below 1 they recompute elementwise results, and
+    other results if that does not suffice."""
     return 0.9 if recompute_elementwise else 1.0
 
 

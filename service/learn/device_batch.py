@@ -28,7 +28,7 @@ from service.types import NO_VERSION, ROUTE_NATIVELY, MicroBatch, SupervisedRow
 
 
 class DeviceSettings(NamedTuple):
-    """Where micro-batches go and how they are computed there."""
+    """The device of micro-batches, and how they are computed there."""
 
     device: torch.device
     dtype: torch.dtype
@@ -69,7 +69,8 @@ class DeviceBatch(NamedTuple):
 
     @staticmethod
     def of(micro: MicroBatch, settings: DeviceSettings) -> DeviceBatch:
-        """Copy a micro-batch to the device; in place of an empty one a dummy row, so that this rank computes too.
+        """Copy a micro-batch to the device; an empty one becomes a dummy row, so that this rank takes part in
+        collectives.
 
         Raises:
             ValueError: the first token of a row carries loss.
@@ -131,13 +132,13 @@ class DeviceBatch(NamedTuple):
 
     @property
     def loss_tokens_R(self) -> Tensor:
-        """Loss tokens of each row, also those on other ranks."""
+        """Number of loss tokens of each row, including those on other ranks."""
         carries_N = self.loss_mask_N.to(self.temperature_R.dtype)
         return torch.zeros_like(self.temperature_R).index_add(0, self.row_of_token_N, carries_N)
 
 
 def unsampled_micro_batch(rows: Sequence[SupervisedRow]) -> MicroBatch:
-    """Rows that no policy sampled: without trajectories and log-probabilities."""
+    """Rows that no policy sampled as a micro-batch without trajectories and log-probabilities."""
     lengths = [len(row.token_ids) for row in rows]
     n_tokens = sum(lengths)
     return MicroBatch(

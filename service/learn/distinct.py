@@ -1,4 +1,4 @@
-"""The distinct tokens of rows: rows that begin alike share the tokens of what they have in common.
+"""The distinct tokens of rows: rows with a common prefix share its tokens.
 
     row 0   1 2 3 4          depth-first order   row 1   row 0   row 2        (`service.handoff.batches.pack`)
     row 1   1 2 3            shared with before      0       3       2
@@ -21,7 +21,7 @@ from service.types import Int64s
 
 
 class DistinctTokens(NamedTuple):
-    """Where the distinct tokens of rows lie."""
+    """Positions of the distinct tokens of rows."""
 
     slot_N: Int64s
     """The distinct token that each token of the rows is."""
@@ -42,7 +42,7 @@ class DistinctTokens(NamedTuple):
         return DistinctTokens(slot_N, np.concatenate(positions))
 
     def branches(self) -> list[Branch]:
-        """The runs of the tree, each with the tokens below it; a run ends where rows part.
+        """The runs of the prefix tree, each with the tokens below it; a run ends where rows diverge.
 
         In the module's example 0:2 with 2:6 below it, 2:4 and 4:6 with nothing.
         """
@@ -50,7 +50,7 @@ class DistinctTokens(NamedTuple):
         if not n_distinct:
             return []
         begins_U = np.flatnonzero(np.diff(position_U, prepend=-2) != 1)
-        # the token at which an earlier row went on where this one branches off
+        # the token with which an earlier row continued after this branching point
         order_U = np.lexsort((np.arange(n_distinct), position_U))
         place_U = np.empty(n_distinct, np.int64)
         place_U[order_U] = np.arange(n_distinct)
@@ -67,7 +67,7 @@ class DistinctTokens(NamedTuple):
 
 
 class Branch(NamedTuple):
-    """A run `start:stop` of distinct tokens, which all tokens `stop:below` follow."""
+    """A run `start:stop` of distinct tokens, and its descendants, the tokens `stop:below`."""
 
     start: int
     stop: int

@@ -1,4 +1,4 @@
-"""Where the tokens of a micro-batch lie in the model's input: one plan for every layout.
+"""Positions of a micro-batch's tokens in the model's input: one plan for every layout.
 
 Two rows, `1 2 3` and `1 2 5 6`, in the three layouts (`trainer.layout`):
 
@@ -33,7 +33,7 @@ from service.types import Int64s, MicroBatch
 
 
 class Layout(NamedTuple):
-    """Where the tokens of one micro-batch lie in the model's input."""
+    """Positions of the tokens of one micro-batch in the model's input."""
 
     shape: tuple[int, int]
     """Lines of this rank's input, slots of a line."""
@@ -57,7 +57,7 @@ class Layout(NamedTuple):
             if part.of > 1:
                 raise ValueError("the lines of the layout padded cannot be cut into slices")
             return _padded(offsets_R, device)
-        # other kernels of a GPU would compute each row alone
+        # other GPU kernels would compute each row separately
         if kind in ("shared_prefix", "auto") and (variable_length or device.type == "cpu"):
             order = prefix_order(micro.token_ids_N, offsets_R, micro.routed_experts_N)
             distinct = DistinctTokens.of(order, offsets_R)
@@ -69,13 +69,13 @@ class Layout(NamedTuple):
         return _on_one_line(np.arange(n_slots), n_slots, Packing.of(offsets_R, device, variable_length), part)
 
     def own(self, slot_X: Int64s) -> tuple[Int64s, Int64s]:
-        """Which of these slots are on this rank, and where in its input."""
+        """Which of these slots are on this rank, and their positions in its input."""
         at_X = slot_X - self.first
         own_X = np.flatnonzero((at_X >= 0) & (at_X < math.prod(self.shape)))
         return own_X, at_X[own_X]
 
     def in_slots(self, values_N: NDArray[Any], fill: int = 0) -> NDArray[Any]:
-        """[N, ...] -> [S, ...] the values of packed tokens in the order of this rank's input; `fill` in padding."""
+        """[N, ...] -> [S, ...] the values of packed tokens in the order of this rank's input; padding gets `fill`."""
         values_S = np.full((math.prod(self.shape), *values_N.shape[1:]), fill, values_N.dtype)
         own_N, slot = self.own(self.slot_N)
         values_S[slot] = values_N[own_N]
@@ -83,14 +83,14 @@ class Layout(NamedTuple):
 
 
 def _on_one_line(slot_N: Int64s, n_slots: int, packing: Packing, part: Slice) -> Layout:
-    """All slots on one line, cut into slices of equal width."""
+    """A layout with all slots on one line, cut into slices of equal width."""
     width = -(-n_slots // part.of)
     exchange = {} if part.group is None else {"exchange": Exchange(part.group, n_slots)}
     return Layout((1, width), slot_N, {"packing": packing, **exchange}, part.number * width)
 
 
 def _padded(offsets_R: Int64s, device: torch.device) -> Layout:
-    """Every row is a line, left-padded to the longest row; an empty row has none."""
+    """A layout with a line for every nonempty row, left-padded to the longest row."""
     lengths_R = np.diff(offsets_R)
     lengths_R = lengths_R[lengths_R > 0]
     width = int(lengths_R.max())

@@ -30,7 +30,7 @@ from service.types import MicroBatch, MiniBatch
 
 
 class StepReport(NamedTuple):
-    """The result of a mini-batch; the same on every rank."""
+    """The result of a mini-batch; equal on every rank."""
 
     applied: bool
     reason: str | None
@@ -50,7 +50,7 @@ class Learner:
         world_size: int,
         policy: Policy | None = None,
     ) -> None:
-        """`policy`: an existing one to train, instead of the one in the folder."""
+        """`policy`: an existing policy to train, instead of loading the folder's."""
         self._trainer, self._max_steps = settings.trainer, settings.max_steps
         self.policy = policy or Policy(settings, Path(model_folder), device, rank, world_size)
         self._objective = Objective(settings, device, self.policy.accumulation_dtype, self.policy.slice.group)
@@ -63,7 +63,7 @@ class Learner:
         """Optimizer steps applied so far."""
 
     def step(self, batch: MiniBatch) -> StepReport:
-        """Exactly one optimizer step over this rank's micro-batches, or none and the reason."""
+        """Take exactly one optimizer step over this rank's micro-batches, or none, with the reason."""
         n_tokens = int(batch.loss_tokens_G.sum())
         if n_tokens == 0:
             return StepReport(False, "no token of the mini-batch carries loss", {})
@@ -83,7 +83,7 @@ class Learner:
         return sums
 
     def _own_part(self, batch: MiniBatch) -> tuple[MicroBatch, ...]:
-        """This rank's micro-batches, of a mini-batch of all ranks or of one that was cut to this rank's part."""
+        """This rank's micro-batches, from a mini-batch of all ranks or one cut to this rank's part."""
         n_parts, n_ranks = self.policy.n_batch_parts, len(batch.ranks)
         if n_ranks not in (1, n_parts):
             raise ValueError(
@@ -127,7 +127,7 @@ class Learner:
         return StepReport(True, None, metrics)
 
     def save(self, folder: Path, background: bool = False) -> None:
-        """Write this rank's part of a checkpoint; every rank must call, and `finish_save` after a background save.
+        """Write this rank's part of a checkpoint; every rank must call it, and `finish_save` after a background save.
 
         The learner draws no random numbers, so weights, optimizer, frozen weights and step are the whole state.
         """
@@ -142,7 +142,7 @@ class Learner:
             }
         )
         if self.policy.copy > 0:
-            return  # the ranks of the first copy hold the same
+            return  # the ranks of the first copy hold the same rows
         self._writer.start(folder, self._state(), metadata)
         if not background:
             self.finish_save()
@@ -152,7 +152,7 @@ class Learner:
         self._writer.finish()
 
     def load(self, folder: Path) -> None:
-        """Resume from a checkpoint, which a group of another size may have written; every rank must call.
+        """Resume from a checkpoint, possibly written by another number of ranks; every rank must call.
 
         Raises:
             UserError: the checkpoint is damaged, not whole or another model's; the learner is as it was.
@@ -170,7 +170,7 @@ class Learner:
         return {name: tuple(parameter.shape) for name, parameter in self.policy.master_weights.parameters.items()}
 
     def _state(self) -> dict[str, Tensor]:
-        """This rank's tensors of a checkpoint, by `kind/name`."""
+        """This rank's tensors for a checkpoint, by `kind/name`."""
         state = {f"weights/{name}": master for name, master in self.policy.master_weights.tensors.items()}
         state |= self._optimizer.moments()
         for kind, copies in self._frozen.copies.items():
@@ -178,13 +178,13 @@ class Learner:
         return state
 
     def weights(self, everywhere: bool = False) -> dict[str, Tensor] | None:
-        """Copies of what is trained, on rank 0 or `everywhere`; see `Policy.weights`."""
+        """Copies of the trained weights, on rank 0 or `everywhere`; see `Policy.weights`."""
         return self.policy.weights(everywhere)
 
     def shards(self) -> dict[str, Rows]:
-        """Copies of this rank's part of what is trained; see `Policy.shards`."""
+        """Copies of this rank's part of the trained weights; see `Policy.shards`."""
         return self.policy.shards()
 
     def export(self, folder: Path) -> None:
-        """Write the final weights, see `Policy.export`; every rank must call."""
+        """Write the final weights; see `Policy.export`. Every rank must call."""
         self.policy.export(folder)

@@ -16,7 +16,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class Optimizer:
-    """AdamW; the learning rate comes with each step."""
+    """AdamW; each step gets its learning rate."""
 
     def __init__(self, master_weights: MasterWeights, betas: tuple[float, float], weight_decay: float) -> None:
         self._master_weights = master_weights
@@ -25,7 +25,7 @@ class Optimizer:
         )
 
     def step(self, lr: float, grad_norm: float, max_grad_norm: float) -> None:
-        """One step on the gradients of the master weights, scaled down to `max_grad_norm`; then drop the gradients."""
+        """Take a step with the gradients of the master weights, clipped to `max_grad_norm`; then drop the gradients."""
         gradients = self._master_weights.gradients()
         if grad_norm > max_grad_norm:
             torch._foreach_mul_(gradients, max_grad_norm / grad_norm)
@@ -47,7 +47,7 @@ class Optimizer:
         return moments
 
     def set_steps(self, steps: int) -> None:
-        """Set the number of steps that bias correction counts from."""
+        """Set the number of past steps for bias correction."""
         for state in self._adam.state.values():
             state["step"].fill_(steps)
 
@@ -61,7 +61,7 @@ def square_norm(gradients: Iterable[Tensor], device: torch.device) -> Tensor:
 
 
 def learning_rate(trainer: TrainerConfig, step: int, max_steps: int) -> float:
-    """The rate of the step after `step` applied ones: linear warm-up, then the schedule until `max_steps`."""
+    """The learning rate after `step` optimizer steps: linear warm-up, then the schedule until `max_steps`."""
     if step < trainer.warmup_steps:
         return trainer.lr * (step + 1) / trainer.warmup_steps
     done = min(1.0, (step - trainer.warmup_steps) / max(1, max_steps - trainer.warmup_steps))

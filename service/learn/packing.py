@@ -1,4 +1,4 @@
-"""How attention computes rows that lie on one token axis, with or without shared prefixes.
+"""How attention computes rows on one token axis, with or without shared prefixes.
 
 Axes: `N` tokens of the rows, `S` slots of the model's input (fewer than `N` where rows share a prefix), `B` tokens of
 a bucket.
@@ -38,7 +38,7 @@ def positions_in_rows(lengths_R: Int64s) -> Int64s:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Rows of similar length, which one call of the attention kernel computes as padded lines."""
+    """Rows of similar length that one call of the attention kernel computes as padded lines."""
 
     rows: int
     width: int
@@ -49,7 +49,7 @@ class Bucket:
 
     @staticmethod
     def of(bounds: Int64s, rows: Int64s, device: torch.device) -> Bucket:
-        """A bucket of some of the rows with these bounds; no `token_B` if `rows` names all of them, in order."""
+        """A bucket of some of the rows with these bounds; `token_B` is None if `rows` lists all of them, in order."""
         lengths_R = np.diff(bounds)[rows]
         width = int(lengths_R.max())
         position_B = positions_in_rows(lengths_R)
@@ -72,7 +72,7 @@ class Paths(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Queries of consecutive slots that attend to keys of consecutive slots: to all, or causally to their own."""
+    """Queries in consecutive slots that attend to keys in consecutive slots: to all, or causally to their own."""
 
     queries: slice
     keys: slice
@@ -81,7 +81,7 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """The bounds of rows on the token axis, and what the attention kernels need beside them.
+    """The bounds of rows on the token axis, and further inputs of the attention kernels.
 
     The variable-length kernel takes the bounds. Other kernels take buckets of padded lines:
 
@@ -103,7 +103,7 @@ class Packing:
 
     @staticmethod
     def of(offsets_R: Int64s, device: torch.device, variable_length: bool = False) -> Packing:
-        """Rows with these bounds, without empty rows."""
+        """The packing of rows with these bounds, without empty rows."""
         lengths_R = np.diff(offsets_R)
         bounds = np.concatenate([offsets_R[:1], offsets_R[1:][lengths_R > 0]])
         cu_seqlens = to_device(bounds.astype(np.int32), device)
@@ -118,7 +118,8 @@ class Packing:
     def of_tree(
         distinct: DistinctTokens, row_R: Int64s, offsets_R: Int64s, device: torch.device, variable_length: bool
     ) -> Packing:
-        """Rows that share prefixes, for the variable-length kernel or a CPU; `row_R`: the rows in depth-first order."""
+        """The packing of rows that share prefixes, for the variable-length kernel or a CPU; `row_R`: the rows in
+        depth-first order."""
         if variable_length:
             return _of_paths(distinct.slot_N, row_R, offsets_R, device)
         return _of_runs(distinct.branches(), len(distinct.position_U), device)
@@ -128,7 +129,7 @@ def _of_paths(slot_N: Int64s, row_R: Int64s, offsets_R: Int64s, device: torch.de
     queries, keys, paths = [0], [0], []
     for row in row_R.tolist():
         path = slot_N[offsets_R[row] : offsets_R[row + 1]]
-        if len(path) and path[-1] >= queries[-1]:  # else the row has no new tokens
+        if len(path) and path[-1] >= queries[-1]:  # otherwise the row has no new tokens
             queries.append(int(path[-1]) + 1)
             keys.append(keys[-1] + len(path))
             paths.append(path)
@@ -138,7 +139,7 @@ def _of_paths(slot_N: Int64s, row_R: Int64s, offsets_R: Int64s, device: torch.de
 
 
 def _of_runs(branches: list[Branch], n_slots: int, device: torch.device) -> Packing:
-    """Every run attends to itself, the short ones in buckets, and is attended to by what is below it."""
+    """A packing in which every run attends to itself (short runs in buckets), and descendants attend to the run."""
     bounds = np.array([*(branch.start for branch in branches), n_slots])
     short = np.flatnonzero(np.diff(bounds) < LONG_RUN)
     own = [slice(run.start, run.stop) for run in branches if run.stop - run.start >= LONG_RUN]
@@ -159,7 +160,7 @@ def _buckets(bounds: Int64s, rows: Int64s, device: torch.device) -> tuple[Bucket
 
 
 def _rows_of_similar_length(lengths_R: Int64s) -> list[list[int]]:
-    """Rows by falling length; a new group begins where padding would cost more than another kernel call.
+    """Rows by falling length, in groups; a new group begins where padding would cost more than another kernel call.
 
     Lengths 3 2 900 4 -> [[2], [3, 0, 1]]
     """

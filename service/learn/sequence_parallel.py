@@ -1,4 +1,4 @@
-"""Sequence parallelism: the ranks of a group share a micro-batch, each of them some of its tokens (Ulysses).
+"""Sequence parallelism: the ranks of a group share a micro-batch, each with some of its tokens (Ulysses).
 
 Two ranks, six tokens, four heads:
 
@@ -27,7 +27,7 @@ from service.errors import UserError
 
 
 class Slice(NamedTuple):
-    """A rank's part of the tokens of each micro-batch that its group computes."""
+    """A rank's part of the tokens of each micro-batch that its group shares."""
 
     number: int = 0
     of: int = 1
@@ -39,7 +39,7 @@ class Slice(NamedTuple):
     def of_rank(
         rank: int, world_size: int, ranks_of_group: int, config: PretrainedConfig, device: torch.device
     ) -> Slice:
-        """The slice of a rank of a model's trainer; every rank must call.
+        """The slice of a rank of the trainer; every rank must call.
 
         Raises:
             UserError: ranks or heads do not divide.
@@ -62,7 +62,7 @@ WHOLE = Slice()
 
 
 class Exchange(NamedTuple):
-    """The way of a micro-batch's attention through the ranks of a group."""
+    """The all-to-all exchanges around the attention of a micro-batch, among the ranks of a group."""
 
     group: dist.ProcessGroup
     n_slots: int

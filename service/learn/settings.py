@@ -1,4 +1,4 @@
-"""What learning needs of a configuration."""
+"""The settings of learning."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class LearnSettings:
 
     @classmethod
     def of(cls, config: Config) -> LearnSettings:
-        """Those of a configuration."""
+        """The settings from a configuration."""
         return cls(
             model=config.model,
             trainer=config.trainer,
@@ -39,7 +39,7 @@ class LearnSettings:
 
 @dataclass(frozen=True)
 class FitSettings:
-    """What says how much memory a rank and an engine take of their GPUs."""
+    """Settings that determine how much memory a rank and an engine need on their GPUs."""
 
     learn: LearnSettings
     generator: GeneratorConfig
@@ -48,5 +48,5 @@ class FitSettings:
 
     @classmethod
     def of(cls, config: Config) -> FitSettings:
-        """Those of a configuration."""
+        """The settings from a configuration."""
         return cls(LearnSettings.of(config), config.generator, config.weights.transport == "ipc")

@@ -51,7 +51,7 @@ class SupervisedSteps:
         return loss
 
     def step(self, rows: Sequence[SupervisedRow], lr: float) -> float:
-        """One step on this rank's rows; the mean loss of a token over all ranks.
+        """Take one step on this rank's rows; returns the mean loss per token over all ranks.
 
         With sequence parallelism the ranks of a group give the same rows.
 
@@ -75,7 +75,7 @@ class SupervisedSteps:
         return totals["loss"]
 
     def _count(self, micros: Sequence[MicroBatch]) -> tuple[int, int]:
-        """Loss tokens of all ranks together; the largest number of micro-batches on any rank."""
+        """The number of loss tokens on all ranks together, and the largest number of micro-batches on any rank."""
         device = self._policy.device
         sums = Sums(device, self._policy.world_size)
         sums.add("tokens", torch.tensor(sum(int(micro.loss_mask_N.sum()) for micro in micros), device=device))
@@ -84,7 +84,7 @@ class SupervisedSteps:
         return int(totals["tokens"]) // self._policy.slice.of, int(totals["micros"])
 
     def _accumulate(self, micros: Sequence[MicroBatch], n_tokens: int) -> dict[str, float]:
-        """Add up the gradient; returns the loss and the squared norm of the gradient over all ranks."""
+        """Accumulate the gradient; returns the loss and the squared norm of the gradient over all ranks."""
         policy = self._policy
         sums = Sums(policy.device, policy.world_size)
         for micro in micros:

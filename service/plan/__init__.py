@@ -1,4 +1,4 @@
-"""What a configuration takes of its machines before it runs: memory, speed, who waits for whom, what binds.
+"""What a configuration needs of its machines, estimated before it runs: memory, speed, waiting, and the bottleneck.
 
     configuration, model's config.json -> memory and operations (service.learn.estimate) --+
     lengths and times, of a run or assumed -> `work` --------------------------------------+-> `forecast` -> `page`

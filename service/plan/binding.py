@@ -1,4 +1,4 @@
-"""Who waits for whom: what each part of a run needs for a step, which part binds, and what one more of it would bring.
+"""The bottleneck of a run: the seconds that each part needs per step, which part binds, and the gain from more of it.
 
     generation: ENGINES, ENVIRONMENT, JOURNAL, WEIGHTS (engines pause)    of the seconds in which the slots play a
                                                                           mini-batch's worth of groups
@@ -50,7 +50,7 @@ BALANCED = 0.1
 
 @dataclass(frozen=True)
 class Demand:
-    """Seconds of each step that the parts need where nobody lets them wait."""
+    """Seconds per step that each part needs if it never waits."""
 
     generation: Mapping[Part, float]
     training: Mapping[Part, float]
@@ -70,12 +70,12 @@ class Demand:
         return self.generation if side is Side.GENERATION else self.training
 
     def seconds(self, side: Side) -> float:
-        """Seconds that a side needs for a step."""
+        """Seconds per step that a side needs."""
         return sum(self.of(side).values())
 
     @property
     def longer(self) -> Side:
-        """The side that needs more time."""
+        """The side that needs more time per step."""
         return max(Side, key=self.seconds)
 
     @property
@@ -94,7 +94,7 @@ class Demand:
 
     @property
     def step_seconds(self) -> float:
-        """Seconds of a step, the waiting of both sides included."""
+        """Seconds of a step, including the waits of both sides."""
         return self.arithmetic_seconds if self.seconds_of_step is None else self.seconds_of_step
 
     def waits(self, side: Side) -> float:
@@ -102,7 +102,7 @@ class Demand:
         return max(0.0, 1 - self.seconds(side) / self.step_seconds) if self.step_seconds else 0.0
 
     def with_more(self, part: Part) -> Demand:
-        """The demand with one more engine or rank, or lookahead; the groups at once grow with the engines."""
+        """The demand with one more engine, rank or lookahead; the number of groups at once grows with the engines."""
         if part is Part.LOOKAHEAD:
             return replace(self, lookahead=self.lookahead + 1)
         if part is Part.ENGINES:
@@ -117,14 +117,14 @@ class Demand:
         return replace(self, generation=parts) if side is Side.GENERATION else replace(self, training=parts)
 
     def gain(self, other: Demand) -> float:
-        """How many times as fast another demand is, by the arithmetic."""
+        """The speed of another demand relative to this one, by the arithmetic seconds."""
         seconds = other.arithmetic_seconds
         return self.arithmetic_seconds / seconds if seconds else 1.0
 
 
 @dataclass(frozen=True)
 class Binding:
-    """What a run waits for."""
+    """The bottleneck of a run."""
 
     side: Side
     """The side that the other one waits for."""
@@ -142,11 +142,12 @@ class Binding:
 
     @property
     def is_usual(self) -> bool:
-        """Whether engines or trainer bind, or nothing does: the run spends its time on what it is for."""
+        """Whether the engines, the trainer or nothing binds, which means that the run spends its time on useful
+        work."""
         return self.balanced or self.part in (Part.ENGINES, Part.TRAINER)
 
     def sentence(self) -> str:
-        """One line for people."""
+        """A description in one line."""
         waiting = Side.TRAINING if self.side is Side.GENERATION else Side.GENERATION
         begin = f"{self.side}: {waiting} waits {self.waits:.0%} of the time"
         change = {
@@ -163,7 +164,7 @@ class Binding:
 
 
 def binding(demand: Demand, slow: Part | None = None) -> Binding:
-    """The part that the run waits for.
+    """Find the part that the run waits for.
 
     `slow`: ENGINES or TRAINER if one of them is far slower than the others. Where both sides wait, they wait for it.
 
@@ -191,7 +192,7 @@ def binding(demand: Demand, slow: Part | None = None) -> Binding:
 
 
 def _both_wait(demand: Demand) -> Binding:
-    """The lookahead binds, or the way of new weights if nothing takes longer."""
+    """The binding if both sides wait: the lookahead, or the update of the engines if nothing takes longer."""
     side = demand.longer
     shorter = Side.TRAINING if side is Side.GENERATION else Side.GENERATION
     late = demand.arrival > max(max(demand.of(each).values()) for each in Side)

@@ -1,4 +1,4 @@
-"""`baton plan`: does a configuration fit, how fast is it, what binds, and which split of the GPUs is best."""
+"""`baton plan`: whether a configuration fits, its speed and bottleneck, and the best split of the GPUs."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ is wrong (one line says what).
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's own arguments, beside configuration files and settings."""
+    """Add the command's own arguments, besides configuration files and settings."""
     names = ", ".join((*DATA_SHEETS, "cpu", "measured"))
     parser.add_argument("--gpu", default="h100", metavar="NAME", help=f"{names} (default h100)")
     parser.add_argument("--gpus", type=int, metavar="N", help="GPUs in all (default: as many as are configured)")
@@ -94,7 +94,7 @@ def print_plan(
 
 @contextmanager
 def planned_model(model: ModelConfig, env: EnvConfig, seed: int, run: str | None = None) -> Iterator[Path]:
-    """A folder with the model's config.json: `model.path`, that of a run, or one made for `model.make`.
+    """A folder with the model's config.json: `model.path`, the model of a run, or a new one for `model.make`.
 
     Raises:
         UserError: there is none.
@@ -109,7 +109,7 @@ def planned_model(model: ModelConfig, env: EnvConfig, seed: int, run: str | None
 
 
 def named(name: str) -> Device:
-    """The device of that name, measured where that is asked for."""
+    """The device of this name, measured if it is this machine."""
     if name in ("cpu", "measured"):
         from service.plan.machine.measure import measured
 

@@ -1,4 +1,4 @@
-"""How fast an engine generates: a roofline for each iteration, in which running requests take a token each.
+"""How fast an engine generates: a roofline per iteration, in which each running request gets one token.
 
 an iteration: weights and KV caches are read (memory), tokens are multiplied with the weights (compute); the longer
 of the two counts, then collectives of the engine's GPUs, then what the host does between iterations
@@ -15,7 +15,7 @@ from service.plan.machine.device import Device
 
 @dataclass(frozen=True)
 class Shape:
-    """A decoder of one of the text families, dense or with experts."""
+    """The shape of a text decoder of a supported family, dense or with experts."""
 
     layers: int
     hidden: int
@@ -39,7 +39,7 @@ class Shape:
 
     @classmethod
     def of(cls, model: Any, width: float = 2.0) -> Shape:
-        """From a `config.json` that transformers has read."""
+        """Read the shape from a `config.json` as loaded by transformers."""
         hidden, heads = model.hidden_size, model.num_attention_heads
         head_dim = getattr(model, "head_dim", None) or hidden // heads
         experts = getattr(model, "num_experts", 0) or 0
@@ -64,22 +64,23 @@ class Shape:
 
     @property
     def parameters(self) -> float:
-        """All parameters, without norms."""
+        """Number of all parameters, without norms."""
         return self.layers * (self.attention + self.shared + self.experts * self.expert) + self.embedding
 
     @property
     def of_token(self) -> float:
-        """Parameters that a token is multiplied with, the head included."""
+        """Number of parameters that a token is multiplied with, including the head."""
         return self.layers * (self.attention + self.shared + self.experts_of_token * self.expert) + self.head
 
     def adapter_parameters(self, rank: int) -> float:
-        """Parameters of a low-rank adapter on all matrices of attention and of dense MLPs."""
+        """Number of parameters of a low-rank adapter on all matrices of attention and of dense MLPs."""
         attention = 4 * self.hidden + 2 * self.query_width + 2 * self.kv_heads * self.head_dim
         mlp = 0.0 if self.experts else 3 * (self.hidden + self.shared / (3 * self.hidden))
         return self.layers * rank * (attention + mlp)
 
     def read_parameters(self, tokens: float) -> float:
-        """Parameters that a forward pass over `tokens` tokens reads: of the experts, those that any token chose."""
+        """Number of parameters read by a forward pass over `tokens` tokens; of the experts, only those that any token
+        chose."""
         chosen = 1 - (1 - self.experts_of_token / self.experts) ** tokens if self.experts else 0.0
         layer = self.attention + self.shared + chosen * self.experts * self.expert
         return self.layers * layer + self.head
@@ -102,11 +103,12 @@ class Engine:
     request_host: float = GPU["request"]
 
     def most_running(self, context: float) -> float:
-        """Requests of this length that the KV cache holds at once, at least one."""
+        """Maximum number of requests of this length in the KV cache, at least one."""
         return max(1.0, self.kv_bytes / (self.shape.kv_token_bytes(self.gpus) * max(context, 1.0)))
 
     def iteration(self, running: float, context: float, prefill: float = 0.0) -> float:
-        """Seconds of an iteration: a token for each running request of mean length `context`, and `prefill` tokens."""
+        """Seconds of an iteration with a token for each running request of mean length `context`, plus `prefill`
+        tokens."""
         shape, device = self.shape, self.device
         tokens = running + prefill
         weights = shape.read_parameters(tokens) * shape.width / self.gpus
@@ -121,7 +123,7 @@ class Engine:
         return self.iteration_host + self.request_host * running
 
     def _collectives(self, tokens: float) -> float:
-        """Seconds of the two all-reduces of each layer; over more GPUs than a node has, by the network."""
+        """Seconds of the two all-reduces of each layer; beyond one node's GPUs they use the network."""
         if self.gpus == 1:
             return 0.0
         rate = self.device.link if self.gpus <= 8 else self.device.network
@@ -129,5 +131,5 @@ class Engine:
         return 2 * self.shape.layers * (GPU["all_reduce"] + each)
 
     def prefill_seconds(self, tokens: float, context: float) -> float:
-        """Seconds to compute `tokens` tokens of requests whose mean length is `context`, nothing else running."""
+        """Seconds to compute `tokens` tokens of requests of mean length `context`, with nothing else running."""
         return self.iteration(0, context, tokens) - self.host_seconds(0)

@@ -1,4 +1,4 @@
-"""The plan of a configuration: whether it fits, how fast each split of the GPUs is, and what binds."""
+"""The plan of a configuration: whether it fits, the speed of each split of the GPUs, and the bottleneck."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MAX_SPLITS = 16
 
 @dataclass(frozen=True)
 class Split:
-    """A number of engines and of ranks, and how fast they are."""
+    """A number of engines and of ranks, and their speed."""
 
     engines: int
     ranks: int
@@ -46,7 +46,7 @@ class Split:
 
     @property
     def binding(self) -> Binding:
-        """What binds."""
+        """The bottleneck of this split."""
         return binding(self.demand)
 
     @property
@@ -56,7 +56,7 @@ class Split:
 
 
 def splits_of(settings: PlanSettings, gpus: int) -> Iterator[tuple[int, int]]:
-    """Numbers of engines and ranks that use all GPUs.
+    """All numbers of engines and ranks that together use all GPUs.
 
     Raises:
         UserError: there is none.
@@ -77,10 +77,10 @@ def splits_of(settings: PlanSettings, gpus: int) -> Iterator[tuple[int, int]]:
 
 
 class Planner:
-    """Everything about a configuration that does not depend on the split."""
+    """All figures of a configuration that do not depend on the split."""
 
     def __init__(self, settings: PlanSettings, folder: Path, device: Device, work: Work) -> None:
-        """`folder` needs a config.json only.
+        """`folder` needs only a config.json.
 
         Raises:
             UserError: the model cannot be made or run.
@@ -102,11 +102,11 @@ class Planner:
         self._iteration = cache(self._iteration_of)
 
     def split(self, engines: int, ranks: int, lookahead: int | None = None) -> Split:
-        """How fast this number of engines and of ranks is."""
+        """The speed of this number of engines and of ranks."""
         work, update = self.work, self.update(self.settings.weights.transport, engines, ranks)
         rows = self._trajectories * work.row_tokens(self.settings.merges)
         running = self.settings.generator.concurrent_groups * self.settings.samples / engines
-        # of busy engines that sample a mini-batch
+        # seconds of busy engines to sample a mini-batch
         sampling = self._trajectories * work.sampled / engines / running * self.iteration(running)
         factor, training = self._training(engines, ranks, rows, sampling, update)
         trained = sum(training.values())
@@ -150,7 +150,7 @@ class Planner:
     def _training(
         self, engines: int, ranks: int, rows: float, sampling: float, update: Update
     ) -> tuple[float, dict[Part, float]]:
-        """The factor by which generation takes longer beside training; the parts of training, in seconds of a step."""
+        """The factor by which training slows generation down, and the parts of training in seconds per step."""
         work, settings, pace = self.work, self.settings, self.device.pace
         row = work.length if settings.merges else work.prompt_tokens + work.response_tokens
         compute = self.trainer.seconds(self.device, ranks, rows, row, settings.trainer.max_tokens_per_micro_batch)
@@ -192,17 +192,17 @@ class Planner:
         return {"libraries": CPU["rank_bytes"], **held, "activations": held.get("activations", 0.0) * full}
 
     def iteration(self, running: float) -> float:
-        """Seconds of an iteration of an engine in which `running` requests run."""
+        """Seconds of an iteration of an engine with `running` requests."""
         return self._iteration(max(1, round(running)))
 
     def _iteration_of(self, running: int) -> float:
         work, at_once = self.work, min(float(running), self._engine.most_running(self.work.length))
-        computed = (work.length - work.sampled) / work.sampled  # prompts and observations, for each sampled token
+        computed = (work.length - work.sampled) / work.sampled  # tokens of prompts and observations per sampled token
         seconds = self._engine.iteration(at_once, work.mean_context, computed * at_once)
-        return seconds * running / at_once  # the others wait for room in the KV cache
+        return seconds * running / at_once  # the other requests wait for room in the KV cache
 
     def _recomputed(self, running: float) -> float:
-        """Seconds in which an engine computes the KV caches of its running requests anew after an update."""
+        """Seconds for which an engine recomputes the KV caches of its running requests after an update."""
         if self.settings.weights.kv_cache == "keep" or self._on_cpu:
             return 0.0
         context = self.work.mean_context
@@ -210,17 +210,17 @@ class Planner:
         return self._engine.prefill_seconds(at_once * context, context)
 
     def update(self, transport: str, engines: int, ranks: int) -> Update:
-        """An update of the engines by a transport."""
+        """Seconds of an update of the engines by a transport."""
         gpus, trainer = self.settings.generator.tensor_parallel_size, self.settings.trainer
         nodes = -(-(engines * gpus + ranks) // GPUS_OF_A_NODE)
-        lora = self.settings.fit.learn.model.lora  # of an adapter, only itself is sent
+        lora = self.settings.fit.learn.model.lora  # only the adapter is sent
         sent = self.shape.parameters if lora is None else self.shape.adapter_parameters(lora.rank)
-        # copies of the model on several nodes: the ranks of one send
+        # with copies of the model on several nodes, the ranks of one copy send
         senders = ranks if trainer.shard_within == "all" else min(ranks, GPUS_OF_A_NODE)
         return update(transport, sent * self.shape.width, self.device, nodes, senders, gpus)
 
     def _evaluation(self, sampling: float) -> float:
-        """Seconds of a step for evaluations, during which training waits; those beside training cost it engines."""
+        """Seconds per step of evaluations that pause training; evaluations beside training take engines from it."""
         data = self.settings.data
         if not data.eval_every or data.eval_mode == "beside":
             return 0.0
@@ -234,7 +234,7 @@ class Planner:
 
 @dataclass(frozen=True)
 class Forecast:
-    """What `baton plan` says."""
+    """The result of `baton plan`."""
 
     settings: PlanSettings
     device: Device
@@ -254,17 +254,17 @@ class Forecast:
 
     @property
     def best(self) -> Split:
-        """The fastest split that fits; the fastest of all where none does."""
+        """The fastest split that fits; the fastest of all if none fits."""
         return min(self.splits, key=lambda split: (not split.fits, split.step_seconds))
 
     @property
     def gpu_hours(self) -> float:
-        """Of the whole run, without its start."""
+        """GPU hours of the whole run, without its start."""
         return self.settings.max_steps * self.chosen.step_seconds * self.gpus / 3600
 
 
 def forecast(settings: PlanSettings, folder: Path, device: Device, work: Work, gpus: int | None) -> Forecast:
-    """The plan of a configuration on `gpus` GPUs; None: as many as it uses.
+    """The plan of a configuration on `gpus` GPUs; None: the number in the configuration.
 
     Raises:
         UserError: the model cannot be made or run, or there are too few GPUs.

@@ -1,4 +1,4 @@
-"""What binds a run now: the measured shares of the last minutes, in the model of `service.plan.binding`.
+"""The current bottleneck of a run: the measured shares of the last minutes, in the model of `service.plan.binding`.
 
 generation: the seconds in which generators had groups, divided as the time of their trajectories was, and for the
             journal the syncs for which each of their claims and ends waits
@@ -53,7 +53,7 @@ PARTS = {
 
 @dataclass(frozen=True)
 class Figures:
-    """Totals since the start of the run, or what they grew by."""
+    """Totals since the start of the run, or their increase."""
 
     at: float
     """Seconds."""
@@ -77,12 +77,12 @@ class Figures:
     """Seconds from sending weights until engines serve them."""
 
     def since(self, before: Figures) -> Figures:
-        """What the totals grew by; those of an actor that began anew count from its beginning."""
+        """The increase of the totals; those of a restarted actor count from 0."""
         return Figures(**{name: _grown(getattr(self, name), getattr(before, name)) for name in vars(self)})
 
 
 class Limits(NamedTuple):
-    """What of the configuration says how far the sides may run apart."""
+    """Settings that limit how far the two sides may run apart."""
 
     ranks: int = 1
     lookahead: float = 2.0
@@ -100,7 +100,7 @@ def _grown(now: Any, before: Any) -> Any:
 
 
 def demand(grown: Figures, limits: Limits) -> Demand | None:
-    """Seconds a step of each part; None where there were too few steps to tell."""
+    """Seconds per step of each part; None if there were too few steps."""
     if grown.steps < MIN_STEPS or not grown.engines or grown.at <= 0:
         return None
     playing = sum(
@@ -116,14 +116,14 @@ def demand(grown: Figures, limits: Limits) -> Demand | None:
     for state, seconds in grown.trainer.items():
         if (needs := STATES.get(state)) is not None:
             training[needs] = training.get(needs, 0.0) + seconds / grown.steps
-    # neither the start nor the end of the run belongs to a step
+    # neither the start nor the end of the run is part of a step
     of_step = sum(seconds for state, seconds in grown.trainer.items() if state in (*STATES, WAITING)) / grown.steps
     arrival = grown.arriving / grown.steps
     return Demand(generation, training, len(grown.engines), *limits, arrival, of_step)
 
 
 class Live(NamedTuple):
-    """What binds a run now."""
+    """The current bottleneck of a run."""
 
     found: Binding
     seconds: float
@@ -132,18 +132,18 @@ class Live(NamedTuple):
     """An engine or rank that is slower than the others, in words; empty without one."""
 
     def report(self) -> dict[str, Any]:
-        """For the status document."""
+        """The fields of the status document."""
         found = self.found
         return {"part": str(found.part), "usual": found.is_usual, "waits": found.waits, "sentence": self.sentence()}
 
     def sentence(self) -> str:
-        """One line for people."""
+        """A description in one line."""
         slow = f"; {self.slow}" if self.slow else ""
         return f"{self.found.sentence()}{slow} (last {_duration(self.seconds)})"
 
 
 def live(grown: Figures, limits: Limits) -> Live | None:
-    """What binds, by what the totals grew by; None where that is too little to tell."""
+    """The bottleneck according to the increase of the totals; None if there is too little data."""
     needed = demand(grown, limits)
     if needed is None:
         return None
@@ -153,7 +153,7 @@ def live(grown: Figures, limits: Limits) -> Live | None:
 
 
 def _slow_engine(grown: Figures) -> str:
-    """The engine that samples far less than the others in a second of generating."""
+    """The engine that samples far fewer tokens per second of generation than the others; empty if there is none."""
     rates = {
         name: grown.tokens.get(name, 0.0) / states["generating"]
         for name, states in grown.engines.items()
@@ -167,7 +167,7 @@ def _slow_engine(grown: Figures) -> str:
 
 
 def _slow_rank(grown: Figures) -> str:
-    """The rank that computes longer than the others, which is seen where they do not wait inside of a step."""
+    """The rank that computes longer than the others; only visible if the ranks do not wait inside a step."""
     busy = {
         name: states.get("forward_backward", 0.0) + states.get("optimizer", 0.0) for name, states in grown.ranks.items()
     }
@@ -179,7 +179,7 @@ def _slow_rank(grown: Figures) -> str:
 
 
 def figures_of(now: float, actors: Iterable[Pushed]) -> Figures:
-    """The totals that the actors have pushed."""
+    """The totals from the metrics that the actors have pushed."""
     by_role: dict[str, dict[str, Mapping[str, float]]] = {"driver": {}, "buffer": {}, "generator": {}, "trainer": {}}
     trajectories: Counter[str] = Counter()
     steps = played = syncs = arriving = 0.0
@@ -204,42 +204,42 @@ def figures_of(now: float, actors: Iterable[Pushed]) -> Figures:
 
 
 def limits_of(run: Mapping[str, Any]) -> Limits:
-    """What the report of the part `run` says of the configuration."""
+    """The limits in the report of the part `run`."""
     ahead = run.get("concurrent_groups", 1) / run.get("mini_batch_size", 1)
     return Limits(run.get("ranks", 1), run.get("lookahead", 2), ahead)
 
 
 class Window:
-    """The totals of the last ten minutes, one each ten seconds."""
+    """The totals of the last ten minutes, one sample every ten seconds."""
 
     def __init__(self) -> None:
         self._kept: deque[Figures] = deque(maxlen=int(WINDOW_SECONDS / SAMPLE_SECONDS) + 1)
 
     def sample(self, now: float, actors: Iterable[Pushed]) -> None:
-        """Keep the totals of what the actors have pushed, if the last ones are old enough."""
+        """Store the totals of the actors' metrics, if the last sample is old enough."""
         if not self._kept or now - self._kept[-1].at >= SAMPLE_SECONDS:
             self.add(figures_of(now, actors))
 
     def add(self, figures: Figures) -> None:
-        """Keep totals."""
+        """Store a sample of the totals."""
         self._kept.append(figures)
 
     def waits(self, run: Mapping[str, Any]) -> tuple[str, float] | None:
-        """The part that binds over the whole window, and its waits; 0 in balance."""
+        """The bottleneck of the whole window and its waits; 0 if the sides are balanced."""
         found = self.live(limits_of(run))
         return None if found is None else (str(found.found.part), 0.0 if found.found.balanced else found.found.waits)
 
     def report(self, run: Mapping[str, Any]) -> dict[str, Any] | None:
-        """What binds now, for the status document."""
+        """The current bottleneck, for the status document."""
         found = self.now(limits_of(run))
         return None if found is None else found.report()
 
     def live(self, limits: Limits) -> Live | None:
-        """What binds over the whole window; None where too little is known."""
+        """The bottleneck of the whole window; None if there is too little data."""
         return live(self._kept[-1].since(self._kept[0]), limits) if len(self._kept) > 1 else None
 
     def now(self, limits: Limits) -> Live | None:
-        """What binds now: over the shortest time to this moment that tells; None where too little is known."""
+        """The bottleneck of the shortest recent time with enough data; None if there is too little."""
         for before in reversed(self._kept):
             grown = self._kept[-1].since(before)
             if grown.at >= NOW_SECONDS and grown.steps >= MIN_STEPS:

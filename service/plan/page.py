@@ -18,7 +18,7 @@ MODEL = (
 
 
 def lines(plan: Forecast) -> Iterator[str]:
-    """The page."""
+    """The lines of the page."""
     split, settings = plan.chosen, plan.settings
     unit = "processes" if plan.device.cores is not None else "GPUs"
     parallel = settings.generator.tensor_parallel_size
@@ -83,7 +83,7 @@ def _speed(plan: Forecast) -> Iterator[str]:
 
 
 def as_dict(plan: Forecast) -> dict[str, Any]:
-    """The same figures, for other programs; lengths in tokens, times in seconds, memory in bytes."""
+    """The same figures for other programs; lengths in tokens, times in seconds, memory in bytes."""
     work = asdict(plan.work)
     sources = work.pop("sources")
     return {

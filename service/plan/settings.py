@@ -1,4 +1,4 @@
-"""What a plan needs of a configuration."""
+"""The settings of a configuration that a plan needs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class PlanSettings:
 
     @classmethod
     def of(cls, config: Config) -> PlanSettings:
-        """Those of a configuration."""
+        """The settings from a configuration."""
         lookahead, staleness = config.buffer.lookahead, config.buffer.max_staleness
         return cls(
             name=config.run.name,
@@ -57,5 +57,5 @@ class PlanSettings:
 
     @property
     def samples(self) -> int:
-        """Trajectories of a group."""
+        """Number of trajectories of a group."""
         return self.fit.learn.algorithm.n_samples_per_prompt

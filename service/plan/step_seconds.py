@@ -1,4 +1,4 @@
-"""Seconds of a step, waiting and staleness: an analytic model of groups between engines and trainer.
+"""Seconds of a step, waiting times and staleness: an analytic model of groups between engines and trainer.
 
     admission (lookahead, slots) -> trajectories share the engines -> environment -> complete -> trainer -> new version
 
@@ -40,7 +40,7 @@ PHASES, HALVINGS, ROUNDS = 16, 40, 100
 
 @dataclass(frozen=True)
 class Setting:
-    """What flows how fast."""
+    """Inputs of the model: amounts and rates."""
 
     mini_batch_size: int
     samples: int
@@ -66,7 +66,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Flow:
-    """What follows."""
+    """Results of the model."""
 
     step_seconds: float
     trainer_waits: float
@@ -82,18 +82,19 @@ class Flow:
 
 
 def either_longer(one: float, other: float) -> float:
-    """Seconds of a step of two sides that need these seconds: the longer, and what chance costs if they are alike."""
+    """Seconds of a step whose two sides need these seconds: the maximum, plus the cost of chance if they are
+    similar."""
     longer, shorter = max(one, other), min(one, other)
     return longer * float((1 + (shorter / longer) ** SHARPNESS) ** (1 / SHARPNESS)) if longer else 0.0
 
 
 def flow_of(setting: Setting) -> Flow:
-    """The means of a setting in steady state."""
+    """The steady-state means of a setting."""
     return _Model(setting).flow()
 
 
 class _Model:
-    """Axis `Q`: groups of all lengths, equally frequent."""
+    """The model's equations. Axis `Q`: groups of all lengths, equally frequent."""
 
     def __init__(self, setting: Setting) -> None:
         self._set = setting
@@ -114,7 +115,7 @@ class _Model:
         return np.minimum(self._set.tokens * np.exp(sigma * normal_Q - sigma**2 / 2), self._set.most_tokens)
 
     def _at(self, step: float) -> tuple[Float64s, float]:
-        """[Q] seconds of groups, and requests in an engine that has groups, if a step takes so long."""
+        """[Q] seconds of groups, and the number of requests in an engine with work, if a step takes `step` seconds."""
         setting, running = self._set, 0.0
         most = setting.slots * setting.samples / setting.engines
         for _ in range(ROUNDS):
@@ -147,7 +148,7 @@ class _Model:
         return 1 - np.searchsorted(seconds_Q, seconds, side="right") / QUANTILES
 
     def _admitted(self, floor: float) -> float:
-        """Seconds of a step as admission allows them, but at least `floor`."""
+        """Seconds of a step if admission is the limit, but at least `floor`."""
         lookahead = self._set.lookahead
 
         def is_too_short(step: float) -> bool:
@@ -173,14 +174,14 @@ class _Model:
             return 0.0
         if step > ADMISSION * either_longer(full, self._busy):  # groups begin together and are leased when complete
             return float(np.maximum(0.0, np.ceil((seconds_Q + self._late) / step) - middle_Q).mean())
-        # else they wait for a slot or for the trainer: then each is trained at the last moment
+        # otherwise they wait for a slot or for the trainer: then each is trained at the last moment
         at_last = float(np.maximum(0.0, lookahead + 1 - middle_Q).mean())
         at_once = min(float(lookahead), (float(seconds_Q.mean()) / 2 + self._set.train_seconds) / step)
         share = 1 / (1 + (full / self._busy) ** BACKLOG) if self._busy else 0.0
         return share * at_last + (1 - share) * at_once
 
     def _open(self, step: float, full: float, seconds_Q: Float64s) -> Float64s:
-        """[P] groups that are open at moments of a step, which begins when new weights are served."""
+        """[P] number of open groups at moments of a step, which begins when new weights are served."""
         batch = self._set.mini_batch_size
         if full >= 0.99 * step:  # groups begin one by one
             return np.array([batch * float(seconds_Q.mean()) / step])
@@ -194,7 +195,7 @@ class _Model:
         return batch * open_P
 
     def flow(self) -> Flow:
-        """The means."""
+        """The steady-state means."""
         setting, full = self._set, self._full()
         step = self._admitted(either_longer(full, self._busy))
         seconds_Q, running = self._at(step)

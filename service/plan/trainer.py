@@ -1,4 +1,4 @@
-"""How long a step of the trainer takes, and what a rank holds, for any number of ranks from one estimate."""
+"""Seconds of an optimizer step and memory of a rank, for any number of ranks, from a single estimate."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SHARDED = ("weights", "gradients", "optimizer")
 
 @dataclass(frozen=True)
 class Trainer:
-    """What an estimate of a rank's step says, without its number of ranks."""
+    """The estimate of a rank's step, independent of the number of ranks."""
 
     step: StepEstimate
     ranks: int
@@ -43,27 +43,27 @@ class Trainer:
     """Forward and backward passes of a token, over those of the estimate: a reference policy adds a forward pass."""
 
     def memory(self, ranks: int) -> dict[str, float]:
-        """Bytes that a rank holds at most, by part, with `ranks` ranks."""
+        """Peak bytes of a rank by part, with `ranks` ranks."""
         return {part: held * (self.ranks / ranks if part in SHARDED else 1.0) for part, held in self.step.peak.items()}
 
     def token_seconds(self, device: Device, row_tokens: float) -> float:
-        """Seconds of a token in rows of this length: each kind of operation at the device's rate."""
+        """Seconds per token in rows of this length: each kind of operation at the device's rate."""
         seconds, slower = dict(self.step.seconds), REACHED.bandwidth / device.bandwidth
         attention, products = seconds.pop("attention", 0.0), seconds.pop("products", 0.0)
         computed = max(0.0, self.step.flops - attention * ATTENTION_MEAN_RATE)
-        moving = max(0.0, products - computed / REACHED.products)  # products of narrow matrices wait for the memory
+        moving = max(0.0, products - computed / REACHED.products)  # narrow matrices: limited by memory
         total = computed / device.products + moving * slower
         total += attention * REACHED.attention / device.attention * row_tokens / self.row_tokens
         for kind, each in seconds.items():
             total += each * slower * (REACHED.fused_passes if kind == ELEMENTWISE and self.fused else 1.0)
-        again = max(0.0, 1 - self.step.model_flops / self.step.flops)  # of all layers that are computed again
+        again = max(0.0, 1 - self.step.model_flops / self.step.flops)  # FLOPs of all recomputed layers
         if self.recomputed < 1:
             total *= 1 - again * (1 - self.recomputed)
         gaps = GPU["kernel_gaps"] if device.cores is None else 1.0
         return total / self.micro_tokens * self.passes * gaps
 
     def seconds(self, device: Device, ranks: int, tokens: float, row_tokens: float, budget: int) -> float:
-        """Seconds of a step of `tokens` tokens: compute, or collectives where they take longer, then the optimizer."""
+        """Seconds of a step of `tokens` tokens: compute, or collectives if these take longer, plus the optimizer."""
         mine = tokens / ranks * TRAINER["imbalance"]
         micro_batches = max(1, math.ceil(mine / budget))
         compute = mine * self.token_seconds(device, row_tokens)
@@ -76,14 +76,14 @@ class Trainer:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on a GPU of an engine."""
+    """The memory of an engine's GPU, in bytes."""
 
     engine: float
     kv: float
 
 
 def estimated(settings: FitSettings, folder: Path, device: Device) -> tuple[Trainer, Memory, str | None]:
-    """The trainer and the engine's memory of a configuration, and why it does not fit, with what would help.
+    """Estimate the trainer and the engine's memory of a configuration; also returns why it does not fit, with remedies.
 
     Raises:
         UserError: the model cannot be made or run.
@@ -93,7 +93,7 @@ def estimated(settings: FitSettings, folder: Path, device: Device) -> tuple[Trai
     if device.cores is None and learn.model.dtype == "bfloat16":
         found = fit(settings, folder, device.memory)
         step, problem = found.step, found.problem()
-        automatic = setting.gradient_checkpointing == "auto"  # the times of `auto` are those with all layers
+        automatic = setting.gradient_checkpointing == "auto"  # its times assume that all layers are
         recomputed = found.checkpointing.layers / found.n_layers if automatic else 1.0
         memory = Memory(found.engine_bytes, found.kv_bytes)
         fused = setting.fused_kernels or compiles_layers(read_config(folder), setting, None, torch.bfloat16)

@@ -1,4 +1,4 @@
-"""How long new weights take to the engines, by transport."""
+"""How long it takes to send new weights to the engines, by transport."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from service.plan.machine.device import Device
 
 @dataclass(frozen=True)
 class Update:
-    """Seconds of an update of the engines."""
+    """Duration of an update of the engines, in seconds."""
 
     trainer: float
     """While which the trainer does nothing else."""
@@ -21,10 +21,11 @@ class Update:
 
 
 def update(transport: str, weight_bytes: float, device: Device, nodes: int, rank_gpus: int, engine_gpus: int) -> Update:
-    """An update by a transport; `rank_gpus` share the bytes that leave the trainer, `engine_gpus` an engine's."""
+    """The duration of an update; `rank_gpus` GPUs share the bytes that the trainer sends, `engine_gpus` those that an
+    engine gets."""
     costs = WEIGHTS
     if transport == "memory":
-        fast = device.cores is not None  # one machine, and no copy to a GPU
+        fast = device.cores is not None  # one machine, without a copy to a GPU
         copied, pause = weight_bytes / rank_gpus / costs["copied"], weight_bytes / engine_gpus / costs["into_an_engine"]
         arrival = 0.0 if fast else weight_bytes / costs["to_a_node"]
         return Update(copied, pause, copied + arrival + pause)

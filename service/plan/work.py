@@ -1,4 +1,4 @@
-"""What the trajectories of a run look like: turns, lengths, times of the environment; each figure with its source."""
+"""The trajectories of a run: turns, lengths, times of the environment; each figure with its source."""
 
 from __future__ import annotations
 
@@ -32,25 +32,25 @@ class Work:
 
     @property
     def sampled(self) -> float:
-        """Sampled tokens of a trajectory."""
+        """Number of sampled tokens of a trajectory."""
         return self.turns * self.response_tokens
 
     @property
     def length(self) -> float:
-        """Tokens of a trajectory whose turns share a row."""
+        """Number of tokens of a trajectory whose turns share a row."""
         return self.prompt_tokens + self.sampled + max(0.0, self.turns - 1) * self.observation_tokens
 
     @property
     def mean_context(self) -> float:
-        """Tokens in the KV cache of a request, over the time of its generation."""
+        """Mean number of tokens in a request's KV cache, over the time of its generation."""
         return (self.prompt_tokens + self.length) / 2
 
     def row_tokens(self, merged: bool) -> float:
-        """Tokens of the rows of a trajectory: one row where turns are merged, else one for each turn."""
+        """Number of tokens of a trajectory's rows: one row if turns are merged, otherwise one per turn."""
         return self.length if merged else self.turns * (self.prompt_tokens + self.length) / 2 + self.sampled / 2
 
     def longest_of(self, count: float) -> float:
-        """Length of the longest of `count` trajectories, over the mean: the quantile 1 - 1 / (count + 1).
+        """Length of the longest of `count` trajectories relative to the mean: the quantile 1 - 1 / (count + 1).
 
         >>> from service.config import Config
         >>> work = assumed(PlanSettings.of(Config()))
@@ -68,7 +68,7 @@ SIGMA = 0.6
 
 
 def assumed(settings: PlanSettings) -> Work:
-    """The work where nothing is said: half of what the limits allow."""
+    """The work assumed without other figures: half of the limits."""
     turns = (settings.env_turns + 1) / 2
     generator = settings.generator
     response = generator.max_generate_length / 2
@@ -88,7 +88,7 @@ def assumed(settings: PlanSettings) -> Work:
 def work_of(
     settings: PlanSettings, measured: Mapping[str, tuple[float, str]], given: Mapping[str, float | None]
 ) -> Work:
-    """The work of a configuration: figures that are given, else measured ones with their source, else assumed ones.
+    """The work of a configuration: given figures, else measured ones with their source, else assumed ones.
 
     Raises:
         UserError: a figure is not a possible one.
@@ -110,7 +110,7 @@ def work_of(
 
 
 def _limits(settings: PlanSettings) -> dict[str, tuple[str, int]]:
-    """What the configuration allows: memory is planned for it."""
+    """The maximum work that the configuration allows; memory is planned for it."""
     generator = settings.generator
     return {
         "turns": settings.most_turns,
@@ -120,6 +120,6 @@ def _limits(settings: PlanSettings) -> dict[str, tuple[str, int]]:
 
 
 def lines_of(work: Work) -> Iterator[str]:
-    """Every figure with its source."""
+    """All figures as lines, with their sources."""
     for name in OPTIONS:
         yield f"{name.replace('_', ' ')} {getattr(work, name):.4g}: {work.sources[name]}"

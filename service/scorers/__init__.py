@@ -1,1 +1,1 @@
-"""Scorers: what asks them, what they are given, and the ways in which they answer (see docs/scorers.md)."""
+"""Scorers: who calls them, their input, and the kinds of scorers (see docs/scorers.md)."""

@@ -1,4 +1,4 @@
-"""Scorers behind an address: one that answers with rewards, and a completions endpoint of vLLM.
+"""Scorers behind an address: a server that answers with rewards, or a completions endpoint of vLLM.
 
 POST {"trajectories": [..]}                           -> {"rewards": [0.5, 1.0], "info": ["why", ""]}
 POST {"prompt": [10, 20], "prompt_logprobs": 0, ..}   -> {"choices": [{"prompt_logprobs": [null, {"20": ..}]}]}
@@ -27,14 +27,14 @@ class Address:
     """Posts JSON to an address and reads JSON, within the scorer's deadline."""
 
     def __init__(self, name: str, settings: ScorerConfig) -> None:
-        """Raises a UserError where the scorer's file holds no key that can be read."""
+        """Raises a UserError if the scorer's file holds no readable key."""
         self._url = settings.url or ""
         self._model = settings.served_model
         self._timeout = aiohttp.ClientTimeout(total=settings.deadline)
         self._headers = {"Content-Type": "application/json"} | key_header(f"scorers.{name}.key_file", settings.key_file)
 
     async def rewards(self, trajectories: Sequence[Trajectory]) -> Answer:
-        """Rewards of trajectories.
+        """Request rewards for trajectories.
 
         Raises:
             ScorerFailed: no good answer.
@@ -45,7 +45,7 @@ class Address:
         return answer_of((given["rewards"], given.get("info") or ()), len(trajectories))
 
     async def logprobs(self, token_ids: list[int]) -> Sequence[float | None]:
-        """The log-probability of each token given those before it.
+        """Request the log-probability of each token given the tokens before it.
 
         Raises:
             ScorerFailed: no good answer.

@@ -1,4 +1,4 @@
-"""Asks scorers about the groups that wait for them, without holding up the buffer.
+"""Sends waiting groups to scorers without blocking the buffer.
 
     group 7 waits for judge -> a free worker of judge: ask -> accept | failed, and again | give_up
 
@@ -28,16 +28,16 @@ log = logging.getLogger(__name__)
 
 
 class Worker(Protocol):
-    """A scorer's process, or one of the requests that its address takes at once."""
+    """A scorer's process, or one of the concurrent requests that its address accepts."""
 
     async def ready(self) -> None:
-        """Wait until it has started; raises `ScorerFailed` if it does not."""
+        """Wait until the worker has started; raises `ScorerFailed` if it does not start."""
 
     async def ask(self, row: int, group: bytes) -> bytes:
-        """The reply about a group, whose prompt is this row of the dataset; raises `ScorerFailed`."""
+        """Return the reply about a group, whose prompt is dataset row `row`; raises `ScorerFailed`."""
 
     def renew(self) -> None:
-        """End it, if it is a process, because it does not answer; another one takes its place."""
+        """Replace the worker's process, if it has one, because it does not answer."""
 
 
 class Asking:
@@ -62,11 +62,11 @@ class Asking:
         self._look.set()
 
     def look(self) -> None:
-        """Look for groups to score; something changed."""
+        """Look for groups to score after a change."""
         self._look.set()
 
     async def run(self) -> None:
-        """Ask until cancelled."""
+        """Send groups to scorers until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             while True:
                 await self._look.wait()
@@ -75,12 +75,12 @@ class Asking:
                     for group_id in self._scoring.pending(name) if idle else ():
                         if idle and (name, group_id) not in self._asked:
                             self._asked.add((name, group_id))
-                            # Not later: before the task begins, the group may have ended.
+                            # Read it now: the group may end before the task begins.
                             row, group = self._scoring.group(group_id)
                             tasks.create_task(self._score(name, group_id, row, group, idle.pop()))
 
     async def _score(self, name: str, group_id: int, row: int, group: StepGroup, worker: Worker) -> None:
-        """Score one group: an answer, or the end of all attempts."""
+        """Score one group: retries until there is an answer, or no attempt is left."""
         began = asyncio.get_running_loop().time()
         encoded = await asyncio.to_thread(encode_group, group)
 
@@ -102,7 +102,7 @@ class Asking:
         self.look()
 
     async def _ask(self, name: str, group_id: int, worker: Worker, row: int, group: bytes) -> None:
-        """Ask once about a group, unless its score is no longer awaited.
+        """Ask a worker once about a group, unless its score is no longer needed.
 
         Raises:
             ScorerFailed: there was no answer, or it was refused.

@@ -1,4 +1,4 @@
-"""What a scorer's process answers about a group, as bytes: the buffer's process unpickles nothing of it."""
+"""The reply of a scorer's process about a group, as bytes: the buffer's process unpickles nothing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from service.types import RefusalReason
 
 
 class Failure(StrEnum):
-    """Why a scorer gave no good answer; also a label of the metric, as are the reasons of refused answers."""
+    """Why a scorer gave no valid answer; also a label of the metric, as are the reasons of refused answers."""
 
     START = "start"
     """Its process did not start."""
@@ -39,10 +39,10 @@ Logprobs = Callable[[list[int]], Awaitable[Sequence[float | None]]]
 
 
 class ScorerFailed(Exception):
-    """A scorer gave no good answer about a group."""
+    """A scorer gave no valid answer about a group."""
 
     def __init__(self, reason: Failure | RefusalReason, detail: str) -> None:
-        super().__init__(reason, detail)  # as they are, so that Ray can send the error
+        super().__init__(reason, detail)  # keeps the arguments, so that Ray can send the error
         self.reason = reason
         self.detail = detail
 
@@ -65,7 +65,7 @@ _replies = msgspec.msgpack.Decoder(ScoreReply)
 
 
 def encode_answer(answer: Answer) -> bytes:
-    """The bytes of an answer."""
+    """Encode an answer."""
     logprobs = answer.logprobs
     as_bytes = None if logprobs is None else np.ascontiguousarray(logprobs, LOGPROBS).tobytes()
     rewards = None if answer.rewards is None else [float(reward) for reward in answer.rewards]
@@ -73,7 +73,7 @@ def encode_answer(answer: Answer) -> bytes:
 
 
 def answer_from(data: object, room: int) -> Answer:
-    """The answer of a reply's bytes, of which `room` may be log-probabilities.
+    """Decode a reply; its log-probabilities may take up to `room` bytes.
 
     Raises:
         ScorerFailed: they are no reply, or too many.
@@ -93,7 +93,7 @@ def answer_from(data: object, room: int) -> Answer:
 
 
 def answer_of(given: Any, n_trajectories: int) -> Answer:
-    """The answer in what a user's code or an address gave: `rewards`, or `(rewards, info)`, one of each a trajectory.
+    """Read the answer of a user's code or an address: `rewards`, or `(rewards, info)`, with one entry per trajectory.
 
     Raises:
         ScorerFailed: it has another form, or another number of rewards.
@@ -114,7 +114,7 @@ def answer_of(given: Any, n_trajectories: int) -> Answer:
 
 
 def _text(info: object) -> str:
-    """A text as it is; anything else as JSON."""
+    """A text unchanged; other values as JSON."""
     if isinstance(info, str):
         return info.encode(errors="replace").decode()
     return "" if info is None else msgspec.json.encode(info).decode()

@@ -1,4 +1,4 @@
-"""What a scorer of rewards is given: the trajectories of a group, as texts and as tokens."""
+"""The input of a scorer that gives rewards: the trajectories of a group, as texts and as tokens."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Trajectory:
 
     @property
     def text(self) -> str:
-        """Everything, in order."""
+        """The texts of all turns, in order."""
         return "".join(turn.prompt + turn.response for turn in self.turns)
 
 

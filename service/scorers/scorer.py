@@ -1,4 +1,4 @@
-"""A scorer in its own process: from the bytes of a group to those of an answer, in whatever way it is configured."""
+"""A scorer in its own process: turns the bytes of a group into the bytes of an answer."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Scorer:
         tasks: Sequence[Task],
         engine: Logprobs | None = None,
     ) -> None:
-        """`roles`: the configured ones; `model_folder`: the policy's; `engine`: of a teacher with `model`.
+        """`roles`: the configured ones; `model_folder`: the policy's; `engine`: the engine of a teacher with `model`.
 
         Raises:
             UserError: a user's code, a key or a tokenizer is missing or not as it must be.

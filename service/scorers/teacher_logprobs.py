@@ -65,7 +65,7 @@ def _checked(given: Sequence[float | None], n_tokens: int) -> Float32s:
 
 
 def check_tokenizers(scorers: Mapping[str, ScorerConfig], model_folder: Path) -> None:
-    """Raises `UserError` unless every teacher's tokenizer gives each token the id that the policy's gives it."""
+    """Raises `UserError` unless every teacher's tokenizer gives each token the same id as the policy's."""
     for name, scorer in scorers.items():
         if scorer.kind != "teacher" or (folder := scorer.tokenizer or scorer.model) is None:
             continue
@@ -83,6 +83,6 @@ def check_tokenizers(scorers: Mapping[str, ScorerConfig], model_folder: Path) ->
 
 
 def _tokenizer_digest(folder: Path) -> str:
-    """Changes when a token has another id."""
+    """A digest of a tokenizer's token ids."""
     vocabulary: dict[str, Any] = load_tokenizer(folder).get_vocab()
     return xxhash.xxh3_64_hexdigest(repr(sorted(vocabulary.items(), key=lambda item: (item[1], item[0]))).encode())

@@ -1,4 +1,4 @@
-"""Scorers that a user writes: a function or a class in a module of their own."""
+"""Scorers written by users: a function or a class in one of their modules."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def imported(name: str, settings: ScorerConfig) -> Callable[..., Any]:
 
 
 def check_scorers(scorers: Mapping[str, ScorerConfig]) -> None:
-    """Import what the scorers name; constructs nothing, because a judge may load a model then.
+    """Import the scorers' modules; constructs no instances, because a judge may load a model then.
 
     Raises:
         ConfigError: see `imported`.

@@ -1,4 +1,4 @@
-"""`baton simulate`: what a configuration would do, without any GPU."""
+"""`baton simulate`: predicts the behaviour of a configuration without a GPU."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ OPTIONS = {option.name: option for option in fields(Scenario) if "help" in optio
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's own arguments, beside configuration files and settings."""
+    """Add the command's own arguments, besides configuration files and settings."""
     for name, option in OPTIONS.items():
         kind = float if option.default is None else type(option.default)
         meaning = option.metadata["help"] + ("" if option.default is None else " (default %(default)s)")
@@ -75,7 +75,7 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def simulate(settings: SimulationSettings, arguments: argparse.Namespace) -> int:
-    """Run what the arguments say and print the findings."""
+    """Run the simulations that the arguments ask for, and print the findings."""
     scenario = Scenario(**{name: getattr(arguments, name) for name in OPTIONS})
     if scenario.turns > (max_turns := settings.buffer.limits.max_turns):
         raise UserError(f"--turns {scenario.turns}: set env.max_turns={scenario.turns} too, it is {max_turns}")
@@ -93,7 +93,7 @@ def simulate(settings: SimulationSettings, arguments: argparse.Namespace) -> int
 
 
 def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
-    """The mean of several runs, and its standard error; 0 where there is only one.
+    """The mean of several runs, and its standard error; 0 for a single run.
 
     >>> mean_and_error([1.0, 3.0])
     (2.0, 1.0)
@@ -103,7 +103,7 @@ def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
 
 
 def _lines(runs: Sequence[tuple[Report, Report]], max_staleness: int) -> list[str]:
-    """The findings of runs and of the same runs on-policy."""
+    """Lines with the findings of the runs, and of the same runs on-policy."""
     reports, bases = [run for run, _ in runs], [base for _, base in runs]
 
     def formatted(values: Sequence[float], form: str) -> str:

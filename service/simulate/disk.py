@@ -1,4 +1,4 @@
-"""A disk in memory, for a journal that no process outlives."""
+"""A disk in memory, for a journal that lives only as long as its process."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from service.handoff.journal.disk import Buffer, File
 
 
 class MemoryFile:
-    """One file; what is allocated and not written takes no memory: thousands of generators reserve gigabytes."""
+    """One file; allocated but unwritten space takes no memory, because thousands of generators reserve gigabytes."""
 
     def __init__(self) -> None:
         self.data = bytearray()
         self._size = 0
 
     def size(self) -> int:
-        """Bytes that the file has, allocated ones included."""
+        """The file's size in bytes, allocated space included."""
         return self._size
 
     def read(self, offset: int, length: int) -> bytes:
@@ -29,7 +29,7 @@ class MemoryFile:
         return [(offset, self.size())] if offset < self.size() else []
 
     def write(self, offset: int, buffers: Sequence[Buffer]) -> int:
-        """Write the buffers; returns how many bytes."""
+        """Write the buffers; returns the number of bytes."""
         data = b"".join(buffers)
         self.data.extend(bytes(max(offset - len(self.data), 0)))
         self.data[offset : offset + len(data)] = data

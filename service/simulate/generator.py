@@ -32,7 +32,7 @@ TOKEN_IDS = 1 << 16
 
 
 class SimulatedGenerator(Client):
-    """One generator actor with its engine; `slots` groups at once."""
+    """One generator actor with its engine; plays `slots` groups at once."""
 
     def __init__(
         self, name: str, host: Host, scenario: Scenario, rng: np.random.Generator, measured: Measurements
@@ -70,13 +70,13 @@ class SimulatedGenerator(Client):
         self.run(self._join())
 
     def die(self) -> None:
-        """End every activity, an evaluation too."""
+        """End every activity, including an evaluation."""
         super().die()
         self._slots_wait.clear()
         self._end_evaluation()
 
     def evaluate(self, count: int, ended: Callable[[], None]) -> None:
-        """Play `count` trajectories, keep the weights and claim nothing until they have ended."""
+        """Play `count` trajectories; until they end, keep the weights and claim nothing."""
         self._evaluated = ended
         lengths, at_once = self._lengths(count), self.slots * self._host.settings.buffer.limits.n_samples_per_prompt
 
@@ -98,7 +98,7 @@ class SimulatedGenerator(Client):
             ended()
 
     def update(self, version: PolicyVersion) -> PolicyVersion:
-        """Swap newer weights in, in flight; returns the version that tokens sampled from now on have."""
+        """Swap newer weights in while requests run; returns the version of tokens sampled from now on."""
         self._newest = max(self._newest, version)
         if version > self.serving and self._evaluated is None:
             self._served_from.append(self.loop.now)
@@ -148,7 +148,7 @@ class SimulatedGenerator(Client):
         return np.minimum(self._scenario.lengths(self._rng, count), self._max_tokens)
 
     def _trajectory(self, of: TrajectoryId, uid: str, left: int, taken: bytes) -> Activity:
-        """Play a trajectory of `left` tokens, spread evenly over its turns; `taken`: turns that were played elsewhere.
+        """Play a trajectory of `left` tokens, spread evenly over its turns; `taken`: turns already played elsewhere.
 
         Each step extends the whole step before by one token of observation.
         """
@@ -200,7 +200,7 @@ class SimulatedGenerator(Client):
         return np.array([version.pack() for version in self._served])[place_T]
 
     def _send(self) -> Activity:
-        """Send the steps that finish within the linger time in one message."""
+        """Send all steps that finish within the linger time in one message."""
         yield self.wait(self._scenario.linger_seconds)
         steps, self._unsent = self._unsent, []
         outbox, self._outbox = self._outbox, StepColumns()
@@ -213,10 +213,10 @@ class SimulatedGenerator(Client):
         self.acknowledged(steps, answer)
 
     def acknowledged(self, steps: list[tuple[TrajectoryId, int]], receipt: Receipt) -> None:
-        """The receipt of a message with these (trajectory, step index) came."""
+        """Called with the receipt of a message with these (trajectory, step index)."""
 
     def silence(self) -> float:
-        """Seconds for which a trajectory hangs, and then ends without a word; 0: it does not hang."""
+        """Seconds for which a trajectory hangs before it ends silently; 0 if it does not hang."""
         return 0.0
 
     def role_of_turn(self) -> Role:
@@ -228,6 +228,6 @@ class SimulatedGenerator(Client):
         return StopReason.STOP
 
     def _refused(self, refusal: Refusal) -> None:
-        """A fenced generator joins anew; after any other refusal the buffer begins another attempt."""
+        """Handle a refusal: a fenced generator joins again; otherwise the buffer starts another attempt."""
         if refusal.reason is RefusalReason.FENCED:
             self.start()

@@ -1,4 +1,4 @@
-"""The buffer's process, and the requests that other processes make of it."""
+"""The buffer's process, and how other processes send requests to it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ POLL_SECONDS = 5.0
 
 
 class Poll(NamedTuple):
-    """A request that waits at the host."""
+    """A request that waits for its answer."""
 
     deadline: float
     request: Callable[[Buffer], Any]
@@ -40,7 +40,7 @@ class Host(Process):
     def __init__(
         self, settings: SimulationSettings, scenario: Scenario, loop: Loop, rng: np.random.Generator, segment_bytes: int
     ) -> None:
-        """`rng`: of its scorers."""
+        """`rng`: the random numbers of its scorers."""
         super().__init__(loop)
         self.settings = settings
         self.disk = MemoryDisk()
@@ -60,7 +60,7 @@ class Host(Process):
         self._look_is_due = False
 
     def start(self, now: float = 0.0) -> None:
-        """Start a process on the disk's files; `now`: what its monotonic clock says."""
+        """Start a process on the disk's files; `now`: the time on its monotonic clock."""
         self.clock = VirtualClock(self.loop, now)
         self.journal = Journal(FOLDER, self.clock, self.disk, self._segment_bytes)
         self.buffer = Buffer(self.settings.buffer, PROMPT_UIDS, self.journal, self.clock)
@@ -69,14 +69,14 @@ class Host(Process):
         self.run(self._tick())
 
     def new_scorers(self) -> SimulatedScorers:
-        """What this process asks its scorers with."""
+        """The scorers of this process."""
         seconds = self._scenario.scorer_seconds
         return SimulatedScorers(
             self.settings.scorers, self.buffer.scoring, self.loop, self._settled, seconds, self._rng
         )
 
     def passes(self, seam: str) -> bool:
-        """Whether the process survives a seam, `before_sync` or `after_sync`, at which a test may kill it."""
+        """Whether the process survives a point, `before_sync` or `after_sync`, where a test may kill it."""
         return self.alive
 
     def ask(self, request: Callable[[Buffer], Any], reply: Resume, patience: float = 0.0) -> None:
@@ -95,16 +95,16 @@ class Host(Process):
         self._answer(answer[0] if isinstance(answer, list) else answer, reply)
 
     def serves(self, generator: str, version: PolicyVersion) -> None:
-        """An engine serves newer weights: its claims are made again."""
+        """Repeat an engine's claims, because it serves newer weights."""
         self._updated[generator] = version
         self.look_soon()
 
     def _settled(self, resume: Resume) -> None:
-        """Continue when what happened until now is on the disk."""
+        """Continue once all events until now are on the disk."""
         self._answer(None, resume)
 
     def look_soon(self) -> None:
-        """Serve the waiting requests again, because something outside the buffer changed."""
+        """Check the waiting requests again soon, because something outside the buffer changed."""
         if not self._look_is_due:
             self._look_is_due = True
             self.loop.after(0.0, self._look_again)
@@ -121,7 +121,7 @@ class Host(Process):
             self.run(self._sync(seconds))
 
     def _sync(self, seconds: float) -> Activity:
-        """Group commit; then send the answers that it covers, and serve the waiting requests again."""
+        """Group commit: sync, send the answers that the sync covers, then check the waiting requests again."""
         yield self.wait(seconds)
         self._sync_is_due = False
         synced = self.journal.sync()
@@ -170,7 +170,7 @@ class Host(Process):
 
 
 class Client(Process):
-    """A process that makes requests of the buffer's host."""
+    """A process that sends requests to the buffer's host."""
 
     def __init__(self, host: Host, scenario: Scenario, rng: np.random.Generator) -> None:
         super().__init__(host.loop)

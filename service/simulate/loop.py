@@ -108,7 +108,7 @@ class Process:
         advance(None)
 
     def wait(self, seconds: float) -> Waiting:
-        """`yield self.wait(2.5)`: continue after so many seconds."""
+        """`yield self.wait(2.5)`: continue after 2.5 seconds."""
         return lambda resume: self.loop.after(seconds, lambda: resume(None))
 
     def all_of(self, activities: Sequence[Activity]) -> Waiting:

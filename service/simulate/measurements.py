@@ -1,4 +1,4 @@
-"""What generators and the trainer of a simulation saw, and the report of it."""
+"""What the generators and the trainer of a simulation observed, and the report."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from service.types import MiniBatch, PolicyVersion, TrajectoryId
 
 
 class Measurements:
-    """Counts of a run, from outside the buffer."""
+    """Counts of a run, measured outside of the buffer."""
 
     def __init__(self) -> None:
         self.committed_at: list[float] = []
@@ -26,25 +26,25 @@ class Measurements:
         """On the committed history, the optimizer step that used each group_id."""
 
     def leased(self, batch: MiniBatch, version: PolicyVersion, waited: float) -> None:
-        """The trainer received a mini-batch to train on top of `version`."""
+        """Record that the trainer received a mini-batch to train on top of `version`."""
         self.wait_seconds.append(waited)
         for micro_batch in (m for rank in batch.ranks for m in rank):
             ages_N = micro_batch.staleness_N[micro_batch.staleness_N >= 0]
             self.staleness.update(dict(zip(*(a.tolist() for a in np.unique(ages_N, return_counts=True)), strict=True)))
 
     def committed(self, version: PolicyVersion, batch: MiniBatch, now: float) -> None:
-        """The trainer received the answer that its step is committed."""
+        """Record that the trainer received the answer that its step is committed."""
         self.committed_at.append(now)
         self.trained.update(dict.fromkeys(batch.groups, version.step))
 
     def went_back(self, step: int) -> None:
-        """A trainer joined at an earlier step."""
+        """Record that a trainer joined at an earlier step."""
         self.trained = {group_id: used for group_id, used in self.trained.items() if used <= step}
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Measures of one run from its first second."""
+    """Figures of one run since its first second."""
 
     steps_per_second: float
     tokens_per_second: float

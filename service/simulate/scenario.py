@@ -1,4 +1,4 @@
-"""The inputs of a simulation: shape of the work, machines."""
+"""The inputs of a simulation: the workload and the machines."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ VOCABULARY = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class SimulationSettings:
-    """What a simulation takes of a configuration."""
+    """The settings of a configuration that a simulation needs."""
 
     buffer: BufferSettings
     scorers: Mapping[str, ScorerConfig]
@@ -37,7 +37,7 @@ class SimulationSettings:
 
     @staticmethod
     def of(config: Config) -> SimulationSettings:
-        """The settings that a configuration implies."""
+        """The settings from a configuration."""
         return SimulationSettings(
             buffer_settings(config, VOCABULARY),
             config.scorers,
@@ -57,7 +57,7 @@ def _option(default: Any, meaning: str) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """The world around the buffer; the buffer's own are in `SimulationSettings`."""
+    """The world around the buffer; the buffer's own settings are in `SimulationSettings`."""
 
     generators: int = _option(4, "generator actors that share generator.concurrent_groups")
     turns: int = _option(1, "turns of a trajectory")
@@ -79,18 +79,18 @@ class Scenario:
     """Whether environments can be restored, so that trajectories continue in another generator."""
 
     def slots(self, settings: SimulationSettings) -> int:
-        """Groups that one generator plays at once."""
+        """Number of groups that one generator plays at once."""
         return max(settings.concurrent_groups // self.generators, 1)
 
     def lengths(self, rng: np.random.Generator, count: int) -> Int64s:
-        """Tokens of `count` trajectories."""
+        """Draw the numbers of tokens of `count` trajectories."""
         drawn = rng.lognormal(np.log(self.median_tokens), self.sigma, count)
         return np.maximum(np.round(drawn), 1).astype(np.int64)
 
     def step_seconds(self, settings: SimulationSettings) -> float:
-        """Seconds of an optimizer step: `trainer_seconds`, or as long as busy generators take for a mini-batch.
+        """Seconds of an optimizer step: `trainer_seconds`, or the time that busy generators take for a mini-batch.
 
-        A group ends with its longest sample, so a slot takes the mean of the longest samples' times for a group.
+        A group ends with its longest sample, so the time of a slot per group is the mean time of the longest samples.
         """
         if self.trainer_seconds:
             return self.trainer_seconds

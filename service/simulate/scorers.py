@@ -12,7 +12,7 @@ from service.simulate.loop import Activity, Loop, Process, Waiting
 
 
 class SimulatedScorers(Process):
-    """Asks about every group that waits for a scorer, as many groups at once as the scorer has workers."""
+    """Scores every waiting group, with as many groups at once as the scorer has workers."""
 
     def __init__(
         self,
@@ -23,14 +23,14 @@ class SimulatedScorers(Process):
         mean_seconds: float,
         rng: np.random.Generator,
     ) -> None:
-        """`settled`: waits until what happened is on the disk; `mean_seconds`: of an answer."""
+        """`settled`: waits until all events are on the disk; `mean_seconds`: mean time of an answer."""
         super().__init__(loop)
         self._scorers, self._scoring, self._settled = scorers, scoring, settled
         self._mean_seconds, self._rng = mean_seconds, rng
         self._asked: dict[str, set[int]] = {name: set() for name in scorers}
 
     def look(self) -> None:
-        """Ask about groups that wait, where a worker is free."""
+        """Start to score waiting groups on free workers."""
         for name, asked in self._asked.items():
             waiting = [group_id for group_id in self._scoring.pending(name) if group_id not in asked]
             for group_id in waiting[: self._scorers[name].workers - len(asked)]:

@@ -75,7 +75,8 @@ class SimulatedTrainer(Client):
             elif isinstance(answer, Wait):
                 self.drained = answer.reason is WaitReason.DRAINED
             if isinstance(answer, Refusal):
-                # A refused commit: the weights hold a step that the buffer does not. The checkpoint is common to both.
+                # A refused commit: the weights contain a step that the buffer does not have. Both agree at the
+                # checkpoint.
                 self.start()
                 return
 
@@ -99,11 +100,11 @@ class SimulatedTrainer(Client):
         return None
 
     def is_applied(self) -> bool:
-        """Whether an optimizer step is applied; a step that is not finite is not."""
+        """Whether an optimizer step is applied; steps that are not finite are skipped."""
         return True
 
     def _evaluate(self, step: int) -> Generator[Waiting, Any, None]:
-        """Evaluate every `data.eval_every` steps: on all engines while training waits, or beside it on some."""
+        """Evaluate every `data.eval_every` steps: on all engines while training waits, or on some beside training."""
         data, evaluators = self._settings.data, list(self._generators)
         if not data.eval_every or step % data.eval_every or self._evaluating:
             return

@@ -20,7 +20,7 @@ SEGMENT_BYTES = 64 << 20
 
 
 class World:
-    """Generators, buffer and trainer of one seed; the tests' worlds put faulty ones in their places."""
+    """Generators, buffer and trainer of one seed; tests subclass it to use faulty ones."""
 
     def __init__(self, settings: SimulationSettings, scenario: Scenario, seed: int) -> None:
         self.settings, self.scenario, self.seed = settings, scenario, seed
@@ -33,29 +33,29 @@ class World:
         self.trainer = self.new_trainer()
 
     def new_measurements(self) -> Measurements:
-        """What notes what happens."""
+        """An object that records measurements."""
         return Measurements()
 
     def new_host(self) -> Host:
-        """The buffer's process."""
+        """The process of the buffer."""
         return Host(self.settings, self.scenario, self.loop, self.rngs[5], SEGMENT_BYTES)
 
     def new_generator(self, name: str, rng: np.random.Generator) -> SimulatedGenerator:
-        """A generator that has not started."""
+        """A new generator, not started yet."""
         return SimulatedGenerator(name, self.host, self.scenario, rng, self.measured)
 
     def new_trainer(self) -> SimulatedTrainer:
-        """The trainer."""
+        """A new trainer."""
         return SimulatedTrainer(self.generators, self.host, self.scenario, self.rngs[4], self.measured)
 
     def begin(self) -> None:
-        """Start all processes but the buffer, which runs."""
+        """Start all processes except the buffer, which already runs."""
         self.trainer.start()
         for generator in self.generators:
             generator.start()
 
     def calm_since(self) -> float:
-        """The time from which on a world that makes no progress hangs."""
+        """The time after which a world without progress counts as hanging."""
         return 0.0
 
     def is_calm(self) -> bool:
@@ -75,7 +75,7 @@ class World:
         self.host.buffer.end()
 
     def _until(self, done: Callable[[], bool]) -> None:
-        """Let time pass until `done()`; RunFailed when the world hangs."""
+        """Advance time until `done()`; RunFailed if the world hangs."""
         begun = self.loop.now
 
         def stuck() -> bool:
@@ -93,7 +93,7 @@ class World:
 
 
 def simulated(settings: SimulationSettings, scenario: Scenario, seed: int) -> Report:
-    """Run a world and measure it."""
+    """Run a world and report its measurements."""
     world = World(settings, scenario, seed)
     world.run()
     measured, steps = world.measured, scenario.steps

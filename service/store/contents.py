@@ -1,4 +1,4 @@
-"""What lies in a run's object store: the mark of the run, and a manifest for each checkpoint, which is written last."""
+"""The objects in a run's object store: the mark of the run, and for each checkpoint a manifest that is written last."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def stored_steps(sizes: dict[str, int]) -> list[int]:
 
 
 class Damaged(UserError):
-    """A checkpoint in the store that is not what was written."""
+    """A checkpoint in the store is damaged."""
 
 
 class _Record(BaseModel):
@@ -49,7 +49,8 @@ class StoredFile(_Record):
 
 
 class StoredCheckpoint(_Record):
-    """The manifest of a checkpoint in the store: everything from which an empty disk becomes the run's folder."""
+    """The manifest of a checkpoint in the store: lists all files needed to restore the run's folder on an empty
+    disk."""
 
     format: int = FORMAT
     run: str
@@ -84,7 +85,7 @@ class StoredCheckpoint(_Record):
         return {file.object: file.bytes for file in self.files.values()}
 
     def missing(self, sizes: dict[str, int]) -> str | None:
-        """Which of the checkpoint's objects the store lacks, or has in another size; None: it has all."""
+        """Objects of the checkpoint that the store lacks, or has with another size; None if it is complete."""
         for name, size in self.objects.items():
             if sizes.get(name) != size:
                 return f"{name} is missing" if name not in sizes else f"{name} has another size than was written"
@@ -92,7 +93,7 @@ class StoredCheckpoint(_Record):
 
     @classmethod
     def read(cls, objects: Objects, step: int, run: str, sizes: dict[str, int]) -> Self:
-        """The manifest of a step of the run with this id, whose objects are all in the store.
+        """Read the manifest of a step of the run `run`, whose objects must all be in the store.
 
         Raises:
             Damaged: it is not, or another version of Baton or another run wrote it.
@@ -114,7 +115,7 @@ class StoredCheckpoint(_Record):
 
 
 class RunMark(_Record):
-    """Which run a store holds, and which process writes into it."""
+    """Names the run that a store holds, and the process that writes to it."""
 
     format: Literal[1] = FORMAT
     run: str
@@ -124,7 +125,7 @@ class RunMark(_Record):
 
     @staticmethod
     def read(objects: Objects, sizes: dict[str, int]) -> RunMark | None:
-        """The mark of the run that a store holds; None if it holds none.
+        """Read the mark of the run that a store holds; None if there is none.
 
         Raises:
             UserError: it holds something else.
@@ -140,7 +141,7 @@ class RunMark(_Record):
 
 
 class ReachedStep(_Record):
-    """How far a run came, for the one that continues from an older checkpoint."""
+    """The newest step that a run reached, for a run that continues from an older checkpoint."""
 
     owner: str
     step: int
@@ -148,7 +149,7 @@ class ReachedStep(_Record):
 
     @staticmethod
     def read(objects: Objects, sizes: dict[str, int]) -> ReachedStep | None:
-        """How far the run came; None where that is not known."""
+        """Read the newest step that the run reached; None if unknown."""
         try:
             return ReachedStep.model_validate_json(b"".join(objects.get(REACHED))) if REACHED in sizes else None
         except (ValidationError, StoreFailed):
@@ -156,7 +157,7 @@ class ReachedStep(_Record):
 
 
 class LostTokens(NamedTuple):
-    """Accepted tokens of a run that were behind the checkpoint from which an empty disk was filled."""
+    """Accepted tokens of a run after the checkpoint from which its folder was restored."""
 
     owner: str
     """The process that lost them; the buffer counts the tokens of each once."""
@@ -164,7 +165,7 @@ class LostTokens(NamedTuple):
 
 
 class FolderMark(_Record):
-    """What a run's folder has about its store: the file `store.json`."""
+    """The mark of a store in a run's folder: the file `store.json`."""
 
     run: str
     owner: str
@@ -174,7 +175,7 @@ class FolderMark(_Record):
 
     @staticmethod
     def read(run: Path) -> FolderMark | None:
-        """The mark of a run's folder; None: it never had a store.
+        """Read the mark in a run's folder; None if the run never had a store.
 
         Raises:
             UserError: it is damaged.
@@ -193,7 +194,7 @@ class FolderMark(_Record):
 
 
 def claimed(objects: Objects, run: Path) -> RunMark:
-    """The store is this run's, and nobody else writes into it from now on.
+    """Claim the store for this run: from now on no other process may write to it.
 
     It is claimed before Ray starts: a wrong address, a bucket that is not there, and rights that are missing end the
     command in one line.

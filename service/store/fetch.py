@@ -1,4 +1,4 @@
-"""A run's folder made from its object store, on a disk that has nothing of the run.
+"""Restores a run's folder from its object store, on a disk without data of the run.
 
 The folder is as it was when the checkpoint was written: its journal ends there, so the buffer begins there, and what
 the run did later is done again. The run then continues as after any other stop.
@@ -40,13 +40,13 @@ AT_ONCE = 8
 
 
 def from_store(url: str, load: Load, into: Path | None = None) -> Path:
-    """As `fetched`, from the store at an address."""
+    """Same as `fetched`, from the store at an address."""
     return fetched(open_store(url), load, say, into)
 
 
 def fetched(objects: Objects, load: Load, say: Callable[[str], None], into: Path | None = None) -> Path:
-    """The folder of the run in a store: `into`, which has no checkpoint, or a new one in `run.dir`, or an older one
-    there that is as new as the store.
+    """Restore the folder of the run in a store: to `into`, which has no checkpoint, or to a new folder in `run.dir`.
+    Returns an existing folder there instead if it is as new as the store.
 
     Raises:
         UserError: the store cannot be read, or holds no checkpoint that is whole.
@@ -65,7 +65,7 @@ def fetched(objects: Objects, load: Load, say: Callable[[str], None], into: Path
                 wrong[left[0]] = f"step {left[0]}: {error}"
             except StoreFailed:
                 sizes = objects.sizes()
-                if manifest_name(left[0]) in sizes:  # else another process that resumed the run has deleted it
+                if manifest_name(left[0]) in sizes:  # otherwise another process that resumed the run has deleted it
                     raise
     except StoreFailed as error:
         raise UserError(str(error)) from None
@@ -110,7 +110,7 @@ def _fetched_step(
 
 
 def _read_file(objects: Objects, folder: Path, entry: tuple[str, StoredFile]) -> None:
-    """Write one file of the manifest into a folder, and compare it with its checksum."""
+    """Write one file of the manifest to a folder, and verify its checksum."""
     path, stored = entry
     file, hasher = folder / path, xxhash.xxh3_64()
     private = path.startswith(f"{JOURNAL}/")
@@ -121,7 +121,7 @@ def _read_file(objects: Objects, folder: Path, entry: tuple[str, StoredFile]) ->
                 hasher.update(chunk)
                 opened.write(chunk)
         sync(file)
-    except OSError as error:  # of a full disk, which names no file
+    except OSError as error:  # an error of a full disk, which names no file
         raise OSError(error.errno, error.strerror, str(file)) from None
     if hasher.hexdigest() != stored.xxh3_64:
         raise Damaged(f"{stored.object} has other bytes than were written")
@@ -130,7 +130,7 @@ def _read_file(objects: Objects, folder: Path, entry: tuple[str, StoredFile]) ->
 def _lost(
     objects: Objects, sizes: dict[str, int], manifest: StoredCheckpoint, say: Callable[[str], None]
 ) -> LostTokens | None:
-    """What the run did after the checkpoint, as far as the store has it; it counts as rolled back."""
+    """The run's progress after the checkpoint, as far as the store knows; it counts as rolled back."""
     reached = ReachedStep.read(objects, sizes)
     if reached is None or reached.accepted_tokens <= manifest.accepted_tokens or reached.step < manifest.step:
         say(f"if the run did more after step {manifest.step}, the store has no count of it; it is generated again")
@@ -144,11 +144,11 @@ def _lost(
 
 
 def _as_new(parent: Path, mark: RunMark) -> Path | None:
-    """A folder of the same run from which nothing was lost: no other process has written into the store since."""
+    """A folder of the same run that lost nothing: no other process has written to the store since."""
     for file in sorted(parent.glob(f"*/{STORE_MARK}")):
         try:
             own = FolderMark.read(file.parent)
-        except UserError:  # it is damaged, and maybe another run's
+        except UserError:  # the mark is damaged, or may be another run's
             continue
         is_as_new = own is not None and own.run == mark.run and mark.owner in (own.owner, own.previous)
         if is_as_new and Checkpoints(file.parent / CHECKPOINTS, keep=1).newest() is not None:
@@ -157,7 +157,8 @@ def _as_new(parent: Path, mark: RunMark) -> Path | None:
 
 
 def _move(source: Path, folder: Path) -> None:
-    """Move what was read into a folder that has no checkpoint; the configuration last, which makes it a run's."""
+    """Move the fetched files to a folder without a checkpoint; the configuration last, because it makes the folder a
+    run's."""
     for entry in sorted(source.iterdir(), key=lambda entry: entry.name == CONFIG):
         target = folder / entry.name
         if target.is_dir():

@@ -1,4 +1,4 @@
-"""An object store as Baton uses it: whole objects by name, below the address of one run."""
+"""Baton's interface to an object store: whole objects by name, below the address of one run."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ METADATA_SERVICE = "169.254.169.254"
 
 
 def open_store(url: str) -> Objects:
-    """The objects below an address; nothing is asked yet.
+    """The objects below an address; sends no request yet.
 
     Raises:
         UserError: the address, or that of its server, is wrong, or the package for object stores is missing.
@@ -58,7 +58,7 @@ def open_store(url: str) -> Objects:
 
 
 class Objects:
-    """Objects through the library obstore; credentials and endpoint come from the environment, as the library reads it.
+    """Objects through the library obstore, which reads credentials and endpoint from the environment.
 
     Every method raises `StoreFailed` where the store did not do what it was asked for.
     """
@@ -69,7 +69,7 @@ class Objects:
 
         self.url = url.rstrip("/")
         self._obstore: Any = obstore
-        # A server of the own network may speak HTTP without TLS; the library demands that this is said.
+        # A server in the local network may use HTTP without TLS; the library requires an explicit option for that.
         is_plain = any(os.environ.get(name, "").startswith("http://") for name in ENDPOINTS)
         client = TIMEOUTS | ({"allow_http": True} if is_plain else {})
         remote = {"client_options": client, "retry_config": RETRIES}
@@ -78,7 +78,7 @@ class Objects:
             self._store = from_url(self.url, **options)
 
     def put(self, name: str, chunks: Iterable[bytes], size: int) -> None:
-        """Write an object of `size` bytes; it appears whole, or not at all."""
+        """Write an object of `size` bytes; it appears completely or not at all."""
         part = max(CHUNK_BYTES, -(-size // MAX_PARTS))
         in_parts = size > part
         with self._named(f"writing {name}"):
@@ -99,7 +99,7 @@ class Objects:
             return {found["path"]: found["size"] for batch in self._obstore.list(self._store) for found in batch}
 
     def delete(self, names: list[str]) -> None:
-        """Delete objects; those that are gone already do not matter."""
+        """Delete objects; ignores those that do not exist."""
         with self._named("deleting"):
             for name in names:
                 try:
@@ -109,7 +109,8 @@ class Objects:
 
     @contextmanager
     def _named(self, doing: str) -> Iterator[None]:
-        """Every error of the library as `StoreFailed`, in a line without the library's own dump of the request."""
+        """Within the block, turn every error of the library into a one-line `StoreFailed`, without the library's dump
+        of the request."""
         from obstore.exceptions import BaseError
 
         try:
@@ -119,7 +120,7 @@ class Objects:
 
 
 def _reason(error: Exception) -> str:
-    """The store's answer as a short line; requests, keys and signatures that the library adds are left out."""
+    """The store's answer as a short line, without the requests, keys and signatures that the library adds."""
     text = str(error)
     if code := re.search(r"<Code>(\w{1,60})</Code>", text):
         return ANSWERS.get(code[1], code[1])

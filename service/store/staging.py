@@ -1,4 +1,4 @@
-"""What an upload reads: links to files as they are now, which neither a later step nor a removal changes.
+"""Links to the files of an upload in their current state, which no later step or deletion changes.
 
     journal/000.journal   growing    -> uploads/3/journal/000.journal       its first bytes, up to the position
     checkpoints/step_40/  removed    -> uploads/3/checkpoints/step_40/...   the same files until they are uploaded
@@ -38,7 +38,7 @@ class Staged(NamedTuple):
     """Whether its object is named by its content too, so that several checkpoints may need it, and none replaces it."""
 
     def chunks(self) -> Iterator[bytes]:
-        """The bytes that count."""
+        """The bytes to upload, in chunks."""
         left = self.size
         with self.file.open("rb") as file:
             while left > 0 and (chunk := file.read(min(READ_BYTES, left))):
@@ -47,14 +47,14 @@ class Staged(NamedTuple):
 
 
 def as_it_is(run: Path, file: Path, shared: bool = True) -> Staged:
-    """A file that does not change any more."""
+    """A file that no longer changes."""
     return Staged(str(file.relative_to(run)), file, file.stat().st_size, shared=shared)
 
 
 def link_journal(run: Path, to: Path, start: int, position: int) -> list[Staged] | None:
-    """Link the segments from position `start` on, where the journal began, as far as `position`.
+    """Link the journal's segments from position `start` to `position`.
 
-    None where they are not all there: the journal has moved on, or lies on another machine.
+    None if some are missing: the journal has removed them, or lies on another machine.
     """
     segments = {int(path.stem): path for path in (run / JOURNAL).glob("*.journal")}
     starts = sorted(at for at in segments if start <= at < position)
@@ -69,7 +69,7 @@ def link_journal(run: Path, to: Path, start: int, position: int) -> list[Staged]
 
 
 def link_checkpoint(run: Path, to: Path, step: int) -> list[Staged]:
-    """Link the files of a checkpoint, and those with which a run continues from it."""
+    """Link the files of a checkpoint, and the other files needed to continue from it."""
     folder = run / CHECKPOINTS / f"{PREFIX}{step}"
     files = Manifest.model_validate_json((folder / MANIFEST).read_bytes()).files
     staged = [_link(run, to, folder / name, of.bytes)._replace(checksum=of.xxh3_64) for name, of in files.items()]

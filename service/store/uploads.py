@@ -38,7 +38,7 @@ ENDS = (METRICS, EVALUATIONS, TRAJECTORIES, "learning_curve.png", SUMMARY)
 
 @dataclass(eq=False)
 class _Job:
-    """One upload: of a checkpoint, of how the run ended, or (without files) of how far it came."""
+    """One upload: of a checkpoint, of the run's results, or (without files) of its progress."""
 
     what: str
     files: list[Staged]
@@ -51,13 +51,13 @@ class _Job:
     """Paths of files that are in the store."""
 
     def left(self) -> str:
-        """What is not uploaded yet, in words."""
+        """Description of what is not uploaded yet."""
         left = [staged.size for staged in self.files if staged.path not in self.done]
         return f"{self.what} ({len(left)} of {len(self.files)} files, {sum(left) / 1e6:.0f} MB)"
 
 
 def claim_store(objects: Objects, run: Path, keep: int, deadline: float, say: Callable[[str], None]) -> Uploads:
-    """Claim a store for the run whose folder is `run`, and begin to upload; arguments as of `Uploads`.
+    """Claim a store for the run in the folder `run`, and start the uploads; see `Uploads` for the arguments.
 
     Raises:
         UserError: the store cannot be used, or is another run's, or the run continued from it elsewhere.
@@ -69,7 +69,8 @@ def claim_store(objects: Objects, run: Path, keep: int, deadline: float, say: Ca
 
 
 class Uploads:
-    """A thread with at most one upload under way and one checkpoint waiting; a newer one takes the waiting one's place.
+    """A thread with at most one upload in progress and one waiting checkpoint; a newer checkpoint replaces the waiting
+    one.
 
     The methods are called from one thread.
     """
@@ -108,12 +109,13 @@ class Uploads:
 
     @property
     def status(self) -> Uploaded:
-        """How the uploads stand now."""
+        """The state of the uploads."""
         return self._status
 
     def hold_journal(self, start: int, position: int) -> bool:
-        """Keep the journal from `start` to `position` for the checkpoint that begins; False if it has moved on."""
-        if self._held is not None:  # of a checkpoint that was given up
+        """Keep the journal from `start` to `position` for the checkpoint that begins; False if these segments were
+        removed."""
+        if self._held is not None:  # links of an abandoned checkpoint
             shutil.rmtree(self._held[0], ignore_errors=True)
         folder = next(self._folders)
         held = self._linked(folder, lambda: link_journal(self._run, folder, start, position))
@@ -121,7 +123,7 @@ class Uploads:
         return held is not None
 
     def checkpoint(self, step: int, accepted_tokens: int) -> None:
-        """The checkpoint whose journal was held is durable: upload it in the background."""
+        """Upload the checkpoint whose journal is held, now that it is durable, in the background."""
         if self._held is None:
             return self._failed("the journal is not in the run folder here, so the checkpoint would be of no use")
         (folder, journal), self._held = self._held, None
@@ -130,23 +132,23 @@ class Uploads:
             self._add(_Job(f"the checkpoint of step {step}", [*files, *journal], step, folder, accepted_tokens))
 
     def ended(self) -> None:
-        """The final weights and the summary are written: upload them too."""
+        """Also upload the final weights and the summary, now that they are written."""
         files = [*sorted((self._run / FINAL).rglob("*")), *(self._run / name for name in ENDS)]
         staged = [as_it_is(self._run, file, shared=False) for file in files if file.is_file()]
         self._add(_Job("the final weights", staged))
 
     @property
     def reached_is_due(self) -> bool:
-        """Whether the store should be told again how far the run came."""
+        """Whether the run's progress should be written to the store again."""
         return time.monotonic() - self._reached_at >= REACHED_SECONDS
 
     def reached(self, step: int, accepted_tokens: int) -> None:
-        """Note in the store how far the run came."""
+        """Write the run's progress to the store."""
         self._reached_at = time.monotonic()
         self._queue.put(_Job("", [], step, accepted_tokens=accepted_tokens))
 
     def left(self) -> str:
-        """What is not uploaded yet, in words."""
+        """Description of what is not uploaded yet."""
         return ", ".join(job.left() for job in self._jobs)
 
     def finish(self) -> None:
@@ -172,7 +174,8 @@ class Uploads:
         shutil.rmtree(self._run / UPLOADS, ignore_errors=True)
 
     def _linked(self, folder: Path, link: Callable[[], list[Staged] | None]) -> list[Staged] | None:
-        """What `link` returns, which links into a folder; a full or failing disk costs the upload, not the run."""
+        """The result of `link`, which links files into a folder; if the disk fails, the upload is lost but the run
+        continues."""
         try:
             linked = link()
         except OSError as error:
@@ -241,7 +244,7 @@ class Uploads:
             self._sweep(job.step)
 
     def _sweep(self, step: int) -> None:
-        """Delete what is too old, if the store permits that: the checkpoint is there in any case."""
+        """Delete old checkpoints, if the store permits that: the new checkpoint is complete in any case."""
         try:
             self._writer.sweep(step)
         except StoreFailed as error:
@@ -260,14 +263,14 @@ class Uploads:
         return job.step is not None and bool(steps) and job.step != steps[-1]
 
     def _end(self, job: _Job) -> None:
-        """The upload is over, or not wanted any more; its links go."""
+        """End an upload that is complete or no longer needed; deletes its links."""
         if job in self._jobs:
             self._jobs.remove(job)
         if job.folder is not None:
             shutil.rmtree(job.folder, ignore_errors=True)
 
     def _failed(self, why: str) -> None:
-        """Count a failed attempt; the first of several is printed."""
+        """Count a failed attempt; prints only the first of several."""
         if not self._status.failing:
             self._say(f"{why}; training goes on, and the upload is tried again")
         self._status = self._status._replace(failures=self._status.failures + 1, failing=why)

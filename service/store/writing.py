@@ -1,4 +1,4 @@
-"""Writes into a run's object store: a checkpoint's files, then its manifest, then what is too old is deleted.
+"""Writes to a run's object store: a checkpoint's files, then its manifest; then deletes old checkpoints.
 
 Two processes may write at once, where a run was resumed elsewhere and the older process still lives. The newer one has
 the store: the older one looks at the store's mark before each write that counts, and deletes nothing that it did not
@@ -30,17 +30,17 @@ from service.store.staging import Staged
 
 
 class TakenOver(Exception):
-    """Another process writes into the store; the message says which."""
+    """Another process writes to the store; the message names it."""
 
 
 class StoreWriter:
-    """Writes as the process that holds the mark `mark`.
+    """Writes to the store on behalf of the process that holds the mark `mark`.
 
     Its methods raise `StoreFailed` where the store fails, `OSError` where the disk does, and `TakenOver`.
     """
 
     def __init__(self, objects: Objects, mark: RunMark, keep: int, uploaded: Callable[[int], None]) -> None:
-        """`keep`: how many checkpoints the store keeps; `uploaded` is called with the bytes of each chunk."""
+        """`keep`: number of checkpoints in the store; `uploaded` is called with the number of bytes of each chunk."""
         self._objects, self._mark, self._keep, self._uploaded = objects, mark, keep, uploaded
         self._known = objects.sizes()
         """Objects in the store, by name."""
@@ -52,18 +52,18 @@ class StoreWriter:
         return next(iter(stored_steps(self._known)), None)
 
     def note(self, step: int, accepted_tokens: int) -> None:
-        """Note how far the run came."""
+        """Write the run's progress."""
         self._check_owner()
         noted = ReachedStep(owner=self._mark.owner, step=step, accepted_tokens=accepted_tokens)
         self._put_bytes(REACHED, noted.model_dump_json().encode())
 
     def put(self, files: Sequence[Staged], done: set[str]) -> dict[str, StoredFile]:
-        """Write these files, save those that are there already; `done` gets the paths of those that are there."""
+        """Write these files unless the store has them; calls `done` with the path of each file that is in the store."""
         self._check_owner()
         return {staged.path: self._put(staged, done) for staged in files}
 
     def complete(self, step: int, accepted_tokens: int, files: dict[str, StoredFile]) -> None:
-        """Write the manifest of a checkpoint whose files are there, and look whether they still are."""
+        """Write the manifest of a checkpoint whose files are stored, then check that they are still there."""
         manifest = StoredCheckpoint(run=self._mark.run, step=step, accepted_tokens=accepted_tokens, files=files)
         self._check_owner()
         self._put_bytes(manifest_name(step), manifest.sealed())
@@ -72,7 +72,7 @@ class StoreWriter:
             raise StoreFailed(f"{missing}: another process deleted it meanwhile")
 
     def sweep(self, step: int) -> None:
-        """Delete checkpoints that are too old or of a later step, and every file that none of the others needs."""
+        """Delete checkpoints that are too old or of a later step, and all files that no remaining checkpoint needs."""
         needed, kept = set[str](), 0
         for found in stored_steps(self._known):
             if found <= step and kept < self._keep:
@@ -98,7 +98,7 @@ class StoreWriter:
             hasher = xxhash.xxh3_64()
             self._objects.put(name, self._counted(staged.chunks(), hasher), staged.size)
             if checksum and hasher.hexdigest() != checksum:
-                self._objects.delete([name])  # its name and size are those of the right one
+                self._objects.delete([name])  # name and size match the expected file
                 raise StoreFailed(f"{staged.path} has other bytes than were written; its disk is damaged")
             self._known[name] = staged.size
             self._uploaded(0)
@@ -106,7 +106,7 @@ class StoreWriter:
         return StoredFile(object=name, bytes=staged.size, xxh3_64=checksum)
 
     def _digest(self, staged: Staged) -> str:
-        """The checksum of a file; one that has not changed since is not read again."""
+        """The checksum of a file; a file that has not changed is not read again."""
         stat = staged.file.stat()
         key = (staged.path, staged.size, stat.st_ino, stat.st_mtime_ns)
         if key not in self._digests:
@@ -129,7 +129,7 @@ class StoreWriter:
     def _check_owner(self) -> None:
         try:
             mark = RunMark.read(self._objects, {RUN: 0})
-        except UserError as error:  # another hand overwrote it, and may mend it
+        except UserError as error:  # something else overwrote the mark, and may repair it
             raise StoreFailed(str(error)) from None
         if mark is None or mark.owner != self._mark.owner:
             other = "another run" if mark is None or mark.run != self._mark.run else "another process of this run"

@@ -1,1 +1,1 @@
-"""The timeline of a run: recorded by every process, kept in the run folder, written as Chrome trace events."""
+"""The timeline of a run: every process records its part, the run folder keeps it, and Chrome trace events show it."""

@@ -28,7 +28,7 @@ WAITING = "waiting"
 
 
 class Drawn(NamedTuple):
-    """A slice on a row; the slices of a trajectory have its number."""
+    """A slice on a row; slices of a trajectory have the trajectory's number."""
 
     row: Row
     span: Span
@@ -36,7 +36,7 @@ class Drawn(NamedTuple):
 
 
 def chrome_trace(timeline: RunTimeline) -> dict[str, Any]:
-    """The whole file, as JSON values."""
+    """The whole trace as JSON values."""
     drawn = [*_states(timeline), *_trajectories(timeline)]
     flows = _with_leases(timeline, drawn)
     start = min([one.span.began for one in drawn] + [counter.at for _, counter in timeline.counters], default=0.0)
@@ -64,7 +64,7 @@ def chrome_trace(timeline: RunTimeline) -> dict[str, Any]:
 
 
 def trace_lines(trace: dict[str, Any]) -> Iterator[str]:
-    """The file's text, an event a line."""
+    """The lines of the trace file, one event per line."""
     yield f'{{"otherData":{json.dumps(trace["otherData"])},"displayTimeUnit":"ms","traceEvents":[\n'
     for number, event in enumerate(trace["traceEvents"]):
         yield f"{',' if number else ''}{json.dumps(event, separators=(',', ':'))}\n"
@@ -79,7 +79,7 @@ def _states(timeline: RunTimeline) -> Iterator[Drawn]:
 
 
 def _explained(spans: Iterable[Span], doing: Sequence[Span]) -> Iterator[Span]:
-    """A rank's spans; a wait is cut into what the driver, whose spans are in order, did meanwhile."""
+    """A rank's spans, in which each wait is split by what the driver did meanwhile; the driver's spans are in order."""
     first = 0
     for span in spans:
         if span.name != WAITING:
@@ -102,7 +102,7 @@ def _explained(spans: Iterable[Span], doing: Sequence[Span]) -> Iterator[Span]:
 
 
 def _trajectories(timeline: RunTimeline) -> Iterator[Drawn]:
-    """The sampled trajectories, each on the first row of its generator that is free; calls at once need more rows."""
+    """The sampled trajectories, each on the first free row of its generator; simultaneous calls need more rows."""
     free: dict[str, list[float]] = {}
 
     def lane(owner: str, began: float, ended: float) -> Row:
@@ -126,7 +126,8 @@ def _trajectories(timeline: RunTimeline) -> Iterator[Drawn]:
 
 
 def _with_leases(timeline: RunTimeline, drawn: Iterable[Drawn]) -> dict[int, list[Drawn]]:
-    """The slices of each trajectory's flow in the order of time, with the last lease of its group and that commit."""
+    """The slices of each trajectory's flow in order of time, plus the last lease of its group and that lease's
+    commit."""
     flows: dict[int, list[Drawn]] = {}
     for one in drawn:
         if one.flow is not None:
@@ -161,7 +162,7 @@ def _place(source: str) -> int:
 
 
 def _about(timeline: RunTimeline, start: float) -> dict[str, Any]:
-    """What a reader has to know of the sample and of the clocks."""
+    """Notes for the reader about the sample and the clocks."""
     every = max((totals.every for totals in timeline.totals.values()), default=1)
     error = max((about.error for about in timeline.sources.values()), default=0.0)
     return {

@@ -1,4 +1,4 @@
-"""Where the time of a run's trajectories went: by part, by environment and tool, and the slowest ones."""
+"""Where a run's trajectories spent their time: by part, by environment and tool, and the slowest trajectories."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TOOL = "tool:"
 
 
 class Spent(NamedTuple):
-    """The seconds that trajectories of an environment spent on a part, or in calls of a tool."""
+    """The seconds that trajectories of an environment spent in a part, or in calls of a tool."""
 
     env: str
     name: str
@@ -27,12 +27,12 @@ class Spent(NamedTuple):
 
     @property
     def mean(self) -> float:
-        """Seconds of one."""
+        """Mean seconds per call."""
         return self.seconds / self.number if self.number else 0.0
 
 
 def spent(timeline: RunTimeline) -> list[Spent]:
-    """The sums of all processes, the longest first."""
+    """The sums over all processes, largest first."""
     sums: dict[tuple[str, str], list[tuple[int, float, float]]] = {}
     for totals in timeline.totals.values():
         for env, name, number, seconds, longest in totals.sums:
@@ -45,7 +45,7 @@ def spent(timeline: RunTimeline) -> list[Spent]:
 
 
 def slowest(timeline: RunTimeline) -> list[Sampled]:
-    """The kept trajectories, slowest first."""
+    """The recorded trajectories, slowest first."""
     return sorted(timeline.trajectories, key=lambda one: -one.span.seconds)
 
 
@@ -126,7 +126,7 @@ def _quantiles(timeline: RunTimeline, one: Spent) -> tuple[str, str]:
 
 
 def _most(one: Sampled) -> tuple[str, str]:
-    """The part that took most of a trajectory's time, and its longest call."""
+    """The part that took the largest share of a trajectory's time, and its longest call."""
     part, seconds = max(one.parts.items(), key=lambda item: item[1], default=("-", 0.0))
     longest = max(one.calls, key=lambda call: call.seconds, default=None)
     call = "-" if longest is None else f"{longest.name}, {longest.seconds:.2f} s"

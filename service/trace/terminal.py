@@ -43,7 +43,7 @@ WIDE = 110
 
 
 def print_list(console: Console, records: Sequence[Record], kept: int) -> None:
-    """Print a table with one line per trajectory, and what the list leaves out of the `kept` ones."""
+    """Print a table with one line per trajectory, and how many of the `kept` trajectories it leaves out."""
     is_wide = console.width >= WIDE
     table = Table(box=None, header_style="bold", pad_edge=False)
     table.add_column("id", no_wrap=True)
@@ -65,7 +65,7 @@ def print_list(console: Console, records: Sequence[Record], kept: int) -> None:
 
 
 def _numbers(record: Record, is_wide: bool) -> dict[str, str]:
-    """The columns of numbers: name -> what they say of a trajectory."""
+    """The numeric columns: name -> function of a trajectory's record."""
     wide = {
         "advantage": number(record["advantage"], "+.2f"),
         "turns": str(len(record["steps"])),
@@ -80,7 +80,8 @@ def _numbers(record: Record, is_wide: bool) -> dict[str, str]:
 
 
 def print_record(console: Console, record: Record, max_staleness: int, words: Words) -> None:
-    """Print one trajectory step by step; the colour of a token shows its kind, or marks where there are no colours."""
+    """Print one trajectory step by step; colours show the kind of each token, or marks on a terminal without
+    colours."""
     has_colours = console.color_system is not None and not console.no_color
     wraps = not console.is_terminal
     console.print(Text(in_one_line(record["id"]), style="bold"))

@@ -32,7 +32,7 @@ LEGEND = {
 
 
 class Token(NamedTuple):
-    """One token of a trajectory; `kind` is how the trainer treats it, empty of text that is no token."""
+    """One token of a trajectory; `kind` is how the trainer treats it, empty for text that is not a token."""
 
     text: str
     kind: str
@@ -131,12 +131,12 @@ def _counted(count: int, thing: str) -> str:
 
 
 def number(value: float | None, form: str) -> str:
-    """A number in this format; a record without it has none."""
+    """A number in this format; empty if the record lacks it."""
     return "none" if value is None else format(value, form)
 
 
 def branches(record: Record) -> list[str]:
-    """The steps as a tree, a line for each chain of steps; nothing where they are one chain of the role `main`.
+    """The steps as a tree, one line per chain of steps; empty if there is only one chain, of the role `main`.
 
     Records of older versions do not say which step continues which; they have no tree.
 
@@ -183,7 +183,7 @@ def step_line(step: Record) -> str:
 
 
 def scored(record: Record) -> list[str]:
-    """The answer of each scorer, a line each: `judge: reward 0.7, brief`; a teacher gives no reward."""
+    """The answer of each scorer, one per line: `judge: reward 0.7, brief`; a teacher gives no reward."""
     lines = []
     for name, score in record.get("scores", {}).items():
         if score["fallback"]:

@@ -1,4 +1,4 @@
-"""`baton trace`: a run's timeline for ui.perfetto.dev."""
+"""`baton trace`: writes a run's timeline for ui.perfetto.dev."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def minutes(text: str) -> float:
-    """Minutes above 0, as an argument."""
+    """Parse a number of minutes above 0."""
     number = float(text)
     if not 0 < number < float("inf"):
         raise ValueError(text)
@@ -42,7 +42,7 @@ def minutes(text: str) -> float:
 
 
 def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
-    """Write the file, an event a line."""
+    """Write the trace file, one event per line."""
     from service.trace.chrome import chrome_trace, trace_lines
 
     folder, timeline = recorded(arguments.run)
@@ -60,7 +60,7 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def recorded(run: str | None) -> tuple[Path, RunTimeline]:
-    """The folder and the timeline of a run; without a name of the newest.
+    """The folder and the timeline of a run; without a name, of the newest run.
 
     Raises:
         UserError: there is no such run, or it kept no timeline.

@@ -1,4 +1,4 @@
-"""`baton trajectories`: what the policy wrote in a run, and where the time went."""
+"""`baton trajectories`: shows what the policy wrote in a run, and where time was spent."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PIPED_WIDTH = 200
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the actions."""
+    """Add the subcommands of `baton trajectories`."""
     actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
     added = {}
     for name, run, summary in (
@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def list_all(arguments: argparse.Namespace, overrides: list[str]) -> int:
-    """Print a line for each kept trajectory."""
+    """Print a line for each recorded trajectory."""
     from rich.console import Console
 
     from service.run.trajectories import find_recorded_run, load_records
@@ -91,7 +91,7 @@ def export(arguments: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def _how_to_show(folder: Path) -> tuple[int, Callable[[Sequence[int]], list[str]]]:
-    """A run's staleness bound, and a function from token ids to the text of each token."""
+    """A run's maximum staleness, and a function from token ids to the text of each token."""
     from service.config import load
     from service.config.model_folder import TOKENIZER, read_tokenizer
     from service.run.folder import CONFIG, initial_model
@@ -108,7 +108,7 @@ def _how_to_show(folder: Path) -> tuple[int, Callable[[Sequence[int]], list[str]
 
 
 def slow(arguments: argparse.Namespace, overrides: list[str]) -> int:
-    """Print where the time of trajectories went."""
+    """Print where trajectories spent their time."""
     from rich.console import Console
 
     from service.trace.slow import print_calls, print_slow

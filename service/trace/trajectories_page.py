@@ -1,4 +1,4 @@
-"""Trajectory records on a self-contained HTML page: a table to filter and to sort, and each trajectory's tokens."""
+"""Trajectory records as a self-contained HTML page: a table to filter and sort, and each trajectory's tokens."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _options(names: Iterable[str]) -> str:
 
 
 def _body(order: int, record: Record, max_staleness: int, words: Words) -> str:
-    """A trajectory: its line in the table, and its tokens below, which are hidden at first."""
+    """The HTML of a trajectory: its line in the table, and below it its tokens, hidden at first."""
     oldest = staleness(record)
     facts = {
         "order": order,
@@ -91,7 +91,7 @@ def _body(order: int, record: Record, max_staleness: int, words: Words) -> str:
 
 
 def _section(title: str, tokens: Iterable[Token]) -> str:
-    """A titled part of a trajectory; what an agent's run wrote is folded."""
+    """The HTML of a titled part of a trajectory; the transcript of an agent's run is collapsed."""
     body = f'<div class="tokens">{"".join(map(_token, tokens))}</div>'
     if title == TRANSCRIPT:
         return f'<details><summary class="step">{title}</summary>{body}</details>'

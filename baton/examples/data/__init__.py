@@ -32,7 +32,7 @@ LARGEST = 40
 
 
 class Town(NamedTuple):
-    """One town, and where it lies."""
+    """One town and its river."""
 
     name: str
     river: str

@@ -1,4 +1,4 @@
-"""Write the files of this folder anew."""
+"""Writes the files of this folder again."""
 
 from baton.examples.data import CORPUS, DATABASE, write_corpus, write_database
 

@@ -26,32 +26,32 @@ class GuessNumber:
     """Answers a guess with `higher` or `lower`; the right number has reward 1 and ends the episode."""
 
     def check_task(self, task: Task) -> None:
-        """Raises for a row that cannot be played; asked for every row before a run starts. This method is optional."""
+        """Raises if a row cannot be played; called for every row before a run starts. This method is optional."""
         number = int(task.reward_spec["ground_truth"])
         if not 1 <= number <= LARGEST:
             raise ValueError(f"ground_truth {number} is not between 1 and {LARGEST}")
 
     async def reset(self, task: Task, seed: int) -> Sequence[Message]:
-        """Begin an episode; draw what is random from `seed`, which all trajectories of a group share."""
+        """Begin an episode; take all randomness from `seed`, which all trajectories of a group share."""
         self.number = int(task.reward_spec["ground_truth"])
         self.guesses = 0
         return task.prompt
 
     async def step(self, text: str) -> StepResult:
-        """Judge the last number in the text; a text without a number is a guess too low."""
+        """Judge the last number in the text; a text without a number counts as a guess that is too low."""
         found = re.findall(r"\d+", text)
         guess = int(found[-1]) if found else 0
         self.guesses += 1
         done = guess == self.number or self.guesses == GUESSES
-        info = {"guesses": 1}  # numbers to watch; each is summed over the episode
+        info = {"guesses": 1}  # metrics; each is summed over the episode
         return StepResult([user(hint(guess, self.number))], float(guess == self.number), done, info)
 
     async def close(self) -> None:
-        """Nothing is held."""
+        """Nothing to close."""
 
 
 def hint(guess: int, number: int) -> str:
-    """What a wrong guess is told."""
+    """The hint after a wrong guess."""
     return "higher" if guess < number else "lower"
 
 

@@ -13,7 +13,7 @@ TASK = Task("one", (PROMPT,), "environment:GuessNumber", {"ground_truth": 10})
 
 
 def play(*texts: str) -> list[tuple[str, float, bool]]:
-    """What the environment answers to each text: message, reward, whether the episode is over."""
+    """The environment's answers to some texts: message, reward, whether the episode is over."""
 
     async def episode() -> list[tuple[str, float, bool]]:
         environment = GuessNumber()

@@ -35,7 +35,7 @@ from service.learn.settings import LearnSettings
 def choose_checkpointing(
     settings: LearnSettings, folder: Path, room: Callable[[StepEstimate], float], compiled: bool
 ) -> tuple[Checkpointing, StepEstimate]:
-    """As little as fits the bytes that the GPU has for a step, and the memory of a step with it.
+    """Choose the least checkpointing with which a step fits the GPU's memory; also returns that step's estimate.
 
     `room` is given an estimate whose number of parameters is right. FLOPs, bytes moved and times of the estimate that
     is returned are those with all layers checkpointed.
@@ -58,15 +58,15 @@ def choose_checkpointing(
 
 
 class _Reached(Exception):
-    """The forward pass has come to the first layer."""
+    """Raised to stop the forward pass at the first layer."""
 
 
 def kept_by_compiled_layer(settings: LearnSettings, folder: Path, elementwise: bool = False) -> float:
-    """Bytes that a compiled layer keeps of a full micro-batch for its backward pass, beyond its input.
+    """Bytes that a compiled layer keeps of a full micro-batch for its backward pass, apart from its input.
 
     Torch's own partitioner decides, on the graph of one layer; `elementwise` as in `Checkpointing`.
     """
-    # a rank has as many tokens alone as it has with others that share its micro-batches
+    # a rank alone has as many tokens as it has when it shares micro-batches with others
     plain = {"ranks": 1, "sequence_parallel": 1, "compile": False, "fused_kernels": False, "layout": "packed"}
     alone = replace(settings, trainer=settings.trainer.model_copy(update=plain))
     row_tokens = min(settings.longest_row, settings.trainer.max_tokens_per_micro_batch)
@@ -87,8 +87,8 @@ def kept_by_compiled_layer(settings: LearnSettings, folder: Path, elementwise: b
 
 
 def _kept(layer: torch.nn.Module, arguments: Any, named: dict[str, Any], elementwise: bool) -> float:
-    """Bytes between forward and backward pass of a layer that is called with these arguments."""
-    packing = named["packing"]  # no tree of tensors to torch
+    """Bytes kept between the forward and backward pass of a layer, called with these arguments."""
+    packing = named["packing"]  # torch sees no tree of tensors in it
     leaves, tree = tree_flatten((arguments, named | {"packing": packing.cu_seqlens}, dict(layer.named_parameters())))
     places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
 
@@ -118,7 +118,7 @@ def _kept(layer: torch.nn.Module, arguments: Any, named: dict[str, Any], element
 
 
 def _new_bytes(forward: torch.fx.Graph) -> float:
-    """Bytes of the storages that a graph makes and returns, beside its first result, the output of the layer."""
+    """Bytes of the new storages that a graph returns, apart from its first result, the output of the layer."""
 
     def storages(nodes: Any) -> dict[Any, int]:
         found = (node.meta["val"] for node in nodes if isinstance(node, torch.fx.Node))

@@ -31,7 +31,7 @@ ENGINE_BYTES = 3e9
 
 @dataclass(frozen=True)
 class Fit:
-    """The memory of a rank's GPU and of an engine's, which are the same one with `weights.transport: ipc`."""
+    """The memory of a rank's GPU and of an engine's GPU; with `weights.transport: ipc` this is the same GPU."""
 
     step: StepEstimate
     """A step, of which this holds the memory."""
@@ -51,11 +51,11 @@ class Fit:
 
     @property
     def rank_bytes(self) -> float:
-        """Bytes that are needed on the GPU of a rank."""
+        """Bytes needed on the GPU of a rank."""
         return self.step.peak_bytes + self.shared_bytes
 
     def problem(self) -> str | None:
-        """Why the configuration does not fit, with what helps; None if it fits."""
+        """Why the configuration does not fit, and possible remedies; None if it fits."""
         room = self.gpu_bytes * (1 - MARGIN)
         if self.rank_bytes > room:
             states = sum(self.step.peak.get(part, 0) for part in ("weights", "gradients", "optimizer"))
@@ -84,7 +84,7 @@ class Fit:
         return None
 
     def lines(self) -> Iterator[str]:
-        """The estimate in words."""
+        """The estimate as lines of text."""
         yield f"estimate: the GPU of a rank needs {_gb(self.rank_bytes)} GB ({self._parts()})"
         yield f"estimate: {self.checkpointing.layers} of {self.n_layers} layers keep their input only" + (
             ", the others no results of elementwise operations" if self.checkpointing.elementwise else ""
@@ -105,14 +105,14 @@ def _gb(held: float) -> str:
 
 
 def known_gpu_bytes(trainer: TrainerConfig) -> float | None:
-    """Memory of the GPUs that the trainer's settings name, else of this machine's; None where nothing says it."""
+    """Memory of the GPUs that the trainer's settings name, else of this machine's GPUs; None if neither is known."""
     if trainer.accelerator in GPU_BYTES:
         return GPU_BYTES[trainer.accelerator]
     return float(torch.cuda.get_device_properties(0).total_memory) if torch.cuda.is_available() else None
 
 
 def fit(settings: FitSettings, folder: Path, gpu_bytes: float, device: torch.device | None = None) -> Fit:
-    """How a configuration uses GPUs of this size; `folder` needs a `config.json` only.
+    """How a configuration uses GPUs of `gpu_bytes`; `folder` needs only a `config.json`.
 
     `device`: a GPU of this size, whose compiler may not work; None: other machines have them, and a compiler.
     """
@@ -125,7 +125,7 @@ def fit(settings: FitSettings, folder: Path, gpu_bytes: float, device: torch.dev
         return engine, generator.kv_cache_bytes or gpu_bytes * generator.gpu_memory_utilization - engine
 
     def shared(step: StepEstimate) -> float:
-        # the engine loads from a whole copy of what is trained, beside the rank's
+        # the engine loads from a whole copy of the trained weights, in addition to the rank's memory
         return sum(engine_and_kv(step)) + step.trained * width if settings.shares_gpus else 0.0
 
     if setting == "auto":
@@ -149,7 +149,7 @@ def fit(settings: FitSettings, folder: Path, gpu_bytes: float, device: torch.dev
 
 
 def checkpointing_on(device: torch.device, settings: FitSettings, folder: Path) -> Checkpointing | None:
-    """What `trainer.gradient_checkpointing: auto` comes to on this GPU; None where the setting holds as it is."""
+    """The result of `trainer.gradient_checkpointing: auto` on this GPU; None if the setting is not `auto`."""
     learn = settings.learn
     if learn.trainer.gradient_checkpointing != "auto" or device.type == "cpu" or learn.model.dtype != "bfloat16":
         return None
@@ -158,12 +158,12 @@ def checkpointing_on(device: torch.device, settings: FitSettings, folder: Path) 
 
 
 def refuse_too_large(settings: FitSettings, folder: Path) -> Fit | None:
-    """Refuse a model that does not fit its GPUs; None where nothing says how large these are.
+    """Refuse a model that does not fit its GPUs; returns None if their memory is unknown.
 
     Raises:
         UserError: with what helps.
     """
-    # fake products of experts support bfloat16 only
+    # products of experts on fake tensors support only bfloat16
     if settings.learn.model.dtype != "bfloat16" or (gpu_bytes := known_gpu_bytes(settings.learn.trainer)) is None:
         return None
     found = fit(settings, folder, gpu_bytes)

@@ -1,4 +1,5 @@
-"""What GPUs compute, copy and hold by their data sheets, and what kernels reach of it; the numbers are in gpus.toml."""
+"""Compute, copy rates and memory of GPUs by their data sheets, and the part that kernels reach; the numbers are in
+gpus.toml."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ import msgspec
 
 
 class DataSheet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A GPU as its maker describes it: FLOP/s, bytes/s, bytes."""
+    """A GPU according to its data sheet: FLOP/s, bytes/s, bytes."""
 
     flops: float
     bandwidth: float
@@ -18,7 +19,7 @@ class DataSheet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Reached(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What an H100 reaches: FLOP/s, bytes/s, and a factor on the bytes of elementwise operations."""
+    """Rates that an H100 reaches in practice: FLOP/s, bytes/s, and a factor on the bytes of elementwise operations."""
 
     products: float
     bandwidth: float

@@ -1,4 +1,4 @@
-"""The KV cache of an engine on each of its GPUs, and the models that its GPUs can divide among themselves."""
+"""The KV cache of an engine on each of its GPUs, and which models its GPUs can split."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DIVIDED = ("num_attention_heads", "intermediate_size", "moe_intermediate_size", 
 
 
 def kv_token_bytes(model: PretrainedConfig, generator: GeneratorConfig, dtype: str) -> int:
-    """Bytes of a token's keys and values in all layers on each GPU of an engine, which has one key head at least."""
+    """Bytes of a token's keys and values in all layers on each GPU of an engine; each GPU has at least one key head."""
     head_dim = getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads
     heads = max(1, model.num_key_value_heads // generator.tensor_parallel_size)
     return int(2 * model.num_hidden_layers * heads * head_dim * getattr(torch, dtype).itemsize)
@@ -32,7 +32,7 @@ def request_bytes(model: PretrainedConfig, generator: GeneratorConfig, dtype: st
 
 
 def check_engine(model: PretrainedConfig, generator: GeneratorConfig, dtype: str) -> None:
-    """Check that an engine's GPUs can divide the model, and that its KV cache can hold a request.
+    """Check that an engine's GPUs can split the model, and that its KV cache can hold a request.
 
     Raises:
         UserError: names the setting, with what helps.
@@ -41,7 +41,7 @@ def check_engine(model: PretrainedConfig, generator: GeneratorConfig, dtype: str
     numbers = {name: number for name in DIVIDED if (number := getattr(model, name, None))}
     numbers["vocabulary rows"] = -(-model.vocab_size // VOCABULARY_ROWS) * VOCABULARY_ROWS
     wrong = [f"{name} {number}" for name, number in numbers.items() if number % gpus]
-    if kv_heads % gpus and gpus % kv_heads:  # fewer key heads than GPUs are copied
+    if kv_heads % gpus and gpus % kv_heads:  # with fewer key heads than GPUs, the heads are replicated
         wrong.append(f"num_key_value_heads {kv_heads}")
     if wrong:
         raise UserError(

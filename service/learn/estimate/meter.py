@@ -1,4 +1,4 @@
-"""Counts what operations allocate, compute and move; with fake tensors, without any of it."""
+"""Counts the allocations, FLOPs and memory traffic of operations; with fake tensors, without executing them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """
 
     def __init__(self, vocab_size: int, row_tokens: int) -> None:
-        """`row_tokens`: length of the rows, which no fake tensor holds."""
+        """`row_tokens`: length of the rows, which fake tensors do not contain."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._vocab_size, self._row_tokens = vocab_size, row_tokens
         self._of_storage: weakref.WeakKeyDictionary[torch.UntypedStorage, list[Any]] = weakref.WeakKeyDictionary()
@@ -51,7 +51,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Time on an H100, by kind, without collectives and the copies that FSDP2 makes for them."""
 
     def __enter__(self) -> Meter:
-        # FSDP2 resizes storages by themselves, which is no operation on a tensor
+        # FSDP2 resizes storages directly, which is not an operation on a tensor
         self._resize_storage = torch.UntypedStorage.resize_
 
         def resize(storage: torch.UntypedStorage, size: int) -> Any:
@@ -71,14 +71,14 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # its operations on local shards come next
+            return NotImplemented  # its operations on local shards follow
         result = function(*args, **(kwargs or {}))
         if not self._in_one_kernel:
             self._take(function._schema.name.split("::")[1], function, (args, kwargs), result)
         return result
 
     def one_kernel(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Call a function of elementwise operations that is one kernel on a GPU: only its result takes memory."""
+        """Call a function of elementwise operations that is a single kernel on a GPU: only its result takes memory."""
         self._in_one_kernel = True
         try:
             result = function(*args)
@@ -103,7 +103,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._count(name, function, read, made)
 
     def _count(self, name: str, function: Any, read: list[Tensor], made: list[Tensor]) -> None:
-        """Add an operation that writes."""
+        """Count an operation that writes to memory."""
         moved = sum(map(_bytes, (*read, *made)))
         if "varlen_attn" in name:
             backward = "backward" in name
@@ -123,7 +123,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.seconds[kind] += seconds
 
     def _hold(self, storage: torch.UntypedStorage, part: str) -> None:
-        """Count a storage to a part, with the size that it has now."""
+        """Assign a storage with its current size to a part."""
         if storage not in self._of_storage:
             self._of_storage[storage] = ["", 0]
             weakref.finalize(storage, self._count_bytes, self._of_storage[storage], "", 0)
@@ -137,17 +137,17 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.peak = Counter({part: held for part, held in self._held.items() if held and part != HOST})
 
     def held_on_device(self) -> int:
-        """Bytes that tensors hold now."""
+        """Bytes that tensors currently hold."""
         return self._held.total() - self._held[HOST]
 
     def mark(self, part: str, tensors: Iterable[Tensor | None]) -> None:
-        """Count these tensors to a part."""
+        """Assign these tensors to a part."""
         for tensor in tensors:
             if tensor is not None:
                 self._hold(local_shard(tensor).untyped_storage(), part)
 
     def forget(self) -> None:
-        """Forget the peak and what was counted, not what is held."""
+        """Reset the peak and the counts, but not the bytes that are held."""
         self.peak.clear()
         self.flops = self.sent = 0.0
         self.seconds.clear()

@@ -38,7 +38,7 @@ GPUS_OF_A_NODE = 8
 
 @dataclass(frozen=True)
 class StepEstimate:
-    """What a step takes on one rank; all but `peak` and `optimizer_seconds` is of one micro-batch."""
+    """Resources of a step on one rank; all but `peak` and `optimizer_seconds` are for one micro-batch."""
 
     parameters: int
     """Parameters of the whole model, with its adapter."""
@@ -59,7 +59,7 @@ class StepEstimate:
 
     @property
     def peak_bytes(self) -> int:
-        """Bytes of the device's memory, when it holds most."""
+        """Peak bytes of the device's memory."""
         return sum(self.peak.values())
 
     @property
@@ -75,7 +75,7 @@ def estimate_step(
     on_gpu: bool = True,
     checkpointing: Checkpointing | None = None,
 ) -> StepEstimate:
-    """The estimate for a folder with a `config.json`; weights need not be there.
+    """The estimate for a folder with a `config.json`; the weights may be missing.
 
     Micro-batches are full of rows of `row_tokens` (None: the longest that the generator makes), half of whose tokens
     carry loss. `checkpointing` takes the place of the trainer's setting. A process group must not exist yet.
@@ -83,7 +83,7 @@ def estimate_step(
     Raises:
         UserError: the model cannot be made or run.
     """
-    # rows of one length take as many slots padded as packed, and fake masks cannot be looked at
+    # with rows of one length, padding takes as many slots as packing, and fake masks have no values to inspect
     plain = settings.trainer.model_copy(update={"compile": False, "fused_kernels": False, "layout": "packed"})
     settings = replace(settings, trainer=plain)
     vocab_size = read_config(folder).vocab_size
@@ -103,7 +103,7 @@ def estimate_step(
 def fake_policy(settings: LearnSettings, folder: Path, checkpointing: Checkpointing | None = None) -> Policy:
     """The first rank's policy, without weights, for fake tensors."""
     ranks, device = settings.trainer.ranks, torch.device("cpu")
-    # as many on each node, as `trainer.shard_within: node` needs them; which nodes there are, only the run can say
+    # the same number on each node, as `trainer.shard_within: node` requires; the real nodes are unknown before the run
     on_a_node = max(n for n in range(1, GPUS_OF_A_NODE + 1) if ranks % n == 0)
     nodes = [str(rank // on_a_node) for rank in range(ranks)]
     return Policy(settings, folder, device, 0, ranks, random_weights=True, nodes=nodes, checkpointing=checkpointing)
@@ -165,7 +165,7 @@ def _pretended_ranks(ranks: int) -> Iterator[None]:
 
 
 def full_mini_batch(trainer: TrainerConfig, vocab_size: int, row_tokens: int) -> MiniBatch:
-    """A mini-batch whose micro-batches are as long as the token budget allows, of one trajectory a row."""
+    """A mini-batch with micro-batches as long as the token budget allows, and one trajectory per row."""
     rows, parts = max(1, trainer.tokens_of_micro_batch // row_tokens), trainer.batch_parts
     trajectories = np.arange(rows * MICRO_BATCHES, dtype=np.int32)
     carries_loss = np.arange(row_tokens) >= row_tokens - row_tokens // 2

@@ -1,1 +1,1 @@
-"""From log-probabilities to one loss: terms, advantages, corrections, reduction."""
+"""Computes one loss from log-probabilities: terms, advantages, corrections, reduction."""

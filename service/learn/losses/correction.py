@@ -33,7 +33,7 @@ from service.learn.losses.loss import safe_exp
 
 
 class TrajectoryRatios(NamedTuple):
-    """Log-ratios of the loss tokens of each trajectory; 0 where it has none in this rank's micro-batches."""
+    """Log-ratios of the loss tokens of each trajectory; 0 for trajectories without tokens on this rank."""
 
     sum_G: Tensor
     mean_G: Tensor
@@ -56,7 +56,7 @@ def trajectory_ratios(
     n_trajectories: int,
     group: dist.ProcessGroup | None = None,
 ) -> TrajectoryRatios:
-    """Reduce log-ratios `[M]` of several micro-batches over their tokens' trajectories `[M]`, and over ranks."""
+    """Reduce log-ratios `[M]` of several micro-batches by trajectory (`trajectories`: `[M]`), and over ranks."""
     log_ratio, trajectory = torch.cat(list(log_ratios)), torch.cat(list(trajectories))
     counted = torch.stack([log_ratio, torch.ones_like(log_ratio)]).double()
     sums = counted.new_zeros(2, n_trajectories).index_add(1, trajectory, counted)

@@ -58,7 +58,7 @@ class LossInputs(NamedTuple):
 
 
 class LossTerms(NamedTuple):
-    """The result of a loss: one term a token."""
+    """The result of a loss: one term per token."""
 
     loss_M: Tensor
     clipped_M: Tensor
@@ -92,12 +92,12 @@ def policy_loss(name: str, over_trajectory: bool = False) -> Callable[[LossFunct
 
 
 def loss_named(setting: str) -> PolicyLoss:
-    """The loss that `algorithm.loss` names: a registered name, or `module:name` with the module that registers it."""
+    """The loss that `algorithm.loss` names: a registered name, or `module:name` of a module that registers it."""
     return registered("algorithm.loss", "loss", setting, _LOSSES)
 
 
 def check_terms(setting: str, terms: object, inputs: LossInputs) -> LossTerms:
-    """The result of the loss of this name, unchanged; a wrong shape would otherwise be broadcast silently.
+    """Check and return the result of this loss; a wrong shape would otherwise be broadcast silently.
 
     Raises:
         ConfigError: it is not one term a token, or has no gradient.
@@ -150,7 +150,7 @@ def ppo_clip(inputs: LossInputs, settings: AlgorithmConfig) -> LossTerms:
 
 @policy_loss("dual_clip")
 def dual_clip(inputs: LossInputs, settings: AlgorithmConfig) -> LossTerms:
-    """The clipped surrogate, bounded where the advantage is negative and the ratio large (Ye et al.)."""
+    """The clipped surrogate, with a bound if the advantage is negative and the ratio large (Ye et al.)."""
     terms = ppo_clip(inputs, settings)
     bound_M = -settings.dual_clip * inputs.advantage_M
     bounded_M = (inputs.advantage_M < 0) & (bound_M < terms.loss_M)
@@ -167,7 +167,7 @@ def cispo(inputs: LossInputs, settings: AlgorithmConfig) -> LossTerms:
 
 @policy_loss("rollout_is")
 def rollout_is(inputs: LossInputs, settings: AlgorithmConfig) -> LossTerms:
-    """Policy gradient weighted by the ratio; tokens whose ratio is out of range have no gradient (GLM-5)."""
+    """Policy gradient weighted by the ratio; tokens with a ratio out of range have no gradient (GLM-5)."""
     ratio_M = _ratio(inputs).detach()
     outside_M = _clip(ratio_M, settings) != ratio_M
     weighted_M = ratio_M * inputs.advantage_M * inputs.logprob_M
@@ -186,7 +186,7 @@ def gspo(inputs: LossInputs, settings: AlgorithmConfig) -> LossTerms:
     """The clipped surrogate of the trajectory's ratio; each token carries its part of that ratio's gradient (GSPO)."""
     if inputs.trajectory_log_ratio_M is None:
         raise ValueError("gspo needs the trajectories' log-ratios")
-    # 0 in value, the token's gradient in its derivative
+    # has the value 0, and the token's gradient as derivative
     own_M = inputs.logprob_M - inputs.logprob_M.detach()
     return _surrogate(safe_exp(inputs.trajectory_log_ratio_M + own_M), inputs.advantage_M, settings)
 

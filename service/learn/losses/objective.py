@@ -46,7 +46,7 @@ class FixedLogprobs(NamedTuple):
 
 
 class TrajectoryInputs(NamedTuple):
-    """What the loss needs of each trajectory of the mini-batch, on the device."""
+    """Inputs of the loss for each trajectory of the mini-batch, on the device."""
 
     value_G: Tensor
     """The advantage; with a whitening the return."""
@@ -68,7 +68,7 @@ class _Anchor(NamedTuple):
 
 
 class Objective:
-    """The configured loss, correction, KL and entropy terms."""
+    """The loss as configured: policy term, correction, KL and entropy terms."""
 
     def __init__(
         self, settings: LearnSettings, device: torch.device, dtype: torch.dtype, group: dist.ProcessGroup | None = None
@@ -137,7 +137,7 @@ class Objective:
             inputs.correction_ratios if self._corrects_trajectories else None,
             micro.trajectory_M,
         )
-        # where: a masked token's term may be non-finite
+        # `where`, because a masked token's term may be non-finite
         term_M = torch.where(correction.kept_M, correction.weight_M * terms.loss_M, 0)
         term_M = term_M - algorithm.entropy_coef * output.entropy_M
         if fixed.reference_M is not None:

@@ -25,7 +25,7 @@ from service.types import Float64s, MiniBatch
 
 
 def trajectory_weights(batch: MiniBatch, reduction: str, norm_tokens: int) -> Float64s:
-    """[G] the weight of each loss token of a trajectory; of `sequence_mean` that of each row."""
+    """[G] the weight of each loss token of a trajectory; with `sequence_mean`, [R] of each row."""
     tokens_G = batch.loss_tokens_G.astype(np.float64)
     n_trajectories = len(tokens_G)
     match reduction:
@@ -46,5 +46,5 @@ def trajectory_weights(batch: MiniBatch, reduction: str, norm_tokens: int) -> Fl
 
 
 def _inverse(denominator: Float64s) -> Float64s:
-    """1 / denominator; 0 where the denominator is 0, because there is no loss token to weigh."""
+    """1 / denominator; 0 if the denominator is 0, because then there is no loss token."""
     return np.divide(1.0, denominator, out=np.zeros_like(denominator), where=denominator > 0)

@@ -1,4 +1,4 @@
-"""Metrics of a step: sums and maxima collected on the device, then means and ratios of them on the host."""
+"""Metrics of a step: sums and maxima collected on the device, from which the host computes means and ratios."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Sums:
         self._sums[name] = self._sums[name] + value if name in self._sums else value
 
     def max(self, name: str, value_M: Tensor) -> None:
-        """Keep the largest of these values; `-inf` where there are none."""
+        """Keep the largest of these values; `-inf` if there are none."""
         floor = torch.full((1,), -torch.inf, dtype=torch.float64, device=self._device)
         value = torch.cat([floor, value_M.detach().to(torch.float64)]).amax(0, keepdim=True)
         self._maxima[name] = torch.maximum(self._maxima[name], value) if name in self._maxima else value
@@ -54,12 +54,12 @@ class Sums:
 
 
 class RatioMetrics:
-    """Importance ratios of the trained policy over the rollout, in all and by staleness."""
+    """Importance ratios of the trained policy over the rollout, overall and by staleness."""
 
     def __init__(self, device: torch.device, tolerance: float) -> None:
-        """`tolerance`: size of a log ratio, in nats, beyond which engine and trainer count as differing."""
+        """`tolerance`: absolute log ratio, in nats, beyond which engine and trainer count as differing."""
         self._tolerance = tolerance
-        # made once, because copying constants to the device waits for the device
+        # allocated once, because copying constants to the device waits for the device
         self._edges = torch.tensor(STALENESS_EDGES, device=device)
 
     def add(self, sums: Sums, log_ratio_M: Tensor, clipped_M: Tensor, staleness_M: Tensor) -> None:
@@ -126,7 +126,7 @@ def _ratio_metrics(key: str, mean: float, square: float, largest: float) -> dict
 
 
 def not_finite(metrics: dict[str, float]) -> str | None:
-    """Why no optimizer step may be taken; None when it may.
+    """Why the optimizer step must be skipped; None if it may be taken.
 
     `policy_kl` shows an infinite rollout log-probability, which clamping keeps out of loss and gradient.
     """
@@ -137,5 +137,5 @@ def not_finite(metrics: dict[str, float]) -> str | None:
 
 
 def _root(square: float) -> float:
-    """Square root; 0 for a variance that rounding made negative, NaN for NaN."""
+    """Square root; 0 for a variance that is negative by rounding, NaN for NaN."""
     return math.sqrt(square) if not square < 0 else 0.0

@@ -25,18 +25,18 @@ from service.learn.losses.step_metrics import Sums
 
 
 def teacher_advantage(settings: TeacherConfig, micro: DeviceBatch) -> Tensor:
-    """[M] what the teacher adds to the advantage of each loss token."""
+    """[M] the teacher's contribution to the advantage of each loss token."""
     if settings.mode != "advantage":
         return torch.zeros_like(micro.rollout_logprob_M)
     return settings.coef * _log_ratio(micro)
 
 
 def teacher_loss(settings: TeacherConfig, kl_estimator: str, logprob_M: Tensor, micro: DeviceBatch) -> Tensor:
-    """[M] what the teacher adds to the loss of each loss token."""
+    """[M] the teacher's contribution to the loss of each loss token."""
     if settings.mode != "kl" or micro.teacher_logprob_M is None:
         return torch.zeros_like(micro.rollout_logprob_M)
     known_M = ~micro.teacher_logprob_M.isnan()
-    # a known number in place of NaN, whose gradient would be NaN behind `where` too
+    # replaces NaN by a number, because the gradient of NaN would be NaN even behind `where`
     teacher_M = torch.where(known_M, micro.teacher_logprob_M, logprob_M.detach())
     return torch.where(known_M, settings.coef * kl_term(kl_estimator, logprob_M, teacher_M), 0)
 

@@ -28,7 +28,7 @@ WHITEN_EPSILON = 1e-8
 
 
 class Whitening(NamedTuple):
-    """How discounted returns become advantages: `(return * gamma ** tokens after - mean) * scale`."""
+    """The map from discounted returns to advantages: `(return * gamma ** tokens after - mean) * scale`."""
 
     gamma: float
     mean: float
@@ -53,7 +53,7 @@ def _geometric_sum(ratio: float, terms_G: Float64s) -> Float64s:
 
 
 def turn_advantages(value_X: Tensor, micro: DeviceBatch) -> Tensor:
-    """[M] the advantage of each loss token, from that of its turn.
+    """[M] the advantage of each loss token, taken from its turn.
 
     Raises:
         ValueError: the micro-batch does not say of which turn its loss tokens are.
@@ -66,7 +66,8 @@ def turn_advantages(value_X: Tensor, micro: DeviceBatch) -> Tensor:
 
 
 def token_advantages(value_G: Tensor, whitening: Whitening | None, micro: DeviceBatch) -> Tensor:
-    """[M] the advantage of each loss token, from its trajectory's advantage, or its return if there is a whitening."""
+    """[M] the advantage of each loss token, from its trajectory's advantage, or from its return if there is a
+    whitening."""
     value_M = micro.trajectory_to_tokens(value_G)
     if whitening is None:
         return value_M
@@ -75,7 +76,7 @@ def token_advantages(value_G: Tensor, whitening: Whitening | None, micro: Device
 
 
 def _tokens_after(micro: DeviceBatch) -> Tensor:
-    """[M] how many loss tokens follow in the same row, also on other ranks."""
+    """[M] how many loss tokens follow in the same row, including those on other ranks."""
     row_M = micro.row_of_token_N.index_select(0, micro.loss_token_M)
     last_M = torch.searchsorted(micro.row_of_token_N, row_M, right=True) - 1
     until_N = micro.loss_mask_N.cumsum(0)

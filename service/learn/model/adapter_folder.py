@@ -1,4 +1,4 @@
-"""Adapters on disk in PEFT's form, the base that an adapter belongs to, and the weights of both together.
+"""Adapters on disk in PEFT's form, the base that an adapter belongs to, and merging both.
 
 adapter_config.json          rank, alpha, targets, the base's path
 adapter_model.safetensors    base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight, ...
@@ -58,7 +58,7 @@ class Base(BaseModel):
 
     @staticmethod
     def of(folder: Path) -> Base:
-        """The base in a Hugging Face folder."""
+        """The base model in a Hugging Face folder."""
         hasher = xxhash.xxh3_128((folder / MODEL_CONFIG).read_bytes())
         for file in _weight_files(folder):
             size = file.stat().st_size
@@ -70,7 +70,7 @@ class Base(BaseModel):
         return Base(path=str(folder.absolute()), fingerprint=hasher.hexdigest())
 
     def refuse_other(self, fingerprint: str, where: str) -> None:
-        """Raises `UserError` where an adapter, found `where`, belongs to a base of another fingerprint."""
+        """Raises `UserError` if the adapter in `where` belongs to a base with another fingerprint."""
         if fingerprint != self.fingerprint:
             raise UserError(
                 f"{where} is of an adapter for another model than {self.path}; use the model it was made for"
@@ -78,12 +78,12 @@ class Base(BaseModel):
 
 
 def peft_names(tensors: Mapping[str, Named]) -> dict[str, Named]:
-    """An adapter's tensors, or rows of them, under PEFT's names."""
+    """An adapter's tensors, or rows of them, by PEFT's names."""
     return {PREFIX + name: tensor for name, tensor in tensors.items()}
 
 
 def write_adapter(folder: Path, base: Base, lora: LoraConfig, tensors: Mapping[str, Tensor]) -> None:
-    """Write an adapter, whole or not at all."""
+    """Write an adapter; the folder appears only once it is complete."""
     settings: dict[str, Any] = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -156,14 +156,14 @@ def check_adapter(folder: Path, lora: LoraConfig, base: Base, shapes: Mapping[st
 def read_adapter(
     folder: Path, base: Base, masters: Mapping[str, Tensor], parameters: Mapping[str, nn.Parameter]
 ) -> None:
-    """Fill this rank's shards with an adapter's tensors, which `check_adapter` describes."""
+    """Fill this rank's shards with an adapter's tensors; see `check_adapter` for their form."""
     tensors = _tensors(folder, base, {name: parameter.shape for name, parameter in parameters.items()})
     for name, parameter in parameters.items():
         masters[name].copy_(tensors[name][shard_rows(parameter)])
 
 
 def _tensors(folder: Path, base: Base, shapes: Mapping[str, Sequence[int]] | None = None) -> dict[str, Tensor]:
-    """An adapter's tensors by the names of the model's parameters, which must have these shapes, if given."""
+    """An adapter's tensors by the names of the model's parameters; checks their shapes if `shapes` is given."""
     file = folder / ADAPTER_WEIGHTS
     try:
         with safe_open(file, framework="pt") as opened:
@@ -171,7 +171,7 @@ def _tensors(folder: Path, base: Base, shapes: Mapping[str, Sequence[int]] | Non
         tensors = {name.removeprefix(PREFIX): tensor for name, tensor in load_file(file).items()}
     except (SafetensorError, OSError) as error:
         raise UserError(f"model.adapter: {file} cannot be read: {error}") from error
-    base.refuse_other(metadata.get(FINGERPRINT, base.fingerprint), str(folder))  # PEFT's own writes none
+    base.refuse_other(metadata.get(FINGERPRINT, base.fingerprint), str(folder))  # PEFT's adapters have none
     found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     wanted = found if shapes is None else {name: tuple(shape) for name, shape in shapes.items()}
     for name in sorted(found.keys() | wanted.keys()):
@@ -181,14 +181,14 @@ def _tensors(folder: Path, base: Base, shapes: Mapping[str, Sequence[int]] | Non
                 f"{here or 'none'} here"
             )
     for name, tensor in tensors.items():
-        # one number that is not finite would make every log-probability NaN
+        # a single non-finite number would make every log-probability NaN
         if not tensor.is_floating_point() or not tensor.float().isfinite().all():
             raise UserError(f"model.adapter: {file} is damaged: {name} holds other than finite floating-point numbers")
     return tensors
 
 
 def merge(adapter: Path, base: Path, folder: Path) -> None:
-    """Write the base with an adapter's update as a float32 Hugging Face folder, whole or not at all.
+    """Write the base with an adapter's update as a float32 Hugging Face folder, which appears only once it is complete.
 
     Each weight is merged anew from the base: merging in place drifts, and merging in bfloat16 loses small updates.
 

@@ -39,9 +39,9 @@ _GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signature(var
 
 @cache
 def use_fastest_attention(device: torch.device) -> str:
-    """Let torch's kernels be FlashAttention 3 where GPU, torch and an installed wheel allow it; returns the choice.
+    """Let torch use FlashAttention 3 if GPU, torch and an installed wheel allow it; returns the choice.
 
-    Else they stay FlashAttention 2, which is part of torch.
+    Otherwise torch uses FlashAttention 2, which is part of torch.
     """
     activate = getattr(torch.nn.attention, "activate_flash_attention_impl", None)  # from torch 2.11 on
     if device.type != "cuda" or activate is None or find_spec(FLASH_ATTENTION_3) is None:
@@ -92,7 +92,7 @@ def _variable_length(query: Tensor, key: Tensor, value: Tensor, packing: Packing
     cu_keys, longest_key = cu_queries, longest_query
     if packing.paths is not None:
         cu_keys, longest_key = packing.paths.cu_keys, packing.paths.longest
-        # in the accumulation type, in which the gradients of a key that many rows share are then summed
+        # in the accumulation type, because gradients of a key shared by many rows are summed in it
         wide, slot_N = accumulation_dtype(key.dtype), packing.paths.slot_N
         key, value = (x.to(wide).index_select(0, slot_N).to(x.dtype) for x in (key, value))
     query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
@@ -113,5 +113,5 @@ def _padded(query: Tensor, key: Tensor, value: Tensor, bucket: Bucket, scaling: 
     return from_lines(out, bucket)
 
 
-# without a mask function of the same name Hugging Face makes no mask, and does not look for packed rows by itself
+# without a mask function of this name Hugging Face makes no mask, and does not detect packed rows itself
 AttentionInterface.register(NAME, packed_attention)

@@ -16,7 +16,7 @@ PROJECTIONS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_pro
 
 
 def names_on_disk(name: str, expert: int) -> list[str]:
-    """The weights on disk that one expert's part of a fused weight consists of; none if `name` is not a fused weight.
+    """The weights on disk that make up one expert's part of a fused weight; empty if `name` is not a fused weight.
 
     >>> names_on_disk("model.layers.0.mlp.experts.gate_up_proj", 3)
     ['model.layers.0.mlp.experts.3.gate_proj.weight', 'model.layers.0.mlp.experts.3.up_proj.weight']
@@ -28,15 +28,16 @@ def names_on_disk(name: str, expert: int) -> list[str]:
 
 
 def split_experts(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Fused weights of experts as one weight an expert and projection, as on disk; all others unchanged."""
+    """Split fused weights of experts into one weight per expert and projection, as on disk; other weights are
+    unchanged."""
     whole = {name: Rows(tuple(weight.shape), 0, weight) for name, weight in weights.items()}
     # safetensors refuses tensors that share memory
     return {name: rows if name in weights else rows.clone() for name, (_, _, rows) in split_expert_rows(whole).items()}
 
 
 def split_expert_rows(weights: Mapping[str, Rows]) -> dict[str, Rows]:
-    """As `split_experts`, of a rank's rows: a fused weight has a row an expert, so a rank has the whole weights on disk
-    of its experts and nothing of the others."""
+    """Same as `split_experts`, for a rank's rows: a fused weight has one row per expert, so the rank has complete
+    weights of some experts and none of the others."""
     split = dict[str, Rows]()
     for name, (shape, first, rows) in weights.items():
         if not names_on_disk(name, 0):

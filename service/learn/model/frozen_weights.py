@@ -19,7 +19,7 @@ from service.learn.model.policy import Policy
 
 
 class FrozenWeights:
-    """The copies that a configuration asks for, by kind: `proximal`, `reference`."""
+    """The copies that the configuration needs, by kind: `proximal`, `reference`."""
 
     def __init__(self, algorithm: AlgorithmConfig, policy: Policy) -> None:
         self._policy = policy
@@ -50,7 +50,7 @@ class FrozenWeights:
 
     @torch.no_grad()
     def take(self, kind: str, step: int) -> None:
-        """Copy the current weights, which have had `step` optimizer steps."""
+        """Copy the current weights, after `step` optimizer steps."""
         self.taken_at[kind] = step
         masters = self._policy.master_weights.tensors
         if kind not in self.copies:
@@ -63,7 +63,7 @@ class FrozenWeights:
 
     @contextmanager
     def _in_use(self, kind: str) -> Iterator[None]:
-        """While the block runs, the model computes with the frozen weights."""
+        """Within the block, the model computes with the frozen weights."""
         self._exchange(self.copies[kind])
         try:
             yield

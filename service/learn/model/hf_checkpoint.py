@@ -1,4 +1,4 @@
-"""Weights of Hugging Face folders: compared with the model, read a rank's shard at a time, written whole."""
+"""Weights of Hugging Face folders: compares them with the model, reads a rank's shard, writes whole folders."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ROWS_AT_ONCE = 4096
 
 
 class StoredWeights:
-    """The weights of a folder, by name; a file is opened when a weight of it is first read."""
+    """The weights of a folder, by name; a file is opened when one of its weights is first read."""
 
     def __init__(self, folder: Path, stack: ExitStack) -> None:
         self._folder = folder
@@ -71,7 +71,7 @@ class StoredWeights:
             )
 
     def _parts(self, name: str, shape: Sequence[int]) -> Iterator[tuple[str, Sequence[int]]]:
-        """Names and shapes of a weight on disk: itself, or one an expert and projection."""
+        """Names and shapes of a weight on disk: itself, or one per expert and projection."""
         if name in self._file_of or not names_on_disk(name, 0):
             yield name, shape
             return
@@ -80,7 +80,7 @@ class StoredWeights:
             yield from ((part, (shape[1] // len(parts), *shape[2:])) for part in parts)
 
     def _check_tied_head(self, shape: Sequence[int]) -> None:
-        """A folder may store the output head of tied embeddings too; it must equal the embedding."""
+        """Check the output head of tied embeddings if the folder stores it: it must equal the embedding."""
         head, embedding = self._slice(HEAD, shape), self._slice(EMBEDDING, shape)
         for start in range(0, shape[0], ROWS_AT_ONCE):
             rows = slice(start, start + ROWS_AT_ONCE)
@@ -122,7 +122,7 @@ def load_weights(folder: Path, masters: Mapping[str, Tensor], parameters: Mappin
 
 
 def check_weights(folder: Path, shapes: Mapping[str, Sequence[int]]) -> None:
-    """Compare a folder's weights with the shapes that its config.json asks for; reads headers, and a tied head.
+    """Compare a folder's weights with the shapes of its config.json; reads headers, and a tied head.
 
     Raises:
         UserError: a file is missing, cut short or not safetensors, or the weights differ from the shapes.
@@ -139,14 +139,14 @@ def _files_of(folder: Path) -> dict[str, Path]:
 
 
 def write_folder(folder: Path, source: Path, weights: dict[str, Tensor]) -> None:
-    """Write a Hugging Face folder, whole or not at all: the weights, and all files of `source` but its weights."""
+    """Write a complete Hugging Face folder or none: the weights, and all files of `source` but its weights."""
     with atomic_folder(folder) as partial:
         save_torch_state_dict(weights, partial, metadata={"format": "pt"})
         write_beside_weights(source, partial, next(iter(weights.values())).dtype)
 
 
 def write_beside_weights(source: Path, folder: Path, dtype: torch.dtype) -> None:
-    """Copy all files of a Hugging Face folder but its weights beside weights of this type; then sync all files."""
+    """Copy all files of a Hugging Face folder except its weights, set the config's `dtype`, and sync all files."""
     for file in sorted(source.iterdir()):
         if file.is_file() and not file.name.startswith("model") and file.suffix not in (".bin", ".safetensors", ".pt"):
             shutil.copy2(file, folder / file.name)

@@ -1,4 +1,4 @@
-"""The `config.json` of a Hugging Face folder: read, and refused where the packed forward pass would be wrong."""
+"""Reads the `config.json` of a Hugging Face folder, and refuses models for which the packed forward pass is wrong."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ MAX_CHARACTERS = 200
 
 
 def read_config(folder: Path) -> PretrainedConfig:
-    """The model's configuration.
+    """Read the model's configuration.
 
     Raises:
         UserError: there is none, it is malformed, names code of its own, or describes a model that is not supported.
@@ -64,7 +64,7 @@ def read_config(folder: Path) -> PretrainedConfig:
 
 @contextmanager
 def code_of_the_model(folder: Path) -> Iterator[None]:
-    """Makes one line of what the model's modules raise, which depends on the numbers in the folder's `config.json`.
+    """Within the block, turn errors of the model's modules into one line; they depend on the numbers in `config.json`.
 
     Raises:
         UserError: names the file and the error, which is its cause.
@@ -73,7 +73,7 @@ def code_of_the_model(folder: Path) -> Iterator[None]:
         yield
     except UserError:
         raise
-    except Exception as error:  # foreign code: no list of what transformers and torch raise for odd numbers is whole
+    except Exception as error:  # no complete list exists of what transformers and torch raise for odd numbers
         first = str(error).strip().partition("\n")[0]
         raise UserError(
             f"model.path: {folder / MODEL_CONFIG} describes a model that cannot be made or run: "
@@ -82,9 +82,9 @@ def code_of_the_model(folder: Path) -> Iterator[None]:
 
 
 def _impossible(settings: Mapping[str, Any]) -> str | None:
-    """Which number of the shape is none; None if all that are given can be."""
+    """The shape setting with an impossible number; None if all are possible."""
     for name, most in MAX_SHAPE.items():
-        value = settings.get(name)  # transformers has a default for what is null or missing
+        value = settings.get(name)  # transformers has a default for missing values and null
         if value is not None and not (type(value) is int and 1 <= value <= most):
             return f"{name} is {value!r:.40}; it must be a whole number from 1 to {most}"
     rope = settings.get("rope_parameters")
@@ -100,7 +100,7 @@ def _impossible(settings: Mapping[str, Any]) -> str | None:
 
 
 def _unsupported(config: PretrainedConfig) -> str | None:
-    """Why a model of this configuration cannot be trained; None if it can."""
+    """Return why a model of this configuration cannot be trained; None if it can."""
     if reason := unsupported(config.model_type, getattr(config, "quantization_config", None)):
         return reason
     if config.hidden_act != ACTIVATION:

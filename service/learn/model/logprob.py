@@ -43,19 +43,20 @@ def token_logprobs(
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The type in which values of `dtype` are summed: float32, or float64 for float64."""
+    """The type for sums of values of type `dtype`: float32, or float64 for float64."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _product(left: Tensor, right: Tensor) -> Tensor:
-    """A matrix product in the accumulation type; on a GPU without rounding to bfloat16 first."""
+    """A matrix product in the accumulation type; on a GPU it is not rounded to bfloat16 in between."""
     if on_gpu(left.device) and left.dtype == torch.bfloat16:
         return torch.mm(left, right, out_dtype=torch.float32)
     return (left @ right).to(accumulation_dtype(left.dtype))
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add a matrix product to a sum in the accumulation type, without memory for the product where a kernel can."""
+    """Add a matrix product to a sum in the accumulation type, if possible in one kernel without memory for the
+    product."""
     if left.dtype == total.dtype:
         total.addmm_(left, right)
     elif on_gpu(left.device) and left.dtype == torch.bfloat16 and (not left.is_cuda or _adds_in_float32(left.device)):
@@ -82,7 +83,7 @@ def statistics(logits: Tensor, tokens: Tensor, inverse_temperature: Tensor) -> t
     normaliser = scaled.logsumexp(-1)
     logprob = scaled.gather(1, tokens[:, None])[:, 0] - normaliser
     probability = (scaled - normaliser[:, None]).exp()
-    # where: a logit of -inf has probability 0, and 0 * -inf would be NaN
+    # `where`, because a logit of -inf has probability 0, and 0 * -inf would be NaN
     entropy = normaliser - torch.where(probability > 0, probability * scaled, 0).sum(-1)
     return logprob, entropy, normaliser
 
@@ -98,7 +99,7 @@ def logit_gradient(
     of_logprob: Tensor,
     of_entropy: Tensor,
 ) -> Tensor:
-    """Gradient of `of_logprob * logprob + of_entropy * entropy` by the logits, in a type.
+    """Gradient of `of_logprob * logprob + of_entropy * entropy` with respect to the logits, as `dtype`.
 
     d logprob / d logit_v = [v is the token] - p_v;    d entropy / d logit_v = -p_v (log p_v + entropy)
     """
@@ -112,7 +113,7 @@ def logit_gradient(
 
 
 class _ChunkedLogprob(torch.autograd.Function):
-    """Saves the hidden states and the log-normalisers; the backward pass computes the logits again."""
+    """Saves the hidden states and the log-normalisers; the backward pass recomputes the logits."""
 
     @staticmethod
     def forward(

@@ -33,7 +33,7 @@ class LoraLinear(nn.Linear):
     """A frozen linear layer with a trained low-rank update."""
 
     def __init__(self, base: nn.Linear, lora: LoraConfig, dtype: torch.dtype) -> None:
-        """`dtype`: of A and B. The layer takes over the parameters of `base`."""
+        """`dtype`: type of A and B. The layer takes over the parameters of `base`."""
         device = base.weight.device
         super().__init__(base.in_features, base.out_features, bias=False, device="meta", dtype=base.weight.dtype)
         self.weight, self.bias = base.weight, base.bias
@@ -74,7 +74,7 @@ def add_adapter(model: nn.Module, layers: nn.ModuleList, lora: LoraConfig, dtype
 
 @contextmanager
 def adapter_off(model: nn.Module) -> Iterator[None]:
-    """While the block runs, the model computes what its base does."""
+    """Within the block, the model computes as without the adapter."""
     adapted = [module for module in model.modules() if isinstance(module, LoraLinear)]
     for module in adapted:
         module.is_on = False
@@ -87,19 +87,21 @@ def adapter_off(model: nn.Module) -> Iterator[None]:
 
 @torch.no_grad()
 def begin_adapter(masters: Mapping[str, Tensor], parameters: Mapping[str, nn.Parameter], seed: int) -> None:
-    """Fill this rank's shards with an adapter that changes nothing: B is 0, A random, for any number of ranks alike."""
+    """Fill this rank's shards with an adapter without effect: B is 0, A is random and independent of the number of
+    ranks."""
     for name, parameter in parameters.items():
         if name.endswith(B):
             masters[name].zero_()
         else:
             generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
-            bound = parameter.shape[1] ** -0.5  # that of PEFT's: Kaiming's with a = sqrt(5)
+            bound = parameter.shape[1] ** -0.5  # PEFT's initialisation: Kaiming with a = sqrt(5)
             whole = torch.empty(parameter.shape).uniform_(-bound, bound, generator=generator)
             masters[name].copy_(whole[shard_rows(parameter)])
 
 
 def merged(weights: Mapping[str, Tensor], adapter: dict[str, Tensor], lora: LoraConfig) -> dict[str, Tensor]:
-    """Weights in float32, new ones with the update W + alpha / rank B A where `adapter` has it, which is taken out."""
+    """Copies of the weights in float32, plus the update alpha / rank B A for weights in `adapter`, which is
+    consumed."""
     found = {name: weight.float() for name, weight in weights.items()}
     for name, weight in found.items():
         a, b = (name.removesuffix(".weight") + end for end in (A, B))

@@ -1,4 +1,4 @@
-"""Master weights: the tensors that the optimizer updates, one for each parameter that is trained.
+"""Master weights: the tensors that the optimizer updates, one per trained parameter.
 
 The optimizer works on the local shards as plain tensors: the same arithmetic as on distributed tensors, without the
 cost of dispatching each operation.
@@ -23,7 +23,7 @@ from service.learn.model.sharding import host_copy, local_shard
 
 
 class MasterWeights:
-    """The float32 (float64 in tests) weights, one plain local tensor a parameter."""
+    """The float32 (float64 in tests) weights, one plain local tensor per parameter."""
 
     def __init__(self, model: nn.Module, compute: torch.dtype, world_size: int, cpu_offload: bool) -> None:
         named = model.named_parameters()
@@ -57,7 +57,7 @@ class MasterWeights:
         return accumulate
 
     def gradients(self) -> list[Tensor]:
-        """Move the gradients to the master weights and list them; a parameter without a gradient is left out."""
+        """Move the gradients to the master weights and return them; parameters without a gradient are left out."""
         if not self._copied:
             for name, parameter in self.parameters.items():
                 self.tensors[name].grad = None if parameter.grad is None else local_shard(parameter.grad)
@@ -74,7 +74,7 @@ class MasterWeights:
         """Drop all gradients if the block raises, so that they do not reach the next step."""
         try:
             yield
-        except BaseException:  # also when cancelled: half-summed gradients reach no step
+        except BaseException:  # also on cancellation: partial gradients must not reach a step
             self.drop_gradients()
             raise
 
@@ -87,6 +87,6 @@ class MasterWeights:
 
 
 def randomize(weights: Iterable[Tensor]) -> None:
-    """Random weights: ones in vectors (norms, biases), the customary small deviation in matrices."""
+    """Set random weights: ones in vectors (norms, biases), normal values with the usual small deviation in matrices."""
     for weight in weights:
         weight.fill_(1.0) if weight.ndim == 1 else weight.normal_(std=0.02)

@@ -1,4 +1,4 @@
-"""The policy on one rank: its shards of the model, and the master weights behind them."""
+"""The policy on one rank: its shards of the model, and their master weights."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Policy:
         dtype = self.dtype if world_size == 1 else self.accumulation_dtype
         # a model without memory needs no fake tensors, and a mesh of ranks cannot be made of them
         with unset_fake_temporarily():
-            # a frozen base is stored as it is computed with
+            # a frozen base is stored in the compute type
             self.model = empty_model(hf_config, dtype if self.lora is None else self.dtype, trainer, checkpointing)
             if self.lora is not None:
                 add_adapter(self.model, self.model.layers, self.lora, dtype)
@@ -87,7 +87,7 @@ class Policy:
 
     @torch.no_grad()
     def _fill(self, settings: LearnSettings, random_weights: bool) -> None:
-        """Fill all weights: random ones, or those on disk; without one on disk, the adapter begins as nothing."""
+        """Fill all weights: random ones, or those on disk; an adapter without a file on disk starts without effect."""
         masters, trained = self.master_weights.tensors, self.master_weights.parameters
         whole = dict(self.model.named_parameters())
         base = {name: parameter for name, parameter in whole.items() if self.lora is None or name not in trained}
@@ -104,12 +104,12 @@ class Policy:
 
     @cached_property
     def base(self) -> Base | None:
-        """The model that the adapter belongs to; None where all weights are trained."""
+        """The model that the adapter belongs to; None if all weights are trained."""
         return None if self.lora is None else Base.of(self._folder)
 
     @property
     def alpha(self) -> float | None:
-        """The factor of the adapter's update; None where all weights are trained."""
+        """The factor of the adapter's update; None if all weights are trained."""
         return None if self.lora is None else self.lora.alpha
 
     def to_device(self, micro: MicroBatch) -> DeviceBatch:
@@ -124,13 +124,13 @@ class Policy:
         return logprobs
 
     def base_logprobs(self, micros: Sequence[DeviceBatch]) -> list[Tensor]:
-        """As `logprobs`, of the model without its adapter."""
+        """Same as `logprobs`, for the model without its adapter."""
         with adapter_off(self.model):
             return self.logprobs(micros)
 
     def weights(self, everywhere: bool = False) -> dict[str, Tensor] | None:
-        """Copies of what is trained, in the model's type: all weights under their Hugging Face names, or the adapter
-        under PEFT's, B without its factor; every rank must call.
+        """Copies of the trained weights in the model's type: all weights under their Hugging Face names, or the adapter
+        under PEFT's names, B without its factor; every rank must call.
 
         Rank 0 has them in CPU memory and the other ranks get None; with `everywhere` every rank has them on its device.
         """
@@ -141,13 +141,12 @@ class Policy:
         return split_experts(whole) if self.lora is None else peft_names(whole)
 
     def shards(self) -> dict[str, Rows]:
-        """Copies in CPU memory of what this rank holds of the weights that `weights` gathers, under the same names."""
+        """Copies in CPU memory of this rank's part of the weights that `weights` gathers, under the same names."""
         rows = local_rows(self.master_weights.parameters, self.dtype)
         return split_expert_rows(rows) if self.lora is None else peft_names(rows)
 
     def export(self, folder: Path) -> None:
-        """Write a Hugging Face folder with the weights, or the float32 adapter in PEFT's form, whole or not at all;
-        every rank must call.
+        """Write a Hugging Face folder of the weights, or the float32 adapter in PEFT's form; every rank must call.
 
         Rank 0 writes. The other ranks return at once: a collective operation that waited for the disk would run into
         the deadline of collectives.

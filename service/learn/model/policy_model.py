@@ -23,7 +23,7 @@ from service.learn.model.router_replay import RouterReplay
 
 
 class Checkpointing(NamedTuple):
-    """What the backward pass recomputes instead of keeping it in memory."""
+    """Which values the backward pass recomputes instead of keeping them in memory."""
 
     layers: int
     """How many layers keep their input only."""
@@ -32,12 +32,12 @@ class Checkpointing(NamedTuple):
 
     @staticmethod
     def of(setting: bool | int | str, n_layers: int) -> Checkpointing:
-        """As `trainer.gradient_checkpointing` says; `auto` is none, unless an estimate has chosen another one."""
+        """Parse `trainer.gradient_checkpointing`; `auto` means none, unless an estimate has chosen another value."""
         every = 0 if isinstance(setting, str) else int(setting)
         return Checkpointing(-(-n_layers // every) if every else 0)
 
     def includes(self, layer: int, n_layers: int) -> bool:
-        """Whether the layer of this number keeps its input only; such layers are spread evenly."""
+        """Whether layer number `layer` keeps only its input; such layers are spread evenly."""
         return layer * self.layers // n_layers != (layer - 1) * self.layers // n_layers
 
 
@@ -51,12 +51,12 @@ class PolicyModel(nn.Module):
         self._replay = RouterReplay(self.layers)
 
     def forward(self, micro: DeviceBatch) -> TokenLogprobs:
-        """[M] log-probabilities of the tokens that carry loss, and entropies of the distributions they came from."""
+        """[M] log-probabilities of the tokens that carry loss, and entropies of their distributions."""
         self._replay.set(micro.routed_experts_SLK)
         output = self.model(
             input_ids=micro.input_ids, position_ids=micro.position_ids, use_cache=False, **micro.attention
         )
-        # a token is predicted at the position before it
+        # the position before a token predicts it
         hidden_MD = output.last_hidden_state.flatten(0, 1).index_select(0, micro.state_M)
         head = self.model.embed_tokens if self.lm_head is None else self.lm_head
         return token_logprobs(hidden_MD, head.weight, micro.token_ids_M, micro.row_to_tokens(micro.temperature_R))
@@ -74,8 +74,8 @@ def empty_model(
     """The model without memory for its parameters (meta device); `checkpointing`: in place of the trainer's setting."""
     implementation = "sdpa" if trainer.layout == "padded" else attention.NAME
     if dtype == torch.float64 and hasattr(config, "num_experts"):
-        config._experts_implementation = "eager"  # the default, grouped products, does not support float64
-    # the engine samples without dropout, and ratios compare with what it sampled
+        config._experts_implementation = "eager"  # grouped products, the default, do not support float64
+    # the engine samples without dropout, and ratios compare with its samples
     config.attention_dropout = 0.0
     with torch.device("meta"):
         whole = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=implementation)
@@ -92,7 +92,7 @@ def empty_model(
 
 
 def trained_shapes(config: PretrainedConfig, lora: LoraConfig | None = None) -> dict[str, tuple[int, ...]]:
-    """The shape of each weight that is trained, by name: of all, or of an adapter; takes no memory."""
+    """The shape of each trained weight by name: of all weights, or of an adapter; allocates no memory."""
     model = empty_model(config, torch.float32, TrainerConfig())
     if lora is not None:
         add_adapter(model, model.layers, lora, torch.float32)
@@ -100,8 +100,8 @@ def trained_shapes(config: PretrainedConfig, lora: LoraConfig | None = None) -> 
 
 
 def allocate(model: PolicyModel, config: PretrainedConfig, device: torch.device, on_cpu: bool = False) -> None:
-    """Give an empty model memory; parameters hold garbage until they are loaded."""
+    """Allocate memory for an empty model; parameters are uninitialised until they are loaded."""
     rotary = type(model.model.rotary_emb)
     model.to_empty(device="cpu" if on_cpu else device)
-    # its buffers are computed, not loaded
+    # the model's buffers are computed, not loaded
     model.model.rotary_emb = rotary(config=config).to(device)

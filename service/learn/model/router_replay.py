@@ -12,7 +12,8 @@ from service.handoff.steps.limits import Routing
 
 
 def routing_of_model(config: PretrainedConfig) -> Routing:
-    """The routed experts that a model of this configuration can replay: layers, experts a token, experts a layer."""
+    """The routed experts that a model of this configuration can replay: layers, experts per token, experts per
+    layer."""
     experts, n_layers = getattr(config, "num_experts", 0) or 0, config.num_hidden_layers
     if not experts:
         return Routing((), 0, 0)
@@ -22,7 +23,7 @@ def routing_of_model(config: PretrainedConfig) -> Routing:
 
 
 class RouterReplay:
-    """Makes routers choose the experts that were recorded for a token; for -1 the router chooses.
+    """Makes routers choose the experts recorded for each token; for -1 the router chooses itself.
 
     The weights of the chosen experts still come from the trained router, so gradients reach it.
     """
@@ -36,7 +37,7 @@ class RouterReplay:
             router.register_forward_hook(self._choose)
 
     def set(self, experts_NLK: Tensor | None) -> None:
-        """Set the experts for the next forward pass, of all layers or of those with experts; None: no replay."""
+        """Set the experts for the next forward pass, for all layers or only for those with experts; None: no replay."""
         self._recorded.clear()
         if experts_NLK is None:
             return

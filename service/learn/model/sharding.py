@@ -66,7 +66,7 @@ def shard(
     compute: torch.dtype,
     cpu_offload: bool = False,
 ) -> None:
-    """Shard the model layer by layer; `copies`: the ranks over which each copy of it is sharded."""
+    """Shard the model layer by layer; `copies`: for each copy of the model, the ranks that share it."""
     large = [layer for layer in layers if sum(map(torch.numel, layer.parameters())) >= SMALL_LAYER]
     if len(copies) == 1:
         mesh = init_device_mesh(device.type, (len(copies[0]),))
@@ -77,7 +77,7 @@ def shard(
     offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if cpu_offload else OffloadPolicy()
     for module in (*large, model):
         fully_shard(module, mesh=mesh, mp_policy=policy, offload_policy=offload)
-    # neither setting reaches the modules below; gloo, which reduces on CPU, cannot scale while it sums
+    # neither setting is inherited by submodules; gloo, which reduces on CPU, cannot scale while it sums
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
@@ -86,13 +86,13 @@ def shard(
 
 
 def reshard(model: nn.Module) -> None:
-    """Free the gathered weights after a forward pass without a backward pass; the next one would compute with them."""
+    """Free the gathered weights after a forward pass without a backward pass; otherwise the next one would use them."""
     if isinstance(model, FSDPModule):
         model.reshard()
 
 
 def shard_bounds(length: int, rank: int, world_size: int) -> tuple[int, int]:
-    """First row and end of a rank's shard of a dimension 0 of this length, as FSDP2 cuts it."""
+    """First row and end of a rank's shard of a dimension 0 of this length, split like FSDP2."""
     size = -(-length // world_size)
     start = min(rank * size, length)
     return start, min(start + size, length)
@@ -110,7 +110,7 @@ def shard_rows(parameter: Tensor) -> slice:
 
 
 def local_shard(tensor: Tensor) -> Tensor:
-    """This rank's shard of a tensor, on the same storage."""
+    """This rank's shard of a tensor, which shares its storage."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -127,7 +127,7 @@ class Rows(NamedTuple):
 
 @torch.no_grad()
 def local_rows(parameters: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Rows]:
-    """Copies of this rank's rows of all parameters, in this type and in CPU memory.
+    """Copies of this rank's rows of all parameters, as `dtype` and in CPU memory.
 
     Where nodes hold copies of the model, the ranks of the first copy have all rows and the other ranks none.
     """
@@ -140,7 +140,7 @@ def local_rows(parameters: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str
 
 
 def _held(parameter: Tensor) -> Tensor:
-    """This rank's rows, or none if another copy of the model has the same."""
+    """This rank's rows; none if another copy of the model has the same rows."""
     rows = local_shard(parameter.detach())
     if not isinstance(parameter, DTensor):
         return rows
@@ -152,7 +152,7 @@ def _held(parameter: Tensor) -> Tensor:
 def full_state_dict(
     parameters: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device, rank: int, everywhere: bool = False
 ) -> dict[str, Tensor] | None:
-    """Copies of all whole parameters, in this type; every rank must call.
+    """Copies of all whole parameters, as `dtype`; every rank must call.
 
     Rank 0 has them in CPU memory and the other ranks get None; with `everywhere` every rank has them on its device.
     Shards are cast before they are sent, from this device.
@@ -170,7 +170,7 @@ def full_state_dict(
 def _whole_tensors(
     parameters: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device
 ) -> Iterator[tuple[str, Tensor]]:
-    """Each parameter by name; sharded ones are gathered, in this type, several in a message."""
+    """Each parameter by name; sharded ones are gathered as `dtype`, several per message."""
     together: dict[str, DTensor] = {}
     for name, parameter in parameters.items():
         if not isinstance(parameter, DTensor):
@@ -187,7 +187,7 @@ def _whole_tensors(
 def _gathered(
     parameters: Mapping[str, DTensor], dtype: torch.dtype, device: torch.device
 ) -> Iterator[tuple[str, Tensor]]:
-    """The whole tensors of parameters that are sharded alike.
+    """The whole tensors of parameters with the same sharding.
 
     Rows 0 1 2 and 0 1 2 3 on two ranks: rank 0 sends 0 1 | 0 1, rank 1 sends 2 . | 2 3.
     """
@@ -206,7 +206,7 @@ def _gathered(
 
 
 def begin_host_copy(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Begin to copy a tensor to CPU memory, in this type; the copy is whole after `finish_host_copies`.
+    """Begin to copy a tensor to CPU memory as `dtype`; the copy is complete after `finish_host_copies`.
 
     Copies of a GPU's tensors are pinned: into pageable memory they would go through a buffer of the driver, a small
     piece at a time. Torch keeps pinned memory that is given back for the next copies of the same sizes.
@@ -217,13 +217,13 @@ def begin_host_copy(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def finish_host_copies() -> None:
-    """Wait until all copies that this thread has begun on its GPU are whole."""
+    """Wait until all copies that this thread has begun on its GPU are complete."""
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.current_stream().synchronize()
 
 
 def host_copy(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """A copy of a tensor in CPU memory, in this type."""
+    """A copy of a tensor in CPU memory, as `dtype`."""
     copy = begin_host_copy(tensor, dtype)
     finish_host_copies()
     return copy

@@ -1,4 +1,4 @@
-"""Attention of tokens in a tree of shared prefixes on CPU, in parts, without a mask.
+"""Attention of tokens in a tree of shared prefixes on CPU, computed in parts without a mask.
 
     rows 1 2 3 and 1 2 5 6      runs  1 2 | 3 | 5 6
 
@@ -53,7 +53,7 @@ class SharedAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, of_out: Tensor) -> tuple[Tensor | None, ...]:
-        """Add up what each part contributes."""
+        """Sum the gradients of all parts."""
         query, key, value, out, log_sum = ctx.saved_tensors
         of_query, of_key, of_value = (torch.empty_like(x) for x in (query, key, value))
         for bucket in ctx.packing.buckets:
@@ -85,7 +85,7 @@ def _join(out: Tensor, log_sum: Tensor, part: Tensor, part_sum: Tensor) -> None:
 
 
 def as_lines(x: Tensor, bucket: Bucket) -> Tensor:
-    """[S, heads, head_dim] -> [rows, heads, width, head_dim], zeros in the padding."""
+    """[S, heads, head_dim] -> [rows, heads, width, head_dim], with zeros in the padding."""
     taken = x if bucket.token_B is None else x.index_select(0, bucket.token_B)
     slots = x.new_zeros(bucket.rows * bucket.width, *x.shape[1:]).index_copy(0, bucket.slot_B, taken)
     return slots.view(bucket.rows, bucket.width, *x.shape[1:]).transpose(1, 2)

@@ -1,1 +1,1 @@
-"""What a machine does in a second: from a data sheet, or measured here, and what the processes of a run cost it."""
+"""The rates of a machine, from a data sheet or measured, and the costs of a run's processes on it."""

@@ -1,4 +1,4 @@
-"""What the parts of a run cost beside their models' operations; the numbers and their sources are in costs.toml."""
+"""Costs of the parts of a run besides their models' operations; the numbers and their sources are in costs.toml."""
 
 from __future__ import annotations
 

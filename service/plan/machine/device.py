@@ -1,4 +1,4 @@
-"""The rates that a GPU reaches, as a profile: from its data sheet and from what kernels reach of it."""
+"""The rates of a GPU as a profile: from its data sheet and the part of it that kernels reach."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from service.plan.machine.costs import CPU, GPU
 
 @dataclass(frozen=True)
 class Device:
-    """What a rank or a GPU of an engine computes and copies in a second, and what it holds."""
+    """Compute and copy rates per second, and memory, of a rank's or engine's GPU."""
 
     name: str
     source: str
@@ -49,7 +49,7 @@ def profile(name: str) -> Device:
         hint = f"did you mean {near[0]}? " if near else ""
         raise UserError(f"--gpu {name}: no such profile; {hint}There are {', '.join(known)}")
     sheet, of_link = DATA_SHEETS[name], GPU["of_link"]
-    # every GPU is taken to reach as much of its data sheet as an H100
+    # assumes that every GPU reaches the same part of its data sheet as an H100
     of_peak, of_bandwidth = REACHED.products / H100.flops, REACHED.bandwidth / H100.bandwidth
     return Device(
         name=name,
@@ -68,8 +68,8 @@ def profile(name: str) -> Device:
 def crowding(
     device: Device, engines: int, ranks: int, share_of_training: float, shared_gpus: bool
 ) -> tuple[float, float]:
-    """Factors by which generation and training take longer: processes share the cores of a CPU machine, and with
-    `weights.transport: ipc` a rank and an engine share a GPU, of which each then has half.
+    """Factors by which generation and training slow each other down: processes share the cores of a CPU machine, and
+    with `weights.transport: ipc` a rank and an engine share a GPU, half each.
 
     `share_of_training`: fraction of the time in which ranks compute.
 

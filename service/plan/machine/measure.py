@@ -1,4 +1,5 @@
-"""The rates of this machine, measured in a few seconds: products, copies, attention, the pace of a run's processes."""
+"""Measures the rates of this machine in a few seconds: products, copies, attention, and the speed of a run's
+processes."""
 
 from __future__ import annotations
 
@@ -24,12 +25,13 @@ COPIES, ROWS, CONTEXT = {"cpu": 1 << 24, "cuda": 1 << 30}, {"cpu": 768, "cuda": 
 
 
 def measured(cpu: bool = False) -> Device:
-    """This machine's first GPU; or its CPU, where there is no GPU or with `cpu`, one core for each process of a run."""
+    """The rates of this machine's first GPU; or of its CPU, without a GPU or with `cpu`, with one core per process of a
+    run."""
     found = pace()
     device = torch.device("cuda" if torch.cuda.is_available() and not cpu else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # as ranks and engines on a CPU
+    torch.set_num_threads(1)  # the same as ranks and engines use on a CPU
     try:
         rows, context = ROWS[device.type], CONTEXT[device.type]
         matrix = torch.randn(rows, rows, device=device, dtype=dtype)
@@ -43,7 +45,7 @@ def measured(cpu: bool = False) -> Device:
             "its constants were measured",
             memory=_memory(device),
             products=2 * rows**3 / fastest(lambda: matrix @ matrix, device),
-            bandwidth=2 * bandwidth,  # read and written
+            bandwidth=2 * bandwidth,  # each byte is read and written
             attention=flops / forward,
             attention_backward=2.5 * flops / max(both - forward, forward),
             **_links(device, bandwidth),
@@ -55,12 +57,13 @@ def measured(cpu: bool = False) -> Device:
 
 
 def pace() -> float:
-    """Seconds of the work of a run's processes here and now, over those where the costs of the host were measured."""
+    """The time of the work of a run's processes here, relative to the machine on which the host's costs were
+    measured."""
     return message_seconds() / CPU["message"]
 
 
 def fastest(work: Callable[[], Any], device: torch.device, rounds: int = 20) -> float:
-    """Seconds of the fastest round: others are slowed down by what else runs here."""
+    """Seconds of the fastest round: other programs slow the other rounds down."""
     seconds = list[float]()
     until = time.perf_counter() + BUDGET_SECONDS
     while len(seconds) < rounds and (not seconds or time.perf_counter() < until):
@@ -73,7 +76,7 @@ def fastest(work: Callable[[], Any], device: torch.device, rounds: int = 20) -> 
 
 
 def _attention(heads: Tensor) -> tuple[float, float]:
-    """Seconds of causal attention forward, and forward and backward."""
+    """Seconds of causal attention: forward only, and forward and backward."""
     query, key, value = heads.unbind()
 
     def both() -> None:
@@ -97,13 +100,14 @@ def _memory(device: torch.device) -> float:
 
 
 def _copied_bytes(device: torch.device) -> float:
-    """Bytes copied in a second, within the device's memory."""
+    """Bytes per second that can be copied within the device's memory."""
     source, target = torch.ones(2, COPIES[device.type], device=device, dtype=torch.uint8).unbind()
     return COPIES[device.type] / fastest(lambda: target.copy_(source), device)
 
 
 def _links(device: torch.device, copied: float) -> dict[str, float]:
-    """Links: a GPU's to the host is measured, those to other GPUs are an H100's; on a CPU all are copies."""
+    """Rates of the links: a GPU's link to the host is measured, links between GPUs are an H100's; on a CPU all are
+    copies."""
     if device.type == "cpu":
         return {"link": copied, "network": copied, "host_link": copied}
     host = torch.empty(COPIES["cuda"], dtype=torch.uint8, pin_memory=True)

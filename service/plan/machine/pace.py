@@ -1,4 +1,4 @@
-"""How fast the work of a run's processes goes on here now: pairs of processes, one a core, that exchange steps.
+"""The current speed of the work of a run's processes on this machine: pairs of processes exchange steps, one per core.
 
 One of a pair makes steps of a few tokens, encodes and sends them, as a generator does; the other one keeps them and
 joins their tokens, as the buffer does. So all cores are busy and processes wait for messages, as in a run, and what
@@ -34,7 +34,7 @@ LENGTH = 4
 
 
 def message_seconds() -> float:
-    """Seconds from a message to the next one, mean over the pairs.
+    """Mean seconds between two messages, over all pairs.
 
     Raises:
         UserError: the processes could not run.
@@ -55,7 +55,7 @@ def message_seconds() -> float:
 
 
 def _exchanged() -> int:
-    """Messages that a pair exchanges in the seconds that count."""
+    """Number of messages that a pair exchanges during the measured seconds."""
     os.nice(NICENESS)
     ours, theirs = socket.socketpair()
     if os.fork() == 0:
@@ -73,7 +73,7 @@ def _exchanged() -> int:
 
 
 def _step(sent: int, sample: int) -> dict[str, Any]:
-    """A step of a few tokens."""
+    """Make a step of a few tokens."""
     tokens = np.arange(8 + sent % 24)
     return {
         "id": f"group={sent // 8}/sample={sample}",
@@ -103,7 +103,7 @@ def _send(connection: socket.socket, message: dict[str, Any]) -> None:
 
 
 def _received(connection: socket.socket) -> Any:
-    """The next message; None where there are no more."""
+    """The next message; None after the last one."""
     length = connection.recv(LENGTH, socket.MSG_WAITALL)
     if not length:
         return None
