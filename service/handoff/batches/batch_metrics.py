@@ -34,9 +34,9 @@ def merge_metrics(counts: dict[str, int]) -> dict[str, float]:
 
 
 def length_metrics(length_R: Int64s, placement: Placement, ranks: Sequence[Sequence[MicroBatch]]) -> dict[str, float]:
-    """Lengths of the rows before they were packed, the padded length as they are packed, and the ranks' imbalance."""
+    """Metrics of row lengths before packing, of the padded length after packing, and of the imbalance between ranks."""
     longest = int(length_R.max(initial=0))
-    batches = [micro for rank in ranks for micro in rank if micro.trajectory_of_row_R[0] >= 0]  # the others are dummies
+    batches = [micro for rank in ranks for micro in rank if micro.trajectory_of_row_R[0] >= 0]  # others: dummies
     padded = max((int(lengths_of(micro.offsets_R).max()) for micro in batches), default=0)
     total = int(length_R.sum())
     return {
@@ -51,7 +51,8 @@ def length_metrics(length_R: Int64s, placement: Placement, ranks: Sequence[Seque
 
 
 def turn_metrics(rows: Rows, steps: Steps, count: int) -> dict[str, float]:
-    """Per trajectory its turns, its tokens after first prompts, and its sampled tokens; the share of cut responses."""
+    """Per trajectory: turns, tokens after the first prompt of a row, and sampled tokens; the share of truncated
+    responses."""
     responses = len(rows.token_ids_N) - int(rows.prompt_length_R.sum())
     return {
         "generate/avg_num_tokens": responses / max(count, 1),
@@ -63,10 +64,10 @@ def turn_metrics(rows: Rows, steps: Steps, count: int) -> dict[str, float]:
 
 
 def staleness_metrics(masked: Masked) -> dict[str, float]:
-    """Staleness of sampled tokens; the stale ones also by the length of their trajectory (quarter 4: the longest)."""
+    """Metrics of the staleness of sampled tokens, also by trajectory length (quarter 4: the longest trajectories)."""
     staleness_N, stale_G = masked.staleness_N, masked.stale_G
     sampled = int(np.count_nonzero(staleness_N >= 0))
-    ages = int(staleness_N.sum(dtype=np.int64)) + len(staleness_N) - sampled  # each other token counts as -1
+    ages = int(staleness_N.sum(dtype=np.int64)) + len(staleness_N) - sampled  # tokens that were not sampled count as -1
     quarters = np.array_split(stale_G[np.argsort(masked.sampled_G, kind="stable")], 4)
     return {
         "async/staleness_mean": ages / max(sampled, 1),
@@ -77,7 +78,7 @@ def staleness_metrics(masked: Masked) -> dict[str, float]:
 
 
 def token_metrics(steps: Steps, masked: Masked, untrained_P: Sequence[dict[Fate, int]]) -> dict[str, float]:
-    """Sampled tokens by what became of them: sampled = loss + stale + untrained + masked."""
+    """Number of sampled tokens by outcome: sampled = loss + stale + untrained + masked."""
     sampled, loss, stale = (
         float(np.count_nonzero(steps.loss_mask_N)),
         float(masked.loss_G.sum()),

@@ -70,7 +70,7 @@ class LocalFile:
         self._close = weakref.finalize(self, os.close, self._fd)
 
     def size(self) -> int:
-        """Bytes that the file has, allocated ones included."""
+        """The file's size in bytes, allocated space included."""
         return os.fstat(self._fd).st_size
 
     def read(self, offset: int, length: int) -> bytes:

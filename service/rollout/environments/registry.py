@@ -113,7 +113,7 @@ def _path(name: str, trusted_modules: Sequence[str]) -> str:
 def _module(module_name: str, name: str) -> ModuleType:
     try:
         return import_user_module(module_name) if ":" in name else import_module(module_name)
-    except (Exception, SystemExit) as error:  # a user's module may raise anything while it is imported
+    except (Exception, SystemExit) as error:  # a user's module may raise anything on import
         raise UserError(
             f"env.name: the environment {name!r} cannot be loaded, importing {module_name} failed: "
             f"{type(error).__name__}: {error} (modules are looked up among installed packages and in {user_folder()})"
