@@ -199,7 +199,7 @@ def test_what_transformers_says_of_a_description_is_told_whole(
         ("generator.tensor_parallel_size=3", "3 GPUs cannot divide the model among themselves"),
         ("generator.tensor_parallel_size=1000000", "1000000 GPUs cannot divide the model among themselves"),
         ("generator.kv_cache_bytes=1000", "1000 cannot hold one request"),
-        ("generator.gpu_memory_utilization=0", "more than 0"),
+        ("generator.gpu_memory_utilization=0", "greater than 0"),
     ],
 )
 def test_an_engine_that_cannot_be_made_of_a_model_is_one_line_of_the_validation(
