@@ -169,8 +169,9 @@ def full_mini_batch(trainer: TrainerConfig, vocab_size: int, row_tokens: int) ->
     rows, parts = max(1, trainer.tokens_of_micro_batch // row_tokens), trainer.batch_parts
     trajectories = np.arange(rows * MICRO_BATCHES, dtype=np.int32)
     carries_loss = np.arange(row_tokens) >= row_tokens - row_tokens // 2
-    row = SupervisedRow((np.arange(row_tokens) % vocab_size).astype(np.int32), carries_loss)
-    micro = unsampled_micro_batch([row] * rows)
+    token_ids_RT = np.arange(rows * row_tokens, dtype=np.int32).reshape(rows, row_tokens) % vocab_size
+    # the rows begin differently, or a layout would share them
+    micro = unsampled_micro_batch([SupervisedRow(token_ids_T, carries_loss) for token_ids_T in token_ids_RT])
     micro = replace(micro, staleness_N=np.zeros_like(micro.staleness_N))
     micros = tuple(replace(micro, trajectory_of_row_R=mine) for mine in np.split(trajectories, MICRO_BATCHES))
     n_loss_tokens = parts * int(carries_loss.sum())

@@ -29,7 +29,7 @@ def setting(scenario: Scenario, lookahead: int) -> Setting:
         sigma=scenario.sigma,
         most_tokens=config.generator.max_generate_length,
         environment_seconds=0.0,
-        train_seconds=scenario.step_seconds(config),
+        train_seconds=scenario.step_seconds(SimulationSettings.of(config)),
     )
 
 
