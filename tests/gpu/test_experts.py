@@ -10,14 +10,14 @@ import torch
 from safetensors.torch import save
 from transformers import Qwen3MoeForCausalLM
 
-from actors.engine.vllm_engine import VllmEngine, engine_env
 from service.config import Config, GeneratorConfig
 from service.rollout.engine import Sampling
 from service.types import PolicyVersion
 
-# The engine's tests need Ray, without which a machine skips this file.
+# The engine needs Ray, without which a machine skips this file.
 pytest.importorskip("ray")
 pytest.importorskip("vllm")
+from actors.engine.vllm_engine import VllmEngine, engine_env
 from tests.e2e.test_engine import mixture, prompt, weights_of
 from tests.pure.actors.fakes import image_of
 
