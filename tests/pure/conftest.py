@@ -10,6 +10,48 @@ import pytest
 from actors.driver.prepare import prepare
 from service.config import load_config
 
+SLOW = [
+    "actors/test_forced_end",
+    "agents/test_endpoint",
+    "agents/test_kills",
+    "agents/test_runner",
+    "agents/test_worker",
+    "buffer/test_curriculum",
+    "cli/test_cli",
+    "cli/test_phases",
+    "cli/test_stopped_early",
+    "gpu/test_make_gpu",
+    "house/test_setup",
+    "learn/test_checkpoint",
+    "learn/test_checkpointing",
+    "learn/test_compile",
+    "learn/test_estimate",
+    "learn/test_families",
+    "learn/test_fit",
+    "learn/test_lora",
+    "learn/test_merge",
+    "learn/test_sequence_parallel",
+    "learn/test_shared_prefix",
+    "learn/test_split",
+    "plan/test_measured",
+    "plan/test_plan",
+    "plan/test_step_seconds",
+    "prepare/test_prepare",
+    "rollout/test_isolation",
+    "rollout/test_sql_limits",
+    "store/test_fetch",
+]
+"""Files that start processes or train a model, and take ten seconds and more: `make test-fast` leaves them out."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests of the slow files."""
+    folder = Path(__file__).parent
+    slow = {folder / f"{name}.py" for name in SLOW}
+    for item in items:
+        if item.path in slow:
+            item.add_marker("slow")
+
 
 @pytest.fixture(scope="session")
 def made_model(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -5,6 +5,8 @@ import re
 import subprocess
 from pathlib import Path
 
+from tests.pure.conftest import SLOW
+
 ROOT = Path(__file__).parents[3]
 PRODUCT = [path for folder in ("service", "actors", "baton") for path in (ROOT / folder).rglob("*.py")]
 TRUE_KEYWORDS = {"trust_remote_code", "allow_pickle", "shell"}
@@ -27,6 +29,11 @@ def test_every_room_has_its_floor_and_no_contract_has_an_exception() -> None:
     names = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in rooms]
     assert [room for room in names if not re.search(rf"\b{room}\b", contracts)] == []
     assert "ignore_imports" not in contracts
+
+
+def test_every_file_that_the_fast_suite_leaves_out_is_there() -> None:
+    pure = Path(__file__).parents[1]
+    assert [name for name in SLOW if not (pure / f"{name}.py").is_file()] == []
 
 
 def test_no_call_trusts_code_that_came_with_data() -> None:
