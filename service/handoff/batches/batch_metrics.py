@@ -12,11 +12,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from service.columns import lengths_of
-from service.handoff.batches.mask import Masked
 from service.handoff.batches.pack import Placement
 from service.handoff.ledger.lifecycle import Fate
 from service.handoff.steps.tables import by_turn, is_truncated_K
-from service.types import Int64s, MicroBatch, Rows, Steps
+from service.types import Int32s, Int64s, MicroBatch, Rows, Steps
 
 
 def merge_metrics(counts: dict[str, int]) -> dict[str, float]:
@@ -63,12 +62,11 @@ def turn_metrics(rows: Rows, steps: Steps, count: int) -> dict[str, float]:
     }
 
 
-def staleness_metrics(masked: Masked) -> dict[str, float]:
+def staleness_metrics(staleness_N: Int32s, sampled_G: Int64s, stale_G: Int64s) -> dict[str, float]:
     """Metrics of the staleness of sampled tokens, also by trajectory length (quarter 4: the longest trajectories)."""
-    staleness_N, stale_G = masked.staleness_N, masked.stale_G
     sampled = int(np.count_nonzero(staleness_N >= 0))
     ages = int(staleness_N.sum(dtype=np.int64)) + len(staleness_N) - sampled  # tokens that were not sampled count as -1
-    quarters = np.array_split(stale_G[np.argsort(masked.sampled_G, kind="stable")], 4)
+    quarters = np.array_split(stale_G[np.argsort(sampled_G, kind="stable")], 4)
     return {
         "async/staleness_mean": ages / max(sampled, 1),
         "async/staleness_max": float(staleness_N.max(initial=0)),
@@ -77,13 +75,11 @@ def staleness_metrics(masked: Masked) -> dict[str, float]:
     }
 
 
-def token_metrics(steps: Steps, masked: Masked, untrained_P: Sequence[dict[Fate, int]]) -> dict[str, float]:
+def token_metrics(
+    steps: Steps, loss_G: Int64s, stale_G: Int64s, untrained_P: Sequence[dict[Fate, int]]
+) -> dict[str, float]:
     """Number of sampled tokens by outcome: sampled = loss + stale + untrained + masked."""
-    sampled, loss, stale = (
-        float(np.count_nonzero(steps.loss_mask_N)),
-        float(masked.loss_G.sum()),
-        float(masked.stale_G.sum()),
-    )
+    sampled, loss, stale = float(np.count_nonzero(steps.loss_mask_N)), float(loss_G.sum()), float(stale_G.sum())
     untrained = float(sum(sum(tokens.values()) for tokens in untrained_P))
     return {
         "tokens/sampled": sampled,
