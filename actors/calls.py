@@ -1,4 +1,4 @@
-"""Calls to actors, with a deadline; errors of Baton are raised as themselves."""
+"""Calls to actors, with a deadline; an error of Baton is raised with its own type, not wrapped by Ray."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ CALL_SECONDS = 300.0
 
 
 def resolve_actor(actor: Any) -> Any:
-    """The handle of an actor, given by name or as a handle.
+    """Return the handle of an actor that is given by name or as a handle.
 
-    An actor that Ray may restart is given names: a handle among its arguments may be invalid by then.
+    An actor that Ray may restart gets names as arguments, because a handle may be invalid after the restart.
     """
     return ray.get_actor(actor) if isinstance(actor, str) else actor
 
@@ -61,7 +61,7 @@ async def answer(called: Awaitable[Any], *, who: str, within: float | None) -> A
 
 
 def accepted(answer: object) -> None:
-    """Raise if the buffer refused a call of the trainer, which it does when another trainer has joined."""
+    """Raise if the buffer refused a call of the trainer, which happens after another trainer has joined."""
     if isinstance(answer, Refusal):
         raise RunFailed(f"the buffer refused this trainer: {answer}")
     if not isinstance(answer, Wait | None):
@@ -69,7 +69,7 @@ def accepted(answer: object) -> None:
 
 
 def may_be_dropped(waiting: asyncio.Future[Any]) -> None:
-    """Keep asyncio from reporting an error of this wait where nobody waits for it any more."""
+    """Keep asyncio from reporting an error of this future if no code awaits it any more."""
     waiting.add_done_callback(lambda done: done.cancelled() or done.exception())
 
 

@@ -1,4 +1,4 @@
-"""Refuses GPUs that PyTorch cannot use: a run would train on the CPU without a word."""
+"""Refuses GPUs that PyTorch cannot use, because a run would otherwise train on the CPU without a message."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from service.errors import UserError
 
 
 def unusable_cuda() -> str | None:
-    """Why PyTorch cannot use this machine's GPUs: it was built without CUDA, the driver is too old, or CUDA finds no
-    device; None if it can."""
+    """Return why PyTorch cannot use this machine's GPUs (built without CUDA, driver too old, or CUDA finds no
+    device), or None if it can."""
     if torch.version.cuda is None:
         return "it was built without CUDA (`make` with PROFILE=cuda installs the other build)"
     with warnings.catch_warnings(record=True) as said:

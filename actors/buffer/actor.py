@@ -57,7 +57,7 @@ class LeasedBatch(NamedTuple):
 
 
 def lock_journal(folder: Path, seconds: float) -> TextIO:
-    """Lock a journal's folder: two buffers must not write one journal.
+    """Lock a journal's folder, so that no second buffer writes to it.
 
     Raises:
         RunFailed: another process held the lock for this long.
@@ -82,7 +82,7 @@ class BufferActor:
         routing: Routing | None = None,
         workers: Callable[[Mapping[str, ScorerConfig]], Mapping[str, Sequence[Worker]]] = lambda scorers: {},
     ) -> None:
-        """`workers`: how the processes of each scorer are asked."""
+        """Store the settings; `workers` has, for each scorer, the callers of its processes."""
         keep_log("buffer")
         self._config = Config.model_validate_json(config_json)
         sys.setswitchinterval(SWITCH_SECONDS)
@@ -144,22 +144,24 @@ class BufferActor:
         return incarnation
 
     async def unfinished(self, generator: str, incarnation: int) -> tuple[Assignment, ...]:
-        """The trajectories that a new incarnation continues; every step that it gets is on the disk."""
+        """Return the trajectories that a new incarnation continues; every step in them is on disk."""
         found = self._buffer.unfinished(generator, incarnation)
         await self._settled()
         return found
 
     async def renew(self, generator: str, incarnation: int, trajectories: Sequence[TrajectoryId]) -> None:
-        """Trajectories of a generator are alive, though no step of them has come."""
+        """Extend the deadline of a generator's trajectories, which are alive although no new step of them has
+        arrived."""
         self._buffer.renew(generator, incarnation, trajectories)
 
     async def leave(self, generator: str, incarnation: int | None, reason: str) -> None:
-        """A generator, or with None any incarnation of it, has ended: its open trajectories continue elsewhere."""
+        """Handle the end of a generator (with None, of any incarnation of it): its open trajectories continue
+        elsewhere."""
         self._buffer.leave(generator, incarnation, reason)
         await self._settled()
 
     async def claim(self, claim: Claim, wait_seconds: float, most: int = 1) -> ClaimAnswer:
-        """Claim up to `most` groups; waits up to `wait_seconds` for a slot of the first one."""
+        """Claim up to `most` groups; waits up to `wait_seconds` until there is a slot for the first one."""
         _ = self._buffer  # raises what kept it from starting
         answered: asyncio.Future[ClaimAnswer] = asyncio.get_running_loop().create_future()
         deadline = time.monotonic() + wait_seconds if wait_seconds else None
@@ -200,7 +202,7 @@ class BufferActor:
         return LeasedBatch(batch.lease, batch.metrics, parts, records, self._lost.take())
 
     async def commit(self, trainer_incarnation: int, lease: int, version: PolicyVersion) -> Refusal | None:
-        """The optimizer step on a leased mini-batch was applied; its weights are `version`."""
+        """Record that the optimizer step on a leased mini-batch was applied; its weights are `version`."""
         began = time.monotonic()
         answer = self._buffer.commit(trainer_incarnation, lease, version)
         await self._settled()
@@ -210,14 +212,15 @@ class BufferActor:
         return answer
 
     async def release(self, trainer_incarnation: int, lease: int, reason: str) -> Refusal | None:
-        """Return a lease unused."""
+        """Take back a lease whose mini-batch was not trained."""
         answer = self._buffer.release(trainer_incarnation, lease, reason)
         self._telemetry.batches.released(lease)
         await self._settled()
         return answer
 
     async def covered(self, step: int, oldest_kept: int) -> None:
-        """A durable checkpoint covers the steps up to `step`; the oldest kept checkpoint is of step `oldest_kept`."""
+        """Record that a durable checkpoint covers the steps up to `step`; the oldest checkpoint on disk is of step
+        `oldest_kept`."""
         self._buffer.covered(step, oldest_kept)
         await self._settled()
 
@@ -227,7 +230,7 @@ class BufferActor:
         await self._settled()
 
     async def resume(self, lost: Lost | None = None) -> None:
-        """Issue prompts again, after an end or a `drain`; the tokens that a process lost count as rolled back."""
+        """Issue prompts again, after an end or a `drain`; tokens that a process lost are counted as rolled back."""
         self._buffer.resume(lost)
         await self._settled()
 
@@ -248,7 +251,7 @@ class BufferActor:
         self._telemetry.stop()
 
     async def _begin_lease(self, incarnation: int, wait_seconds: float) -> MiniBatch | Wait | Refusal | BatchJob:
-        """Ask whenever the buffer changes, until the answer is not a `Wait` or the time is over."""
+        """Try to lease whenever the buffer changes, until the answer is not a `Wait` or the time is over."""
         deadline = time.monotonic() + wait_seconds
         answer = self._buffer.begin_lease(incarnation)
         while isinstance(answer, Wait) and (left := deadline - time.monotonic()) > 0:
@@ -263,7 +266,7 @@ class BufferActor:
         return answer
 
     async def _settled(self) -> None:
-        """Serve and wake what waits for a change; return when all journalled events are on disk."""
+        """Serve the calls that wait for a change; return when all journalled events are on disk."""
         if self._served != self._buffer.revision:
             await self._wake()
         position = self._journal.position
@@ -274,7 +277,7 @@ class BufferActor:
             raise self._failure
 
     async def _wake(self) -> None:
-        """Serve waiting claims; wake waiting leases, and what asks scorers."""
+        """Serve waiting claims; wake waiting leases and the task that asks scorers."""
         self._claims.look()
         self._served = self._buffer.revision
         if self._buffer.ledger.scoring:
@@ -305,7 +308,7 @@ class BufferActor:
             await asyncio.sleep(next_sync - time.monotonic())
 
     async def _tick(self) -> None:
-        """Check deadlines; sync what no call waits for, or what the disk had no room for."""
+        """Check deadlines; sync events that no call waits for, or for which the disk had no room."""
         while True:
             await asyncio.sleep(TICK_SECONDS)
             self._buffer.tick()

@@ -44,7 +44,7 @@ class Checkpointer:
         checkpointed: Callable[[int, float], None] = lambda step, began: None,
         uploads: Uploads | None = None,
     ) -> None:
-        """`checkpointed`: is given the step of each durable checkpoint, and when it was begun."""
+        """Store the settings; `checkpointed` is called with the step of each durable checkpoint and its start time."""
         self._run, self._uploads = run_folder, uploads
         self._checkpoints = Checkpoints(run_folder / CHECKPOINTS, config.trainer.keep_checkpoints)
         self._buffer, self._trainer = cluster.buffer, cluster.trainer
@@ -52,18 +52,18 @@ class Checkpointer:
         self._begun: _Begun | None = None
 
     def path(self, step: int) -> Path:
-        """The folder of the ranks' files in the checkpoint of a step."""
+        """Return the folder of the ranks' files in the checkpoint of a step."""
         return self._checkpoints.path(step) / TRAINER
 
     def newest(self) -> Manifest | None:
-        """The newest whole checkpoint."""
+        """Return the newest complete checkpoint."""
         return self._checkpoints.newest()
 
     async def resume(self, manifest: Manifest) -> None:
-        """Let the buffer continue from a checkpoint, to which its journal must belong and reach.
+        """Let the buffer continue from a checkpoint; its journal must be of the same run and reach to the checkpoint.
 
         Raises:
-            UserError: it does not.
+            UserError: the journal does not.
         """
         status = await call(self._buffer.status, who="the buffer")
         manifest.check_journal(status["journal_synced"], self._run / JOURNAL)
@@ -81,7 +81,7 @@ class Checkpointer:
         self._begun = _Begun(version, status, at)
 
     async def _status(self) -> dict[str, Any]:
-        """The buffer's status, whose journal is kept for the upload of the checkpoint, if there is one."""
+        """Return the buffer's status; if checkpoints are uploaded, its journal is kept for the upload."""
         for _ in range(HOLD_ATTEMPTS):
             status: dict[str, Any] = await call(self._buffer.status, who="the buffer")
             begins, ends = status["journal_start"], status["journal_synced"]
@@ -105,11 +105,11 @@ class Checkpointer:
         self._begun = None
 
     async def note_reached(self, step: int) -> None:
-        """Tell the store from time to time how far the run came, for a run that resumes from an older checkpoint."""
+        """Write the run's progress to the store from time to time, for a run that resumes from an older checkpoint."""
         if self._uploads is not None and self._uploads.reached_is_due:
             status = await call(self._buffer.status, who="the buffer")
             self._uploads.reached(step, status["accepted_tokens"])
 
     def abandon(self) -> None:
-        """Give up the checkpoint that was begun: the ranks that were writing it died."""
+        """Discard the unfinished checkpoint, because the ranks that were writing it died."""
         self._begun = None

@@ -93,7 +93,7 @@ def ray_session(
 
 
 class _BatonJob(JobConfig):  # type: ignore[misc]
-    """A Ray job whose workers have no folder of the driver's in front of their import path, where Ray would put it."""
+    """A Ray job whose workers do not have the driver's folder first in their import path, where Ray would put it."""
 
     def _runtime_env_has_working_dir(self) -> bool:
         return True
@@ -213,10 +213,11 @@ def place_actors(config: Config, prepared: Prepared, journal: Path, keys: Keys |
 
 
 def _refuse_unfit_nodes(config: Config, has_gpu: bool) -> None:
-    """Refuse what the nodes cannot do, also later: a cluster may grow, one machine does not.
+    """Refuse settings that the nodes can never fulfil. A cluster may grow later, but a single machine does not.
 
     Raises:
-        UserError: weights would go between GPUs that are not there, or this machine has too few GPUs or other labels.
+        UserError: the transport of weights needs GPUs and there are none, or this machine has too few GPUs or
+        other labels.
     """
     if config.weights.transport != "memory" and not has_gpu:
         how = f"weights.transport: {config.weights.transport}"

@@ -35,7 +35,7 @@ def refuse_missing_vllm() -> None:
 
 
 def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
-    """Run a training."""
+    """Train: the command `baton run`."""
     resume: Path | None = None
     if arguments.resume is not None:
         from service.run.resuming import folder_to_resume, resumed

@@ -48,7 +48,7 @@ ask_buffer = partial(call, who="the buffer")
 
 
 class Coordinator:
-    """Drives one run from the start of its actors to its summary; `stop` ends it in order."""
+    """Drives one run from the start of its actors to its summary; `stop` ends it cleanly."""
 
     def __init__(
         self,
@@ -167,7 +167,8 @@ class Coordinator:
             await ask_buffer(self._buffer.ready)
         if self._resume_from is not None:
             await self._checkpoints.resume(self._resume_from)
-            # Not earlier: what the buffer refuses must leave the run's settings, and how the run ended, as they were.
+            # Not earlier: if the buffer refuses the resumption, the run's settings and its recorded end must not
+            # change.
             self._folder.begin(resolved_yaml(self._config), self._config.metrics.wandb)
         elif self._prepared.warmed_model is not None:
             await self._warm_start.make_base(self._prepared.warmed_model)
@@ -218,7 +219,8 @@ class Coordinator:
         return str(url)
 
     async def _start_fresh(self) -> None:
-        """Do the warm start, unless it was done, and measure its success rate; then evaluate the initial weights."""
+        """Do the warm start (if it has not been done) and measure its success rate; then evaluate the initial
+        weights."""
         if self._prepared.warmed_model is None:
             await self._warm_start.run()
         await self._continue_from(0)
@@ -294,7 +296,7 @@ class Coordinator:
         await self._checkpoints.note_reached(self._version.step)
 
     async def _evaluate(self, is_due: bool) -> None:
-        """Evaluate the weights where that is due, beside training or while it waits."""
+        """Evaluate the weights if an evaluation is due, either beside training or while training waits."""
         if not is_due or self._evaluations.begin(self._version.step):
             return
         self._telemetry.doing("evaluating")
@@ -334,7 +336,8 @@ class Coordinator:
             )
 
     async def _restart_trainer(self, error: TrainerLost) -> None:
-        """Restart all ranks from the newest checkpoint; the buffer gives out again what was trained after it."""
+        """Restart all ranks from the newest checkpoint; the buffer leases the groups that were trained after it
+        again."""
         if self._version.step > self._failed_at:
             self._trainer_failures, self._failed_at = 0, self._version.step
         self._trainer_failures += 1
@@ -354,7 +357,8 @@ class Coordinator:
     # -- end ----------------------------------------------------------------------------------------------------------
 
     async def _finish(self) -> None:
-        """Write the final weights, then stop the generators; a stopped run keeps its open groups for a resumption."""
+        """Write the final weights, then stop the generators; a stopped run keeps its open groups, so that it can
+        be resumed."""
         self._telemetry.state("stopping")
         self._telemetry.doing("stopping")
         with phase("writing the final weights", self._say):

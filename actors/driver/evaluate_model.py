@@ -85,7 +85,7 @@ def evaluate(config: Config, target: EvalTarget, say: Callable[[str], None]) -> 
 
 @contextmanager
 def logs_kept_on_failure(say: Callable[[str], None]) -> Iterator[Path]:
-    """A temporary folder for the logs of the engines; it stays where the evaluation fails after an engine began."""
+    """Make a temporary folder for the engines' logs, which is kept if the evaluation fails after an engine started."""
     logs, stays = Path(tempfile.mkdtemp(prefix="baton-eval-logs-")), False
     try:
         yield logs
@@ -99,10 +99,10 @@ def logs_kept_on_failure(say: Callable[[str], None]) -> Iterator[Path]:
 
 
 def beside_a_run(config: Config) -> Config:
-    """A run's configuration, changed so that an evaluation can run beside it.
+    """Return a run's configuration, changed so that an evaluation can run beside the run.
 
-    No weights are sent, so engines share no GPU with trainer ranks; the endpoints of agents, whose command runs here,
-    take free ports.
+    No weights are sent, so engines share no GPU with trainer ranks. Agents' commands run on this machine, and
+    their endpoints use free ports.
     """
     weights, env = config.weights.model_copy(update={"transport": "memory"}), config.env
     env, agents = env.model_copy(update={"workers": "here"}), config.agents
@@ -111,7 +111,7 @@ def beside_a_run(config: Config) -> Config:
 
 
 async def _until_stopped(evaluating: Coroutine[Any, Any, list[Evaluation]]) -> list[Evaluation] | int:
-    """The evaluations, or the exit code if a stop signal came."""
+    """Return the evaluations, or the exit code if a stop signal came."""
     stopped: list[int] = []
     task = asyncio.ensure_future(evaluating)
 

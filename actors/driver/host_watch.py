@@ -1,5 +1,5 @@
-"""The hosts of a run: what each holds, which come, go and are drained, and what Ray has started again on them; the
-changes are said, a line each."""
+"""Watches the hosts of a run: which parts run on each, which hosts join, leave or are drained, and which parts Ray
+has restarted. Each change is printed as one line."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class ClusterHost(NamedTuple):
 
 
 def hosts() -> dict[str, ClusterHost]:
-    """The living hosts by Ray's id of their node, in the order of their addresses."""
+    """Return the living hosts by Ray's id of their node, in the order of their addresses."""
     if not ray.is_initialized():
         return {}
     context = ray.get_runtime_context()
@@ -58,7 +58,8 @@ def hosts() -> dict[str, ClusterHost]:
 
 
 class HostWatch:
-    """Says which host holds what at the start, and afterwards which hosts came and went, and where parts went."""
+    """Prints which parts run on which host at the start, and later which hosts joined or left and where their
+    parts run."""
 
     def __init__(
         self,
@@ -66,7 +67,8 @@ class HostWatch:
         follow: Callable[[dict[str, int]], None],
         look: Callable[[], dict[str, ClusterHost]] = hosts,
     ) -> None:
-        """`follow` is given, after each look, when each drained node ends, as `ClusterHost.ends_at`."""
+        """Store the settings; after each look `follow` is called with the end time of each drained node
+        (`ClusterHost.ends_at`)."""
         self._say, self._follow, self._look = say, follow, look
         self._hosts: dict[str, ClusterHost] = {}
         self._adrift: set[str] = set()
@@ -75,7 +77,7 @@ class HostWatch:
         """How often Ray has started a part again, at the last look."""
 
     async def begin(self) -> None:
-        """Say what each host holds, where there are several."""
+        """Print which parts run on each host, if there are several."""
         self._hosts = await asyncio.to_thread(self._look)
         if len(self._hosts) > 1:
             for host in self._hosts.values():
@@ -83,19 +85,19 @@ class HostWatch:
         self._say_restarts(self._hosts.values())
 
     async def run(self) -> None:
-        """Say and follow what changes, until cancelled."""
+        """Print and pass on changes, until cancelled."""
         while True:
             await asyncio.sleep(LOOK_SECONDS)
             try:
                 found = await asyncio.to_thread(self._look)
-            except Exception as error:  # noqa: BLE001 - Ray's control store is away; what it raises is its own affair
+            except Exception as error:  # noqa: BLE001 - Ray's control store does not answer, and may raise any error
                 log.debug("the hosts are not known: %s", error)
             else:
                 self.changed(found)
                 self._follow({node: host.ends_at for node, host in found.items() if host.ends_at is not None})
 
     def changed(self, found: dict[str, ClusterHost]) -> None:
-        """Say what is different from the last look."""
+        """Print what has changed after the last look."""
         for node, host in self._hosts.items():
             if node not in found:
                 held = f"; it held {', '.join(host.parts)}" if host.parts else ""
@@ -112,7 +114,7 @@ class HostWatch:
         self._hosts = found
 
     def _say_restarts(self, found: Iterable[ClusterHost], moved: Collection[str] = ()) -> None:
-        """Of a part that starts again and again, the first restart, the second, the fourth and so on are said."""
+        """Print restarts; for a part that restarts repeatedly, only the first, the second, the fourth and so on."""
         for part, times in (one for host in found for one in host.restarts):
             said = self._restarts.get(part, 0)
             self._restarts[part] = times

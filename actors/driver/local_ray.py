@@ -1,4 +1,4 @@
-"""Starts a Ray on this machine for one run or evaluation, again where it does not come up."""
+"""Starts a Ray on this machine for one run or evaluation, and retries if it does not come up."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _CHECK_FAILED = re.compile(r"Check failed: .*")
 def start_local_ray(mark: str, folder: Path, logs: Path | None, **settings: Any) -> None:
     """Start a Ray that keeps its files in `folder`, with these settings of `ray.init`.
 
-    The errors of a raylet that ended are kept in `logs`.
+    If a raylet ended, its error log is copied to `logs`.
 
     Raises:
         RunFailed: Ray has not started in any of `START_TRIES` tries; the message says why.
@@ -50,7 +50,7 @@ def is_failed_start(error: Exception) -> bool:
 
 
 def _why(folder: Path, logs: Path | None) -> str:
-    """Which check ended the raylet, to add to a message; the raylet's errors are copied to `logs`."""
+    """Return which check ended the raylet, for a message; the raylet's error log is copied to `logs`."""
     file = folder / "session_latest" / "logs" / RAYLET_ERRORS
     if not file.is_file() or not (found := _CHECK_FAILED.search(file.read_text(errors="replace"))):
         return ""

@@ -30,13 +30,13 @@ class RunFiles(NamedTuple):
 
     @staticmethod
     def of(model_folder: Path, data: Iterable[Path], run_folder: Path | None = None) -> RunFiles:
-        """A model with all its files, data sets, and the run folder, if there is one."""
+        """List a model with all its files, the data sets, and the run folder, if there is one."""
         files = sorted(path for path in model_folder.iterdir() if path.is_file())
         sizes = {str(model_folder): None} | {str(path): path.stat().st_size for path in (*files, *data)}
         return RunFiles(sizes, None if run_folder is None else str(run_folder))
 
     def problem(self) -> str | None:
-        """What the machine of this process lacks, in words; None where it has all."""
+        """Describe what this process's machine lacks; None if it has everything."""
         for path, size in self.sizes.items():
             if not os.path.exists(path):
                 return f"has no {path}"
@@ -78,7 +78,7 @@ def check_nodes(room: PlacementGroup, bundles: Sequence[Bundle], files: RunFiles
 
 
 def look(files: RunFiles, on_gpu: bool) -> str | None:
-    """What keeps this node from taking part in the run, in one line; None if nothing does."""
+    """Return in one line why this node cannot take part in the run, or None if it can."""
     where = f"node {ray.util.get_node_ip_address()}"
     if on_gpu:
         from actors.cuda import unusable_cuda  # imports torch, which takes seconds

@@ -1,6 +1,7 @@
-"""Reserves room for the trainer's ranks and the engines: one placement group, all of it or nothing; places the buffer.
+"""Reserves resources for the trainer's ranks and the engines, as one placement group that is created whole or not
+at all; also places the buffer.
 
-A bundle is the room of one rank or of one engine, whose GPUs are on one node. Two ranks and an engine of two GPUs:
+A bundle is the resources of one rank or of one engine, whose GPUs are on one node. Two ranks and an engine of two GPUs:
 
     bundles   {CPU 1, GPU 1}  {CPU 1, GPU 1}  {CPU 1, GPU 2}
     index      rank 0          rank 1          generator-0
@@ -41,21 +42,22 @@ NODE_ID = "ray.io/node-id"
 
 
 class Bundle(NamedTuple):
-    """The room of one rank or engine: what it takes, and labels that its node must have."""
+    """The resources that one rank or engine needs, and the labels that its node must have."""
 
     resources: Mapping[str, float]
     labels: Mapping[str, str] = {}
 
 
 class Node(NamedTuple):
-    """A node of the cluster, with what it has in all."""
+    """A node of the cluster, with its total resources."""
 
     address: str
     resources: Mapping[str, float]
     labels: Mapping[str, str] = {}
 
     def fits(self, labels: Mapping[str, str]) -> bool:
-        """Whether the node has these labels, in Ray's form: `value`, `!value`, `in(one,other)`, `!in(one,other)`."""
+        """Check whether the node matches these labels, in Ray's form: `value`, `!value`, `in(one,other)`,
+        `!in(one,other)`."""
         for name, choice in labels.items():
             values = choice.removeprefix("!").removeprefix("in(").removesuffix(")").split(",")
             if (self.labels.get(name) in values) == choice.startswith("!"):
@@ -64,12 +66,13 @@ class Node(NamedTuple):
 
 
 def gpus_each() -> int:
-    """GPUs of a trainer rank, and of each tensor-parallel rank of an engine: 1 if the cluster has GPUs, else 0."""
+    """Return the GPUs of a trainer rank, and of each tensor-parallel rank of an engine: 1 if the cluster has GPUs,
+    else 0."""
     return 1 if ray.cluster_resources().get("GPU", 0) else 0
 
 
 def rank_bundle(config: Config, gpus: int) -> Bundle:
-    """The room of one rank; with CUDA IPC that of an engine too, which shares the rank's GPU."""
+    """Return the bundle of one rank; with CUDA IPC it also holds the engine that shares the rank's GPU."""
     resources = _resources(gpus)
     if config.weights.transport == "ipc":
         resources["CPU"] *= 2
@@ -79,7 +82,7 @@ def rank_bundle(config: Config, gpus: int) -> Bundle:
 
 
 def engine_bundle(config: Config, gpus: int) -> Bundle:
-    """The room of one engine."""
+    """Return the bundle of one engine."""
     return Bundle(_resources(gpus * config.generator.tensor_parallel_size), config.placement.generators)
 
 
@@ -89,13 +92,14 @@ def _resources(gpus: int) -> dict[str, float]:
 
 
 def run_bundles(config: Config, gpus: int) -> list[Bundle]:
-    """The room of a run: all ranks, then all engines that have a room of their own."""
+    """Return the bundles of a run: all ranks, then all engines that have a separate bundle."""
     engines = 0 if config.weights.transport == "ipc" else config.generator.min_engines
     return [rank_bundle(config, gpus)] * config.trainer.ranks + [engine_bundle(config, gpus)] * engines
 
 
 async def reserve(bundles: Sequence[Bundle], within: float, say: Callable[[str], None]) -> PlacementGroup:
-    """A placement group with these bundles, on as few nodes as possible; waits until the cluster has room for it.
+    """Create a placement group with these bundles, on as few nodes as possible; waits until the cluster has room
+    for it.
 
     A stop signal ends the wait: no thread is in Ray for longer than `QUIET_SECONDS`.
 
@@ -128,7 +132,7 @@ def nodes() -> list[Node]:
 
 
 def missing_room(bundles: Sequence[Bundle], nodes: Sequence[Node]) -> str:
-    """What a run needs and what every node has, in words; Ray says only that there is no room."""
+    """Describe what a run needs and what every node has, because Ray only reports that there is no room."""
     needed = Counter(_in_words(*bundle) for bundle in bundles)
     asked = {name for bundle in bundles for name in bundle.labels}
     own = [{name: value for name, value in node.labels.items() if name in asked} for node in nodes]
@@ -139,7 +143,7 @@ def missing_room(bundles: Sequence[Bundle], nodes: Sequence[Node]) -> str:
 
 
 def refuse_foreign_labels(config: Config, nodes: Sequence[Node]) -> None:
-    """Refuse labels that no node of a Ray has which the run has started for itself, and which no other node joins.
+    """Refuse labels that this machine lacks, for a Ray that the run has started itself and that no other node joins.
 
     Raises:
         UserError: names the labels of ranks or generators.
@@ -157,7 +161,7 @@ def refuse_too_few_gpus(config: Config, gpus: int) -> None:
     """Refuse a run whose ranks, engines, scorers and roles need more GPUs than this machine has.
 
     Raises:
-        UserError: with settings that would fit.
+        UserError: the message names settings that would fit.
     """
     generator, ranks = config.generator, config.trainer.ranks
     each = generator.tensor_parallel_size
@@ -185,14 +189,14 @@ def refuse_too_few_gpus(config: Config, gpus: int) -> None:
 
 
 def _in_words(resources: Mapping[str, float], labels: Mapping[str, str]) -> str:
-    """`2 GPU, 1 CPU, ray.io/market-type: spot`: without memory and the names of nodes."""
+    """Describe resources, as in `2 GPU, 1 CPU, ray.io/market-type: spot`, without memory and names of nodes."""
     named = {name: n for name, n in resources.items() if name in ("GPU", "CPU") or name.startswith("accelerator_type:")}
     counted = [f"{n:g} {name}" for name, n in sorted(named.items(), reverse=True)]
     return ", ".join([*counted, *(f"{name}: {value}" for name, value in labels.items())])
 
 
 def rank_options(config: Config, gpus: int, room: PlacementGroup, rank: int) -> dict[str, Any]:
-    """Actor options of one rank."""
+    """Return the actor options of one rank."""
     shares = config.weights.transport == "ipc"
     bundle = rank_bundle(config, gpus)
     # micro-batches differ in length, which leaves holes between fixed segments; CUDA IPC shares fixed segments only
@@ -209,7 +213,7 @@ def rank_options(config: Config, gpus: int, room: PlacementGroup, rank: int) -> 
 
 
 def engine_options(config: Config, gpus: int, room: PlacementGroup, bundle: int) -> dict[str, Any]:
-    """Actor options of an actor that holds an engine, in this bundle of its own or of a rank."""
+    """Return the actor options of an actor with an engine, in this bundle, which is its own or a rank's."""
     shares = config.weights.transport == "ipc"
     return {
         "num_cpus": _resources(gpus)["CPU"],
@@ -221,7 +225,8 @@ def engine_options(config: Config, gpus: int, room: PlacementGroup, bundle: int)
 
 
 def buffer_options(config: Config) -> dict[str, Any]:
-    """Actor options of the buffer: on the driver's node, whose loss ends the run anyway, where that has the labels."""
+    """Return the buffer's actor options: it prefers the driver's node, whose loss ends the run anyway, if that has
+    the labels."""
     labels = dict(config.placement.buffer)
     here = {**labels, NODE_ID: ray.get_runtime_context().get_node_id()}
     return {
@@ -235,5 +240,6 @@ def buffer_options(config: Config) -> dict[str, Any]:
 
 
 def engine_index(config: Config, engine: int) -> int:
-    """The index of an engine's bundle among those of its run: its own, or with CUDA IPC that of a rank."""
+    """Return the index of an engine's bundle among those of its run: its own bundle, or with CUDA IPC that of a
+    rank."""
     return engine if config.weights.transport == "ipc" else config.trainer.ranks + engine

@@ -21,7 +21,7 @@ from service.scorers.user import check_scorers
 
 
 def prepare(config: Config, folder: Path) -> Prepared:
-    """Make under `folder` the data and the model that the configuration says to make; read and check the others.
+    """Make the configured synthetic data and model under `folder`; read and check all other data and models.
 
     Raises:
         UserError: a file or folder is missing or malformed, or the model does not fit the configuration.

@@ -150,7 +150,7 @@ def _run_on_ray(
 
 
 def claimed_store(config: Config, folder: RunWriter) -> Uploads | None:
-    """The uploads to the run's store, which is this process's from now on; None: the run has no store."""
+    """Claim the run's store for this process and return the uploads to it; None if the run has no store."""
     url = config.run.store
     return (
         None
@@ -160,9 +160,9 @@ def claimed_store(config: Config, folder: RunWriter) -> Uploads | None:
 
 
 def wait_for_uploads(uploads: Uploads | None, heeded: Sequence[signal.Signals], has_final: bool = False) -> int:
-    """Wait until the store has what the run leaves, maybe final weights; returns 0 if it has, else an exit code.
+    """Wait until the store has all final files of the run; returns 0 if it has them, else an exit code.
 
-    The run itself has ended as its summary says, and its folder is whole. A stop signal ends the waiting.
+    The run itself has ended as its summary says, and its folder is complete. A stop signal ends the wait.
     """
     if uploads is None:
         return 0
@@ -187,7 +187,7 @@ def wait_for_uploads(uploads: Uploads | None, heeded: Sequence[signal.Signals], 
 async def _until_stopped(
     coordinator: Coordinator, countdown: Callable[[int], None], force: Callable[[int], None]
 ) -> int:
-    """Run the coordinator; the first stop signal ends it in order, within the time of the countdown."""
+    """Run the coordinator; the first stop signal ends it cleanly, within the time of the countdown."""
 
     def stop(number: int) -> None:
         countdown(number)

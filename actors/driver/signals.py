@@ -1,8 +1,8 @@
-"""Stop signals (Ctrl-C, SIGTERM, a closed terminal): how they end a run or an evaluation, in order or by force.
+"""Stop signals (Ctrl-C, SIGTERM, a closed terminal): how they end a run or an evaluation, cleanly or by force.
 
-Outside an event loop a stop signal raises `SystemExit` (`exit_on_stop_signals`); inside one it calls a function, and
-from there on the third one ends the process by force (`on_stop_signal`, `run_beside`). Where the main thread cannot
-react, a thread ends the process (`when_stuck`, `force_after`).
+Outside an event loop a stop signal raises `SystemExit` (`exit_on_stop_signals`). Inside one, the first signal
+calls a function, and the third one ends the process by force (`on_stop_signal`, `run_beside`). If the main thread
+cannot react, another thread ends the process (`when_stuck`, `force_after`).
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ LOOK_SECONDS = 0.005
 
 
 class Heard:
-    """The handler of the stop signals from an event loop on: the first one stops, a further one is answered with a
-    line, the one of number `FORCING` ends the process."""
+    """The handler of stop signals once an event loop runs: the first signal stops the run, a further one prints a
+    line, and the signal of number `FORCING` ends the process."""
 
     def __init__(self, stop: Callable[[int], None], force: Callable[[int], None]) -> None:
         self._stop, self._force = stop, force
@@ -58,7 +58,7 @@ class Heard:
 
 
 def heeded_signals() -> list[signal.Signals]:
-    """The stop signals that were not set to be ignored, as nohup does."""
+    """Return the stop signals that are not ignored (nohup, for example, makes a process ignore SIGHUP)."""
     return [number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
 
 
@@ -66,9 +66,10 @@ def heeded_signals() -> list[signal.Signals]:
 def exit_on_stop_signals(heeded: Iterable[signal.Signals] | None = None) -> Iterator[None]:
     """Turn the first stop signal into `SystemExit(128 + number)`, so that the block cleans up; ignore further ones.
 
-    They stay ignored after a block in which a stop signal came: the process is about to end with that signal's code.
+    After a block in which a stop signal came they stay ignored, because the process is about to exit with that
+    signal's code.
 
-    `heeded`: the signals that count, also where they are ignored now; None: those that are not.
+    `heeded`: the signals to handle, even if they are ignored now; None: those that are not ignored now.
     """
     before = {number: signal.getsignal(number) for number in (heeded_signals() if heeded is None else heeded)}
     stopped = False
@@ -97,7 +98,7 @@ def exit_on_stop_signals(heeded: Iterable[signal.Signals] | None = None) -> Iter
 def on_stop_signal(stop: Callable[[int], None], force: Callable[[int], None]) -> Iterator[None]:
     """Call `stop` with the number of the first stop signal, from the running event loop, see `Heard`.
 
-    `force` is called at any point of the main thread, and does not return. The signals are heard after the block too.
+    `force` is called at any point of the main thread, and does not return. The signals are handled after the block too.
     """
     reading, writing = socket.socketpair()
     for end in (reading, writing):
@@ -116,10 +117,10 @@ def on_stop_signal(stop: Callable[[int], None], force: Callable[[int], None]) ->
 
 
 def run_beside(work: Callable[[], object]) -> None:
-    """Do `work`, which ends Ray, in a thread, while stop signals are heard as they were in the event loop before.
+    """Do `work`, which ends Ray, in a thread, while stop signals are handled as in the event loop before.
 
-    Where there was none, they are ignored. With its last process Ray gives SIGTERM its default action back, unknown to
-    Python: a signal would end this process at once.
+    If there was no event loop before, they are ignored. When its last process ends, Ray restores the default
+    action of SIGTERM without Python's knowledge, so a signal would end this process at once.
     """
     before = {number: signal.getsignal(number) for number in heeded_signals()}
     during = {number: handler if isinstance(handler, Heard) else signal.SIG_IGN for number, handler in before.items()}
@@ -142,8 +143,8 @@ def _set(handlers: Mapping[signal.Signals, _Handler]) -> None:
 def when_stuck(give_up: Callable[[int], None]) -> Iterator[None]:
     """If a stop signal has not ended the block within `STUCK_SECONDS`, call `give_up` from another thread.
 
-    A Python handler runs only when the main thread is back in Python. When a signal to the process group has ended
-    Ray's store, connecting to Ray blocks the main thread for Ray's timeout of a minute.
+    A Python handler runs only when the main thread executes Python code. If a signal to the process group has
+    ended Ray's store, connecting to Ray blocks the main thread for Ray's timeout of a minute.
     """
     reading, writing = socket.socketpair()
     writing.setblocking(False)
@@ -171,7 +172,7 @@ def when_stuck(give_up: Callable[[int], None]) -> Iterator[None]:
 def force_after(seconds: float, end: Callable[[int], None]) -> Iterator[Callable[[int], None]]:
     """Yields a function that starts a countdown when it is first called with a signal's number.
 
-    If the block has not ended when the countdown has, `end` is called with that number, from another thread.
+    If the block has not ended by the end of the countdown, `end` is called with that number, from another thread.
     """
     started: list[threading.Timer] = []
 

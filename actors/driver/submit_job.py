@@ -98,8 +98,8 @@ async def _submitted(command: str, address: str | None, connect: Callable[[str |
 
     async def ask() -> tuple[Any, str]:
         client = connect(address)
-        # As a working directory the copy itself would be first on Python's path, before the standard library;
-        # as a module it is the folder that contains the copy.
+        # If the copy were the working directory, it would be first on Python's path, before the standard library.
+        # As a module, only the folder that contains the copy is on the path.
         environment = {"py_modules": [str(Path.cwd())], "excludes": LEFT_OUT}
         return client, client.submit_job(entrypoint=command, runtime_env=environment)
 
@@ -117,7 +117,7 @@ async def _submitted(command: str, address: str | None, connect: Callable[[str |
 
 
 def _reason(error: BaseException) -> str:
-    """The error in one line, with what to do."""
+    """Return the error in one line, with advice."""
     if isinstance(error, ray.exceptions.AuthenticationError):
         why = "there is no token" if "couldn't find" in str(error) else "the cluster refuses the token"
         return f"{why}; ~/.ray/auth_token, RAY_AUTH_TOKEN_PATH or RAY_AUTH_TOKEN must hold the cluster's"

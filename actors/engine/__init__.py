@@ -1,1 +1,1 @@
-"""vLLM: its arguments, one engine, its update and its worker."""
+"""vLLM: its arguments, one engine, the update of its weights, and its worker."""

@@ -24,7 +24,7 @@ class RowRun(NamedTuple):
 
 
 def runs_of(slots_N: Tensor) -> list[RowRun]:
-    """The runs of rows that have an adapter; -1 stands for none.
+    """Return the runs of rows that have an adapter; -1 stands for none.
 
     [1 1 -1 0] -> [(0, 2, 1), (3, 4, 0)]
     """
@@ -64,5 +64,5 @@ class RunsOfRows(PunicaWrapperCPU):  # type: ignore[misc]
 
 
 def use_runs_of_rows() -> None:
-    """Let vLLM compute adapters on CPU by this module."""
+    """Make vLLM compute adapters on CPU with this module."""
     type(current_platform).get_punica_wrapper = classmethod(lambda _: f"{__name__}.{RunsOfRows.__name__}")

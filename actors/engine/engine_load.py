@@ -1,4 +1,4 @@
-"""How busy an engine is: its requests and pauses, how full its KV cache is, and what that preempted."""
+"""Measures how busy an engine is: its requests and pauses, how full its KV cache is, and the resulting preemptions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ UNREPORTED = 4
 
 
 class EngineLoad(NamedTuple):
-    """How busy an engine is."""
+    """The load of an engine."""
 
     running: int
     """Requests in the batch."""
@@ -27,7 +27,7 @@ class EngineLoad(NamedTuple):
 class Overflows:
     """Counts the preemptions because of a full KV cache, without those of weight updates, which preempt all requests.
 
-    vLLM reports a preemption with the request's next token only, in some later step, and gives no reason for it.
+    vLLM reports a preemption only with the request's next token, in some later step, and without a reason.
 
     >>> overflows = Overflows()
     >>> overflows.updated(running=3, waiting=0)
@@ -42,12 +42,13 @@ class Overflows:
         """Preemptions by updates that are not reported yet."""
 
     def updated(self, running: int, waiting: int) -> None:
-        """An update preempted the running requests, some of which have not reported an earlier preemption yet."""
-        # Cancelled requests report nothing: without a bound, ever more reports would be expected of the others.
+        """Note that an update preempted the running requests, some of which have not reported an earlier
+        preemption yet."""
+        # Cancelled requests report nothing, so without a bound the number of expected reports would grow for ever.
         self._by_updates = min(self._by_updates + running, UNREPORTED * (running + waiting))
 
     def reported(self, preemptions: int) -> None:
-        """A step reported this number of preemptions."""
+        """Count the preemptions that a step reported."""
         by_updates = min(self._by_updates, preemptions)
         self._by_updates -= by_updates
         self.preemptions += preemptions - by_updates
@@ -67,17 +68,17 @@ class EngineTimes:
 
     @property
     def is_paused(self) -> bool:
-        """True while the requests are paused for new weights."""
+        """Return True while the requests are paused for new weights."""
         return self._pause_began is not None
 
     def pause(self) -> None:
-        """A pause begins, or continues after an update that failed."""
+        """Begin a pause, or continue it after a failed update."""
         if self._pause_began is None:
             self._pause_began = time.monotonic()
             self.changed()
 
     def resume(self) -> float:
-        """The pause ends; returns its seconds."""
+        """End the pause; returns its seconds."""
         before = self._paused
         self._paused, self._pause_began = self._paused_so_far(), None
         self.changed()
@@ -85,7 +86,8 @@ class EngineTimes:
 
     @contextmanager
     def request(self) -> Iterator[Callable[[Any], dict[str, float]]]:
-        """Count a request; yields a function from vLLM's statistics to its seconds in pauses, queue and prefill."""
+        """Count a request; yields a function that turns vLLM's statistics into the request's seconds in pauses,
+        queue and prefill."""
         paused = self._paused_so_far()
         self.running += 1
         if self.running == 1:
@@ -102,7 +104,7 @@ class EngineTimes:
 
 
 def _waited(stats: Any) -> dict[str, float]:
-    """Of a request of which vLLM keeps statistics: it does where it reports its load."""
+    """Return the waiting times of a request from vLLM's statistics, which vLLM keeps if it reports its load."""
     if stats is None or not stats.first_token_ts:
         return {}
     return {"queue": stats.scheduled_ts - stats.queued_ts, "prefill": stats.first_token_ts - stats.scheduled_ts}

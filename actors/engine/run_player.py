@@ -1,4 +1,4 @@
-"""The player of a run's engine: what `service.rollout` plays, with the room of agents where the run has one."""
+"""The player of a run's engine: it plays trajectories with `service.rollout`, and serves agents if the run has them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from service.rollout.player import Player
 
 
 def play_settings(config: Config) -> PlaySettings:
-    """The part of a run's configuration that its trajectories are played by."""
+    """Return the settings of a run's configuration that concern how trajectories are played."""
     return PlaySettings(config.run.seed, config.env, config.generator, config.roles)
 
 
@@ -32,7 +32,7 @@ class RunPlayer(Player[Agents]):
         number: int = 0,
         served: Served | None = None,
     ) -> None:
-        """`keys`, `number`: those of `Agents`; `served`: that of `FrozenModels`."""
+        """Store the settings; `keys` and `number` are passed to `Agents`, `served` to `FrozenModels`."""
         endpoint = config.endpoint
 
         def agents(chat: Chat, timed: Engine, limits: AgentLimits) -> Agents | None:

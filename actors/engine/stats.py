@@ -13,8 +13,8 @@ from actors.engine.engine_load import EngineLoad, Overflows
 class LoadRecorder(PrometheusStatLogger):  # type: ignore[misc]
     """Keeps the newest load.
 
-    A subclass of vLLM's Prometheus logger: beside any other logger vLLM adds a Prometheus logger of its own, which
-    observes some fifteen histograms a request; Baton exports these figures itself.
+    It is a subclass of vLLM's Prometheus logger, because beside any other logger vLLM adds its own Prometheus
+    logger, which updates about fifteen histograms per request. Baton exports these figures itself.
     """
 
     def __init__(self, vllm_config: Any, engine_indexes: list[int] | None = None) -> None:
@@ -28,7 +28,7 @@ class LoadRecorder(PrometheusStatLogger):  # type: ignore[misc]
         mm_cache_stats: Any | None = None,
         engine_idx: int = 0,
     ) -> None:
-        """Take the figures of one scheduler step; vLLM calls this after every step."""
+        """Store the figures of one scheduler step; vLLM calls this after every step."""
         if iteration_stats is not None:
             self._overflows.reported(iteration_stats.num_preempted_reqs)
         if scheduler_stats is not None:
@@ -40,7 +40,7 @@ class LoadRecorder(PrometheusStatLogger):  # type: ignore[misc]
             )
 
     def preempted_by_update(self) -> None:
-        """A weight update has preempted every running request; all steps before it are recorded."""
+        """Note that a weight update has preempted every running request; all steps before it are recorded already."""
         self._overflows.updated(self.load.running, self.load.waiting)
 
     def log_engine_initialized(self) -> None:

