@@ -1,4 +1,4 @@
-"""Python's search for garbage in processes that live long."""
+"""Python's garbage collection in long-lived processes."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import gc
 
 
 def freeze_heap() -> None:
-    """Leave what is there now out of every further search for garbage; to be called once a process has started.
+    """Exclude all present objects from further garbage collections; call this when a process has started.
 
-    Modules, tokenizers and models are some hundred thousand objects that live as long as the process. A search through
-    all of them takes a tenth of a second, and the loops that play trajectories make enough objects for many searches.
+    Modules, tokenizers and models are some hundred thousand objects that live as long as the process. A collection
+    that visits all of them takes a tenth of a second, and the loops that play trajectories create enough objects
+    to cause many collections.
     """
     gc.collect()
     gc.freeze()

@@ -36,7 +36,7 @@ class VllmParser:
     """The parsers of one family of models, for the endpoint."""
 
     def __init__(self, name: str, tokenizer: Any, end_ids: Collection[int] = ()) -> None:
-        """`name`: that of a tool parser, with `+` and that of a reasoning parser after it.
+        """Load the parsers; `name` is that of a tool parser, optionally followed by `+` and that of a reasoning parser.
 
         Raises:
             UserError: vLLM has no such parser, it lacks a package, or it does not fit the tokenizer.
@@ -63,7 +63,7 @@ class VllmParser:
         self._tokenizer = tokenizer
 
     def parse(self, text: str, tools: Sequence[Tool] = (), token_ids: Sequence[int] = ()) -> Reply:
-        """The reply; text that the parser cannot read is content."""
+        """Return the reply; text that the parser cannot read becomes content."""
         said = text
         if self._is_marked and token_ids:
             ended = token_ids[:-1] if token_ids[-1] in self._end_ids else token_ids
@@ -72,7 +72,7 @@ class VllmParser:
         try:
             parser = self._make(self._tokenizer, request.tools)
             thinking, content, calls = parser.parse(said, request, True, token_ids)
-        except Exception as error:  # noqa: BLE001 - a policy may write what no parser of well-formed texts has met
+        except Exception as error:  # noqa: BLE001 - a policy may write malformed text that a parser does not expect
             log.warning("vLLM's parser failed on a response: %s: %s", type(error).__name__, error)
             return Reply(text.strip(), "", ())
         read = [_call(call) for call in calls or ()]
@@ -103,7 +103,7 @@ def _load(name: str, load: Callable[[str], object], known: Collection[str]) -> N
 
 
 def _call(call: Any) -> ToolCall | None:
-    """A call of vLLM's; None where its arguments are no JSON object."""
+    """Convert a tool call of vLLM's; None if its arguments are not a JSON object."""
     try:
         arguments = read_json(call.arguments)
     except ValueError:

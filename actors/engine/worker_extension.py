@@ -1,9 +1,8 @@
-"""What runs inside vLLM's worker process: loading weights or an adapter, CPU repacking, and the watch that ends an
-orphaned worker.
+"""Code that runs inside vLLM's worker process: it loads weights or an adapter, repacks them for CPUs, and ends the
+worker if its owner has died.
 
-vLLM imports this module before it loads the model (`worker_extension_cls`), so the import itself
-prepares the process: AMX permission, the arithmetic of adapters on CPU, the watch over the owner, and the weight
-transfer backends.
+vLLM imports this module before it loads the model (`worker_extension_cls`). So the import itself prepares the
+process: AMX permission, the arithmetic of adapters on CPU, the watch over the owner, and the weight transfer backends.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ def end_with_owner() -> None:
         owner_fd = os.pidfd_open(owner)
     except ProcessLookupError:
         os._exit(1)
-    # An executor in a process of its own has the engine core as parent, which does not watch the owner either.
+    # An executor in a separate process has the engine core as parent, which does not watch the owner either.
     core = parent if parent not in (owner, 1) else None
     threading.Thread(target=_wait_and_end, args=(owner_fd, core), daemon=True, name="owner-watch").start()
 
@@ -72,9 +71,10 @@ def _wait_and_end(owner_fd: int, core: int | None) -> None:
 
 
 def repack_for_cpu(model: torch.nn.Module) -> None:
-    """Pack again the weights that vLLM's CPU kernels compute with, after a reload wrote the plain ones.
+    """Repack the weights for vLLM's CPU kernels, after a reload has written unpacked ones.
 
-    vLLM 0.32 leaves two packed copies stale without an error: the head tied to the embedding, and MoE experts.
+    After a reload vLLM 0.32 keeps two outdated packed copies without an error: the head tied to the embedding, and
+    MoE experts.
     """
     if not current_platform.is_cpu():
         return
@@ -118,14 +118,14 @@ class FileWeightEngine(LayerwiseEngine):
     update_info_cls = FileUpdateInfo
 
     def init_transfer_engine(self, init_info: NoInitInfo) -> None:
-        """Nothing to set up."""
+        """Do nothing: this transfer needs no set-up."""
 
     def receive_weights(self, update_info: FileUpdateInfo) -> None:
         """Load every parameter."""
         self.model.load_weights(_tensors(update_info.path))
 
     def shutdown(self) -> None:
-        """Nothing is held between updates."""
+        """Do nothing: no resources are held between updates."""
 
 
 def _tensors(path: str) -> Iterator[tuple[str, Tensor]]:
@@ -187,10 +187,10 @@ class BroadcastWeightEngine(LayerwiseEngine):
     _group: WeightGroup | None = None
 
     def init_transfer_engine(self, init_info: BroadcastInitInfo) -> None:
-        """Join a group, in place of the one before."""
+        """Join a group, which replaces the previous one."""
         self.shutdown()
         meeting = Meeting(init_info.address, init_info.port, init_info.size, init_info.within, init_info.bucket_bytes)
-        with unpinned_nccl_env():  # vLLM sets variables of NCCL that the trainer does not have; both ends must agree
+        with unpinned_nccl_env():  # vLLM sets NCCL's variables, the trainer does not; both must agree
             self._group = WeightGroup(meeting, init_info.first_rank + self.parallel_config.rank, self.device)
 
     def receive_weights(self, update_info: BroadcastUpdateInfo) -> None:
@@ -209,8 +209,7 @@ class BroadcastWeightEngine(LayerwiseEngine):
 
 
 class AdapterSlot:
-    """The one slot of the policy's adapter, which takes the place of the model where vLLM's weight transfer loads
-    tensors."""
+    """The one slot of the policy's adapter; vLLM's weight transfer loads tensors into it instead of into the model."""
 
     def __init__(self, model: Any, rank: int, alpha: float) -> None:
         self._manager: Any = model.lora_manager
@@ -222,7 +221,7 @@ class AdapterSlot:
         """Replace the adapter by tensors under PEFT's names.
 
         Raises:
-            ValueError: the model has no such layers; the adapter before stays.
+            ValueError: the model has no such layers; the previous adapter stays.
             Exception: vLLM failed while it filled the slot, which may hold a part of the adapter: the engine has to
                 stay paused until another try or adapter has filled it.
         """
@@ -235,7 +234,7 @@ class AdapterSlot:
             dtype=manager.lora_config.lora_dtype,
             weights_mapper=self._renames,
         )
-        # vLLM would ignore unknown layers without a word, and answer as the base model.
+        # vLLM would ignore unknown layers without a message, and answer as the base model.
         known = {part for name in manager.modules for part in manager.packed_modules.get(name, [name])}
         if unknown := adapter.loras.keys() - known:
             raise ValueError(f"the model has no layer with an adapter at {min(unknown)}")
@@ -245,20 +244,20 @@ class AdapterSlot:
 
 
 class WorkerExtension:
-    """Mixed into vLLM's worker: what the engine asks of it besides vLLM's own calls."""
+    """Mixed into vLLM's worker: methods that the engine calls besides vLLM's own."""
 
     _slot: AdapterSlot
 
     def start_adapter(self: Any, shapes: AdapterShapes, rank: int, alpha: float) -> None:
-        """Fill the slot of the policy's adapter with one that changes nothing: a request of it would end the engine
-        core where there is none."""
+        """Fill the slot of the policy's adapter with one that changes nothing, because a request with a missing
+        adapter would end the engine core."""
         self._slot = AdapterSlot(self.get_model(), rank, alpha)
         self._slot.load_weights((name, torch.zeros(shape)) for name, shape in shapes.items())
 
     def update_adapter(self: Any, update_info: dict[str, Any]) -> None:
-        """Take the adapter that arrives by the weight transfer backend.
+        """Load the adapter that arrives by the weight transfer backend.
 
-        Not within vLLM's update of weights, at whose end vLLM removes all adapters.
+        This is not part of vLLM's update of weights, because vLLM removes all adapters at the end of that.
         """
         engine: WeightTransferEngine[Any, Any] = self.weight_transfer_engine
         engine.set_weight_update_target(self._slot, engine.model_config)

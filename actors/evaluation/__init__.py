@@ -1,1 +1,1 @@
-"""Evaluation on engines: beside a run, and alone."""
+"""Evaluation on engines, during a run or without one."""

@@ -45,7 +45,7 @@ class Evaluations:
         is_stopped: Callable[[], bool],
         ended: Ended = lambda step, began: None,
     ) -> None:
-        """`files`: set -> its rows."""
+        """Store the settings; `files` maps each evaluation set to its rows."""
         self._data, self._run, self._sync_every = data, run, sync_every
         self._pool, self._folder, self._files = generator_pool, folder, files
         self._say, self._is_stopped, self._ended = say, is_stopped, ended
@@ -59,13 +59,15 @@ class Evaluations:
         """Of evaluations that no line of `metrics.jsonl` has yet."""
 
     def is_due(self, step: int) -> bool:
-        """Every `data.eval_every` steps, and after the last one if the engines get its weights."""
+        """Return whether an evaluation is due: every `data.eval_every` steps, and after the last step if the
+        engines get its weights."""
         every = self._data.eval_every
         is_last = step == self._run.max_steps and step % self._sync_every == 0
         return every > 0 and (step % every == 0 or is_last)
 
     def continue_from(self, step: int) -> bool:
-        """A trainer begins at this step; returns whether an evaluation of it or of a step before is missing."""
+        """Note that a trainer begins at this step; returns whether an evaluation of this or an earlier step is
+        missing."""
         self._look()
         if self._running is not None and self._of_step > step:
             self._running.cancel()
@@ -79,9 +81,10 @@ class Evaluations:
         return missing and self._running is None
 
     def begin(self, step: int) -> bool:
-        """Begin to evaluate the newest weights, those of this step, beside training; False where training has to wait.
+        """Begin to evaluate the newest weights, those of this step, beside training; returns False if training has
+        to wait.
 
-        An evaluation that is due while another one runs is left out.
+        An evaluation that is due while another one runs is skipped.
         """
         if self._data.eval_mode == "pause" or step == self._run.max_steps:
             return False
@@ -96,7 +99,8 @@ class Evaluations:
         return kept is not None
 
     def numbers(self, step: int) -> dict[str, float]:
-        """What a step's line of `metrics.jsonl` has of evaluations: those that have ended since the line before."""
+        """Return the results for a step's line of `metrics.jsonl`: those of evaluations that ended after the
+        previous line."""
         self._look()
         numbers, self._numbers = self._numbers, {}
         if every := self._data.eval_every:
@@ -106,7 +110,7 @@ class Evaluations:
     async def at(self, step: int) -> None:
         """Evaluate every set on all engines, while training waits, unless the run is stopped.
 
-        A sample of `data.eval_rows` rows of each set; after the last step all rows.
+        It uses a sample of `data.eval_rows` rows of each set, and all rows after the last step.
         """
         await self.settled()
         start, data = time.monotonic(), self._data
@@ -125,7 +129,7 @@ class Evaluations:
             await self._unless_stopped(running)
 
     async def of_set(self, name: str, tasks_file: Path, n_samples: int, most: int | None = None) -> Evaluation | None:
-        """Evaluate a set, or a sample of `most` prompts, on all engines; None where the evaluation failed.
+        """Evaluate a set, or a sample of `most` prompts, on all engines; None if the evaluation failed.
 
         No trajectory is submitted to the buffer.
         """
@@ -140,7 +144,7 @@ class Evaluations:
             return None
 
     def _look(self) -> None:
-        """Whether the evaluation beside training has ended; raises what it failed with."""
+        """Return whether the evaluation beside training has ended; raises its error if it failed."""
         if self._running is not None and self._running.done():
             self._running.result()
             self._running = None
@@ -149,7 +153,8 @@ class Evaluations:
         return self._pool.weights.keep(self._pool.up(), self._data.eval_engines)
 
     async def _beside(self, kept: Kept | None) -> None:
-        """Evaluate every set on engines that keep their weights; where one is lost, begin anew with the newest."""
+        """Evaluate every set on engines that keep their weights; if an engine is lost, begin again with the newest
+        weights."""
         data = self._data
         for tries_left in reversed(range(self._run.max_restarts + 1)):
             if kept is None:
@@ -176,7 +181,7 @@ class Evaluations:
     async def _evaluated_on(
         self, up: Mapping[str, Any], name: str, path: Path, n_samples: int, most: int | None, version: int | None = None
     ) -> Evaluation:
-        """Evaluate a set on these generators, none of which leaves of its own accord meanwhile.
+        """Evaluate a set on these generators; meanwhile none of them leaves unless its node ends.
 
         Raises:
             Starved: it took longer than `data.eval_deadline`.
@@ -192,7 +197,7 @@ class Evaluations:
             self._pool.evaluating -= set(up)
 
     async def _unless_stopped(self, evaluating: Any) -> Any:
-        """Wait for an evaluation, or end it where the run is stopped."""
+        """Wait for an evaluation, or cancel it if the run is stopped."""
         task = asyncio.ensure_future(evaluating)
         while not task.done() and not self._is_stopped():
             await asyncio.wait([task], timeout=STOP_CHECK_SECONDS)

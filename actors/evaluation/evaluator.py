@@ -1,4 +1,4 @@
-"""Evaluating a set on several engines, and an actor whose engine does nothing else."""
+"""Evaluates a set on several engines; also an actor whose engine only evaluates."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ async def evaluate_on(
 ) -> Evaluation:
     """Split a set, or a sample of `most` prompts, over generators or evaluators; summarizes all their trajectories.
 
-    `version`: what the generators have to serve, packed.
+    `version`: the packed version that the generators have to serve.
     """
     shards = [EvalShard(number, len(engines), most) for number in range(len(engines))]
     of = () if version is None else (version,)

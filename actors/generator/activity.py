@@ -1,4 +1,4 @@
-"""What a generator does at any time, and how long it had no group to play."""
+"""Records what a generator does at any time, and how long it had no group to play."""
 
 from __future__ import annotations
 
@@ -29,17 +29,18 @@ class Activity:
         self._evaluations = 0
 
     def begin(self) -> None:
-        """The engine is up, and waits for the first group."""
+        """Note that the engine is up and waits for the first group."""
         self._began = time.monotonic()
         self._look()
 
     def idle(self) -> None:
-        """The last open group ended."""
+        """Note that the last open group ended."""
         self._has_work = False
         self._look()
 
     def busy(self, reason: str) -> float | None:
-        """A group begins; the seconds waited before it for this reason, None where another group was open."""
+        """Note that a group begins; returns the seconds of waiting before it, for this reason, or None if another
+        group was open."""
         if self._has_work:
             return None
         self._states.enter(WAITING, reason=reason)
@@ -50,7 +51,7 @@ class Activity:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """The engine samples for an evaluation."""
+        """Record, while the block runs, that the engine samples for an evaluation."""
         self._evaluations += 1
         self._look()
         try:
@@ -61,21 +62,21 @@ class Activity:
 
     @property
     def is_evaluating(self) -> bool:
-        """Whether an evaluation is under way."""
+        """Return whether an evaluation is in progress."""
         return self._evaluations > 0
 
     def by_state(self) -> dict[str, float]:
-        """Seconds by state so far."""
+        """Return the seconds by state so far."""
         return self._states.seconds()
 
     @property
     def seconds(self) -> float:
-        """Seconds without a group so far; an evaluation is no wait."""
+        """Return the seconds without a group so far; the time of an evaluation is not included."""
         return self._states.seconds().get(WAITING, 0.0)
 
     @property
     def elapsed(self) -> float:
-        """Seconds since `begin`."""
+        """Return the seconds since `begin`."""
         return time.monotonic() - self._began if self._began is not None else 0.0
 
     def _look(self) -> None:

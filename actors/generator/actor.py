@@ -61,7 +61,7 @@ EXIT_SECONDS = 1.0
 
 
 class Membership(NamedTuple):
-    """What claims and submits under the incarnation that the buffer assigned."""
+    """The claimer and the outbox, which use the incarnation that the buffer assigned."""
 
     claimer: Claimer
     outbox: Outbox
@@ -83,9 +83,9 @@ class Generator(ImageHolder):
         base: str | None = None,
         ask_role: Served | None = None,
     ) -> None:
-        """`keys`: those of the run's agents; `number`: which of the run's generators it is, from 0; `base`: the folder
-        of the engine's weights, which is there when the engine starts; None: `model_folder`; `ask_role`: asks
-        the model of a frozen role that the run serves."""
+        """Store the settings. `keys`: the keys of the run's agents; `number`: the index of this generator in the
+        run, from 0; `base`: the folder of the engine's weights, which exists when the engine starts (None:
+        `model_folder`); `ask_role`: asks the model of a frozen role that the run serves."""
         super().__init__()
         keep_log(name)
         self._name = name
@@ -141,7 +141,8 @@ class Generator(ImageHolder):
         )
 
     async def _taken_over(self, joined: Membership) -> list[Assignment]:
-        """Assignments of an earlier process of this generator that are continued; its other trajectories start anew."""
+        """Return the assignments of an earlier process of this generator that are continued; its other
+        trajectories restart."""
         left: list[Assignment] = []
         claimer, outbox = joined
         for assignment in await self._ask(self._buffer.unfinished, self._name, claimer.incarnation):
@@ -207,12 +208,14 @@ class Generator(ImageHolder):
 
     @property
     def _is_full(self) -> bool:
-        """Whether no group is claimed now; an engine that keeps weights for an evaluation claims none."""
+        """Return whether the generator claims no group now; an engine that keeps weights for an evaluation claims
+        none."""
         keeps_weights = self._activity.is_evaluating and self._config.data.eval_mode == "beside"
         return keeps_weights or self._groups >= self._limit.groups
 
     async def _renew(self, incarnation: int, agents: Agents) -> None:
-        """Say which sessions are open: one may wait longer for its agent than the buffer waits for a step."""
+        """Tell the buffer which sessions are open, because one may wait longer for its agent than the buffer waits
+        for a step."""
         while True:
             await asyncio.sleep(self._config.buffer.step_deadline / RENEWALS)
             open_ones = [session.trajectory for session in agents.sessions.open()]
@@ -253,7 +256,7 @@ class Generator(ImageHolder):
     async def update_weights(self, version: int, data: WeightBytes | str, checksum: int) -> dict[str, float]:
         """Swap the engine's weights under the running requests.
 
-        `version` is packed; `data` is the path of an image, or what a rank published with its checksum.
+        `version` is packed; `data` is the path of an image, or the published data of a rank with their checksum.
 
         Raises:
             ValueError: they are not the policy's weights; the engine keeps the old weights.
@@ -325,12 +328,13 @@ class Generator(ImageHolder):
         }
 
     async def share(self, groups: int) -> None:
-        """Set how many of the groups that all generators play at once are this one's."""
+        """Set this generator's share of the groups that all generators play at once."""
         self._limit.share(groups)
         self._room.set()
 
     async def leave(self, grace: float) -> None:
-        """Claim no more, play on for `grace` seconds, then hand over the open trajectories; `run` returns."""
+        """Claim no more groups, continue open ones for `grace` seconds, then hand over the open trajectories;
+        `run` returns."""
         if self._joined is None:
             return
         claimer, outbox = self._joined
@@ -364,7 +368,7 @@ class Generator(ImageHolder):
         self._engine.measure(metrics)
 
     async def _watch_engine(self) -> None:
-        """Raise when the engine died; adapt the number of open groups to the engine's KV cache."""
+        """Raise if the engine has died; adapt the number of open groups to the engine's KV cache."""
         while True:
             await asyncio.sleep(CHECK_SECONDS)
             await self._engine.check(self._config.generator.request_deadline)

@@ -1,4 +1,4 @@
-"""How a generator claims groups from the buffer.
+"""Claims groups from the buffer for a generator.
 
 claim(wait 0 s) -> Wait(lookahead)             why there is no group now
 claim(wait 2 s) -> Wait(lookahead)             long poll
@@ -26,7 +26,7 @@ RETRY = Backoff(0.2, 0.2)
 
 @dataclass(eq=False)
 class Claimer:
-    """Claims groups from the buffer: as many as there is room for, given out one at a time."""
+    """Claims as many groups from the buffer as there is room for, and returns them one at a time."""
 
     generator: str
     incarnation: int
@@ -52,7 +52,7 @@ class Claimer:
         """Why the last group did not come earlier: the buffer's reason; `claim` if it came at once."""
 
     def look_again(self) -> None:
-        """Claim again at once: the engine serves a newer version, for which the buffer may have groups."""
+        """Claim again at once, because the engine serves a newer version, for which the buffer may have groups."""
         self._look.set()
 
     def leave(self) -> None:
@@ -61,9 +61,9 @@ class Claimer:
         self._look.set()
 
     async def next(self, room: int = 1) -> Assignment | None:
-        """The next group; None when no more will come, or this generator leaves.
+        """Return the next group; None when no more will come, or this generator leaves.
 
-        `room`: groups that are asked for at once, where none has arrived.
+        `room`: the number of groups in one claim, if none is left from an earlier claim.
 
         Raises:
             RunFailed: another incarnation took this generator's place.
@@ -83,7 +83,7 @@ class Claimer:
                     return None
             seconds = POLL_SECONDS
         if self.leaves:
-            return None  # what has arrived is handed over with the rest
+            return None  # groups that have arrived are handed over with the rest
         self.waited_for = str(self.waiting.reason) if self.waiting is not None else "claim"
         self.waiting = None
         return self.arrived.pop(0)
@@ -99,7 +99,7 @@ class Claimer:
             raise Starved(waited) from error
 
     async def _poll(self, seconds: float, room: int) -> ClaimAnswer | None:
-        """One claim; None where `look_again` asks for a new claim before the answer comes."""
+        """Make one claim; returns None if `look_again` asks for a new claim before the answer comes."""
         self._look.clear()
         claim = Claim(self.generator, self.incarnation, self.serving(), self._request_id + 1)
         self._request_id += room

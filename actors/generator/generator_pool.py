@@ -1,7 +1,7 @@
 """The generators of a run: started, restarted when they fail, and given new weights while they generate.
 
-The first ones have a part of the run's room and are restarted in it; one that joins later has a room of its own, and is
-let go with it when it fails.
+The first generators have a part of the run's placement group and are restarted in it. One that joins later has a
+separate placement group, and both are removed when it fails.
 """
 
 from __future__ import annotations
@@ -86,7 +86,8 @@ class GeneratorPool:
         self.weights.register(name, str(await call(generator.start, who=name, within=within)))
 
     async def run(self) -> None:
-        """Generate until the buffer is drained; a generator that fails is restarted, or let go with its own room.
+        """Generate until the buffer is drained; a generator that fails is restarted, or removed with its own
+        placement group.
 
         Raises:
             RunFailed: a generator failed more than `run.max_restarts` times without an optimizer step in between.
@@ -119,22 +120,22 @@ class GeneratorPool:
                 await self._start_again(name, error)
 
     def _ends(self, name: str) -> bool:
-        """Whether this generator, or the run, is about to end."""
+        """Return whether this generator, or the run, is about to end."""
         return self._stopping or name in self._leaving
 
     # -- joining and leaving ------------------------------------------------------------------------------------------
 
     def nodes(self) -> dict[str, str]:
-        """The node of each generator that generates and does not leave, by number."""
+        """Return the node of each generator that generates and does not leave, by number."""
         staying = sorted(self._keepers.keys() - self._leaving, key=lambda name: int(name.rpartition("-")[2]))
         return {name: self.weights.node_of(name) for name in staying}
 
     def free_number(self) -> int:
-        """The lowest number that no generator has."""
+        """Return the lowest number that no generator has."""
         return next(n for n in range(len(self._generators) + 1) if f"generator-{n}" not in self._generators)
 
     async def join(self, name: str, generator: Any, room: PlacementGroup) -> None:
-        """Start a generator in its own room, send it the newest weights, and let it generate."""
+        """Start a generator in its own placement group, send it the newest weights, and let it generate."""
         try:
             await self._start(name, generator)
         except BaseException:  # also when fewer are asked for meanwhile
@@ -149,11 +150,11 @@ class GeneratorPool:
         self._share()
 
     async def leave(self, name: str, grace: float) -> None:
-        """Let a generator play on for `grace` seconds, hand over its open trajectories, and end."""
+        """Let a generator continue for `grace` seconds, hand over its open trajectories, and end."""
         self._leaving.add(name)
         self._share()
         generator = self._generators[name]
-        with suppress(*ACTOR_FAILED):  # what it cannot hand over, the buffer gives to others below
+        with suppress(*ACTOR_FAILED):  # trajectories that it cannot hand over are given to others by the buffer, below
             await call(generator.leave, grace, who=name, within=grace + HAND_OVER_SECONDS)
             self._down.add(name)
             await call(generator.stop, who=name, within=STOP_SECONDS)
@@ -161,7 +162,7 @@ class GeneratorPool:
         self._say(f"{name} has left")
 
     async def _let_go(self, name: str, error: BaseException) -> None:
-        """A generator with a room of its own failed; another one may join where there is room."""
+        """Remove a failed generator that has its own placement group; another one may join if there is room."""
         self._leaving.add(name)
         self._count_failure(name, error)
         self._say(f"{name} failed ({in_a_line(error)}); it is let go")
@@ -169,7 +170,7 @@ class GeneratorPool:
         self._share()
 
     async def _forget(self, name: str) -> None:
-        """End the process of a generator that leaves or failed, and what it was asked; then forget it."""
+        """End the process of a generator that leaves or failed, and its pending calls; then forget it."""
         _give_back(self._generators[name], self._rooms.pop(name, None))
         await self.weights.forget(name)
         del self._generators[name]
@@ -190,7 +191,7 @@ class GeneratorPool:
         """Wait until a generator ends; one that does not answer within `generator.silent_deadline` counts as failed."""
         generator = self._generators[name]
         running = asyncio.ensure_future(call(generator.run, who=name, within=None))
-        may_be_dropped(running)  # where the status fails at the same time
+        may_be_dropped(running)  # if the status call fails at the same time
         try:
             while not (await asyncio.wait([running], timeout=CHECK_SECONDS))[0]:
                 await call(generator.status, who=f"{name} ({BLOCKED})", within=self._settings.silent_deadline)
@@ -199,7 +200,7 @@ class GeneratorPool:
             running.cancel()
 
     async def _start_again(self, name: str, error: BaseException) -> None:
-        """Restart a failed generator in a new process, again where the restart fails, and send the newest weights."""
+        """Restart a failed generator in a new process, retrying if the restart fails, and send the newest weights."""
         self._down.add(name)
         self.weights.restarts(name)
         failed: BaseException | None = error
@@ -220,7 +221,7 @@ class GeneratorPool:
             raise RunFailed(f"{name} failed {times} times; the last time: {in_a_line(error)}") from error
 
     async def _came_up(self, name: str) -> BatonError | None:
-        """Wait for a generator's new process and engine, unless it ends; returns why the engine did not start."""
+        """Wait for a generator's new process and engine, unless it ends; if the engine did not start, returns why."""
 
         async def start() -> None:
             if not self._ends(name):
@@ -235,7 +236,7 @@ class GeneratorPool:
         return None
 
     def progressed(self) -> None:
-        """Reset the count of failures: an optimizer step was taken."""
+        """Reset the count of failures, because an optimizer step was taken."""
         self._failures.clear()
 
     def _not_taken(self, name: str, version: PolicyVersion, error: BaseException) -> None:
@@ -250,11 +251,11 @@ class GeneratorPool:
         return name in self._generators and name not in self._down
 
     def up(self) -> dict[str, Any]:
-        """The generators that are up and do not leave."""
+        """Return the generators that are up and do not leave."""
         return {name: one for name, one in self._generators.items() if name not in self._down | self._leaving}
 
     async def statuses(self) -> list[dict[str, Any]]:
-        """The status of each generator that answers."""
+        """Return the status of each generator that answers."""
         answers = await asyncio.gather(*(self._status(g) for g in self._generators.values()))
         return [answer for answer in answers if answer is not None]
 
@@ -265,7 +266,7 @@ class GeneratorPool:
             return None
 
     async def stop(self) -> None:
-        """End the open trajectories and the engines; weights on their way are given up, which nobody needs any more."""
+        """End the open trajectories and the engines; weights that are still being sent are discarded."""
         self._stopping = True
         self._ended.put_nowait(None)
         self.weights.give_up()
@@ -274,7 +275,7 @@ class GeneratorPool:
 
 
 def _give_back(generator: Any, room: PlacementGroup | None) -> None:
-    """End a generator's process, and its room if it has one of its own."""
+    """End a generator's process, and remove its placement group if it has a separate one."""
     ray.kill(generator)
     if room is not None:
         remove_placement_group(room)

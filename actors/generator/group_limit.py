@@ -1,7 +1,7 @@
-"""How many groups may be open in an engine, by how full its KV cache is.
+"""Limits the open groups of an engine, depending on how full its KV cache is.
 
 Where the KV cache cannot hold all requests at their longest, vLLM preempts some of them and computes them again later.
-Fewer open groups then finish sooner than many that preempt each other.
+A few open groups then finish sooner than many that preempt each other.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ ROOM_RATIO = 0.8
 
 
 class GroupLimit:
-    """How many groups may be open: a quarter fewer after a preemption, one more while the KV cache has room.
+    """The limit of open groups: a quarter fewer after a preemption, one more while the KV cache has room.
 
     >>> limit = GroupLimit(8)
     >>> limit.observe(EngineLoad(60, 4, 1.0, preemptions=3), open_groups=8)
@@ -28,7 +28,7 @@ class GroupLimit:
     """
 
     def __init__(self, most: int, at_once: float = 1.0) -> None:
-        """`at_once`: of the limit, how much is claimed at once."""
+        """Set the limit; `at_once` is how many groups are claimed at once."""
         self._most = most
         self._at_once = at_once
         self._preemptions = 0
@@ -36,17 +36,18 @@ class GroupLimit:
 
     @staticmethod
     def of(config: Config) -> GroupLimit:
-        """This generator's part of the configured groups; of a mini-batch it claims no more than its part at once."""
+        """Return the limit for this generator's share of the configured groups; at once it claims at most its
+        share of a mini-batch."""
         generator = config.generator
         at_once = config.trainer.mini_batch_size / generator.concurrent_groups
         return GroupLimit(-(-generator.concurrent_groups // generator.min_engines), at_once)
 
     def room(self, open_groups: int) -> int:
-        """How many groups to claim at once, where there is room for one."""
+        """Return how many groups to claim at once, if there is room for at least one."""
         return max(1, min(self.groups - open_groups, math.ceil(self._at_once * self._most)))
 
     def share(self, most: int) -> None:
-        """There are more or fewer generators: another number may be open at most."""
+        """Change the maximum of open groups, because there are more or fewer generators."""
         self.groups = most if self.groups == self._most else min(self.groups, most)
         self._most = most
 

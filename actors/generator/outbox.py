@@ -58,7 +58,7 @@ class _Message:
 
 @dataclass(eq=False)
 class Outbox:
-    """Delivers what a generator's incarnation produced at least once, with sequence numbers without gaps."""
+    """Delivers every step and end of a generator's incarnation at least once, with sequence numbers without gaps."""
 
     generator: str
     incarnation: int
@@ -94,7 +94,8 @@ class Outbox:
         self._message(None).columns.end(end)
 
     async def accepted(self, trajectory: TrajectoryId) -> bool:
-        """Whether the buffer accepted what was queued last, a step of this trajectory; returns when it has answered."""
+        """Wait for the buffer's answer to the last queued step, which is of this trajectory; returns whether it
+        was accepted."""
         if (message := self._open) is None:
             raise RuntimeError("nothing is queued")
         self.hurry()
@@ -102,19 +103,20 @@ class Outbox:
         return trajectory not in message.refused and trajectory.group_id not in message.superseded
 
     def group_complete(self, last: bool) -> None:
-        """A group is complete with what is queued; `last`: no other one is played that could be waited for."""
+        """Note that the queued items complete a group; `last`: no other group is being played whose items could be
+        sent together."""
         if self._open is not None:
             self._open.complete += 1
             if last or self._open.complete >= self._wanted:
                 self.hurry()
 
     def hurry(self) -> None:
-        """Send what is queued without waiting for further items."""
+        """Send all queued items without waiting for further ones."""
         if self._open is not None:
             self._open.hurried.set()
 
     def _message(self, routing: tuple[int, ...] | None) -> _Message:
-        """The message for the next item; all routed experts of a message have the shape `routing`."""
+        """Return the open message for the next item; all routed experts of a message have the shape `routing`."""
         last = self._open
         if (
             last is None
@@ -128,7 +130,7 @@ class Outbox:
         return last
 
     async def flush(self) -> None:
-        """Return when the buffer has answered everything that was queued."""
+        """Return when the buffer has answered all queued items."""
         self.hurry()
         await self._messages.join()
 

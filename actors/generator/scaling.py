@@ -1,4 +1,5 @@
-"""How many generators a run has: they join as there is room, and leave when fewer are asked for or their node goes.
+"""Scales the number of generators: they join when there is room, and leave when fewer are asked for or their node
+is drained.
 
 asked for 3, 2 are there    a room of its own -> its engine starts -> newest weights -> claims
 asked for 1, 2 are there    the last one plays on for its grace, hands over, ends
@@ -27,7 +28,7 @@ MARGIN_SECONDS = 5.0
 
 
 class Placed(NamedTuple):
-    """A generator that joins, and its room."""
+    """A generator that joins, and its placement group."""
 
     generator: Any
     room: PlacementGroup
@@ -46,8 +47,8 @@ class Scaling:
         asked_for: Callable[[int], int],
         say: Callable[[str], None],
     ) -> None:
-        """`place` makes the generator of a number as soon as there is room; `asked_for` is called with how many are
-        asked for so far."""
+        """Store the settings; `place` makes the generator with a given number as soon as there is room;
+        `asked_for` is called with the number of generators that are asked for."""
         self._pool, self._place, self._asked_for, self._say = pool, place, asked_for, say
         self._grace, self._least = generator.leave_grace, generator.min_engines
         self._max_failures, self._wanted = run.max_restarts, self._least
@@ -60,16 +61,17 @@ class Scaling:
         self._next_try = 0.0
 
     def stop(self) -> None:
-        """Let none join or leave any more."""
+        """Let no generator join or leave any more."""
         for task in (*self._leaving, *filter(None, [self._joining])):
             may_be_dropped(task)
             task.cancel()
 
     def look(self, draining: dict[str, int]) -> None:
-        """Begin what is due. `draining`: the Unix time in ms at which each drained node ends; 0: unknown.
+        """Begin the joins and leaves that are due. `draining`: the Unix time in ms at which each drained node
+        ends; 0: unknown.
 
         Raises:
-            RunFailed: too few are there, and more than `run.max_restarts` times in a row none could join.
+            RunFailed: there are too few generators, and more than `run.max_restarts` times in a row none could join.
         """
         if self._fixed:  # an engine that shares the GPU of a rank has no other place
             return
@@ -102,7 +104,7 @@ class Scaling:
         self._leaving.add(asyncio.ensure_future(self._pool.leave(name, grace)))
 
     def _within(self, ends_at: int) -> float:
-        """Seconds that a generator of a drained node may play on."""
+        """Return the seconds for which a generator of a drained node may continue."""
         left = ends_at / 1000 - time.time() - MARGIN_SECONDS
         return max(min(self._grace, left), 0.0) if ends_at else self._grace
 

@@ -1,1 +1,1 @@
-"""The metrics hub, and what the other actors send to it."""
+"""The metrics hub, and the reports that the other actors send to it."""

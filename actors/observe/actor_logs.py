@@ -22,25 +22,26 @@ START_SECONDS = 60.0
 
 
 def log_env(folder: Path) -> dict[str, str]:
-    """The environment variable by which actors find the folder of the logs."""
+    """Return the environment variable that tells actors the folder of the logs."""
     return {LOG_FOLDER: f"{folder.stat().st_ino}:{folder}"}
 
 
 def parts(engines: int, ranks: int) -> list[str]:
-    """The parts of a run; each has a log."""
+    """Return the parts of a run; each has a log."""
     generators = [f"generator-{number}" for number in range(engines)]
     trainers = [f"trainer-{rank}" for rank in range(ranks)]
     return ["driver", "metrics-hub", "buffer", *generators, *trainers]
 
 
 def begin_logs(parts: Sequence[str], folder: Path) -> None:
-    """Make the empty logs of a run whose actors are about to start."""
+    """Create the empty logs of a run before its actors start."""
     for part in parts:
         (folder / f"{part}{SUFFIX}").touch()
 
 
 def say_which_are_elsewhere(parts: Sequence[str], folder: Path, say: Callable[[str], None]) -> None:
-    """Say where the logs lie that are still empty after every actor's construction, also in these logs."""
+    """For logs that are still empty after every actor was constructed, write to the terminal and to these logs
+    where the output is."""
     for part in parts:
         file = folder / f"{part}{SUFFIX}"
         if file.exists() and not file.stat().st_size:
@@ -55,7 +56,7 @@ def say_which_are_elsewhere(parts: Sequence[str], folder: Path, say: Callable[[s
 def keep_log(part: str) -> None:
     """Send what this process and its children print to the part's log, and the messages of Python's logging too.
 
-    Outside of a run nothing changes. On a host that does not share the run folder, the log lies beside Ray's own.
+    Outside a run nothing changes. On a host that does not share the run folder, the log is beside Ray's own logs.
     """
     if (told := os.environ.get(LOG_FOLDER)) is None:
         return
@@ -87,7 +88,7 @@ def keep_log(part: str) -> None:
 
 
 def _file(told: str, part: str) -> Path:
-    """The log in the run folder if this host shares that folder; else one in the folder of Ray's logs."""
+    """Return the log in the run folder if this host shares that folder, else one in the folder of Ray's logs."""
     inode, _, path = told.partition(":")
     folder = Path(path)
     if folder.is_dir() and folder.stat().st_ino == int(inode):
@@ -99,7 +100,7 @@ def _file(told: str, part: str) -> Path:
 
 
 def elsewhere(folder: Path, part: str) -> str:
-    """The name of a log among Ray's own.
+    """Return the name of a log among Ray's own logs.
 
     >>> elsewhere(Path("runs/quickstart/logs"), "buffer")
     'baton-quickstart-buffer.log'

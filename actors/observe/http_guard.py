@@ -1,4 +1,4 @@
-"""What keeps a stranger from stopping the hub's HTTP server, or from reading it through somebody's browser."""
+"""Protects the hub's HTTP server from strangers who would stop it, or read it through somebody's browser."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 async def listen(server: web.Server, host: str, port: int) -> asyncio.Server:
-    """Listen as `web.TCPSite` does, with a bound on the number and on the life of connections.
+    """Listen as `web.TCPSite` does, with limits on the number and the duration of connections.
 
-    A connection that never sends its request would otherwise hold a file descriptor for ever, and with the last
-    descriptor the server would be gone.
+    A connection that never sends its request would otherwise hold a file descriptor for ever, and without free
+    descriptors the server could not answer.
     """
     loop = asyncio.get_running_loop()
 
@@ -48,10 +48,11 @@ def _cut(connection: RequestHandler) -> None:
 
 
 def for_own_names(configured: str) -> Middleware:
-    """A middleware that answers requests to this host only, and one request of each connection.
+    """Return a middleware that answers only requests to this host, and one request per connection.
 
-    A page of a stranger whose name is made to mean this machine (DNS rebinding) could read the answers with the browser
-    of somebody who is let in here. The browser sends the stranger's name as `Host`, and never an address.
+    With DNS rebinding, the host name of a stranger's web page resolves to this machine. The page could then read
+    the answers through the browser of somebody who has access. The browser sends the stranger's host name as
+    `Host`, and never an address.
     """
 
     @web.middleware
@@ -69,12 +70,12 @@ def for_own_names(configured: str) -> Middleware:
 
 @cache
 def full_name() -> str:
-    """This host's name with its domain; the first call may ask a name server."""
+    """Return this host's name with its domain; the first call may ask a name server."""
     return socket.getfqdn().lower()
 
 
 def host_name(host: str) -> str:
-    """The name in a `Host` header, in lower case; empty if the header is malformed.
+    """Return the name in a `Host` header, in lower case; empty if the header is malformed.
 
     >>> [host_name(host) for host in ("Localhost:9400", "[::1]:9400", "10.0.0.7", "[")]
     ['localhost', '::1', '10.0.0.7', '']
@@ -86,7 +87,7 @@ def host_name(host: str) -> str:
 
 
 def is_address(name: str) -> bool:
-    """Whether a name is an IP address."""
+    """Return whether a name is an IP address."""
     try:
         ip_address(name)
     except ValueError:

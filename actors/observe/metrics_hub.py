@@ -43,7 +43,8 @@ VARY = {"Vary": "Accept"}
 
 
 async def serving(hub: Any, max_restarts: int) -> str:
-    """Start to serve; returns the address. A hub that dies meanwhile is called again after Ray has restarted it.
+    """Let the hub start to serve; returns the address. If the hub dies meanwhile, it is called again after Ray has
+    restarted it.
 
     Raises:
         UserError: the port is taken, or the host is not an address of this machine.
@@ -60,7 +61,7 @@ class MetricsHub:
     """Shell around `service.observe.hub.Hub`: an HTTP server in the actor's event loop."""
 
     def __init__(self, config_json: str, run_folder: str | None = None) -> None:
-        """`run_folder`: where the timeline is kept, if it is."""
+        """Create the hub; `run_folder` is where the timeline is written, or None."""
         keep_log("metrics-hub")
         config = Config.model_validate_json(config_json)
         self._host = config.metrics.host
@@ -107,7 +108,8 @@ class MetricsHub:
     ) -> float:
         """Store the metrics of `role/ident`, its reports for the status, and its lines of the timeline.
 
-        Returns the time of this host's monotonic clock when the push came. A restarted hub starts to serve again.
+        Returns the time of this host's monotonic clock at the arrival of the push. A restarted hub starts to serve
+        again.
         """
         came = time.monotonic()
         self._hub.push(source, snapshot)
@@ -120,7 +122,7 @@ class MetricsHub:
         return came
 
     async def forget(self, source: str) -> None:
-        """An actor has left for good."""
+        """Forget an actor that has left for good."""
         self._hub.forget(source)
 
     async def stop(self) -> None:
@@ -164,7 +166,7 @@ class MetricsHub:
         return web.Response(body=self._hub.page(), headers={"Content-Type": TEXT})
 
     def _run_folder(self) -> str | None:
-        """The run's folder, once the run has reported it."""
+        """Return the run's folder, if the run has reported it."""
         folder = self._hub.status()["run"].get("folder")
         return folder if isinstance(folder, str) else None
 
@@ -182,7 +184,7 @@ class MetricsHub:
 
 
 def prefers_html(accept: str) -> bool:
-    """Whether an `Accept` header names HTML and not JSON, as a browser's does; whoever else asks gets JSON.
+    """Return whether an `Accept` header names HTML and not JSON, as a browser's does; all other clients get JSON.
 
     >>> prefers_html("text/html,application/xml;q=0.9,*/*;q=0.8"), prefers_html("*/*"), prefers_html("")
     (True, False, False)
@@ -191,23 +193,23 @@ def prefers_html(accept: str) -> bool:
 
 
 class ScrapeTargets:
-    """Writes for Prometheus where a run is scraped."""
+    """Writes the addresses at which Prometheus scrapes a run."""
 
     def __init__(self, url: str, folder: Path, write: Callable[[list[dict[str, Any]]], None]) -> None:
         self._own, self._write = run_target(url.partition("//")[2], str(folder)), write
         self._written_at = -TARGETS_SECONDS
 
     async def write(self) -> None:
-        """Write the targets, unless that was done less than `TARGETS_SECONDS` ago."""
+        """Write the targets, unless they were written less than `TARGETS_SECONDS` ago."""
         if time.monotonic() - self._written_at >= TARGETS_SECONDS:
             self._written_at = time.monotonic()
             self._write([self._own, *await asyncio.to_thread(ray_targets)])
 
 
 def run_target(address: str, folder: str | None) -> dict[str, Any]:
-    """A run's metrics service in the format of Prometheus' service discovery, named after the run's folder.
+    """Return a run's metrics service in the format of Prometheus' service discovery, named after the run's folder.
 
-    Prometheus sends the folder with each scrape: a run that got the address of a killed one does not answer for it.
+    Prometheus sends the folder with each scrape, so a run that uses the address of a killed run does not answer for it.
     """
     labels = {"__meta_baton_kind": "baton"}
     if folder is not None:
@@ -217,7 +219,7 @@ def run_target(address: str, folder: str | None) -> dict[str, Any]:
 
 
 def ray_targets() -> list[dict[str, Any]]:
-    """The metrics endpoints of the Ray cluster's live nodes, in the format of Prometheus' service discovery."""
+    """Return the metrics endpoints of the Ray cluster's live nodes, in the format of Prometheus' service discovery."""
     if not ray.is_initialized():
         return []
     return [

@@ -34,7 +34,8 @@ THREAD_PUSH_SECONDS = 4.0
 class Reporter:
     """Owns the recorder of a process and pushes its snapshots until it is stopped.
 
-    `refresh` is called before every push; it sets the metrics that are read from some state, not counted at events.
+    `refresh` is called before every push; it sets the metrics that are read from the current state and not counted
+    at events.
     """
 
     def __init__(
@@ -85,12 +86,12 @@ class Reporter:
         self.metrics.count("baton_metrics_seconds_total", time.thread_time() - began)
 
     def _answered(self, sent: float, answer: Future[float]) -> None:
-        """Compare the clocks, where the hub lives."""
+        """Compare the clocks, if the hub has answered."""
         if answer.exception() is None:
             self.trace.clock(sent, time.monotonic(), answer.result())
 
     def stop(self) -> None:
-        """Push for the last time."""
+        """Push for the last time, and end the reporter."""
         self._stopped.set()
         if self._task is not None:
             self._task.cancel()

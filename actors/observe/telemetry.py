@@ -42,21 +42,21 @@ class RunTelemetry(Reporter):
         measure_run(self.metrics, AlertThresholds.of(config), self._shown["name"], installed_version())
 
     def doing(self, state: str, **detail: Any) -> None:
-        """What the trainer as a whole does now: waiting, step, commit, weights, checkpoint, evaluating, ..."""
+        """Report what the trainer as a whole does now: waiting, step, commit, weights, checkpoint, evaluating, ..."""
         self._states.enter(state, **detail)
 
     def span(self, row: str, step: int, began: float) -> None:
-        """A checkpoint or an evaluation of a step has ended, which was begun then."""
+        """Record a finished checkpoint or evaluation of a step, with the time of its start."""
         self.trace.span(row, f"step {step}", began, time.monotonic())
 
     def state(self, state: str) -> None:
-        """The run entered a state: starting, warm_start, training, stopping, finished or stopped."""
+        """Report that the run entered a state: starting, warm_start, training, stopping, finished or stopped."""
         measure_state(self.metrics, state)
         self._report_run(state=state)
         self.push()
 
     def stepped(self, policy: PolicyVersion, line: Mapping[str, float]) -> None:
-        """An optimizer step was applied; `line` is its line of `metrics.jsonl`."""
+        """Report an applied optimizer step; `line` is its line of `metrics.jsonl`."""
         now = time.time()
         measure_step(self.metrics, line, now)
         self._report_run(policy_version={"incarnation": policy.incarnation, "step": policy.step}, stepped=now)
@@ -67,27 +67,27 @@ class RunTelemetry(Reporter):
         self.trace.counter("staleness", staleness)
 
     def aborted(self) -> None:
-        """An optimizer step was not applied."""
+        """Count an optimizer step that was not applied."""
         self.metrics.count("baton_aborted_steps_total")
 
     def sent(self, n_bytes: int, changed: float | None) -> None:
-        """Weights left the trainer's ranks; `changed`: see `WeightChain.send`."""
+        """Count the bytes of weights that left the trainer's ranks; `changed`: see `WeightChain.send`."""
         self.metrics.count("baton_weight_sent_bytes_total", n_bytes)
         if changed is not None:
             self.metrics.set("baton_weight_changed_ratio", changed)
             self._report_run(weights_changed=changed)
 
     def sync_failed(self) -> None:
-        """An engine did not load new weights."""
+        """Count a failure of an engine to load new weights."""
         self.metrics.count("baton_weight_sync_failures_total")
 
     def generators(self, expected: int) -> None:
-        """Number of generators that are there or are to come."""
+        """Report the number of generators that are present or about to join."""
         self.metrics.set("baton_generators_expected", expected)
         self._report_run(generators=expected)
 
     def left(self, generator: str) -> None:
-        """A generator has left."""
+        """Report that a generator has left."""
         self._hub.forget.remote(f"generator/{generator}")
 
     def _measure_now(self, metrics: Metrics) -> None:
@@ -113,15 +113,15 @@ class BufferTelemetry(Reporter):
         self._syncing, self._syncs = 0.0, 0
 
     def leased(self, lease: int, groups: Sequence[int], began: float) -> None:
-        """A mini-batch was formed and encoded; that began then."""
+        """Record a mini-batch that was formed and encoded, with the time at which that began."""
         self.trace.span("leases", f"lease {lease}", began, time.monotonic(), lease=lease, groups=list(groups))
 
     def committed(self, lease: int, step: int, began: float) -> None:
-        """The commit of a lease is on the disk; that began then."""
+        """Record that the commit of a lease is on disk, with the time at which the commit began."""
         self.trace.span("commits", f"step {step}", began, time.monotonic(), lease=lease)
 
     def synced(self, began: float) -> None:
-        """The journal was written to the disk; that began then."""
+        """Record a sync of the journal to disk, with the time at which it began."""
         now = time.monotonic()
         self._syncing += now - began
         self._syncs += 1
