@@ -44,12 +44,12 @@ def start_watchdog(mark: str, ray_folder: Path | None = None) -> None:
 
 
 def marked_processes(mark: str) -> list[int]:
-    """Ids of the living processes with the mark in their environment, and of their descendants."""
+    """Return the ids of the living processes with the mark in their environment, and of their descendants."""
     return [process for process, _ in _marked(mark, set())]
 
 
 def _marked(mark: str, known: set[tuple[int, str]]) -> set[tuple[int, str]]:
-    """(id, start time) of the living processes that have the mark or are known, and of their descendants.
+    """Return (id, start time) of the living processes that have the mark or are known, and of their descendants.
 
     A process that renames itself overwrites the start of its environment. Ray's agents lose their mark that way; their
     parent keeps its mark.
@@ -60,7 +60,8 @@ def _marked(mark: str, known: set[tuple[int, str]]) -> set[tuple[int, str]]:
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             with contextlib.suppress(OSError):
-                # "id (name) state parent ..."; the start time is field 22, and tells a reused id from the old one.
+                # The format is "id (name) state parent ..."; the start time is field 22, and distinguishes a
+                # reused id from the old one.
                 state, parent, *rest = (entry / "stat").read_text().rpartition(")")[2].split()
                 if state != "Z":
                     living[int(entry.name)] = (int(parent), rest[17])
@@ -75,7 +76,8 @@ def _marked(mark: str, known: set[tuple[int, str]]) -> set[tuple[int, str]]:
 def end_processes(mark: str, known: set[tuple[int, str]]) -> None:
     """End the marked and the known processes, by SIGTERM, then by SIGKILL, until none is left or `DEADLINE` is over.
 
-    A new process has the mark only after exec, so a scan can miss it: all have ended after `QUIET` seconds without any.
+    A new process has the mark only after exec, so a scan can miss it. So all processes count as ended after
+    `QUIET` seconds without any.
     """
     start = seen = now = time.monotonic()
     left = known

@@ -28,7 +28,7 @@ class GroupLimit:
     """
 
     def __init__(self, most: int, at_once: float = 1.0) -> None:
-        """Set the limit; `at_once` is how many groups are claimed at once."""
+        """Set the limit; `at_once` is the fraction of the limit that is claimed at once."""
         self._most = most
         self._at_once = at_once
         self._preemptions = 0

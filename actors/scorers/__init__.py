@@ -1,1 +1,1 @@
-"""The processes of scorers, and their engine."""
+"""The processes of scorers, and the engine of teachers and frozen roles."""

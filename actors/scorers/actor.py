@@ -1,4 +1,4 @@
-"""A scorer's Ray actor, and how the buffer's process asks it."""
+"""A scorer's Ray actor, and the calls to it from the buffer's process."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class ScorerActor:
             self._failure = error
 
     async def ready(self) -> str:
-        """Return when groups can be scored: a name that only this process has.
+        """Return when groups can be scored; the result is a name that only this process has.
 
         Raises the error that kept the scorer from starting.
         """
@@ -57,7 +57,7 @@ class ScorerActor:
         return self._life
 
     async def reply(self, row: int, group: bytes) -> bytes:
-        """The reply about a group; see `Scorer.reply`."""
+        """Return the reply about a group; see `Scorer.reply`."""
         if self._scorer is None:
             raise ScorerFailed(Failure.START, str(self._failure))
         return await self._scorer.reply(row, group)
@@ -67,7 +67,8 @@ class RayWorker:
     """Asks a scorer's actor; see `service.scorers.asking.Worker`."""
 
     def __init__(self, name: str, is_process: bool) -> None:
-        """`is_process`: it is asked about one group at a time, and ended where it does not answer."""
+        """Store the settings; `is_process`: the actor is asked about one group at a time, and ended if it does not
+        answer."""
         self._name = name
         self._is_process = is_process
         self._life: str | None = None
@@ -76,27 +77,27 @@ class RayWorker:
         """The one that was ended; Ray may take its time to do so, and a question to it would be lost."""
 
     async def ready(self) -> None:
-        """Wait until the actor has started, or has started anew; how long is for the caller to bound."""
+        """Wait until the actor has started or restarted; the caller sets a timeout."""
         while True:
             try:
                 self._life = await self._call("ready")
                 if self._ended is None or self._life != self._ended:
                     return
             except ScorerFailed as failed:
-                # Ray is starting the actor anew, which is no failure of a group's attempt.
+                # Ray is restarting the actor, which does not count as a failed attempt of a group.
                 if not isinstance(failed.__context__, ray.exceptions.ActorUnavailableError):
                     raise
             await asyncio.sleep(RESTART_PAUSE)
 
     async def ask(self, row: int, group: bytes) -> bytes:
-        """The actor's reply."""
+        """Return the actor's reply."""
         return await self._call("reply", row, group)  # type: ignore[no-any-return]
 
     def renew(self) -> None:
-        """End the process, which Ray starts anew."""
+        """End the process, which Ray then restarts."""
         if self._is_process:
             self._ended = self._life
-            with suppress(ValueError):  # no actor of that name, which the next question finds out
+            with suppress(ValueError):  # there is no actor of that name; the next request will fail
                 ray.kill(ray.get_actor(self._name), no_restart=False)
 
     async def _call(self, method: str, *arguments: Any) -> Any:
@@ -111,7 +112,8 @@ class RayWorker:
 
 
 def actor_names(scorers: Mapping[str, ScorerConfig]) -> dict[str, list[str]]:
-    """The actors of each scorer: as many as it has workers where a user's code runs, else one."""
+    """Return the names of each scorer's actors: one for each worker if the scorer runs a user's code, else a
+    single one."""
     return {
         name: [f"scorer-{name}-{i}" for i in range(scorer.workers if scorer.use is not None else 1)]
         for name, scorer in scorers.items()
@@ -119,7 +121,7 @@ def actor_names(scorers: Mapping[str, ScorerConfig]) -> dict[str, list[str]]:
 
 
 def workers(scorers: Mapping[str, ScorerConfig]) -> dict[str, list[Worker]]:
-    """The workers of each scorer; those of an address or an engine share its actor."""
+    """Return the workers of each scorer; workers of an address or of an engine share one actor."""
     made: dict[str, list[Worker]] = {}
     for name, actors in actor_names(scorers).items():
         settings = scorers[name]
@@ -136,7 +138,7 @@ def place_scorers(
     engine_env: Mapping[str, str],
     has_gpu: bool,
 ) -> tuple[Any, ...]:
-    """Start the actors of all scorers; they have their CPUs and GPUs beside those of ranks and engines.
+    """Start the actors of all scorers; they use CPUs and GPUs beside those of ranks and engines.
 
     `engine_env`: environment variables of a process with an engine.
     """
@@ -157,6 +159,6 @@ def place_scorers(
 
 
 async def all_up(actors: Sequence[Any], settings: Mapping[str, ScorerConfig | RoleConfig], who: str) -> None:
-    """Wait until every actor can be asked; what cannot be loaded ends the run before its first step."""
+    """Wait until every actor can be asked; a scorer that cannot be loaded ends the run before its first step."""
     within = max((each.start_deadline for each in settings.values()), default=0.0)
     await asyncio.gather(*(call(actor.ready, who=who, within=within) for actor in actors))

@@ -50,13 +50,14 @@ class FrozenEngine:
         self._numbers = itertools.count()
 
     async def start(self) -> None:
-        """Load the model, if that has not been done."""
+        """Load the model, if it is not loaded yet."""
         async with self._starting:
             if self._llm is None:
                 self._llm = await asyncio.to_thread(_build, self._arguments)
 
     async def logprobs(self, token_ids: list[int]) -> Sequence[float | None]:
-        """The log-probability of each token given those before it, at temperature 1; None of the first."""
+        """Return the log-probability of each token given those before it, at temperature 1; for the first token
+        None."""
         from vllm.sampling_params import RequestOutputKind, SamplingParams
 
         final = RequestOutputKind.FINAL_ONLY
@@ -65,7 +66,7 @@ class FrozenEngine:
         return [None, *(of[token].logprob for token, of in zip(token_ids[1:], found[1:], strict=True))]
 
     async def sampled(self, prompt_ids: list[int], sampling: Sampling) -> Sequence[int]:
-        """Token ids that follow a prompt, at the temperature and with the limit and the ends of `sampling`."""
+        """Sample the token ids that follow a prompt, with the temperature, limit and end tokens of `sampling`."""
         from vllm.sampling_params import RequestOutputKind, SamplingParams
 
         own = SamplingParams(
@@ -85,15 +86,16 @@ class FrozenEngine:
         prompt: Any = {"type": "token", "prompt_token_ids": prompt_ids}
         try:
             return [output async for output in self._llm.generate(prompt, sampling, f"{next(self._numbers)}")][-1]
-        except Exception:  # vLLM's errors have no class in common; where its core lives on, they are raised again
+        except Exception:  # vLLM's errors have no common class; if its core still runs, they are raised again
             if self._llm.errored:
                 log.exception("the engine core died")
-                os._exit(1)  # Ray starts the actor anew
+                os._exit(1)  # Ray restarts the actor
             raise
 
 
 def _frozen_settings(config: Config) -> Config:
-    """Settings of a frozen engine: rows have one token more, because vLLM samples one after a teacher's prompt."""
+    """Return the settings of a frozen engine; rows may have one more token, because vLLM samples one after a
+    teacher's prompt."""
     longer = config.generator.max_generate_length + 1
     generator = {"max_generate_length": longer, "quantization": None, "tensor_parallel_size": 1, "stop": ()}
     update = {
@@ -114,7 +116,8 @@ class FrozenActor:
     """The model of one role; the caller wraps it as a Ray actor."""
 
     def __init__(self, config_json: str, role: str, hub: str | None) -> None:
-        """`hub`: the metrics hub, if there is one, by which `baton status` shows whether the actor is up."""
+        """Store the settings; `hub`: the metrics hub, if there is one, so that `baton status` shows whether the
+        actor is up."""
         keep_log(f"role-{role}")
         config = Config.model_validate_json(config_json)
         self._failure: Exception | None = None
@@ -137,19 +140,19 @@ class FrozenActor:
             self._reporter = None
 
     async def answer(self, messages: Sequence[Message], sampling: Sampling) -> str:
-        """What the model says next in a conversation."""
-        await self.ready()  # also after Ray has started it anew
+        """Return the model's next message in a conversation."""
+        await self.ready()  # also after Ray has restarted the actor
         own = replace(sampling, stop_token_ids=self._chat.end_ids)
         prompt: list[int] = self._chat.prompt(messages).tolist()
         return self._chat.text(np.array(await self._engine.sampled(prompt, own), np.int32))
 
 
 async def ask_role(role: str, messages: Sequence[Message], sampling: Sampling) -> str:
-    """What a role's model says next in a conversation.
+    """Return the next message of a role's model in a conversation.
 
     Raises:
-        ConnectionError: its process has died, and Ray starts another one.
-        TrajectoryFailed: the model did not take the conversation.
+        ConnectionError: the model's process has died, and Ray starts another one.
+        TrajectoryFailed: the model refused the conversation.
     """
     try:
         return str(await ray.get_actor(actor_name(role)).answer.remote([*messages], sampling))
@@ -160,7 +163,7 @@ async def ask_role(role: str, messages: Sequence[Message], sampling: Sampling) -
 
 
 def actor_name(role: str) -> str:
-    """The name of a role's actor."""
+    """Return the name of a role's actor."""
     return f"role-{role}"
 
 

@@ -83,7 +83,7 @@ class TrainerRank:
 
     @contextmanager
     def _busy(self, state: str) -> Iterator[None]:
-        """A call of the driver; between two calls this rank waits."""
+        """Record a call of the driver in the timeline; between two calls this rank waits."""
         self._states.enter(state)
         try:
             yield
@@ -95,18 +95,19 @@ class TrainerRank:
         return f"TrainerRank({self._rank} of {self._world_size}, {state})"
 
     def process(self) -> str:
-        """Names this rank's process; ids of the system repeat, the sooner in another pod, where they begin from 1."""
+        """Return a unique name of this rank's process; process ids can repeat, especially in another pod, where
+        they begin at 1."""
         return self._process
 
     def meeting_point(self) -> MeetingPoint:
-        """An address of this rank's node with a free port, where a process group can meet."""
+        """Return an address of this rank's node with a free port, at which a process group can meet."""
         address = ray.util.get_node_ip_address()
         with socket.socket() as free:
             free.bind((address, 0))
             return address, int(free.getsockname()[1])
 
     def node(self) -> str:
-        """The id of this rank's node."""
+        """Return the id of this rank's node."""
         return str(ray.get_runtime_context().get_node_id())
 
     def load(
@@ -116,13 +117,14 @@ class TrainerRank:
         nodes: Sequence[str] | None = None,
         adapter: bool = True,
     ) -> None:
-        """Join the process group and load the policy from disk; `nodes`: the node of each rank, None if all are on one;
-        `adapter`: train that of `model.lora`, if there is one, else all weights.
+        """Join the process group and load the policy from disk; `nodes`: the node of each rank, None if all are on
+        one; `adapter`: whether to train the adapter of `model.lora`, if there is one; otherwise all weights are
+        trained.
 
         Raises:
             UserError: this rank was given a GPU that PyTorch cannot use.
         """
-        if self._device.type == "cuda" and (why := unusable_cuda()) is not None:  # as on a node that came later
+        if self._device.type == "cuda" and (why := unusable_cuda()) is not None:  # as on a node that joined later
             node = ray.util.get_node_ip_address()
             raise UserError(f"trainer-{self._rank} has a GPU of node {node}, but PyTorch cannot use it: {why}")
         config = self._config if adapter else self._config.without_adapter
@@ -168,7 +170,7 @@ class TrainerRank:
         self._profile = StepProfile(steps, self._device)
 
     def take_profile(self) -> bytes:
-        """The file of the recorded profile."""
+        """Return the recorded profile as a file's contents."""
         recorded, self._profile = self._profile, None
         if recorded is None or recorded.file is None:
             raise ValueError(f"trainer rank {self._rank} has no whole profile")
@@ -176,17 +178,17 @@ class TrainerRank:
 
     @ray.method(num_returns=2)  # type: ignore[untyped-decorator]
     def weights(self, version: int) -> tuple[Octets, tuple[int, WeightPart | None]]:
-        """Copy or gather the policy; returns what this rank publishes, its checksum, and the part of the weights that
-        `bucket` gives out; every rank must call.
+        """Copy or gather the policy; returns the data that this rank publishes, their checksum, and the part of
+        the weights that `bucket` returns; every rank must call.
 
-        `memory` copies this rank's own part and publishes nothing until `bucket` is called. With `nccl` rank 0 gathers
-        all and publishes the announcement of what `begin_send` will send. `ipc` gathers all on every rank and publishes
-        nothing until `ipc_handles` is called.
+        With `memory` each rank copies its own part and publishes nothing until `bucket` is called. With `nccl`
+        rank 0 gathers all weights and publishes the list of tensors that `begin_send` will send. With `ipc` every
+        rank gathers all weights and publishes nothing until `ipc_handles` is called.
         """
         with self._busy("weights"):
             transport, delta = self._config.weights.transport, self._config.weights.delta
             if transport == "memory":
-                # the memory of versions that are not needed any more is free for the copies
+                # the memory of versions that are no longer needed is free for the copies
                 base, self._copy = self._copy if delta else None, None
                 if base is not None:
                     base.forget_base()
@@ -204,7 +206,7 @@ class TrainerRank:
 
     @ray.method(concurrency_group=SENDING, num_returns=2)  # type: ignore[untyped-decorator]
     def bucket(self, version: int, start: int, stop: int, whole: bool) -> tuple[Octets, WeightBucket | None]:
-        """These bytes of this rank's part of this version's weights; None if a newer version has replaced it."""
+        """Return these bytes of this rank's part of this version's weights; None if a newer version has replaced it."""
         copy = self._copy
         if copy is None or copy.version != version:
             return _NOTHING, None
@@ -212,16 +214,16 @@ class TrainerRank:
         return message, bucket
 
     def _gather_on_device(self, version: int) -> None:
-        """Gather the policy on this rank's GPU, in place of the version before."""
+        """Gather the policy on this rank's GPU; it replaces the previous version."""
         self._gathered = None, {}
         torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
         self._gathered = version, self.learner.weights(everywhere=True) or {}
 
     @ray.method(num_returns=2)  # type: ignore[untyped-decorator]
     def ipc_handles(self, version: int) -> tuple[Octets, int]:
-        """Memory handles of this version's weights on this rank's GPU, for one update of the engine on that GPU.
+        """Return memory handles of this version's weights on this rank's GPU, for one update of the engine on that GPU.
 
-        No bytes if a newer version has replaced this one.
+        The result is empty if a newer version has replaced this one.
         """
         gathered, weights = self._gathered
         return _with_checksum(encode_handles(weights, self._device) if version == gathered else b"")
@@ -261,21 +263,21 @@ class TrainerRank:
 
     @property
     def learner(self) -> Learner:
-        """The loaded learner."""
+        """Return the loaded learner."""
         if self._learner is None:
             raise ValueError(f"trainer rank {self._rank} was used before load()")
         return self._learner
 
 
 def process_group_backend(device: torch.device, cpu_offload: bool) -> str:
-    """Backends of the ranks' process group: gloo only where tensors on the CPU are reduced."""
+    """Return the backends of the ranks' process group; gloo is included only if tensors on the CPU are reduced."""
     if device.type == "cpu":
         return "gloo"
     return "cuda:nccl,cpu:gloo" if cpu_offload else "cuda:nccl"
 
 
 def interface_of(address: str) -> str:
-    """The network interface that has this address.
+    """Return the network interface that has this address.
 
     Raises:
         UserError: no interface has it.
@@ -293,5 +295,5 @@ _NOTHING = np.empty(0, np.uint8)
 
 
 def _with_checksum(data: bytes) -> tuple[Octets, int]:
-    """As a numpy array, which Ray passes on without a copy, and the checksum."""
+    """Return the data as a numpy array, which Ray passes on without a copy, and their checksum."""
     return np.frombuffer(data, dtype=np.uint8), checksum_of(data)

@@ -1,4 +1,4 @@
-"""The trainer's ranks, called as one: a failure of one rank is a failure of the group."""
+"""Calls all ranks of the trainer together; a failure of one rank is a failure of the group."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ class TrainerGroup:
     """Calls every rank; raises `TrainerLost` if one of them fails."""
 
     def __init__(self, ranks: Sequence[Any], start_deadline: float, deadline: float, warm_start_steps: int = 0) -> None:
-        """`deadline`: seconds in which a rank must answer a call, and take each step of the warm start."""
+        """Store the settings; `deadline`: seconds in which a rank must answer a call, and take each step of the
+        warm start."""
         self._start_deadline, self._deadline, self._warm_start_steps = start_deadline, deadline, warm_start_steps
         self._ranks = list(ranks)
         self._processes: list[str] = []
@@ -40,12 +41,13 @@ class TrainerGroup:
 
     @staticmethod
     def of(config: Config, ranks: Sequence[Any]) -> TrainerGroup:
-        """With the deadlines of the run."""
+        """Create the group with the deadlines of the run's configuration."""
         steps = 0 if config.model.warm_start is None else config.model.warm_start.steps
         return TrainerGroup(ranks, config.trainer.start_deadline, config.run.stall_deadline, steps)
 
     async def load(self, model_folder: Path, adapter: bool = True) -> None:
-        """Form the process group and load the policy; `adapter`: with that of `model.lora`, if there is one.
+        """Form the process group and load the policy; `adapter`: whether to add the adapter of `model.lora`, if
+        there is one.
 
         Raises:
             Starved: the ranks did not start in time.
@@ -109,12 +111,14 @@ class TrainerGroup:
     async def bucket(
         self, version: PolicyVersion, rank: int, start: int, stop: int, whole: bool = False
     ) -> tuple[WeightBucket, Any] | None:
-        """Bytes of a rank's part of these weights, and a reference to their message; None if newer ones are there."""
+        """Return bytes of a rank's part of these weights, and a reference to their message; None if the rank has
+        newer weights."""
         data, bucket = await self._stored(rank, "bucket", version.pack(), start, stop, whole)
         return None if bucket is None else (bucket, data)
 
     async def ipc_handles(self, number: int, version: PolicyVersion) -> PublishedWeights | None:
-        """Memory handles of a rank's weights, for one update of the engine on its GPU; None if newer ones are there."""
+        """Return memory handles of a rank's weights, for one update of the engine on its GPU; None if the rank has
+        newer weights."""
         data, checksum = await self._stored(number, "ipc_handles", version.pack())
         return None if checksum == EMPTY_CHECKSUM else PublishedWeights(data, checksum)
 
@@ -127,7 +131,7 @@ class TrainerGroup:
         await asyncio.gather(*(self._ask(rank, "begin_profile", steps) for rank in ranks))
 
     async def profiles(self, ranks: Sequence[int]) -> list[bytes]:
-        """The profiles that these ranks have recorded, each a file."""
+        """Return the profiles that these ranks have recorded, each as a file's contents."""
         return list(await asyncio.gather(*(self._ask(rank, "take_profile") for rank in ranks)))
 
     async def save(self, folder: Path) -> None:
@@ -147,7 +151,7 @@ class TrainerGroup:
         await self._ask_all("export", str(folder))
 
     async def _start(self, method: str, *arguments: Any) -> list[Any]:
-        """Call a method of every rank that starts; an error that Baton raised on purpose is raised as itself."""
+        """Call a method of every starting rank; an error that Baton raised on purpose keeps its type."""
         calls = (
             call(getattr(rank, method), *arguments, who=f"trainer-{number}", within=self._start_deadline)
             for number, rank in enumerate(self._ranks)
@@ -164,7 +168,7 @@ class TrainerGroup:
         return list(await asyncio.gather(*(self._ask(number, method, *arguments, within=within) for number in ranks)))
 
     async def _stored(self, number: int, method: str, *arguments: Any) -> tuple[Any, Any]:
-        """Call a rank's method that returns data and what describes them; the data stay in Ray's object store."""
+        """Call a rank's method that returns data and their description; the data stay in Ray's object store."""
         data, description = getattr(self._ranks[number], method).remote(*arguments)
         with _raises_trainer_lost():
             return data, await answer(description, who=f"trainer-{number}", within=self._deadline)

@@ -1,4 +1,4 @@
-"""Profiles of optimizer steps, for whoever asks the running run by `baton profile`."""
+"""Profiles of optimizer steps, which `baton profile` requests from a run in progress."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from service.run.profiles import MAX_BYTES, PROFILES, ProfileRequest, ProfileReq
 
 
 class Profiles:
-    """Begins a profile before a step where one is asked for, and writes its files after the last step."""
+    """Begins a requested profile before a step, and writes its files after the last profiled step."""
 
     def __init__(self, run_folder: Path, ranks: int, trainer: TrainerGroup, say: Callable[[str], None]) -> None:
         self._asked = ProfileRequests(run_folder / PROFILES)
@@ -21,13 +21,13 @@ class Profiles:
         self._left = 0
 
     async def before(self) -> None:
-        """An optimizer step begins."""
+        """Begin a requested profile; called before each optimizer step."""
         if self._current is None and (request := self._asked.request(self._ranks)) is not None:
             await self._trainer.begin_profile(request.ranks, request.steps)
             self._current, self._left = request, request.steps
 
     async def after(self, step: int) -> None:
-        """An optimizer step was taken, with this number."""
+        """Count an applied optimizer step with this number, and write the files of a finished profile."""
         if self._current is None:
             return
         self._left -= 1
@@ -46,7 +46,7 @@ class Profiles:
             self._say(f"profile of {request.steps} optimizer steps: {problem or ', '.join(files)}")
 
     def lost(self) -> None:
-        """The ranks died, and what they recorded with them."""
+        """Discard the profile, because the ranks died and their records are lost."""
         if self._current is not None:
             self._asked.answer(self._current, (), "the trainer failed while it was profiled")
             self._current = None

@@ -1,4 +1,4 @@
-"""Weights on their way from the trainer to the engines, in four words:
+"""Sends weights from the trainer to the engines. Four terms:
 
     part      the bytes of the weights file that one rank holds           `part.py`
     bucket    bytes of a part that travel as one message, whole or as     `delta.py`

@@ -1,4 +1,5 @@
-"""The driver's end of broadcasts: who is in the group, when it is formed anew, and what happens to those cut off.
+"""The driver's end of broadcasts: which engines are in the group, when it is formed again, and what happens to
+engines that are cut off.
 
 publication    group of rank 0 and all engines that are up     every engine receives
 one has died   the group is cut off for all                    a new group without it; those cut off receive
@@ -39,10 +40,11 @@ class BroadcastGroup(NamedTuple):
 
 
 class Broadcasts:
-    """Sends weights to engines by one group of them and the trainer's first rank."""
+    """Sends weights to engines through one group of them and the trainer's first rank."""
 
     def __init__(self, generators: Mapping[str, Any], trainer: WeightSource, workers: int, within: float) -> None:
-        """`workers`: of each engine; `within`: seconds of one broadcast."""
+        """Store the settings; `workers`: the number of workers of each engine; `within`: the deadline of one
+        broadcast in seconds."""
         self._generators, self._trainer = generators, trainer
         self._workers, self._within = workers, within
         self._group: BroadcastGroup | None = None
@@ -57,17 +59,18 @@ class Broadcasts:
         generators: Mapping[str, Any],
         trainer: WeightSource,
     ) -> Broadcasts:
-        """With half of a collective's deadline at most: a broadcast that hangs may hold rank 0 in a collective."""
+        """Create it with at most half of a collective's deadline, because a hanging broadcast may block rank 0 in
+        a collective."""
         within = min(config.sync_deadline / TRIES, collective_deadline / 2)
         return Broadcasts(generators, trainer, workers, within)
 
     async def send(
         self, names: Sequence[str], version: PolicyVersion, weights: PublishedWeights
     ) -> dict[str, BaseException]:
-        """Send weights to these engines; returns why an engine was lost, by name.
+        """Send weights to these engines; returns, by name, why an engine was lost.
 
-        An engine that lives and was cut off receives them in the next group. Where the trainer has newer weights, none
-        are sent, because they are about to be published.
+        A living engine that was cut off receives them in the next group. If the trainer has newer weights, nothing
+        is sent, because those are about to be published.
 
         Raises:
             RunFailed: broadcasts were cut off again though no engine was lost.
@@ -93,12 +96,12 @@ class Broadcasts:
         self._is_over = True
 
     def forget(self, name: str) -> None:
-        """An engine's process is gone."""
+        """Note that an engine's process has ended."""
         if self._group is not None and name in self._group.engines:
             self.cut_off(f"{name} is gone")
 
     def _formed(self, names: list[str]) -> BroadcastGroup:
-        """A new group of these engines, in place of the one before."""
+        """Form a new group of these engines, which replaces the previous one."""
         self.cut_off("another group takes its place")
         address = ray.util.get_node_ip_address()
         store = open_store(address)
@@ -140,7 +143,7 @@ class Broadcasts:
     async def _take(
         self, name: str, meeting: Meeting, first_rank: int | None, version: PolicyVersion, weights: PublishedWeights
     ) -> None:
-        """Let an engine join the group, if the group is new, and receive."""
+        """Let an engine join the group, if the group is new, and receive the weights."""
         generator, within = self._generators[name], self._within + ANSWER_SECONDS
         if first_rank is not None:
             await call(generator.join_trainer, meeting, first_rank, who=name, within=within)
@@ -149,6 +152,6 @@ class Broadcasts:
 
 
 def _errors(takes: Mapping[str, asyncio.Future[None]]) -> dict[str, BaseException]:
-    """The errors of those that have failed by now."""
+    """Return the errors of the tasks that have failed by now."""
     ended = ((name, take.exception()) for name, take in takes.items() if take.done())
     return {name: error for name, error in ended if error is not None}

@@ -1,10 +1,11 @@
-"""One publication on its way from the ranks to several nodes: each receives it once and passes it on to the next.
+"""Sends one publication from the ranks to several nodes; each node receives it once and passes it on to the next.
 
     rank 0 on node A   --bucket 2--> node A --bucket 1--> node B --bucket 0--> node C
     rank 1 on node B   --bucket 2--> node B --bucket 1--> node C --bucket 0--> node A
 
-Each rank gives out its own part. The links of the ranks carry one copy of the weights, whatever the number of nodes,
-and the last node has them a few buckets after the first. A bucket is passed on as an object of the node that has just
+Each rank sends its own part. The network links of the ranks carry one copy of the weights, whatever the number of
+nodes. The last node has the weights a few buckets after the first. A bucket is passed on as an object of the node
+that has just
 received it, because Ray would fetch one object from whichever node holds it, the rank's among them.
 """
 
@@ -42,7 +43,7 @@ class Replaced(BatonError):
 
 
 class WeightChain:
-    """The way of one publication over some generators, each on a node of its own."""
+    """The path of one publication over some generators, each on a different node."""
 
     def __init__(
         self,
@@ -53,8 +54,8 @@ class WeightChain:
         ways: Sequence[Sequence[str]],
         deadline: float,
     ) -> None:
-        """`images`: the number of the image that each generator writes; `paths`: where those lie that are there
-        already; `ways`: the order of the generators for the part of each rank."""
+        """Store the settings. `images`: the number of the image that each generator writes; `paths`: the paths of
+        images that exist already; `ways`: the order of the generators for the part of each rank."""
         self._generators = {name: generators[name] for name in images}  # also after one of them has left
         self._trainer, self._images, self.paths, self._ways = trainer, images, paths, ways
         self._parts: Sequence[WeightPart] = ()
@@ -128,7 +129,8 @@ class WeightChain:
         return found
 
     async def _give(self, name: str, bucket: WeightBucket, message: Any, passes_on: bool) -> tuple[bool, Any]:
-        """Let a generator write a bucket; returns whether it has what the bucket changes, and a copy on its node."""
+        """Let a generator write a bucket; returns whether it has the bytes that the bucket changes, and a copy of
+        the bucket on its node."""
         generator, number = self._generators[name], self._images[name]
         if name not in self.paths:
             self.paths[name] = await call(generator.hold_image, number, self._parts, who=name, within=self._within)
@@ -137,7 +139,8 @@ class WeightChain:
 
 
 def bounds_of_buckets(sizes: Sequence[int]) -> list[tuple[int, int, int]]:
-    """(rank, start, stop) of each bucket, for parts of these bytes; the ranks take turns, so that all links are busy.
+    """Return (rank, start, stop) of each bucket, for parts of these sizes; the ranks take turns, so that all links
+    are busy.
 
     >>> [(rank, start >> 20, stop >> 20) for rank, start, stop in bounds_of_buckets([3 << 20, 1 << 20])]
     [(0, 0, 1), (1, 0, 1), (0, 1, 2), (0, 2, 3)]

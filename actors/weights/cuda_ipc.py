@@ -41,13 +41,14 @@ Handle = dict[str, Any]
 
 
 def handle_of(rebuild_arguments: Mapping[str, Any]) -> Handle:
-    """A handle from torch's arguments of `rebuild_cuda_tensor`, given by name."""
+    """Make a handle from torch's arguments of `rebuild_cuda_tensor`, given by name."""
     fields: Handle = {name: bytes(rebuild_arguments[name]).hex() for name in BYTE_FIELDS}
     return fields | {name: rebuild_arguments[name] for name in NUMBER_FIELDS}
 
 
 def rebuild_arguments(handle: Handle, spec: TensorSpec) -> tuple[Any, ...]:
-    """Torch's arguments of `rebuild_cuda_tensor`, in order, for a contiguous tensor on the process's first GPU."""
+    """Return torch's arguments of `rebuild_cuda_tensor`, in order, for a contiguous tensor on the process's first
+    GPU."""
     handles = {name: bytes.fromhex(handle[name]) for name in BYTE_FIELDS}
     return (
         Tensor,
@@ -69,7 +70,8 @@ def rebuild_arguments(handle: Handle, spec: TensorSpec) -> tuple[Any, ...]:
 
 
 def encode_handles(weights: Mapping[str, Tensor], device: torch.device) -> bytes:
-    """Handles of these tensors for the engine on this GPU, to be opened once: each call adds a reader of the memory."""
+    """Encode handles of these tensors for the engine on this GPU, to be opened once, because each call adds a
+    reader of the memory."""
     from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
     # The engine's process does not wait for kernels that this process has queued.
@@ -82,10 +84,10 @@ def encode_handles(weights: Mapping[str, Tensor], device: torch.device) -> bytes
 
 
 def ipc_update_info(data: WeightBytes, checksum: int, size: PolicySize) -> tuple[dict[str, Any], int]:
-    """The arguments of `worker_extension.IpcUpdateInfo` for these handles, and the bytes of all tensors.
+    """Return the arguments of `worker_extension.IpcUpdateInfo` for these handles, and the bytes of all tensors.
 
     Raises:
-        ValueError: the data differ from what was sent, or name more or less than the whole policy.
+        ValueError: the data differ from the sent data, or name more or less than the whole policy.
     """
     message = json.loads(bytes(verify(data, checksum)))
     specs = size.checked_specs(message["tensors"])
@@ -96,6 +98,6 @@ def ipc_update_info(data: WeightBytes, checksum: int, size: PolicySize) -> tuple
 def vllm_handles(
     names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]], gpu: str, handles: Sequence[Handle]
 ) -> list[dict[str, tuple[Any, ...]]]:
-    """vLLM's own form of the handles: for each tensor, the arguments that rebuild it, by GPU."""
+    """Return vLLM's own form of the handles: for each tensor, the arguments that rebuild it, by GPU."""
     specs = (TensorSpec(name, dtype, tuple(shape)) for name, dtype, shape in zip(names, dtypes, shapes, strict=True))
     return [{gpu: rebuild_arguments(handle, spec)} for spec, handle in zip(specs, handles, strict=True)]

@@ -1,4 +1,4 @@
-"""The newest weights on their way to every engine that is up; one that was away gets them when it is back.
+"""Sends the newest weights to every engine that is up; an engine that was down gets them after its restart.
 
 memory   an image of each node, which its engines load      `chain.py`, `node_images.py`
 nccl     one broadcast to all engines                       `broadcasts.py`
@@ -45,7 +45,8 @@ class Delivery:
         not_taken: Callable[[str, PolicyVersion, BaseException], None],
         sent: Callable[[int, float | None], None],
     ) -> None:
-        """`not_taken` is told why an engine did not take a version; `sent`: see `NodeImages`."""
+        """Store the settings; `not_taken` is called with the reason why an engine did not load a version; `sent`:
+        see `NodeImages`."""
         self._config, self._generators, self._source, self._is_up = config, generators, source, is_up
         self._not_taken = not_taken
         self._images = NodeImages(config, generators, source, sent)
@@ -59,26 +60,26 @@ class Delivery:
         """The version that an engine keeps for an evaluation."""
 
     def register(self, name: str, node: str) -> None:
-        """A generator has started on this node."""
+        """Note that a generator has started on this node."""
         self._locks.setdefault(name, asyncio.Lock())
         self._images.register(name, node)
 
     def node_of(self, name: str) -> str:
-        """The node of a generator that has started."""
+        """Return the node of a generator that has started."""
         return self._images.node_of(name)
 
     def restarts(self, name: str) -> None:
-        """A generator's process is gone, and another one starts."""
+        """Note that a generator's process has ended, and that another one starts."""
         self._broadcasts.forget(name)
 
     async def forget(self, name: str) -> None:
-        """A generator's process is gone for good; returns when its update has ended too."""
+        """Forget a generator whose process has ended for good; returns when its update has ended too."""
         self._broadcasts.forget(name)
         async with self._broadcasting, self._locks.pop(name):
             pass
 
     def source_lost(self) -> None:
-        """Cut off a broadcast that is under way: the trainer's processes are gone."""
+        """Cut off a broadcast in progress, because the trainer's processes have ended."""
         self._broadcasts.cut_off("the trainer restarts")
 
     async def publish(self, version: PolicyVersion, weights: PublishedWeights) -> None:
@@ -88,7 +89,7 @@ class Delivery:
         self._sync = asyncio.ensure_future(self._update_all(version, weights))
 
     async def published(self) -> float | None:
-        """Wait until every engine serves the newest weights; returns the seconds from sending to serving.
+        """Wait until every engine serves the newest weights; returns the seconds from the start of sending until then.
 
         Raises:
             RunFailed: it took longer than `weights.sync_deadline`.
@@ -105,13 +106,14 @@ class Delivery:
         return seconds
 
     def give_up(self) -> None:
-        """Send no more of the weights that are on their way: the run ends."""
+        """Stop sending weights, because the run ends."""
         if self._sync is not None:
             may_be_dropped(self._sync)
             self._sync.cancel()
 
     def keep(self, up: Mapping[str, Any], count: int) -> Kept | None:
-        """Let `count` of these engines keep the newest weights until `release`; None where no other would continue."""
+        """Let `count` of these engines keep the newest weights until `release`; None if no other engine would
+        continue."""
         if self._latest is None or len(up) <= count:
             return None
         kept = Kept(self._latest[0], dict(islice(up.items(), count)), self._sync)
@@ -139,7 +141,7 @@ class Delivery:
                     await self._take_image(name, version, weights)
                 else:
                     handles = await self._source.ipc_handles(list(self._generators).index(name), version)
-                    if handles is not None:  # else the rank has newer ones, which are about to be published
+                    if handles is not None:  # otherwise the rank has newer ones, which are about to be published
                         await self._take(name, version, handles.data, handles.checksum)
             except ACTOR_FAILED as error:
                 self._not_taken(name, version, error)
@@ -155,7 +157,7 @@ class Delivery:
         return time.monotonic() - start
 
     async def _broadcast(self, names: list[str]) -> None:
-        """Update those of these engines that are up by one broadcast."""
+        """Update the engines that are up, by one broadcast."""
         async with self._broadcasting:
             up = [name for name in names if self._takes(name)]
             if self._latest is None or not up:
@@ -169,11 +171,11 @@ class Delivery:
                 self._not_taken(name, version, error)
 
     def _takes(self, name: str) -> bool:
-        """Whether an engine is up, and keeps no older weights than the newest."""
+        """Return whether an engine is up and does not keep older weights for an evaluation."""
         return self._is_up(name) and (self._latest is None or self._kept.get(name, self._latest[0]) == self._latest[0])
 
     async def _take_image(self, name: str, version: PolicyVersion, weights: PublishedWeights) -> None:
-        """Let an engine load the image of its node; if the image is gone with its holder, try a new one."""
+        """Let an engine load the image of its node; if the image has vanished with its holder, try a new one."""
         for tries_left in reversed(range(len(self._generators))):
             async with self._images.path_for(name, version, weights) as path:
                 if path is None:  # newer weights are about to be published

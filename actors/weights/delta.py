@@ -1,11 +1,12 @@
-"""Buckets: bytes of a part that travel as one message, as they are or as the elements that differ from the last file.
+"""Buckets: bytes of a part that are sent as one message, whole or as the elements that differ from the last file.
 
     base       1.0  2.0  3.0  4.0  5.0  6.0       elements of 2 bytes
     new        1.0  2.5  3.0  4.0  5.0  6.5
     message    2.5  6.5 | 1  3                    values, then the unchanged elements before each of them
 
-A gap of 255 or more elements is written as bytes of 255 and the rest: a changed element costs its value and a byte.
-Each message names the checksum of its base, so that no other base is changed, and that of its result.
+A gap of 255 or more elements is written as bytes of 255 and the remainder, so a changed element usually takes its
+value and one byte. Each message has the checksum of its base, so that no other base is changed, and the checksum
+of its result.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ Octets = NDArray[np.uint8]
 
 
 class WeightBucket(NamedTuple):
-    """Bytes of a rank's part of a weights file, described."""
+    """Describes a bucket: which bytes of a rank's part of a weights file it holds."""
 
     version: int
     """Packed version of the file."""
@@ -47,7 +48,8 @@ class WeightBucket(NamedTuple):
 
 
 def encode(bucket: WeightBucket, base: Octets, new: Octets, whole: bool) -> tuple[WeightBucket, Octets]:
-    """The bucket's message, where `bucket.base` is the checksum of `base`; `whole`: as it is in any case."""
+    """Encode the bucket's message, where `bucket.base` is the checksum of `base`; with `whole` the bucket is
+    always sent whole."""
     element = np.dtype(f"u{bucket.itemsize}")
     places = np.flatnonzero(base.view(element) != new.view(element))
     bucket = bucket._replace(changed=len(places))
@@ -62,10 +64,10 @@ def encode(bucket: WeightBucket, base: Octets, new: Octets, whole: bool) -> tupl
 
 
 def decode(bucket: WeightBucket, message: WeightBytes, base: bytearray) -> memoryview:
-    """The bucket's bytes, from those that the message changes, which are overwritten.
+    """Return the bucket's bytes, made from the base bytes that the message changes; the base is overwritten.
 
     Raises:
-        ValueError: the result differs from what was sent.
+        ValueError: the result differs from the sent bytes.
     """
     if bucket.base is None:
         return verify(message, bucket.checksum)
@@ -81,5 +83,5 @@ def decode(bucket: WeightBucket, message: WeightBytes, base: bytearray) -> memor
 
 
 def bucket_of(version: int, rank: int, start: int, new: Octets) -> WeightBucket:
-    """The bucket that these bytes of a rank's part of a version's file are."""
+    """Return the bucket for these bytes of a rank's part of a version's file."""
     return WeightBucket(version, rank, start, len(new), checksum_of(new), len(new))

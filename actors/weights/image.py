@@ -1,6 +1,6 @@
 """A node's image of the newest weights: a safetensors file in shared memory, which every engine of the node loads from.
 
-A generator holds images for the engines of its node (`ImageHolder`); which one does is the driver's choice, see
+A generator holds images for the engines of its node (`ImageHolder`); the driver chooses which generator, see
 `actors.weights.node_images`.
 """
 
@@ -22,14 +22,15 @@ from service.errors import WeightsGone
 
 
 class Image:
-    """Written bucket by bucket, in any order; an update may change it in place while no engine loads from it.
+    """A file that is written bucket by bucket, in any order; an update may change it in place while no engine
+    loads from it.
 
-    The file has no name. It vanishes when the last descriptor is closed, at the latest with the processes that hold
-    one.
+    The file has no name. It vanishes when the last descriptor is closed, at the latest when the processes that
+    hold one end.
     """
 
     def __init__(self, parts: Sequence[WeightPart]) -> None:
-        """`parts`: where the bytes of each rank lie in the file."""
+        """Create the file; `parts`: where the bytes of each rank lie in it."""
         self._parts = parts
         self._fd = os.memfd_create("baton-weights", os.MFD_CLOEXEC)
         os.ftruncate(self._fd, sum(part.n_bytes for part in parts))
@@ -41,11 +42,11 @@ class Image:
         self._writing = Lock()
 
     def write(self, bucket: WeightBucket, message: WeightBytes) -> bool:
-        """Write a bucket; False if the message changes other bytes than the image has there.
+        """Write a bucket; returns False if the message is for other base bytes than those in the image.
 
         Raises:
-            WeightsGone: the bucket is late: the image has newer ones, or was given back.
-            ValueError: the result differs from what was sent; the image stays as it was.
+            WeightsGone: the bucket is late, because the image has newer weights or was released.
+            ValueError: the result differs from the sent bytes; the image stays unchanged.
         """
         with self._writing:
             if self._fd < 0 or bucket.version < self._version:
@@ -75,7 +76,7 @@ class Image:
 
 
 class ImageHolder:
-    """The part of a generator that holds images, by numbers that the driver gives."""
+    """The part of a generator that holds images, under numbers that the driver assigns."""
 
     def __init__(self) -> None:
         self._images: dict[int, Image] = {}
@@ -86,7 +87,7 @@ class ImageHolder:
         """Hold an image of weights for all engines of this node until `release_image`; returns its path.
 
         Raises:
-            WeightsGone: it was released before: Ray begins calls with large arguments after later ones.
+            WeightsGone: it was already released; Ray may begin a call with large arguments after later calls.
         """
         if number in self._released:
             raise WeightsGone("these weights are not held any more")
@@ -98,11 +99,11 @@ class ImageHolder:
     async def write_image(
         self, number: int, bucket: WeightBucket, message: WeightBytes, passes_on: bool
     ) -> tuple[WeightBytes | None, bool]:
-        """Write a bucket into an image; returns the message to pass on, and False where the image lacks its base.
+        """Write a bucket into an image; returns the message to pass on, and whether the image had the message's base.
 
         Raises:
             WeightsGone: there is no such image any more, or it has newer weights.
-            ValueError: the bytes differ from what was sent.
+            ValueError: the bytes differ from the sent ones.
         """
         if (image := self._images.get(number)) is None:
             raise WeightsGone("these weights are not held any more")
@@ -110,7 +111,7 @@ class ImageHolder:
         return message if passes_on else None, written
 
     async def release_image(self, number: int) -> None:
-        """Free an image; one of an earlier process is ignored, its memory is freed already."""
+        """Free an image; an image of an earlier process is ignored, because its memory is already free."""
         if (image := self._images.pop(number, None)) is None:
             self._released.add(number)
         else:
@@ -127,7 +128,7 @@ def open_image(path: str, size: PolicySize) -> int:
     at, _, number = path.partition("#")
     try:
         fd = os.open(at, os.O_RDONLY)
-    except OSError as error:  # which one depends on how far the process has ended
+    except OSError as error:  # which error is raised depends on how far the process has ended
         raise WeightsGone(f"the weights at {path} are gone ({error.strerror})") from error
     try:
         file = os.fstat(fd)
@@ -140,14 +141,14 @@ def open_image(path: str, size: PolicySize) -> int:
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise ValueError(f"weights of {n_bytes} bytes are not a safetensors file") from error
         size.check(shapes)
-    except BaseException:  # the caller never gets the descriptor, which would keep all weights in memory
+    except BaseException:  # the caller does not get the descriptor, which would otherwise keep all weights in memory
         os.close(fd)
         raise
     return fd
 
 
 def _shapes(fd: int, n_bytes: int) -> list[tuple[str, list[int]]]:
-    """Names and shapes in the file's header; `ValueError` where the data do not end where the header says."""
+    """Return names and shapes in the file's header; `ValueError` if the data do not end where the header says."""
     length = int.from_bytes(os.pread(fd, 8, 0), "little")
     if length > n_bytes:
         raise ValueError("the header was cut off")

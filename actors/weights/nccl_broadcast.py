@@ -3,8 +3,8 @@
     rank 0        copies tensors into a bucket, broadcasts the bucket, fills the other one meanwhile
     each worker   receives a bucket, copies it into tensors, loads those that are whole
 
-Beside the tensors travels their announcement: name, type and shape of each, in the order in which they are sent. Both
-ends cut it alike. Tensors of 5, 3 and 4 bytes in buckets of 6:
+An announcement is sent beside the tensors: name, type and shape of each, in the order in which they are sent. Both
+ends use it to cut the tensors in the same way. Tensors of 5, 3 and 4 bytes in buckets of 6:
 
     bucket 0   tensor 0 [0 1 2 3 4]   tensor 1 [0]
     bucket 1   tensor 1 [1 2]         tensor 2 [0 1 2 3]
@@ -37,26 +37,27 @@ N_BUCKETS = 2
 
 
 def encode_announcement(weights: Mapping[str, Tensor]) -> bytes:
-    """The tensors that will be sent, in order, as JSON."""
+    """Encode the list of tensors that will be sent, in order, as JSON."""
     return json.dumps(TensorSpec.of_weights(weights)).encode()
 
 
 def decode_announcement(data: WeightBytes, checksum: int, size: PolicySize) -> list[TensorSpec]:
-    """The tensors that an announcement names.
+    """Return the tensors that an announcement names.
 
     Raises:
-        ValueError: it differs from what was sent, or names more or less than the whole policy.
+        ValueError: it differs from the sent announcement, or names more or less than the whole policy.
     """
     return size.checked_specs(json.loads(bytes(verify(data, checksum))))
 
 
 def init_info(meeting: Meeting, first_rank: int) -> dict[str, Any]:
-    """The arguments of `worker_extension.BroadcastInitInfo`: where an engine's workers join, from which rank on."""
+    """Return the arguments of `worker_extension.BroadcastInitInfo`: where an engine's workers join, and their
+    first rank."""
     return meeting._asdict() | {"first_rank": first_rank}
 
 
 def update_info(specs: Sequence[TensorSpec]) -> dict[str, Any]:
-    """The arguments of an engine's workers to receive these tensors."""
+    """Return the arguments with which an engine's workers receive these tensors."""
     return {
         "names": [spec.name for spec in specs],
         "dtype_names": [spec.dtype for spec in specs],
@@ -77,7 +78,7 @@ class Piece(NamedTuple):
 
 
 def cut(sizes: Sequence[int], bucket_bytes: int) -> Iterator[list[Piece]]:
-    """The pieces in each bucket, for tensors of these sizes in bytes; all buckets but the last are full."""
+    """Return the pieces in each bucket, for tensors of these sizes in bytes; all buckets but the last are full."""
     pieces: list[Piece] = []
     at = 0
     for tensor, size in enumerate(sizes):
@@ -121,7 +122,7 @@ def send(group: WeightGroup, weights: Mapping[str, Tensor], device: torch.device
 
 
 def receive(group: WeightGroup, specs: Sequence[TensorSpec], device: torch.device) -> Iterator[tuple[str, Tensor]]:
-    """The announced tensors, each as soon as it is whole; holds two buckets on the device.
+    """Yield each announced tensor as soon as it is whole; holds two buckets on the device.
 
     Raises:
         WeightsCutOff: the group ended before all had arrived.
@@ -149,7 +150,7 @@ def receive(group: WeightGroup, specs: Sequence[TensorSpec], device: torch.devic
 
 
 class BroadcastSender:
-    """The trainer's end, which sends in a thread and on a stream of its own while the trainer continues."""
+    """The trainer's end, which sends in a thread and on a separate stream while the trainer continues."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -162,7 +163,7 @@ class BroadcastSender:
         Thread(target=self._send, args=(meeting, weights), daemon=True, name="broadcast").start()
 
     def _send(self, meeting: Meeting, weights: Mapping[str, Tensor]) -> None:
-        with self._lock:  # a broadcast before this one has its own deadline
+        with self._lock:  # the previous broadcast has its own deadline
             try:
                 group = self._joined(meeting)
                 with group.under_way(), torch.cuda.stream(self._stream) if self._stream else nullcontext():

@@ -1,10 +1,11 @@
-"""One image of the newest weights a node: one generator writes it as it arrives, all engines of the node load from it.
+"""Each node has one image of the newest weights: one generator writes it as the weights arrive, and all engines of
+the node load it.
 
     node A   generator-0  writes /proc/71/fd/40#7 <- ranks     generator-1  loads it
     node B   generator-2  writes /proc/35/fd/40#9 <- node A    generator-3  loads it
 
-An image has no name and vanishes with the process that holds it, so nothing is left behind. A process that has opened
-it keeps it all the same. With `weights.delta` a node keeps its image, and the next update changes it.
+An image has no name and vanishes with the process that holds it, so no file remains. A process that has opened it
+can still use it. With `weights.delta` a node keeps its image, and the next update changes it.
 """
 
 from __future__ import annotations
@@ -40,12 +41,12 @@ class NodeImage:
 
     @property
     def is_whole(self) -> bool:
-        """Whether engines can load it."""
+        """Return whether engines can load it."""
         return self.path.done() and self.path.exception() is None and self.path.result() is not None
 
 
 class NodeImages:
-    """Which generator holds the image of its node."""
+    """Keeps track of which generator holds the image of its node."""
 
     def __init__(
         self,
@@ -54,7 +55,8 @@ class NodeImages:
         trainer: WeightSource,
         report: Callable[[int, float | None], None] = lambda n_bytes, changed: None,
     ) -> None:
-        """`report` is given the bytes that left the ranks, and which fraction of the elements had changed."""
+        """Store the settings; `report` is called with the bytes that left the ranks, and the fraction of elements
+        that changed."""
         self._generators, self._trainer, self._report = generators, trainer, report
         self._deadline, self._keeps, self._by_memory = config.sync_deadline, config.delta, config.transport == "memory"
         self._node_of: dict[str, str] = {}
@@ -64,19 +66,20 @@ class NodeImages:
         self._under_way: set[asyncio.Task[None]] = set()
 
     def register(self, name: str, node: str) -> None:
-        """A generator has started on this node; the images that its earlier process held are gone."""
+        """Note that a generator has started on this node; the images that its earlier process held have vanished."""
         self._node_of[name] = node
         self._held = {of: held for of, held in self._held.items() if held.holder != name}
 
     def node_of(self, name: str) -> str:
-        """The node of a generator that has started."""
+        """Return the node of a generator that has started."""
         return self._node_of[name]
 
     @asynccontextmanager
     async def spread(
         self, names: Sequence[str], version: PolicyVersion, weights: PublishedWeights
     ) -> AsyncIterator[None]:
-        """Send weights to the nodes of these generators, from one to the next; they are held while the block runs.
+        """Send weights to the nodes of these generators, from one to the next; the images are held while the block
+        runs.
 
         Transports other than `memory` have no images.
         """
@@ -89,19 +92,19 @@ class NodeImages:
 
     @asynccontextmanager
     async def path_for(self, name: str, version: PolicyVersion, weights: PublishedWeights) -> AsyncIterator[str | None]:
-        """The path of these weights on the generator's node, None if newer ones are about to be published; they are
-        held while the block runs."""
+        """Yield the path of these weights on the generator's node, or None if newer ones are about to be
+        published; the image is held while the block runs."""
         held = await self._hold(name, version, weights)
         try:
             yield held.path.result()
         except (Starved, asyncio.CancelledError):
-            held.may_change = False  # the engine may load from it all the same, long after
+            held.may_change = False  # the engine may still load from it, long after
             raise
         finally:
             await self._let_go(held)
 
     def forget(self, name: str) -> None:
-        """The generator could not open its node's image, because the holder is gone."""
+        """Forget a node's image that a generator could not open, because its holder has ended."""
         self._held.pop(self._node_of[name], None)
 
     async def _hold(self, name: str, version: PolicyVersion, weights: PublishedWeights) -> NodeImage:
@@ -122,7 +125,8 @@ class NodeImages:
                 raise
 
     def _begin(self, names: Sequence[str], version: PolicyVersion, weights: PublishedWeights) -> list[NodeImage]:
-        """Begin to send weights to the nodes of these generators, one of each; each image has one user then."""
+        """Begin to send weights to the nodes of these generators, one generator per node; each image then has one
+        user."""
         begun, kept = list[NodeImage](), dict[str, str]()
         for name in names:
             held, before = NodeImage(weights, name, next(self._numbers)), self._held.get(self._node_of[name])
@@ -131,7 +135,7 @@ class NodeImages:
                 if before.weights.parts == weights.parts:
                     held.holder, held.number = before.holder, before.number
                     kept[held.holder] = str(before.path.result())
-                else:  # ranks that started again may have other rows, which that image would put elsewhere
+                else:  # restarted ranks may have other rows, which that image would put elsewhere
                     self._in_background(self._settle(before))
             begun.append(held)
         if begun:
@@ -143,11 +147,12 @@ class NodeImages:
 
     def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.ensure_future(work)
-        self._under_way.add(task)  # the loop itself would let go of it
+        self._under_way.add(task)  # the event loop itself keeps only a weak reference
         task.add_done_callback(self._under_way.discard)
 
     def _way(self, names: Sequence[str], node: str) -> list[str]:
-        """These generators in a ring, first that of a rank's own node, which takes nothing from the rank's link."""
+        """Return these generators in a ring, beginning with that of the rank's own node, which does not use the
+        rank's network link."""
         nodes = [self._node_of[name] for name in names]
         at = nodes.index(node) if node in nodes else 0
         return [*names[at:], *names[:at]]
@@ -155,7 +160,7 @@ class NodeImages:
     async def _send(
         self, chain: WeightChain, begun: Sequence[NodeImage], version: PolicyVersion, weights: PublishedWeights
     ) -> None:
-        """Fill these images; in the end each has a path, or an error."""
+        """Fill these images; at the end each has a path or an error."""
         try:
             self._report(*await chain.send(version, weights.parts))
         except Replaced:
@@ -166,7 +171,7 @@ class NodeImages:
             if (why := chain.lost.get(held.holder)) is None:
                 held.path.set_result(chain.paths.get(held.holder))
             else:
-                # at once: who asks again before `_settle` would get the same error, again and again
+                # at once, because a caller that retries before `_settle` would get the same error repeatedly
                 self._held = {node: other for node, other in self._held.items() if other is not held}
                 held.path.set_exception(why)
                 may_be_dropped(held.path)  # all who wait for it may be cancelled
@@ -179,7 +184,7 @@ class NodeImages:
             await self._settle(held)
 
     async def _settle(self, held: NodeImage) -> None:
-        """Keep an image that no engine loads from, or give it back."""
+        """Keep an image that no engine loads from, or release it."""
         node = self._node_of[held.holder]
         if self._held.get(node) is held:
             if self._keeps and held.is_whole and held.may_change:

@@ -4,8 +4,8 @@
     rank 0   | header | a: rows 0 1 |             | b: row 0 |                part: header, rows 0 1 of a, row 0 of b
     rank 1                          | a: rows 2 3 |          | b: row 1 |     part: rows 2 3 of a, row 1 of b
 
-A weights file is a safetensors file, `header length (8 bytes) | header (JSON) | data`. It is never made as a whole:
-each rank copies its own rows only, and a bucket is copied from those when it is asked for.
+A weights file is a safetensors file, `header length (8 bytes) | header (JSON) | data`. No rank ever has the whole
+file: each rank copies only its own rows, and a bucket is copied from those when it is requested.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ ALIGNED = 8
 
 @dataclass(frozen=True)
 class WeightPart:
-    """Where the bytes of a part lie: spans of a file, in their order there."""
+    """The places of a part's bytes: spans of a file, in the order of the file."""
 
     spans: tuple[tuple[int, int], ...]
     """Of each span the first byte in the file, and the number of bytes."""
 
     @staticmethod
     def of_spans(spans: Sequence[tuple[int, int]]) -> WeightPart:
-        """Spans that touch become one.
+        """Make a part of these spans; adjacent spans become one.
 
         >>> WeightPart.of_spans([(0, 8), (8, 4), (20, 4)]).spans
         ((0, 12), (20, 4))
@@ -53,16 +53,16 @@ class WeightPart:
 
     @cached_property
     def ends(self) -> list[int]:
-        """Bytes of the part up to the end of each span."""
+        """Return the bytes of the part up to the end of each span."""
         return [*accumulate(n_bytes for _, n_bytes in self.spans)]
 
     @property
     def n_bytes(self) -> int:
-        """Bytes of the part."""
+        """Return the number of bytes of the part."""
         return self.ends[-1] if self.ends else 0
 
     def within(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """Where the bytes from `start` to `stop` of the part lie in the file, as spans.
+        """Return where the bytes from `start` to `stop` of the part lie in the file, as spans.
 
         >>> WeightPart.of_spans([(0, 8), (20, 4)]).within(6, 10)
         [(6, 2), (20, 2)]
@@ -77,10 +77,10 @@ class WeightPart:
 
 
 def check_parts(parts: Sequence[WeightPart]) -> None:
-    """Check that these are each byte of one file once.
+    """Check that these parts contain each byte of one file exactly once.
 
     Raises:
-        ValueError: some bytes are missing, or are there twice.
+        ValueError: some bytes are missing or occur twice.
     """
     expected = 0
     for start, n_bytes in sorted(span for part in parts for span in part.spans):
@@ -93,7 +93,8 @@ class PartCopy:
     """A rank's part of the weights of one version, copied when the version is published."""
 
     def __init__(self, version: int, weights: Mapping[str, Rows], rank: int = 0, base: PartCopy | None = None) -> None:
-        """`base`: the version before, of which only what has changed since is to travel; it needs none itself then."""
+        """Copy the part; `base`: the copy of the previous version, if only changes to it are to be sent; its own
+        base is then freed."""
         self.version, self._rank = version, rank
         pieces = list(_pieces(weights, rank))
         self._pieces = [octets for _, octets in pieces]
@@ -107,15 +108,16 @@ class PartCopy:
             base.forget_base()
 
     def forget_base(self) -> None:
-        """Free the memory of the version before; buckets travel whole from now on."""
+        """Free the memory of the previous version; buckets are sent whole from now on."""
         self._base = None
 
     def bucket(self, start: int, stop: int, whole: bool) -> tuple[WeightBucket, Octets]:
-        """These bytes of the part, as what has changed in them unless `whole`, or unless that is much."""
+        """Return these bytes of the part as a message; it has only the changes, unless `whole` is set or the
+        changes are large."""
         new = self._read(start, stop)
         bucket = bucket_of(self.version, self._rank, start, new)
         self._checksums[start] = bucket.checksum
-        before = self._base  # another thread may take it away meanwhile, with newer weights
+        before = self._base  # another thread may remove it meanwhile, when there are newer weights
         checksum = None if before is None else before._checksums.get(start)
         if before is None or checksum is None:
             return bucket, new
@@ -123,14 +125,15 @@ class PartCopy:
         return encode(bucket, before._read(start, stop), new, whole)
 
     def _read(self, start: int, stop: int) -> Octets:
-        """A copy of these bytes."""
+        """Return a copy of these bytes."""
         first, last = np.searchsorted(self._ends[1:], [start, stop - 1], side="right")
         pieces = (self._pieces[n][max(start - self._ends[n], 0) : stop - self._ends[n]] for n in range(first, last + 1))
         return np.concatenate([*pieces])
 
 
 def _pieces(weights: Mapping[str, Rows], rank: int) -> Iterator[tuple[int, Octets]]:
-    """A rank's tensors, each with its first byte in the file, in the order of the file; rank 0 has the header."""
+    """Return a rank's tensors, each with its first byte in the file, in the order of the file; rank 0 has the
+    header."""
     header = _header(weights)
     if rank == 0:
         yield 0, np.frombuffer(header, np.uint8)

@@ -1,11 +1,11 @@
-"""Weights arrive unchanged and whole: their checksum, the tensors that are announced, and the size of the policy.
+"""Checks that weights arrive unchanged and whole: by their checksum, the announced tensors, and the size of the policy.
 
     trainer   data, checksum_of(data)   ->  Ray's object store  ->  node     verify(data, checksum)
                                                                     engine   size.check(shapes)
 
 `data` is a bucket of a safetensors file, or for transports from GPU to GPU a JSON list of the tensors.
 
-An adapter's tensors are named as PEFT names them, of a model with `model.layers.0.self_attn.q_proj.weight` [out, in]:
+An adapter's tensors have PEFT's names. For a model with `model.layers.0.self_attn.q_proj.weight` [out, in] they are:
 
     base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight   [rank, in]
     base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight   [out, rank]
@@ -45,7 +45,7 @@ TIED_HEAD = "lm_head.weight"
 
 
 def checksum_of(data: WeightBytes) -> int:
-    """The xxh3-64 checksum of these bytes."""
+    """Return the xxh3-64 checksum of these bytes."""
     return xxhash.xxh3_64_intdigest(memoryview(data))  # type: ignore[arg-type]  # an array is a buffer as well
 
 
@@ -53,10 +53,10 @@ EMPTY_CHECKSUM = checksum_of(b"")
 
 
 def verify(data: WeightBytes, checksum: int) -> memoryview:
-    """The bytes themselves, without a copy.
+    """Check the checksum of these bytes and return them, without a copy.
 
     Raises:
-        ValueError: they have another checksum.
+        ValueError: the bytes have another checksum.
     """
     view = memoryview(data).cast("B")  # type: ignore[arg-type]  # an array is a buffer as well
     found = checksum_of(view)
@@ -75,18 +75,18 @@ class TensorSpec(NamedTuple):
 
     @staticmethod
     def of_weights(weights: Mapping[str, Tensor]) -> list[TensorSpec]:
-        """In the order of the weights."""
+        """List the tensors in the order of the weights."""
         return [TensorSpec(name, str(w.dtype).removeprefix("torch."), tuple(w.shape)) for name, w in weights.items()]
 
     @property
     def n_bytes(self) -> int:
-        """Bytes of the tensor."""
+        """Return the number of bytes of the tensor."""
         dtype: torch.dtype = getattr(torch, self.dtype)
         return math.prod(self.shape) * dtype.itemsize
 
 
 def adapter_shapes(lora: LoraConfig, weights: Iterable[tuple[str, Sequence[int]]]) -> AdapterShapes:
-    """The tensors of the adapter of a model with weights of these names and shapes."""
+    """Return the tensors of the adapter of a model with weights of these names and shapes."""
     shapes: AdapterShapes = {}
     for name, shape in weights:
         module, _, kind = name.rpartition(".")
@@ -98,7 +98,7 @@ def adapter_shapes(lora: LoraConfig, weights: Iterable[tuple[str, Sequence[int]]
 
 
 class PolicySize(NamedTuple):
-    """How many numbers a publication of the policy has: those of the whole model, or of its adapter."""
+    """The number of elements in a publication of the policy: those of the whole model, or of its adapter."""
 
     elements: int
     tied: bool
@@ -108,7 +108,7 @@ class PolicySize(NamedTuple):
 
     @staticmethod
     def of_folder(model_folder: Path, lora: LoraConfig | None = None) -> PolicySize:
-        """Of the model in a Hugging Face folder, or of an adapter of that model; reads headers only."""
+        """Return the size of the model in a Hugging Face folder, or of an adapter of that model; reads headers only."""
         shapes = list[tuple[str, Sequence[int]]]()
         for path in sorted(model_folder.glob("*.safetensors")):
             with open_weights(path, "numpy") as weights:
@@ -120,11 +120,12 @@ class PolicySize(NamedTuple):
         return size._replace(elements=size.count(shapes))
 
     def count(self, shapes: Iterable[tuple[str, Sequence[int]]]) -> int:
-        """Numbers in tensors of these names and shapes, without a tied head."""
+        """Count the elements in tensors of these names and shapes, without a tied head."""
         return sum(math.prod(shape) for name, shape in shapes if not (self.tied and name == TIED_HEAD))
 
     def check(self, shapes: Iterable[tuple[str, Sequence[int]]]) -> None:
-        """Compare with the tensors of an update; vLLM would silently keep the old values of a missing one.
+        """Compare the size with the tensors of an update, because vLLM would silently keep the old values of a
+        missing tensor.
 
         Raises:
             ValueError: they are more or less than the whole policy, or another adapter's.
@@ -140,7 +141,8 @@ class PolicySize(NamedTuple):
             raise ValueError(f"weights have {found} numbers, but the policy has {self.elements}")
 
     def checked_specs(self, specs: Iterable[tuple[str, str, Sequence[int]]]) -> list[TensorSpec]:
-        """The tensors of an update from JSON, if they are the whole policy; else `ValueError`, as `check`."""
+        """Decode the tensors of an update from JSON; raises `ValueError`, as `check` does, unless they are the
+        whole policy."""
         found = [TensorSpec(name, dtype, tuple(shape)) for name, dtype, shape in specs]
         self.check((spec.name, spec.shape) for spec in found)
         return found

@@ -4,9 +4,9 @@
     rank 0        the trainer's first rank, which sends
     rank 1, 2 ... the engines' workers, which receive
 
-No member waits without a deadline, and none for a member that has failed: each looks at `OVER` while it waits, and a
-member that fails writes it. Tensors of GPUs go by NCCL, on a communicator and streams of the group's own, so that they
-take part in no other collective; tensors in CPU memory go by gloo.
+No member waits without a deadline, or for a member that has failed: each reads `OVER` while it waits, and a member
+that fails writes it. Tensors on GPUs are sent by NCCL, on the group's own communicator and streams, so that they
+take part in no other collective; tensors in CPU memory are sent by gloo.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ LEAVE_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 
 class Meeting(NamedTuple):
-    """What all members of a group agree on."""
+    """The settings that all members of a group share."""
 
     address: str
     port: int
@@ -60,7 +60,7 @@ class Meeting(NamedTuple):
 
 
 def open_store(address: str) -> TCPStore:
-    """The store of a new group, in this process, which is no member."""
+    """Open the store of a new group in this process, which is not a member."""
     return TCPStore(address, 0, is_master=True, wait_for_workers=False)
 
 
@@ -83,7 +83,7 @@ class WeightGroup:
         with self.under_way():
             self._control.add(HERE, 1)
             self._wait(lambda: self._control.add(HERE, 0) >= meeting.size, ARRIVAL_SECONDS)
-            # In a thread, because it waits for the other members without a look at the deadline or at `OVER`.
+            # In a thread, because it waits for the other members without checking the deadline or `OVER`.
             self._backend = self._result_of(
                 lambda: _make_backend(self._store(), rank, meeting.size, device, self._limit)
             )
@@ -97,7 +97,7 @@ class WeightGroup:
 
     @contextmanager
     def under_way(self) -> Iterator[None]:
-        """One act of all members, which must end in time; where this member fails, the group is over for all.
+        """Run one operation of all members, which must end in time; if this member fails, the group is over for all.
 
         Raises:
             WeightsCutOff: the group is over, or the time.
@@ -111,7 +111,7 @@ class WeightGroup:
             raise
 
     def broadcast(self, tensor: Tensor) -> dist.Work:
-        """Begin to send this tensor from rank 0 into that of every other member, after the current stream's work.
+        """Begin to copy rank 0's tensor into the tensor of every other member, after the current stream's work.
 
         Raises:
             WeightsCutOff: this member's end is over.
@@ -126,7 +126,7 @@ class WeightGroup:
         return work
 
     def wait(self, work: dist.Work) -> None:
-        """Wait for a broadcast; on a GPU, what this thread queues from now on finds its data.
+        """Wait for a broadcast; on a GPU, kernels that this thread queues from now on see its data.
 
         Raises:
             WeightsCutOff: it failed, the group is over, or the time.
@@ -135,7 +135,7 @@ class WeightGroup:
         try:
             work.wait()
         except RuntimeError as error:
-            self._raise_if_over()  # who ended the group has closed its connections, and has said why
+            self._raise_if_over()  # the member that ended the group has closed its connections, and has reported why
             raise WeightsCutOff(f"a broadcast failed: {error}") from error
         if not work.is_success():
             self._raise_if_over()
@@ -143,11 +143,11 @@ class WeightGroup:
         self._works.remove(work)
 
     def end(self, why: str) -> None:
-        """Say to all members that the group is over, and abort what is under way here."""
-        with suppress(RuntimeError):  # the driver is gone, or has ended the group itself
+        """Tell all members that the group is over, and abort operations in progress here."""
+        with suppress(RuntimeError):  # the driver has died, or has ended the group itself
             self._control.compare_set(OVER, "", why)
         backend, self._backend = self._backend, None
-        if backend is not None:  # in a thread, because the abortion may wait for what is under way
+        if backend is not None:  # in a thread, because aborting may wait for operations in progress
             Thread(target=_abort, args=(backend, self._works), daemon=True, name="abort-broadcast").start()
 
     def _wait(self, done: Callable[[], bool], pause: float = PAUSE_SECONDS) -> None:
@@ -169,7 +169,7 @@ class WeightGroup:
             raise WeightsCutOff(why)
 
     def _result_of(self, make: Callable[[], Any]) -> Any:
-        """What a function returns, called in a thread that is left behind at the deadline."""
+        """Return a function's result; it is called in a thread that is abandoned at the deadline."""
         made: Future[Any] = Future()
 
         def run() -> None:
@@ -205,8 +205,8 @@ def _make_backend(store: Store, rank: int, size: int, device: torch.device, limi
 
 
 def _abort(backend: Any, works: list[dist.Work]) -> None:
-    """Abort a group, and hold it until its operations have ended: its destructor would wait for those of gloo, which
-    end by their own timeout, and meanwhile hold Python's lock."""
+    """Abort a group, and keep a reference to it until its operations have ended. Its destructor would otherwise
+    wait for gloo's operations, which end by their own timeout, and hold Python's lock meanwhile."""
     backend.abort()
     while not all(work.is_completed() for work in works):
         time.sleep(CHECK_SECONDS)

@@ -1,4 +1,4 @@
-"""Where weights come from: the trainer's ranks, as those see them who take the weights to the engines."""
+"""The source of weights: the interface of the trainer's ranks for the code that sends weights to the engines."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class TrainerLost(BatonError):
 
 @dataclass(frozen=True)
 class PublishedWeights:
-    """Weights on their way to the engines."""
+    """Weights that are being sent to the engines."""
 
     data: Any
     """Ray object reference to `WeightBytes`, which every engine takes."""
@@ -33,15 +33,17 @@ class WeightSource(Protocol):
 
     @property
     def nodes(self) -> Sequence[str]:
-        """The id of each rank's node."""
+        """Return the id of each rank's node."""
 
     async def bucket(
         self, version: PolicyVersion, rank: int, start: int, stop: int, whole: bool = False
     ) -> tuple[WeightBucket, Any] | None:
-        """Bytes of a rank's part of these weights, and a reference to their message; None if newer ones are there."""
+        """Return bytes of a rank's part of these weights, and a reference to their message; None if the rank has
+        newer weights."""
 
     async def ipc_handles(self, number: int, version: PolicyVersion) -> PublishedWeights | None:
-        """Memory handles of a rank's weights, for one update of the engine on its GPU; None if newer ones are there."""
+        """Return memory handles of a rank's weights, for one update of the engine on its GPU; None if the rank has
+        newer weights."""
 
     async def begin_send(self, version: PolicyVersion, meeting: Meeting) -> bool:
         """Let rank 0 begin to send weights to a group of engines; False if a newer version has replaced them."""
