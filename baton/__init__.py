@@ -1,4 +1,4 @@
-"""What users write against; whatever is neither here nor in `baton.library` may change without notice.
+"""The interface for users; names that are neither here nor in `baton.library` may change without notice.
 
 run, Config, load_config, BatonError             a training: `run("mine.yaml")` does what `baton run` does
 Environment, Task, Message, StepResult           an environment (docs/environments.md)

@@ -1,4 +1,4 @@
-"""From steps to an optimizer step as plain Python, without a run: no Ray, no vLLM (docs/library.md).
+"""The way from steps to an optimizer step as plain Python, without a run, Ray or vLLM (docs/library.md).
 
 Step, TrajectoryId, PolicyVersion             what a generator hands over
 merge_steps                                   rows of steps

@@ -25,8 +25,8 @@ def steps_from_generator_output(output: Mapping[str, Any], version: int = 0, fir
     of the first prompt, so that the steps of several outputs can stand in one list. Routed experts are not read.
 
     Raises:
-        ValueError: lists of different lengths, an identity that is none, a trajectory that continues after its last
-            step or never comes to it.
+        ValueError: lists of different lengths, a malformed identity, a trajectory that continues after its last
+            step or has none.
     """
     n_entries = len(output["response_ids"])
     for name in LISTS:

@@ -1,1 +1,1 @@
-"""Conversations of agents that come as messages: exact tokens for each call, whatever the client changes."""
+"""Agents that send conversations as messages: each call keeps its exact tokens, even if the client edits messages."""

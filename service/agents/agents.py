@@ -1,4 +1,4 @@
-"""Plays trajectories of agents: a session for each, at the endpoint of this process.
+"""Plays trajectories of agents: each has a session at the endpoint of this process.
 
 agent.play(session, task, seed) --HTTP--> endpoint --> engine, steps --> session.finish(reward) --> the trajectory's end
 offer, claimed by a worker      --HTTP-->

@@ -112,7 +112,7 @@ def _of_conversations(conversations: Sequence[_Conversation]) -> list[str]:
 
 
 def _role(conversation: _Conversation, own: _Conversation | None, later: Sequence[tuple[_Conversation, str]]) -> str:
-    """The role of a conversation other than the agent's `own` one; the roles of `later` conversations are known."""
+    """The role of a conversation; `own`: the agent's own one; `later`: later conversations, with their roles."""
     begun = conversation.root.begun
     if conversation.named is not None:
         return conversation.named

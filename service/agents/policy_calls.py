@@ -77,7 +77,7 @@ class Calls:
     async def _begin(
         self, dialect: Dialect, request: web.Request, session: Session
     ) -> tuple[asyncio.Future[Call], CallRequest, str]:
-        """Begin the call of a request; returns it with the request without its prompt, and the requested model's name.
+        """Begin the call of a request; returns the call, the request without its prompt, and the requested model.
 
         Requests of one session begin their calls one after the other.
         """

@@ -116,7 +116,7 @@ class Requests:
             except ConnectionError:
                 self.undelivered += 1
                 return request.get(STREAM) or web.Response()  # the client has left
-            except Exception:  # a bug, or the engine's death: the client gets an answer in its dialect
+            except Exception:  # a bug, or the engine died: the client gets an error in its dialect
                 log.exception("a request of dialect %s failed", dialect.name)
                 return await self._refuse(request, dialect, Refused(500, None, "the endpoint failed"))
 
@@ -235,7 +235,7 @@ def role_named(request: web.Request, named: Sequence[str]) -> str | None:
     """The role that the client gives the conversation; `named`: the configured roles that the policy plays.
 
     Raises:
-        Refused: there is no such role, or it is none of a conversation.
+        Refused: there is no such role, or a client may not name it.
     """
     if (name := request.headers.get(ROLE_HEADER)) is None:
         return None

@@ -68,8 +68,7 @@ class Routes:
         router.add_post(f"{prefix}/detokenize", self._about_tokens(self._detokenize))
 
     def add_session_routes(self, router: web.UrlDispatcher) -> None:
-        """Add the routes by which agents and workers manage a session; a session's key takes precedence over the
-        path."""
+        """Add the routes by which agents and workers manage a session; a session's key overrides the path."""
         path = "/rl/sessions/{session}"
         router.add_post("/rl/claim", self._requests.guarded(CHAT, self._claim))
         router.add_get(path, self._requests.guarded(CHAT, self._show))

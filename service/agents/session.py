@@ -144,7 +144,7 @@ class Session:
     def rewards_of_calls(self, outcome: Outcome, roles: Sequence[str]) -> tuple[float, ...]:
         """The final reward of each call; the trajectory's reward goes to the newest call of `main`'s conversations.
 
-        `roles`: of each call. Empty where nothing but 0 was given.
+        `roles`: the role of each call. Empty if all rewards are 0.
 
         Raises:
             TrajectoryFailed: a name is that of no call, and of no role that had one.

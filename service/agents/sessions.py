@@ -58,7 +58,7 @@ class Sessions:
         """The session of this name; it may have just ended.
 
         Raises:
-            Refused: there is none.
+            Refused: there is no session of this name.
         """
         if (session := self._named.get(name)) is None:
             raise Refused(404, None, "there is no open session of this name")

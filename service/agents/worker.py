@@ -75,7 +75,7 @@ class SessionClaim(msgspec.Struct):
         """Parse a claim and its task.
 
         Raises:
-            OddClaim: it is none.
+            OddClaim: the answer is not a valid claim.
         """
         try:
             claim = msgspec.convert(answer, SessionClaim)
@@ -96,7 +96,7 @@ async def work(urls: Sequence[str], key: str, runner: AgentRunner, concurrent: i
     `key`: the worker key of the endpoints.
 
     Raises:
-        UserError: an endpoint refuses the key, or is none.
+        UserError: an address refuses the key, or is not an endpoint.
     """
     headers, limit = {"Authorization": f"Bearer {key}"}, aiohttp.ClientTimeout(total=REQUEST_SECONDS)
     async with aiohttp.ClientSession(headers=headers, timeout=limit) as http:

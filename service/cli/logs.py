@@ -55,7 +55,7 @@ def _files(folder: Path, part: str | None) -> list[Path]:
     """The log file of a part, or all log files.
 
     Raises:
-        UserError: there is none.
+        UserError: there is no such log.
     """
     files = sorted(folder.glob(f"*{SUFFIX}"))
     chosen = [file for file in files if part in (None, file.stem)]

@@ -107,7 +107,7 @@ def unsupported(model_type: str | None, quantization: object) -> str | None:
 def undivided_heads(heads: object, key_heads: object, ranks: int) -> str | None:
     """Return why a model's attention heads cannot be divided over `ranks` ranks; None if they can."""
     if type(heads) is not int or type(key_heads) is not int:
-        return None  # who reads the model says what is wrong with it
+        return None  # the reader of the model reports wrong numbers
     if heads % ranks == 0 and (key_heads % ranks == 0 or ranks % key_heads == 0):
         return None
     return (
@@ -117,8 +117,7 @@ def undivided_heads(heads: object, key_heads: object, ranks: int) -> str | None:
 
 
 def _check_length(config: Mapping[str, Any], folder: Path, longest: int) -> None:
-    """Refuse a `longest` beyond the engine's limit: `max_position_embeddings`, which `linear` scaling still
-    multiplies."""
+    """Refuse a `longest` beyond the engine's limit: `max_position_embeddings`, times the factor of `linear` scaling."""
     given = config.get("rope_parameters") or config.get("rope_scaling")
     rope = given if isinstance(given, Mapping) else {}
     factor: Any = rope.get("factor") if rope.get("rope_type", rope.get("type")) == "linear" else 1
@@ -154,7 +153,7 @@ def check_vocabulary(folder: Path, tokens: int, vocab_size: int) -> None:
 
 
 def weight_index(folder: Path) -> dict[str, Path]:
-    """The file of each weight, as the index says; empty where all weights lie in `SINGLE`.
+    """The file of each weight according to the index; empty if all weights are in `SINGLE`.
 
     Raises:
         UserError: there are no safetensors, or the index is malformed or leads out of the folder.

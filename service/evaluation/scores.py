@@ -92,7 +92,7 @@ class EvalShard(NamedTuple):
     def rows(self, n: int) -> Sequence[int]:
         """The row numbers of this shard, for a set of `n` rows; if `n` exceeds `most`, the same random rows each time.
 
-        A set may be sorted, so its first rows would stand for a part of it only.
+        A set may be sorted, so its first rows might not represent the whole set.
         """
         if self.most is None or n <= self.most:
             return range(self.number, n, self.of)

@@ -31,7 +31,7 @@ SETTINGS = BufferSettings(
 
 
 def main(folder: Path) -> None:
-    """One prompt becomes a group of two trajectories, the group a mini-batch, the mini-batch version 1:1."""
+    """Run one prompt through all verbs: a group of two trajectories, a mini-batch, and the weights of version 1:1."""
     buffer = Buffer(SETTINGS, ["what is 1 + 1?"], Journal(folder, SystemClock()), SystemClock())
 
     def show(verb: str) -> None:

@@ -112,7 +112,7 @@ class Admission:
         """Return why work with `n_samples` more unfinished trajectories has to wait for the disk; None if it need not
         wait.
 
-        Where it has to wait, what is needed no more begins to be removed from the journal.
+        A wait also starts the removal of unneeded frames from the journal.
         """
         journal, groups = record.journal, record.ledger.state.groups.values()
         worst = self._to_come(record.ledger) + n_samples * self._worst_bytes + EVENT_BYTES

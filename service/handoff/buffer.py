@@ -41,7 +41,7 @@ from service.types import MiniBatch, PolicyVersion, Refusal, RefusalReason, Send
 
 
 class Buffer:
-    """Prompts in, mini-batches out; single-threaded."""
+    """Takes prompts and returns mini-batches; single-threaded."""
 
     def __init__(
         self,

@@ -73,7 +73,7 @@ class Curriculum:
         return next(drawn, stop) if fraction else stop
 
     def counts(self) -> dict[str, int]:
-        """The number of prompts below, in and above the band; empty without settings."""
+        """The number of prompts that are untried, and below, in and above the band; empty without settings."""
         if self._settings is None:
             return {}
         self._catch_up()

@@ -65,10 +65,10 @@ class Leases:
         record: Record,
         clock: Clock,
     ) -> None:
-        """`size`: groups of a mini-batch; `is_strict`: it takes them in the order in which they were issued.
+        """`size`: groups per mini-batch; `is_strict`: take groups in the order in which they were issued.
 
-        `deadline`: seconds after which a lease is released. `max_attempts`: a group that was leased as often and not
-        trained is refused.
+        `deadline`: seconds after which a lease is released. `max_attempts`: number of leases after
+        which an untrained group is refused.
         """
         self._record, self._settings, self._clock = record, settings, clock
         self._size, self._is_strict = size, is_strict

@@ -1,4 +1,4 @@
-"""The order in which prompts are issued: shuffled anew in every epoch, the same after a restart."""
+"""The order in which prompts are issued: every epoch has another order, which does not change after a restart."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Prompts:
         return self._uids[row]
 
     def _order(self, epoch: int) -> Int64s:
-        """The epoch's order of rows; the newest two are kept."""
+        """The epoch's order of rows; the orders of the newest two epochs are cached."""
         if epoch not in self._orders:
             order = np.random.default_rng((self._seed, epoch)).permutation(len(self._uids))
             self._orders = {e: kept for e, kept in self._orders.items() if e == epoch - 1} | {epoch: order}

@@ -1,4 +1,4 @@
-"""Which groups wait for which scorers, and what becomes of their answers.
+"""Which groups wait for which scorers, and how the scorers' answers are handled.
 
     claim -> Issued(7, scorers=("judge",)) ; .. ; the last end -> SCORING ; accept(7, "judge", ..) -> Scored -> COMPLETE
 

@@ -1,4 +1,4 @@
-"""Who waits, for what, and since when."""
+"""The current waits: who waits, for what, and since when."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ class CheckpointWriter:
         self._writing: Future[None] | None = None
 
     def start(self, folder: Path, tensors: Mapping[str, Tensor], metadata: CheckpointMetadata) -> None:
-        """Copy tensors and metadata as they are now, and begin to write them; waits for an earlier checkpoint first."""
+        """Wait for the previous checkpoint, copy tensors and metadata, and begin to write the copies."""
         self.finish()
         copies = {name: begin_host_copy(tensor) for name, tensor in tensors.items()}
         finish_host_copies()

@@ -49,7 +49,7 @@ class Layout(NamedTuple):
     ) -> Layout:
         """The plan of a layout by its name; `variable_length`: for the variable-length attention kernel.
 
-        Where no rows begin alike, and on a GPU without the kernel, `shared_prefix` is `packed`. `part`: this rank's
+        If no rows share a prefix, and on a GPU without the kernel, `shared_prefix` means `packed`. `part`: this rank's
         slice of the slots.
         """
         offsets_R = micro.offsets_R.astype(np.int64)

@@ -93,7 +93,7 @@ class Bottleneck(Protocol):
         """Read the actors' metrics, at most once a second."""
 
     def waits(self, run: Mapping[str, Any]) -> tuple[str, float] | None:
-        """The bottleneck, and by minute the fraction of time for which one side waited for the other."""
+        """The bottleneck of the last minutes, and the fraction of time for which one side waited for the other."""
 
     def report(self, run: Mapping[str, Any]) -> dict[str, Any] | None:
         """The current bottleneck for the status document; None while there is too little data."""

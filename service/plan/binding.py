@@ -35,7 +35,7 @@ class Part(StrEnum):
 
 
 class Side(StrEnum):
-    """The two sides that run beside each other."""
+    """The two sides of a run, generation and training, which run concurrently."""
 
     GENERATION = "generation"
     TRAINING = "training"
@@ -80,7 +80,7 @@ class Demand:
 
     @property
     def arithmetic_seconds(self) -> float:
-        """Seconds of a step: what the longer side needs, and what admission lets happen.
+        """Seconds of a step: the maximum of the longer side's seconds and of those that admission requires.
 
         Of a group that is admitted, `lookahead` + 1 mini-batches later the successor is: in between lie its generation
         beside `concurrency` mini-batches of others, its training, and the way of the new weights.

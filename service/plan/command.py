@@ -97,7 +97,7 @@ def planned_model(model: ModelConfig, env: EnvConfig, seed: int, run: str | None
     """A folder with the model's config.json: `model.path`, the model of a run, or a new one for `model.make`.
 
     Raises:
-        UserError: there is none.
+        UserError: the configuration names no model.
     """
     path = model.path
     if path is None and run is not None and is_model_folder(run_folder(run) / MODEL):

@@ -59,7 +59,7 @@ def splits_of(settings: PlanSettings, gpus: int) -> Iterator[tuple[int, int]]:
     """All numbers of engines and ranks that together use all GPUs.
 
     Raises:
-        UserError: there is none.
+        UserError: no split uses all GPUs.
     """
     if settings.fit.shares_gpus:
         yield gpus, gpus

@@ -62,7 +62,7 @@ def _reap(child: int, flags: int) -> int | None:
 def end_descendants() -> None:
     """Kill all descendants of this subreaper; orphans become its own children, so repeat until none is left.
 
-    This process ends itself where they do not end in time.
+    If they do not end in time, this process ends itself.
     """
     import psutil  # imported only here: a keeper mostly waits, and there are many keepers
 

@@ -59,7 +59,7 @@ class Generation:
 
 
 class Engine(Protocol):
-    """Continues token ids."""
+    """An inference engine, which continues token ids."""
 
     async def generate(self, prompt_ids: Int32s, sampling: Sampling, request_id: str) -> Generation:
         """Sample one turn; cancelling the call aborts the request."""

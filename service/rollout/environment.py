@@ -93,7 +93,7 @@ class TrajectoryFailed(Exception):
 class Environment(Protocol):
     """One episode.
 
-    One of two things lets an episode continue in another generator when its own goes away; it starts anew without them:
+    With one of these two an episode can continue in another generator when its own is lost; otherwise it restarts:
 
         async def snapshot(self) -> bytes           the state after a step
         async def restore(self, snapshot) -> None   that state again, in a new instance, after its `reset`

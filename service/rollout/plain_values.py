@@ -146,7 +146,7 @@ def read_step_result(limits: AgentLimits, result: Any) -> StepResult:
     """The answer to one turn, in plain values.
 
     Raises:
-        NotAllowed: it is none, or a part of it is not allowed.
+        NotAllowed: it is not a `StepResult`, or a part of it is not allowed.
     """
     if not issubclass(type(result), StepResult):
         raise NotAllowed(StopReason.ENVIRONMENT_ERROR, f"returned a {type_name(result)}; a StepResult is needed")

@@ -6,7 +6,7 @@
     timelines.take()                                   # lines for the timeline: a sample, the slowest, and sums of all
 
 The sample is every n-th trajectory, where n follows from how many end a second. Beside it the slowest of each few
-seconds are recorded, so that a bad case is there to look at.
+seconds are recorded, so that bad cases can be inspected.
 """
 
 from __future__ import annotations

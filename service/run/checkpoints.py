@@ -174,7 +174,7 @@ class Checkpoints:
                 continue
 
     def _read(self, step: int) -> Manifest:
-        """The manifest of a step; UserError where it is missing, damaged, of another step or another format."""
+        """The manifest of a step; UserError if it is missing, damaged, of another step or in another format."""
         path = self.path(step)
         try:
             manifest = Manifest.model_validate_json((path / MANIFEST).read_bytes())

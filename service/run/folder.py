@@ -92,7 +92,7 @@ def newest_run(runs: Path = RUNS) -> Path:
     """The run in `runs` that was started or resumed last.
 
     Raises:
-        UserError: there is none.
+        UserError: there is no run.
     """
     begun = [(file.stat().st_mtime_ns, file.parent) for file in runs.glob(f"*/{CONFIG}")]
     if not begun:

@@ -33,7 +33,7 @@ async def taught(steps: Steps, logprobs: Logprobs) -> Float32s:
     """The log-probability of each sampled token, in the order of `service.handoff.ledger.scores.sampled_tokens`.
 
     Raises:
-        ScorerFailed: the teacher gave another number of log-probabilities, or what is no number.
+        ScorerFailed: the teacher gave another number of log-probabilities, or a value that is not a number.
     """
     if not len(steps):
         return np.zeros(0, np.float32)

@@ -86,7 +86,7 @@ class Process:
         self._frozen_until = max(self._frozen_until, self.loop.now + seconds)
 
     def run(self, activity: Activity, ended: Callable[[], None] = lambda: None) -> None:
-        """Begin an activity; `ended` runs when it has come to its end."""
+        """Begin an activity; calls `ended` when the activity has ended."""
         life = self.life
 
         def advance(result: Any) -> None:

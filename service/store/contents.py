@@ -85,7 +85,7 @@ class StoredCheckpoint(_Record):
         return {file.object: file.bytes for file in self.files.values()}
 
     def missing(self, sizes: dict[str, int]) -> str | None:
-        """Objects of the checkpoint that the store lacks, or has with another size; None if it is complete."""
+        """Which object of the checkpoint the store lacks, or has with another size; None if there is no such object."""
         for name, size in self.objects.items():
             if sizes.get(name) != size:
                 return f"{name} is missing" if name not in sizes else f"{name} has another size than was written"

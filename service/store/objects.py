@@ -60,7 +60,7 @@ def open_store(url: str) -> Objects:
 class Objects:
     """Objects through the library obstore, which reads credentials and endpoint from the environment.
 
-    Every method raises `StoreFailed` where the store did not do what it was asked for.
+    Every method raises `StoreFailed` if the store fails the request.
     """
 
     def __init__(self, url: str) -> None:

@@ -3,7 +3,7 @@
     journal/000.journal   growing    -> uploads/3/journal/000.journal       its first bytes, up to the position
     checkpoints/step_40/  removed    -> uploads/3/checkpoints/step_40/...   the same files until they are uploaded
 
-A link takes no room of its own; the file that it leads to stays on the disk until the upload has ended.
+A link takes no space; the file that it points to stays on the disk until the upload has ended.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ class StoreWriter:
         self._put_bytes(REACHED, noted.model_dump_json().encode())
 
     def put(self, files: Sequence[Staged], done: set[str]) -> dict[str, StoredFile]:
-        """Write these files unless the store has them; calls `done` with the path of each file that is in the store."""
+        """Write these files unless the store has them; adds the path of each stored file to `done`."""
         self._check_owner()
         return {staged.path: self._put(staged, done) for staged in files}
 

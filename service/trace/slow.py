@@ -27,7 +27,7 @@ class Spent(NamedTuple):
 
     @property
     def mean(self) -> float:
-        """Mean seconds per call."""
+        """Mean seconds per trajectory, or per call of a tool."""
         return self.seconds / self.number if self.number else 0.0
 
 
@@ -126,7 +126,7 @@ def _quantiles(timeline: RunTimeline, one: Spent) -> tuple[str, str]:
 
 
 def _most(one: Sampled) -> tuple[str, str]:
-    """The part that took the largest share of a trajectory's time, and its longest call."""
+    """The part with the largest share of a trajectory's time, and the trajectory's longest call."""
     part, seconds = max(one.parts.items(), key=lambda item: item[1], default=("-", 0.0))
     longest = max(one.calls, key=lambda call: call.seconds, default=None)
     call = "-" if longest is None else f"{longest.name}, {longest.seconds:.2f} s"

@@ -1,4 +1,4 @@
-"""`/inference/v1/generate`, as vLLM has it: clients that bring tokens get tokens.
+"""`/inference/v1/generate`, in vLLM's form, for clients that send and receive token ids.
 
 {"token_ids": [1 2 3], "sampling_params": {"max_tokens": 8}}  ->  {"choices": [{"token_ids": [4 5], "logprobs": ...}]}
 """

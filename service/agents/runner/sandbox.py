@@ -121,7 +121,7 @@ def _confine(launch: Launch, namespaces: bool, report: socket.socket) -> None:
         # After entering the namespaces, because a change of credentials clears it.
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if namespaces:
-            # Hides the environment variables of Baton, the parent in /proc, from the command.
+            # Hides /proc of the command's parents, and so Baton's environment variables, from the command.
             libc.prctl(PR_SET_DUMPABLE, 0)
             _fork_and_end_as_child()
             libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -1,1 +1,1 @@
-"""From complete groups to a mini-batch: score, filter, pack."""
+"""Makes mini-batches of complete groups: score, filter, pack."""

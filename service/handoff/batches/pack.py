@@ -305,8 +305,7 @@ def _ranks_of_rows(order: PrefixOrder, length_R: Int64s, trajectory_R: Int32s, p
 
 
 def _units(order: PrefixOrder, trajectory_R: Int32s, prompt_G: Int32s) -> Iterator[Int64s]:
-    """[G] the unit by which each trajectory is dealt: all trajectories of its prompt, half, a quarter, ..., or it
-    alone."""
+    """Yield [G] the unit of each trajectory that shares a rank: its prompt, then a half of it, a quarter, ..., itself."""
     first_G = np.full(len(prompt_G), len(trajectory_R))
     np.minimum.at(first_G, trajectory_R[order.row_R], np.arange(len(trajectory_R)))
     by_prompt = np.lexsort((first_G, prompt_G))  # common prefixes are adjacent
@@ -323,8 +322,7 @@ def _units(order: PrefixOrder, trajectory_R: Int32s, prompt_G: Int32s) -> Iterat
 
 
 def _parts(order: PrefixOrder, places: Int64s, length_R: Int64s, budget: int) -> Iterator[tuple[list[int], int]]:
-    """Groups adjacent rows that share prefixes while their distinct tokens fit the budget; also returns those tokens'
-    number."""
+    """Yield groups of adjacent rows that share prefixes and fit the budget, each with its number of distinct tokens."""
     rows: list[int] = []
     cost = 0
     for row, shared in zip(order.row_R[places].tolist(), order.shared_R[places].tolist(), strict=True):

@@ -1,4 +1,4 @@
-"""What the journal does to a disk, behind a protocol, so that tests can substitute disks that fail or lose data."""
+"""The disk operations of the journal, as a protocol, so that tests can substitute disks that fail or lose data."""
 
 from __future__ import annotations
 

@@ -299,7 +299,7 @@ class Journal:
                     yield frame
 
     def close(self) -> None:
-        """Give unused space back and close the files; queued frames that were never synced are lost."""
+        """Free unused reserved space and close the files; frames that were not synced are lost."""
         if self._ready:
             self._segments[-1].file.truncate(self.synced - self._segments[-1].start)
         for segment in self._segments:

@@ -121,7 +121,7 @@ class Assigned(Event, frozen=True):
 
 
 class Restarted(Event, frozen=True):
-    """Trajectories of a group start anew as their next attempts; their steps so far are superseded."""
+    """Trajectories of a group restart as new attempts; the steps of their old attempts are superseded."""
 
     group_id: int
     samples: tuple[int, ...]
@@ -262,7 +262,7 @@ def scored_from(payload: bytes) -> Scored:
     """Decode a scorer's answer.
 
     Raises:
-        msgspec.ValidationError: they are none.
+        msgspec.ValidationError: the bytes are malformed.
     """
     return _scored_decoder.decode(payload)
 
@@ -271,6 +271,6 @@ def decode(payload: bytes) -> Event:
     """Decode an event.
 
     Raises:
-        msgspec.ValidationError: they are none.
+        msgspec.ValidationError: the bytes are malformed.
     """
     return _decoder.decode(payload)

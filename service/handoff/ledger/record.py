@@ -268,7 +268,7 @@ class Record:
             self.store.drop(group_id)
 
     def apply_steps(self, message: StepGroup, additions: Sequence[Addition], before: int, position: int) -> None:
-        """Apply what is new in a message whose frame lies between two positions of the journal."""
+        """Apply the new content of a message whose frame lies between two positions of the journal."""
         ledger = self.ledger
         for new in additions:
             group = ledger.state.groups[new.group_id]

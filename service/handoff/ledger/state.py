@@ -1,4 +1,4 @@
-"""What the events determine: groups, trajectories, generators, leases, counts. Only the ledger changes them.
+"""The state that the events determine: groups, trajectories, generators, leases, counts. Only the ledger changes it.
 
 All of it is written into the journal's snapshots and read back from them.
 """

@@ -49,7 +49,7 @@ class VersionHistory:
         return np.repeat(known_H, np.diff(np.append(heads, len(versions_N))))
 
     def staleness(self, versions_N: Int64s, at: PolicyVersion) -> Int32s:
-        """Versions between sampling and `at`; -1 where nothing was sampled."""
+        """Number of versions between sampling and `at`; -1 for tokens that no policy sampled."""
         step_N = np.ascontiguousarray(versions_N, "<i8").view("<i4")[::2]  # the low half; -1 for NO_VERSION
         stale_N = np.int32(at.step) - step_N
         for incarnation, common in self._branches:

@@ -179,7 +179,7 @@ def concat_steps(tables: Sequence[Steps]) -> Steps:
 
 
 def extension_of(steps: Steps, k: int) -> Extension | None:
-    """What item `k` extends; None if it carries its whole prompt."""
+    """The reference of item `k` to the step that it extends; None if it carries its whole prompt."""
     if steps.extends_K[k] < 0:
         return None
     return Extension(int(steps.extends_K[k]), int(steps.extends_length_K[k]), int(steps.extends_digest_K[k]))

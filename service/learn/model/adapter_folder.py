@@ -190,7 +190,7 @@ def _tensors(folder: Path, base: Base, shapes: Mapping[str, Sequence[int]] | Non
 def merge(adapter: Path, base: Path, folder: Path) -> None:
     """Write the base with an adapter's update as a float32 Hugging Face folder, which appears only once it is complete.
 
-    Each weight is merged anew from the base: merging in place drifts, and merging in bfloat16 loses small updates.
+    Each merge starts from the base's weights: merging in place drifts, and merging in bfloat16 loses small updates.
 
     Raises:
         UserError: the adapter is malformed or of another base.

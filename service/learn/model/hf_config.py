@@ -45,7 +45,7 @@ def read_config(folder: Path) -> PretrainedConfig:
     """Read the model's configuration.
 
     Raises:
-        UserError: there is none, it is malformed, names code of its own, or describes a model that is not supported.
+        UserError: the file is missing or malformed, names code of its own, or describes a model that is not supported.
     """
     require_files(folder, MODEL_CONFIG)
     refuse_remote_code(folder)

@@ -41,7 +41,7 @@ def profile(name: str) -> Device:
     """The profile of a GPU.
 
     Raises:
-        UserError: there is none of that name.
+        UserError: no profile has that name.
     """
     if name not in DATA_SHEETS:
         known = (*DATA_SHEETS, "cpu", "measured")

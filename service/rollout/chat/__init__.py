@@ -1,1 +1,1 @@
-"""From messages to token ids and back."""
+"""Converts messages to token ids and back."""
