@@ -68,7 +68,7 @@ class Column(NamedTuple):
 
 
 class Table:
-    """A dataclass of columns; ValueError unless every column is as long as its axis."""
+    """A dataclass of columns; raises a ValueError unless every column is as long as its axis."""
 
     __slots__ = ()
     __dataclass_fields__: ClassVar[dict[str, Any]]

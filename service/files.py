@@ -1,4 +1,4 @@
-"""Locks on folders; files and folders that appear complete, because they are written elsewhere and then renamed.
+"""Locks on folders, and atomic writes of files and folders, which are written elsewhere and then renamed.
 
 final               whole, unless the process died between two renames
 .partial.final      being written; to be deleted once its writer is gone

@@ -1,4 +1,4 @@
-"""The calls of one agent as a tree: a call that continues another one has its tokens in front, exactly as sampled.
+"""The calls of one agent as a tree: a call that continues another one begins with its exact sampled tokens.
 
     call 0   user: age of fox?                                  prompt  P            sampled  A
     call 1   user, assistant A, tool: 17                        prompt  P A t        sampled  B

@@ -37,7 +37,7 @@ class Keys(NamedTuple):
         return "Keys"
 
     def of(self, session: str) -> str:
-        """The key of the session of this name."""
+        """The key of the session with this name."""
         made = hmac.digest(self.secret, session.encode(), "sha256")[:KEY_BYTES]
         return urlsafe_b64encode(made).rstrip(b"=").decode()
 

@@ -8,7 +8,7 @@ SCHEMES = ("s3", "gs", "az", "abfss", "file")
 
 
 def is_store_url(word: str) -> bool:
-    """Whether a word is meant as an address, not as a path or a name."""
+    """Whether a word is an address, as opposed to a path or a name."""
     return "://" in word
 
 

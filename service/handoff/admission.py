@@ -146,7 +146,7 @@ class Admission:
         return None
 
     def first_to_wait(self, ledger: Ledger, serving: PolicyVersion) -> int:
-        """The first group_id of those without an optimizer step that wait for newer weights than `serving`.
+        """The smallest group_id, among groups not trained yet, that waits for newer weights than `serving`.
 
         After a trainer went back, the slots of later steps wait for these steps again.
         """

@@ -114,10 +114,10 @@ class WorstBytes:
     def journal(self, n_groups: int) -> int:
         """Bytes of the smallest journal that never fills up for good, if `n_groups` are needed at once.
 
-        These are the groups of all optimizer steps since the oldest checkpoint that is kept, or of one mini-batch where
-        no checkpoints are written; beside them events, and a segment's room for copies of what is needed. Groups that
-        ended otherwise and replaced attempts are removed whenever a claim waits for their place; what may remain of
-        them counts as one more group.
+        The needed groups are those of all optimizer steps since the oldest kept checkpoint, or of one mini-batch if no
+        checkpoints are written. The journal also needs room for events, and one segment for copies of needed frames.
+        Other groups and replaced attempts are removed whenever a claim waits for their space; their remains count as
+        one more group.
         """
         groups = (n_groups + 1) * self.group
         return (groups + EVENT_BYTES) * JOURNAL_SEGMENTS // (JOURNAL_SEGMENTS - 1) + 1

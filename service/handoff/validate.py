@@ -63,7 +63,7 @@ MAX_FRACTION_NOT_FINITE = 0.01
 
 
 def refusal(group: StepGroup, limits: Limits) -> Refusal | None:
-    """Why a message is refused, as far as the message alone shows; None if it is accepted."""
+    """Why a message is refused, judged by the message alone; None if it is accepted."""
     if not len(group.steps) and not len(group.ends):
         return Refusal(RefusalReason.EMPTY, "message")
     return next((found for rule in _RULES if (found := rule(group, limits)) is not None), None)
@@ -316,7 +316,7 @@ _RULES: tuple[Callable[[StepGroup, Limits], Refusal | None], ...] = (
 
 
 def _first_outside(reason: RefusalReason, *ranges: tuple[str, NDArray[Any], int, Any]) -> Refusal | None:
-    """The refusal of the first integer of these columns that is not in its column's range [low, high)."""
+    """The refusal of the first integer outside of its column's range [low, high); None if there is none."""
     for name, column_X, low, high in ranges:
         above_X = (column_X if low == 0 else column_X - low).view(f"u{column_X.itemsize}")  # below low becomes huge
         if not isinstance(high, np.ndarray) and np.maximum.reduce(above_X, initial=0) < high - low:

@@ -76,7 +76,7 @@ class Pushed:
         return sum(float(line.split()[-1]) for line in self.samples.get(name, b"").splitlines())
 
     def of_histogram(self, name: str, what: Literal["sum", "count"], label: str) -> dict[str, float]:
-        """The sums or counts of a histogram by one of its labels, summed over the others."""
+        """The sums or counts (`what`) of a histogram by one of its labels, summed over the others."""
         lines = self.samples.get(name, b"").splitlines(keepends=True)
         kept = b"".join(line for line in lines if line.startswith(f"{name}_{what}{{".encode()))
         return replace(self, samples={name: kept}).by_label(name, label)

@@ -27,7 +27,8 @@ def check_inputs(
 ) -> None:
     """Make every configured environment and read every dataset that exists.
 
-    `has_endpoint`: whether agents can call the policy; `functions`: of the synthetic data, beside that of its rows.
+    `has_endpoint`: whether agents can call the policy; `functions`: required functions of synthetic data, besides
+    `rows`.
 
     Raises:
         UserError: an environment is unknown, untrusted or refuses its options; a dataset's row is malformed.

@@ -1,4 +1,4 @@
-"""The environments of a run, made as configured: by the row's class, with its options, isolated or not."""
+"""Makes the environments of a run as configured: by the row's class, with its options, isolated or not."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ PORTS_TRIED = 100
 
 
 def with_free_port(metrics: MetricsConfig) -> MetricsConfig:
-    """The settings with a free port: the configured one, any for 0, or the first free one from 9400 on for None.
+    """The settings with a free port: the configured one; for 0, any; for None, the first free one from 9400 on.
 
     A fixed port gives a restarted metrics service the same address.
 

@@ -1,4 +1,4 @@
-"""`/v1/chat/completions`, as the OpenAI SDK, litellm and vLLM's clients speak it.
+"""`/v1/chat/completions`, the API of the OpenAI SDK, litellm and vLLM's clients.
 
 request   messages, tools, stream, max_tokens or max_completion_tokens;
           vLLM's return_token_ids and return_tokens_as_token_ids

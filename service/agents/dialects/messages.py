@@ -1,4 +1,4 @@
-"""`/v1/messages` and its `count_tokens`, as the Anthropic SDK speaks them.
+"""`/v1/messages` and its `count_tokens`, the API of the Anthropic SDK.
 
 request   system, messages of blocks, tools with input_schema, max_tokens
 answer    content: thinking with the call's name as signature, text, tool_use

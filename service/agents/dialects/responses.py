@@ -1,4 +1,4 @@
-"""`/v1/responses`, as the OpenAI SDK and Codex speak it; nothing is stored, so every request has the whole input.
+"""`/v1/responses`, the API of the OpenAI SDK and Codex; nothing is stored, so every request has the whole input.
 
 request   instructions, input (text or items), tools (functions, namespaces of them, custom ones), max_output_tokens
 answer    output: reasoning with the call's name as encrypted_content, message, function_call or custom_tool_call

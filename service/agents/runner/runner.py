@@ -54,7 +54,7 @@ class Finished(NamedTuple):
 
 
 class CommandAgent:
-    """The command as the agent of one trajectory."""
+    """The agent of one trajectory, which runs the command."""
 
     def __init__(self, runner: AgentRunner) -> None:
         self._runner = runner

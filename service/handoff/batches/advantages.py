@@ -1,4 +1,4 @@
-"""Scoring: from rewards to one advantage per trajectory, or one per turn.
+"""Scoring: turns rewards into one advantage per trajectory, or one per turn.
 
 `G` runs over trajectories; a group is the trajectories of one prompt. With r a trajectory's return, m and s the mean
 and the sample standard deviation of its group's returns, n the size of its group:
@@ -235,8 +235,7 @@ class Part(NamedTuple):
 
 
 def parts(played: Played, rule: Rule) -> Iterator[Part]:
-    """The part of each role that has a turn: `main` first, even without a turn, then in the order of the
-    configuration."""
+    """The part of each role that has a turn, in configured order after `main`, which always has a part."""
     for code, role in ((0, str(Role.MAIN)), *enumerate(rule.named, len(ROLES))):
         place_X = np.flatnonzero(played.role_K < len(ROLES) if code == 0 else played.role_K == code)
         n_turns_G = np.bincount(played.end_K[place_X], minlength=len(played.ends))
@@ -367,7 +366,7 @@ def reinforce_plus_plus_baseline(returns_G: Float64s, group_G: Int64s) -> Float6
 
 @estimator("reinforce++")
 def reinforce_plus_plus(returns_G: Float64s, group_G: Int64s) -> Float64s:
-    """The return as it is: the learner discounts it along the tokens and whitens it (`learn.losses.advantage`;
+    """The return itself: the learner discounts it along the tokens and whitens it (`learn.losses.advantage`;
     arXiv 2501.03262)."""
     return returns_G
 

@@ -46,7 +46,7 @@ MIN_SHARED, MIN_FRACTION = 16, 0.1
 
 
 class Placement(NamedTuple):
-    """Per rank, per micro-batch, the rows; an empty micro-batch is a dummy."""
+    """The rows of each micro-batch of each rank; an empty micro-batch is a dummy."""
 
     ranks: tuple[tuple[tuple[int, ...], ...], ...]
     imbalance: float
@@ -305,7 +305,7 @@ def _ranks_of_rows(order: PrefixOrder, length_R: Int64s, trajectory_R: Int32s, p
 
 
 def _units(order: PrefixOrder, trajectory_R: Int32s, prompt_G: Int32s) -> Iterator[Int64s]:
-    """Yield [G] the unit of each trajectory that shares a rank: its prompt, then a half of it, a quarter, ..., itself."""
+    """Yield [G] the unit in which each trajectory is dealt: its prompt, then half of its prompt, ..., itself alone."""
     first_G = np.full(len(prompt_G), len(trajectory_R))
     np.minimum.at(first_G, trajectory_R[order.row_R], np.arange(len(trajectory_R)))
     by_prompt = np.lexsort((first_G, prompt_G))  # common prefixes are adjacent

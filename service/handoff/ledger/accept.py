@@ -50,8 +50,8 @@ class NewContent(NamedTuple):
     def only(self, message: StepGroup, message_bytes: int) -> StepGroup:
         """The message without content that is not new; the message itself if all of it is new.
 
-        Repetitions, ends of failed attempts and late items were not checked, so the journal must not hold them; nor a
-        message of more bytes than its steps and ends count, which has names that none of them uses.
+        Repetitions, ends of failed attempts and late items were not checked, so the journal must not contain them. The
+        same holds for a message with more bytes than its steps and ends count, because it contains unused names.
         """
         n_new = sum(len(new.items) + (new.end is not None) for new in self.additions)
         counted = sum(new.n_bytes for new in self.additions)

@@ -145,7 +145,7 @@ class Truncated(Event, frozen=True):
 
 @dataclass(slots=True)
 class GroupStats:
-    """The returns of some groups; of those that filters removed, they count in the next mini-batch's metrics."""
+    """The returns of some groups; those of filtered groups count in the next mini-batch's metrics."""
 
     groups: int = 0
     trajectories: int = 0

@@ -64,7 +64,7 @@ def in_order(steps: Steps) -> tuple[Steps, Int64s]:
 
 
 def contradiction(steps: Steps) -> str | None:
-    """The first step received twice with different content; None if there is none or that cannot be decided yet."""
+    """The first step received twice with different content; None if there is no such step, or that is not known yet."""
     steps, number_K, again_K = _sorted(steps)
     different = (k for k, same in _repetitions(steps, number_K, again_K) if same is False)
     return next((f"{name_of(steps, k)} came twice, and not the same" for k in different), None)

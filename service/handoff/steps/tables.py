@@ -74,14 +74,14 @@ def said_bytes(end: TrajectoryEnd) -> int:
 
 
 def role_of_steps(steps: Steps, ends: Ends) -> Uint8s:
-    """[K] the role of each step, as its number."""
+    """[K] the number of each step's role."""
     role_K, (k, place_k) = np.zeros(len(steps), np.uint8), _said(steps, ends)
     role_K[k] = ends.role_S[place_k]
     return role_K
 
 
 def reward_of_steps(steps: Steps, ends: Ends) -> Float64s:
-    """[K] reward of each step, rewards given after the step was sent included."""
+    """[K] the reward of each step, including rewards given after the step was sent."""
     k, place_k = _said(steps, ends)
     if not len(k):
         return steps.reward_K

@@ -32,8 +32,8 @@ COLLECTIVES = ("_allgather_base_", "_reduce_scatter_base_", "allreduce_", "allto
 class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Bytes that tensors hold, by part; FLOPs, bytes and seconds of operations, by kind.
 
-    A part is given to a tensor when it is allocated (`logits`: whatever has the vocabulary in its shape; `activations`:
-    all else), or by `mark`. Buffers of collectives, and what FSDP2 frees and fills again by resizing, are `gathered`.
+    A tensor gets its part when it is allocated (`logits` if its shape contains the vocabulary, otherwise
+    `activations`), or by `mark`. Buffers of collectives, and storages that FSDP2 resizes, are `gathered`.
     """
 
     def __init__(self, vocab_size: int, row_tokens: int) -> None:

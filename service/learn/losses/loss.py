@@ -1,4 +1,4 @@
-"""Policy losses: the term of each token, before any reduction.
+"""Policy losses: computes the loss term of each token, before the reduction.
 
 Written for the axis `M` (tokens that carry loss) alone, so there is no mask to forget. The ratio is
 `exp(logprob - anchor)`; its logarithm is clamped before `exp`, so that a ratio is large but finite.

@@ -1,4 +1,4 @@
-"""Advantages of tokens, on the device: a scalar per trajectory or turn, or REINFORCE++ along a trajectory's tokens.
+"""Advantages of tokens, on the device: one per trajectory or turn, or REINFORCE++ along a trajectory's tokens.
 
 With credit by turn a mini-batch has one scalar per turn of each trajectory, and each loss token the number of its turn:
 the same number in whatever row the turn lies.
