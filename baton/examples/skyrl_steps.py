@@ -22,7 +22,7 @@ def steps_from_generator_output(output: Mapping[str, Any], version: int = 0, fir
     """The steps in a generator output; tokens sampled by the policy get the packed `version`.
 
     Entries without `trajectory_ids` are trajectories of one step, each of a prompt of its own. `first_group_id`: number
-    of the first prompt, so that the steps of several outputs can stand in one list. Routed experts are not read.
+    of the first prompt, so that one list can hold the steps of several outputs. Routed experts are not read.
 
     Raises:
         ValueError: lists of different lengths, a malformed identity, a trajectory that continues after its last

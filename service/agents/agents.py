@@ -173,7 +173,7 @@ class Agents:
         """Start the endpoint, so that clients can call.
 
         Raises:
-            UserError: the address is taken, or is none of this machine.
+            UserError: the address is taken, or is not an address of this machine.
         """
         async with self._starting:
             if self._address:

@@ -87,7 +87,7 @@ class Requests:
     def managed(self, request: web.Request) -> Session:
         """The session of a request: found by its key, or by the worker key and the name in the path.
 
-        It may have ended a moment ago.
+        The session may have just ended.
 
         Raises:
             Refused: 401 for an unknown key, 404 for an unknown name, 409 for the key of a session that ended.

@@ -128,7 +128,7 @@ class Session:
         """Why the trajectory ends: the reason of a refused request, or the stop reason of the longest chain of main
         calls.
 
-        Calls beside it say nothing: clients probe with one token, or ask for a title.
+        Other calls are ignored: clients probe with one token, or ask for a title.
         """
         if self._cut != StopReason.STOP:
             return self._cut
@@ -147,7 +147,7 @@ class Session:
         `roles`: the role of each call. Empty if all rewards are 0.
 
         Raises:
-            TrajectoryFailed: a name is that of no call, and of no role that had one.
+            TrajectoryFailed: a name is neither a call nor a role with a call.
         """
         given = [0.0] * len(roles)
         for role, reward in ((Role.MAIN, outcome.reward or 0.0), *outcome.rewards.items()):

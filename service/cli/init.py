@@ -51,7 +51,7 @@ def write_task(folder: Path) -> list[str]:
     """Write the files of a new task; returns their names.
 
     Raises:
-        UserError: the name cannot be that of a run, or the folder holds something.
+        UserError: the name is not valid for a run, or the folder is not empty.
     """
     if folder.name in ("", ".."):  # `.` and `..` are not the folder's name
         folder = folder.resolve()

@@ -1,4 +1,4 @@
-"""The configuration that a command line names."""
+"""Loads the configuration that a command line names."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from service.config.section import Band, Decay, Fraction, NotNegative, Positive,
 
 
 class CorrectionConfig(Section):
-    """Off-policy correction: for tokens that another policy than the trained one sampled; see docs/learning.md.
+    """Off-policy correction for tokens that another policy than the trained one sampled; see docs/learning.md.
 
     A ratio is the anchor's probability over the rollout's; with `anchor: rollout`, the trained policy's over it.
     A masked token has no loss and still counts in the denominator of the loss.

@@ -28,7 +28,7 @@ async def play_shard(
 ) -> list[EvalTrajectory]:
     """Play `n_samples` trajectories of every task of a shard, up to `concurrency` at once.
 
-    `temperature`: that of evaluations; None: as in training. `check` is called before each trajectory and after the
+    `temperature`: of sampling; None: as in training. `check` is called before each trajectory and after the
     last; what it raises ends the evaluation. The environments' seeds depend on set and prompt only. The group_ids are
     negative; those of training start at 0.
     """

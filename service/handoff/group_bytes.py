@@ -97,8 +97,8 @@ class WorstBytes:
     def trajectory(self) -> int:
         """Bytes of one trajectory, or its part of `buffer.max_group_bytes`.
 
-        In an environment every turn has full length; an agent's calls have `agents.max_tokens` tokens together, and its
-        end has a transcript. An end has a role and a reward of each step.
+        In an environment every turn has maximum length; an agent's calls share `agents.max_tokens` tokens, and its end
+        has a transcript. Every end has a role and a reward for each step.
         """
         everything = self.max_turns * (self.step + SAID_BYTES) + ITEM_BYTES
         if calls := self.max_session_calls:

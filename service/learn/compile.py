@@ -87,7 +87,7 @@ def compiles_layers(
     """`trainer.compile` if set; otherwise whether the layers are dense bfloat16 layers on a GPU with a working
     compiler.
 
-    The device None stands for a GPU of another machine, whose compiler is taken to work. Such layers share one compiled
+    The device None is a GPU of another machine, whose compiler is assumed to work. Such layers share one compiled
     graph for every number of tokens. Layers that replay the experts of each token would not, nor would float32 ones,
     whose attention computes another number of buckets for every micro-batch.
     """

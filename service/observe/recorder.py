@@ -58,7 +58,7 @@ class Trace:
         self.add(SPAN, row, name, round(began, 6), round(ended, 6), detail)
 
     def counter(self, name: str, values: Mapping[str, float]) -> None:
-        """Record numbers that are valid from now on."""
+        """Record new values of counters."""
         self.add(COUNTER, name, round(time.monotonic(), 6), dict(values))
 
     def add(self, *event: Any) -> None:

@@ -82,8 +82,8 @@ class Demand:
     def arithmetic_seconds(self) -> float:
         """Seconds of a step: the maximum of the longer side's seconds and of those that admission requires.
 
-        Of a group that is admitted, `lookahead` + 1 mini-batches later the successor is: in between lie its generation
-        beside `concurrency` mini-batches of others, its training, and the way of the new weights.
+        A group's successor is admitted `lookahead` + 1 mini-batches later. In between are the group's generation beside
+        `concurrency` other mini-batches, its training, and the update of the engines.
 
         >>> Demand({Part.ENGINES: 3.0}, {Part.TRAINER: 1.0}, lookahead=0).arithmetic_seconds
         4.0

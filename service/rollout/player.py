@@ -104,7 +104,7 @@ class Player(Generic[A]):
     def restore(self, trajectory: TrajectoryId, task: Task, steps: Steps, sink: StepSink) -> bool:
         """Prepare to continue a trajectory of an earlier process; `play` then continues it.
 
-        False where that is not possible: who played it ended with that process, or its steps are no session.
+        Returns False if that is impossible: its player ended with that process, or its steps are not a session.
         """
         if self.agents is None or not self._environments.is_outside(task):
             return False

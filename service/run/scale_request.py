@@ -31,7 +31,7 @@ def ask_for(folder: Path, generator: GeneratorConfig, engines: int) -> None:
 def asked_for(folder: Path, generator: GeneratorConfig, now: int) -> int:
     """The number of generators that the run should have: the requested one, or else the maximum of its configuration.
 
-    It stays `now` while the file cannot be read.
+    The number stays `now` while the file cannot be read.
     """
     lowest, highest = generator.min_engines, generator.max_engines
     try:

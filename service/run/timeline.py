@@ -124,7 +124,7 @@ class _SpanLine(Struct, array_like=True, tag=SPAN):
 
 
 class Counter(Struct, array_like=True, tag=COUNTER):
-    """Numbers that are valid from a time on."""
+    """Values of some counters from a time on."""
 
     name: str
     at: Number

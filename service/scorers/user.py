@@ -60,7 +60,7 @@ def user_function(name: str, settings: ScorerConfig) -> Callable[[Any], Any]:
     """The function behind `scorers.<name>.use`, or the method of an instance of the class.
 
     Raises:
-        ConfigError: see `imported`; or constructing it failed.
+        ConfigError: see `imported`; or the constructor of the class failed.
     """
     found = imported(name, settings)
     if not isinstance(found, type):

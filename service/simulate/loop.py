@@ -69,7 +69,7 @@ class VirtualClock:
 
 
 class Process:
-    """A simulated process: its activities end when it dies and stand still while it is frozen."""
+    """A simulated process: its activities end when it dies, and pause while it is frozen."""
 
     def __init__(self, loop: Loop) -> None:
         self.loop = loop

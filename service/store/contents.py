@@ -196,8 +196,8 @@ class FolderMark(_Record):
 def claimed(objects: Objects, run: Path) -> RunMark:
     """Claim the store for this run: from now on no other process may write to it.
 
-    It is claimed before Ray starts: a wrong address, a bucket that is not there, and rights that are missing end the
-    command in one line.
+    The claim happens before Ray starts: a wrong address, a missing bucket or missing rights end the command with a
+    one-line error.
 
     Raises:
         UserError: the store is another run's, or the run continued from it elsewhere.

@@ -1,4 +1,4 @@
-"""`/v1/completions`: text or token ids are continued; there are no messages, tools or thinking.
+"""`/v1/completions`: continues text or token ids, without messages, tools or thinking.
 
 request   prompt: "look" or [17, 4]; stream, max_tokens; vLLM's return_token_ids
 answer    choices[0].text

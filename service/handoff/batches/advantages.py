@@ -283,7 +283,7 @@ def estimator(name: str) -> Callable[[Estimator], Estimator]:
 
 
 def advantages(estimator: str, returns_G: ArrayLike, prompt_uids_G: Sequence[Any] | NDArray[Any]) -> Float64s:
-    """One advantage per trajectory; trajectories with the same prompt uid are a group, wherever they stand.
+    """One advantage per trajectory; trajectories with the same prompt uid are a group, in any order.
 
     Raises:
         ValueError: a return is not finite, or has no prompt uid.
@@ -419,7 +419,7 @@ def turn_advantages(
         ValueError: a reward is not finite, a score is infinite, a trajectory has no prompt uid or other turns, there is
             no such credit, or `gamma` is not in [0, 1].
         NotScored: an advantage is not finite.
-        UserError: the estimator has no meaning by turn, or there is none of that name.
+        UserError: the estimator cannot be used per turn, or does not exist.
 
     >>> [advantage_T.tolist() for advantage_T in turn_advantages([[0.0, 1.0], [1.0]], ["a", "a"])]
     [[0.0, 1.0], [0.0]]

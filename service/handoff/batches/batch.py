@@ -175,7 +175,7 @@ def _refuse_untrainable(steps: Steps, history: VersionHistory) -> None:
 def without_untrained(
     played: Played, prompt_G: Int32s, train: Sequence[str], named_roles: Sequence[str]
 ) -> tuple[Steps, tuple[dict[Fate, int], ...]]:
-    """The steps, without loss where their roles are not in `train`; and the tokens of each group that lost it, by fate.
+    """The steps, without loss if their role is not in `train`; and each group's number of untrained tokens, by fate.
 
     The tokens stay, because later steps may continue them:
 
@@ -197,7 +197,7 @@ def without_untrained(
 
 
 class Masked(NamedTuple):
-    """What is left of the loss, and why."""
+    """The tokens that still carry loss, and counts of those that do not, by reason."""
 
     staleness_N: Int32s
     """Versions between sampling and training; -1 where no policy sampled the token."""
@@ -208,7 +208,7 @@ class Masked(NamedTuple):
 
 
 def mask(rows: Rows, trajectory_R: Int32s, count: int, history: VersionHistory, max_staleness: int | None) -> Masked:
-    """Take the loss, in place, from tokens without a finite log-probability and from stale tokens.
+    """Remove the loss, in place, from tokens without a finite log-probability and from stale tokens.
 
     staleness     -1 0 3 3       max_staleness 2
     log-probab.    0 . . nan

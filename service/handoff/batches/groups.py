@@ -17,8 +17,8 @@ from service.types import Step, TrajectoryEnd, TrajectoryId
 def complete_groups(steps: Iterable[Step], ends: Iterable[TrajectoryEnd] | None = None) -> list[CompleteGroup]:
     """The groups of whole trajectories, one per group_id, in order of first appearance.
 
-    Without `ends`, each trajectory ends with its last step: with its stop reason, and its reward (the sum, where it
-    has one per token) as the trajectory's final reward.
+    Without `ends`, each trajectory ends with its last step: its stop reason and its reward (the sum, if it has
+    one per token) become the trajectory's.
 
     >>> def step(sample, index, prompt, response, reward=0.0):
     ...     sampled, versions = np.ones(len(response), np.bool_), np.zeros(len(response), np.int64)

@@ -396,7 +396,7 @@ def prefix_order(
 
 
 def _as_bytes(values_N: NDArray[Any]) -> Uint8s:
-    """[N, ...] -> [N, bytes]"""
+    """View the values of each token as bytes: [N, ...] -> [N, bytes]."""
     width = math.prod(values_N.shape[1:])
     return np.ascontiguousarray(values_N).reshape(len(values_N), width).view(np.uint8)
 

@@ -28,7 +28,7 @@ from service.types import StepGroup, TrajectoryEnd
 def make_room(record: Record, wanted: int) -> None:
     """Begin to free the oldest segments without needed frames; the next sync of the journal completes this.
 
-    `wanted`: bytes to free; steps that are needed are copied for it, those of one segment at a time. 0: none are.
+    `wanted`: bytes to free by copying needed steps, one segment at a time; 0: copy none.
     """
     journal = record.journal
     if journal.reclaims:

@@ -63,7 +63,7 @@ class _Layout(NamedTuple):
 def merge_steps(steps: Iterable[Step], mode: Mode = "linear") -> list[Row]:
     """The rows of any number of trajectories, in order of each trajectory's first appearance, then of steps.
 
-    A reward stands on its step's last response token, so one of a step without response tokens is in no `Row.rewards`.
+    A reward belongs to its step's last response token, so `Row.rewards` omits rewards of steps without response tokens.
 
     Raises:
         ValueError: a trajectory has two prompts, or lacks a step before its last; a step came twice with different

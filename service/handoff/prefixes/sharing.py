@@ -64,7 +64,7 @@ def dedupe_prefixes(
 ) -> Steps:
     """The same steps, in which the wanted ones carry only what no earlier step of their trajectory has.
 
-    `chain_of`, `index_of`: what is known of a trajectory's earlier steps. `any_branch`: look every step up in the
+    `chain_of`, `index_of`: a trajectory's known earlier steps. `any_branch`: look every step up in the
     index, because earlier steps have values on prompt tokens, which a digest of token ids does not cover.
     """
     if not wanted_K.any():

@@ -107,7 +107,7 @@ class StepColumns:
         """Append a step; the arguments are those of `service.types.Step`.
 
         `columns`: token columns by their name without `_N`, for the response's tokens (`logprobs`, `loss_mask`,
-        `versions`) or for those of prompt and response (`routed_experts`). What is None or left out has the column's
+        `versions`) or for those of prompt and response (`routed_experts`). Omitted columns and None get the column's
         fill value.
 
         Raises:

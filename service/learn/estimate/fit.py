@@ -114,7 +114,7 @@ def known_gpu_bytes(trainer: TrainerConfig) -> float | None:
 def fit(settings: FitSettings, folder: Path, gpu_bytes: float, device: torch.device | None = None) -> Fit:
     """How a configuration uses GPUs of `gpu_bytes`; `folder` needs only a `config.json`.
 
-    `device`: a GPU of this size, whose compiler may not work; None: other machines have them, and a compiler.
+    `device`: a GPU of this size, whose compiler is tested; None: GPUs of other machines, with a working compiler.
     """
     learn, generator, hf_config = settings.learn, settings.generator, read_config(folder)
     setting, dtype = learn.trainer.gradient_checkpointing, getattr(torch, learn.model.dtype)

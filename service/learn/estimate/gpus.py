@@ -1,4 +1,4 @@
-"""Rates and memory of GPUs by their data sheets, and the part of them that kernels reach; the numbers are in gpus.toml."""
+"""Rates and memory of GPUs by their data sheets, and the part that kernels reach; the numbers are in gpus.toml."""
 
 from __future__ import annotations
 

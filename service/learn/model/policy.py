@@ -42,7 +42,7 @@ class Policy:
         checkpointing: Checkpointing | None = None,
     ) -> None:
         """`random_weights`: draw them instead of reading them, where only the model's shape matters; `nodes`: the node
-        of each rank, None if all are on one; `checkpointing`: in place of `trainer.gradient_checkpointing`."""
+        of each rank, None if all are on one; `checkpointing`: overrides `trainer.gradient_checkpointing`."""
         self.device = device
         self.rank = rank
         self.world_size = world_size

@@ -71,7 +71,7 @@ class PolicyModel(nn.Module):
 def empty_model(
     config: PretrainedConfig, dtype: torch.dtype, trainer: TrainerConfig, checkpointing: Checkpointing | None = None
 ) -> PolicyModel:
-    """The model without memory for its parameters (meta device); `checkpointing`: in place of the trainer's setting."""
+    """The model without memory for its parameters (meta device); `checkpointing` overrides the trainer's setting."""
     implementation = "sdpa" if trainer.layout == "padded" else attention.NAME
     if dtype == torch.float64 and hasattr(config, "num_experts"):
         config._experts_implementation = "eager"  # grouped products, the default, do not support float64

@@ -144,7 +144,7 @@ def synthetic_data(
 ) -> SyntheticData:
     """The generator of synthetic data for the environment `name`, made with these options.
 
-    It is the module of the environment, which has to have the function `needed` and may lack the others.
+    The generator is the environment's module. It must have the function `needed`; the others are optional.
 
     Raises:
         UserError: the environment cannot be loaded, or its module lacks the function.
