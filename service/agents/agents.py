@@ -96,7 +96,7 @@ class Agents:
     ) -> Played:
         """Play one trajectory; `sink` gets a step for each call, then the trajectory's end.
 
-        `guard`: the agent; None: a worker plays it, and the end counts once the buffer has it.
+        `guard`: the agent; None: a worker plays the trajectory, whose end counts once the buffer has it.
         """
         await self.listen()
         restored = self._restored.pop(trajectory, None)

@@ -24,7 +24,7 @@ class Claim(NamedTuple):
 
 
 class Assignment(NamedTuple):
-    """A group to generate: `samples` of one prompt, each with the attempt to use."""
+    """A group to generate: samples of one prompt, each with its attempt number."""
 
     group_id: int
     prompt_uid: str

@@ -68,7 +68,7 @@ def compiled_on_gpu(function: Function) -> Function:
 def compiler_works(device: torch.device) -> bool:
     """Whether a small function can be compiled and differentiated on the device; prints a line if not.
 
-    Torch's compiler needs a C compiler and Python's headers on the machine, which neither torch nor CUDA bring along.
+    Torch's compiler needs a C compiler and Python's headers on the machine, which neither torch nor CUDA include.
     """
     try:
         with torch.enable_grad():  # the first call may come from inside an autograd function

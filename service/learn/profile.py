@@ -1,4 +1,4 @@
-"""A torch profile of a few optimizer steps of one rank, without stopping them."""
+"""Records a torch profile of a few optimizer steps of one rank, without interrupting training."""
 
 from __future__ import annotations
 

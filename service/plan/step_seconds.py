@@ -174,14 +174,14 @@ class _Model:
             return 0.0
         if step > ADMISSION * either_longer(full, self._busy):  # groups begin together and are leased when complete
             return float(np.maximum(0.0, np.ceil((seconds_Q + self._late) / step) - middle_Q).mean())
-        # otherwise they wait for a slot or for the trainer: then each is trained at the last moment
+        # otherwise groups wait for a slot or for the trainer: then each is trained at the last moment
         at_last = float(np.maximum(0.0, lookahead + 1 - middle_Q).mean())
         at_once = min(float(lookahead), (float(seconds_Q.mean()) / 2 + self._set.train_seconds) / step)
         share = 1 / (1 + (full / self._busy) ** BACKLOG) if self._busy else 0.0
         return share * at_last + (1 - share) * at_once
 
     def _open(self, step: float, full: float, seconds_Q: Float64s) -> Float64s:
-        """[P] number of open groups at moments of a step, which begins when new weights are served."""
+        """[P] number of open groups at several moments of a step; a step begins when new weights are served."""
         batch = self._set.mini_batch_size
         if full >= 0.99 * step:  # groups begin one by one
             return np.array([batch * float(seconds_Q.mean()) / step])

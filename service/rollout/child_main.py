@@ -67,7 +67,7 @@ def end_descendants() -> None:
     import psutil  # imported only here: a keeper mostly waits, and there are many keepers
 
     signal.alarm(KILL_SECONDS)
-    with suppress(ChildProcessError):  # none is left
+    with suppress(ChildProcessError):  # no child is left
         while True:
             for process in psutil.Process().children(recursive=True):
                 with suppress(psutil.Error):

@@ -2,7 +2,7 @@
 
     parent --JSON line--> keeper and process (service.rollout.child_main) --JSON line--> parent
 
-A process is reused. It ends, with everything that it started, when its answer is no longer waited for (deadline,
+A process is reused. It ends, with everything that it started, when no caller waits for its answer any more (deadline,
 cancelled task), and when the parent ends.
 """
 

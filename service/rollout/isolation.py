@@ -72,7 +72,7 @@ class IsolatedEnvironment:
         return await self._process.ask(request)
 
     async def close(self) -> None:
-        """End the episode and give the process back."""
+        """End the episode and return the process to the pool."""
         if self._process is None:
             return
         process, self._process = self._process, None

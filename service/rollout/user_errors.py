@@ -1,6 +1,6 @@
 """Errors of users' code: each as one line with the place that raised it; exits become ordinary errors.
 
-asyncio lets SystemExit and KeyboardInterrupt of any task through to its event loop, which ends with all trajectories.
+asyncio passes SystemExit and KeyboardInterrupt of any task on to its event loop, which ends with all trajectories.
 """
 
 from __future__ import annotations

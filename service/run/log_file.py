@@ -77,7 +77,7 @@ def main() -> None:
     handler.emit(logging.makeLogRecord({"msg": sys.argv[2]}))
     if os.fork():
         # The parent returns once the file exists. Ray ends an actor's children together with the actor; the copying
-        # process is a child of nobody.
+        # process is orphaned, so it is not among them.
         os._exit(0)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)

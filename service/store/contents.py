@@ -96,7 +96,7 @@ class StoredCheckpoint(_Record):
         """Read the manifest of a step of the run `run`, whose objects must all be in the store.
 
         Raises:
-            Damaged: it is not, or another version of Baton or another run wrote it.
+            Damaged: an object is missing, or another version of Baton or another run wrote the manifest.
         """
         name = manifest_name(step)
         try:

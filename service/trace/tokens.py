@@ -32,7 +32,7 @@ LEGEND = {
 
 
 class Token(NamedTuple):
-    """One token of a trajectory; `kind` is how the trainer treats it, empty for text that is not a token."""
+    """One token of a trajectory; `kind` is how the trainer treats the token, empty for text that is not a token."""
 
     text: str
     kind: str

@@ -38,7 +38,7 @@ async def forwarded(listener: socket.socket, base_url: str) -> AsyncIterator[Non
         try:
             await _connect(endpoint, port_of(base_url), reader, writer)
         except OSError:
-            pass  # one side has closed: the other one is closed too
+            pass  # one side has closed the connection: close the other side too
         finally:
             connections.discard(task)
             writer.close()

@@ -218,7 +218,7 @@ class Part(NamedTuple):
         """[X] the advantage of each turn of the role; 0 in a group in which only one trajectory has the role.
 
         Raises:
-            NotScored: one of them is not finite; its trajectories are places of ends.
+            NotScored: an advantage is not finite; the error's trajectories are positions of ends.
         """
         group_V, n_turns_V = prompt_G[self.number_V].astype(np.int64), lengths_of(self.turns.first_G)
         try:

@@ -254,7 +254,7 @@ class Ledger:
             return
         group.scored = (*group.scored, event.scorer)
         group.n_bytes += event.n_bytes
-        if not group.awaited and event.group_id in self.scoring:  # an unfinished one continues
+        if not group.awaited and event.group_id in self.scoring:  # unfinished trajectories continue
             del self.scoring[event.group_id]
             self._finish(event.group_id, group)
 

@@ -231,7 +231,7 @@ def _fetch_groups(record: Record, group_ids: Sequence[int], stop: int) -> None:
 
 def message_of(frame: Frame, limits: Limits) -> StepGroup:
     """The step group in a frame."""
-    message = decode(frame.payload, replace(limits, max_group_bytes=len(frame.payload)))  # it was accepted once
+    message = decode(frame.payload, replace(limits, max_group_bytes=len(frame.payload)))  # accepted before
     if isinstance(message, Refusal):
         raise _refused_now(frame, message)
     return message

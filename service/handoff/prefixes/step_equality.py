@@ -74,7 +74,7 @@ def index_of_steps(steps: Steps, items: Iterable[int]) -> PrefixIndex:
     """An index of one trajectory's steps, sorted by index; leaves out steps that extend missing tokens."""
     index = PrefixIndex()
     for k in items:
-        with suppress(PrefixError):  # what it extends may arrive later, or be refused when the trajectory is complete
+        with suppress(PrefixError):  # the step that it extends may arrive later, or never
             index.add(steps, k)
     return index
 

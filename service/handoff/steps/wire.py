@@ -107,7 +107,7 @@ def decode(data: bytes | memoryview, limits: Limits) -> StepGroup | Refusal:
 
 def _step_group(head: GroupHead, arrays: dict[str, NDArray[Any]]) -> StepGroup:
     step_columns, end_columns = _taken(arrays, Steps), _taken(arrays, Ends)
-    if step_columns["teacher_logprobs_N"] is not None:  # they come from a scorer
+    if step_columns["teacher_logprobs_N"] is not None:  # these values come from a scorer
         raise _Damaged(RefusalReason.SCHEMA, "teacher_logprobs_N")
     if arrays:
         raise _Damaged(RefusalReason.SCHEMA, next(iter(arrays))[:80])

@@ -88,7 +88,7 @@ def kept_by_compiled_layer(settings: LearnSettings, folder: Path, elementwise: b
 
 def _kept(layer: torch.nn.Module, arguments: Any, named: dict[str, Any], elementwise: bool) -> float:
     """Bytes kept between the forward and backward pass of a layer, called with these arguments."""
-    packing = named["packing"]  # torch sees no tree of tensors in it
+    packing = named["packing"]  # not a tree of tensors to torch
     leaves, tree = tree_flatten((arguments, named | {"packing": packing.cu_seqlens}, dict(layer.named_parameters())))
     places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
 

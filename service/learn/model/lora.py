@@ -53,7 +53,7 @@ def add_adapter(model: nn.Module, layers: nn.ModuleList, lora: LoraConfig, dtype
     """Freeze the model, and give the targets in its layers an adapter with parameters of this type.
 
     Raises:
-        UserError: the model lacks a target, or has experts, whose weights lie in no linear layers.
+        UserError: the model lacks a target, or has experts, whose weights are not in linear layers.
     """
     model.requires_grad_(False)
     missing = set(lora.targets)
