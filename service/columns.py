@@ -209,7 +209,7 @@ def _joined(parts: dict[str, list[NDArray[Any]]]) -> dict[str, NDArray[Any]]:
 def concat(tables: Sequence[AnyTable]) -> AnyTable:
     """The items of several tables, in order, as one table.
 
-    A column that only some tables have is filled up: unknown is the same as the column's fill value. The fields of each
+    A column that only some tables have gets its fill value for the others. The fields of each
     table are read at once, because there may be thousands of tables of one step.
     """
     if len(tables) == 1:

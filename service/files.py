@@ -105,8 +105,7 @@ def partial_file(path: Path) -> Path:
 
 
 def create_private(path: Path, text: str) -> None:
-    """Write a file that only its user can read, unless the file exists: with several concurrent writers, the first
-    wins."""
+    """Write a file that only its user can read, unless the file exists; of several concurrent writers one wins."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     descriptor, partial = tempfile.mkstemp(dir=path.parent)
     try:

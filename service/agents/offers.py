@@ -79,7 +79,7 @@ class Offers:
         return self._waiting.pop(next(iter(self._waiting))) if self._waiting else None
 
     def offer(self, offer: Offer) -> None:
-        """Offer a trajectory to workers; repeated if the worker that claimed it did not get the answer."""
+        """Offer a trajectory to workers; called again if the worker that claimed it did not get the answer."""
         self._waiting[offer.session.name] = offer
         offer.session.is_offered = True
         if self._claims:

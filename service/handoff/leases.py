@@ -26,7 +26,7 @@ from service.types import MiniBatch, PolicyVersion, RefusalReason
 
 
 class Unscored(NamedTuple):
-    """Raised for groups to which the estimator gave no finite advantage; they get no mini-batch."""
+    """Result of a job in which the estimator gave these groups no finite advantage: there is no mini-batch."""
 
     group_ids: tuple[int, ...]
 

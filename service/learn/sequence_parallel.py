@@ -90,7 +90,7 @@ class Exchange(NamedTuple):
 
 
 def _all_to_all(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """[ranks, ...] a part for each rank -> [ranks, ...] a part from each rank."""
+    """Exchange parts: [ranks, ...] a part for each rank -> [ranks, ...] a part from each rank."""
     received: Tensor = _AllToAll.apply(x, group)  # type: ignore[no-untyped-call]
     return received
 

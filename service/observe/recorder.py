@@ -62,7 +62,7 @@ class Trace:
         self.add(COUNTER, name, round(time.monotonic(), 6), dict(values))
 
     def add(self, *event: Any) -> None:
-        """Record a line."""
+        """Record a line; beyond `MAX_EVENTS` lines, only count it as dropped."""
         if len(self._events) < MAX_EVENTS:
             self._events.append(event)
         else:

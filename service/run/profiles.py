@@ -69,7 +69,7 @@ class ProfileRequests(NamedTuple):
         return found
 
     def answer(self, request: ProfileRequest, files: Sequence[str], problem: str = "") -> None:
-        """Answer a request."""
+        """Answer a request with its files, or with the problem."""
         write_atomic(
             self.folder / ANSWER, msgspec.json.encode(ProfileAnswer(request.id, tuple(files), problem)).decode()
         )

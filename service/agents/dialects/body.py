@@ -82,7 +82,7 @@ class StreamOptions(Struct):
 
 
 class _Unless(NamedTuple):
-    """Type of a field that is refused unless it has a value without effect."""
+    """Marks a field of a request that is refused unless its value has no effect."""
 
     neutral: tuple[Any, ...]
     reason: str

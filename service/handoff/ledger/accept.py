@@ -152,7 +152,7 @@ def new_content(
     """The new content of a message, or why the whole message is refused.
 
     `max_trajectory_bytes`: bytes that are reserved for each trajectory; None on a replay, which reserves nothing.
-    `one_row`: how the steps of a trajectory have to become one row; None: they may become several.
+    `one_row`: the merge mode in which each trajectory has to become one row; None: several rows are allowed.
     """
     experts_N = message.steps.routed_experts_N
     if experts_N is not None and len(message.steps) and ledger.state.routing not in (None, experts_N.shape[1:]):

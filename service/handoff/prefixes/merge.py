@@ -94,7 +94,7 @@ def merge(steps: Steps, mode: Mode = "linear") -> Merged:
 def merge_in_order(steps: Steps, number_K: Int64s, mode: Mode, by_turn: bool = False) -> Merged:
     """Merge steps that come by trajectory (`number_K`), then by index, each once.
 
-    `by_turn`: the rows say of which step each token is.
+    `by_turn`: the rows record the step of each token.
     """
     counts = dict.fromkeys(("extended", "forked", "reset"), 0)
     first_K, new_kind_K = changes(number_K), changes(steps.temperature_K, steps.has_logprobs_K)
