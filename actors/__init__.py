@@ -23,8 +23,9 @@ SKIPPED = (
     r"|^Raylet is terminated\."  # with the last twenty lines of its log
     r"|^A worker died or was killed while executing a task"
 )
-"""What Ray's raylets tell the driver and Ray does not print, for each call, node and process, when a host or a process
-goes: the run says that in one line (`HostWatch`; of generators and ranks, who waits for them)."""
+"""Patterns of raylet messages that are not printed: Ray sends one for each call, node and process when a host or a
+process ends. The run reports this in one line instead (in `HostWatch`, or in the code that waits for a generator
+or rank)."""
 os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", SKIPPED)
 
 if not os.environ.get("RAY_ADDRESS"):

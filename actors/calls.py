@@ -21,7 +21,7 @@ ACTOR_FAILED = (ray.exceptions.RayActorError, ray.exceptions.ObjectLostError, Ba
 MAX_CHARACTERS = 200
 
 _DIED = re.compile(r"Worker exit detail: ([^.]+)")
-"""Ray's reason in its paragraph about a process that died; guesses at causes follow."""
+"""Matches the reason in Ray's paragraph about a process that died; Ray's guesses at causes follow it."""
 
 CALL_SECONDS = 300.0
 """Deadline of a call in seconds; a buffer that restarts reads its journal before it answers."""

@@ -113,7 +113,7 @@ class BufferActor:
         self._asking = Asking(self._config.scorers, self._buffer.scoring, workers(self._config.scorers), self._settled)
         self._claims = WaitingClaims(self._opened.claim_several)
         self._served = 0
-        """The buffer's revision when what waits was served last."""
+        """The buffer's revision when waiting calls were last served."""
         self._changed = asyncio.Condition()
         """Leases wait for it."""
         self._queued = asyncio.Event()

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 HOLD_ATTEMPTS = 3
-"""Times that the journal is looked at for an upload; a segment of it may be removed meanwhile."""
+"""Attempts to read the journal for an upload; a segment of it may be removed meanwhile."""
 
 
 class _Begun(NamedTuple):

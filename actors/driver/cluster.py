@@ -147,10 +147,10 @@ class Cluster:
     generators: tuple[Any, ...]
     trainer: TrainerGroup
     place: Callable[[int], Awaitable[Placed]]
-    """Makes a further generator, with its number, as soon as there is room for it."""
+    """Makes a further generator with this number, as soon as there is room for it."""
     scorers: tuple[Any, ...] = ()
     roles: tuple[Any, ...] = ()
-    """Of frozen roles that the run serves."""
+    """The actors of frozen roles that the run serves."""
 
 
 def place_actors(config: Config, prepared: Prepared, journal: Path, keys: Keys | None = None) -> Cluster:

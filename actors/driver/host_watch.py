@@ -17,7 +17,7 @@ from service.config.tree import MARKET
 log = logging.getLogger(__name__)
 
 SAID_ELSEWHERE = ("generator-", "trainer-")
-"""How the names of parts begin whose ends are said by those who wait for them."""
+"""Prefixes of the names of parts whose end is reported by other code, which waits for them."""
 
 LOOK_SECONDS = 2.0
 """Seconds between two looks at the cluster."""
@@ -33,7 +33,7 @@ class ClusterHost(NamedTuple):
     ends_at: int | None = None
     """The Unix time in ms at which it ends if it is drained; 0: unknown."""
     restarts: tuple[tuple[str, int], ...] = ()
-    """Parts that Ray has started again, and how often."""
+    """Parts that Ray has restarted, and how often."""
 
 
 def hosts() -> dict[str, ClusterHost]:
@@ -72,9 +72,9 @@ class HostWatch:
         self._say, self._follow, self._look = say, follow, look
         self._hosts: dict[str, ClusterHost] = {}
         self._adrift: set[str] = set()
-        """Parts whose host is gone, until they are on another one."""
+        """Parts whose host is gone, until they run on another host."""
         self._restarts: dict[str, int] = {}
-        """How often Ray has started a part again, at the last look."""
+        """How often Ray had restarted a part at the last look."""
 
     async def begin(self) -> None:
         """Print which parts run on each host, if there are several."""

@@ -26,7 +26,7 @@ class RunFiles(NamedTuple):
     sizes: Mapping[str, int | None]
     """Bytes by path; None for a folder."""
     written: str | None = None
-    """The run folder, which ranks and engines write into."""
+    """The run folder, into which ranks and engines write."""
 
     @staticmethod
     def of(model_folder: Path, data: Iterable[Path], run_folder: Path | None = None) -> RunFiles:

@@ -31,12 +31,13 @@ ACCELERATOR_SHARE = 0.001
 SHARED_GPU = 0.5
 """GPUs of a rank, and of an engine, that share one."""
 SHARED_KV_CACHE_BYTES, SHARED_UTILIZATION = 8 << 30, 0.35
-"""KV cache and `generator.gpu_memory_utilization` that are proposed for an engine that shares its GPU with a rank."""
+"""The KV cache and `generator.gpu_memory_utilization` that a message proposes for an engine that shares its GPU
+with a rank."""
 QUIET_SECONDS = 2.0
 """How long a run waits for room before it says what is missing."""
 
 CALLS = 100_000
-"""Calls that the buffer may have open: every claim that waits is one, and steps must not wait behind claims."""
+"""The maximum of open calls to the buffer: every waiting claim is one, and steps must not wait behind claims."""
 NODE_ID = "ray.io/node-id"
 """Label of every node of Ray."""
 

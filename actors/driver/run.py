@@ -47,7 +47,7 @@ from service.store.objects import open_store
 from service.store.uploads import Uploads, claim_store
 
 UPLOAD_QUIET_SECONDS = 1.0
-"""Seconds of the last uploads after which a line says that they continue."""
+"""Seconds after which a line says that the last uploads are still in progress."""
 
 
 def run(config: Config, resume: Path | None = None, manifest: Manifest | None = None) -> int:

@@ -20,7 +20,7 @@ from typing import Any
 from service.run.phases import say
 
 _Handler = Callable[[int, FrameType | None], Any] | int | None
-"""What `signal.signal` takes and `signal.getsignal` returns."""
+"""A signal handler, as `signal.signal` accepts and `signal.getsignal` returns it."""
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 """SIGHUP comes when the terminal is closed, unless nohup has it ignored."""
@@ -29,9 +29,9 @@ STUCK_SECONDS = 1.0
 """Seconds after a stop signal in which the main thread ends, unless it waits inside Ray."""
 
 FORCING = 3
-"""Which stop signal ends by force what is already stopping."""
+"""The number of the stop signal that ends a stopping process by force."""
 ALREADY = f"already stopping; stop signal number {FORCING} ends it at once, whatever is not written yet"
-"""What is said to the stop signals before that one."""
+"""The line that is printed on the stop signals before that one."""
 
 LOOK_SECONDS = 0.005
 """Pause before the handlers are set again while Ray ends, which gives SIGTERM its default action back."""

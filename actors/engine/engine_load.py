@@ -8,7 +8,8 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 UNREPORTED = 4
-"""Most preemptions by updates that a request is taken to report with its next token, on average over all requests."""
+"""The maximum of preemptions by updates that a request is expected to report with its next token, on average over
+all requests."""
 
 
 class EngineLoad(NamedTuple):
@@ -59,7 +60,7 @@ class EngineTimes:
 
     def __init__(self) -> None:
         self.running = 0
-        """Requests in the engine, waiting ones included."""
+        """The number of requests in the engine, including waiting ones."""
         self.changed: Callable[[], None] = lambda: None
         """Called when a pause begins or ends, and when there is a first request or none is left."""
         self._paused = 0.0

@@ -32,13 +32,13 @@ BACKENDS = {"memory": FILE_BACKEND, "nccl": BROADCAST_BACKEND, "ipc": IPC_BACKEN
 """weights.transport -> vLLM's weight transfer backend."""
 
 MAX_SEQUENCES = 1024
-"""Most requests that one engine runs at once; further ones wait inside vLLM."""
+"""The maximum of requests that one engine runs at once; further ones wait inside vLLM."""
 
 GPU_BATCHED_TOKENS = 8192
-"""Most tokens of one step of a GPU engine; of vLLM's 2048, decoding would leave little to the prompts."""
+"""The maximum of tokens in one step of a GPU engine; with vLLM's 2048, decoding would leave few tokens for prompts."""
 
 CPU_KV_CACHE_BYTES = 4 << 30
-"""Most bytes of a CPU engine's KV cache, where the configuration names no size."""
+"""The maximum of bytes of a CPU engine's KV cache, if the configuration names no size."""
 
 ENGINE_BYTES = 1 << 30
 """Approximate memory of a CPU engine's process besides weights and KV cache."""
@@ -62,7 +62,7 @@ class EngineSettings(NamedTuple):
     row_tokens: int
     """Tokens of the longest row."""
     request_bytes: Callable[[Any], int]
-    """Bytes of the longest request in the KV cache, of a model's configuration."""
+    """Bytes of the longest request in the KV cache, computed from the model's configuration."""
 
     @staticmethod
     def of(config: Config) -> EngineSettings:

@@ -81,13 +81,14 @@ class VllmEngine:
         self._stopped = False
         self._update_lock = asyncio.Lock()
         self._size = PolicySize(0, tied=False)
-        """An update must bring as many numbers."""
+        """The number of elements that an update must have."""
         self._salt: str | None = None
         """Cache salt of new requests; None: they may share any cached prefix."""
         self._adapter: LoRARequest | None = None
-        """Names the adapter of the policy in each request; None: the policy is the model alone."""
+        """The name of the policy's adapter in each request; None: the policy is the model without an adapter."""
         self._recorder: LoadRecorder | None = None
-        """None where the KV cache cannot overflow; recording the load costs a short turn a quarter of its time."""
+        """None if the KV cache cannot overflow, because recording the load takes a quarter of the time of a short
+        turn."""
 
     async def start(self, version: PolicyVersion) -> None:
         """Load the model and generate once, so that the first real request finds a warm engine.

@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 OWN = "json"
 """The name of the endpoint's own parser."""
 EXTRA = "baton[parsers]"
-"""What most of vLLM's parsers import besides vLLM's own packages."""
+"""Packages that most of vLLM's parsers import besides vLLM's own."""
 ANY_TOOL = {"type": "function", "function": {"name": "any", "parameters": {"type": "object", "properties": {}}}}
 
 
@@ -58,7 +58,7 @@ class VllmParser:
         self._make: Any = make
         self._end_ids = frozenset(end_ids)
         self._is_marked = not self._make(tokenizer, request.tools).adjust_request(request).skip_special_tokens
-        """Whether special tokens mark what the family writes."""
+        """Whether the model family marks tool calls or thinking with special tokens."""
         self._request = ChatCompletionRequest
         self._tokenizer = tokenizer
 

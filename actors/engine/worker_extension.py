@@ -167,7 +167,7 @@ class BroadcastInitInfo(WeightTransferInitInfo):  # type: ignore[misc]
     within: float
     bucket_bytes: int
     first_rank: int
-    """Of this engine's workers in the group."""
+    """The first rank of this engine's workers in the group."""
 
 
 @dataclass

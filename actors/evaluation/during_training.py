@@ -27,7 +27,7 @@ STOP_CHECK_SECONDS = 0.5
 """Seconds between two checks whether the run was stopped."""
 
 Ended = Callable[[int, float], None]
-"""Called with the step that was evaluated, and when that began."""
+"""Called with the evaluated step and the start time of the evaluation."""
 
 
 class Evaluations:
@@ -54,9 +54,9 @@ class Evaluations:
         self._of_step = 0
         """The step that it evaluates."""
         self._evaluated: int | None = None
-        """The newest step of which there are numbers."""
+        """The newest step with results."""
         self._numbers: dict[str, float] = {}
-        """Of evaluations that no line of `metrics.jsonl` has yet."""
+        """Results of evaluations that are in no line of `metrics.jsonl` yet."""
 
     def is_due(self, step: int) -> bool:
         """Return whether an evaluation is due: every `data.eval_every` steps, and after the last step if the

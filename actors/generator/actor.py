@@ -55,7 +55,7 @@ log = logging.getLogger(__name__)
 CHECK_SECONDS = 1.0
 """Seconds between two health checks of the engine."""
 RENEWALS = 4
-"""Times that open sessions are renewed within `buffer.step_deadline`."""
+"""How often open sessions are renewed within `buffer.step_deadline`."""
 EXIT_SECONDS = 1.0
 """Seconds between a failure and the end of this process, in which the error reaches the callers."""
 

@@ -21,7 +21,7 @@ from service.types import PolicyVersion, Refusal
 POLL_SECONDS = 2.0
 """Length of one long poll."""
 RETRY = Backoff(0.2, 0.2)
-"""Pause before an unreachable buffer is asked again."""
+"""Backoff before an unreachable buffer is asked again."""
 
 
 @dataclass(eq=False)
@@ -42,10 +42,10 @@ class Claimer:
         """Number of the newest claim; each group has one. Ray repeats a call whose answer was lost; the buffer answers
         a repeated number with the same assignment."""
         self.arrived: list[Assignment] = []
-        """Assignments not given out yet, also of polls that were no longer waited for."""
+        """Assignments that are not played yet, including those from polls that were abandoned."""
         self._look = asyncio.Event()
         self.leaves = False
-        """No more is claimed."""
+        """Whether no more groups are claimed."""
         self.waiting: Wait | None = None
         """Why the buffer gives no group at the moment; None: it was not asked, or gave one."""
         self.waited_for = "claim"

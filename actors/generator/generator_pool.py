@@ -35,7 +35,8 @@ HAND_OVER_SECONDS = 30.0
 RETRY = Backoff(0.5, 0.5)
 """Pause before the start of a restarting generator is tried again."""
 STATUS_SECONDS = CHECK_SECONDS = 5.0
-"""Seconds after which one that does not answer is left out of a report, and between two health checks."""
+"""Seconds after which a generator that does not answer is omitted from a report; also the time between two health
+checks."""
 BLOCKED = "an environment that blocks its process needs env.isolation: process"
 """The usual reason for a generator that does not answer."""
 
@@ -67,14 +68,14 @@ class GeneratorPool:
         self.weights = Delivery(weights, by_name, trainer, broadcasts, up, self._not_taken, sent)
         self._stopping = False
         self._rooms: dict[str, PlacementGroup] = {}
-        """Of each generator that joined later."""
+        """The placement group of each generator that joined later."""
         self._leaving: set[str] = set()
         self._keepers: dict[str, asyncio.Task[None]] = {}
         self._ended: asyncio.Queue[str | None] = asyncio.Queue()
         """Names of generators whose keepers have ended; None: the run ends, though no generator may be there."""
         self._drained = False
         self.evaluating: set[str] = set()
-        """Names of the generators that evaluate; none of them is to leave of its own accord."""
+        """Names of the generators that evaluate; these leave only if their node ends."""
 
     async def start(self) -> None:
         """Start every engine."""

@@ -25,14 +25,15 @@ from service.types import Refusal, RefusalReason, Sender, StepGroup, Steps, Traj
 log = logging.getLogger(__name__)
 
 HOLD_SECONDS = 0.25
-"""Most seconds for which a message takes further items: the buffer needs no part of a group before the whole, and a
+"""The maximum of seconds for which a message accepts further items: the buffer cannot use a part of a group, and a
 message costs more than a step."""
 WINDOW = 4
-"""Most messages in flight."""
+"""The maximum of messages in flight."""
 MESSAGE_BYTES = 4 << 20
 """A message takes no further item once its token columns have this many bytes."""
 NAME_BYTES = MAX_HEADER_BYTES // 2
-"""Nor once the uids and stop reasons in its header have this many bytes, if all differ; one item has far fewer."""
+"""A message also takes no further item once the uids and stop reasons in its header have this many bytes, if all
+differ; one item has far fewer."""
 ANSWER_SECONDS = 10.0
 """Seconds after which an unanswered message is resent; a frozen process raises no error."""
 RETRY = Backoff(0.05, 1.0)
@@ -47,7 +48,7 @@ class Unreachable(Exception):
 class _Message:
     columns: StepColumns = field(default_factory=StepColumns)
     hurried: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set where the message waits for no further items."""
+    """Set if the message waits for no further items."""
     complete: int = 0
     """Groups that the message completes."""
     answered: asyncio.Event = field(default_factory=asyncio.Event)
@@ -80,7 +81,7 @@ class Outbox:
         """The last message, which takes further items until it is sent."""
         self._window = asyncio.Semaphore(WINDOW)
         self._wanted = 1
-        """Complete groups for which the trainer may wait: a message that has as many is sent at once."""
+        """The number of complete groups for which the trainer may wait; a message with this number is sent at once."""
         self.counts: Counter[str] = Counter()
         self.refusals: Counter[str] = Counter()
 

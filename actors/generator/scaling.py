@@ -55,7 +55,7 @@ class Scaling:
         self._fixed = transport == "ipc"
         self._joining: asyncio.Task[None] | None = None
         self._placing = False
-        """Whether the one that joins still waits for room."""
+        """Whether the joining generator still waits for room."""
         self._leaving: set[asyncio.Task[None]] = set()
         self._failures = 0
         self._next_try = 0.0

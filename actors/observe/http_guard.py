@@ -14,9 +14,9 @@ from aiohttp.typedefs import Middleware
 from aiohttp.web_protocol import RequestHandler
 
 MAX_CONNECTIONS = 128
-"""Connections at a time; a further one takes the place of the oldest."""
+"""The maximum of simultaneous connections; a further one replaces the oldest."""
 CONNECTION_SECONDS = 30.0
-"""Longest life of a connection, which has one request: time to send it and to take the answer."""
+"""The maximum duration of a connection, which has one request: the time to send it and to receive the answer."""
 
 OWN_NAMES = ("localhost", socket.gethostname().lower())
 NOT_OWN = "This name is none of this host; use the host's own name, its address, or localhost.\n"

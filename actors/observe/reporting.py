@@ -55,7 +55,7 @@ class Reporter:
         if self._is_in_ray:
             self.metrics.set("baton_actor_host_info", 1.0, host=ray.util.get_node_ip_address())
         self._clock_at = -CLOCK_SECONDS
-        """When the hub's clock was asked for last."""
+        """The time of the last comparison with the hub's clock."""
 
     def start(self) -> None:
         """Start to push, in the running event loop."""

@@ -28,7 +28,7 @@ from service.types import PolicyVersion
 from service.version import installed_version
 
 SLOW_SYNC_SECONDS = 0.02
-"""The timeline has the syncs of the journal that took so long."""
+"""The timeline shows syncs of the journal that took at least this number of seconds."""
 
 
 class RunTelemetry(Reporter):

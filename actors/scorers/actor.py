@@ -23,7 +23,7 @@ from service.scorers.reply import Failure, ScorerFailed
 from service.scorers.scorer import Scorer
 
 RESTART_PAUSE = 0.2
-"""Seconds between two looks at an actor that Ray starts anew."""
+"""Seconds between two checks of an actor that Ray restarts."""
 
 
 class ScorerActor:
@@ -74,7 +74,7 @@ class RayWorker:
         self._life: str | None = None
         """The process that was ready last."""
         self._ended: str | None = None
-        """The one that was ended; Ray may take its time to do so, and a question to it would be lost."""
+        """The process that was ended last; Ray may need some time for it, and a request to it would be lost."""
 
     async def ready(self) -> None:
         """Wait until the actor has started or restarted; the caller sets a timeout."""

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 OF_THE_POLICY = ("worker_extension_cls", "weight_transfer_config", "enable_return_routed_experts")
-"""Arguments of the policy's engine that one whose weights never change has no use for."""
+"""Arguments of the policy's engine that are not used for an engine whose weights never change."""
 
 
 class FrozenEngine:

@@ -66,7 +66,7 @@ class TrainerRank:
         """Version and whole weights, for transports from GPU to GPU."""
         self._sender: BroadcastSender | None = None
         self._copy: PartCopy | None = None
-        """What this rank holds of the newest weights, for transport `memory`."""
+        """This rank's copy of its part of the newest weights, for transport `memory`."""
         self._process = uuid.uuid4().hex
         self._steps = 0
         self._profile: StepProfile | None = None

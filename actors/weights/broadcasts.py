@@ -34,7 +34,7 @@ class BroadcastGroup(NamedTuple):
     """Rank 0 and some engines."""
 
     engines: list[str]
-    """In the order of their ranks."""
+    """The engines in the order of their ranks."""
     store: TCPStore
     meeting: Meeting
 

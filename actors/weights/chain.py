@@ -26,7 +26,7 @@ from service.errors import BatonError, Starved
 from service.types import PolicyVersion
 
 TRIES = 3
-"""Silent calls, one after the other, that fit into `weights.sync_deadline`."""
+"""The number of successive calls without an answer that fit into `weights.sync_deadline`."""
 BUCKETS = 64
 """Buckets of a publication, within the next two bounds."""
 MIN_BYTES, MAX_BYTES = 1 << 20, 64 << 20
@@ -35,7 +35,7 @@ AT_ONCE = 2
 """Buckets on their way to a node: one that arrives, one that is asked for."""
 
 NOT_PASSED_ON = (ray.exceptions.ObjectLostError, Starved)
-"""Errors of a call whose argument may be what failed to come."""
+"""Errors of a call that may have failed because its argument did not arrive."""
 
 
 class Replaced(BatonError):

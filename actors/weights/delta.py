@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from actors.weights.policy_tensors import WeightBytes, checksum_of, verify
 
 MAX_CHANGED = 0.15
-"""Fraction of changed elements beyond which a bucket travels as it is."""
+"""Fraction of changed elements above which a bucket is sent whole."""
 SKIP = 255
 """A byte of a gap that continues in the next byte."""
 

@@ -38,7 +38,7 @@ class Image:
         """Where an engine of this node opens the file, and the file's own number: descriptors are used again."""
         self._version = 0
         self._checksums: dict[tuple[int, int], int] = {}
-        """Of the buckets that are written, by their rank and first byte."""
+        """Checksums of the written buckets, by their rank and first byte."""
         self._writing = Lock()
 
     def write(self, bucket: WeightBucket, message: WeightBytes) -> bool:
@@ -81,7 +81,7 @@ class ImageHolder:
     def __init__(self) -> None:
         self._images: dict[int, Image] = {}
         self._released: set[int] = set()
-        """Images that were to be released before they were held."""
+        """Numbers of images whose release was requested before they were held."""
 
     async def hold_image(self, number: int, parts: Sequence[WeightPart]) -> str:
         """Hold an image of weights for all engines of this node until `release_image`; returns its path.

@@ -33,7 +33,7 @@ BROADCAST_BACKEND = "baton_broadcast"
 """Name of the weight transfer backend that `actors.engine.worker_extension` registers."""
 
 N_BUCKETS = 2
-"""One on its way, one that is filled or emptied meanwhile."""
+"""The number of buckets: one that is being sent, and one that is filled or emptied meanwhile."""
 
 
 def encode_announcement(weights: Mapping[str, Tensor]) -> bytes:

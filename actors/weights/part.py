@@ -35,7 +35,7 @@ class WeightPart:
     """The places of a part's bytes: spans of a file, in the order of the file."""
 
     spans: tuple[tuple[int, int], ...]
-    """Of each span the first byte in the file, and the number of bytes."""
+    """The first byte in the file and the number of bytes of each span."""
 
     @staticmethod
     def of_spans(spans: Sequence[tuple[int, int]]) -> WeightPart:
@@ -102,7 +102,7 @@ class PartCopy:
         self.part = WeightPart.of_spans([(at, len(octets)) for at, octets in pieces])
         self._itemsize = min((rows.itemsize for _, _, rows in weights.values()), default=1)
         self._checksums: dict[int, int] = {}
-        """Of the buckets that were given out, by their first byte."""
+        """Checksums of the buckets that were sent, by their first byte."""
         self._base = base if base is not None and base.part.n_bytes == self.part.n_bytes else None
         if base is not None:
             base.forget_base()

@@ -35,7 +35,7 @@ WeightBytes = bytes | bytearray | memoryview | NDArray[np.uint8]
 ADAPTER = "policy"
 """Name of the adapter in the engine."""
 ADAPTER_ID = 1
-"""Number of the adapter in the engine, under which each publication takes the place of the one before."""
+"""Number of the adapter in the engine, under which each publication replaces the previous one."""
 
 AdapterShapes = dict[str, tuple[int, ...]]
 """The tensors of an adapter: name -> shape."""

@@ -40,10 +40,11 @@ CHECK_SECONDS = 0.1
 ARRIVAL_SECONDS = 0.02
 """Seconds between two looks, over the network, at how many members are there."""
 PAUSE_SECONDS = 0.0005
-"""Seconds between two looks at an operation under way."""
+"""Seconds between two checks of an operation in progress."""
 
 LEAVE_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-"""Read by torch where a group is made; 0: torch's watchdog does not end the process when a member of the group dies."""
+"""Environment variable that torch reads when a group is made; 0: torch's watchdog does not end the process when a
+member of the group dies."""
 
 
 class Meeting(NamedTuple):
@@ -78,7 +79,7 @@ class WeightGroup:
         self._device = device
         self._backend: Any = None
         self._works: list[dist.Work] = []
-        """Broadcasts that were begun and not waited for."""
+        """Broadcasts that were begun and not awaited yet."""
         self._control = self._store()
         with self.under_way():
             self._control.add(HERE, 1)
