@@ -36,7 +36,7 @@ class ReplyParser(Protocol):
 
 
 class JsonCalls:
-    """Responses in the form of Qwen's and Hermes' models: calls as JSON between tags, and thinking before the rest."""
+    """Parses responses of Qwen's and Hermes' models: calls are JSON between tags, and thinking comes first."""
 
     def parse(self, text: str, tools: Sequence[Tool] = (), token_ids: Sequence[int] = ()) -> Reply:
         """Parse a response; a malformed or truncated call stays in the content as the policy wrote it."""

@@ -170,7 +170,7 @@ class Room:
         """Within the block, `n_bytes` are reserved.
 
         Raises:
-            Refused: 503, they were not there within `ROOM_SECONDS`.
+            Refused: 503, the bytes were not free within `ROOM_SECONDS`.
         """
         if n_bytes:
             try:

@@ -195,7 +195,7 @@ class Session:
         """Continue after the calls of an earlier process, whose steps the buffer accepted.
 
         Raises:
-            ValueError: they are not all calls of one session.
+            ValueError: the steps are not all calls of one session.
         """
         self.tree.restore(steps)
         self._calls = len(self.tree.calls)
@@ -264,8 +264,8 @@ class Session:
     ) -> None:
         """End the session with the reward of its trajectory; a repeated request changes nothing.
 
-        `transcript`: what the run wrote, for people; the middle of a long one is left out. `rewards`: further ones, by
-        the id of a call's reply or the name of a role, whose newest call gets it.
+        `transcript`: what the run wrote, for people; the middle of a long one is left out. `rewards`: further
+        rewards, by the id of a call's reply or by the name of a role, whose newest call gets the reward.
 
         A value that is not allowed loses the trajectory: it closes the session, for the value's reason.
 

@@ -1,4 +1,4 @@
-"""`baton eval`."""
+"""`baton eval`: evaluates a model, a run or a checkpoint."""
 
 from __future__ import annotations
 

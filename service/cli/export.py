@@ -1,4 +1,4 @@
-"""`baton export`."""
+"""`baton export`: writes the adapter of a run, alone or merged into its base."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`baton scale`."""
+"""`baton scale`: requests another number of generators from a run."""
 
 from __future__ import annotations
 

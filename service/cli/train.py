@@ -1,4 +1,4 @@
-"""`baton run`."""
+"""`baton run`: trains a policy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""New attempts, or the end, of trajectories that fail, fall silent, are refused or take too long."""
+"""Restarts or ends trajectories that fail, fall silent, are refused or take too long."""
 
 from __future__ import annotations
 

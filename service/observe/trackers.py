@@ -86,7 +86,7 @@ class Wandb:
         self._run.define_metric("*", step_metric="trainer/global_step")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Add one point per curve."""
+        """Add one point to the curve of each metric."""
         self._run.log(dict(metrics))
 
     def close(self) -> None:

@@ -76,7 +76,7 @@ def answer_from(data: object, room: int) -> Answer:
     """Decode a reply; its log-probabilities may take up to `room` bytes.
 
     Raises:
-        ScorerFailed: they are no reply, or too many.
+        ScorerFailed: the bytes are not a reply, or too many.
     """
     if not isinstance(data, bytes):
         raise ScorerFailed(Failure.MALFORMED, f"a {type(data).__name__}, no bytes")

@@ -211,7 +211,7 @@ def _of_whole_trajectories(chained_K: Bools, number_K: Int64s) -> Bools:
 
 
 def _rows(steps: Steps, layout: _Layout, begin_R: Int64s) -> Rows:
-    """The rows of a layout; `begin_R`: the segment with which each begins."""
+    """The rows of a layout; `begin_R`: the first segment of each row."""
     length_S, first_R = layout.stop_S - layout.start_S, layout.row_S[begin_R]
     last_R = layout.last_K[first_R]
     prompt_length_K = total_lengths(steps) - lengths_of(steps.offsets_K) + steps.prompt_length_K

@@ -363,11 +363,11 @@ class Tree:
         return Place(run, length + len(ids))
 
     def begin_trial(self) -> None:
-        """From now on, remember what is added until `undo_trial`."""
+        """From now on, remember added tokens, so that `undo_trial` can remove them."""
         self._grown = []
 
     def undo_trial(self) -> None:
-        """Remove what was added since `begin_trial`."""
+        """Remove the tokens that were added since `begin_trial`."""
         for run, length in reversed(self._grown or ()):
             run.starts.pop()
             run.owners.pop()
