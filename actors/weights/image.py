@@ -35,7 +35,7 @@ class Image:
         self._fd = os.memfd_create("baton-weights", os.MFD_CLOEXEC)
         os.ftruncate(self._fd, sum(part.n_bytes for part in parts))
         self.path = f"/proc/{os.getpid()}/fd/{self._fd}#{os.fstat(self._fd).st_ino}"
-        """Where an engine of this node opens the file, and the file's own number: descriptors are used again."""
+        """Where an engine of this node opens the file, and the file's own number, because descriptors are reused."""
         self._version = 0
         self._checksums: dict[tuple[int, int], int] = {}
         """Checksums of the written buckets, by their rank and first byte."""
