@@ -77,7 +77,7 @@ def roles_of(calls: Sequence[Call]) -> list[str]:
 
 
 def _is_delivered(call: Call) -> bool:
-    """Whether a client received the reply; deliveries before a restart are not recorded."""
+    """Whether a client received the reply; assumed of calls before a restart, whose deliveries are not recorded."""
     return call.delivered or call.is_restored
 
 

@@ -52,7 +52,7 @@ MAX_TRANSCRIPT = 64 << 10
 
 
 class OddClaim(Exception):
-    """An endpoint's claim does not describe a session that can be run."""
+    """An endpoint's answer to a claim is not a session that the worker can run."""
 
 
 class _Unanswered(Exception):

@@ -72,7 +72,7 @@ class WaitingClaims:
                 first.reply(answer)
 
     def expire(self, now: float) -> None:
-        """Reply to the claims whose deadline has passed with the reason of their wait."""
+        """Answer every claim whose deadline has passed; the answer says why it had to wait."""
         for version in list(self._queues):
             while (queue := self._queues.get(version)) and queue[0].deadline <= now:
                 first = queue[0]

@@ -102,7 +102,7 @@ class Demand:
         return max(0.0, 1 - self.seconds(side) / self.step_seconds) if self.step_seconds else 0.0
 
     def with_more(self, part: Part) -> Demand:
-        """The demand with one more engine, rank or lookahead; the number of groups at once grows with the engines."""
+        """The demand with one more engine, rank or mini-batch of lookahead; the part's time shrinks in proportion."""
         if part is Part.LOOKAHEAD:
             return replace(self, lookahead=self.lookahead + 1)
         if part is Part.ENGINES:

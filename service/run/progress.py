@@ -108,7 +108,7 @@ class Progress:
         return line
 
     def end_early(self, steps: int = 0) -> None:
-        """Record that the run was stopped before it took another step than the `steps` of an earlier process."""
+        """Record that this process was stopped before its first step; `steps`: steps of the run's earlier processes."""
         end_early(self._folder, self._say, steps, seconds=time.monotonic() - self._created)
 
     def end(self, state: str, buffer: Mapping[str, Any], generators: Sequence[Mapping[str, Any]]) -> None:

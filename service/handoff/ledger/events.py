@@ -64,7 +64,7 @@ class Left(Event, frozen=True):
 
 
 class Issued(Event, frozen=True):
-    """The next group_id went to a generator whose engine served `admitted`."""
+    """The next group_id was given to a generator; `admitted` is the policy version that its engine served."""
 
     group_id: int
     row: int

@@ -107,7 +107,7 @@ def _repetitions(steps: Steps, number_K: Int64s, again_K: Bools) -> Iterator[tup
 
 
 def _equal_columns(a: Steps, k: int, b: Steps, j: int) -> bool:
-    """Whether two records are equal except for the tokens that they refer to; `b` carries no more tokens than `a`."""
+    """Whether two records agree but for the prefix tokens they refer to; `b` may carry no more tokens than `a`."""
     columns, own = columns_of(Steps), int(b.offsets_K[j + 1] - b.offsets_K[j])
     response = own - int(b.prompt_length_K[j])
     lengths = own + int(b.extends_length_K[j]), response

@@ -34,7 +34,7 @@ LENGTH = 4
 
 
 def message_seconds() -> float:
-    """Mean seconds between two messages, over all pairs.
+    """Mean seconds of an exchange of messages, over all pairs of processes that run at once.
 
     Raises:
         UserError: the processes could not run.
