@@ -25,16 +25,11 @@ if TYPE_CHECKING:
     from service.agents.reply_parser import JsonCalls
     from service.config.core_settings import batch_settings
     from service.config.tree import MakeModelConfig
-    from service.handoff import (
-        VersionHistory,
-        advantages,
-        batch_of_rank,
-        complete_groups,
-        form_mini_batch,
-        merge_steps,
-        mini_batch_boundaries,
-        turn_advantages,
-    )
+    from service.handoff.batches.advantages import advantages, turn_advantages
+    from service.handoff.batches.batch import batch_of_rank, form_mini_batch, mini_batch_boundaries
+    from service.handoff.batches.groups import complete_groups
+    from service.handoff.ledger.versions import VersionHistory
+    from service.handoff.prefixes.merge import merge_steps
     from service.learn.expand_to_tokens import expand_to_tokens, row_of_token
     from service.learn.learner import Learner, StepReport
     from service.learn.model.tiny_model import make_model
@@ -77,16 +72,11 @@ _HOMES = {
     "service.agents.reply_parser": ("JsonCalls",),
     "service.config.core_settings": ("batch_settings",),
     "service.config.tree": ("MakeModelConfig",),
-    "service.handoff": (
-        "VersionHistory",
-        "advantages",
-        "batch_of_rank",
-        "complete_groups",
-        "form_mini_batch",
-        "merge_steps",
-        "mini_batch_boundaries",
-        "turn_advantages",
-    ),
+    "service.handoff.batches.advantages": ("advantages", "turn_advantages"),
+    "service.handoff.batches.batch": ("batch_of_rank", "form_mini_batch", "mini_batch_boundaries"),
+    "service.handoff.batches.groups": ("complete_groups",),
+    "service.handoff.ledger.versions": ("VersionHistory",),
+    "service.handoff.prefixes.merge": ("merge_steps",),
     "service.learn.learner": ("Learner", "StepReport"),
     "service.learn.expand_to_tokens": ("expand_to_tokens", "row_of_token"),
     "service.learn.model.tiny_model": ("make_model",),

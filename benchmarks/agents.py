@@ -272,7 +272,7 @@ class Alone:
             return True
 
         tree = ConversationTree(chat, JsonCalls())
-        self.session = Session(TrajectoryId(number, 0), "p", tree, limits, 1 << 20, sample, accept)
+        self.session = Session(TrajectoryId(number, 0), "p", tree, limits, 1 << 20, sample, accept, "alone", "key")
         self._drawn = random.Random(number)
         self.messages: list[Mapping[str, Any]] = [{"role": "user", "content": excerpt(self._drawn, 500)}]
         self.cpu_seconds = 0.0

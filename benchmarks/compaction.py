@@ -24,7 +24,7 @@ from matplotlib.figure import Figure
 
 from benchmarks.in_process import rounds, warm_started
 from service.config import Config, load
-from service.handoff import CompleteGroup
+from service.handoff.ledger.scores import CompleteGroup
 from service.handoff.steps.tables import total_lengths
 from service.run.inputs import Prepared
 

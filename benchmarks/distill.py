@@ -27,8 +27,7 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.in_process import rounds, warm_started
 from service.config import Config, load
-from service.handoff import CompleteGroup
-from service.handoff.ledger.scores import sampled_tokens
+from service.handoff.ledger.scores import CompleteGroup, sampled_tokens
 from service.run.inputs import Prepared
 from service.scorers.teacher_logprobs import taught
 

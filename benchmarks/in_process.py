@@ -19,7 +19,9 @@ from actors.driver.prepare import prepare
 from actors.engine.run_player import RunPlayer
 from service.config import Config
 from service.config.core_settings import batch_settings
-from service.handoff import CompleteGroup, VersionHistory, form_mini_batch
+from service.handoff.batches.batch import form_mini_batch
+from service.handoff.ledger.scores import CompleteGroup
+from service.handoff.ledger.versions import VersionHistory
 from service.handoff.prompt_order import Prompts
 from service.handoff.steps.builder import StepColumns
 from service.handoff.steps.tables import ends_table

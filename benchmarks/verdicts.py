@@ -22,7 +22,7 @@ import torch
 from baton.examples.solver_verifier import RIGHT, WRONG
 from benchmarks.in_process import rounds, warm_started
 from service.config import Config, load
-from service.handoff import CompleteGroup
+from service.handoff.ledger.scores import CompleteGroup
 from service.handoff.steps.tables import step_objects
 from service.rollout.chat.chat import Chat, load_chat
 

@@ -69,6 +69,14 @@ class TrajectoryId(NamedTuple):
         return f"group={self.group_id}/sample={self.sample}/attempt={self.attempt}"
 
 
+class EvaluationId(TrajectoryId):
+    """A trajectory of an evaluation, which the buffer does not receive; `group_id` is the row of its prompt in the
+    set."""
+
+    def __str__(self) -> str:
+        return f"evaluation/row={self.group_id}/sample={self.sample}"
+
+
 class Extension(NamedTuple):
     """The checked reference of a step that carries only its new prompt tokens.
 
@@ -354,7 +362,6 @@ class RefusalReason(StrEnum):
     CHECKSUM = "checksum"
     FENCED = "fenced"
     UNKNOWN_GROUP = "unknown_group"
-    CLOSED_GROUP = "closed_group"
     IDENTITY = "identity"
     LENGTH_MISMATCH = "length_mismatch"
     EMPTY = "empty"

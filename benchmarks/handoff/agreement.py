@@ -10,7 +10,9 @@ import torch
 from baton.examples.skyrl_steps import steps_from_generator_output
 from benchmarks.handoff import peers
 from benchmarks.handoff.peers import TrajectoryID, compute_prompt_mini_batch_boundaries, ppo_utils
-from service.handoff import advantages, merge_steps, mini_batch_boundaries
+from service.handoff.batches.advantages import advantages
+from service.handoff.batches.batch import mini_batch_boundaries
+from service.handoff.prefixes.merge import merge_steps
 
 TOLERANCE = 1e-5
 LISTS = ("prompt_token_ids", "response_ids", "loss_masks", "rollout_logprobs", "rewards")

@@ -35,7 +35,7 @@ from service.rollout.engine import Engine, Generation
 from service.rollout.env_guard import EnvGuard
 from service.rollout.environment import Task, TrajectoryFailed
 from service.rollout.limits import AgentLimits
-from service.types import Int32s, Step, Steps, TrajectoryEnd, TrajectoryId
+from service.types import EvaluationId, Int32s, Step, Steps, TrajectoryEnd, TrajectoryId
 
 log = logging.getLogger(__name__)
 
@@ -67,8 +67,8 @@ class Agents:
         self.offers = Offers(config)
         played = [name for name, role in limits.roles.items() if role is not None and role.mode != "frozen"]
         self.endpoint = Endpoint(self.sessions, chat, limits.max_length, self._keys, self.offers, played)
-        self._restored: dict[TrajectoryId, Session] = {}
-        """Sessions of an earlier process that nobody plays yet."""
+        self._restored: dict[str, Session] = {}
+        """Sessions of an earlier process that nobody plays yet, by the trajectory's name."""
         self._roles: Counter[str] = Counter()
         """Steps of trajectories that ended, by role."""
         self._roots: list[int] = []
@@ -88,7 +88,7 @@ class Agents:
             log.warning("%s cannot be continued: %s", trajectory, in_one_line(str(error)))
             self.sessions.remove(session)
             return False
-        self._restored[trajectory] = session
+        self._restored[str(trajectory)] = session
         return True
 
     async def play(
@@ -99,7 +99,7 @@ class Agents:
         `guard`: the agent; None: a worker plays the trajectory, whose end counts once the buffer has it.
         """
         await self.listen()
-        restored = self._restored.pop(trajectory, None)
+        restored = self._restored.pop(str(trajectory), None)
         session = restored or self._session(trajectory, task, sink)
         session.base_url = f"{self._address}/s/{session.name}/v1"
         try:
@@ -202,11 +202,11 @@ class Agents:
             return await sink.accepted(trajectory)
 
         tree = ConversationTree(self._chat, self.parser)
-        session = Session(trajectory, task.uid, tree, limits, self._config.max_tokens, sample, accept)
-        session.name = "-".join(map(str, trajectory))
-        if trajectory.group_id < 0:  # an evaluation may play the same prompts again
-            session.name = f"eval-{secrets.token_hex(8)}"
-        session.key = self._keys.of(session.name)
+        name = "-".join(map(str, trajectory))
+        if isinstance(trajectory, EvaluationId):  # it may be played again
+            name = f"eval-{secrets.token_hex(8)}"
+        key, max_tokens = self._keys.of(name), self._config.max_tokens
+        session = Session(trajectory, task.uid, tree, limits, max_tokens, sample, accept, name, key)
         session.recorded = asyncio.get_running_loop().create_future()
         self.sessions.add(session)
         return session

@@ -11,7 +11,6 @@ no room for tokens or calls                  `Step budget exhausted.`, which is 
 from __future__ import annotations
 
 import asyncio
-import secrets
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple, get_args
@@ -69,14 +68,16 @@ class Session:
         max_tokens: int,
         sample: Sample,
         accept: Accept,
+        name: str,
+        key: str,
     ) -> None:
         """`limits`: limits of the calls, of which there are at most `limits.max_turns`.
 
         `max_tokens`: most tokens in all steps together; a step has those that its parent does not have.
         """
-        self.key = secrets.token_urlsafe(16)
+        self.key = key
         """What a client has to send; whoever has it may call."""
-        self.name = ""
+        self.name = name
         """The session's name in addresses."""
         self.trajectory = trajectory
         self.tree = tree

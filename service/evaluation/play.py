@@ -13,7 +13,7 @@ from service.handoff.steps.builder import StepColumns
 from service.handoff.steps.tables import is_truncated_K
 from service.rollout.player import Player
 from service.rollout.prompts.dataset import load_tasks
-from service.types import TrajectoryId
+from service.types import EvaluationId
 
 
 async def play_shard(
@@ -29,8 +29,7 @@ async def play_shard(
     """Play `n_samples` trajectories of every task of a shard, up to `concurrency` at once.
 
     `temperature`: of sampling; None: as in training. `check` is called before each trajectory and after the
-    last; what it raises ends the evaluation. The environments' seeds depend on set and prompt only. The group_ids are
-    negative; those of training start at 0.
+    last; what it raises ends the evaluation. The environments' seeds depend on set and prompt only.
     """
     tasks = await asyncio.to_thread(load_tasks, tasks_file)
     if temperature is not None:
@@ -41,7 +40,7 @@ async def play_shard(
         columns, uid = StepColumns(), tasks[row].uid
         async with running:
             check()
-            of, seed = TrajectoryId(-1 - row, sample), f"eval/{name}/{uid}"
+            of, seed = EvaluationId(row, sample), f"eval/{name}/{uid}"
             end = await player.play_unmeasured(of, tasks[row], columns, seed)
         steps = columns.steps()
         n_tokens, n_truncated = int(steps.loss_mask_N.sum()), int(is_truncated_K(steps).sum())

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from service.plan.step_seconds import either_longer
+from service.plan.step_seconds import seconds_of_means
 
 
 class Part(StrEnum):
@@ -80,17 +80,9 @@ class Demand:
 
     @property
     def arithmetic_seconds(self) -> float:
-        """Seconds of a step: the maximum of the longer side's seconds and of those that admission requires.
-
-        A group's successor is admitted `lookahead` + 1 mini-batches later. In between are the group's generation beside
-        `concurrency` other mini-batches, its training, and the update of the engines.
-
-        >>> Demand({Part.ENGINES: 3.0}, {Part.TRAINER: 1.0}, lookahead=0).arithmetic_seconds
-        4.0
-        """
+        """Seconds of a step by `seconds_of_means`."""
         generation, training = (self.seconds(side) for side in Side)
-        ahead, beside = self.lookahead + 1, either_longer(generation, training)
-        return max(beside, (min(self.concurrency, ahead) * generation + training + self.arrival) / ahead)
+        return seconds_of_means(generation, training, self.arrival, self.lookahead, self.concurrency)
 
     @property
     def step_seconds(self) -> float:

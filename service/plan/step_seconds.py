@@ -88,6 +88,20 @@ def either_longer(one: float, other: float) -> float:
     return longer * float((1 + (shorter / longer) ** SHARPNESS) ** (1 / SHARPNESS)) if longer else 0.0
 
 
+def seconds_of_means(generation: float, training: float, arrival: float, lookahead: float, concurrency: float) -> float:
+    """Seconds of a step where only means are known, as of a running run: the same limits without lengths.
+
+    The maximum of the longer side's seconds and of those that admission requires: a group's successor is admitted
+    `lookahead` + 1 mini-batches later. In between are the group's generation beside `concurrency` other mini-batches,
+    its training, and the `arrival` of the new weights at the engines.
+
+    >>> seconds_of_means(3.0, 1.0, 0.0, lookahead=0, concurrency=1)
+    4.0
+    """
+    ahead, beside = lookahead + 1, either_longer(generation, training)
+    return max(beside, (min(concurrency, ahead) * generation + training + arrival) / ahead)
+
+
 def flow_of(setting: Setting) -> Flow:
     """The steady-state means of a setting."""
     return _Model(setting).flow()

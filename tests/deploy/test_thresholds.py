@@ -146,9 +146,7 @@ ABORTED = "baton_aborted_steps_total"
 REFUSED = "baton_refused_messages_total"
 LEAKED = "baton_environment_leaked_tasks"
 FAILED = "baton_weight_sync_failures_total"
-HARMLESS = [
-    one for reason in ("fenced", "closed_group", "unknown_group", "lease") for one in since(REFUSED, 3, reason=reason)
-]
+HARMLESS = [one for reason in ("fenced", "unknown_group", "lease") for one in since(REFUSED, 3, reason=reason)]
 NODE = {"job": "node"}
 UP, DOWN = f"1x{LAST}", f"0x{LAST}"
 LENGTHS = levels("baton_batch_padded_sequence_length_last_tokens", "baton_batch_longest_row_tokens")

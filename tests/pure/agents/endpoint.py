@@ -79,8 +79,8 @@ class House:
             return self.accepts
 
         tree = ConversationTree(self.chat, JsonCalls())
-        made = Session(TrajectoryId(3, number), "p-0", tree, self.allowed, self.max_tokens, sample, accept)
-        made.name = str(number)
+        id, name, key = TrajectoryId(3, number), str(number), f"key-of-session-{number}"
+        made = Session(id, "p-0", tree, self.allowed, self.max_tokens, sample, accept, name, key)
         made.base_url = f"{self.address}/s/{number}/v1"
         self.sessions.add(made)
         return made

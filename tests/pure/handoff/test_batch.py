@@ -9,15 +9,15 @@ import pytest
 from service.config.core_settings import batch_settings
 from service.config.learn import AlgorithmConfig
 from service.config.tree import BufferConfig, Config
-from service.handoff import merge_steps, mini_batch_boundaries
 from service.handoff.batches.advantages import Rule
-from service.handoff.batches.batch import BatchSettings, batch_of_rank, form_mini_batch
+from service.handoff.batches.batch import BatchSettings, batch_of_rank, form_mini_batch, mini_batch_boundaries
 from service.handoff.batches.filters import FilterSettings, filtered
 from service.handoff.batches.pack import Layout, micro_batches, place
 from service.handoff.ledger.events import Ended, GroupStats
 from service.handoff.ledger.lifecycle import GroupState
 from service.handoff.ledger.scores import CompleteGroup
 from service.handoff.ledger.versions import VersionHistory
+from service.handoff.prefixes.merge import merge_steps
 from service.handoff.steps.builder import steps_table
 from service.handoff.steps.stop_reason import OVER_LONG
 from service.handoff.steps.tables import ends_table

@@ -24,7 +24,9 @@ NEW_COLUMN = """
 
 USE_OF_IT = """
 import numpy as np
-from service.handoff import BatchSettings, CompleteGroup, VersionHistory, form_mini_batch
+from service.handoff.batches.batch import BatchSettings, form_mini_batch
+from service.handoff.ledger.scores import CompleteGroup
+from service.handoff.ledger.versions import VersionHistory
 from service.handoff.prefixes.merge import merge
 from service.handoff.prefixes.sharing import share_prefixes
 from service.handoff.prefixes.step_equality import contradiction

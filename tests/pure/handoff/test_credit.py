@@ -17,9 +17,10 @@ from service.config.checks import problems
 from service.config.learn import AlgorithmConfig
 from service.config.tree import Config
 from service.errors import UserError
-from service.handoff import BatchSettings, CompleteGroup, advantages, form_mini_batch, turn_advantages
-from service.handoff.batches.advantages import ESTIMATORS, TURN_ESTIMATORS, Credit, Rule
+from service.handoff.batches.advantages import ESTIMATORS, TURN_ESTIMATORS, Credit, Rule, advantages, turn_advantages
+from service.handoff.batches.batch import BatchSettings, form_mini_batch
 from service.handoff.batches.filters import FilterSettings, filtered
+from service.handoff.ledger.scores import CompleteGroup
 from service.handoff.ledger.versions import VersionHistory
 from service.handoff.prefixes.merge import Mode
 from service.handoff.prefixes.sharing import share_prefixes

@@ -12,15 +12,12 @@ import numpy as np
 import pytest
 
 from service.errors import UserError
-from service.handoff import (
-    BatchSettings,
-    CompleteGroup,
-    VersionHistory,
-    advantages,
-    complete_groups,
-    form_mini_batch,
-    merge_steps,
-)
+from service.handoff.batches.advantages import advantages
+from service.handoff.batches.batch import BatchSettings, form_mini_batch
+from service.handoff.batches.groups import complete_groups
+from service.handoff.ledger.scores import CompleteGroup
+from service.handoff.ledger.versions import VersionHistory
+from service.handoff.prefixes.merge import merge_steps
 from service.handoff.steps.builder import steps_table
 from service.handoff.steps.tables import ends_table
 from service.types import PolicyVersion, Step, TrajectoryId
@@ -38,7 +35,7 @@ def form(*steps: Step, history: VersionHistory | None = None) -> Any:
 
 
 def test_the_core_needs_neither_torch_nor_ray_nor_what_reads_configurations() -> None:
-    code = "import sys, service.handoff; print(*{name.partition('.')[0] for name in sys.modules})"
+    code = "import sys, service.handoff.buffer; print(*{name.partition('.')[0] for name in sys.modules})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240, check=True)
     loaded = set(done.stdout.split())
     assert {"numpy", "xxhash"} <= loaded and not loaded & {"torch", "ray", "vllm", "pydantic", "yaml", "transformers"}

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from service.columns import select
-from service.handoff import merge_steps
-from service.handoff.prefixes.merge import merge, whole_prompts
+from service.handoff.prefixes.merge import merge, merge_steps, whole_prompts
 from service.handoff.prefixes.prefix_index import PrefixError
 from service.handoff.prefixes.sharing import share_prefixes
 from service.handoff.steps.builder import steps_table

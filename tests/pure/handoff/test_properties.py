@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from service.columns import select
-from service.handoff import advantages, merge_steps, mini_batch_boundaries
-from service.handoff.batches.batch import BatchSettings, form_mini_batch
+from service.handoff.batches.advantages import advantages
+from service.handoff.batches.batch import BatchSettings, form_mini_batch, mini_batch_boundaries
 from service.handoff.batches.pack import partition, place
 from service.handoff.ledger.scores import CompleteGroup
 from service.handoff.ledger.versions import VersionHistory
-from service.handoff.prefixes.merge import merge
+from service.handoff.prefixes.merge import merge, merge_steps
 from service.handoff.prefixes.sharing import share_prefixes
 from service.handoff.steps.builder import step_group, steps_table
 from service.handoff.steps.tables import concat_steps, ends_table, row_objects

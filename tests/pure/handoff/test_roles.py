@@ -7,11 +7,20 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from service.handoff import BatchSettings, CompleteGroup, advantages, form_mini_batch, turn_advantages
-from service.handoff.batches.advantages import GROUP_ESTIMATORS, TURN_ESTIMATORS, Credit, ReturnRule, Rule, returns
+from service.handoff.batches.advantages import (
+    GROUP_ESTIMATORS,
+    TURN_ESTIMATORS,
+    Credit,
+    ReturnRule,
+    Rule,
+    advantages,
+    returns,
+    turn_advantages,
+)
+from service.handoff.batches.batch import BatchSettings, form_mini_batch
 from service.handoff.batches.filters import FilterSettings, filtered
 from service.handoff.ledger.events import Scored
-from service.handoff.ledger.scores import with_scores
+from service.handoff.ledger.scores import CompleteGroup, with_scores
 from service.handoff.ledger.versions import VersionHistory
 from service.handoff.steps.builder import step_group, steps_table
 from service.handoff.steps.roles import TRAINED, packed_roles

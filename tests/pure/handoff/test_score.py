@@ -10,8 +10,7 @@ import pytest
 from service.config import Config
 from service.config.core_settings import batch_settings, filter_settings
 from service.errors import ConfigError, UserError
-from service.handoff import advantages
-from service.handoff.batches.advantages import ESTIMATORS, NotScored, estimator, returns
+from service.handoff.batches.advantages import ESTIMATORS, NotScored, advantages, estimator, returns
 from service.handoff.steps.builder import steps_table
 from service.handoff.steps.tables import Played, ends_table
 from service.types import Float64s, Int64s, TrajectoryId

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from baton.examples.skyrl_steps import steps_from_generator_output
-from service.handoff import merge_steps
+from service.handoff.prefixes.merge import merge_steps
 
 
 def output(**changes: Any) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from service.handoff import batch_of_rank
+from service.handoff.batches.batch import batch_of_rank
 from service.learn.learner import Learner
 from service.learn.supervised import SupervisedSteps
 from service.types import SupervisedRow

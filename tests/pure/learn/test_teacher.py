@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from service.config.learn import AlgorithmConfig, TeacherConfig
-from service.handoff import BatchSettings, CompleteGroup, form_mini_batch
-from service.handoff.batches.batch import batch_of_rank
-from service.handoff.ledger.scores import sampled_tokens
+from service.handoff.batches.batch import BatchSettings, batch_of_rank, form_mini_batch
+from service.handoff.ledger.scores import CompleteGroup, sampled_tokens
 from service.handoff.ledger.versions import VersionHistory
 from service.handoff.prefixes.merge import Mode
 from service.handoff.steps import wire

@@ -7,9 +7,11 @@ import numpy as np
 from service.config import AlgorithmConfig, Config, ModelConfig, TrainerConfig
 from service.config.core_settings import batch_settings
 from service.evaluation.scores import EvalTrajectory, summarize
-from service.handoff import CompleteGroup, VersionHistory, batch_of_rank, form_mini_batch
+from service.handoff.batches.batch import batch_of_rank, form_mini_batch
 from service.handoff.leases import with_filtered
 from service.handoff.ledger.events import GroupStats
+from service.handoff.ledger.scores import CompleteGroup
+from service.handoff.ledger.versions import VersionHistory
 from service.handoff.steps.builder import steps_table
 from service.handoff.steps.tables import ends_table
 from service.learn.learner import Learner

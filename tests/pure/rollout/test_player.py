@@ -28,7 +28,7 @@ from service.rollout.chat.tokenizer import load_tokenizer, make_tokenizer
 from service.rollout.engine import Generation, Sampling
 from service.rollout.environment import Message, StepResult, Task
 from service.rollout.prompts.dataset import write_rows
-from service.types import Int32s, Step, TrajectoryEnd, TrajectoryId
+from service.types import EvaluationId, Int32s, Step, TrajectoryEnd, TrajectoryId
 from tests.pure.rollout.conftest import ScriptedEngine
 from tests.pure.rollout.test_agent import optimal
 
@@ -144,7 +144,8 @@ async def test_an_evaluation_plays_every_sample_of_every_prompt_and_no_more_than
     plays = RunPlayer(Config(), model, engine)
     found = summarize("dev", await play_shard(plays, "dev", tmp_path / "dev.jsonl", 3, EvalShard(), concurrency=4))
     assert (found.avg_score, found.pass_at, found.n_trajectories) == (1.0, {1: 1.0, 2: 1.0, 3: 1.0}, 15)
-    assert engine.ids == {str(TrajectoryId(-1 - row, sample)) for row in range(5) for sample in range(3)}
+    assert engine.ids == {str(EvaluationId(row, sample)) for row in range(5) for sample in range(3)}
+    assert not engine.ids & {str(TrajectoryId(group_id, sample)) for group_id in range(5) for sample in range(3)}
     assert engine.most == 4
 
 
