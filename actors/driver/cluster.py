@@ -51,8 +51,8 @@ from service.agents.session_keys import Keys
 from service.config import Config
 from service.environment_variables import SAFE_PATH, USER_FOLDER
 from service.errors import RunFailed, UserError
+from service.run.folder import ADDRESS
 from service.run.inputs import Prepared
-from service.run.metrics_port import with_free_port
 from service.run.phases import say
 from service.user_code import user_folder
 
@@ -168,14 +168,13 @@ def place_actors(config: Config, prepared: Prepared, journal: Path, keys: Keys |
     files = RunFiles.of(prepared.model_folder, data, run_folder=journal.parent)
     check_nodes(room, bundles, files)
     config_json = config.model_dump_json()
+    (journal.parent / ADDRESS).unlink(missing_ok=True)  # that of an earlier part of the run
     # Prometheus scrapes the hub on the driver's node, also after a restart of the hub.
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     hub = (
         ray.remote(MetricsHub)
         .options(name=HUB, num_cpus=0, max_restarts=-1, scheduling_strategy=here)
-        .remote(
-            config.model_copy(update={"metrics": with_free_port(config.metrics)}).model_dump_json(), str(journal.parent)
-        )
+        .remote(config_json, str(journal.parent))
     )
     env, scored = engine_env(config.generator), (prepared.model_folder, prepared.tasks_file)
     scorers = place_scorers(config.scorers, config_json, *scored, env, has_gpu=bool(gpus))

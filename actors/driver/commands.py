@@ -47,14 +47,14 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
         from service.agents.session_keys import WORKER_KEY, worker_key
         from service.config import check_paths
         from service.config.command_line import checked_config
-        from service.run.metrics_port import with_free_port
+        from service.run.metrics_port import listening_socket
 
         config, source = checked_config(arguments, overrides)
         with source.named_in_errors():
             file = config.endpoint.worker_key_file if config.endpoint is not None else None
             worker_key(file, os.environ.get(WORKER_KEY, ""), config.env.workers == "outside")
             check_paths(config)
-            with_free_port(config.metrics)  # a taken port is refused before Ray is loaded
+            listening_socket(config.metrics).close()  # a taken port is refused before Ray is loaded
     refuse_missing_vllm()
     with ExitStack() as held:
         manifest = None

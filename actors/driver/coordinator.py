@@ -176,8 +176,7 @@ class Coordinator:
         await self._hosts.begin()
         logged = parts(self._config.generator.min_engines, self._config.trainer.ranks)
         say_which_are_elsewhere(logged, self._folder.path / LOGS, self._say)
-        self._folder.write_address(url)
-        self._targets = ScrapeTargets(url, self._folder.path, self._folder.write_targets)
+        self._targets = ScrapeTargets(self._folder.path, self._folder.write_targets)
         await self._targets.write()
         if self._config.metrics.port is None and not url.endswith(f":{DEFAULT_PORT}"):
             self._say(f"port {DEFAULT_PORT} is taken; this run has the next free one")

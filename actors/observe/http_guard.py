@@ -24,8 +24,8 @@ NOT_OWN = "This name is none of this host; use the host's own name, its address,
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-async def listen(server: web.Server, host: str, port: int) -> asyncio.Server:
-    """Listen as `web.TCPSite` does, with limits on the number and the duration of connections.
+async def serve(server: web.Server, listening: socket.socket) -> asyncio.Server:
+    """Serve as `web.TCPSite` does, with limits on the number and the duration of connections.
 
     A connection that never sends its request would otherwise hold a file descriptor for ever, and without free
     descriptors the server could not answer.
@@ -39,7 +39,7 @@ async def listen(server: web.Server, host: str, port: int) -> asyncio.Server:
         loop.call_later(CONNECTION_SECONDS, _cut, connection)
         return connection
 
-    return await loop.create_server(accept, host, port)
+    return await loop.create_server(accept, sock=listening)
 
 
 def _cut(connection: RequestHandler) -> None:

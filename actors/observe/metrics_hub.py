@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import ray
 import ray.exceptions
@@ -15,15 +16,15 @@ from aiohttp import web
 import service
 from actors.calls import call
 from actors.observe.actor_logs import keep_log
-from actors.observe.http_guard import for_own_names, listen
+from actors.observe.http_guard import for_own_names, serve
 from service.backoff import Backoff, retried
 from service.clock import SystemClock
 from service.config import Config
 from service.errors import UserError
 from service.observe.hub import Hub
 from service.plan.live_binding import Window
-from service.run.folder import TIMELINE
-from service.run.metrics_port import DEFAULT_PORT, bind_message
+from service.run.folder import ADDRESS, TIMELINE, read_address, write_address
+from service.run.metrics_port import listening_socket
 from service.run.timeline import TimelineFiles
 
 RETRY = Backoff(0.5, 0.5)
@@ -61,13 +62,12 @@ class MetricsHub:
     """Shell around `service.observe.hub.Hub`: an HTTP server in the actor's event loop."""
 
     def __init__(self, config_json: str, run_folder: str | None = None) -> None:
-        """Create the hub; `run_folder` is where the timeline is written, or None."""
+        """Create the hub; `run_folder` is where the address and the timeline are written, or None."""
         keep_log("metrics-hub")
-        config = Config.model_validate_json(config_json)
-        self._host = config.metrics.host
-        self._port = DEFAULT_PORT if config.metrics.port is None else config.metrics.port
+        self._metrics = Config.model_validate_json(config_json).metrics
+        self._folder = None if run_folder is None else Path(run_folder)
         self._hub = Hub(SystemClock(), Window())
-        self._timeline = None if run_folder is None else TimelineFiles(Path(run_folder) / TIMELINE)
+        self._timeline = None if self._folder is None else TimelineFiles(self._folder / TIMELINE)
         self._runner: web.AppRunner | None = None
         self._listener: asyncio.Server | None = None
         self._url = ""
@@ -89,19 +89,28 @@ class MetricsHub:
             return self._url
 
     async def _listen(self) -> None:
+        try:
+            listening = listening_socket(self._metrics, self._earlier_port())
+        except UserError:
+            self._refused = True
+            raise
         runner = web.AppRunner(self._app(), access_log=None)
         await runner.setup()
-        try:
-            if (server := runner.server) is None:
-                raise RuntimeError("the runner is set up, but has no server")
-            self._listener = await listen(server, self._host, self._port)
-        except OSError as error:
-            await runner.cleanup()
-            self._refused = True
-            raise UserError(bind_message(self._host, self._port, error)) from None
+        if (server := runner.server) is None:
+            raise RuntimeError("the runner is set up, but has no server")
+        self._listener = await serve(server, listening)
         self._runner = runner
-        host = "127.0.0.1" if self._host in ("0.0.0.0", "::", "localhost") else self._host
-        self._url = f"http://{host}:{self._listener.sockets[0].getsockname()[1]}"
+        named = self._metrics.host
+        host = "127.0.0.1" if named in ("0.0.0.0", "::", "localhost") else named
+        self._url = f"http://{host}:{listening.getsockname()[1]}"
+        if self._folder is not None:
+            write_address(self._folder, self._url)
+
+    def _earlier_port(self) -> int | None:
+        """The port at which this run was served before the hub died; None at its first start."""
+        if self._folder is None or not (self._folder / ADDRESS).exists():
+            return None
+        return urlsplit(read_address(self._folder)).port
 
     async def push(
         self, source: str, snapshot: bytes, reports: Sequence[tuple[str, dict[str, Any]]] = (), timeline: bytes = b""
@@ -135,7 +144,7 @@ class MetricsHub:
             self._runner = None
 
     def _app(self) -> web.Application:
-        app = web.Application(middlewares=[for_own_names(self._host)])
+        app = web.Application(middlewares=[for_own_names(self._metrics.host)])
         app.add_routes(
             [
                 web.get("/", self._get_page),
@@ -195,15 +204,16 @@ def prefers_html(accept: str) -> bool:
 class ScrapeTargets:
     """Writes the addresses at which Prometheus scrapes a run."""
 
-    def __init__(self, url: str, folder: Path, write: Callable[[list[dict[str, Any]]], None]) -> None:
-        self._own, self._write = run_target(url.partition("//")[2], str(folder)), write
+    def __init__(self, folder: Path, write: Callable[[list[dict[str, Any]]], None]) -> None:
+        self._folder, self._write = folder, write
         self._written_at = -TARGETS_SECONDS
 
     async def write(self) -> None:
         """Write the targets, unless they were written less than `TARGETS_SECONDS` ago."""
         if time.monotonic() - self._written_at >= TARGETS_SECONDS:
             self._written_at = time.monotonic()
-            self._write([self._own, *await asyncio.to_thread(ray_targets)])
+            own = run_target(read_address(self._folder).partition("//")[2], str(self._folder))
+            self._write([own, *await asyncio.to_thread(ray_targets)])
 
 
 def run_target(address: str, folder: str | None) -> dict[str, Any]:

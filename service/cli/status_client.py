@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 from service.errors import UserError, in_one_line
 from service.files import is_locked
 from service.observe.status import SCHEMA, Status
-from service.run.folder import ADDRESS, RUNS, SUMMARY, find_run, no_such_run
+from service.run.folder import ADDRESS, RUNS, SUMMARY, find_run, no_such_run, read_address
 
 FETCH_SECONDS = 5.0
 """Longest wait for a whole status document."""
@@ -66,7 +66,7 @@ def status_address(target: str, runs: Path = RUNS) -> str:
         if not (folder / ADDRESS).exists():
             raise UserError(_no_address(folder))
         try:
-            url = str(json.loads((folder / ADDRESS).read_text(encoding="utf-8"))["url"])
+            url = read_address(folder)
             if not url.startswith(SCHEMES):
                 raise ValueError(f"{url:.200} is no address of a web page")
             return url

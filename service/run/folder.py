@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from service.errors import UserError
-from service.files import lock_folder
+from service.files import lock_folder, write_atomic
 
 if TYPE_CHECKING:  # `baton status` does not load pydantic
     from service.config import ModelConfig
@@ -156,6 +156,20 @@ def warmed_model(model: ModelConfig, run: Path) -> Path | None:
     """The Hugging Face folder that the warm start of all weights writes if RL then trains only an adapter: trainer and
     engines add the adapter to this model. None if the run needs no such folder."""
     return run / WARM_START if model.lora is not None and model.warm_start is not None else None
+
+
+def write_address(folder: Path, url: str) -> None:
+    """Write the address at which a run serves /metrics and /status."""
+    write_atomic(folder / ADDRESS, json.dumps({"url": url}) + "\n")
+
+
+def read_address(folder: Path) -> str:
+    """The address at which a run serves /metrics and /status, or served them last.
+
+    Raises:
+        OSError, ValueError, TypeError, KeyError, RecursionError: the file is missing or damaged.
+    """
+    return str(json.loads((folder / ADDRESS).read_text(encoding="utf-8"))["url"])
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:

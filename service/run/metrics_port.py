@@ -1,4 +1,4 @@
-"""The port of the run's metrics service, chosen and checked before anything starts."""
+"""The port of the run's metrics service, which no other run can take between its choice and its use."""
 
 from __future__ import annotations
 
@@ -13,40 +13,34 @@ PORTS_TRIED = 100
 """Ports from `DEFAULT_PORT` on that are tried where none is configured."""
 
 
-def with_free_port(metrics: MetricsConfig) -> MetricsConfig:
-    """The settings with a free port: the configured one; for 0, any; for None, the first free one from 9400 on.
-
-    A fixed port gives a restarted metrics service the same address.
+def listening_socket(metrics: MetricsConfig, earlier: int | None = None) -> socket.socket:
+    """A socket that listens already, so no other run can take its port: the configured one; for 0, any; for None, the
+    first free one from 9400 on. `earlier`, the port of this run's previous service, is tried first.
 
     Raises:
         UserError: the configured port is taken, or the host is not an address of this machine.
     """
-    host, wanted = metrics.host, metrics.port
-    last = DEFAULT_PORT + PORTS_TRIED - 1
-    for candidate in range(DEFAULT_PORT, last + 1) if wanted is None else [wanted]:
+    ports = range(DEFAULT_PORT, DEFAULT_PORT + PORTS_TRIED) if metrics.port is None else [metrics.port]
+    tried = [*ports] if earlier is None or metrics.port else [earlier, *ports]
+    for port in tried:
         try:
-            port = _bound(host, candidate)
+            return _listening(metrics.host, port)
         except UnicodeError:
-            raise UserError(f"metrics.host: {host!r:.80} is no name of a host") from None
+            raise UserError(f"metrics.host: {metrics.host!r:.80} is no name of a host") from None
         except OSError as error:
-            if error.errno != errno.EADDRINUSE or candidate == (last if wanted is None else wanted):
-                raise UserError(bind_message(host, candidate, error)) from None
-        else:
-            break
-    return metrics.model_copy(update={"port": port})
+            if error.errno != errno.EADDRINUSE or port == tried[-1]:
+                raise UserError(_bind_message(metrics.host, port, error)) from None
+    raise ValueError("there is no port to try")
 
 
-def _bound(host: str, port: int) -> int:
-    """The port on which a server can listen; raises OSError if it cannot."""
-    family, kind, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    with socket.socket(family, kind) as probe:
-        # As in asyncio's servers: lingering connections of the previous server do not occupy the port.
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        probe.bind(address)
-        return int(probe.getsockname()[1])
+def _listening(host: str, port: int) -> socket.socket:
+    """A listening socket at the host's first address, of IPv4 where it has one."""
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    family, *_, address = min(found, key=lambda each: each[0] != socket.AF_INET)
+    return socket.create_server(address[:2], family=family)
 
 
-def bind_message(host: str, port: int, error: OSError) -> str:
+def _bind_message(host: str, port: int, error: OSError) -> str:
     """One line with the reason why a server cannot listen."""
     if error.errno == errno.EADDRINUSE:
         return f"metrics.port: port {port} on {host} is in use; choose another, 0 for any free one, or leave it unset"

@@ -14,7 +14,6 @@ from service.files import append_lines, atomic_file, write_atomic
 from service.observe.plot import draw_learning_curve
 from service.observe.trackers import TensorBoard, Wandb, open_trackers
 from service.run.folder import (
-    ADDRESS,
     CONFIG,
     EVALUATIONS,
     LOGS,
@@ -53,14 +52,9 @@ class RunWriter:
 
         `baton run --config` with that file repeats the run.
         """
-        for name in (SUMMARY, ADDRESS):
-            (self.path / name).unlink(missing_ok=True)
+        (self.path / SUMMARY).unlink(missing_ok=True)
         self._has_begun, self._resolved, self._wandb = True, resolved, wandb
         write_atomic(self.path / CONFIG, resolved)
-
-    def write_address(self, url: str) -> None:
-        """Write the address at which /metrics and /status are served."""
-        write_atomic(self.path / ADDRESS, json.dumps({"url": url}) + "\n")
 
     def write_targets(self, targets: Sequence[Mapping[str, Any]]) -> None:
         """Write the scrape targets of this run for Prometheus, in the format of its file-based service discovery."""

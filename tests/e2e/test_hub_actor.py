@@ -10,7 +10,7 @@ import pytest
 
 from actors.observe.metrics_hub import MetricsHub, serving
 from service.config import Config, MetricsConfig
-from service.run.metrics_port import with_free_port
+from service.run.folder import read_address
 
 pytestmark = [pytest.mark.slow]
 
@@ -18,9 +18,9 @@ pytestmark = [pytest.mark.slow]
 class DyingHub(MetricsHub):
     """Dies at its first start, as by kill -9."""
 
-    def __init__(self, config_json: str, died: str) -> None:
-        super().__init__(config_json)
-        self._died = Path(died)
+    def __init__(self, config_json: str, folder: str) -> None:
+        super().__init__(config_json, folder)
+        self._died = Path(folder) / "died"
 
     async def start(self) -> str:
         if not self._died.exists():
@@ -33,13 +33,9 @@ class DyingHub(MetricsHub):
 def test_a_hub_that_dies_while_the_run_starts_is_started_again(tmp_path: Path) -> None:
     import ray
 
-    config = Config(metrics=with_free_port(MetricsConfig(port=0)))
-    hub = (
-        ray.remote(DyingHub)
-        .options(num_cpus=0, max_restarts=-1)
-        .remote(config.model_dump_json(), str(tmp_path / "died"))
-    )
-    assert asyncio.run(serving(hub, max_restarts=3)) == f"http://127.0.0.1:{config.metrics.port}"
+    config = Config(metrics=MetricsConfig(port=0))
+    hub = ray.remote(DyingHub).options(num_cpus=0, max_restarts=-1).remote(config.model_dump_json(), str(tmp_path))
+    assert asyncio.run(serving(hub, max_restarts=3)) == read_address(tmp_path)
     ray.kill(hub)
 
 
@@ -51,7 +47,7 @@ def test_a_hub_that_dies_again_and_again_ends_the_start(tmp_path: Path) -> None:
     hub = (
         ray.remote(DyingHub)
         .options(num_cpus=0)
-        .remote(Config.model_validate({"metrics": {"port": 0}}).model_dump_json(), str(tmp_path / "died"))
+        .remote(Config.model_validate({"metrics": {"port": 0}}).model_dump_json(), str(tmp_path))
     )
     with pytest.raises(ray.exceptions.RayActorError):
         asyncio.run(serving(hub, max_restarts=1))

@@ -25,7 +25,7 @@ from service.errors import RunFailed
 from service.handoff.steps.limits import Routing
 from service.handoff.verbs import Wait, WaitReason
 from service.learn.learner import StepReport
-from service.run.folder import SUMMARY, TARGETS, warmed_model
+from service.run.folder import SUMMARY, TARGETS, warmed_model, write_address
 from service.run.inputs import Prepared
 from service.run.writer import RunWriter
 from tests.pure.actors.fakes import Method
@@ -44,8 +44,10 @@ def answering(answer: Any = None) -> Callable[..., Any]:
     return answers
 
 
-def cluster_of(buffer: dict[str, Any], trainer: dict[str, Any]) -> Cluster:
+def cluster_of(folder: Path, buffer: dict[str, Any], trainer: dict[str, Any]) -> Cluster:
     """Without generators; `buffer`: the answers by method, `trainer`: the methods."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_address(folder, "http://127.0.0.1:9400")
     return Cluster(
         hub=SimpleNamespace(
             start=Method(answering("http://127.0.0.1:9400")), push=SimpleNamespace(remote=lambda *_: None)
@@ -63,7 +65,7 @@ def drive(folder: Path, leases: list[LeasedBatch | Wait]) -> None:
     fruitless = Wait(WaitReason.FILTERED, FRUITLESS, 0.0)
     buffer = {"ready": None, "join": 1, "lease": [*leases, fruitless], "commit": None}
     trainer = {"load": None, "weights": None, "step": StepReport(True, None, {})}
-    cluster = cluster_of(buffer, {name: answering(answer) for name, answer in trainer.items()})
+    cluster = cluster_of(folder / "run", buffer, {name: answering(answer) for name, answer in trainer.items()})
     run, prepared = RunWriter(folder / "run"), Prepared(folder / "rows.jsonl", [], folder, 8, None)
     try:
         with pytest.raises(RunFailed, match=f"^{FRUITLESS}; nothing is left to learn from$"):
@@ -86,7 +88,7 @@ def test_a_run_that_is_stopped_while_it_writes_its_final_weights_has_finished(tm
         driving[0].stop(signal.SIGTERM)
 
     trainer = {"load": answering(), "weights": answering(), "step": answering(StepReport(True, None, {}))}
-    cluster = cluster_of(buffer | {"status": status}, trainer | {"export": export})
+    cluster = cluster_of(tmp_path / "run", buffer | {"status": status}, trainer | {"export": export})
     run, prepared = RunWriter(tmp_path / "run"), Prepared(tmp_path / "rows.jsonl", [], tmp_path, 8, None)
     driving.append(Coordinator(config, cluster, run, prepared, said.append, None))
     try:
@@ -132,7 +134,7 @@ def test_a_trainer_that_fails_at_the_same_checkpoint_again_and_again_ends_the_ru
     buffer = {"ready": None, "join": 1, "lease": LEASED, "commit": None, "covered": None, "status": status}
     names = ("load", "weights", "save", "restart", "restore")
     trainer = {name: answering() for name in names} | {"step": answering(StepReport(True, None, {}))}
-    cluster = cluster_of(buffer, trainer | {"finish_save": finish_save})
+    cluster = cluster_of(tmp_path / "run", buffer, trainer | {"finish_save": finish_save})
     run, prepared = RunWriter(tmp_path / "run"), Prepared(tmp_path / "rows.jsonl", [], tmp_path, 8, None)
     try:
         with pytest.raises(RunFailed, match=r"^the trainer failed 3 times; the last time: .*Read-only file system"):
@@ -150,6 +152,7 @@ def test_an_adapter_is_added_to_what_the_warm_start_of_all_weights_left(
     monkeypatch.setattr(warm_start, "demonstrations", lambda *_: [])
     config = load_config(["configs/quickstart.yaml"], ["model.lora={}"] if lora else [])
     run, trainer, hub = RunWriter(tmp_path / "run"), Trainer(), Method(answering("http://127.0.0.1:9400"))
+    write_address(run.path, "http://127.0.0.1:9400")
     warmed = warmed_model(config.model, run.path)
     prepared = Prepared(tmp_path / "rows.jsonl", [], tmp_path, 8, Routing((), 0, 0), warmed_model=warmed)
     cluster = Cluster(

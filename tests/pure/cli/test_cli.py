@@ -17,7 +17,7 @@ from service.cli.status_view import road_lines, status_lines
 from service.clock import SystemClock
 from service.config import Config, load_config, resolved_yaml
 from service.observe.hub import Hub
-from service.run.folder import lock_run
+from service.run.folder import lock_run, write_address
 from service.run.writer import RunWriter
 
 QUICKSTART = "configs/quickstart.yaml"
@@ -227,7 +227,7 @@ def test_status_tells_a_run_that_starts_from_one_that_was_killed(
 
     with lock_run(tmp_path):
         assert "the run is starting" in said()
-        folder.write_address("http://127.0.0.1:1")
+        write_address(tmp_path, "http://127.0.0.1:1")
         assert "no run answers there" in said()
     killed = said()
     assert "it was killed" in killed and f"baton run --resume {tmp_path}" in killed
@@ -239,7 +239,6 @@ def test_a_run_that_goes_on_is_no_longer_one_that_ended(capsys: pytest.CaptureFi
     (tmp_path / "config.yaml").touch()
     folder = RunWriter(tmp_path)
     folder.write_summary({"state": "stopped", "steps": 27})
-    folder.write_address("http://127.0.0.1:1")
     assert main(["status", str(tmp_path)]) == 0
     assert "stopped after 27 optimizer steps" in capsys.readouterr().out
     with lock_run(tmp_path):

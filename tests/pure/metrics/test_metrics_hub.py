@@ -5,8 +5,9 @@ import json
 import math
 import socket
 import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from threading import Barrier
 from urllib.error import HTTPError
 
 import pytest
@@ -19,7 +20,8 @@ from service.errors import UserError
 from service.observe.alert_thresholds import AlertThresholds
 from service.observe.hub import HISTORY_KEYS, SILENT_SECONDS, Hub
 from service.observe.metrics import Metrics
-from service.run.metrics_port import DEFAULT_PORT, with_free_port
+from service.run.folder import read_address
+from service.run.metrics_port import DEFAULT_PORT, PORTS_TRIED
 from tests.pure.buffer.world import TurnedClock
 
 THRESHOLDS = AlertThresholds.of(Config())
@@ -178,37 +180,49 @@ def test_a_restarted_hub_serves_again_with_the_next_push() -> None:
     asyncio.run(scenario())
 
 
-@contextmanager
-def listening() -> Iterator[int]:
-    """A server on the port that a run would take; another process may take that port first, then on the next one."""
-    host, server = Config().metrics.host, None
-    while server is None:
-        port = with_free_port(MetricsConfig()).port or 0
-        with suppress(OSError):
-            server = socket.create_server((host, port))
-    with server:
-        yield port
+def test_a_hundred_hubs_that_start_two_at_a_time_all_get_a_port_of_their_own() -> None:
+    """No port is configured, so both of a pair want the same one."""
+    both = Barrier(2)
 
-
-def test_where_no_port_is_configured_the_next_free_one_is_taken() -> None:
-    with listening() as first:
-        assert first >= DEFAULT_PORT
-        second = with_free_port(MetricsConfig()).port
-        assert second is not None and second >= DEFAULT_PORT and second != first
-
-
-def test_a_hub_on_any_free_port_comes_back_on_the_same_one() -> None:
-    async def scenario() -> None:
-        metrics = with_free_port(MetricsConfig(port=0))
-        assert metrics.port != 0 and with_free_port(metrics) == metrics
-        config = Config(metrics=metrics)
-        snapshot = Metrics("trainer", "t", THRESHOLDS).snapshot()
-        for _ in range(2):
-            hub = MetricsHub(config.model_dump_json())
-            await hub.push("trainer/t", snapshot, [("run", {"name": "r", "state": "training"})])
-            status = await asyncio.to_thread(fetch_status, f"http://127.0.0.1:{config.metrics.port}")
-            assert status["state"] == "training"
+    def start(_: int) -> str:
+        async def scenario() -> str:
+            hub = MetricsHub(Config().model_dump_json())
+            both.wait(timeout=60)
+            url = await hub.start()
+            both.wait(timeout=60)
+            assert json.loads((await get(f"{url}/healthz"))[1]) == {"ok": True, "silent": []}
+            both.wait(timeout=60)
             await hub.stop()
+            return url
+
+        return asyncio.run(scenario())
+
+    with ThreadPoolExecutor(2) as pool:
+        for _ in range(50):
+            first, second = (int(url.rpartition(":")[2]) for url in pool.map(start, range(2)))
+            assert first != second and {first, second} <= {*range(DEFAULT_PORT, DEFAULT_PORT + PORTS_TRIED)}
+
+
+@pytest.mark.parametrize("port", [None, 0])
+def test_a_restarted_hub_serves_at_the_same_address_and_at_another_one_if_it_was_taken_meanwhile(
+    port: int | None, tmp_path: Path
+) -> None:
+    config = Config(metrics=MetricsConfig(port=port)).model_dump_json()
+
+    async def served() -> str:
+        """What `baton status` shows for the run; the hub is then gone."""
+        hub = MetricsHub(config, str(tmp_path))
+        await hub.push("trainer/t", Metrics("trainer", "t", THRESHOLDS).snapshot(), [("run", {"state": "training"})])
+        url = read_address(tmp_path)
+        assert (await asyncio.to_thread(fetch_status, url))["state"] == "training"
+        await hub.stop()
+        return url
+
+    async def scenario() -> None:
+        first = await served()
+        assert await served() == first
+        with socket.create_server(("127.0.0.1", int(first.rpartition(":")[2]))):
+            assert await served() != first
 
     asyncio.run(scenario())
 

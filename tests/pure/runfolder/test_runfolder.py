@@ -17,7 +17,7 @@ from service.config import Config, WandbConfig, load_config, resolved_yaml
 from service.errors import RunFailed, UserError
 from service.observe.plot import smooth
 from service.run import writer
-from service.run.folder import CONFIG, RUNS, SUMMARY, TARGETS, new_run_folder, read_lines
+from service.run.folder import CONFIG, RUNS, SUMMARY, TARGETS, new_run_folder, read_lines, write_address
 from service.run.writer import RunWriter
 
 
@@ -149,7 +149,7 @@ def test_a_whole_file_is_replaced_at_once_and_leaves_no_parts(tmp_path: Path) ->
     folder = RunWriter(tmp_path)
     folder.write_summary({"state": "running"})
     folder.write_summary({"state": "finished", "where": tmp_path})
-    folder.write_address("http://127.0.0.1:9400")
+    write_address(tmp_path, "http://127.0.0.1:9400")
     assert json.loads((tmp_path / "summary.json").read_text())["state"] == "finished"
     assert json.loads((tmp_path / "address.json").read_text()) == {"url": "http://127.0.0.1:9400"}
     assert not list(tmp_path.glob(".*"))
