@@ -151,6 +151,8 @@ class Cluster:
     scorers: tuple[Any, ...] = ()
     roles: tuple[Any, ...] = ()
     """The actors of frozen roles that the run serves."""
+    shares_cores: bool = False
+    """Engines and ranks compute on the CPU cores of one machine."""
 
 
 def place_actors(config: Config, prepared: Prepared, journal: Path, keys: Keys | None = None) -> Cluster:
@@ -208,7 +210,8 @@ def place_actors(config: Config, prepared: Prepared, journal: Path, keys: Keys |
 
     engines = range(config.generator.min_engines)
     generators = tuple(generator(n, room, engine_index(config, n), max_restarts=-1) for n in engines)
-    return Cluster(hub, buffer, generators, place_trainer(config, gpus, room, HUB), place, scorers, roles)
+    trainer, shares_cores = place_trainer(config, gpus, room, HUB), not gpus and len(nodes()) == 1
+    return Cluster(hub, buffer, generators, trainer, place, scorers, roles, shares_cores)
 
 
 def _refuse_unfit_nodes(config: Config, has_gpu: bool) -> None:

@@ -71,7 +71,7 @@ class Coordinator:
         self._progress = Progress(
             config.run.max_steps, tuple(config.roles), bool(config.trainer.checkpoint_every), folder, say
         )
-        self._telemetry = RunTelemetry(config, cluster.hub, str(folder.path), uploads)
+        self._telemetry = RunTelemetry(config, cluster.hub, str(folder.path), uploads, cluster.shares_cores)
         self._warm_start = WarmStart(config, prepared, cluster.trainer, self._telemetry, say)
         self._generator_pool = GeneratorPool(
             config.generator,

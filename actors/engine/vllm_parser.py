@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 OWN = "json"
 """The name of the endpoint's own parser."""
-EXTRA = "baton[parsers]"
+EXTRA = "baton-rl[parsers]"
 """Packages that most of vLLM's parsers import besides vLLM's own."""
 ANY_TOOL = {"type": "function", "function": {"name": "any", "parameters": {"type": "object", "properties": {}}}}
 

@@ -34,11 +34,14 @@ SLOW_SYNC_SECONDS = 0.02
 class RunTelemetry(Reporter):
     """Reports the run's state and its steps, for the driver."""
 
-    def __init__(self, config: Config, hub: Any, folder: str, uploads: Uploads | None = None) -> None:
+    def __init__(
+        self, config: Config, hub: Any, folder: str, uploads: Uploads | None = None, shares_cores: bool = False
+    ) -> None:
         super().__init__("driver", "driver", config, hub, self._measure_now)
         self._uploads = uploads
         self._states = States(self.trace, "trainer", "starting")
-        self._shown = run_report(config.run, config.generator, config.trainer, config.buffer, folder, time.time())
+        sections = config.run, config.generator, config.trainer, config.buffer
+        self._shown = run_report(*sections, folder, time.time()) | {"shares_cores": shares_cores}
         measure_run(self.metrics, AlertThresholds.of(config), self._shown["name"], installed_version())
 
     def doing(self, state: str, **detail: Any) -> None:

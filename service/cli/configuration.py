@@ -84,25 +84,33 @@ def validate(arguments: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def _estimates(config: Config) -> list[str]:
-    """Estimates of the GPU memory that the configuration needs; empty if the model or the GPUs are unknown here.
+    """Estimates of the GPU memory that the configuration needs, after the GPU and the type that they are for; empty if
+    the model is unknown here, or is a mixture of experts in float32.
 
     Raises:
         UserError: it is too large for GPUs whose memory is known, or no engine can be made of it.
     """
     from service.config.model_folder import is_model_folder
 
-    if config.model.path is None or not is_model_folder(config.model.path) or config.model.dtype != "bfloat16":
+    if config.model.path is None or not is_model_folder(config.model.path):
         return []
-    from service.learn.estimate.fit import GPU_BYTES, fit, refuse_too_large
+    from service.learn.estimate.fit import GPU_BYTES, NO_GPU, fit, is_estimable, known_gpu, refuse_too_large
     from service.learn.estimate.kv_cache import check_engine
     from service.learn.model.hf_config import read_config
     from service.learn.settings import FitSettings
 
     check_engine(read_config(config.model.path), config.generator, config.model.dtype)
     settings = FitSettings.of(config)
-    found = refuse_too_large(settings, config.model.path) or fit(settings, config.model.path, GPU_BYTES["H100"])
+    if not is_estimable(settings, config.model.path):
+        return []
+    gpu, _ = known_gpu(config.trainer) or (f"{NO_GPU}, because neither trainer.accelerator nor this machine has one", 0)
+    found = refuse_too_large(settings, config.model.path) or fit(settings, config.model.path, GPU_BYTES[NO_GPU])
     problem = found.problem()
-    return [*found.lines(), *([f"note: on a GPU of 80 GB it does not fit: {problem}"] if problem else [])]
+    return [
+        f"estimate: for {found.gpu_bytes / 1e9:.0f} GB of GPU memory ({gpu}) and {config.model.dtype}; not for a CPU",
+        *found.lines(),
+        *([f"note: on such a GPU it does not fit: {problem}"] if problem else []),
+    ]
 
 
 def schema(arguments: argparse.Namespace, overrides: list[str]) -> int:

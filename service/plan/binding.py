@@ -62,6 +62,8 @@ class Demand:
     """Groups that are generated at once where admission lets them, in mini-batches."""
     arrival: float = 0.0
     """From a commit until the engines serve its weights; groups that need these are admitted then."""
+    shares_cores: bool = False
+    """Engines and ranks compute on the same CPU cores, so that more of one slows the others."""
     seconds_of_step: float | None = None
     """Seconds of a step as measured or simulated; None: by the arithmetic of `arithmetic_seconds`."""
 
@@ -129,30 +131,45 @@ class Binding:
     """Neither side waits long for the other."""
     gain: float
     """Speed with one more of it, or of what needs no more of it with none of its time, over that of now."""
+    shares_cores: bool
+    """See `Demand`."""
     both_wait: bool = False
     """For the lookahead, or for weights on their way."""
+
+    @property
+    def is_bottleneck(self) -> bool:
+        """Whether one side waits long for the part, and more of the part would make the run faster."""
+        return not self.balanced and round(self.gain, 2) > 1
 
     @property
     def is_usual(self) -> bool:
         """Whether the engines, the trainer or nothing binds, which means that the run spends its time on useful
         work."""
-        return self.balanced or self.part in (Part.ENGINES, Part.TRAINER)
+        return not self.is_bottleneck or self.part in (Part.ENGINES, Part.TRAINER)
 
     def sentence(self) -> str:
         """A description in one line."""
         waiting = Side.TRAINING if self.side is Side.GENERATION else Side.GENERATION
         begin = f"{self.side}: {waiting} waits {self.waits:.0%} of the time"
-        change = {
-            Part.ENGINES: "one more engine would give",
-            Part.TRAINER: "one more rank would give",
-            Part.LOOKAHEAD: "a buffer.lookahead of one more would give",
-        }.get(self.part, "without that a run would be at")
         if self.both_wait:
             what = "each other" if self.part is Part.LOOKAHEAD else "new weights to arrive"
             begin = f"{self.part}: {begin.partition(': ')[2]}, {self.side} {self.share:.0%}, both for {what}"
         else:
             begin += f"; {self.part} {'take' if self.part.endswith('s') else 'takes'} {self.share:.0%} of {self.side}"
-        return f"{begin}; {change} {self.gain:.2f}x" + (" (in balance)" if self.balanced else "")
+        return f"{begin}; {self._outlook()}" + (" (in balance)" if self.balanced else "")
+
+    def _outlook(self) -> str:
+        """What more of the part would change."""
+        change = {
+            Part.ENGINES: "one more engine",
+            Part.TRAINER: "one more rank",
+            Part.LOOKAHEAD: "a buffer.lookahead of one more",
+        }.get(self.part, "a run without that")
+        if round(self.gain, 2) <= 1:
+            return f"no bottleneck: {change} would be no faster"
+        if self.shares_cores and self.part in (Part.ENGINES, Part.TRAINER, Part.LOOKAHEAD):
+            return f"engines and ranks share CPU cores, so what {change} would give is not known"
+        return f"{change} would give {self.gain:.2f}x"
 
 
 def binding(demand: Demand, slow: Part | None = None) -> Binding:
@@ -180,6 +197,7 @@ def binding(demand: Demand, slow: Part | None = None) -> Binding:
         waits=demand.waits(shorter),
         balanced=not both_wait and demand.seconds(shorter) >= (1 - BALANCED) * total,
         gain=demand.gain(demand.with_more(part) if countable else demand.without(side, part)),
+        shares_cores=demand.shares_cores,
     )
 
 
@@ -195,5 +213,6 @@ def _both_wait(demand: Demand) -> Binding:
         waits=demand.waits(shorter),
         balanced=False,
         gain=demand.gain(replace(demand, arrival=0.0) if late else demand.with_more(Part.LOOKAHEAD)),
+        shares_cores=demand.shares_cores,
         both_wait=True,
     )

@@ -181,6 +181,7 @@ class Planner:
             ranks=ranks,
             lookahead=settings.lookahead,
             concurrency=settings.generator.concurrent_groups / settings.trainer.mini_batch_size,
+            shares_cores=self._on_cpu,
             seconds_of_step=flow.step_seconds,
         )
 
@@ -258,9 +259,10 @@ class Forecast:
         return min(self.splits, key=lambda split: (not split.fits, split.step_seconds))
 
     @property
-    def gpu_hours(self) -> float:
-        """GPU hours of the whole run, without its start."""
-        return self.settings.max_steps * self.chosen.step_seconds * self.gpus / 3600
+    def gpu_hours(self) -> float | None:
+        """GPU hours of the whole run, without its start; None on a CPU."""
+        seconds = self.settings.max_steps * self.chosen.step_seconds * self.gpus
+        return seconds / 3600 if self.device.cores is None else None
 
 
 def forecast(settings: PlanSettings, folder: Path, device: Device, work: Work, gpus: int | None) -> Forecast:

@@ -88,6 +88,7 @@ class Limits(NamedTuple):
     lookahead: float = 2.0
     concurrency: float = 1.0
     """Groups that are generated at once, in mini-batches."""
+    shares_cores: bool = False
 
 
 def _grown(now: Any, before: Any) -> Any:
@@ -119,7 +120,11 @@ def demand(grown: Figures, limits: Limits) -> Demand | None:
     # neither the start nor the end of the run is part of a step
     of_step = sum(seconds for state, seconds in grown.trainer.items() if state in (*STATES, WAITING)) / grown.steps
     arrival = grown.arriving / grown.steps
-    return Demand(generation, training, len(grown.engines), *limits, arrival, of_step)
+    ranks, lookahead, concurrency, shares_cores = limits
+    engines = len(grown.engines)
+    return Demand(
+        generation, training, engines, ranks, lookahead, concurrency, arrival, shares_cores, seconds_of_step=of_step
+    )
 
 
 class Live(NamedTuple):
@@ -206,7 +211,7 @@ def figures_of(now: float, actors: Iterable[Pushed]) -> Figures:
 def limits_of(run: Mapping[str, Any]) -> Limits:
     """The limits in the report of the part `run`."""
     ahead = run.get("concurrent_groups", 1) / run.get("mini_batch_size", 1)
-    return Limits(run.get("ranks", 1), run.get("lookahead", 2), ahead)
+    return Limits(run.get("ranks", 1), run.get("lookahead", 2), ahead, run.get("shares_cores", False))
 
 
 class Window:
@@ -225,9 +230,9 @@ class Window:
         self._kept.append(figures)
 
     def waits(self, run: Mapping[str, Any]) -> tuple[str, float] | None:
-        """The bottleneck of the whole window and its waits; 0 if the sides are balanced."""
+        """What binds over the whole window, and its waits; 0 if that is no bottleneck."""
         found = self.live(limits_of(run))
-        return None if found is None else (str(found.found.part), 0.0 if found.found.balanced else found.found.waits)
+        return None if found is None else (str(found.found.part), found.found.waits * found.found.is_bottleneck)
 
     def report(self, run: Mapping[str, Any]) -> dict[str, Any] | None:
         """The current bottleneck, for the status document."""

@@ -35,7 +35,8 @@ def lines(plan: Forecast) -> Iterator[str]:
         mark = "*" if each is plan.best else " "
         yield (
             f"{each.engines:>7}{mark} {each.ranks:>6} {each.step_seconds:>8.2f} {each.flow.trainer_waits:>15.0%} "
-            f"{each.flow.generators_wait:>11.0%}  {'yes ' if each.fits else 'no  '}  {each.binding.part}"
+            f"{each.flow.generators_wait:>11.0%}  {'yes ' if each.fits else 'no  '}  "
+            f"{each.binding.part if each.binding.is_bottleneck else '-'}"
         )
     best = plan.best
     speed = f"{best.step_seconds:.2f} s a step, {split.step_seconds / best.step_seconds:.2f} times as fast as"
@@ -79,7 +80,8 @@ def _speed(plan: Forecast) -> Iterator[str]:
             f"{update.pause:.2f} s, served after {update.arrival:.2f} s"
         )
     steps = plan.settings.max_steps
-    yield f"the run: {steps} steps, {steps * flow.step_seconds / 3600:.2f} hours, {plan.gpu_hours:.2f} GPU-hours"
+    rented = "" if plan.gpu_hours is None else f", {plan.gpu_hours:.2f} GPU-hours"
+    yield f"the run: {steps} steps, {steps * flow.step_seconds / 3600:.2f} hours{rented}"
 
 
 def as_dict(plan: Forecast) -> dict[str, Any]:

@@ -19,6 +19,9 @@ from service.learn.model.hf_config import read_config
 from service.learn.model.policy_model import Checkpointing
 from service.learn.settings import FitSettings
 
+NO_GPU = "H100"
+"""The GPU that is assumed where neither the configuration nor the machine names one."""
+
 GPU_BYTES = {name.upper(): sheet.memory for name, sheet in DATA_SHEETS.items()}
 """Memory of GPUs by Ray's accelerator type, as sold."""
 
@@ -104,11 +107,19 @@ def _gb(held: float) -> str:
     return f"{held / 1e9:.1f}"
 
 
-def known_gpu_bytes(trainer: TrainerConfig) -> float | None:
-    """Memory of the GPUs that the trainer's settings name, else of this machine's GPUs; None if neither is known."""
+def known_gpu(trainer: TrainerConfig) -> tuple[str, float] | None:
+    """The GPU that the trainer's settings name, else this machine's, and its memory; None if neither is known."""
     if trainer.accelerator in GPU_BYTES:
-        return GPU_BYTES[trainer.accelerator]
-    return float(torch.cuda.get_device_properties(0).total_memory) if torch.cuda.is_available() else None
+        return f"{trainer.accelerator}, as trainer.accelerator says", GPU_BYTES[trainer.accelerator]
+    if not torch.cuda.is_available():
+        return None
+    here = torch.cuda.get_device_properties(0)
+    return f"{here.name}, the GPU of this machine", float(here.total_memory)
+
+
+def is_estimable(settings: FitSettings, folder: Path) -> bool:
+    """Whether a step can be estimated: products of experts on fake tensors support only bfloat16."""
+    return settings.learn.model.dtype == "bfloat16" or not getattr(read_config(folder), "num_experts", 0)
 
 
 def fit(settings: FitSettings, folder: Path, gpu_bytes: float, device: torch.device | None = None) -> Fit:
@@ -153,8 +164,8 @@ def checkpointing_on(device: torch.device, settings: FitSettings, folder: Path) 
     learn = settings.learn
     if learn.trainer.gradient_checkpointing != "auto" or device.type == "cpu" or learn.model.dtype != "bfloat16":
         return None
-    gpu_bytes = known_gpu_bytes(learn.trainer)
-    return None if gpu_bytes is None else fit(settings, folder, gpu_bytes, device).checkpointing
+    gpu = known_gpu(learn.trainer)
+    return None if gpu is None else fit(settings, folder, gpu[1], device).checkpointing
 
 
 def refuse_too_large(settings: FitSettings, folder: Path) -> Fit | None:
@@ -163,10 +174,10 @@ def refuse_too_large(settings: FitSettings, folder: Path) -> Fit | None:
     Raises:
         UserError: with what helps.
     """
-    # products of experts on fake tensors support only bfloat16
-    if settings.learn.model.dtype != "bfloat16" or (gpu_bytes := known_gpu_bytes(settings.learn.trainer)) is None:
+    gpu = known_gpu(settings.learn.trainer)
+    if gpu is None or not is_estimable(settings, folder):
         return None
-    found = fit(settings, folder, gpu_bytes)
+    found = fit(settings, folder, gpu[1])
     if problem := found.problem():
         raise UserError(problem)
     return found

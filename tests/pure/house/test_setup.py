@@ -209,6 +209,19 @@ def test_the_extras_are_what_the_locks_hold_and_what_a_run_without_vllm_says() -
     assert f"pip install --no-deps {apart}" == VLLM_ON_CPU
 
 
+def test_every_command_that_installs_an_extra_names_this_project_and_an_extra_of_it() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    code = (file for top in ("service", "actors", "baton", "configs") for file in (ROOT / top).rglob("*"))
+    named: set[str] = set()
+    for file in (*pages, *(file for file in code if file.suffix in (".py", ".yaml", ".md"))):
+        for name, extra in re.findall(r"""['"](baton[\w-]*|\.)\[(\w[\w-]*)\]['"]""", file.read_text()):
+            assert name in (project["name"], "."), f"{file}: {name}[{extra}]"
+            assert extra in project["optional-dependencies"], f"{file}: {name}[{extra}]"
+            named.add(extra)
+    assert {"parsers", "store", "search"} <= named
+
+
 def test_a_run_without_vllm_is_one_line_with_the_commands(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

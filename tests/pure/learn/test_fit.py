@@ -19,7 +19,7 @@ from service.config.learn import TrainerConfig
 from service.config.rollout import GeneratorConfig
 from service.errors import UserError
 from service.learn import estimate
-from service.learn.estimate.fit import GPU_BYTES, MARGIN, fit
+from service.learn.estimate.fit import GPU_BYTES, MARGIN, fit, is_estimable
 from service.learn.estimate.kv_cache import check_engine, kv_token_bytes, request_bytes
 from service.learn.estimate.step import StepEstimate
 from service.learn.model.hf_config import MAX_SHAPE, read_config
@@ -129,11 +129,19 @@ def test_fp8_without_correction_is_one_line_of_the_validation(capsys: pytest.Cap
 def test_a_model_too_large_is_one_line_of_the_validation(
     model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert validated(model) == 0
-    assert "estimate: the GPU of a rank needs 0." in capsys.readouterr().out
+    assert validated(model, "model.dtype=float32") == 0
+    assumed, needed, *_ = capsys.readouterr().out.splitlines()
+    assert "80 GB of GPU memory (H100, because neither" in assumed and " and float32; not for a CPU" in assumed
+    assert needed.startswith("estimate: the GPU of a rank needs 0.")
     monkeypatch.setitem(GPU_BYTES, "H100", 1e6)
     assert validated(model, "trainer.accelerator=H100") == 2
     assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [("mixture", "float32"), ("mixture", "bfloat16"), ("dense", "float32")])
+def test_only_a_mixture_in_float32_has_no_estimate(kind: str, dtype: str, tmp_path: Path) -> None:
+    settings = FitSettings.of(load([], [f"model.dtype={dtype}"]).config)
+    assert is_estimable(settings, folder_of(kind, tmp_path)) is ((kind, dtype) != ("mixture", "float32"))
 
 
 def validated(folder: Path, *more: str) -> int:

@@ -106,6 +106,28 @@ def test_a_run_in_balance_is_said_to_be() -> None:
     assert near.balanced and near.is_usual and "in balance" in near.sentence()
 
 
+@pytest.mark.parametrize("part", [Part.ENGINES, Part.LOOKAHEAD])
+def test_what_gains_nothing_is_no_bottleneck(part: Part) -> None:
+    both_wait = Demand({Part.ENGINES: 1.0}, {Part.TRAINER: 1.0}, lookahead=4, seconds_of_step=2.0)
+    beside = Demand({Part.ENGINES: 1e-3, Part.ENVIRONMENT: 9e-4}, {Part.TRAINER: 1e-3}, engines=1000, lookahead=9)
+    found = binding(both_wait if part is Part.LOOKAHEAD else beside)
+    assert found.part is part and not found.balanced and round(found.gain, 2) == 1
+    assert not found.is_bottleneck and found.is_usual
+    assert "no bottleneck" in found.sentence() and "1.00x" not in found.sentence()
+
+
+def test_where_engines_and_ranks_share_cores_no_gain_is_promised() -> None:
+    sides = ({Part.ENGINES: 10.0}, {Part.TRAINER: 4.0})
+    assert "one more engine would give 2" in binding(Demand(*sides, lookahead=4)).sentence()
+    assert (
+        binding(Demand(*sides, lookahead=4, shares_cores=True))
+        .sentence()
+        .endswith("one more engine would give is not known")
+    )
+    slow_tool = Demand({Part.ENGINES: 1.0, Part.ENVIRONMENT: 9.0}, {Part.TRAINER: 4.0}, shares_cores=True)
+    assert "a run without that would give 2." in binding(slow_tool).sentence()
+
+
 def test_a_run_without_any_figure_binds_nowhere() -> None:
     found = binding(Demand({Part.ENGINES: 0.0}, {Part.TRAINER: 0.0}))
     assert (found.gain, found.waits, found.share) == (1.0, 0.0, 0.0)
