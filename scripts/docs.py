@@ -15,6 +15,7 @@ from scripts.dashboards.grafana import dashboards_page, grafana_json
 from scripts.dashboards.pages import DASHBOARDS
 from service.columns import columns_of
 from service.config.load import section_of
+from service.config.section import MOST
 from service.config.tree import Config
 from service.observe.metrics_table import MEANINGS, TABLE, Metric
 from service.types import Steps
@@ -129,7 +130,7 @@ def _type(schema: dict[str, Any]) -> str:
         return "path"
     if schema.get("type") == "object":
         return "mapping"
-    bounds = " ".join(f"{sign} {schema[key]:g}" for key, sign in _BOUNDS if key in schema)
+    bounds = " ".join(f"{sign} {schema[key]:g}" for key, sign in _BOUNDS if schema.get(key, MOST) != MOST)
     return f"{schema.get('type', 'value')} {bounds}".strip()
 
 

@@ -219,6 +219,8 @@ def _decoded(raw: bytes, encoding: str, most: int) -> bytes:
         raise _too_large(most)
     if not decoder.eof:
         raise Refused(400, None, "the body cannot be read: its end is missing")
+    if decoder.unused_data:
+        raise Refused(400, None, f"the body cannot be read: {len(decoder.unused_data)} bytes follow its end")
     return body
 
 

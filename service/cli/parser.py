@@ -80,8 +80,8 @@ COMMANDS = (
 WITHOUT_SETTINGS = ("trajectories", "status")
 """Commands in which a word with = is no setting: `group=812/sample=3/attempt=0`."""
 
-_OVERRIDE = re.compile(r"(--)?[A-Za-z_]\w*(\.\w+)*=.*", re.DOTALL)
-_OVERRIDE_KEY = re.compile(r"--[A-Za-z_]\w*(\.\w+)+")
+_OVERRIDE = re.compile(r"([A-Za-z_]\w*(\.\w+)*|--[A-Za-z_]\w*(\.\w+)+)=.*", re.DOTALL)
+_OVERRIDE_KEY = re.compile(r"--[A-Za-z_]\w*(\.\w+)+")  # with a dot: `--output=FILE` is an argument
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -122,13 +122,13 @@ def split_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     words: list[str] = []
     overrides: list[str] = []
     if argv and argv[0] in WITHOUT_SETTINGS:
-        return list(argv), []
+        return [_from_home(word) for word in argv], []
     rest = iter(argv)
     for word in rest:
         if word.startswith("--config="):
-            words.append(word)
+            words.append(_from_home(word))
         elif word == "--config":
-            words += [word, *islice(rest, 1)]
+            words += [word, *map(_from_home, islice(rest, 1))]
         elif word == "--command":
             words += [word, *rest]  # words after it belong to the command of `agent-worker`
         elif _OVERRIDE_KEY.fullmatch(word):
@@ -136,8 +136,14 @@ def split_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
         elif _OVERRIDE.fullmatch(word):
             overrides.append(word)
         else:
-            words.append(word)
+            words.append(_from_home(word))
     return words, overrides
+
+
+def _from_home(word: str) -> str:
+    """The word, with a `~` that the shell has left as it is, as in `--output=~/run.json`."""
+    option, equals, path = word.rpartition("=")
+    return f"{option}{equals}{os.path.expanduser(path)}"
 
 
 def _examples() -> str:

@@ -14,6 +14,7 @@ from service.config.command import AGENT, OWN_VARIABLES, PLACEHOLDERS
 from service.config.core_settings import worst_bytes
 from service.config.model_folder import undivided_heads
 from service.config.rollout import MADE_SET
+from service.config.section import LARGEST_HOST
 from service.config.source import Source
 from service.config.store_url import store_url_problem
 from service.config.tree import Config
@@ -28,6 +29,8 @@ LOSSES = (
     "ppo_clip", "dual_clip", "cispo", "gspo", "rollout_is", "importance_sampling", "cross_entropy"
 )  # fmt: skip
 LAST_PORT = 65535
+KEPT_BYTES = 1 << 10
+"""A prompt, a demonstration or a trajectory takes at least as much memory."""
 NEUTRAL = {
     "top_p": (1.0,),
     "top_k": (-1, 0),
@@ -71,6 +74,24 @@ def _refuse(lines: Iterable[str], source: Source | None = None) -> None:
     if text := "\n".join(lines):
         with (source or Source()).named_in_errors():
             raise ConfigError(text)
+
+
+def too_many(config: Config, memory: int = LARGEST_HOST) -> Iterator[str]:
+    """Numbers of things that one process keeps, and that do not fit into so many bytes of memory."""
+    data, generator, warm_start = config.data, config.generator, config.model.warm_start
+    trajectories = generator.concurrent_groups * config.algorithm.n_samples_per_prompt // generator.max_engines
+    for setting, number, things in (
+        ("data.make_rows", data.make_rows or 0, "rows"),
+        ("data.eval_make_rows", data.eval_make_rows or 0, "rows"),
+        ("data.eval_samples", data.eval_samples, "trajectories of a row"),
+        ("model.warm_start.demonstrations", 0 if warm_start is None else warm_start.demonstrations, "demonstrations"),
+        ("generator.concurrent_groups", trajectories, "trajectories at once in an engine"),
+    ):
+        if (needed := number * KEPT_BYTES) > memory:
+            yield (
+                f"{setting}: {number:,} {things} take {KEPT_BYTES} bytes each or more, {needed / 1e9:,.0f} GB in all, "
+                f"more than {memory / 1e9:,.0f} GB of memory; lower it"
+            )
 
 
 def _store(config: Config) -> Iterator[str]:
@@ -513,7 +534,7 @@ def _shared_gpus(config: Config) -> Iterator[str]:
 
 
 RULES: tuple[Callable[[Config], Iterator[str]], ...] = (
-    _store, _model, _adapter, _data, _evaluation, _agents, _roles, _command, _generator, _scorers,
+    too_many, _store, _model, _adapter, _data, _evaluation, _agents, _roles, _command, _generator, _scorers,
     _staleness, _bytes, _merge, _estimator, _algorithm, _teacher, _packing, _weights, _shared_gpus,
 )  # fmt: skip
 """One rule a subject, in the order of the tree."""

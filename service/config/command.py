@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field
 
-from service.config.section import Named, NotNegative, Seconds, Section
+from service.config.section import Named, NotNegative, Seconds, Section, UserPath
 
 AGENT = "agent"
 """The `env.name` with which each trajectory is a run of `env.command`."""
@@ -53,7 +52,7 @@ class CommandConfig(Section):
     command: tuple[str, ...] = ()
     """With `name: agent`: the program and its arguments. {prompt}, {prompt_file}, {folder}, {base_url} and {seed} are
     replaced; without {prompt} and {prompt_file} the prompt is its input."""
-    workdir: Annotated[Path, Named("template", "folder", TEMPLATE)] | None = None
+    workdir: Annotated[UserPath, Named("template", "folder", TEMPLATE)] | None = None
     """Folder of which the command gets a copy as its current folder and home; None: an empty folder."""
     score: str | tuple[str, ...] | None = None
     """What scores a trajectory: `module:function` of a trusted module, or a command and its arguments; None: the agent

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from service.config.section import Band, Decay, Fraction, NotNegative, Positive, Seconds, Section
+from service.config.section import MOST, Band, Decay, Fraction, NotNegative, Positive, Seconds, Section
 
 
 class CorrectionConfig(Section):
@@ -132,7 +132,7 @@ class TrainerConfig(Section):
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     betas: tuple[Decay, Decay] = (0.9, 0.999)
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
-    gradient_checkpointing: bool | Annotated[int, Field(ge=2)] | Literal["auto"] = "auto"
+    gradient_checkpointing: bool | Annotated[int, Field(ge=2, le=MOST)] | Literal["auto"] = "auto"
     """Keep only the inputs of the layers, and recompute the other activations in the backward pass. A number n: do so
     in every n-th layer only, which takes more memory and less time. auto: on a GPU as little of it as the estimate of
     memory allows, for bfloat16 models; on a CPU none."""

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from service.config.gone import GONE
-from service.config.section import PATTERNS
+from service.config.section import MOST, PATTERNS
 from service.config.source import KeyPath, Source, plain, read_sources, short
 from service.config.tree import Config
 from service.errors import ConfigError
@@ -113,7 +113,9 @@ def _message(details: Sequence[ErrorDetails], path: KeyPath) -> str:
     if kind == "string_type" and isinstance(value, Mapping):
         keys = short(", ".join(f"{key!s}:" for key in value))[1:-1]
         return f"must be text, but YAML reads {keys} as a key; put quotes around it"
-    if kind == "string_type":
+    if kind == "int_parsing_size":
+        return f"{shown} is more than {MOST:.0e}, the largest number that a setting takes"
+    if kind in ("string_type", "path_type"):
         return f"must be text, not {shown} (write it in quotes inside the value: '\"{shown}\"')"
     if kind == "model_type" and len(details) == 1:
         return f"is a section with keys of its own, not a value like {shown}"

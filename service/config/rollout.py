@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import os
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from service.config.command import CommandConfig
 from service.config.section import (
+    MOST,
     URL,
     Dataset,
     Fraction,
@@ -20,6 +21,7 @@ from service.config.section import (
     Range,
     Seconds,
     Section,
+    UserPath,
 )
 
 COLDEST, HOTTEST = 0.01, 100.0
@@ -126,7 +128,7 @@ class AgentsConfig(Section):
     restart."""
     deadline: Seconds = 3600.0
     """Seconds in which an agent must have finished its session."""
-    worker_key_file: Annotated[Path, Named("worker key")] | None = None
+    worker_key_file: Annotated[UserPath, Named("worker key")] | None = None
     """File with the key of workers, which claim sessions from other machines; None: the environment variable
     BATON_WORKER_KEY, and no worker may claim where that is not set either."""
     heartbeat_deadline: Seconds = 60.0
@@ -153,7 +155,7 @@ class RoleConfig(Section):
     url: Annotated[str, Field(pattern=URL)] | None = None
     """Of a frozen role: address of an OpenAI-compatible endpoint, up to and with `/v1`; None: an engine of this run
     serves the model."""
-    model: str | None = None
+    model: Annotated[str, AfterValidator(os.path.expanduser)] | None = None
     """Of a frozen role: the model's name at `url`; without `url`, its Hugging Face folder."""
     key_file: KeyFile | None = None
     """Of a frozen role: file with the key for `url`; None: none is sent."""
@@ -191,12 +193,12 @@ class GeneratorConfig(Section):
     """Groups that all engines together generate at once."""
     max_input_length: Positive = 1024
     """Most tokens of a turn's prompt."""
-    max_generate_length: Annotated[int, Field(ge=2)] = 256
+    max_generate_length: Annotated[int, Field(ge=2, le=MOST)] = 256
     """Most tokens of a turn's response, one of them kept for an end token that the loop appends."""
     temperature: Annotated[float, Field(ge=COLDEST, lt=HOTTEST)] = 1.0
     """Sampling temperature in training."""
     top_p: Fraction = 1.0
-    top_k: int = -1
+    top_k: Annotated[int, Field(le=MOST)] = -1
     min_p: Fraction = 0.0
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
@@ -251,7 +253,7 @@ class ScorerConfig(Section):
     """An address that takes the group as JSON in a POST; of a teacher, a completions endpoint of vLLM."""
     model: ModelFolder | None = None
     """A teacher's Hugging Face folder, which an engine of this run serves."""
-    tokenizer: Annotated[Path, Named("tokenizer", "folder", "give a Hugging Face folder")] | None = None
+    tokenizer: Annotated[UserPath, Named("tokenizer", "folder", "give a Hugging Face folder")] | None = None
     """Of a teacher at an address: the Hugging Face folder of its tokenizer, which must be the policy's."""
     served_model: str = ""
     """Of a teacher at an address: the model's name there."""

@@ -8,8 +8,12 @@ from typing import Annotated, Literal, NamedTuple
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-Positive = Annotated[int, Field(gt=0)]
-NotNegative = Annotated[int, Field(ge=0)]
+MOST = 10**15
+"""No setting counts further: every type that a number is kept in holds it."""
+LARGEST_HOST = 1 << 45
+"""Bytes of memory; no host has more."""
+Positive = Annotated[int, Field(gt=0, le=MOST)]
+NotNegative = Annotated[int, Field(ge=0, le=MOST)]
 Seconds = Annotated[float, Field(gt=0, le=1e9)]
 """At most thirty years: clocks and timers of the operating system overflow beyond."""
 Fraction = Annotated[float, Field(ge=0, le=1)]
@@ -35,6 +39,17 @@ Band = Annotated[
 ]
 
 
+def _from_home(path: Path) -> Path:
+    try:
+        return path.expanduser()
+    except RuntimeError as error:
+        raise ValueError("must begin with the home folder of a user of this machine") from error
+
+
+UserPath = Annotated[Path, AfterValidator(_from_home)]
+"""A path that may begin with `~`."""
+
+
 class Named(NamedTuple):
     """Declares the kind of a path setting; such paths are checked before a run starts, and made absolute for other
     nodes."""
@@ -45,9 +60,9 @@ class Named(NamedTuple):
     holds_model: bool = False
 
 
-Dataset = Annotated[Path, Named("dataset", hint="give a JSONL or parquet file")]
-KeyFile = Annotated[Path, Named("key")]
-ModelFolder = Annotated[Path, Named("model folder", "folder", "give a Hugging Face folder", holds_model=True)]
+Dataset = Annotated[UserPath, Named("dataset", hint="give a JSONL or parquet file")]
+KeyFile = Annotated[UserPath, Named("key")]
+ModelFolder = Annotated[UserPath, Named("model folder", "folder", "give a Hugging Face folder", holds_model=True)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 
 

@@ -19,7 +19,19 @@ from service.config.rollout import (
     RoleConfig,
     ScorerConfig,
 )
-from service.config.section import Fraction, MergeMode, Name, Named, NotNegative, Positive, Range, Seconds, Section
+from service.config.section import (
+    LARGEST_HOST,
+    Fraction,
+    MergeMode,
+    Name,
+    Named,
+    NotNegative,
+    Positive,
+    Range,
+    Seconds,
+    Section,
+    UserPath,
+)
 from service.handoff.steps.roles import MAX_NAMED, TRAINED
 
 _VALUE = r"[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?"
@@ -51,12 +63,12 @@ class RunConfig(Section):
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = "run"
     """Name of the run and of its folder."""
-    dir: Path = Path("runs")
+    dir: UserPath = Path("runs")
     """Folder of the run folders; it must outlast the process (a Ray job's working directory does not)."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     """Seed of all random numbers of the run."""
-    max_steps: Positive = 100
-    """Optimizer steps after which the run ends."""
+    max_steps: Annotated[int, Field(gt=0, lt=1 << 31)] = 100
+    """Optimizer steps after which the run ends; each token carries the step of its policy in 31 bits."""
     max_restarts: NotNegative = 3
     """Failures of a generator, or of the trainer, that a run survives without an optimizer step in between. Steps that
     a trainer repeats after a failure do not count."""
@@ -107,7 +119,7 @@ class WarmStartConfig(Section):
 class ModelConfig(Section):
     """The policy."""
 
-    path: Annotated[Path, Named("model folder", "folder", "give a Hugging Face folder")] | None = None
+    path: Annotated[UserPath, Named("model folder", "folder", "give a Hugging Face folder")] | None = None
     """A Hugging Face folder (config, safetensors, tokenizer, chat template)."""
     make: MakeModelConfig | None = None
     """Make a small model instead of reading `path`."""
@@ -115,7 +127,7 @@ class ModelConfig(Section):
     """Trains all weights, also where `lora` is set: the adapter is added to the warm-started model."""
     lora: LoraConfig | None = None
     """Train a low-rank adapter and leave the weights as they are; None: train all weights."""
-    adapter: Annotated[Path, Named("adapter", "folder", "give a folder with adapter_config.json")] | None = None
+    adapter: Annotated[UserPath, Named("adapter", "folder", "give a folder with adapter_config.json")] | None = None
     """Folder of an adapter in PEFT's form from which training starts; its rank, alpha and targets must be those of
     `lora`."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
@@ -145,7 +157,7 @@ class BufferConfig(Section):
     """Seconds after which the lease of a mini-batch ends, and the mini-batch is leased again."""
     max_lease_attempts: Positive = 3
     """Leases of a group, after which it is refused."""
-    max_bytes: Positive = 4 << 30
+    max_bytes: Annotated[int, Field(gt=0, le=LARGEST_HOST)] = 4 << 30
     """Bytes in memory that admitted groups may need at worst."""
     max_group_bytes: Annotated[int, Field(gt=0, le=1 << 40)] = 256 << 20
     """Bytes of one group, in equal parts for its trajectories; a message beyond its trajectory's part is refused."""

@@ -636,6 +636,8 @@ async def test_a_large_body_waits_for_room_and_is_refused_as_one_to_repeat_when_
         ("identity", bytes, 200),
         ("gzip", lambda raw: gzip.compress(raw)[:-1], 400),
         ("gzip", bytes, 400),
+        ("gzip", lambda raw: gzip.compress(raw) + b"more", 400),
+        ("gzip", lambda raw: gzip.compress(raw[:9]) + gzip.compress(raw[9:]), 400),
         ("br", bytes, 415),
     ],
 )

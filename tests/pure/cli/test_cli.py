@@ -8,8 +8,11 @@ import sys
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from threading import Thread
+from types import SimpleNamespace
 
+import psutil
 import pytest
+import yaml
 
 from service.cli import parser
 from service.cli.parser import main, split_overrides
@@ -41,6 +44,32 @@ def test_the_resolved_configuration_is_shown_and_is_fine(capsys: pytest.CaptureF
     assert (shown.trainer.lr, shown.run.seed, shown.run.name) == (1e-4, 3, "quickstart")
     assert main(["config", "validate", "--config", QUICKSTART]) == 0
     assert capsys.readouterr().out == f"{QUICKSTART}: fine\n"
+
+
+def test_more_rows_than_memory_are_a_note_of_the_validation_with_the_arithmetic_and_refused_by_a_run(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=10**9))
+    words = ["--config", QUICKSTART, "data.make_rows=1e6"]
+    assert main(["config", "validate", *words]) == 0
+    needed = "1,000,000 rows take 1024 bytes each or more, 1 GB in all, more than 1 GB of memory"
+    assert capsys.readouterr().out.startswith(f"note: data.make_rows: {needed}")
+    assert main(["run", *words]) == 2
+    assert needed in capsys.readouterr().err
+
+
+def test_a_tilde_that_the_shell_left_is_the_home_folder(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "mine.yaml").write_text(Path(QUICKSTART).read_text())
+    settings = ["run.dir=~/runs", "data.eval={one: ~/one.jsonl}", "roles.v={mode: frozen, model: ~/m}"]
+    assert main(["config", "show", "--config=~/mine.yaml", "model.path=~/model", *settings]) == 0
+    shown = yaml.safe_load(capsys.readouterr().out)
+    paths = [shown["run"]["dir"], shown["model"]["path"], shown["data"]["eval"]["one"], shown["roles"]["v"]["model"]]
+    assert paths == [str(tmp_path / name) for name in ("runs", "model", "one.jsonl", "m")]
+    assert split_overrides(["replay", "~/r", "--out=~/b"]) == (["replay", f"{tmp_path}/r", f"--out={tmp_path}/b"], [])
+    assert split_overrides(["status", "~/runs/one"]) == (["status", f"{tmp_path}/runs/one"], [])
 
 
 def test_config_schema_is_json_that_refuses_unknown_keys(capsys: pytest.CaptureFixture[str]) -> None:

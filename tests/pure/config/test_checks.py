@@ -18,6 +18,14 @@ SHORT = {"AGENT": AGENT, "TEACHER": ["algorithm.teacher={}", "scorers.t={kind: t
 REFUSED = r"""
 algorithm.estimator  algorithm.estimator=gae
 algorithm.estimator  algorithm.estimator=reinforce++
+data.make_rows  data.make_rows=1e12
+data.eval_make_rows  data.eval_make_rows=1e12
+data.eval_samples  data.eval_samples=1e12
+model.warm_start.demonstrations  model.warm_start.demonstrations=1e12
+generator.concurrent_groups  generator.concurrent_groups=1e12
+run.max_steps  run.max_steps=1e23
+run.max_steps  run.max_steps=2147483648
+run.dir  run.dir=~nobody-of-this-name/runs
 algorithm.estimator  algorithm.estimator=gae & algorithm.step_wise=false & buffer.merge=off
 generator.engines  weights.transport=ipc & generator.engines={min: 1, max: 2}
 data.eval_mode  data.eval_every=4 & data.eval_make_rows=8 & data.eval_mode=beside & generator.engines={min: 1, max: 3}

@@ -6,10 +6,12 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import BaseModel
 
 from service.cli import main
 from service.config import Config, load, load_config, resolved_yaml
 from service.config.gone import GONE
+from service.config.load import key_paths, section_of
 from service.config.paths import with_absolute_paths
 from service.errors import ConfigError, UserError
 
@@ -53,6 +55,22 @@ def test_words_that_yaml_1_1_would_turn_into_something_else_stay_what_they_are(t
     config = load_config([file])
     assert config.buffer.merge == "off"
     assert config.env.options == {"date": "2024-01-01", "clock": "1:30", "n": 10, "x": 1000.0}
+
+
+def test_no_whole_number_is_so_large_that_the_types_that_keep_it_overflow() -> None:
+    numbers = {".".join(path) for path in key_paths() if re.search(r"\bint\b(?!.*dict)", str(annotation_of(path)))}
+    numbers -= {"generator.engines.min", "generator.engines.max"}  # generator.engines itself is a number here
+    with pytest.raises(ConfigError) as caught:
+        load_config([], [f"{path}={2**63}" for path in numbers])
+    refused = set(re.findall(r"^override (\S+)=", str(caught.value), re.MULTILINE))
+    assert len(numbers) > 60 and refused == numbers
+
+
+def annotation_of(path: tuple[str, ...]) -> object:
+    section: type[BaseModel] | None = Config
+    for key in path[:-1]:
+        section = section_of(section.model_fields[key].annotation) if section is not None else None
+    return section.model_fields[path[-1]].annotation if section is not None else None
 
 
 def test_the_resolved_file_reads_back_to_the_same_configuration(tmp_path: Path) -> None:
