@@ -42,6 +42,7 @@ from service.run.inputs import Prepared, check_checkpoint
 from service.run.log_file import log_into
 from service.run.phases import phase, say
 from service.run.progress import end_early
+from service.run.resuming import changed_settings
 from service.run.writer import RunWriter
 from service.store.objects import open_store
 from service.store.uploads import Uploads, claim_store
@@ -112,7 +113,7 @@ def _run(config: Config, folder: RunWriter, manifest: Manifest | None) -> int:
         check_checkpoint(config.model.lora, prepared.base, checkpoints.path(manifest.step))
         uploads = claimed_store(config, folder)
     say(f"run folder: {folder.path}")
-    for line in config.notes:
+    for line in (*config.notes, *([] if manifest is None else changed_settings(config, folder.path))):
         say(f"NOTE {line}")
     seconds, heeded = config.run.stop_grace, heeded_signals()
     too_late = f"{seconds:g} s after the stop signal (run.stop_grace) the run had not ended in order"

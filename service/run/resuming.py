@@ -6,12 +6,13 @@ Everything is checked before Ray starts, so a refusal takes no time and leaves t
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from service.config import Config, RunConfig, TrainerConfig, load
+from service.config.source import read_sources
 from service.config.store_url import is_store_url
 from service.errors import UserError
 from service.files import recover_folder
@@ -77,6 +78,21 @@ def resumed(run: RunConfig, trainer: TrainerConfig, path: Path) -> Iterator[Mani
         if left < 0 or (left == 0 and _is_finished(path)):
             raise UserError(f"{path}: the run has all of its {manifest.step} steps; raise run.max_steps to continue")
         yield manifest
+
+
+def changed_settings(config: Config, folder: Path) -> list[str]:
+    """A line for each setting that is another one than in the run's earlier part."""
+    was, now = _leaves(read_sources([folder / CONFIG], ()).values), _leaves(config.model_dump(mode="json"))
+    different = [setting for setting in {**now, **was} if was.get(setting) != now.get(setting)]
+    return [f"{setting}: it is {now.get(setting)} from here on, and was {was.get(setting)}" for setting in different]
+
+
+def _leaves(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The values that are no sections, by their whole path."""
+    leaves: dict[str, Any] = {}
+    for key, value in values.items():
+        leaves |= _leaves(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return leaves
 
 
 def _is_finished(path: Path) -> bool:

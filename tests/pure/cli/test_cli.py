@@ -99,6 +99,8 @@ WRONG = {
     "config validate QUICKSTART env.options.colour=1": "'lookup' refuses them",
     "config validate QUICKSTART trainer.betas=[0.9,1.5]": "must be less than 1",
     "config validate QUICKSTART model.make.num_layers=1000": "model.make.num_layers",
+    "config validate QUICKSTART run.max_steps=1e23": "run.max_steps=1e23: 1e+23 is more than 1e+15",
+    "config validate QUICKSTART data.train=5": "must be text",
     "status nobody": "nor the name of a run",
     "status 127.0.0.1:1": "no run answers there",
 }

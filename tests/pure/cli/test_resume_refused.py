@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -28,7 +29,7 @@ from service.learn.optimizer import MOMENTS
 from service.rollout.environments.registry import synthetic_data
 from service.rollout.prompts.dataset import rows_digest, write_rows
 from service.run.checkpoints import TRAINER, Checkpoints
-from service.run.folder import CHECKPOINTS, CONFIG, JOURNAL, SUMMARY, TARGETS
+from service.run.folder import CHECKPOINTS, CONFIG, DRIVER_LOG, JOURNAL, LOGS, SUMMARY, TARGETS
 from service.run.inputs import Prepared
 from service.run.writer import RunWriter
 
@@ -150,6 +151,18 @@ def test_a_run_goes_on_from_any_folder_and_a_failure_before_it_does_leaves_how_i
 ) -> None:
     assert "Ray was started" in refused("run.max_steps=9", code=1)
     assert load_config([run / CONFIG], []).run.max_steps == STEP
+
+
+def test_what_a_resumption_changes_is_written_down(refused: Callable[..., str], run: Path) -> None:
+    more, log = "run.max_steps=9", run / LOGS / DRIVER_LOG
+    refused(more, "model.dtype=bfloat16", "trainer.layout=padded", "placement.trainer={gpu: h100}", code=1)
+    notes = re.findall(r"NOTE (\S+): it is (\S+) from here on, and was (\S+)", log.read_text())
+    assert sorted(notes) == [
+        ("model.dtype", "bfloat16", "float32"),
+        ("placement.trainer.gpu", "h100", "None"),
+        ("run.max_steps", "9", str(STEP)),
+        ("trainer.layout", "padded", "auto"),
+    ]
 
 
 @pytest.mark.parametrize("left", ['{"state": "failed", "steps": 3, "reason": "the disk is full"}', '{"state":', None])
