@@ -68,7 +68,7 @@ class VllmParser:
         if self._is_marked and token_ids:
             ended = token_ids[:-1] if token_ids[-1] in self._end_ids else token_ids
             said = self._tokenizer.decode(ended, skip_special_tokens=False)
-        request = self._request(messages=[], tools=list(tools) or None, tool_choice="auto" if tools else None)
+        request = self._request(messages=[], tools=list(tools) or None, tool_choice="auto" if tools else "none")
         try:
             parser = self._make(self._tokenizer, request.tools)
             thinking, content, calls = parser.parse(said, request, True, token_ids)

@@ -154,6 +154,7 @@ class PreparedCall(NamedTuple):
     digest: bytes | None
     """What identifies the conversation up to here; None where the client gave tokens."""
     tools: Sequence[Tool] = ()
+    """Tools that the reply may call."""
     begun: Beginning | None = None
     received: Sequence[Call] = ()
     """Calls that count as not delivered, and whose replies the client sends back."""

@@ -9,6 +9,7 @@ asked for a stream waits, it gets headers and comments.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -28,6 +29,8 @@ from service.agents.dialects.responses import RESPONSES
 from service.agents.requests import STREAM, TOO_LARGE, Requests, is_connected, is_retry, role_named
 from service.agents.session import Session
 
+log = logging.getLogger(__name__)
+
 KEEP_ALIVE_SECONDS = 3.0
 """Seconds between two comments to a client that waits for a stream."""
 COMMENT = b": the policy samples\n\n"
@@ -41,14 +44,22 @@ DIALECTS: Mapping[str, Dialect] = {
 """By the path at which they are spoken."""
 MODEL = "policy"
 """The name of the only model; requests may name any."""
+IGNORED_HEADER = "X-Baton-Ignored"
+"""Of an answer: the fields of its request that changed nothing."""
+MAX_NOTED = 128
+"""Ignored fields of a dialect that are logged; clients choose the names."""
 
 
 class Calls:
     """Answers the calls of all sessions."""
 
-    def __init__(self, requests: Requests, named_roles: Sequence[str]) -> None:
+    def __init__(self, requests: Requests, named_roles: Sequence[str], structured: str) -> None:
+        """`structured`: `agents.structured`."""
         self._requests = requests
         self._named_roles = named_roles
+        self._structured = structured
+        self._noted: dict[str, set[str]] = {}
+        """Ignored fields that are in the log, by dialect."""
         self.answered: Counter[tuple[str, str]] = Counter()
         """Answered calls by dialect and by how the prompt came about; `replayed`: an earlier call again."""
 
@@ -62,9 +73,10 @@ class Calls:
         session = self._requests.session(request)
         known = session.n_steps
         calling, asked, model = await self._begin(dialect, request, session)
+        self._note(dialect, asked.ignored)
         while not (await asyncio.wait([calling], timeout=KEEP_ALIVE_SECONDS))[0]:
             if asked.stream:
-                await (await _stream(request)).write(COMMENT)
+                await (await _stream(request, asked)).write(COMMENT)
         if calling.cancelled():
             session.check_open()
         call = calling.result()
@@ -87,7 +99,7 @@ class Calls:
 
                 def read() -> tuple[CallRequest, PreparedCall, str]:
                     body = parse_body(raw)
-                    asked = dialect.read(body)
+                    asked = self._with_forms(dialect.read(body))
                     return asked, session.opened(asked), str(body.get("model") or MODEL)
 
                 asked, opened, model = await self._requests.apart(len(raw), read)
@@ -102,6 +114,24 @@ class Calls:
                 raise session.too_long(refused.reason) from refused
             raise
 
+    def _with_forms(self, asked: CallRequest) -> CallRequest:
+        """The request, with the forms that nothing enforces among its ignored fields.
+
+        Raises:
+            Refused: `agents.structured` refuses a form.
+        """
+        if asked.forms and self._structured == "refuse":
+            raise Refused(400, asked.forms[0].field, "answers have no prescribed form; see agents.structured")
+        return asked._replace(ignored=(*asked.ignored, *(form.field for form in asked.forms)))
+
+    def _note(self, dialect: Dialect, ignored: Sequence[str]) -> None:
+        """Log ignored fields, each once, and at most `MAX_NOTED` of a dialect."""
+        noted = self._noted.setdefault(dialect.name, set())
+        new = [name for name in ignored if name not in noted][: MAX_NOTED - len(noted)]
+        if new:
+            noted.update(new)
+            log.info("calls of dialect %s have fields that change nothing: %s", dialect.name, ", ".join(new))
+
 
 async def _write(request: web.Request, dialect: Dialect, asked: CallRequest, answer: CallAnswer) -> web.StreamResponse:
     """Write the answer; returns once the connection has taken all of it.
@@ -111,20 +141,25 @@ async def _write(request: web.Request, dialect: Dialect, asked: CallRequest, ans
     """
     response: web.StreamResponse
     if asked.stream:
-        response = await _stream(request)
+        response = await _stream(request, asked)
         for frame in dialect.events(answer, asked):
             await response.write(frame)
     else:
-        response = web.json_response(dialect.reply(answer, asked))
+        response = web.json_response(dialect.reply(answer, asked), headers=_headers(asked))
         await response.prepare(request)
     await response.write_eof()
     return response
 
 
-async def _stream(request: web.Request) -> web.StreamResponse:
+async def _stream(request: web.Request, asked: CallRequest) -> web.StreamResponse:
     """The stream for a request's answer; the first call of this function starts it."""
     if (stream := request.get(STREAM)) is None:
-        stream = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+        headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache", **_headers(asked)}
+        stream = web.StreamResponse(headers=headers)
         await stream.prepare(request)
         request[STREAM] = stream
     return stream
+
+
+def _headers(asked: CallRequest) -> dict[str, str]:
+    return {IGNORED_HEADER: ", ".join(asked.ignored)} if asked.ignored else {}

@@ -29,7 +29,8 @@ class ReplyParser(Protocol):
     """Parses the responses of one family of models."""
 
     def parse(self, text: str, tools: Sequence[Tool] = (), token_ids: Sequence[int] = ()) -> Reply:
-        """Parse a finished response to a request with these tools; unrecognised text becomes content.
+        """Parse a finished response to a request with these tools; unrecognised text becomes content, and so do calls
+        if there are no tools.
 
         `text` has no special tokens; where those mark calls, the parser reads the response's ids.
         """
@@ -42,7 +43,7 @@ class JsonCalls:
         """Parse a response; a malformed or truncated call stays in the content as the policy wrote it."""
         thinking, rest = _thinking(text)
         calls, content, end = [], [], 0
-        for found in tagged(rest, "tool_call"):
+        for found in tagged(rest, "tool_call") if tools else ():
             if isinstance(call := read_call(found[1]), ToolCall):
                 calls.append(call)
                 content.append(rest[end : found.start()])

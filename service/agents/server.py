@@ -50,7 +50,7 @@ class Endpoint:
     ) -> None:
         """`max_model_len`: maximum tokens of a prompt and its response; `named_roles`: see `role_named`."""
         self.requests = Requests(sessions, keys)
-        self.calls = Calls(self.requests, named_roles)
+        self.calls = Calls(self.requests, named_roles, offers.config.structured)
         self._routes = Routes(self.requests, offers, of_model, max_model_len)
         self._silent: dict[Any, asyncio.TimerHandle] = {}
         """Connections that have sent no request yet, and when they are closed."""

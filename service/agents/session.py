@@ -216,7 +216,7 @@ class Session:
         self.hear()
         if (flying := self._flying.get(body)) is not None:
             return flying
-        if (known := self.tree.replayed(body, is_retry, asked.tools)) is not None:
+        if (known := self.tree.replayed(body, is_retry, opened.tools)) is not None:
             return _done(known)
         if len(opened.prompt_ids) > self._limits.max_input_length:
             raise self.too_long(f"{len(opened.prompt_ids)} tokens")
@@ -244,7 +244,8 @@ class Session:
         try:
             if asked.prompt is not None:
                 return self.tree.open_ids(self.tree.prompt_ids(asked.prompt))
-            return self.tree.open(asked.messages, asked.tools, asked.echoed)
+            opened = self.tree.open(asked.messages, asked.tools, asked.echoed)
+            return opened if asked.may_call else opened._replace(tools=())
         except MessagesRefused as refused:
             raise Refused(400, "messages", str(refused)) from refused
         except RecursionError as error:

@@ -141,6 +141,9 @@ class AgentsConfig(Section):
     train: tuple[Literal["main", "sub", "aux"], ...] = ("main", "sub")
     """Roles of conversations that are trained: main, sub (under a system prompt of its own), aux (a single question
     beside them, such as one for a title)."""
+    structured: Literal["ignore", "refuse"] = "ignore"
+    """What becomes of a request for a form of answer (a JSON schema, a forced tool): the policy answers freely, or the
+    request is refused."""
     tool_parser: str = "json"
     """What reads tool calls and thinking in responses: json, as Qwen's and Hermes' models write them; or vLLM's parsers
     by name, such as `hermes` or, with one for the thinking, `hermes+deepseek_r1`."""

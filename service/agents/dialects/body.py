@@ -2,7 +2,7 @@
 
     {"messages": [{"role": "user", "content": 5}]}   400   messages[0].content: Expected `str | array | null`, got `int`
     {"messages": [...], "n": 2}                      400   n: one call gives one answer
-    {"messages": [...], "top_k": 5, "x": 1}          read; `top_k` and `x` change nothing
+    {"messages": [...], "top_k": 5, "x": 1}          read; `top_k` and `x` change nothing, and the answer names them
 
 A schema is a struct. It takes every field that it has; fields of other names change nothing.
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
+from itertools import islice
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 import msgspec
@@ -24,6 +25,12 @@ from service.rollout.chat.tools import read_json
 HALF = re.compile(rb"\\u[dD][89a-fA-F]")
 """Half of a surrogate pair as JSON writes it: programs that cut text in the middle of a character send one."""
 WHERE = re.compile(r"(?P<reason>.*?)(?: - at `\$\.?(?P<field>.*)`)?", re.DOTALL)
+FIELD_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}")
+"""A field's name that stands in a header and in a log as it is."""
+FORMATS, OPTIONS = ("response_format", "output_format"), ("text", "output_config")
+"""Fields that state the form of an answer, and fields with options that may have it as `format`."""
+MAX_NAMED = 32
+"""Ignored fields that an answer names."""
 MISSING = re.compile(r"required field `(\w+)`")
 HOSTED = (
     "web_search",
@@ -68,11 +75,23 @@ class Pinned(Struct, kw_only=True):
     stop_sequences: list[str] | None = None
 
 
+class ToolChoice(Struct):
+    """A choice of tools as an object; `any`, and types with a name, force a call."""
+
+    type: Name
+
+
 class CommonFields(Pinned, kw_only=True):
     """Fields that requests of all dialects share."""
 
     model: str | None = None
     stream: bool | None = None
+    tool_choice: Literal["auto", "none", "required", "any"] | ToolChoice | None = None
+
+    @property
+    def choice(self) -> str:
+        """Which tools may be called: `auto`, `none`, or whatever forces a call."""
+        return self.tool_choice.type if isinstance(self.tool_choice, ToolChoice) else self.tool_choice or "auto"
 
 
 class StreamOptions(Struct):
@@ -86,12 +105,15 @@ class _Unless(NamedTuple):
 
     neutral: tuple[Any, ...]
     reason: str
+    code: str | None = None
+    """What makes a client send the same request without the field, where clients know such a code."""
 
 
 ONE = _Unless((1,), "one call gives one answer")
 SAMPLED = _Unless(({}, []), "what is sampled is the distribution that is trained")
-FREE = _Unless(({"type": "text"}, {}, None), "answers follow no schema")
 WHOLE = _Unless((), "send the whole conversation; its tokens are found by its messages")
+NO_THREAD = "thread_unsupported_request"
+"""The code after which Anthropic's SDK sends whole conversations."""
 REFUSED: Mapping[str, _Unless] = {
     "n": ONE,
     "best_of": ONE,
@@ -99,11 +121,9 @@ REFUSED: Mapping[str, _Unless] = {
     "logit_bias": SAMPLED,
     "allowed_token_ids": SAMPLED,
     "bad_words": SAMPLED,
-    "response_format": FREE,
-    "structured_outputs": FREE,
-    "output_format": FREE,
-    "previous_response_id": WHOLE,
+    "previous_response_id": WHOLE._replace(code="previous_response_not_found"),
     "conversation": WHOLE,
+    "thread": WHOLE._replace(code=NO_THREAD),
     "background": _Unless((False,), "the answer comes in the same request"),
     "continue_final_message": _Unless((False,), "an answer cannot be continued"),
     "echo": _Unless((False,), "the prompt is not repeated"),
@@ -141,11 +161,23 @@ def read_request(body: Mapping[str, Any], shape: type[Shape], where: str = "") -
     request = read_as(body, shape, where)
     given = {name: value for name, value in body.items() if value is not None}
     for name in given.keys() & REFUSED.keys():
-        neutral, reason = REFUSED[name]
+        neutral, reason, code = REFUSED[name]
         if not any(given[name] == one and type(given[name]) is type(one) for one in neutral):
-            raise Refused(400, f"{where}.{name}" if where else name, reason)
-    _refuse_what_is_forced(given)
+            raise Refused(400, f"{where}.{name}" if where else name, reason, code)
     return request
+
+
+def ignored_fields(body: Mapping[str, Any], shape: type[Struct]) -> tuple[str, ...]:
+    """The given fields that change nothing, in order: sampling parameters, and fields that the schema does not have."""
+    read = {*shape.__struct_fields__, *REFUSED, *FORMATS} - {*Pinned.__struct_fields__}
+    names = (
+        f"{name}.{inner}" if inner else name
+        for name, value in body.items()
+        if value is not None and name not in read
+        for inner in (value if name in OPTIONS and isinstance(value, dict) else ("",))
+        if inner != "format"
+    )
+    return tuple(islice(filter(FIELD_NAME.fullmatch, names), MAX_NAMED))
 
 
 def read_as(value: Any, shape: type[Shape], where: str = "") -> Shape:
@@ -186,13 +218,3 @@ def function_tool(name: str, description: str | None, parameters: Mapping[str, A
 def text_of(content: Content) -> str:
     """The text of a message's content."""
     return content if isinstance(content, str) else "".join(part.text for part in content or ())
-
-
-def _refuse_what_is_forced(given: Mapping[str, Any]) -> None:
-    choice = given.get("tool_choice")
-    if (choice.get("type", "") if isinstance(choice, dict) else choice) not in (None, "auto", "none"):
-        raise Refused(400, "tool_choice", "the policy chooses: only auto and none are taken")
-    for name in ("text", "output_config"):
-        options = given.get(name)
-        if isinstance(options, dict) and options.get("format") not in FREE.neutral:
-            raise Refused(400, f"{name}.format", FREE.reason)

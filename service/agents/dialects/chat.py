@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
+from service.agents.dialects.answer_form import forms_of
 from service.agents.dialects.body import (
     CommonFields,
     Content,
@@ -20,6 +21,7 @@ from service.agents.dialects.body import (
     Positive,
     StreamOptions,
     function_tool,
+    ignored_fields,
     own_tools,
     read_request,
     text_of,
@@ -78,6 +80,9 @@ def read(body: Mapping[str, Any]) -> CallRequest:
         max_tokens=request.max_completion_tokens or request.max_tokens,
         wants_ids=bool(request.return_token_ids or request.return_tokens_as_token_ids),
         include_usage=bool(request.stream_options and request.stream_options.include_usage),
+        may_call=request.choice != "none",
+        forms=forms_of(body, request),
+        ignored=ignored_fields(body, _Request),
     )
 
 

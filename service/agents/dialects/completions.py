@@ -13,7 +13,16 @@ from typing import Any
 import numpy as np
 from msgspec import Struct
 
-from service.agents.dialects.body import CommonFields, Name, Positive, StreamOptions, TokenIds, read_as, read_request
+from service.agents.dialects.body import (
+    CommonFields,
+    Name,
+    Positive,
+    StreamOptions,
+    TokenIds,
+    ignored_fields,
+    read_as,
+    read_request,
+)
 from service.agents.dialects.dialect import DONE, CallAnswer, CallRequest, Dialect, frame
 from service.types import Int32s
 
@@ -39,6 +48,7 @@ def read(body: Mapping[str, Any]) -> CallRequest:
         max_tokens=request.max_tokens,
         wants_ids=bool(request.return_token_ids),
         include_usage=bool(request.stream_options and request.stream_options.include_usage),
+        ignored=ignored_fields(body, _Request),
     )
 
 

@@ -20,6 +20,18 @@ DONE = b"data: [DONE]\n\n"
 ERROR_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
+class AnswerForm(NamedTuple):
+    """The form that a client wants its answer to have; see `answer_form.py`."""
+
+    field: str
+    """The request's field that states it."""
+    schema: Mapping[str, Any] | None = None
+    """JSON schema of the text; None: a call of a tool, or a form that is not known here."""
+    forces_call: bool = False
+    """Whether a tool must be called: the one named `tool`, or any one."""
+    tool: str | None = None
+
+
 class CallRequest(NamedTuple):
     """One request of a client."""
 
@@ -39,6 +51,12 @@ class CallRequest(NamedTuple):
     """A stream of chat completions or completions ends with the numbers of tokens."""
     repeated: Mapping[str, Any] = MappingProxyType({})
     """Fields of the request that the dialect's answer has too."""
+    may_call: bool = True
+    """Whether calls of tools are read from the answer; otherwise they are text."""
+    forms: tuple[AnswerForm, ...] = ()
+    """The forms that the client wants."""
+    ignored: tuple[str, ...] = ()
+    """Given fields that change nothing."""
 
 
 class CallAnswer(NamedTuple):

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import numpy as np
 from msgspec import Struct
 
-from service.agents.dialects.body import Pinned, Positive, TokenIds, read_request
+from service.agents.dialects.body import Pinned, Positive, TokenIds, ignored_fields, read_request
 from service.agents.dialects.dialect import CallAnswer, CallRequest, Dialect
 from service.types import NO_VERSION
 
@@ -39,6 +39,7 @@ def read(body: Mapping[str, Any]) -> CallRequest:
         messages=(),
         prompt=np.array(request.token_ids, np.int32),
         max_tokens=sampling.max_tokens,
+        ignored=(*ignored_fields(body, _Request), *ignored_fields(request.sampling_params or {}, _Sampling)),
     )
 
 

@@ -15,12 +15,15 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
+from service.agents.dialects.answer_form import forms_of
 from service.agents.dialects.body import (
+    NO_THREAD,
     CommonFields,
     Content,
     Name,
     Positive,
     function_tool,
+    ignored_fields,
     own_tools,
     read_request,
     text_of,
@@ -107,6 +110,9 @@ def read_to_count(body: Mapping[str, Any]) -> CallRequest:
         echoed=frozenset(block.signature for block in blocks if isinstance(block, _Thinking) and block.signature),
         stream=bool(request.stream),
         max_tokens=request.max_tokens,
+        may_call=request.choice != "none",
+        forms=forms_of(body, request),
+        ignored=ignored_fields(body, _Request),
     )
 
 
@@ -161,7 +167,8 @@ def events(answer: CallAnswer, asked: CallRequest) -> Iterator[bytes]:
 def error(refused: Refused) -> dict[str, Any]:
     """The body of an error."""
     kind = ERROR_TYPES.get(refused.status, "api_error" if refused.status >= 500 else "invalid_request_error")
-    return {"type": "error", "error": {"type": kind, "message": str(refused)}}
+    details = {"error_code": refused.code, "unsupported": [refused.field]} if refused.code == NO_THREAD else None
+    return {"type": "error", "error": {"type": kind, "message": str(refused), "details": details}}
 
 
 def error_event(refused: Refused) -> bytes:

@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 from msgspec import Struct
 
+from service.agents.dialects.answer_form import forms_of
 from service.agents.dialects.body import (
     CommonFields,
     Content,
@@ -27,6 +28,7 @@ from service.agents.dialects.body import (
     Positive,
     TextPart,
     function_tool,
+    ignored_fields,
     own_tools,
     read_as,
     read_request,
@@ -107,8 +109,6 @@ class _Request(CommonFields, kw_only=True):
     input: str | list[dict[str, Any]]
     instructions: str | None = None
     tools: list[dict[str, Any]] | None = None
-    tool_choice: Any = None
-    parallel_tool_calls: bool | None = None
     metadata: dict[str, str] | None = None
     max_output_tokens: Positive | None = None
     prompt: None = None
@@ -123,8 +123,8 @@ def read(body: Mapping[str, Any]) -> CallRequest:
         raise Refused(400, "input", "is empty")
     repeated = {"instructions": request.instructions, "metadata": request.metadata, "tools": request.tools or []}
     choice = {
-        "tool_choice": request.tool_choice or "auto",
-        "parallel_tool_calls": request.parallel_tool_calls is not False,
+        "tool_choice": body.get("tool_choice") or "auto",
+        "parallel_tool_calls": body.get("parallel_tool_calls") is not False,
     }
     tools = _tools(request.tools)
     return CallRequest(
@@ -137,6 +137,9 @@ def read(body: Mapping[str, Any]) -> CallRequest:
         stream=bool(request.stream),
         max_tokens=request.max_output_tokens,
         repeated=repeated | choice | {"max_output_tokens": request.max_output_tokens},
+        may_call=request.choice != "none",
+        forms=forms_of(body, request),
+        ignored=ignored_fields(body, _Request),
     )
 
 

@@ -40,6 +40,8 @@ for answers in asked["turns"]:
     messages.append({"role": "user", "content": results or answers[0]})
 counted = client.messages.count_tokens(model="policy", messages=messages[:1]).input_tokens
 try:
-    client.messages.create(model="policy", max_tokens=5, messages=messages[:1], tool_choice={"type": "any"})
+    client.messages.create(
+        model="policy", max_tokens=5, messages=messages[:1], extra_body={"thread": {"type": "create"}}
+    )
 except anthropic.BadRequestError as error:
     print(json.dumps({"heard": heard, "counted": counted, "refused": str(error)}))

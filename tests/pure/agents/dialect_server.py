@@ -71,7 +71,8 @@ class DialectServer:
 
     def _open(self, asked: CallRequest) -> PreparedCall:
         said = asked.messages or [{"role": "user", "content": str(asked.prompt)}]
-        return self.tree.open(said, asked.tools, asked.echoed)
+        opened = self.tree.open(said, asked.tools, asked.echoed)
+        return opened if asked.may_call else opened._replace(tools=())
 
 
 def generated(token_ids: list[int]) -> Generation:

@@ -36,7 +36,7 @@ RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
 class House:
     """The server's side: what the policy says, what the buffer accepts."""
 
-    def __init__(self, chat: Chat, named_roles: tuple[str, ...] = ()) -> None:
+    def __init__(self, chat: Chat, named_roles: tuple[str, ...] = (), **agents: Any) -> None:
         self.chat = chat
         self.allowed: AgentLimits = limits(chat, max_turns=64, max_input_length=4000)
         self.allowed = replace(self.allowed, sampling=replace(self.allowed.sampling, max_tokens=200))
@@ -53,7 +53,7 @@ class House:
         self.accepting.set()
         self.accepts = True
         self.sessions = Sessions()
-        self.offers = Offers(AgentsConfig())
+        self.offers = Offers(AgentsConfig(**agents))
         self.endpoint = Endpoint(
             self.sessions, chat, 4200, Keys(b"secret of the run", WORKER), self.offers, named_roles
         )
@@ -97,9 +97,9 @@ class House:
 
 
 @asynccontextmanager
-async def opened(chat: Chat, named_roles: tuple[str, ...] = ()) -> AsyncIterator[House]:
-    """A house whose endpoint listens."""
-    house = House(chat, named_roles)
+async def opened(chat: Chat, named_roles: tuple[str, ...] = (), **agents: Any) -> AsyncIterator[House]:
+    """A house whose endpoint listens; `agents`: settings of that section."""
+    house = House(chat, named_roles, **agents)
     house.address = await house.endpoint.start("127.0.0.1", 0)
     try:
         yield house
@@ -120,6 +120,12 @@ class Client:
         sent = self.headers | {name.replace("_", "-"): value for name, value in headers.items()}
         async with self._http.post(self._house.address + path, data=data, headers=sent) as answer:
             return answer.status, await answer.json()
+
+    async def answer(self, path: str, body: Any) -> aiohttp.ClientResponse:
+        """The answer with its headers; its body is read."""
+        async with self._http.post(self._house.address + path, json=body, headers=self.headers) as answer:
+            await answer.read()
+            return answer
 
     async def stream(self, path: str, body: Any) -> bytes:
         """The bytes of a streamed answer."""

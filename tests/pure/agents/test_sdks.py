@@ -64,4 +64,4 @@ async def test_the_anthropic_sdk_has_the_same_conversation_at_a_live_endpoint(by
         assert made_by(house) == tokens
     assert [(text, thinking, list(map(tuple, calls))) for text, thinking, calls in printed["heard"]] == heard
     assert printed["counted"] == len(bytes_chat.prompt([{"role": "user", "content": QUESTION}]))
-    assert "tool_choice" in printed["refused"]
+    assert "thread" in printed["refused"]

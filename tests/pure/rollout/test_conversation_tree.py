@@ -249,7 +249,8 @@ SEARCH = ToolCall("search", {"query": "marn"})
     ],
 )
 def test_thinking_and_calls_are_read_and_what_is_malformed_stays_text(text: str, reply: Reply) -> None:
-    assert JsonCalls().parse(text) == reply
+    assert JsonCalls().parse(text, TOOLS) == reply
+    assert not JsonCalls().parse(text).calls
 
 
 def test_arguments_that_are_no_json_stay_the_text_they_are(chat: Chat) -> None:
