@@ -1,0 +1,315 @@
+"""The parts of a run in virtual time: the production actors around an engine, a learner and a player that are none."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from uuid import uuid4
+
+import numpy as np
+import torch
+
+from actors.engine.engine_load import EngineTimes
+from actors.engine.vllm_engine import WeightUpdate
+from actors.generator.actor import Generator
+from actors.trainer.actor import MeetingPoint, TrainerRank
+from actors.weights.image import ImageHolder
+from service.columns import digest
+from service.config import Config
+from service.errors import RunFailed, WeightsGone
+from service.handoff.scoring import Answer
+from service.handoff.steps.builder import StepSink
+from service.handoff.steps.stop_reason import StopReason
+from service.handoff.steps.wire import accepted_group
+from service.learn.learner import StepReport
+from service.learn.model.sharding import Rows
+from service.observe.metrics import Metrics
+from service.rollout.environment import Task
+from service.rollout.environments.env_metrics import EnvMetrics
+from service.scorers.reply import encode_answer
+from service.types import Extension, MiniBatch, PolicyVersion, Steps, TrajectoryEnd, TrajectoryId
+from tests.sim.made_ray import MadeActor
+from tests.sim.virtual_asyncio import PROCESS
+
+RANKS, TURNS, TOKENS = 2, 2, 3
+ENGINE_SECONDS = 6.0
+"""From the start of an engine to its first token."""
+TURN_SECONDS = 1.5
+WORKER_SECONDS = 3.0
+"""After which another agent worker is there."""
+CLOSED_SECONDS = 0.5
+"""After which a collective fails whose peer died."""
+ROWS_OF_RANK = 4
+
+
+class Collective:
+    """What the ranks do together: a call goes on when all ranks made it; it fails when one of them dies."""
+
+    def __init__(self, deadline: float) -> None:
+        self._deadline = deadline
+        self._there: dict[str, dict[int, asyncio.Future[None]]] = {}
+
+    async def meet(self, rank: int, method: str) -> None:
+        """Wait for the other ranks."""
+        there = self._there.setdefault(method, {})
+        there[rank] = asyncio.get_running_loop().create_future()
+        if len(there) == RANKS:
+            del self._there[method]
+            for waiting in there.values():
+                if not waiting.done():
+                    waiting.set_result(None)
+        mine = there[rank]
+        async with asyncio.timeout(self._deadline):
+            await mine
+
+    def broken(self, rank: int) -> None:
+        """A rank's process has ended."""
+        for there in self._there.values():
+            there.pop(rank, None)
+            for waiting in there.values():
+                asyncio.get_running_loop().call_later(CLOSED_SECONDS, self._fail, waiting)
+
+    def _fail(self, waiting: asyncio.Future[None]) -> None:
+        if not waiting.done():
+            waiting.set_exception(RuntimeError("Connection closed by peer"))
+
+
+class SimLearner:
+    """Learns nothing; its weights are the number of steps."""
+
+    policy = None
+
+    def __init__(self, rank: int) -> None:
+        self._rank, self.steps = rank, 0
+
+    def step(self, batch: MiniBatch) -> StepReport:
+        """Count a step."""
+        self.steps += 1
+        return StepReport(True, None, {})
+
+    def shards(self) -> dict[str, Rows]:
+        """This rank's rows."""
+        rows = torch.full((ROWS_OF_RANK, 2), float(self.steps))
+        return {"w": Rows((RANKS * ROWS_OF_RANK, 2), self._rank * ROWS_OF_RANK, rows)}
+
+    def save(self, folder: Path, background: bool) -> None:
+        """Write the number of steps."""
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"rank_{self._rank}.json").write_text(json.dumps(self.steps))
+
+    def finish_save(self) -> None:
+        """It is written."""
+
+    def load(self, folder: Path) -> None:
+        """Read the number of steps."""
+        self.steps = json.loads((folder / f"rank_{self._rank}.json").read_text())
+
+    def export(self, folder: Path) -> None:
+        """Write the final weights."""
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"rank_{self._rank}.json").write_text(json.dumps(self.steps))
+
+
+class SimRank(TrainerRank):
+    """The production rank; its process group is made."""
+
+    TOGETHER = ("load", "step", "save", "restore", "export")
+
+    def __init__(self, config_json: str, rank: int, collective: Collective) -> None:
+        super().__init__(config_json, rank)
+        self._collective = collective
+
+    async def before(self, method: str) -> None:
+        """What takes all ranks."""
+        if method in self.TOGETHER and (self._learner is not None or method == "load"):
+            await self._collective.meet(self._rank, method)
+
+    def meeting_point(self) -> MeetingPoint:
+        return "127.0.0.1", 1
+
+    def node(self) -> str:
+        return "node"
+
+    def load(self, meeting_point: MeetingPoint, model_folder: str, nodes: Any = None, adapter: bool = True) -> None:
+        self._learner = SimLearner(self._rank)  # type: ignore[assignment]
+        self._states.enter("waiting")
+
+
+class SimEngine:
+    """Takes weights from images, and generates what nobody looks at."""
+
+    load = None
+
+    def __init__(self, config: Config, model_folder: Path) -> None:
+        self.serving = PolicyVersion(0, 0)
+        self.core_died = False
+        self.counts = {"cached_tokens": 0, "generated_tokens": 0}
+        self.times = EngineTimes()
+
+    async def start(self, version: PolicyVersion) -> None:
+        """Load the model."""
+        await asyncio.sleep(ENGINE_SECONDS)
+
+    async def check(self, deadline: float) -> None:
+        """As the production engine, once its core has ended."""
+        if self.core_died:
+            raise RunFailed("the engine died: EngineDeadError")
+
+    async def generate(self) -> None:
+        """A turn."""
+        await asyncio.sleep(TURN_SECONDS)
+        if self.core_died:
+            await asyncio.get_running_loop().create_future()
+
+    async def update_weights(self, version: PolicyVersion, path: Any, checksum: int) -> WeightUpdate:
+        """Read the image: all its rows are of this version."""
+        if self.core_died:
+            raise RunFailed("the engine died: EngineDeadError")
+        at, _, number = str(path).partition("#")
+        try:
+            with open(at, "rb") as file:
+                is_same, data = str(os.fstat(file.fileno()).st_ino) == number, file.read()
+        except OSError:
+            is_same, data = False, b""
+        if not is_same:
+            raise WeightsGone(f"the weights at {path} are gone")
+        rows = np.frombuffer(data[-RANKS * ROWS_OF_RANK * 8 :], np.float32)
+        if not (rows == version.step).all():
+            raise ValueError(f"weights of {version} are {rows}")
+        await asyncio.sleep(0.2)
+        self.serving = version
+        return WeightUpdate(version.pack(), len(data), 0.1, 1)
+
+    def measure(self, metrics: Metrics) -> None:
+        """Nothing."""
+
+    def stop(self) -> None:
+        """Nothing."""
+
+
+class AgentWorkers:
+    """The agents of all trajectories: one process outside of Ray; a turn that it lost is made again by the next."""
+
+    def __init__(self, later: Callable[[float, Callable[[], None]], None]) -> None:
+        self._later, self._is_up = later, asyncio.Event()
+        self._is_up.set()
+        self.lives = 0
+
+    def die(self) -> None:
+        """End it."""
+        self.lives += 1
+        self._is_up.clear()
+        self._later(WORKER_SECONDS, self._is_up.set)
+
+    async def turn(self) -> None:
+        """Make a turn."""
+        while True:
+            await self._is_up.wait()
+            life = self.lives
+            await asyncio.sleep(0.1)
+            if self.lives == life:
+                return
+
+
+class SimPlayer:
+    """Plays trajectories of short turns."""
+
+    agents, last_failure = None, ""
+
+    def __init__(
+        self, workers: AgentWorkers, config: Config, model_folder: Path, engine: SimEngine, *more: Any
+    ) -> None:
+        self._workers, self._engine = workers, engine
+        self.env_metrics, self.leaked = EnvMetrics(), list[Any]()
+        self.timelines = SimpleNamespace(finish=lambda: None)
+
+    async def play(self, of: TrajectoryId, task: Task, sink: StepSink, earlier: Steps | None) -> TrajectoryEnd:
+        """Play all turns."""
+        whole = np.zeros(0, np.int32)
+        for turn in range(TURNS):
+            version = self._engine.serving.pack()
+            await self._engine.generate()
+            await self._workers.turn()
+            prompt, response = np.array([turn], np.int32), np.arange(1, TOKENS + 1, dtype=np.int32) + of.sample
+            sink.append(
+                of,
+                task.uid,
+                turn,
+                prompt,
+                response,
+                reward=reward(of) if turn == TURNS - 1 else 0.0,
+                extends=Extension(turn - 1, len(whole), digest(whole)) if turn else None,
+                logprobs=np.full(TOKENS, -0.5, np.float32),
+                loss_mask=np.ones(TOKENS, np.bool_),
+                versions=np.full(TOKENS, version, np.int64),
+            )
+            whole = np.concatenate([whole, prompt, response])
+        end = TrajectoryEnd(of, task.uid, TURNS, StopReason.STOP, reward(of))
+        sink.end(end)
+        return end
+
+    def measure(self, metrics: Metrics, trace: Any) -> None:
+        """Nothing."""
+
+    async def close(self) -> None:
+        """Nothing."""
+
+
+def reward(of: TrajectoryId) -> float:
+    """Different within a group."""
+    return float((of.group_id + of.sample) % 2)
+
+
+class SimGenerator(Generator):
+    """The production generator; `start` needs no Ray."""
+
+
+class Judge:
+    """A scorer's actor."""
+
+    def __init__(self) -> None:
+        self._life = uuid4().hex
+
+    async def ready(self) -> str:
+        """The name of this process."""
+        return self._life
+
+    async def reply(self, row: int, group: bytes) -> bytes:
+        """A reward for each trajectory."""
+        ends = accepted_group(group).ends
+        return encode_answer(Answer([float(sample) for sample in range(len(ends))]))
+
+
+class SimHub:
+    """The metrics hub without a port."""
+
+    async def start(self) -> str:
+        """Its address."""
+        return "http://127.0.0.1:9400"
+
+    async def push(self, *told: Any) -> float:
+        """Forget it."""
+        return 0.0
+
+    async def forget(self, source: str) -> None:
+        """Nothing is kept."""
+
+
+def free_images(holder: ImageHolder | None) -> None:
+    """The memory of a dead process is free."""
+    for image in [] if holder is None else holder._images.values():
+        if image._fd >= 0:
+            image.close()
+
+
+def end_of_this_process(actors: dict[str, MadeActor], code: int) -> None:
+    """In the place of `os._exit`."""
+    process = PROCESS.get()
+    for actor in actors.values():
+        if process is not None and actor.process is process:
+            actor.die()

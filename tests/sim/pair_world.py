@@ -1,0 +1,412 @@
+"""A whole run in virtual time, in which two things die: the production driver, actors and buffer, without Ray.
+
+coordinator, pool, trainer group, delivery      production, driven by the virtual loop
+buffer, ranks, generator                        production actors in made processes; made learner, engine, player
+scorer, hub, agent workers                      made
+Ray                                             made, see made_ray.py
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import io
+import os
+import shutil
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import cache, partial
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import ray
+
+import actors.buffer.actor
+import actors.driver.coordinator
+import actors.generator.actor
+import actors.observe.reporting
+import service.run.phases
+import service.run.writer
+from actors.buffer.actor import BufferActor, LeasedBatch
+from actors.driver.cluster import Cluster
+from actors.driver.coordinator import Coordinator
+from actors.driver.host_watch import ClusterHost, HostWatch
+from actors.scorers.actor import workers
+from actors.trainer.group import TrainerGroup
+from service.config import Config, load_config
+from service.config.core_settings import message_limits
+from service.errors import BatonError
+from service.handoff.journal.journal import Journal
+from service.handoff.steps.limits import Routing
+from service.handoff.steps.tables import trajectory_ids
+from service.handoff.steps.wire import decode, decode_mini_batch
+from service.handoff.verbs import Receipt
+from service.rollout.prompts.dataset import load_tasks, write_rows
+from service.run.inputs import Prepared
+from service.run.writer import RunWriter
+from service.simulate.disk import MemoryDisk
+from service.simulate.scenario import SimulationSettings
+from service.types import MiniBatch, Refusal, StepGroup
+from tests.sim.made_parts import (
+    RANKS,
+    TURNS,
+    AgentWorkers,
+    Collective,
+    Judge,
+    SimEngine,
+    SimGenerator,
+    SimHub,
+    SimPlayer,
+    SimRank,
+    end_of_this_process,
+    free_images,
+)
+from tests.sim.made_ray import MadeActor, MadeRay
+from tests.sim.virtual_asyncio import START, VirtualEvent, VirtualLoop, VirtualThread
+from tests.sim.witness import Broken, Witness
+
+STEPS = 5
+VOCABULARY = 100
+END_SECONDS = 900.0
+"""Virtual seconds after which a run counts as hanging; a calm one takes about 40."""
+CUT_SECONDS = 2.0
+"""How long the driver has no connection."""
+
+VICTIMS = (
+    "buffer",
+    "trainer-0",
+    "trainer-1",
+    "generator-0",
+    "engine",
+    "scorer-judge-0",
+    "agent worker",
+    "metrics-hub",
+    "connection",
+)
+NAMED = {"trainer-0": "trainer", "trainer-1": "trainer", "engine": "generator-0", "scorer-judge-0": "scorer"}
+NAMED |= {"metrics-hub": "hub"}
+"""The word in a line that names a victim, where that is not the victim's own name."""
+
+MOMENTS: dict[str, tuple[str, str, int, float]] = {
+    "start": ("buffer", "ready", 1, 4.0),
+    "lease": ("buffer", "lease", 4, 0.3),
+    "step": ("trainer-0", "step", 4, 0.3),
+    "publication": ("generator-0", "update_weights", 4, 0.1),
+    "checkpoint": ("trainer-0", "finish_save", 2, 0.3),
+    "end": ("trainer-0", "export", 1, 0.3),
+}
+"""By name (actor, method, how many calls of it, seconds after that call)."""
+DELAYS = (0.0, 1.0, 4.0, 15.0)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two deaths."""
+
+    first: str
+    second: str
+    moment: str
+    delay: float
+    """Seconds from the first to the second."""
+
+    def __str__(self) -> str:
+        return f"{self.first} at {self.moment}, {self.second} {self.delay:g} s after"
+
+
+@dataclass
+class Told:
+    """What is known of a run that ended, or hung."""
+
+    ended: str = ""
+    """`finished`, or why it did not finish."""
+    seconds: float = 0.0
+    said: list[tuple[float, str]] = field(default_factory=list)
+    deaths: list[tuple[float, str]] = field(default_factory=list)
+    progress: list[float] = field(default_factory=list)
+    """Times of commits."""
+    broken: list[str] = field(default_factory=list)
+    """Promises that were broken."""
+
+    def naming(self) -> list[tuple[str, float | None]]:
+        """For each death the seconds to the first line that names it; None: no line does."""
+        found: list[tuple[str, float | None]] = []
+        for at, who in self.deaths:
+            word = NAMED.get(who, who)
+            found.append((who, next((t - at for t, line in self.said if t >= at and word in line), None)))
+        return found
+
+    def silence(self) -> float:
+        """The longest time after the first death without a commit and without a line that names who died."""
+        if not self.deaths:
+            return 0.0
+        words = {NAMED.get(who, who) for _, who in self.deaths}
+        marks = [t for t, line in self.said if any(word in line for word in words)] + self.progress
+        first, end = self.deaths[0][0], self.seconds
+        times = [first, *sorted(t for t in marks if first <= t <= end), end]
+        return max(later - earlier for earlier, later in pairwise(times))
+
+
+@cache
+def pair_config(engines: int = 1) -> Config:
+    """The configuration of every world."""
+    return load_config(
+        [],
+        [
+            f"run.max_steps={STEPS}",
+            f"trainer.ranks={RANKS}",
+            "trainer.checkpoint_every=1",
+            "trainer.keep_checkpoints=1",
+            "trainer.mini_batch_size=2",
+            "trainer.max_tokens_per_micro_batch=1024",
+            "algorithm.n_samples_per_prompt=2",
+            "algorithm.filter_zero_variance=false",
+            f"generator.engines={engines}",
+            "generator.concurrent_groups=3",
+            "generator.max_input_length=64",
+            "generator.max_generate_length=16",
+            f"env.max_turns={TURNS}",
+            "buffer.lookahead=1",
+            "scorers={judge: {use: 'mine:judge', workers: 1, deadline: 10}}",
+            "metrics.port=0",
+        ],
+    )
+
+
+class PairWorld:
+    """One run."""
+
+    def __init__(self, folder: Path, deaths: Sequence[tuple[str, float]], moment: str, engines: int = 1) -> None:
+        """`deaths`: who dies, and how many seconds after the moment."""
+        self.loop, self.told = VirtualLoop(), Told()
+        self.ray = MadeRay(self.loop)
+        self.ray.called, self.ray.answered = self._called, self._answered
+        self.config = pair_config(engines)
+        self.settings = SimulationSettings.of(self.config)
+        self.witness = Witness(self.settings)
+        self.disk = MemoryDisk()
+        self.workers = AgentWorkers(self.ray.later)
+        self._folder, self._deaths, self._moment, self._engines = folder, deaths, MOMENTS[moment], engines
+        self._calls = Counter[tuple[str, str]]()
+        self._leased: dict[int, MiniBatch] = {}
+        self._json = self.config.model_dump_json()
+        self._limits = message_limits(self.config, VOCABULARY)
+
+    def run(self) -> Told:
+        """Run to the end, or to a hang."""
+        asyncio.set_event_loop(self.loop)
+        try:
+            with self._patched():
+                try:
+                    self.loop.run_until_complete(self._run())
+                    self.told.seconds = self.loop.now - START
+                finally:
+                    self.loop.run_until_complete(self._clean_up())
+        finally:
+            asyncio.set_event_loop(None)
+            self.loop.close()
+            shutil.rmtree(self._folder, ignore_errors=True)
+        return self.told
+
+    async def _run(self) -> None:
+        folder = RunWriter(self._folder / "run")
+        tasks_file = self._folder / "tasks.jsonl"
+        write_rows(tasks_file, [{"uid": f"p{row}", "prompt": f"prompt {row}"} for row in range(40)])
+        prepared = Prepared(tasks_file, load_tasks(tasks_file), self._folder, VOCABULARY, Routing((), 0, 0))
+        cluster = self._cluster(tasks_file)
+        driver = Coordinator(self.config, cluster, folder, prepared, self._say, None)
+        try:
+            async with asyncio.timeout(END_SECONDS):
+                await driver.run()
+            self.told.ended = "finished"
+            await self._judge()
+        except BatonError as error:
+            self.told.ended = f"{type(error).__name__}: {error}"
+        except TimeoutError:
+            self.told.ended = f"HUNG for {END_SECONDS:.0f} s"
+        finally:
+            folder.close()
+
+    async def _judge(self) -> None:
+        while (actor := self.ray.actors["buffer"]).process is None:
+            await asyncio.sleep(1.0)
+        buffer = actor.body._buffer
+        try:
+            self.witness.look(buffer)
+            self.witness.check_the_end(buffer)
+        except Broken as broken:
+            self.told.broken.append(str(broken))
+        if buffer.version.step != STEPS:
+            self.told.broken.append(f"{buffer.version.step} steps of {STEPS} are committed")
+
+    # -- who is there -------------------------------------------------------------------------------------------------
+
+    def _cluster(self, tasks_file: Path) -> Cluster:
+        files = str(self._folder), str(tasks_file)
+        add, collective = self.ray.add, Collective(self.config.trainer.collective_deadline)
+        hub = add(MadeActor(self.ray, "metrics-hub", SimHub, SimHub, 2.0), 1.0)
+        judge = add(MadeActor(self.ray, "scorer-judge-0", Judge, Judge, 3.0, seconds={"reply": 0.2}), 1.0)
+        made = partial(BufferActor, self._json, VOCABULARY, files[1], "journal", "metrics-hub", None, workers)
+        buffer = MadeActor(self.ray, "buffer", BufferActor, made, 2.0, retries=True)
+        of_rank = {"load": 5.0, "step": 1.0, "weights": 0.2, "save": 0.2, "finish_save": 1.0, "export": 1.0}
+        of_rank |= {"restore": 1.0, "bucket": 0.05}
+        ranks = [
+            MadeActor(
+                self.ray,
+                f"trainer-{rank}",
+                SimRank,
+                partial(SimRank, self._json, rank, collective),
+                4.0,
+                is_ordered=True,
+                seconds=of_rank,
+                died=partial(lambda rank, body: collective.broken(rank), rank),
+            )
+            for rank in range(RANKS)
+        ]
+        generators = [
+            MadeActor(
+                self.ray,
+                f"generator-{number}",
+                SimGenerator,
+                partial(SimGenerator, f"generator-{number}", self._json, *files, "buffer", "metrics-hub"),
+                3.0,
+                died=free_images,
+            )
+            for number in range(self._engines)
+        ]
+        handles = [add(actor, 1.0) for actor in (buffer, *ranks, *generators)]
+        trainer = TrainerGroup.of(self.config, handles[1 : 1 + RANKS])
+        return Cluster(hub, handles[0], tuple(handles[1 + RANKS :]), trainer, self._no_room, (judge,))
+
+    async def _no_room(self, number: int) -> Any:
+        raise AssertionError("no further generator is asked for")
+
+    def _hosts(self) -> dict[str, ClusterHost]:
+        alive = [actor for actor in self.ray.actors.values() if actor.process is not None]
+        restarts = tuple(sorted((actor.name, actor.restarts) for actor in alive if actor.restarts))
+        return {"node": ClusterHost("10.0.0.1", ("driver", *sorted(actor.name for actor in alive)), None, restarts)}
+
+    # -- what happens -------------------------------------------------------------------------------------------------
+
+    def _say(self, line: str) -> None:
+        self.told.said.append((self.loop.now - START, line))
+
+    def _called(self, actor: str, method: str) -> None:
+        self._calls[actor, method] += 1
+        name, of, count, seconds = self._moment
+        if (actor, method) == (name, of) and self._calls[actor, method] == count:
+            for victim, delay in self._deaths:
+                self.ray.later(seconds + delay, partial(self._strike, victim))
+
+    def _strike(self, victim: str) -> None:
+        of = "generator-0" if victim == "engine" else victim
+        if of in self.ray.actors:
+            self.ray.actors[of].strike(partial(self._kill, victim))
+        else:
+            self._kill(victim)
+
+    def _kill(self, victim: str) -> None:
+        self.told.deaths.append((self.loop.now - START, victim))
+        if victim == "connection":
+            self.ray.cut(CUT_SECONDS)
+        elif victim == "agent worker":
+            self.workers.die()
+        elif victim == "engine":
+            self.ray.actors["generator-0"].body._engine.core_died = True
+        else:
+            self.ray.actors[victim].die()
+
+    def _answered(self, actor: str, method: str, arguments: tuple[Any, ...], results: Any) -> None:
+        if actor != "buffer" or results is None:
+            return
+        try:
+            self._witnessed(method, arguments, results[0])
+        except Broken as broken:
+            self.told.broken.append(str(broken))
+
+    def _witnessed(self, method: str, arguments: tuple[Any, ...], answer: Any) -> None:
+        if method == "lease" and isinstance(answer, LeasedBatch):
+            batch = self._leased[answer.lease] = decode_mini_batch(answer.parts[0])
+            self.witness.scored(self.ray.actors["buffer"].body._buffer)
+            self.witness.leased(batch, arguments[0], 0.0)
+        elif method == "commit" and answer is None:
+            self.told.progress.append(self.loop.now - START)
+            self.witness.committed(arguments[2], self._leased[arguments[1]], self.loop.now)
+        elif method == "join" and arguments[0] == "trainer":
+            self.witness.went_back(arguments[2])
+        elif method == "submit" and isinstance(answer, Refusal):
+            self.witness.refused(answer)
+        elif method == "submit" and isinstance(answer, Receipt):
+            message = decode(arguments[0], self._limits)
+            assert isinstance(message, StepGroup)
+            for of, index in zip(trajectory_ids(message.steps), message.steps.index_K.tolist(), strict=True):
+                if of.group_id not in answer.superseded:
+                    self.witness.acknowledged(of, index)
+
+    # -- in the place of the world --------------------------------------------------------------------------------
+
+    @contextmanager
+    def _patched(self) -> Iterator[None]:
+        """Time, Ray, the disk and what no promise depends on, such as drawings."""
+        runtime = SimpleNamespace(get_node_id=lambda: "node", get_job_id=lambda: "")
+        exits = partial(end_of_this_process, self.ray.actors)
+        journal = partial(Journal, disk=self.disk, segment_bytes=1 << 16)
+        watch = partial(HostWatch, look=self._hosts)
+        pieces: list[tuple[Any, str, Any]] = [
+            (time, "monotonic", self.loop.time),
+            (ray, "get_actor", self.ray.get_actor),
+            (ray, "kill", self.ray.kill),
+            (ray, "put", lambda value: value),
+            (ray, "get_runtime_context", lambda: runtime),
+            (os, "_exit", exits),
+            (os, "fsync", lambda file: None),
+            (gc, "freeze", lambda: None),
+            (gc, "collect", lambda *generation: 0),
+            (sys, "setswitchinterval", lambda seconds: None),
+            (service.run.phases, "threading", SimpleNamespace(Event=VirtualEvent, Thread=VirtualThread)),
+            (service.run.writer, "open_trackers", lambda *told: []),
+            (RunWriter, "plot", lambda writer: None),
+            (actors.driver.coordinator, "HostWatch", watch),
+            (actors.buffer.actor, "Journal", journal),
+            (actors.buffer.actor, "lock_journal", lambda folder, seconds: io.StringIO()),
+            (actors.generator.actor, "VllmEngine", SimEngine),
+            (actors.generator.actor, "RunPlayer", partial(SimPlayer, self.workers)),
+            (actors.generator.actor, "enter_user_folder", lambda: None),
+            (actors.observe.reporting, "PUSH_SECONDS", 30.0),
+            (actors.observe.reporting, "measure_process", lambda metrics: None),
+        ]
+        with ExitStack() as stack:
+            for where, name, value in pieces:
+                stack.enter_context(patch.object(where, name, value))
+            yield
+
+    async def _clean_up(self) -> None:
+        for actor in self.ray.actors.values():
+            actor.die(restarts=False)
+        while left := asyncio.all_tasks() - {asyncio.current_task()}:
+            for task in left:
+                task.cancel()
+            await asyncio.gather(*left, return_exceptions=True)
+
+
+def run_pair(pair: Pair, folder: Path, engines: int = 1) -> Told:
+    """Run the world of a pair."""
+    return PairWorld(folder, [(pair.first, 0.0), (pair.second, pair.delay)], pair.moment, engines).run()
+
+
+def all_pairs(keep: Callable[[Pair], bool] = lambda pair: True) -> list[Pair]:
+    """Every ordered pair at every moment with every delay."""
+    found = [
+        Pair(first, second, moment, delay)
+        for first in VICTIMS
+        for second in VICTIMS
+        for moment in MOMENTS
+        for delay in DELAYS
+    ]
+    return [pair for pair in found if keep(pair)]

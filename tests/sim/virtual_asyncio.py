@@ -1,0 +1,203 @@
+"""asyncio in virtual time: a loop that sleeps by moving its clock, and processes that are killed or stand still.
+
+Every task and timer belongs to the process in whose context it began; the driver's belong to none. A process that is
+killed gets no further line of code; one that stands still gets its timers and answers when it goes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import selectors
+import threading
+import weakref
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from service.errors import BatonError
+
+START = 1000.0
+"""The monotonic clock's time at which a loop begins."""
+
+
+class Hung(BatonError):
+    """Nothing is left that could happen."""
+
+
+class SimProcess:
+    """A made process of an operating system."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.alive, self.stands_still = True, False
+        self.held: list[asyncio.Handle] = []
+        """What waits until the process goes on."""
+        self.tasks = weakref.WeakSet[asyncio.Task[Any]]()
+
+    def context(self) -> contextvars.Context:
+        """A context for code of this process."""
+        context = contextvars.Context()
+        context.run(PROCESS.set, self)
+        return context
+
+    def kill(self) -> None:
+        """End every task, as kill -9 does for whoever looks from outside: no call or answer leaves any more."""
+        self.alive = False
+        self.goes_on()
+        for task in list(self.tasks):
+            task.cancel()
+
+    def stop(self) -> None:
+        """SIGSTOP."""
+        self.stands_still = True
+
+    def goes_on(self) -> None:
+        """SIGCONT."""
+        self.stands_still = False
+        held, self.held = self.held, []
+        for handle in held:
+            handle._loop._ready.append(handle)  # type: ignore[attr-defined]
+
+
+PROCESS = contextvars.ContextVar[SimProcess | None]("PROCESS", default=None)
+
+
+class VirtualSelector(selectors.SelectSelector):
+    """Waits by moving the loop's clock; no file is ever ready."""
+
+    loop: VirtualLoop
+
+    def select(self, timeout: float | None = None) -> list[Any]:
+        if timeout is None:
+            raise Hung("every task waits, and no timer is set")
+        self.loop.now += max(timeout, 0.0)
+        return []
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    """An event loop whose seconds pass at once."""
+
+    def __init__(self) -> None:
+        self.now = START
+        selector = VirtualSelector()
+        selector.loop = self
+        super().__init__(selector)
+        self.set_task_factory(_task_of_its_process)  # type: ignore[arg-type]
+
+    def time(self) -> float:
+        """Virtual seconds; `time.monotonic` is patched to it while a world runs."""
+        return self.now
+
+    def call_soon(  # type: ignore[override]
+        self, callback: Callable[..., Any], *args: Any, context: contextvars.Context | None = None
+    ) -> asyncio.Handle:
+        """Run a callback next, or when its process goes on."""
+        process = PROCESS.get() if context is None else context.get(PROCESS)
+        if process is None or not process.stands_still:
+            return super().call_soon(callback, *args, context=context)  # type: ignore[arg-type]
+        handle = asyncio.Handle(callback, args, self, context)
+        process.held.append(handle)
+        return handle
+
+    def call_at(  # type: ignore[override]
+        self, when: float, callback: Callable[..., Any], *args: Any, context: contextvars.Context | None = None
+    ) -> asyncio.TimerHandle:
+        """Run a callback at a time, unless its process has ended; later if its process stands still then."""
+        process = PROCESS.get() if context is None else context.get(PROCESS)
+        if process is None:
+            return super().call_at(when, callback, *args, context=context)  # type: ignore[arg-type]
+        timer: asyncio.TimerHandle
+
+        def due() -> None:
+            if process.stands_still:
+                process.held.append(timer)
+            else:
+                callback(*args)
+
+        timer = super().call_at(when, due, context=context)
+        return timer
+
+    def run_in_executor(  # type: ignore[override]
+        self, executor: Any, func: Callable[..., Any], *args: Any
+    ) -> asyncio.Future[Any]:
+        """Call a function at once."""
+        done = self.create_future()
+        try:
+            done.set_result(func(*args))
+        except Exception as error:  # noqa: BLE001 - raised to who waits
+            done.set_exception(error)
+        return done
+
+
+def _task_of_its_process(loop: VirtualLoop, coro: Coroutine[Any, Any, Any], **options: Any) -> asyncio.Task[Any]:
+    task = asyncio.Task(coro, loop=loop, **options)
+    process = PROCESS.get() if options.get("context") is None else options["context"].get(PROCESS)
+    if process is not None:
+        process.tasks.add(task)
+        if not process.alive:
+            task.cancel()
+    return task
+
+
+# -- threads that wait for virtual seconds ----------------------------------------------------------------------------
+
+
+class VirtualEvent:
+    """In the place of `threading.Event`, for one waiting `VirtualThread`."""
+
+    def __init__(self) -> None:
+        self._is_set = False
+        self._waiting: VirtualThread | None = None
+
+    def wait(self, seconds: float) -> bool:
+        """Wait so many virtual seconds, at most; returns whether it is set."""
+        if not self._is_set:
+            self._waiting = VirtualThread.running.it
+            self._waiting.wait(seconds)
+            self._waiting = None
+        return self._is_set
+
+    def set(self) -> None:
+        """Let the thread go on at once, until it waits again or ends."""
+        self._is_set = True
+        if self._waiting is not None:
+            self._waiting.wake()
+
+
+class VirtualThread:
+    """In the place of `threading.Thread`: either it runs or the loop, never both."""
+
+    running = threading.local()
+
+    def __init__(self, target: Callable[[], None], name: str, daemon: bool) -> None:
+        self._target, self._loop = target, asyncio.get_running_loop()
+        self._goes, self._waits = threading.Semaphore(0), threading.Semaphore(0)
+        self._timer: asyncio.TimerHandle | None = None
+
+    def start(self) -> None:
+        """Run until it waits or ends."""
+        threading.Thread(target=self._run, daemon=True).start()
+        self._waits.acquire()
+
+    def _run(self) -> None:
+        VirtualThread.running.it = self
+        try:
+            self._target()
+        finally:
+            self._waits.release()
+
+    def wait(self, seconds: float) -> None:
+        """Let the loop go on; return after so many seconds, or when it is woken."""
+        self._timer = self._loop.call_later(seconds, self.wake)
+        self._waits.release()
+        self._goes.acquire()
+
+    def wake(self) -> None:
+        """Go on, while the loop waits."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._goes.release()
+        self._waits.acquire()
+
+    def join(self) -> None:
+        """It has ended when its event was set."""
