@@ -10,13 +10,14 @@ import asyncio
 import logging
 import secrets
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from ipaddress import ip_address
 from socket import gaierror
 from typing import Any
 
 from service.agents.call_roles import n_roots, roles_of
-from service.agents.conversation_tree import ConversationTree
+from service.agents.conversation_tree import Call, ConversationTree
 from service.agents.offers import Offers
 from service.agents.reply_parser import JsonCalls, ReplyParser
 from service.agents.server import Endpoint
@@ -26,7 +27,7 @@ from service.agents.sessions import Sessions
 from service.config.rollout import AgentsConfig
 from service.errors import UserError, in_one_line
 from service.handoff.steps.builder import StepSink, append_step
-from service.handoff.steps.roles import ROLES, packed_roles
+from service.handoff.steps.roles import ROLES, Role, packed_roles
 from service.handoff.steps.stop_reason import StopReason
 from service.observe.metrics import Metrics
 from service.rollout.agent_loop import Played, generate_turn
@@ -38,6 +39,9 @@ from service.rollout.limits import AgentLimits
 from service.types import EvaluationId, Int32s, Step, Steps, TrajectoryEnd, TrajectoryId
 
 log = logging.getLogger(__name__)
+
+AUX_SHARE, AUX_STEPS = 0.2, 32
+"""Share of sampled tokens in calls of the role `aux` from which on a warning says so, after so many calls."""
 
 
 class Agents:
@@ -71,6 +75,10 @@ class Agents:
         """Sessions of an earlier process that nobody plays yet, by the trajectory's name."""
         self._roles: Counter[str] = Counter()
         """Steps of trajectories that ended, by role."""
+        self._tokens: Counter[str] = Counter()
+        """Sampled tokens of these steps, by role."""
+        self._has_warned = Role.AUX in config.train
+        """Whether a warning about `aux` is in the log, or not needed."""
         self._roots: list[int] = []
         """Conversations of each trajectory that ended since the last measurement."""
         self._starting = asyncio.Lock()
@@ -143,12 +151,27 @@ class Agents:
             kept_transcript(session.transcript.replace(session.key, "[key]")),
             rewards,
         )
-        self._roles.update(roles)
-        if roles:
-            self._roots.append(n_roots(session.tree.calls))
+        self._count(session.tree.calls, roles)
         sink.end(end)
         await sink.accepted(trajectory)
         return Played(end, outcome.info, failure)
+
+    def _count(self, calls: Sequence[Call], roles: Sequence[str]) -> None:
+        """Count the calls of a trajectory that ended; warn once if many of their tokens are `aux`."""
+        if not roles:
+            return
+        self._roles.update(roles)
+        self._roots.append(n_roots(calls))
+        for call, role in zip(calls, roles, strict=True):
+            self._tokens[role] += len(call.response.token_ids)
+        share = self._tokens[Role.AUX] / self._tokens.total()
+        if self._roles.total() >= AUX_STEPS and share >= AUX_SHARE and not self._has_warned:
+            self._has_warned = True
+            log.warning(
+                "%.0f %% of the tokens that agents sample have the role aux and are not trained; if they answer no "
+                "side questions, name their role (header X-Baton-Role) or add aux to agents.train",
+                100 * share,
+            )
 
     def measure(self, metrics: Metrics) -> None:
         """Record the endpoint's counts as metrics."""

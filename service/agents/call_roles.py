@@ -1,10 +1,14 @@
 """The role of each call of an agent, decided once, when its trajectory ends.
 
     root 0   one call without tools: "Name this task"                         aux
-    root 1   tools; call 1, call 2, and call 3 to the same request as 2       main; 2 a retry, where only 3 is continued
+    root 1   tools; call 1, call 2, and call 3 to the same request as 2       main; 2 a retry, if 3 is continued
     root 4   another system prompt, with tools                                sub
     root 5   one call: "Sum up what was done"                                 main: root 6 begins with what it answered
     root 6   the system prompt of root 1; its last answer was lost            main; its last call undelivered
+    root 7   one call without tools: "Now the answer"                         main: it is the newest call
+
+How long a response is decides nothing, so that all samples of a group are treated alike. If no conversation has tools
+or continues, all are `main`: the steps of a pipeline.
 
 A root and all that continues it are one conversation. A role that the client names (`X-Baton-Role`), one of these or
 of the configuration, is that of the whole conversation; the newest one counts. A client that brings tokens says nothing
@@ -53,17 +57,16 @@ class _Conversation(NamedTuple):
         return self.longest > 1 or any(map(_is_delivered, self.calls))
 
     @property
-    def size(self) -> tuple[bool, bool, bool, int, int]:
-        """The sort key of a conversation: the largest is the agent's own; the first one of equal ones."""
-        sampled = sum(len(call.response.token_ids) for call in self.calls)
-        return self.is_received, self.named == Role.MAIN, self.has_tools, self.longest, sampled
+    def rank(self) -> tuple[bool, bool, bool, bool]:
+        """The sort key of a conversation: the highest is the agent's own; the first one of equal ones."""
+        return self.is_received, self.named == Role.MAIN, self.has_tools, self.longest > 1
 
 
 def roles_of(calls: Sequence[Call]) -> list[str]:
     """The role of each call of a tree, in order."""
     conversations, continued = _conversations(calls), {call.parent for call in calls}
     received = {call for call in calls if call in continued or _is_delivered(call)}
-    newest = {call.body: call for call in calls if call in received}
+    newest = {call.body: call for call in calls if call in continued}
     roles: dict[Call, str] = {}
     for conversation, role in zip(conversations, _of_conversations(conversations), strict=True):
         for call in conversation.calls:
@@ -72,7 +75,8 @@ def roles_of(calls: Sequence[Call]) -> list[str]:
             elif call not in received:
                 roles[call] = Role.UNDELIVERED
             else:
-                roles[call] = role if newest[call.body] is call else Role.RETRY
+                is_replaced = call.body in newest and newest[call.body].index > call.index
+                roles[call] = Role.RETRY if is_replaced else role
     return [roles[call] for call in calls]
 
 
@@ -104,15 +108,24 @@ def _conversations(calls: Sequence[Call]) -> list[_Conversation]:
 
 def _of_conversations(conversations: Sequence[_Conversation]) -> list[str]:
     """The role of each conversation, later ones first, because compactions depend on the conversations after them."""
-    own = max((of for of in conversations if of.named in (None, Role.MAIN)), key=lambda of: of.size, default=None)
+    own = max((of for of in conversations if of.named in (None, Role.MAIN)), key=lambda of: of.rank, default=None)
+    newest = max(conversations, key=lambda of: of.calls[-1].index, default=None)
     later: list[tuple[_Conversation, str]] = []
     for conversation in reversed(conversations):
-        later.append((conversation, _role(conversation, own, later)))
+        later.append((conversation, _role(conversation, own, newest, later)))
     return [role for _, role in reversed(later)]
 
 
-def _role(conversation: _Conversation, own: _Conversation | None, later: Sequence[tuple[_Conversation, str]]) -> str:
-    """The role of a conversation; `own`: the agent's own one; `later`: later conversations, with their roles."""
+def _role(
+    conversation: _Conversation,
+    own: _Conversation | None,
+    newest: _Conversation | None,
+    later: Sequence[tuple[_Conversation, str]],
+) -> str:
+    """The role of a conversation.
+
+    `own`: the agent's own one; `newest`: that of the newest call; `later`: later conversations, with their roles.
+    """
     begun = conversation.root.begun
     if conversation.named is not None:
         return conversation.named
@@ -123,8 +136,9 @@ def _role(conversation: _Conversation, own: _Conversation | None, later: Sequenc
     alike = own.root.begun is not None and own.root.begun.system == begun.system
     if not conversation.is_single:
         return Role.MAIN if alike else Role.SUB
-    # An edited history is no separate question; and if all conversations are single questions, none is auxiliary.
-    return Role.MAIN if alike and (conversation.root.how == "rerendered" or own.is_single) else Role.AUX
+    # An edited history is no separate question, and the newest call may give the result.
+    is_own = own.is_single or conversation is newest or (alike and conversation.root.how == "rerendered")
+    return Role.MAIN if is_own else Role.AUX
 
 
 def _begun_by(call: Call, later: Sequence[tuple[_Conversation, str]]) -> Role | None:

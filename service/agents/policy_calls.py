@@ -12,7 +12,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
 import xxhash
@@ -46,6 +46,8 @@ MODEL = "policy"
 """The name of the only model; requests may name any."""
 IGNORED_HEADER = "X-Baton-Ignored"
 """Of an answer: the fields of its request that changed nothing."""
+SAMPLE_HEADER = "X-Baton-Sample"
+"""Tells apart requests with equal bodies that want an answer each."""
 MAX_NOTED = 128
 """Ignored fields of a dialect that are logged; clients choose the names."""
 
@@ -74,22 +76,24 @@ class Calls:
         known = session.n_steps
         calling, asked, model = await self._begin(dialect, request, session)
         self._note(dialect, asked.ignored)
-        while not (await asyncio.wait([calling], timeout=KEEP_ALIVE_SECONDS))[0]:
+        while (await asyncio.wait(calling, timeout=KEEP_ALIVE_SECONDS))[1]:
             if asked.stream:
                 await (await _stream(request, asked)).write(COMMENT)
-        if calling.cancelled():
+        if any(one.cancelled() for one in calling):
             session.check_open()
-        call = calling.result()
-        self.answered[dialect.name, "replayed" if call.index < known else call.how] += 1
-        response = await _write(request, dialect, asked, CallAnswer(call, model, int(time.time())))
-        call.delivered = call.delivered or is_connected(request)
-        self._requests.undelivered += not call.delivered
+        calls = [one.result() for one in calling]
+        self.answered.update((dialect.name, "replayed" if call.index < known else call.how) for call in calls)
+        first, *others = (CallAnswer(call, model, int(time.time())) for call in calls)
+        response = await _write(request, dialect, asked, first._replace(others=others))
+        for call in calls:
+            call.delivered = call.delivered or is_connected(request)
+            self._requests.undelivered += not call.delivered
         return response
 
     async def _begin(
         self, dialect: Dialect, request: web.Request, session: Session
-    ) -> tuple[asyncio.Future[Call], CallRequest, str]:
-        """Begin the call of a request; returns the call, the request without its prompt, and the requested model.
+    ) -> tuple[Sequence[asyncio.Future[Call]], CallRequest, str]:
+        """Begin the calls of a request; returns them, the request without its prompt, and the requested model.
 
         Requests of one session begin their calls one after the other.
         """
@@ -103,9 +107,12 @@ class Calls:
                     return asked, session.opened(asked), str(body.get("model") or MODEL)
 
                 asked, opened, model = await self._requests.apart(len(raw), read)
-                name = f"{dialect.name}/{xxhash.xxh3_128_hexdigest(raw)}"
+                opened = opened._replace(named=named)
                 return (
-                    session.begin(asked, opened._replace(named=named), name, is_retry(request)),
+                    [
+                        session.begin(asked, opened, name, is_retry(request))
+                        for name in _names(dialect, request, raw, asked.n)
+                    ],
                     asked._replace(messages=(), prompt=None),
                     model,
                 )
@@ -131,6 +138,14 @@ class Calls:
         if new:
             noted.update(new)
             log.info("calls of dialect %s have fields that change nothing: %s", dialect.name, ", ".join(new))
+
+
+def _names(dialect: Dialect, request: web.Request, raw: bytes, n: int) -> Iterator[str]:
+    """What identifies each sample of a request: its body, what the client calls it, and its number."""
+    name = f"{dialect.name}/{xxhash.xxh3_128_hexdigest(raw)}"
+    if of := request.headers.get(SAMPLE_HEADER):
+        name += f"/{xxhash.xxh3_64_hexdigest(of.encode(errors='surrogateescape'))}"
+    return (f"{name}/{index}" if index else name for index in range(n))
 
 
 async def _write(request: web.Request, dialect: Dialect, asked: CallRequest, answer: CallAnswer) -> web.StreamResponse:

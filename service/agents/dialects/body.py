@@ -1,7 +1,7 @@
 """Reads request bodies: parses the JSON object, checks its schema, and names the wrong field in a refusal.
 
     {"messages": [{"role": "user", "content": 5}]}   400   messages[0].content: Expected `str | array | null`, got `int`
-    {"messages": [...], "n": 2}                      400   n: one call gives one answer
+    {"messages": [...], "best_of": 2}                400   best_of: one call gives one answer
     {"messages": [...], "top_k": 5, "x": 1}          read; `top_k` and `x` change nothing, and the answer names them
 
 A schema is a struct. It takes every field that it has; fields of other names change nothing.
@@ -46,6 +46,8 @@ HOSTED = (
 
 Shape = TypeVar("Shape", bound=Struct)
 Positive = Annotated[int, Meta(ge=1)]
+Samples = Annotated[int, Meta(ge=1, le=128)]
+"""Answers of one request."""
 Name = Annotated[str, Meta(min_length=1)]
 TokenIds = Annotated[list[Annotated[int, Meta(ge=0, lt=2**31)]], Meta(min_length=1)]
 
@@ -160,7 +162,7 @@ def read_request(body: Mapping[str, Any], shape: type[Shape], where: str = "") -
     """
     request = read_as(body, shape, where)
     given = {name: value for name, value in body.items() if value is not None}
-    for name in given.keys() & REFUSED.keys():
+    for name in (given.keys() & REFUSED.keys()).difference(shape.__struct_fields__):
         neutral, reason, code = REFUSED[name]
         if not any(given[name] == one and type(given[name]) is type(one) for one in neutral):
             raise Refused(400, f"{where}.{name}" if where else name, reason, code)

@@ -19,6 +19,7 @@ from service.agents.dialects.body import (
     Content,
     Name,
     Positive,
+    Samples,
     StreamOptions,
     function_tool,
     ignored_fields,
@@ -64,6 +65,7 @@ class _Request(CommonFields, kw_only=True):
     tools: list[dict[str, Any]] | None = None
     max_tokens: Positive | None = None
     max_completion_tokens: Positive | None = None
+    n: Samples | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
@@ -82,38 +84,44 @@ def read(body: Mapping[str, Any]) -> CallRequest:
         include_usage=bool(request.stream_options and request.stream_options.include_usage),
         may_call=request.choice != "none",
         forms=forms_of(body, request),
+        n=request.n or 1,
         ignored=ignored_fields(body, _Request),
     )
 
 
 def reply(answer: CallAnswer, asked: CallRequest) -> dict[str, Any]:
     """The answer as a chat completion."""
-    message = answer.call.message()
-    choice = {"index": 0, "message": {**message, "content": _content(message)}, "finish_reason": answer.finish}
+    choices = []
+    for index, one in enumerate(answer.all):
+        message = one.call.message()
+        choice = {"index": index, "message": {**message, "content": _content(message)}, "finish_reason": one.finish}
+        choices.append({**choice, **_tokens(one, asked)})
     ids = {"prompt_token_ids": answer.prompt_ids} if asked.wants_ids else {}
-    choices = [{**choice, **_tokens(answer, asked)}]
     return {**_head(answer), "object": "chat.completion", "choices": choices, "usage": answer.usage, **ids}
 
 
 def events(answer: CallAnswer, asked: CallRequest) -> Iterator[bytes]:
     """The answer as chunks of a chat completion."""
     head = {**_head(answer), "object": "chat.completion.chunk"}
-
-    def chunk(delta: Mapping[str, Any], finish: str | None = None, **more: Any) -> bytes:
-        return frame({**head, "choices": [{"index": 0, "delta": delta, "finish_reason": finish, **more}]})
-
-    message = answer.call.message()
-    calls = message.pop("tool_calls", ())
     if asked.wants_ids:
         head["prompt_token_ids"] = answer.prompt_ids
-    yield chunk(message, **_tokens(answer, asked))
-    head.pop("prompt_token_ids", None)
-    for index, call in enumerate(calls):
-        yield chunk({"tool_calls": [{"index": index, **call}]})
-    yield chunk({}, answer.finish)
+    for index, one in enumerate(answer.all):
+        for choice in _pieces(one, asked):
+            yield frame({**head, "choices": [{"index": index, **choice}]})
+            head.pop("prompt_token_ids", None)
     if asked.include_usage:
         yield frame({**head, "choices": [], "usage": answer.usage})
     yield DONE
+
+
+def _pieces(answer: CallAnswer, asked: CallRequest) -> Iterator[dict[str, Any]]:
+    """One sample in the pieces of a stream."""
+    message = answer.call.message()
+    calls = message.pop("tool_calls", ())
+    yield {"delta": message, "finish_reason": None, **_tokens(answer, asked)}
+    for index, call in enumerate(calls):
+        yield {"delta": {"tool_calls": [{"index": index, **call}]}, "finish_reason": None}
+    yield {"delta": {}, "finish_reason": answer.finish}
 
 
 def _message(message: _Message) -> dict[str, Any]:

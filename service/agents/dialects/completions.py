@@ -17,6 +17,7 @@ from service.agents.dialects.body import (
     CommonFields,
     Name,
     Positive,
+    Samples,
     StreamOptions,
     TokenIds,
     ignored_fields,
@@ -34,6 +35,7 @@ class _Ids(Struct):
 class _Request(CommonFields, kw_only=True):
     prompt: Name | list[Any]
     max_tokens: Positive | None = None
+    n: Samples | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
 
@@ -48,19 +50,22 @@ def read(body: Mapping[str, Any]) -> CallRequest:
         max_tokens=request.max_tokens,
         wants_ids=bool(request.return_token_ids),
         include_usage=bool(request.stream_options and request.stream_options.include_usage),
+        n=request.n or 1,
         ignored=ignored_fields(body, _Request),
     )
 
 
 def reply(answer: CallAnswer, asked: CallRequest) -> dict[str, Any]:
     """The answer as a text completion."""
-    return {**_head(answer), "choices": [_choice(answer, asked)], "usage": answer.usage}
+    choices = [{"index": index, **_choice(one, asked)} for index, one in enumerate(answer.all)]
+    return {**_head(answer), "choices": choices, "usage": answer.usage}
 
 
 def events(answer: CallAnswer, asked: CallRequest) -> Iterator[bytes]:
     """The answer as chunks of a text completion."""
-    yield frame({**_head(answer), "choices": [{**_choice(answer, asked), "finish_reason": None}]})
-    yield frame({**_head(answer), "choices": [{"index": 0, "text": "", "finish_reason": _finish(answer)}]})
+    for index, one in enumerate(answer.all):
+        for piece in (_choice(one, asked) | {"finish_reason": None}, {"text": "", "finish_reason": _finish(one)}):
+            yield frame({**_head(answer), "choices": [{"index": index, **piece}]})
     if asked.include_usage:
         yield frame({**_head(answer), "choices": [], "usage": answer.usage})
     yield DONE
@@ -82,12 +87,16 @@ def _head(answer: CallAnswer) -> dict[str, Any]:
 
 
 def _choice(answer: CallAnswer, asked: CallRequest) -> dict[str, Any]:
-    choice = {"index": 0, "text": answer.call.reply.content, "finish_reason": _finish(answer), "logprobs": None}
-    if asked.wants_ids:
-        ids, logprobs = answer.sampled()
-        choice |= {"prompt_token_ids": answer.prompt_ids, "token_ids": ids}
-        choice["logprobs"] = {"tokens": [f"token_id:{one}" for one in ids], "token_logprobs": logprobs}
-    return choice
+    choice = {"text": answer.call.reply.content, "finish_reason": _finish(answer)}
+    if not asked.wants_ids:
+        return {**choice, "logprobs": None}
+    ids, logprobs = answer.sampled()
+    tokens = {"prompt_token_ids": answer.prompt_ids, "token_ids": ids}
+    return {
+        **choice,
+        **tokens,
+        "logprobs": {"tokens": [f"token_id:{one}" for one in ids], "token_logprobs": logprobs},
+    }
 
 
 COMPLETIONS = Dialect("completions", read, reply, events)

@@ -51,6 +51,8 @@ class CallRequest(NamedTuple):
     """A stream of chat completions or completions ends with the numbers of tokens."""
     repeated: Mapping[str, Any] = MappingProxyType({})
     """Fields of the request that the dialect's answer has too."""
+    n: int = 1
+    """Samples that the client wants."""
     may_call: bool = True
     """Whether calls of tools are read from the answer; otherwise they are text."""
     forms: tuple[AnswerForm, ...] = ()
@@ -66,6 +68,13 @@ class CallAnswer(NamedTuple):
     model: str
     created: int
     """Seconds since 1970."""
+    others: Sequence[CallAnswer] = ()
+    """Further samples of the same request."""
+
+    @property
+    def all(self) -> Sequence[CallAnswer]:
+        """Every sample of the request."""
+        return self, *self.others
 
     @property
     def finish(self) -> Literal["stop", "length", "tool_calls"]:
@@ -80,7 +89,7 @@ class CallAnswer(NamedTuple):
     @property
     def usage(self) -> dict[str, int]:
         """The token counts in the form of chat completions and completions."""
-        n_prompt, n_sampled = self.call.n_prompt, self.n_sampled
+        n_prompt, n_sampled = self.call.n_prompt, sum(one.n_sampled for one in self.all)
         return {"prompt_tokens": n_prompt, "completion_tokens": n_sampled, "total_tokens": n_prompt + n_sampled}
 
     @property

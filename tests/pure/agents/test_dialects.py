@@ -126,7 +126,9 @@ def test_codex_gets_namespaces_and_free_text_back_as_it_named_them(bytes_chat: C
 
 
 REFUSED = [
-    ("/v1/chat/completions", {"n": 2}, "n"),
+    ("/v1/chat/completions", {"n": 0}, "n"),
+    ("/v1/completions", {"best_of": 2}, "best_of"),
+    ("/v1/responses", {"n": 2}, "n"),
     ("/v1/chat/completions", {"logit_bias": {"5": 1}}, "logit_bias"),
     ("/v1/chat/completions", {"messages": []}, "messages"),
     (

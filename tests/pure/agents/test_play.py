@@ -16,6 +16,7 @@ from openai import AsyncOpenAI
 
 from actors.engine.run_player import RunPlayer
 from baton.examples import lookup
+from service.agents.agents import AUX_STEPS
 from service.config import AgentsConfig, Config
 from service.config.checks import problems
 from service.config.command import AGENT
@@ -146,6 +147,14 @@ class Does:
                     said: Any = dict(task.prompt[0])
                     await client.chat.completions.create(model="policy", messages=[said])
                 raise RuntimeError("broken agent")
+            case "chats beside its work":
+                async with aiohttp.ClientSession(headers={"x-api-key": session.key}) as http:
+                    for named in ("main", "aux", "aux", "aux"):
+                        body = {"messages": [dict(task.prompt[0])], "user": named}
+                        at = f"{session.base_url}/chat/completions"
+                        async with http.post(at, json=body, headers={"X-Baton-Role": named}) as answer:
+                            assert answer.status == 200
+                session.finish(1.0)
             case "hangs":
                 await asyncio.Event().wait()
             case "forgets to finish":
@@ -245,6 +254,18 @@ async def test_an_agent_that_fails_loses_its_own_trajectory(
         _, end = await agents.one(tasks[0], TrajectoryId(0, 0))
         assert (end.stop_reason, end.n_steps) == (reason, n_steps)
         assert agents.player.agents is not None and len(agents.player.agents.sessions) == 0
+
+
+@pytest.mark.parametrize("train", [("main", "sub"), ("main", "sub", "aux")])
+async def test_a_log_warns_once_where_many_sampled_tokens_are_not_trained(
+    model: Path, tasks: list[Task], caplog: pytest.LogCaptureFixture, train: tuple[Any, ...]
+) -> None:
+    config = settings(DOES, AgentsConfig(train=train), what="chats beside its work")
+    async with aclosing(Playing(model, config)) as agents:
+        for number in range(AUX_STEPS // 4 + 1):
+            await agents.one(tasks[0], TrajectoryId(number, 0))
+    warned = [record for record in caplog.records if "agents.train" in record.getMessage()]
+    assert len(warned) == ("aux" not in train) and all("75 %" in record.getMessage() for record in warned)
 
 
 @pytest.mark.parametrize("ends", [True, False])

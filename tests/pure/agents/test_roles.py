@@ -22,6 +22,7 @@ from service.handoff.steps.roles import ROLES, Role, packed_roles
 from service.rollout.chat.chat import Chat
 from service.rollout.chat.conversation import Response
 from service.rollout.environment import TrajectoryFailed
+from tests.pure.agents.dialect_server import events_of
 from tests.pure.agents.endpoint import CHAT, COMPLETIONS, Client, House, client_of, opened, until
 
 MAIN, SUB, AUX, RETRY, UNDELIVERED = ROLES
@@ -79,6 +80,7 @@ async def test_the_calls_of_a_coding_agent_have_the_roles_of_the_worked_example(
         first = await agent.call(code, task)
         await agent.call(code, task, first, user("go on"), says="lost on the way")
         again = await agent.call(code, task, first, user("go on"), says="read it")
+        await agent.call(code, task, first, user("go on"), again, user("and then?"))
         search = system("you search")
         await agent.call(search, user("where are dates?"), says="in dates.py")
         summary = await agent.call(code, task, user("Sum up what was done"), tools=False, says=SUMMARY)
@@ -86,11 +88,72 @@ async def test_the_calls_of_a_coding_agent_have_the_roles_of_the_worked_example(
         then = await agent.call(code, begun)
         await agent.call(code, begun, then, user("and now?"))
         agent.lose()
+        await agent.call(system("you conclude"), user("the answer, please"), tools=False)
         assert again["content"] == "read it"
-        assert agent.roles == [AUX, MAIN, RETRY, MAIN, SUB, MAIN, MAIN, UNDELIVERED]
+        assert agent.roles == [AUX, MAIN, RETRY, MAIN, MAIN, SUB, MAIN, MAIN, UNDELIVERED, MAIN]
         restored = ConversationTree(bytes_chat, JsonCalls())
         restored.restore(steps_table(agent.house.steps))
-        assert roles_of(restored.calls) == [*agent.roles[:-1], MAIN]
+        assert roles_of(restored.calls) == [*agent.roles[:-2], MAIN, MAIN]
+
+
+PIPELINES = {
+    "plan, write, revise": [("You plan.", "an essay"), ("You write.", "by the plan"), ("You revise.", "the draft")],
+    "three predictors": [("question -> query", "age?"), ("query -> facts", "age?"), ("facts -> answer", "17")],
+    "one predictor, asked three times": [("question -> answer", "a"), ("question -> answer", "b")] * 2,
+}
+
+
+@pytest.mark.parametrize("pipeline", PIPELINES.values(), ids=PIPELINES)
+@pytest.mark.parametrize("longest", range(3))
+async def test_every_step_of_a_pipeline_is_trained_whichever_response_is_the_longest(
+    bytes_chat: Chat, pipeline: list[tuple[str, str]], longest: int
+) -> None:
+    async with visited(bytes_chat) as agent:
+        for number, (instructions, question) in enumerate(pipeline):
+            said = "words " * (20 if number == longest else 1)
+            await agent.call(system(instructions), user(question), tools=False, says=said)
+        assert agent.roles == [MAIN] * len(pipeline)
+
+
+async def test_the_first_conversation_with_tools_is_the_agents_own_however_long_a_sub_agents_is(
+    bytes_chat: Chat,
+) -> None:
+    async with visited(bytes_chat) as agent:
+        lead = system("you lead"), user("mend it")
+        first = await agent.call(*lead)
+        search = [system("you search"), user("where?")]
+        for _ in range(3):
+            search += [await agent.call(*search), user("go on")]
+        await agent.call(*lead, first, user("found in dates.py"))
+        assert agent.roles == [MAIN, SUB, SUB, SUB, MAIN]
+
+
+async def test_several_samples_of_one_request_are_trained_siblings(bytes_chat: Chat) -> None:
+    """Asked for at once by `n`, one after the other, or at the same time under names of their own."""
+    body = {"messages": [user("age?")], "n": 1}
+    async with visited(bytes_chat) as agent, asyncio.timeout(30):
+        texts = iter("abcdefgh")
+        agent.house.say = lambda prompt: next(texts)
+        _, answer = await agent.client.post(CHAT, {**body, "n": 3})
+        assert [(one["index"], one["message"]["content"]) for one in answer["choices"]] == [
+            (0, "a"),
+            (1, "b"),
+            (2, "c"),
+        ]
+        assert answer["usage"]["completion_tokens"] == sum(len(step.response_ids) for step in agent.house.steps)
+        for _ in range(2):
+            await agent.client.post(CHAT, body)
+        asked = [agent.client.post(CHAT, body, X_Baton_Sample=name) for name in ("x", "y", "y")]
+        replies = [answer["choices"][0]["message"]["content"] for _, answer in await asyncio.gather(*asked)]
+        assert replies == ["f", "g", "g"]
+        assert agent.roles == [MAIN] * 7
+        assert all(call.parent is None for call in agent.session.tree.calls)
+        chunks = [chunk["choices"][0] for chunk in events_of(await agent.client.stream(CHAT, {**body, "n": 1}))]
+        assert [chunk["index"] for chunk in chunks] == [0, 0]
+        texts = iter("pq")
+        events = events_of(await agent.client.stream(COMPLETIONS, {"prompt": "x", "n": 2}))
+        assert [(e["choices"][0]["index"], e["choices"][0]["text"]) for e in events[::2]] == [(0, "p"), (1, "q")]
+        assert agent.house.endpoint.calls.answered["chat", "replayed"] == 0
 
 
 async def test_independent_questions_and_edited_histories_are_the_agents_own(bytes_chat: Chat) -> None:
