@@ -31,11 +31,13 @@ from service.learn.model.sharding import Rows
 from service.observe.metrics import Metrics
 from service.rollout.environment import Task
 from service.rollout.environments.env_metrics import EnvMetrics
+from service.run.folder import write_address
 from service.scorers.reply import encode_answer
 from service.types import Extension, MiniBatch, PolicyVersion, Steps, TrajectoryEnd, TrajectoryId
 from tests.sim.made_ray import MadeActor
 from tests.sim.virtual_asyncio import PROCESS
 
+ADDRESS = "http://127.0.0.1:9400"
 RANKS, TURNS, TOKENS = 2, 2, 3
 ENGINE_SECONDS = 6.0
 """From the start of an engine to its first token."""
@@ -288,9 +290,13 @@ class Judge:
 class SimHub:
     """The metrics hub without a port."""
 
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
     async def start(self) -> str:
         """Its address."""
-        return "http://127.0.0.1:9400"
+        write_address(self._folder, ADDRESS)
+        return ADDRESS
 
     async def push(self, *told: Any) -> float:
         """Forget it."""

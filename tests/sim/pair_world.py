@@ -250,7 +250,7 @@ class PairWorld:
     def _cluster(self, tasks_file: Path) -> Cluster:
         files = str(self._folder), str(tasks_file)
         add, collective = self.ray.add, Collective(self.config.trainer.collective_deadline)
-        hub = add(MadeActor(self.ray, "metrics-hub", SimHub, SimHub, 2.0), 1.0)
+        hub = add(MadeActor(self.ray, "metrics-hub", SimHub, partial(SimHub, self._folder / "run"), 2.0), 1.0)
         judge = add(MadeActor(self.ray, "scorer-judge-0", Judge, Judge, 3.0, seconds={"reply": 0.2}), 1.0)
         made = partial(BufferActor, self._json, VOCABULARY, files[1], "journal", "metrics-hub", None, workers)
         buffer = MadeActor(self.ray, "buffer", BufferActor, made, 2.0, retries=True)
