@@ -67,7 +67,8 @@ class Agents:
         """Those of an agent: `step_deadline` is that of its whole run."""
         self.parser: ReplyParser = JsonCalls()
         """Reads the responses of sessions that begin from now on."""
-        self.sessions = Sessions()
+        noted = self._keys.run
+        self.sessions = Sessions(None if noted is None else noted / f"ended_sessions_{number}")
         self.offers = Offers(config)
         played = [name for name, role in limits.roles.items() if role is not None and role.mode != "frozen"]
         self.endpoint = Endpoint(self.sessions, chat, limits.max_length, self._keys, self.offers, played)
@@ -113,8 +114,8 @@ class Agents:
         try:
             return await self._played(session, task, guard, seed, sink, restored is not None)
         finally:
-            if session.recorded is not None and not session.recorded.done():
-                session.recorded.set_result(None)
+            if session.recorded is not None:
+                session.recorded.cancel()
             self.sessions.remove(session)
 
     async def _played(
@@ -136,11 +137,7 @@ class Agents:
             await asyncio.gather(playing, return_exceptions=True)
             if guard is not None:
                 await guard.close(trajectory)
-        roles, rewards = [] if failure else roles_of(session.tree.calls), tuple[float, ...]()
-        try:
-            rewards = session.rewards_of_calls(outcome, roles)
-        except TrajectoryFailed as failed:
-            stop_reason, failure = failed.reason, str(failed)
+        roles = [] if failure else roles_of(session.tree.calls)
         end = TrajectoryEnd(
             trajectory,
             task.uid,
@@ -149,11 +146,13 @@ class Agents:
             outcome.reward or 0.0,
             packed_roles(roles, [role for role in self.limits.roles if role not in ROLES]),
             kept_transcript(session.transcript.replace(session.key, "[key]")),
-            rewards,
+            () if failure else session.rewards_of_calls(outcome),
         )
         self._count(session.tree.calls, roles)
         sink.end(end)
-        await sink.accepted(trajectory)
+        is_accepted = await sink.accepted(trajectory)
+        if session.recorded is not None:
+            session.recorded.set_result(is_accepted)
         return Played(end, outcome.info, failure)
 
     def _count(self, calls: Sequence[Call], roles: Sequence[str]) -> None:

@@ -61,7 +61,7 @@ class Requests:
     """Finds the sessions of requests, and answers the requests that are refused."""
 
     def __init__(self, sessions: Sessions, keys: Keys) -> None:
-        self._sessions = sessions
+        self.sessions = sessions
         self._keys = keys
         self.refused: Counter[str] = Counter()
         """Refused requests by status."""
@@ -80,7 +80,7 @@ class Requests:
         Raises:
             Refused: 401 for an unknown key, 409 for one of a session that ended.
         """
-        session = self._sessions.by_key(_key(request))
+        session = self.sessions.by_key(_key(request))
         session.check_open()
         return session
 
@@ -94,9 +94,15 @@ class Requests:
         """
         key = _key(request)
         by_worker = self._keys.is_worker(key)
-        session = self._sessions.by_name(request.match_info["session"]) if by_worker else self._sessions.by_key(key)
+        session = self.sessions.by_name(request.match_info["session"]) if by_worker else self.sessions.by_key(key)
         session.hear()
         return session
+
+    def finished_with(self, request: web.Request) -> str:
+        """The digest of the body with which the session of a request was finished, for the same keys as `managed`;
+        empty where it was not."""
+        key = _key(request)
+        return self.sessions.finished_with(key, request.match_info["session"] if self._keys.is_worker(key) else None)
 
     def check_worker(self, request: web.Request) -> None:
         """Raises `Refused` unless the request carries the worker key."""

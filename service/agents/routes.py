@@ -8,12 +8,14 @@
 from __future__ import annotations
 
 import asyncio
-import math
+import json
+import re
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
+import xxhash
 from aiohttp import web
 from aiohttp.typedefs import Handler
 from msgspec import Struct
@@ -26,13 +28,14 @@ from service.agents.dialects.messages import MESSAGES, read_to_count
 from service.agents.message_form import read_messages
 from service.agents.offers import Offers
 from service.agents.policy_calls import MODEL
-from service.agents.requests import Requests, is_connected
-from service.agents.session import Outcome, Session
+from service.agents.requests import NO_ROOM, Requests, is_connected
+from service.agents.session import Outcome, Session, plain_outcome
+from service.handoff.steps.reward import NEEDED
 from service.handoff.steps.stop_reason import StopReason
 from service.rollout.chat.chat import Chat
 from service.rollout.chat.special_tokens import MessagesRefused
-from service.rollout.environment import Status, TrajectoryFailed, is_text
-from service.rollout.plain_values import NotAllowed, float_or_nan, plain_info
+from service.rollout.environment import TrajectoryFailed, is_text
+from service.rollout.plain_values import NotAllowed
 
 Body = Mapping[str, Any]
 CLAIM_SECONDS = 20.0
@@ -73,7 +76,7 @@ class Routes:
         router.add_post("/rl/claim", self._requests.guarded(CHAT, self._claim))
         router.add_get(path, self._requests.guarded(CHAT, self._show))
         router.add_post(f"{path}/reward", self._about_session(_reward, MAX_END_BYTES))
-        router.add_post(f"{path}/finish", self._about_session(_finish, MAX_END_BYTES))
+        router.add_post(f"{path}/finish", self._requests.guarded(CHAT, self._finish))
         router.add_post(f"{path}/heartbeat", self._about_session(_heartbeat, MAX_CLAIM_BYTES))
         router.add_post(f"{path}/abort", self._about_session(_abort, MAX_CLAIM_BYTES))
 
@@ -135,6 +138,43 @@ class Routes:
     async def _show(self, request: web.Request) -> web.StreamResponse:
         return web.json_response(_shown(self._requests.managed(request), request))
 
+    async def _finish(self, request: web.Request) -> web.StreamResponse:
+        """Finish a session; the answer comes once the buffer has the trajectory's end. The same body again changes
+        nothing.
+
+        Raises:
+            Refused: 409 if the session is over, or the buffer refused the end; 503 if the buffer was not asked.
+        """
+        session: Session | None = None
+        try:
+            session = self._requests.managed(request)
+        except Refused:
+            if not self._requests.finished_with(request):
+                raise
+        async with self._requests.body(request, MAX_END_BYTES) as raw:
+            body = parse_body(raw)
+        digest = xxhash.xxh3_128_hexdigest(json.dumps(body, sort_keys=True).encode())
+        before = self._requests.finished_with(request)
+        if before not in ("", digest):
+            raise Refused(409, None, "the session was finished with another body")
+        if session is not None and not before:
+            _end_session(session, body)
+            self._requests.sessions.finished(session, digest)
+        if session is not None:
+            await self._recorded(session)
+        return web.json_response({})
+
+    async def _recorded(self, session: Session) -> None:
+        """Wait until the buffer has answered for the end of a finished session; see `_finish` for the errors."""
+        if session.recorded is None:
+            return
+        await asyncio.wait({session.recorded})
+        if session.recorded.cancelled():
+            raise Refused(NO_ROOM, None, "the buffer was not asked; send the request again")
+        if not session.recorded.result():
+            self._requests.sessions.finished(session, "")
+            raise Refused(409, None, "the buffer wants no more of this trajectory")
+
     async def _claim(self, request: web.Request) -> web.StreamResponse:
         """Answer with the oldest waiting trajectory, or with 204 after `CLAIM_SECONDS` without one."""
         self._requests.check_worker(request)
@@ -167,22 +207,17 @@ def _count_tokens(session: Session, body: Body) -> dict[str, Any]:
 
 
 async def _reward(session: Session, raw: bytes) -> None:
-    end = _end(parse_body(raw))
+    end = _end(session, parse_body(raw))
     session.check_open()
     session.posted = end.reward
 
 
-async def _finish(session: Session, raw: bytes) -> None:
-    """Finish the session; returns once the buffer has the trajectory's end. A repeated request also waits, and changes
-    nothing."""
-    body = parse_body(raw)
+def _end_session(session: Session, body: Body) -> None:
     if not is_text(transcript := body.get("transcript", "")):
         raise Refused(400, "transcript", "is a text")
-    end = _end(body)
+    end = _end(session, body)
     session.finish(end.reward, end.status, end.info, rewards=end.rewards)
     session.transcript = session.transcript or transcript
-    if session.recorded is not None:
-        await asyncio.wait({session.recorded})
 
 
 async def _heartbeat(session: Session, raw: bytes) -> None:
@@ -202,18 +237,18 @@ def _shown(session: Session, request: web.Request) -> dict[str, Any]:
     return {"session": session.name, "state": session.state, "base_url": address, "calls": session.n_steps}
 
 
-def _end(body: Body) -> Outcome:
+def _end(session: Session, body: Body) -> Outcome:
     """The result of a trajectory in a request: its reward, its status, and further numbers.
 
     Raises:
-        Refused: the reward is no number, the status none of those, or the numbers are something else.
+        Refused: the buffer would not accept the reward, or another value is not allowed.
     """
-    reward, status = body.get("reward"), body.get("status", "ok")
-    if reward is not None and (type(reward) not in (int, float) or not math.isfinite(float_or_nan(reward))):
-        raise Refused(400, "reward", "is a finite number")
-    if status not in get_args(Status):
-        raise Refused(400, "status", f"is one of {', '.join(get_args(Status))}")
+    if isinstance(body.get("reward"), bool):
+        raise Refused(400, "reward", f"{NEEDED} is needed")
     try:
-        return Outcome(reward, status, plain_info(body.get("info")), plain_info(body.get("rewards"), "rewards"))
+        outcome = plain_outcome(body.get("reward"), body.get("status", "ok"), body.get("info"), body.get("rewards"))
+        session.rewards_of_calls(outcome)
     except NotAllowed as refused:
-        raise Refused(400, "rewards" if refused.detail.startswith("rewards") else "info", refused.detail) from refused
+        field = re.split(r"\W", refused.detail, maxsplit=1)[0]
+        raise Refused(400, field, refused.detail) from refused
+    return outcome

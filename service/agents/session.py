@@ -11,7 +11,7 @@ no room for tokens or calls                  `Step budget exhausted.`, which is 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -20,6 +20,7 @@ from service.agents.conversation_tree import Call, ConversationTree, PreparedCal
 from service.agents.dialects.dialect import CallRequest, Refused
 from service.columns import digest
 from service.handoff.group_bytes import TRANSCRIPT_BYTES
+from service.handoff.steps.reward import NEEDED, is_reward
 from service.handoff.steps.roles import Role
 from service.handoff.steps.stop_reason import StopReason
 from service.rollout.chat.special_tokens import MessagesRefused
@@ -90,8 +91,8 @@ class Session:
         """True while it waits for a worker that claims it."""
         self.transcript = ""
         """What whoever ran the agent says about the run, as text."""
-        self.recorded: asyncio.Future[None] | None = None
-        """Done once the buffer has the trajectory's end, where somebody waits for it."""
+        self.recorded: asyncio.Future[bool] | None = None
+        """Whether the buffer accepted the trajectory's end, once it has answered; cancelled if it was never asked."""
         self.posted: float | None = None
         """The reward that the agent itself posted, for an end without one."""
         self.ended: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
@@ -142,23 +143,25 @@ class Session:
         last = max(lengths, key=lambda call: (lengths[call], call.index))
         return StopReason.TRUNCATED if last.stop_reason == StopReason.LENGTH else StopReason.STOP
 
-    def rewards_of_calls(self, outcome: Outcome, roles: Sequence[str]) -> tuple[float, ...]:
+    def rewards_of_calls(self, outcome: Outcome) -> tuple[float, ...]:
         """The final reward of each call; the trajectory's reward goes to the newest call of `main`'s conversations.
 
-        `roles`: the role of each call. Empty if all rewards are 0.
+        Empty if all rewards are 0.
 
         Raises:
-            TrajectoryFailed: a name is neither a call nor a role with a call.
+            NotAllowed: a name is neither a call nor a role with a call, or a call's rewards are too large together.
         """
-        given = [0.0] * len(roles)
+        roles, given = roles_of(self.tree.calls), [0.0] * len(self.tree.calls)
         for role, reward in ((Role.MAIN, outcome.reward or 0.0), *outcome.rewards.items()):
             named = [call.index for call in self.tree.calls if role.endswith(call.name)]
             places = named or [index for index, of in enumerate(roles) if of == role]
             if places:
                 given[places[-1]] += reward
             elif role in outcome.rewards:
-                why = f"session.finish: rewards[{role!r:.80}] is for no call, and for no role that had one"
-                raise TrajectoryFailed(StopReason.ENVIRONMENT_REWARD, why)
+                why = f"rewards[{role!r:.80}] is for no call, and for no role that had one"
+                raise NotAllowed(StopReason.ENVIRONMENT_REWARD, why)
+        if not all(map(is_reward, given)):
+            raise NotAllowed(StopReason.ENVIRONMENT_REWARD, f"rewards of one call are together not {NEEDED}")
         return tuple(given) if any(given) else ()
 
     @property
@@ -275,7 +278,8 @@ class Session:
             Refused: the session was finished otherwise, or is closed.
         """
         try:
-            outcome = _plain_outcome(self.posted if reward is None else reward, status, info, rewards)
+            outcome = plain_outcome(self.posted if reward is None else reward, status, info, rewards)
+            self.rewards_of_calls(outcome)
             if type(transcript) is not str:
                 raise NotAllowed(StopReason.ENVIRONMENT_ERROR, f"transcript is a {type_name(transcript)}, and no text")
             self.transcript = transcript or self.transcript
@@ -357,16 +361,18 @@ class Session:
             task.exception()  # read the result here too, because the client may have left
 
 
-def _plain_outcome(reward: Any, status: Any, info: Any, rewards: Any) -> Outcome:
-    """The result that an agent's code returned, in plain values.
+def plain_outcome(reward: Any, status: Any, info: Any, rewards: Any) -> Outcome:
+    """The result that an agent's code or a request gave, in plain values.
 
     Raises:
         NotAllowed: one of the values is something else.
     """
     if type(status) is not str or status not in get_args(Status):
         allowed = ", ".join(get_args(Status))
-        raise NotAllowed(StopReason.ENVIRONMENT_ERROR, f"status is a {type_name(status)}; allowed are {allowed}")
-    given = {name: plain_reward(number, "rewards") for name, number in plain_info(rewards, "rewards").items()}
+        raise NotAllowed(StopReason.ENVIRONMENT_ERROR, f"status is one of {allowed}")
+    given = {
+        name: plain_reward(number, f"rewards[{name!r:.80}]") for name, number in plain_info(rewards, "rewards").items()
+    }
     return Outcome(None if reward is None else plain_reward(reward), status, plain_info(info), given)  # type: ignore[arg-type]
 
 

@@ -32,6 +32,8 @@ class Keys(NamedTuple):
     secret: bytes
     worker: str = ""
     """The key of the workers; empty where no worker may claim."""
+    run: Path | None = None
+    """The run's folder, in which generators note the sessions that ended; None: they note nothing."""
 
     def __repr__(self) -> str:
         return "Keys"
@@ -66,7 +68,7 @@ def run_keys(run: Path, agents: AgentsConfig, from_environment: str, needs_worke
         raise UserError(f"{file}: no secret of a run can be read there; remove it, which ends open sessions") from error
     if len(secret) != SECRET_BYTES:
         raise UserError(f"{file}: is no secret of a run; remove it, which ends open sessions")
-    return Keys(secret, worker)
+    return Keys(secret, worker, run)
 
 
 def worker_key(file: Path | None, from_environment: str, is_needed: bool) -> str:

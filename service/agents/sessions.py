@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import hmac
-from collections import Counter, OrderedDict
+from collections import Counter
 from hashlib import sha256
+from pathlib import Path
 
 from service.agents.dialects.dialect import Refused
+from service.agents.ended_sessions import Ended, EndedSessions
 from service.agents.session import Session
-
-MAX_ENDED = 4096
-"""Sessions that ended and whose keys are still told from unknown ones."""
 
 
 class Sessions:
     """Open sessions, and those that ended most recently."""
 
-    def __init__(self) -> None:
-        self._open: dict[bytes, Session] = {}
+    def __init__(self, ended_file: Path | None = None) -> None:
+        """`ended_file`: see `EndedSessions`."""
+        self._open: dict[str, Session] = {}
         """By the digest of the key: how long a look-up takes then says nothing about the keys."""
         self._named: dict[str, Session] = {}
-        self._ended: OrderedDict[bytes, None] = OrderedDict()
+        self._ended = EndedSessions(ended_file)
         self.counts: Counter[str] = Counter()
         """Sessions that ended, by state."""
 
@@ -36,7 +36,8 @@ class Sessions:
         return {"calling": 0, "idle": 0, **open_ones, **self.counts}
 
     def add(self, session: Session) -> None:
-        """Add a session, so that clients can reach it."""
+        """Add a session, so that clients can reach it; what was noted under its name is forgotten."""
+        self._ended.forget(session.name)
         self._open[_digest(session.key)] = self._named[session.name] = session
 
     def remove(self, session: Session) -> None:
@@ -46,9 +47,8 @@ class Sessions:
         found = _digest(session.key)
         del self._open[found]
         self._named.pop(session.name, None)
-        self._ended[found] = None
-        if len(self._ended) > MAX_ENDED:
-            self._ended.popitem(last=False)
+        if self._ended.by_name(session.name) is None:
+            self.finished(session, "")
 
     def open(self) -> list[Session]:
         """All sessions that have not ended."""
@@ -73,10 +73,20 @@ class Sessions:
         found = _digest(key)
         if (session := self._open.get(found)) is not None and hmac.compare_digest(session.key, key):
             return session
-        if found in self._ended:
+        if self._ended.by_key(found) is not None:
             raise Refused(409, None, "the session has ended")
         raise Refused(401, None, "the key is that of no session", "invalid_api_key")
 
+    def finished(self, session: Session, body: str) -> None:
+        """Note the digest of the body with which a client finishes a session; empty: no end of it counts."""
+        self._ended.note(Ended(session.name, _digest(session.key), body))
 
-def _digest(key: str) -> bytes:
-    return sha256(key.encode(errors="surrogatepass")).digest()
+    def finished_with(self, key: str, name: str | None = None) -> str:
+        """The digest of the body with which the session of this key, or of this name, was finished; empty where it was
+        not."""
+        ended = self._ended.by_key(_digest(key)) if name is None else self._ended.by_name(name)
+        return "" if ended is None else ended.body
+
+
+def _digest(key: str) -> str:
+    return sha256(key.encode(errors="surrogatepass")).hexdigest()

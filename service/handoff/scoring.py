@@ -8,7 +8,6 @@ be leased. So a scorer may be asked again after a crash, and what it says then c
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -22,7 +21,8 @@ from service.handoff.ledger.lifecycle import UNFINISHED, GroupState
 from service.handoff.ledger.record import Record
 from service.handoff.ledger.scores import LOGPROBS
 from service.handoff.status import ScorerStatus
-from service.handoff.validate import LOGPROB_TOLERANCE, MAX_REWARD, MIN_LOGPROB
+from service.handoff.steps.reward import NEEDED, is_reward
+from service.handoff.validate import LOGPROB_TOLERANCE, MIN_LOGPROB
 from service.types import Float32s, Refusal, RefusalReason, Sender, StepGroup
 
 REMOVED = "removed"
@@ -165,8 +165,8 @@ class Scoring:
             return Refusal(RefusalReason.LENGTH_MISMATCH, f"{path}: info of {len(trajectories)}", len(answer.info))
         weight = self._scorers[scorer].weight
         for reward in answer.rewards:
-            if not (math.isfinite(reward) and abs(weight * reward) <= MAX_REWARD):
-                return Refusal(RefusalReason.REWARD, path, reward)
+            if not is_reward(weight * reward):
+                return Refusal(RefusalReason.REWARD, f"{path}: {NEEDED}", reward)
         return None
 
 

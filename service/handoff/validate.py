@@ -25,6 +25,7 @@ from service.handoff.group_bytes import NAME_BYTES, NOTE_BYTES, TRANSCRIPT_BYTES
 from service.handoff.prefixes.prefix_index import PrefixError, check_references
 from service.handoff.prefixes.step_equality import contradiction, in_order
 from service.handoff.steps.limits import Limits, Routing
+from service.handoff.steps.reward import MAX_REWARD
 from service.handoff.steps.roles import ROLES
 from service.handoff.steps.tables import end_objects
 from service.types import (
@@ -51,9 +52,6 @@ LOGPROB_TOLERANCE = 1e-4
 """How far above 0 rounding may take a log-probability."""
 MIN_LOGPROB = -1e7
 """Of a sampled token; logits that differ by ten, at the coldest temperature."""
-
-MAX_REWARD = 1e12
-"""A reward is no larger, so that squares and sums of rewards stay finite in float32."""
 
 REWARD_TOLERANCE = 1e-4
 """How far a step's reward may be from the sum over its tokens, as a share of those."""

@@ -20,6 +20,7 @@ import numpy as np
 
 from service.errors import in_one_line
 from service.handoff.steps.builder import StepSink
+from service.handoff.steps.reward import NEEDED
 from service.handoff.steps.stop_reason import StopReason
 from service.rollout import handover
 from service.rollout.chat.chat import Chat, Tool
@@ -122,8 +123,8 @@ async def run_trajectory(
             most = 0 if result.rewards else most  # a reward given after its turn is in no step
             note = await handover.write_note(environment, result, side.whole(result), info, most) if most else ""
             episode.finish_turn(response, generation, result.reward, result.score, role, note)
-            if silent := episode.give(result.rewards):
-                why = f"rewards[{silent[0]!r}]: the role has had no turn that could get it"
+            if refused := episode.give(result.rewards):
+                why = f"rewards[{refused[0]!r}]: the role has had no turn, or its sum is not {NEEDED}"
                 raise TrajectoryFailed(StopReason.ENVIRONMENT_REWARD, why)
     except TrajectoryFailed as failed:
         log.warning("%s of prompt %s is lost: %s", trajectory, in_one_line(task.uid), failed)

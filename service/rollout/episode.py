@@ -16,6 +16,7 @@ import numpy as np
 
 from service.columns import digest
 from service.handoff.steps.builder import StepSink
+from service.handoff.steps.reward import is_reward
 from service.handoff.steps.roles import ROLES, packed_roles
 from service.handoff.steps.stop_reason import StopReason
 from service.rollout.chat.conversation import Prompt, Response
@@ -154,13 +155,17 @@ class Episode:
         self._turned(MAIN, reward, stop_reason)
 
     def give(self, rewards: Mapping[str, float]) -> list[str]:
-        """Add rewards to the newest turns of roles; returns the roles that have had no turn."""
+        """Add rewards to the newest turns of roles; returns the roles that have had no turn, or now had too much."""
+        refused = []
         for role, reward in rewards.items():
-            if role in self._roles:
-                newest = self.n_steps - 1 - self._roles[::-1].index(role)
-                self._given[newest] = self._given.get(newest, 0.0) + reward
-                self._reward += reward if role == MAIN else 0.0
-        return [role for role in rewards if role not in self._roles]
+            newest = self.n_steps - 1 - self._roles[::-1].index(role) if role in self._roles else -1
+            given = self._given.get(newest, 0.0) + reward
+            of_main = self._reward + (reward if role == MAIN else 0.0)
+            if newest < 0 or not is_reward(given) or not is_reward(of_main):
+                refused.append(role)
+            else:
+                self._given[newest], self._reward = given, of_main
+        return refused
 
     def finish(self) -> TrajectoryEnd:
         """Append the trajectory's end and return it."""

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from service.handoff.steps.reward import NEEDED, is_reward
 from service.handoff.steps.stop_reason import StopReason
 from service.rollout.environment import MAIN, Message, StepResult, is_text
 from service.rollout.limits import AgentLimits
@@ -178,15 +179,15 @@ def read_messages(field: str, limits: AgentLimits, value: Any) -> list[Message]:
 
 
 def plain_reward(value: Any, name: str = "reward") -> float:
-    """The reward, or another value called `name`, as a finite number.
+    """The reward, or another value called `name`, as a number that the buffer accepts.
 
     Raises:
         NotAllowed: it is something else.
     """
-    reason, needed = StopReason.ENVIRONMENT_REWARD, "a finite number"
-    number = _plain(name, value, NUMBER_CHARACTERS, reason, (int, float), needed)
-    if not math.isfinite(float_or_nan(number)):
-        raise NotAllowed(reason, f"{name} is {number!r:.80}; {needed} is needed")
+    reason = StopReason.ENVIRONMENT_REWARD
+    number = _plain(name, value, NUMBER_CHARACTERS, reason, (int, float), NEEDED)
+    if not is_reward(number):
+        raise NotAllowed(reason, f"{name} is {number!r:.80}; {NEEDED} is needed")
     return float(number)
 
 

@@ -19,6 +19,7 @@ scale.json          how many generators `baton scale` asked for
 uploads/            links to files that are to be uploaded to `run.store`
 store.json          which run `run.store` holds, and which process wrote into it last
 session_secret      where agents call the policy: what the keys of their sessions derive from
+ended_sessions_0    which sessions of generator 0 ended most recently, and the digests of the bodies that finished them
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Awaitable, Callable, Sequence
 from enum import StrEnum
 from typing import Any
@@ -108,8 +107,6 @@ def answer_of(given: Any, n_trajectories: int) -> Answer:
         numbers, texts = [float(reward) for reward in rewards], [_text(each) for each in info]
     except (TypeError, ValueError, OverflowError) as error:
         raise ScorerFailed(Failure.MALFORMED, str(error)[:200]) from error
-    if not all(map(math.isfinite, numbers)):
-        raise ScorerFailed(Failure.MALFORMED, f"rewards that are not finite: {str(numbers)[:200]}")
     return Answer(numbers, texts)
 
 

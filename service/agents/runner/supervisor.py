@@ -8,7 +8,6 @@ from __future__ import annotations
 import ctypes
 import json
 import logging
-import math
 import os
 import re
 import shutil
@@ -22,6 +21,7 @@ from typing import Any
 from service.agents.runner.bounded import TIME, CommandEnd, run_command
 from service.agents.runner.forward import on_loopback, port_of
 from service.agents.runner.sandbox import Launch, NotStarted, namespaces_refused
+from service.handoff.steps.reward import NEEDED, is_reward
 from service.rollout.child_main import PR_SET_CHILD_SUBREAPER, serve
 from service.rollout.environment import Task
 from service.rollout.user_errors import describe_error
@@ -138,7 +138,7 @@ class _Trajectory:
         if score is None:
             return None
         if isinstance(score, str):
-            return _finite(self._call(score, transcript))
+            return _reward(self._call(score, transcript))
         question = {"task": asdict(self._task), "folder": str(self._folder), "transcript": transcript}
         (self.root / QUESTION).write_text(json.dumps(question), encoding="utf-8")
         ended = await self._run(score, self.root / QUESTION, {}, self._limits["score_seconds"])
@@ -215,18 +215,18 @@ def _number(output: bytes) -> float:
     lines = output.decode(errors="replace").split("\n")
     last = next((line for line in reversed(lines) if line.strip()), "")
     try:
-        return _finite(float(last))
+        return _reward(float(last))
     except ValueError:
         return 1.0
 
 
-def _finite(score: Any) -> float:
+def _reward(score: Any) -> float:
     try:
         number = float(score)
     except (TypeError, ValueError, OverflowError):
-        number = math.nan
-    if not math.isfinite(number):
-        raise Failed(f"its score is {score!r:.80}; a finite number is needed")
+        number = float("nan")
+    if not is_reward(number):
+        raise Failed(f"its score is {score!r:.80}; {NEEDED} is needed")
     return number
 
 

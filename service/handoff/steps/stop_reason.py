@@ -23,7 +23,7 @@ class StopReason(StrEnum):
     ENVIRONMENT_ERROR = "environment_error"
     ENVIRONMENT_TIMEOUT = "environment_timeout"
     ENVIRONMENT_REWARD = "environment_reward"
-    """The reward was not a finite number."""
+    """The reward was no number, or one beyond `MAX_REWARD`."""
     ENVIRONMENT_OUTPUT = "environment_output"
     """The messages were malformed or too large."""
     ENVIRONMENT_NOT_RESTORED = "environment_not_restored"

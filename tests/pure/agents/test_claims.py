@@ -26,6 +26,7 @@ from service.config.command import AGENT, CommandConfig
 from service.config.rollout import EnvConfig, GeneratorConfig
 from service.errors import UserError
 from service.handoff.steps.builder import StepColumns, steps_table
+from service.handoff.steps.reward import MAX_REWARD, NEEDED
 from service.handoff.steps.tables import step_objects
 from service.rollout.chat.chat import Chat
 from service.rollout.chat.tokenizer import load_tokenizer
@@ -56,16 +57,17 @@ def tasks(model: Path) -> list[Task]:
 
 
 class Columns(StepColumns):
-    """A buffer that answers when it is let; it says yes."""
+    """A buffer that answers when it is let."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.accepts = True
         self.answers = asyncio.Event()
         self.answers.set()
 
     async def accepted(self, trajectory: TrajectoryId) -> bool:
         await self.answers.wait()
-        return True
+        return self.accepts
 
 
 class Served:
@@ -188,10 +190,12 @@ async def test_an_agent_manages_its_own_session_and_a_worker_every_one(model: Pa
         other.cancel()
 
 
-async def test_a_finish_is_answered_once_the_buffer_has_the_end_and_a_repetition_changes_nothing(
-    model: Path, tasks: list[Task]
+async def test_a_finish_is_answered_once_the_buffer_has_the_end_and_a_repetition_changes_nothing_even_after_a_restart(
+    model: Path, tasks: list[Task], tmp_path: Path
 ) -> None:
-    async with aclosing(Served(model)) as served:
+    keys = Keys(KEYS.secret, KEYS.worker, tmp_path)
+    finish, either_key = "/rl/sessions/5-1-0/finish", (KEYS.worker, KEYS.of("5-1-0"))
+    async with aclosing(Served(model, keys)) as served:
         playing = served.play(tasks[0])
         await served.claimed()
         served.sink.answers.clear()
@@ -205,7 +209,56 @@ async def test_a_finish_is_answered_once_the_buffer_has_the_end_and_a_repetition
         served.sink.answers.set()
         assert [await finish for finish in finishing] == [(200, {})] * 2
         assert (await playing).reward == 0.25
-        assert (await served.post("/rl/sessions/5-1-0/finish", said))[0] == 404
+        for key in either_key:
+            assert [(await served.post(finish, body, key))[0] for body in (said, {"reward": 1.0})] == [200, 409]
+    async with aclosing(Served(model, keys)) as restarted:
+        for key in either_key:
+            assert [(await restarted.post(finish, body, key))[0] for body in (said, {"reward": 1.0})] == [200, 409]
+        assert (await restarted.post(finish, said, "wrong"))[0] == 401
+        again = restarted.play(tasks[0])  # the buffer had no end of it: it is open, whatever was noted
+        await restarted.claimed()
+        assert (await restarted.post(finish, {"reward": 1.0}))[0] == 200
+        assert (await again).reward == 1.0
+
+
+async def test_a_finish_says_what_the_buffer_said(model: Path, tasks: list[Task]) -> None:
+    async with aclosing(Served(model)) as served:
+        served.sink.accepts = False
+        refused, abandoned = served.play(tasks[0]), served.play(tasks[1], TrajectoryId(6, 0))
+        for _ in range(2):
+            await served.claimed()
+        for status in (409, 404):
+            assert (await served.post("/rl/sessions/5-1-0/finish", {"reward": 1.0}))[0] == status
+            await refused
+        served.sink.answers.clear()
+        finishing = asyncio.create_task(served.post("/rl/sessions/6-0-0/finish", {"reward": 1.0}))
+        while len(served.sink.ends) < 2:
+            await asyncio.sleep(0.01)
+        abandoned.cancel()
+        assert (await finishing)[0] == 503
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({"reward": 2 * MAX_REWARD}, "reward"),
+        ({"reward": 0.5, "rewards": {"main": -2 * MAX_REWARD}}, "rewards"),
+        ({"reward": MAX_REWARD, "rewards": {"main": MAX_REWARD}}, "rewards"),
+        ({"reward": 0.5, "rewards": {"nobody": 1.0}}, "rewards"),
+    ],
+)
+async def test_a_reward_that_the_buffer_would_refuse_is_refused_at_finish_and_the_session_goes_on(
+    model: Path, tasks: list[Task], body: dict[str, Any], field: str
+) -> None:
+    async with aclosing(Served(model)) as served:
+        playing = served.play(tasks[0])
+        await served.claimed()
+        assert (await served.post("/s/5-1-0" + CHAT, asked(tasks[0]), KEYS.of("5-1-0")))[0] == 200
+        status, answer = await served.post("/rl/sessions/5-1-0/finish", body)
+        assert (status, answer["error"]["param"]) == (400, field)
+        assert NEEDED in answer["error"]["message"] or "nobody" in body.get("rewards", {})
+        assert (await served.post("/rl/sessions/5-1-0/finish", {"reward": MAX_REWARD}))[0] == 200
+        assert (await playing).reward == MAX_REWARD
 
 
 @pytest.mark.parametrize("fault", ["silent", "late", "aborted", "failed"])

@@ -23,10 +23,11 @@ from service.handoff.ledger.events import Scored
 from service.handoff.ledger.scores import CompleteGroup, with_scores
 from service.handoff.ledger.versions import VersionHistory
 from service.handoff.steps.builder import step_group, steps_table
+from service.handoff.steps.reward import MAX_REWARD
 from service.handoff.steps.roles import TRAINED, packed_roles
 from service.handoff.steps.tables import Played, end_objects, ends_table, reward_of_steps
 from service.handoff.steps.wire import decode, encode
-from service.handoff.validate import MAX_REWARD, refusal
+from service.handoff.validate import refusal
 from service.types import Refusal, RefusalReason, Step, StepGroup, TrajectoryEnd, TrajectoryId
 from tests.pure.handoff.worlds import LIMITS, SENDER, episode
 

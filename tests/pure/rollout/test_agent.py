@@ -214,7 +214,7 @@ class Unspeakable(Exception):
         (Unspeakable(), "environment_error"),
         (TimeoutError("of its own"), "environment_error"),
         (told("17", float("nan")), "environment_reward"),
-        (told("17", float("inf"), True), "environment_reward"),
+        (told("17", 2 * MAX_REWARD, True), "environment_reward"),
         (StepResult([], "much", False), "environment_reward"),  # type: ignore[arg-type]
         (told("x" * 10_000_000), "environment_output"),
         (StepResult([{"role": "user"}], 0.0, False), "environment_output"),  # type: ignore[list-item,typeddict-item]

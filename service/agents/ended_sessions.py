@@ -1,0 +1,79 @@
+"""The sessions that ended most recently, and the bodies with which clients finished them, also after a restart.
+
+    finish(body) --noted--> journal --> 200         the same body again: 200; another one: 409
+
+A body is noted before the trajectory's end is in the journal. If the generator dies between the two, its next process
+opens the session again, and forgets the body.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import NamedTuple
+
+from service.files import write_atomic
+
+log = logging.getLogger(__name__)
+
+MAX_ENDED = 4096
+"""Sessions that ended and are still known."""
+
+
+class Ended(NamedTuple):
+    """A session that ended."""
+
+    name: str
+    key: str
+    """The digest of its key."""
+    body: str
+    """The digest of the body with which a client finished it; empty where none did."""
+
+
+class EndedSessions:
+    """Ended sessions, in memory and in a file that the generator's next process reads."""
+
+    def __init__(self, file: Path | None) -> None:
+        """`file`: has a line for each; None, or a file whose folder this host lacks: nothing outlives the process."""
+        self._by_name: dict[str, Ended] = {}
+        self._by_key: dict[str, Ended] = {}
+        self._file = file if file is not None and file.parent.is_dir() else None
+        if self._file is not None and self._file.exists():
+            for line in self._file.read_text("ascii", errors="replace").splitlines():
+                if len(parts := line.split(" ")) == len(Ended._fields):  # else its writer was killed
+                    self._keep(Ended(*parts))
+            write_atomic(self._file, "".join(map(_line, self._by_name.values())))
+
+    def note(self, ended: Ended) -> None:
+        """Note that a session ended."""
+        self._keep(ended)
+        try:
+            if self._file is not None:
+                with self._file.open("a", encoding="ascii") as file:
+                    file.write(_line(ended))
+        except OSError as error:
+            log.warning("%s: %s; after a restart, repeated requests of sessions get 404", self._file, error)
+            self._file = None
+
+    def forget(self, name: str) -> None:
+        """Forget a session, because it is open again."""
+        if (ended := self._by_name.pop(name, None)) is not None:
+            del self._by_key[ended.key]
+
+    def by_name(self, name: str) -> Ended | None:
+        """The ended session of this name; None if it is not known."""
+        return self._by_name.get(name)
+
+    def by_key(self, key: str) -> Ended | None:
+        """The ended session whose key has this digest; None if it is not known."""
+        return self._by_key.get(key)
+
+    def _keep(self, ended: Ended) -> None:
+        self.forget(ended.name)
+        self._by_name[ended.name] = self._by_key[ended.key] = ended
+        if len(self._by_name) > MAX_ENDED:
+            self.forget(next(iter(self._by_name)))
+
+
+def _line(ended: Ended) -> str:
+    return f"{' '.join(ended)}\n"

@@ -1,0 +1,13 @@
+"""The bound of every reward, whoever gives it: an environment, an agent, a scorer, or a message to the buffer."""
+
+from __future__ import annotations
+
+MAX_REWARD = 1e12
+"""A reward is no larger, so that squares and sums of rewards stay finite in float32."""
+NEEDED = f"a number from {-MAX_REWARD:g} to {MAX_REWARD:g}"
+"""What a reward has to be, for messages."""
+
+
+def is_reward(number: float) -> bool:
+    """Whether the buffer accepts a reward of this size; False for NaN."""
+    return abs(number) <= MAX_REWARD
