@@ -246,7 +246,7 @@ async def latency(folder: Path, rounds: int) -> dict[str, float]:
         ]
         ends = await asyncio.gather(*trajectories)
         if {(end.stop_reason, end.n_steps) for end in ends} != {("stop", TURNS)}:
-            raise RuntimeError(f"trajectories failed: {player.last_failure}")
+            raise RuntimeError(f"trajectories failed: {player.failures}")
         await outbox.flush()
         leased = await ask(buffer.lease, trainer, 60.0)
         engine.version = PolicyVersion(trainer, i + 1)

@@ -96,7 +96,7 @@ class Coordinator:
         eval_files, stopped = prepared.eval_files, lambda: self._stopping
         sections = config.data, config.run, config.weights.sync_every
         self._evaluations = Evaluations(*sections, self._generator_pool, folder, eval_files, say, stopped, evaluated)
-        self._failures = FailureWatch(2 * config.trainer.mini_batch_size * config.algorithm.n_samples_per_prompt)
+        self._failures = FailureWatch(2 * config.trainer.mini_batch_size * config.algorithm.n_samples_per_prompt, say)
         self._version = PolicyVersion(0, 0)
         self._waits_for = ""
         self._bad_steps = 0
@@ -287,6 +287,7 @@ class Coordinator:
         await self._evaluate(self._evaluations.is_due(self._version.step))
         self._telemetry.doing("bookkeeping")
         generators = await self._generator_pool.statuses()
+        self._failures.name_new(generators)
         self._folder.append_trajectories(trained(leased.trajectories, self._version))
         measured = {**report.metrics, **self._evaluations.numbers(self._version.step)}
         line = self._progress.stepped(self._version, leased.metrics, measured, generators)

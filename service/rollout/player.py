@@ -73,8 +73,8 @@ class Player(Generic[A]):
         self._frozen = FrozenModels(settings.roles, served)
         self._environments = Environments(settings.env, commands)
         self.agents = agents(self.chat, self._engine, self._limits)
-        self.last_failure = ""
-        """Why the most recent lost trajectory was lost."""
+        self.failures: dict[str, str] = {}
+        """By stop reason: why the most recent trajectory was lost for it."""
         self.leaked = LeakedTasks()
         self.env_metrics = EnvMetrics()
         """The `info` of the environments, summed over the trajectories played for training."""
@@ -156,5 +156,6 @@ class Player(Generic[A]):
             else:
                 speakers = self._engine, self.chat, limits, number, sink, self._frozen, earlier
                 played = await run_trajectory(trajectory, own, guard, *speakers)
-        self.last_failure = played.failure or self.last_failure
+        if played.failure:
+            self.failures[played.end.stop_reason] = played.failure
         return played

@@ -274,7 +274,7 @@ async def test_an_agent_that_says_its_key_has_it_in_no_log_status_or_transcript(
 ) -> None:
     async with aclosing(Playing(model, settings(f"{HERE}:SaysItsKey", ends=ends))) as agents:
         _, end = await agents.one(tasks[0], TrajectoryId(0, 0))
-        said = end.transcript.decode(), agents.player.last_failure, caplog.text
+        said = end.transcript.decode(), str(agents.player.failures), caplog.text
         assert not any(SaysItsKey.keys[-1] in text for text in said)
         assert "called with [key], twice" in said[0] if ends else "the key [key] was refused" in said[1]
 
@@ -288,7 +288,8 @@ async def test_an_agent_that_finishes_with_what_is_not_allowed_loses_its_own_tra
     async with aclosing(Playing(model, settings(DOES, what=value))) as agents:
         _, end = await agents.one(tasks[0], TrajectoryId(0, 0))
         assert end.stop_reason == ("environment_reward" if fault == "reward" else "environment_error")
-        assert f"session.finish: {fault}" in agents.player.last_failure and len(agents.player.last_failure) < 1000
+        (failure,) = agents.player.failures.values()
+        assert f"session.finish: {fault}" in failure and len(failure) < 1000
 
 
 async def test_numbers_of_numpy_are_plain_in_a_finished_session(model: Path, tasks: list[Task]) -> None:
@@ -339,7 +340,7 @@ async def test_a_command_is_played_by_the_runner_and_may_post_its_own_reward(mod
     config = settings(AGENT).model_copy(update={"env": EnvConfig(name=AGENT, command=command)})
     async with aclosing(Playing(model, config)) as agents:
         (step,), end = await agents.one(tasks[0], TrajectoryId(0, 0))
-    assert agents.player.last_failure == ""
+    assert agents.player.failures == {}
     assert (end.reward, end.stop_reason) == (3.0, "stop") and step.loss_mask.all()
 
 

@@ -18,27 +18,35 @@ from service.run.phases import say
 from service.run.repeated_failures import FailureWatch
 from service.run.writer import RunWriter
 
+ERROR, REWARD = StopReason.ENVIRONMENT_ERROR, StopReason.ENVIRONMENT_REWARD
+
 
 def said(failure: str = "", **ended: int) -> dict[str, Any]:
-    return {"counts": {"groups": 9, **{f"end_{reason}": n for reason, n in ended.items()}}, "last_failure": failure}
+    counts = {"groups": 9, **{f"end_{reason}": n for reason, n in ended.items()}}
+    return {"counts": counts, "failures": {ERROR: failure} if failure else {}}
 
 
-ERROR = StopReason.ENVIRONMENT_ERROR
+def test_the_first_failure_with_each_reason_is_named_once() -> None:
+    told: list[str] = []
+    watch = FailureWatch(8, told.append)
+    for _ in range(2):
+        watch.name_new([said("KeyError: 'ground_truth'"), {"failures": {REWARD: "reward is 1e+300"}}])
+    assert len(told) == 2 and "'ground_truth'" in told[0] and "1e+300" in told[1]
 
 
 def test_when_all_fail_the_last_failure_is_the_reason() -> None:
-    watch = FailureWatch(8)
+    watch = FailureWatch(8, print)
     watch.check([said("KeyError: 'ground_truth'", **{ERROR: 4}), said(**{ERROR: 3})])
     with pytest.raises(RunFailed, match=r"8 environment_error\): KeyError: 'ground_truth'"):
         watch.check([said("KeyError: 'ground_truth'", **{ERROR: 4}), said(**{ERROR: 4})])
 
 
 def test_one_that_ends_well_is_hope() -> None:
-    FailureWatch(8).check([said("boom", **{ERROR: 500, "stop": 1})])
+    FailureWatch(8, print).check([said("boom", **{ERROR: 500, "stop": 1})])
 
 
 def test_a_step_forgives_what_was_before_it() -> None:
-    watch = FailureWatch(8)
+    watch = FailureWatch(8, print)
     watch.check([said("boom", **{ERROR: 7, "stop": 3})])
     watch.progressed()
     watch.check([said("boom", **{ERROR: 14, "stop": 3})])
@@ -47,7 +55,7 @@ def test_a_step_forgives_what_was_before_it() -> None:
 
 
 def test_a_generator_that_started_again_counts_from_nothing() -> None:
-    watch = FailureWatch(8)
+    watch = FailureWatch(8, print)
     watch.check([said("boom", **{ERROR: 500, "stop": 500})])
     watch.progressed()
     watch.check([said("boom", **{ERROR: 20})])

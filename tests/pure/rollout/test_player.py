@@ -202,7 +202,7 @@ async def test_an_environment_that_cannot_be_made_costs_its_own_trajectory_only(
     plays, _ = player(model, EnvConfig(name=f"{module}:Unmakeable", trusted_modules=(module,)))
     (end,) = await played(plays, TrajectoryId(0, 0), QUESTION)
     assert end.stop_reason == "environment_error"
-    assert "nobody listens" in plays.last_failure
+    assert "nobody listens" in str(plays.failures)
 
 
 @pytest.mark.parametrize("isolation", ["none", "process"])
@@ -214,13 +214,15 @@ async def test_what_an_environment_raised_is_told_with_the_line_that_raised_it(
     plays, _ = player(model, env)
     await played(plays, TrajectoryId(0, 0), QUESTION)
     await plays.close()
-    assert re.search(r"KeyError: 'gone' \(misbehaving\.py:\d+\)$", plays.last_failure)
+    assert re.search(r"KeyError: 'gone' \(misbehaving\.py:\d+\)$", plays.failures["environment_error"])
 
 
 async def test_what_a_library_raised_is_told_with_its_line_and_the_environment_s(model: Path) -> None:
     plays, _ = player(model, EnvConfig(name=f"{HERE}:Parses", trusted_modules=(HERE,)))
     await played(plays, TrajectoryId(0, 0), QUESTION)
-    assert re.search(r"JSONDecodeError: .* \(test_player\.py:\d+, in decoder\.py:\d+\)$", plays.last_failure)
+    assert re.search(
+        r"JSONDecodeError: .* \(test_player\.py:\d+, in decoder\.py:\d+\)$", plays.failures["environment_error"]
+    )
 
 
 class Parses(Seeded):

@@ -17,6 +17,7 @@ from service.config import Config
 from service.config.rollout import RoleConfig, ScorerConfig
 from service.errors import UserError
 from service.handoff.steps.builder import StepColumns
+from service.handoff.steps.reward import MAX_REWARD
 from service.handoff.steps.roles import roles_from
 from service.handoff.steps.stop_reason import StopReason
 from service.handoff.steps.tables import step_objects
@@ -95,6 +96,7 @@ async def test_the_reward_of_a_trajectory_is_that_of_the_newest_turn_of_main(cha
         (turn("?", rewards={"judge": 1.0}), "rewards: 'judge' is no role of the run"),
         (turn("?", rewards={"main": float("nan")}), "rewards['main'] is nan"),
         (turn("?", rewards={"verifier": 1.0}), "rewards['verifier']: the role has had no turn"),
+        (turn("?", MAX_REWARD, rewards={"main": 1.0}), "or its sum is not a number from"),
     ],
 )
 async def test_roles_that_are_not_there_lose_the_trajectory_in_one_line(
