@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -46,6 +46,8 @@ RUNS = Path("runs")
 CONFIG = "config.yaml"
 METRICS = "metrics.jsonl"
 TRAJECTORIES = "trajectories.jsonl"
+TRAJECTORIES_BYTES = 64 << 20
+"""Size at which that file stops growing."""
 EVALUATIONS = "evaluations.jsonl"
 TIMELINE = "timeline"
 ADDRESS = "address.json"
@@ -171,6 +173,12 @@ def read_address(folder: Path) -> str:
         OSError, ValueError, TypeError, KeyError, RecursionError: the file is missing or damaged.
     """
     return str(json.loads((folder / ADDRESS).read_text(encoding="utf-8"))["url"])
+
+
+def refuse_larger(files: Sequence[Path], most: int) -> None:
+    """Raises `UserError` if files that are read as a whole have more than `most` bytes, which no run writes."""
+    if (size := sum(file.stat().st_size for file in files)) > most:
+        raise UserError(f"{files[0].parent}: {size:,} bytes lie there, but no run writes more than {most:,}")
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:

@@ -23,7 +23,7 @@ from msgspec import Struct
 
 from service.errors import UserError
 from service.observe.recorder import COUNTER, SPAN, TOTALS, TRAJECTORY, boot
-from service.run.folder import TIMELINE
+from service.run.folder import TIMELINE, refuse_larger
 from service.types import TrajectoryId
 
 log = logging.getLogger(__name__)
@@ -89,6 +89,13 @@ class _Clock(Struct):
     host: str
     boot: str
     wall: Number
+
+
+class _Head(Struct):
+    """What tells the lines apart that are objects."""
+
+    hub: _Clock | None = None
+    offset: Number | None = None
 
 
 class Process(Struct, rename={"owner": "from"}):
@@ -230,12 +237,12 @@ class RunTimeline:
                 if source is None:
                     raise ValueError("an event of no process")
                 self._add(source, shift, _EVENTS.decode(line))
-            elif "hub" in (head := msgspec.json.decode(line)):
-                hub = msgspec.convert(head["hub"], _Clock)
+            elif (clock := _HEADS.decode(line).hub) is not None:
+                hub = clock
             elif hub is None:
                 raise ValueError("no clock of the hub")
             else:
-                source, shift = msgspec.convert(head, Process), hub.wall
+                source, shift = _PROCESSES.decode(line), hub.wall
                 if source.boot == hub.boot:
                     source.error = 0.0
                 else:
@@ -280,6 +287,7 @@ class RunTimeline:
         return max(sum(totals.played for totals in self.totals.values()), len(self.trajectories))
 
 
+_HEADS, _PROCESSES = msgspec.json.Decoder(_Head), msgspec.json.Decoder(Process)
 _EVENTS = msgspec.json.Decoder(_SpanLine | Counter | _TrajectoryLine | Totals)
 
 
@@ -289,9 +297,10 @@ def read_timeline(folder: Path) -> RunTimeline:
     Raises:
         UserError: the run kept no timeline, or another version of Baton wrote it.
     """
-    files = sorted((folder / TIMELINE).glob("*.jsonl"))
+    files = sorted(file for file in (folder / TIMELINE).glob("*.jsonl") if file.is_file())
     if not files:
         raise UserError(f"{folder / TIMELINE}: this run has kept no timeline")
+    refuse_larger(files, 2 * FILES * FILE_BYTES)
     timeline = RunTimeline()
     for file in files:
         try:
@@ -303,9 +312,8 @@ def read_timeline(folder: Path) -> RunTimeline:
 
 def _first_measured(lines: list[bytes]) -> dict[tuple[str, str, str, int], Process]:
     """The first measured clock offset from the hub by process; also used for lines pushed before it was measured."""
-    heads = [msgspec.json.decode(line) for line in lines if line.startswith(b"{")]
-    sources = [msgspec.convert(head, Process) for head in reversed(heads) if head.get("offset") is not None]
-    return {source.process: source for source in sources}
+    heads = [line for line in reversed(lines) if line.startswith(b"{") and _HEADS.decode(line).offset is not None]
+    return {source.process: source for source in map(_PROCESSES.decode, heads)}
 
 
 def _joined(spans: list[Span]) -> list[Span]:

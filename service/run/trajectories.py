@@ -20,7 +20,6 @@ end; its `stop_reason` is `unfinished` if the trajectory was not complete.
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -42,7 +41,7 @@ from service.handoff.ledger.versions import version_of
 from service.handoff.prefixes.merge import Mode, merge_steps
 from service.handoff.steps.roles import roles_from
 from service.handoff.steps.tables import end_objects, step_objects
-from service.run.folder import RUNS, TRAJECTORIES, newest_run, read_lines, run_folder
+from service.run.folder import RUNS, TRAJECTORIES, TRAJECTORIES_BYTES, newest_run, refuse_larger, run_folder
 from service.types import Extension, Int64s, MiniBatch, PolicyVersion, Step, TrajectoryEnd, TrajectoryId
 
 Record = dict[str, Any]
@@ -100,6 +99,7 @@ RecordShape = TypedDict(
     },
 )
 """What a record in a file must hold to be shown."""
+_DECODER = msgspec.json.Decoder(RecordShape)
 
 
 @dataclass(frozen=True)
@@ -326,18 +326,17 @@ def load_records(folder: Path) -> list[Record]:
     Raises:
         UserError: a line is not a record.
     """
-    lines, records = read_lines(folder / TRAJECTORIES), list[Record]()
-    while True:
-        where = f"{folder / TRAJECTORIES}, line {len(records) + 1}"
-        try:
-            line = next(lines, None)
-            if line is None:
-                break
-            records.append(_checked(msgspec.convert(line, RecordShape)))
-        except json.JSONDecodeError as error:
-            raise UserError(f"{where}: not JSON: {error}") from None
-        except (ValueError, OverflowError, RecursionError) as error:
-            raise UserError(f"{where}: no trajectory: {in_one_line(str(error))[:SHOWN]}") from None
+    records, file = list[Record](), folder / TRAJECTORIES
+    refuse_larger([file], 2 * TRAJECTORIES_BYTES)
+    with file.open("rb") as lines:
+        for line in lines:
+            if not line.endswith(b"\n"):
+                break  # the writer was killed
+            try:
+                records.append(_checked(_DECODER.decode(line)))
+            except (ValueError, OverflowError, RecursionError) as error:
+                where = f"{file}, line {len(records) + 1}"
+                raise UserError(f"{where}: no trajectory: {in_one_line(str(error))[:SHOWN]}") from None
     if not records:
         raise UserError(f"{folder}: this run has kept no trajectories yet")
     return records

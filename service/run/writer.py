@@ -21,11 +21,9 @@ from service.run.folder import (
     SUMMARY,
     TARGETS,
     TRAJECTORIES,
+    TRAJECTORIES_BYTES,
     read_lines,
 )
-
-TRAJECTORIES_BYTES = 64 << 20
-"""Size at which `trajectories.jsonl` stops growing."""
 
 
 class RunWriter:

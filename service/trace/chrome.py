@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
+from heapq import heappop, heappush
 from time import gmtime, strftime
 from typing import Any, NamedTuple
 
@@ -102,14 +103,16 @@ def _explained(spans: Iterable[Span], doing: Sequence[Span]) -> Iterator[Span]:
 
 
 def _trajectories(timeline: RunTimeline) -> Iterator[Drawn]:
-    """The sampled trajectories, each on the first free row of its generator; simultaneous calls need more rows."""
-    free: dict[str, list[float]] = {}
+    """The sampled trajectories, each on a free row of its generator; simultaneous calls need more rows."""
+    busy: dict[str, list[tuple[float, int]]] = {}
+    """(end, number) of the rows of a generator, the one that is free first in front."""
 
     def lane(owner: str, began: float, ended: float) -> Row:
-        ends = free.setdefault(owner, [])
-        number = next((n for n, end in enumerate(ends) if end <= began), len(ends))
-        ends[number : number + 1] = [ended]
-        return owner, f"trajectories {number + 1}"
+        rows = busy.setdefault(owner, [])
+        is_free = bool(rows) and rows[0][0] <= began
+        number = heappop(rows)[1] if is_free else len(rows) + 1
+        heappush(rows, (ended, number))
+        return owner, f"trajectories {number}"
 
     for number, one in enumerate(timeline.trajectories):
         row = lane(one.owner, one.span.began, one.span.ended)
