@@ -11,7 +11,7 @@ AT_ONCE := -n logical --maxprocesses 8 tests/pure tests/machine tests/sim
 IN_TURN := tests/e2e tests/chaos tests/hosts tests/gpu
 # Documentation, deployment files, servers and pages: these tests matter where those files changed.
 EDGES := tests/docs tests/deploy tests/browser tests/e2e/test_monitoring.py
-# Settings of `make quickstart` over its configuration, such as SET="run.seed=1 buffer.lookahead=0".
+# Settings of `make quickstart` and `make real` over their configurations, such as SET="run.seed=1 buffer.lookahead=0".
 SET :=
 # On a machine with one or two GPUs the quick start fits them: a rank and an engine share one, or have one each.
 GPUS := $(shell nvidia-smi --list-gpus 2>/dev/null | grep -c ^GPU)
@@ -37,6 +37,12 @@ dev: ## the same, with the tools for lint, types and tests
 quickstart: venv ## train a small model through vLLM, the buffer and FSDP (minutes)
 	@echo "baton: training; configuration configs/quickstart.yaml"
 	@$(BIN)/baton run --config configs/quickstart.yaml $(FIT_$(GPUS)) $(SET)
+
+.PHONY: real
+real: venv ## prepare SmolLM2-135M-Instruct and train it on a game in several turns (half an hour on two cores)
+	@$(BIN)/python scripts/real_model.py
+	@echo "baton: training; configuration configs/smollm2_guess.yaml"
+	@$(BIN)/baton run --config configs/smollm2_guess.yaml $(SET)
 
 .PHONY: cluster-demo
 cluster-demo: venv ## the same over four Ray hosts on this machine (root, Linux); says how to look and disturb

@@ -21,40 +21,47 @@ from baton import Message, StepResult, Task
 NUMBER = r"-?\$?[0-9][0-9,]*(?:\.[0-9]+)?"
 MARKED = re.compile(rf"####\s*({NUMBER})")
 ANY = re.compile(NUMBER)
+BOXED = re.compile(r"\\boxed\{((?:[^{}]|\{[^{}]*\})*)\}")
+PATTERNS = {"strict": MARKED, "flexible": ANY, "boxed": BOXED}
 
 
 class Gsm8k:
-    """One problem; `strict` reads the number after `####`, `flexible` the last number in the text."""
+    """One problem; `strict` reads the number after `####`, `flexible` the last number in the text, and `boxed` what
+    the last `\\boxed{}` holds, which need not be a number."""
 
-    def __init__(self, method: Literal["strict", "flexible"] = "strict") -> None:
-        if method not in ("strict", "flexible"):
-            raise TypeError(f"method is strict or flexible, not {method!r}")
-        self._pattern = MARKED if method == "strict" else ANY
-        self._truth: Decimal | None = None
+    def __init__(self, method: Literal["strict", "flexible", "boxed"] = "strict") -> None:
+        if method not in PATTERNS:
+            raise TypeError(f"method is one of {', '.join(PATTERNS)}, not {method!r}")
+        self._pattern = PATTERNS[method]
+        self._truth = ""
 
     def check_task(self, task: Task) -> None:
-        """Raises if the row has no number as its `ground_truth`."""
-        _truth(task)
+        """Raises if the row has no `ground_truth` of the kind that the method reads."""
+        truth = str(task.reward_spec["ground_truth"])
+        if self._pattern is not BOXED and number(truth) is None:
+            raise ValueError(f"ground_truth {truth!r:.80} is no number")
 
     async def reset(self, task: Task, seed: int) -> Sequence[Message]:
         """The row's prompt."""
-        self._truth = _truth(task)
+        self.check_task(task)
+        self._truth = str(task.reward_spec["ground_truth"])
         return task.prompt
 
     async def step(self, text: str) -> StepResult:
-        """Give reward 1 for the right number."""
+        """Give reward 1 for the right answer."""
         found = self._pattern.findall(text)
-        return StepResult((), float(bool(found) and number(found[-1]) == self._truth), True)
+        return StepResult((), float(bool(found) and _equal(found[-1], self._truth)), True)
 
     async def close(self) -> None:
         """Nothing to close."""
 
 
-def _truth(task: Task) -> Decimal:
-    truth = number(str(task.reward_spec["ground_truth"]))
-    if truth is None:
-        raise ValueError(f"ground_truth {task.reward_spec['ground_truth']!r:.80} is no number")
-    return truth
+def _equal(answer: str, truth: str) -> bool:
+    """Whether two answers are the same number, or else the same text but for spaces."""
+    as_numbers = number(answer), number(truth)
+    if None not in as_numbers:
+        return as_numbers[0] == as_numbers[1]
+    return "".join(answer.split()) == "".join(truth.split())
 
 
 def number(text: str) -> Decimal | None:

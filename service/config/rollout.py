@@ -54,6 +54,20 @@ class CurriculumConfig(Section):
     """A trajectory succeeds if its return is larger."""
 
 
+class ColumnsConfig(Section):
+    """Columns of published files; a row that has `prompt` and `reward_spec` or `reward_model` needs none."""
+
+    prompt: str = "prompt"
+    """Column of the question: a text, or messages."""
+    ground_truth: str | None = None
+    """Column of the right answer; None: `reward_spec` or `reward_model` has it."""
+    answer: Literal["text", "hashes", "boxed"] = "text"
+    """Part of that column that is the answer: all of it; what follows the last `####`, as in GSM8K; what the last
+    `\\boxed{}` holds, as in MATH."""
+    instruction: str = ""
+    """Put after each prompt that is a text, on a line of its own, such as the form of the answer."""
+
+
 class DataConfig(Section):
     """Training prompts and evaluation sets."""
 
@@ -64,6 +78,9 @@ class DataConfig(Section):
     mixture: dict[str, MixturePart] = {}
     """Several datasets by name instead of `train`, mixed in proportion to their weights; an epoch has each row at least
     once."""
+    columns: ColumnsConfig | None = None
+    """Columns of `train`, `mixture` and `eval` where these are files as they were published; None: those that Baton,
+    SkyRL and verl write."""
     eval: dict[str, Dataset] = {}
     """Evaluation sets by name: JSONL or parquet files."""
     eval_make_rows: Positive | None = None

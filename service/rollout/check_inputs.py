@@ -15,7 +15,8 @@ from service.errors import UserError
 from service.rollout.environment import Agent, Environment, Task
 from service.rollout.environments.registry import SyntheticFunction, make_environment, synthetic_data
 from service.rollout.factory import Environments
-from service.rollout.prompts.dataset import load_tasks, tasks_of
+from service.rollout.prompts.dataset import tasks_of
+from service.rollout.prompts.published import read_published
 from service.user_code import import_user_module
 
 SYNTHETIC = Path("made")
@@ -42,7 +43,7 @@ def check_inputs(
         synthetic_data(env.name, env.options, env.trusted_modules, function)
     for path in (data.train, *(part.path for part in data.mixture.values()), *data.eval.values()):
         if path is not None and path.exists():
-            check_environments(env, load_tasks(path), path)
+            check_environments(env, tasks_of(read_published(path, data.columns), path), path)
     if data.make_rows is not None:
         (row,) = synthetic_data(env.name, env.options, env.trusted_modules).rows(1, seed)
         check_environments(env, tasks_of([row], SYNTHETIC), SYNTHETIC)

@@ -11,10 +11,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from service.config.rollout import MADE_SET, DataConfig, EnvConfig, MixturePart
+from service.config.rollout import MADE_SET, ColumnsConfig, DataConfig, EnvConfig, MixturePart
 from service.errors import UserError
 from service.rollout.environments.registry import synthetic_data
-from service.rollout.prompts.dataset import read_rows, tasks_of, write_rows
+from service.rollout.prompts.dataset import tasks_of, write_rows
+from service.rollout.prompts.published import read_published
 
 EVAL_SEED = 1 << 32
 """Added to the seed of synthetic evaluation rows, so that they differ from the training rows."""
@@ -23,7 +24,7 @@ MAX_REPETITIONS = 100
 
 
 def train_file(data: DataConfig, env: EnvConfig, folder: Path, seed: int) -> Path:
-    """The file of training prompts: the configured one, or synthetic or mixed rows written to `folder`.
+    """The file of training prompts: the configured one, or synthetic, mixed or renamed rows written to `folder`.
 
     An existing file is kept, so that a resumed run continues with the same prompts.
 
@@ -31,13 +32,13 @@ def train_file(data: DataConfig, env: EnvConfig, folder: Path, seed: int) -> Pat
         UserError: nothing is configured, or a dataset is malformed.
     """
     if data.train is not None:
-        return data.train
+        return _file_of(data.train, data.columns, folder / "train.jsonl")
     if data.make_rows is None and not data.mixture:
         raise UserError("data: none of train, make_rows and mixture is set; name a JSONL or parquet file in data.train")
     path = folder / "train.jsonl"
     if not path.exists():
         rows = (
-            mixed_rows(data.mixture)
+            mixed_rows(data.mixture, data.columns)
             if data.make_rows is None
             else synthetic_data(env.name, env.options, env.trusted_modules).rows(data.make_rows, seed)
         )
@@ -47,7 +48,7 @@ def train_file(data: DataConfig, env: EnvConfig, folder: Path, seed: int) -> Pat
 
 def eval_files(data: DataConfig, env: EnvConfig, folder: Path, seed: int) -> dict[str, Path]:
     """The files of the evaluation sets by name; synthetic rows have another seed than the training rows."""
-    files = dict(data.eval)
+    files = {name: _file_of(path, data.columns, folder / f"eval_{name}.jsonl") for name, path in data.eval.items()}
     if data.eval_make_rows is not None:
         files[MADE_SET] = folder / "eval.jsonl"
         if not files[MADE_SET].exists():
@@ -56,13 +57,24 @@ def eval_files(data: DataConfig, env: EnvConfig, folder: Path, seed: int) -> dic
     return files
 
 
-def mixed_rows(parts: Mapping[str, MixturePart]) -> Iterator[dict[str, Any]]:
+def _file_of(path: Path, columns: ColumnsConfig | None, renamed: Path) -> Path:
+    """The file itself, or its rows with the columns that Baton reads, written to `renamed`."""
+    if columns is None:
+        return path
+    if not renamed.exists():
+        rows = read_published(path, columns)
+        uids = [task.uid for task in tasks_of(rows, path)]
+        write_rows(renamed, ({**row, "uid": uid} for row, uid in zip(rows, uids, strict=True)))
+    return renamed
+
+
+def mixed_rows(parts: Mapping[str, MixturePart], columns: ColumnsConfig | None = None) -> Iterator[dict[str, Any]]:
     """The rows of one epoch, evenly interleaved; uids become `<set>/<uid>`, plus a count if a row repeats.
 
     Raises:
         UserError: a dataset is malformed, or the weights ask for too many repetitions.
     """
-    rows = {name: read_rows(part.path) for name, part in parts.items()}
+    rows = {name: read_published(part.path, columns) for name, part in parts.items()}
     uids = {name: [task.uid for task in tasks_of(rows[name], part.path)] for name, part in parts.items()}
     lengths = _lengths({name: len(rows[name]) for name in parts}, {name: part.weight for name, part in parts.items()})
     # Sorted by the position of each row in the epoch, between 0 and 1.

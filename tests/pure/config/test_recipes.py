@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pyarrow as pa
@@ -14,20 +15,21 @@ from service.config import Config, load
 CONFIGS = Path(__file__).parents[3] / "configs"
 OVERLAYS = {"four_nodes.yaml"}
 RECIPES = sorted(path.name for path in CONFIGS.glob("*.yaml") if path.name not in OVERLAYS)
-FULL_SIZE = [
-    name for name in RECIPES if not name.endswith("_tiny.yaml") and name not in ("quickstart.yaml", "one_gpu.yaml")
-]
+SMALL = ("_tiny.yaml", "quickstart.yaml", "one_gpu.yaml", *(name for name in RECIPES if name.startswith("smollm2")))
+FULL_SIZE = [name for name in RECIPES if not name.endswith(SMALL)]
 SINGLE_TURN = ["algorithm.step_wise=false", "buffer.merge=off"]
 
 
 def make_what_it_names(config: Config) -> None:
     """Data where the configuration looks for them, with hardly anything in them; models are another machine's."""
+    row = {"prompt": "?", "reward_model": {"ground_truth": "1"}, "db_id": "a"}
     for path in [file for file in (config.data.train, *config.data.eval.values()) if file]:
         assert not path.is_absolute()
         path.parent.mkdir(parents=True, exist_ok=True)
-        pq.write_table(
-            pa.Table.from_pylist([{"prompt": "?", "reward_model": {"ground_truth": "1"}, "db_id": "a"}]), path
-        )
+        if path.suffix == ".parquet":
+            pq.write_table(pa.Table.from_pylist([row]), path)
+        else:
+            path.write_text(json.dumps({"question": "?", "answer": "#### 1"}))
 
 
 def validate(names: list[str], settings: list[str]) -> int:
@@ -37,9 +39,13 @@ def validate(names: list[str], settings: list[str]) -> int:
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_recipe_is_valid(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recipe_is_valid_and_a_missing_model_is_one_line(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(tmp_path)
     assert validate([name], []) == 0
+    missing = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note: model.path: ")]
+    assert len(missing) == (load([CONFIGS / name]).config.model.path is not None)
 
 
 @pytest.mark.parametrize("name", RECIPES)

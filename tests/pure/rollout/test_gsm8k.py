@@ -52,7 +52,7 @@ async def test_a_row_whose_truth_is_no_number_is_an_error_of_its_own_episode() -
 
 
 def test_an_unknown_method_is_refused() -> None:
-    with pytest.raises(TypeError, match="strict or flexible"):
+    with pytest.raises(TypeError, match="one of strict, flexible, boxed"):
         Gsm8k("loose")  # type: ignore[arg-type]
 
 
