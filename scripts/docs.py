@@ -18,6 +18,7 @@ from service.config.load import section_of
 from service.config.section import MOST
 from service.config.tree import Config
 from service.observe.metrics_table import MEANINGS, TABLE, Metric
+from service.observe.not_learning import SYMPTOMS, Comparison
 from service.types import Steps
 
 ROOT = Path(__file__).parent.parent
@@ -138,17 +139,39 @@ COLUMNS_BEGIN = "<!-- columns of a step, made from service/types.py by `python -
 COLUMNS_END = "<!-- end of the columns -->\n"
 
 
+SYMPTOMS_BEGIN = "<!-- symptoms, made from service/observe/not_learning.py by `python -m scripts.docs` -->\n"
+SYMPTOMS_END = "<!-- end of the symptoms -->\n"
+
+
 def formats_page() -> str:
     """`docs/formats.md` with the table of a step's columns; the rest of the page is written by hand."""
-    before, _, rest = (ROOT / "docs/formats.md").read_text(encoding="utf-8").partition(COLUMNS_BEGIN)
-    after = rest.partition(COLUMNS_END)[2]
     lines = "".join(
         f"| `{column.name}` | {column.dtype} | {'-' if (fill := column.about.fill) is None else f'{fill:g}'} | "
         f"{column.about.meaning}{'; optional' if column.optional else ''} |\n"
         for column in columns_of(Steps).all
     )
     head = "| column | type | fill | meaning |\n|---|---|---|---|\n"
-    return f"{before}{COLUMNS_BEGIN}\n{head}{lines}\n{COLUMNS_END}{after}"
+    return _with_table("docs/formats.md", COLUMNS_BEGIN, head + lines, COLUMNS_END)
+
+
+def not_learning_page() -> str:
+    """`docs/not-learning.md` with the table of symptoms; the rest of the page is written by hand."""
+    lines = "".join(
+        f"| [`{name}`](#{name}) | `{key}` | {comparison} {threshold:g}{_of_what(comparison)} |\n"
+        for name, key, comparison, threshold, _ in SYMPTOMS
+    )
+    head = "| symptom | figure, mean of the last steps | named when it is |\n|---|---|---|\n"
+    return _with_table("docs/not-learning.md", SYMPTOMS_BEGIN, head + lines, SYMPTOMS_END)
+
+
+def _of_what(comparison: Comparison) -> str:
+    return " times that of the first steps" if comparison is Comparison.FALLEN_TO else ""
+
+
+def _with_table(page: str, begin: str, table: str, end: str) -> str:
+    """A page with another table between these lines."""
+    before, _, rest = (ROOT / page).read_text(encoding="utf-8").partition(begin)
+    return f"{before}{begin}\n{table}\n{end}{rest.partition(end)[2]}"
 
 
 def prometheus_rule() -> str:
@@ -169,6 +192,7 @@ FILES: dict[str, Callable[[], str]] = {
     "docs/metrics.md": metrics_page,
     "docs/configuration.md": configuration_page,
     "docs/formats.md": formats_page,
+    "docs/not-learning.md": not_learning_page,
     "docs/dashboards.md": dashboards_page,
     "deploy/kuberay/base/prometheusrule.yaml": prometheus_rule,
     **{f"deploy/grafana/dashboards/{d.uid}.json": partial(grafana_json, d) for d in DASHBOARDS},

@@ -68,10 +68,11 @@ class Coordinator:
         self._say = say
         self._resume_from = resume_from
         self._stopping = False
-        self._progress = Progress(
-            config.run.max_steps, tuple(config.roles), bool(config.trainer.checkpoint_every), folder, say
-        )
         self._telemetry = RunTelemetry(config, cluster.hub, str(folder.path), uploads, cluster.shares_cores)
+        resumes = bool(config.trainer.checkpoint_every)
+        self._progress = Progress(
+            config.run.max_steps, tuple(config.roles), resumes, folder, say, self._telemetry.seconds_by_state
+        )
         self._warm_start = WarmStart(config, prepared, cluster.trainer, self._telemetry, say)
         self._generator_pool = GeneratorPool(
             config.generator,
@@ -291,7 +292,7 @@ class Coordinator:
         self._folder.append_trajectories(trained(leased.trajectories, self._version))
         measured = {**report.metrics, **self._evaluations.numbers(self._version.step)}
         line = self._progress.stepped(self._version, leased.metrics, measured, generators)
-        self._telemetry.stepped(self._version, line)
+        self._telemetry.stepped(self._version, line, self._progress.seconds_left, self._progress.not_learning)
         await self._targets.write()
         await self._checkpoints.note_reached(self._version.step)
 
@@ -311,7 +312,6 @@ class Coordinator:
         while not self._stopping:
             answer = await ask_buffer(self._buffer.lease, self._version.incarnation, POLL_SECONDS)
             if isinstance(answer, LeasedBatch):
-                self._progress.waited(time.monotonic() - start)
                 return answer
             accepted(answer)
             self._waits_for = f"a mini-batch: {answer.detail}"

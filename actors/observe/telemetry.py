@@ -48,6 +48,10 @@ class RunTelemetry(Reporter):
         """Report what the trainer as a whole does now: waiting, step, commit, weights, checkpoint, evaluating, ..."""
         self._states.enter(state, **detail)
 
+    def seconds_by_state(self) -> Mapping[str, float]:
+        """Seconds that the trainer as a whole has spent on each of these so far."""
+        return self._states.seconds()
+
     def span(self, row: str, step: int, began: float) -> None:
         """Record a finished checkpoint or evaluation of a step, with the time of its start."""
         self.trace.span(row, f"step {step}", began, time.monotonic())
@@ -58,11 +62,14 @@ class RunTelemetry(Reporter):
         self._report_run(state=state)
         self.push()
 
-    def stepped(self, policy: PolicyVersion, line: Mapping[str, float]) -> None:
-        """Report an applied optimizer step; `line` is its line of `metrics.jsonl`."""
+    def stepped(
+        self, policy: PolicyVersion, line: Mapping[str, float], seconds_left: float | None, not_learning: str
+    ) -> None:
+        """Report an applied optimizer step; `line` is its line of `metrics.jsonl`, for the others see `Progress`."""
         now = time.time()
         measure_step(self.metrics, line, now)
         self._report_run(policy_version={"incarnation": policy.incarnation, "step": policy.step}, stepped=now)
+        self._report_run(seconds_left=seconds_left, not_learning=not_learning)
         if "timing/sync_weights" in line:
             self._report_run(weights_sync_seconds=line["timing/sync_weights"])
         self.report("step", line)

@@ -8,7 +8,7 @@ from typing import Any
 
 from service.errors import UserError
 from service.observe.status import Status
-from service.observe.summary import summary_lines
+from service.observe.summary import duration, fates_in_words, summary_lines
 
 Column = tuple[str, tuple[str, ...]]
 """A station of the road, and the lines below it."""
@@ -52,10 +52,11 @@ def headline(status: Status) -> str:
     """Name, state and progress in a line."""
     run, version = status["run"], status["policy_version"]
     steps = f"{version['step']} of {run['max_steps']}" if "max_steps" in run else f"{version['step']}"
-    since = f", {_duration(status['time'] - run['started'])}" if "started" in run else ""
+    since = f", {duration(status['time'] - run['started'])}" if "started" in run else ""
+    left = f", {duration(run['seconds_left'])} left" if run.get("seconds_left") else ""
     state = status["state"].replace("_", " ")
-    restarted = f", trainer {version['incarnation']}" if version["incarnation"] > 1 else ""
-    return f"{run.get('name', 'run')}: {state}, step {steps}{restarted}{since}"
+    restarted = f", the trainer began {version['incarnation']} times" if version["incarnation"] > 1 else ""
+    return f"{run.get('name', 'run')}: {state}, step {steps}{restarted}{since}{left}"
 
 
 def stations(status: Status) -> list[Column]:
@@ -66,7 +67,7 @@ def stations(status: Status) -> list[Column]:
     generators = (
         f"{up} of {run['generators']} up" if "generators" in run else f"{up} up",
         f"{_number(buffer.get('tokens_per_second'))} tokens/s",
-        f"waited {_percent(step.get('async/generator_wait_fraction'))}",
+        f"idle {_percent(step.get('async/generator_wait_fraction'))}",
     )
     trainer = (
         f"{_number(step.get('timing/step'), 2)} s/step",
@@ -116,8 +117,11 @@ def _stretched(part: str, width: int) -> str:
 def _details(status: Status) -> Iterator[tuple[str, str]]:
     """The lines below the data flow: (label, text)."""
     run, step, now = status["run"], status["step"], status["time"]
-    for label, counts in (("groups", status["buffer"].get("groups", {})), ("tokens", status["tokens"])):
-        if shown := _counts(counts):
+    for label, shown in (
+        ("groups", _counts(status["buffer"].get("groups", {}))),
+        ("tokens", fates_in_words(status["tokens"])),
+    ):
+        if shown:
             yield label, shown
     if sessions := (agents := status.get("agents", {})).get("sessions"):
         yield "agents", f"{_number(agents.get('calls_per_second'), 1)} calls/s; sessions: {_counts(sessions) or 'none'}"
@@ -129,9 +133,11 @@ def _details(status: Status) -> Iterator[tuple[str, str]]:
         last = f"; last failure: {scorer['last_failure']}" if scorer["last_failure"] else ""
         yield "scorer", f"{name}: {_counts(groups) or 'no group yet'}{last}"
     if "reward/avg_raw_reward" in step:
-        reward, length = _number(step["reward/avg_raw_reward"], 3), _number(step.get("generate/batch_padded_seq_len"))
-        ago = f", {_duration(now - run['stepped'])} ago" if "stepped" in run else ""
-        yield "last step", f"reward {reward}, padded length {length} tokens{ago}"
+        length = _number(step.get("generate/avg_response_length"), 1)
+        ago = f", {duration(now - run['stepped'])} ago" if "stepped" in run else ""
+        yield "last step", f"reward {_number(step['reward/avg_raw_reward'], 3)}, {length} tokens a response{ago}"
+    if run.get("not_learning"):
+        yield "learning", f"may not happen: {run['not_learning']}"
     if store := run.get("store"):
         held = "no checkpoint" if store["step"] is None else f"the checkpoint of step {store['step']}"
         yield "store", f"{store['url']} has {held}" + (f"; {store['failing']}" if store["failing"] else "")
@@ -139,7 +145,10 @@ def _details(status: Status) -> Iterator[tuple[str, str]]:
         yield "binds", found["sentence"]
     for wait in status["waits"]:
         detail = f": {wait['detail']}" if wait["detail"] else ""
-        yield "waits", f"{wait['who']} for {wait['reason']}{detail}, {_duration(now - wait['since'])}"
+        what = f"{wait['reason']}{detail}"
+        # a generator's claim waits while the groups that it has go on
+        what = f"one more group ({what})" if wait["who"].startswith("generator") else what
+        yield "waits", f"{wait['who']} for {what}, {duration(now - wait['since'])}"
     of_host: dict[str, list[str]] = {}
     for actor in status["actors"]:
         of_host.setdefault(actor.get("host", ""), []).append(actor["ident"])
@@ -168,9 +177,3 @@ def _number(value: Any, digits: int = 0) -> str:
 
 def _percent(value: float | None) -> str:
     return "-" if value is None else f"{value:.0%}"
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 90:
-        return f"{max(0.0, seconds):.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

@@ -355,6 +355,10 @@ STEP_KEYS: dict[str, str] = {
     "generate/avg_num_tokens": "Mean tokens of a trajectory after its first prompts, observations included.",
     "generate/avg_assistant_tokens": "Mean tokens of a trajectory that the policy sampled.",
     "generate/avg_num_turns": "Mean turns of a trajectory.",
+    "generate/avg_response_length": "Mean tokens of a response; each turn of a trajectory is one.",
+    "generate/std_response_length": "Standard deviation of the same over the mini-batch.",
+    "generate/min_response_length": "Tokens of the shortest response.",
+    "generate/max_response_length": "Tokens of the longest response.",
     "generate/truncated_ratio_turn_<turns>": (
         "The same, of the responses of some turns: `<turns>` is `1`, `2`, `3`, `4`, `5_8`, `9_16`, `17_32` or `33_up`."
     ),
@@ -364,8 +368,10 @@ STEP_KEYS: dict[str, str] = {
     "async/staleness_max": "Largest staleness of a token of the mini-batch that a policy sampled.",
     "async/stale_tokens": "Tokens too stale to carry loss.",
     "async/stale_tokens_quarter_<q>": "The same, of a quarter of the trajectories by length; 4 has the longest.",
-    "async/trainer_wait_fraction": "Fraction of the training's time for which the trainer waited.",
-    "async/generator_wait_fraction": "Fraction of their time for which the generators waited for work.",
+    "async/trainer_wait_fraction": "Fraction of the steps' time for which the trainer waited for a mini-batch.",
+    "async/generator_wait_fraction": (
+        "Fraction of the generators' time without any group to play; waits for one more group do not count."
+    ),
     "policy/is_ratio_std": f"{_RATIO['is_ratio_std']} of the loss tokens.",
     "policy/is_ratio_max": f"{_RATIO['is_ratio_max']} of a loss token.",
     "policy/effective_sample_fraction": f"{_RATIO['effective_sample_fraction']} of the loss tokens.",
@@ -383,6 +389,12 @@ STEP_KEYS: dict[str, str] = {
     "policy/by_staleness/<versions>/differing_fraction": (
         f"Fraction whose log-probability differs by more than `weights.verify_tolerance` {_AT_STALENESS}"
     ),
+    "time": "When the step ended, in UTC, such as `2026-05-04T03:02:01.000+00:00`.",
+    "bound_by": (
+        "What took most of the step's time: `generation` (the trainer waited for a mini-batch), `training`, `weights`, "
+        "`evaluation`, `checkpoint`, `commit` or `bookkeeping`."
+    ),
+    "timing/since_start": "Seconds for which the run has run, its start and its earlier processes included.",
     "timing/eval": "Seconds of the evaluation that ended with this step.",
     "eval/step": "Step whose weights were evaluated; with `data.eval_mode: beside` an earlier one than the line's.",
     "eval/<set>/avg_score": "Mean return over the evaluation set.",

@@ -2,26 +2,54 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
+FEWEST_STEPS = 30
+"""Steps below which the reward's first and last tenth say nothing: a tenth would be one or two steps."""
 
-def learning_summary(rewards_S: Sequence[float], staleness_S: Sequence[float]) -> dict[str, float | None]:
-    """Reward over the first and the last tenth of the steps, their difference, and the mean staleness.
+FATES_IN_WORDS = {
+    "expired": "not finished in time, or not needed any more at the end",
+    "stepped": "trained, in no checkpoint yet",
+    "superseded": "of attempts that began again",
+    "rolled_back": "trained after the checkpoint from which the run continued",
+}
+"""The fates of tokens whose names need words beside them."""
 
-    All are None before the first step.
+
+def learning_summary(rewards_S: Sequence[float], staleness_S: Sequence[float]) -> dict[str, Any]:
+    """Reward over the first and the last tenth of the steps, their difference with its 95 % interval, and the mean
+    staleness.
+
+    The interval is None below `FEWEST_STEPS`; everything is None before the first step.
 
     >>> learning_summary([0.0, 0.5, 1.0], [1.0, 1.0, 4.0])["reward_gain"]
     1.0
     """
     tenth = max(1, len(rewards_S) // 10)
     first, last = _mean(rewards_S[:tenth]), _mean(rewards_S[-tenth:])
+    gain = None if first is None or last is None else last - first
     return {
         "reward_first_tenth": first,
         "reward_last_tenth": last,
-        "reward_gain": None if first is None or last is None else last - first,
+        "reward_gain": gain,
+        "reward_gain_interval": None if gain is None else _interval(gain, rewards_S, tenth),
         "staleness_mean": _mean(staleness_S),
     }
+
+
+def _interval(gain: float, rewards_S: Sequence[float], tenth: int) -> list[float] | None:
+    """The 95 % interval of the gain, from the noise of single steps.
+
+    That noise is estimated by the differences of successive steps, which hardly contain the trend (von Neumann, 1941).
+    """
+    if len(rewards_S) < FEWEST_STEPS:
+        return None
+    squares = [(after - before) ** 2 / 2 for before, after in pairwise(rewards_S)]
+    half = 1.96 * math.sqrt(2 * sum(squares) / len(squares) / tenth)
+    return [gain - half, gain + half]
 
 
 def summary_lines(summary: Mapping[str, Any]) -> list[str]:
@@ -33,17 +61,52 @@ def summary_lines(summary: Mapping[str, Any]) -> list[str]:
     if summary.get("reward_gain") is not None:
         lines.append(
             f"reward: {summary['reward_first_tenth']:.3f} over the first tenth of the steps, "
-            f"{summary['reward_last_tenth']:.3f} over the last ({summary['reward_gain']:+.3f})"
+            f"{summary['reward_last_tenth']:.3f} over the last ({summary['reward_gain']:+.3f}{_certainty(summary)})"
         )
-    if "trainer_wait_fraction" in summary:
-        lines.append(
-            f"waiting: the trainer {summary['trainer_wait_fraction']:.0%} of the time, "
-            f"the generators {summary['generator_wait_fraction']:.0%}"
-        )
+    if summary.get("not_learning"):
+        lines.append(f"learning: at the end {summary['not_learning']}")
+    if shares := summary.get("time"):
+        lines.append(f"bound by {summary['bound_by']}: {time_in_words(shares)}")
+        lines.append(f"the generators had no group to play for {summary['generator_wait_fraction']:.0%} of their time")
     if "tokens" in summary:
-        fates = ", ".join(f"{fate} {count}" for fate, count in summary["tokens"].items() if count)
-        lines.append(f"tokens: {fates or 'none'}")
+        lines.append(f"tokens: {fates_in_words(summary['tokens']) or 'none'}")
     return lines
+
+
+def _certainty(summary: Mapping[str, Any]) -> str:
+    if (interval := summary.get("reward_gain_interval")) is None:
+        return f"; {summary['steps']} steps are too few to tell, {FEWEST_STEPS} are enough"
+    low, high = interval
+    return f"; 95% interval {low:+.3f} to {high:+.3f}"
+
+
+def time_in_words(shares: Mapping[str, float]) -> str:
+    """The parts of the steps' time that are at least a hundredth of it, such as `generation 62%, training 35%`."""
+    return ", ".join(f"{part} {share:.0%}" for part, share in shares.items() if share >= 0.01) + " of the steps' time"
+
+
+def fates_in_words(tokens: Mapping[str, int]) -> str:
+    """Tokens by fate; a name that does not explain itself has words beside it.
+
+    >>> fates_in_words({"trained": 51200, "expired": 0, "stepped": 800})
+    '51,200 trained, 800 stepped (trained, in no checkpoint yet)'
+    """
+    return ", ".join(
+        f"{count:,} {fate.replace('_', ' ')}" + (f" ({FATES_IN_WORDS[fate]})" if fate in FATES_IN_WORDS else "")
+        for fate, count in tokens.items()
+        if count
+    )
+
+
+def duration(seconds: float) -> str:
+    """A time in the largest fitting unit.
+
+    >>> duration(61.2), duration(200), duration(9000)
+    ('61 s', '3 min', '2.5 h')
+    """
+    if seconds < 90:
+        return f"{max(0.0, seconds):.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
 def _mean(values: Sequence[float]) -> float | None:

@@ -14,6 +14,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from service.observe.hub import Pushed
+from service.observe.summary import duration
 from service.plan.binding import Binding, Demand, Part, binding
 
 WINDOW_SECONDS = 600.0
@@ -144,7 +145,7 @@ class Live(NamedTuple):
     def sentence(self) -> str:
         """A description in one line."""
         slow = f"; {self.slow}" if self.slow else ""
-        return f"{self.found.sentence()}{slow} (last {_duration(self.seconds)})"
+        return f"{self.found.sentence()}{slow} (last {duration(self.seconds)})"
 
 
 def live(grown: Figures, limits: Limits) -> Live | None:
@@ -250,7 +251,3 @@ class Window:
             if grown.at >= NOW_SECONDS and grown.steps >= MIN_STEPS:
                 return live(grown, limits)
         return self.live(limits)
-
-
-def _duration(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"

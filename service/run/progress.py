@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
 from typing import Any
 
-from service.observe.summary import learning_summary, summary_lines
+from service.observe.not_learning import Diagnosis, in_words
+from service.observe.summary import duration, learning_summary, summary_lines
 from service.rollout.environment import MAIN
 from service.rollout.environments.env_metrics import EnvMetricMeans
+from service.run.step_times import GENERATION, StepTimes
 from service.run.writer import RunWriter
 from service.types import PolicyVersion
 
@@ -24,23 +27,36 @@ class Progress:
     """Writes the metrics of each step to the run folder, and prints progress lines."""
 
     def __init__(
-        self, max_steps: int, roles: Sequence[str], resumes: bool, folder: RunWriter, say: Callable[[str], None]
+        self,
+        max_steps: int,
+        roles: Sequence[str],
+        resumes: bool,
+        folder: RunWriter,
+        say: Callable[[str], None],
+        states: Callable[[], Mapping[str, float]],
     ) -> None:
-        """`roles`: the roles of the configuration; `resumes`: whether there are checkpoints to continue from."""
+        """`roles`: the roles of the configuration; `resumes`: whether there are checkpoints to continue from; `states`:
+        see `StepTimes`."""
         self._max_steps, self._roles, self._resumes = max_steps, roles, resumes
         self._folder = folder
         self._say = say
         self._created = self._began = self._last = self._plotted = self._said = time.monotonic()
-        self._waited = self._waited_this_step = 0.0
+        self._times = StepTimes(states)
+        self._seconds_before = 0.0
+        """Seconds in which earlier processes ran this run, up to the step from which it continues."""
         self._synced: float | None = None
         self._env_metrics = EnvMetricMeans()
         self._rewards: list[float] = []
         self._staleness: list[float] = []
         self._success: float | None = None
+        self._diagnosis = Diagnosis()
+        self._diagnosed: set[str] = set()
+        """Names of the symptoms that were said to be the likely cause."""
 
     def begin(self) -> None:
         """Record that reinforcement learning begins, or continues after the steps of an earlier process."""
         self._began = self._last = self._said = time.monotonic()
+        self._times.begin()
         total, taken = self._max_steps, len(self._rewards)
         steps = f"steps {taken + 1} to {total}" if taken else f"{total} optimizer steps"
         steps = f"all {taken} steps are done before" if taken >= total else steps
@@ -58,11 +74,10 @@ class Progress:
         lines = self._folder.cut_after(step)
         self._rewards = [line["reward/avg_raw_reward"] for line in lines]
         self._staleness = [line["async/staleness_mean"] for line in lines]
-
-    def waited(self, seconds: float) -> None:
-        """Record a wait of the trainer for a mini-batch."""
-        self._waited += seconds
-        self._waited_this_step = seconds
+        self._seconds_before = lines[-1].get("timing/since_start", 0.0) if lines else 0.0
+        self._diagnosis = Diagnosis()
+        for line in lines:
+            self._diagnosis.stepped(line)
 
     def synced(self, seconds: float | None) -> None:
         """Record how long the engines took to serve new weights after these were sent; None if no update was under
@@ -77,20 +92,22 @@ class Progress:
         generators: Sequence[Mapping[str, Any]],
     ) -> dict[str, float]:
         """Record a committed optimizer step; returns its line of `metrics.jsonl`."""
-        now = time.monotonic()
+        now, spent = time.monotonic(), self._times.stepped()
         line = {
             "trainer/global_step": version.step,
             "trainer/incarnation": version.incarnation,
             **batch,
             **metrics,
             "timing/step": now - self._last,
-            "timing/wait_for_generation_buffer": self._waited_this_step,
+            "timing/wait_for_generation_buffer": spent[GENERATION],
+            "timing/since_start": self._seconds_before + now - self._created,
             **({} if self._synced is None else {"timing/sync_weights": self._synced}),
-            **self._wait_fractions(now, generators),
+            **self._wait_fractions(generators),
             **self._env_metrics.since(generators),
         }
         self._synced = None  # otherwise every step until the next update would count this one again
-        self._folder.log_step(line)
+        wall = datetime.now(UTC).isoformat(timespec="milliseconds")
+        self._folder.log_step(line, {"time": wall, "bound_by": max(spent, key=lambda part: spent[part], default="")})
         self._last = now
         if not self._rewards and (silent := [role for role in self._roles if f"role/{role}/turns" not in line]):
             self._say(
@@ -100,12 +117,29 @@ class Progress:
         self._rewards.append(line["reward/avg_raw_reward"])
         self._staleness.append(line["async/staleness_mean"])
         if version.step % max(1, self._max_steps // LINES) == 0 or now - self._said > QUIET_SECONDS:
-            self._say(step_line(line, self._max_steps, now - self._began))
+            self._say(
+                step_line(line, self._max_steps, self._times.recent_shares(), now - self._began, self.seconds_left)
+            )
             self._said = now
+        self._diagnosis.stepped(line)
+        found = self._diagnosis.found()
+        if found and found[0][0].name not in self._diagnosed:
+            self._diagnosed.add(found[0][0].name)
+            self._say(f"step {version.step}: the policy may not learn: {in_words(found)}")
         if now - self._plotted > PLOT_SECONDS:
             self._folder.plot()
             self._plotted = time.monotonic()
         return line
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Seconds until the last step, if the steps take as long as the last ones; None before the first step."""
+        return self._times.seconds_of(max(0, self._max_steps - len(self._rewards)))
+
+    @property
+    def not_learning(self) -> str:
+        """Why the policy may not learn, by its last steps; empty if nothing speaks for it."""
+        return in_words(self._diagnosis.found())
 
     def end_early(self, steps: int = 0) -> None:
         """Record that this process was stopped before its first step; `steps`: steps of the run's earlier processes."""
@@ -113,8 +147,8 @@ class Progress:
 
     def end(self, state: str, buffer: Mapping[str, Any], generators: Sequence[Mapping[str, Any]]) -> None:
         """End the run: draw the curve, write and print the summary."""
-        now = time.monotonic()
-        fractions = self._wait_fractions(now, generators)
+        now, shares = time.monotonic(), self._times.shares()
+        fractions = self._wait_fractions(generators)
         summary = {
             "state": state,
             "steps": len(self._rewards),
@@ -122,6 +156,8 @@ class Progress:
             "rl_seconds": now - self._began,
             "warm_start_success": self._success,
             **learning_summary(self._rewards, self._staleness),
+            **({"not_learning": self.not_learning} if self.not_learning else {}),
+            **({"bound_by": next(iter(shares)), "time": shares} if shares else {}),
             **{key.removeprefix("async/"): fraction for key, fraction in fractions.items()},
             **{key: buffer[key] for key in ("tokens", "length_distance", "token_length_distance", "lengths")},
         }
@@ -135,12 +171,12 @@ class Progress:
         if state == "stopped" and self._resumes:
             self._say(f"`baton run --resume {self._folder.path}` goes on from here")
 
-    def _wait_fractions(self, now: float, generators: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    def _wait_fractions(self, generators: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         """The fractions of time for which the trainer and the generators waited."""
         elapsed = sum(status["elapsed_seconds"] for status in generators)
         waited = sum(status["wait_seconds"] for status in generators)
         return {
-            "async/trainer_wait_fraction": self._waited / (now - self._began),
+            "async/trainer_wait_fraction": self._times.shares().get(GENERATION, 0.0),
             "async/generator_wait_fraction": waited / elapsed if elapsed else 0.0,
         }
 
@@ -151,11 +187,14 @@ def end_early(folder: RunWriter, say: Callable[[str], None], steps: int, **more:
     say(f"stopped after the {steps} optimizer steps before" if steps else "stopped before the first optimizer step")
 
 
-def step_line(line: Mapping[str, float], max_steps: int, seconds: float) -> str:
-    """The progress line of a step."""
+def step_line(
+    line: Mapping[str, float], max_steps: int, shares: Mapping[str, float], seconds: float, left: float | None
+) -> str:
+    """The progress line of a step; `shares`: of the last steps' time, the largest first."""
+    bound = "".join(f", bound by {part} ({share:.0%})" for part, share in [*shares.items()][:1])
+    until = "" if not left else f", {duration(left)} left"
     return (
         f"step {line['trainer/global_step']:>4}/{max_steps}  reward {line['reward/avg_raw_reward']:.3f}"
-        f"  staleness {line['async/staleness_mean']:.2f}  padded length {line['generate/batch_padded_seq_len']:.0f}"
-        f"  trainer waited {line['async/trainer_wait_fraction']:.0%}"
-        f"  generators waited {line['async/generator_wait_fraction']:.0%}  {seconds:.0f} s"
+        f"  staleness {line['async/staleness_mean']:.2f}  {line['timing/step']:.2g} s a step{bound}"
+        f"  {duration(seconds)}{until}"
     )

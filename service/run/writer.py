@@ -70,8 +70,9 @@ class RunWriter:
     def _targets_file(self) -> Path:
         return self.path.parent / TARGETS / f"{self.path.name}.json"
 
-    def log_step(self, numbers: Mapping[str, float]) -> None:
-        """Append a line to `metrics.jsonl`, and a point per curve in TensorBoard and the other trackers.
+    def log_step(self, numbers: Mapping[str, float], texts: Mapping[str, str] | None = None) -> None:
+        """Append a line to `metrics.jsonl`, with the texts too, and a point per curve in TensorBoard and the other
+        trackers.
 
         Raises:
             ValueError: `trainer/global_step` is missing.
@@ -81,7 +82,7 @@ class RunWriter:
         if self._metrics is None:
             self._metrics = append_lines(self.path / METRICS)
             self._trackers = open_trackers(self._wandb, self._resolved, self.path)
-        line = {key: _number(value) for key, value in numbers.items()}
+        line = {**(texts or {}), **{key: _number(value) for key, value in numbers.items()}}
         self._metrics.write(json.dumps(line, allow_nan=False) + "\n")
         self._metrics.flush()
         self.step = int(numbers["trainer/global_step"])

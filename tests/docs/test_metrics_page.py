@@ -1,5 +1,6 @@
 """The pages that are made from the code are current."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ from scripts.docs import FILES, configuration_page, metrics_page
 from service.config.load import key_paths, section_of
 from service.config.tree import Config
 from service.observe.metrics_table import MEANINGS, TABLE
+from service.observe.not_learning import SYMPTOMS
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -24,6 +26,11 @@ def test_every_metric_and_every_setting_is_on_its_page() -> None:
     for path in key_paths():
         text = f"## `{'.'.join(path)}`" if _is_section(path) else f"| `{path[-1]}` |"
         assert text in configuration or f"## `{'.'.join(path)}.<name>`" in configuration, path
+
+
+def test_every_symptom_of_a_run_that_does_not_learn_has_its_section_in_the_order_in_which_one_looks() -> None:
+    sections = re.findall(r"^## (.+)$", Path("docs/not-learning.md").read_text(), re.MULTILINE)
+    assert sections == [symptom.name for symptom in SYMPTOMS]
 
 
 def _is_section(path: tuple[str, ...]) -> bool:

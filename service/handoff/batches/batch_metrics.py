@@ -54,11 +54,25 @@ def turn_metrics(rows: Rows, steps: Steps, count: int) -> dict[str, float]:
     responses."""
     responses = len(rows.token_ids_N) - int(rows.prompt_length_R.sum())
     return {
+        **_response_lengths(steps),
         "generate/avg_num_tokens": responses / max(count, 1),
         "generate/avg_assistant_tokens": int(np.count_nonzero(steps.loss_mask_N)) / max(count, 1),
         "generate/avg_num_turns": len(steps) / max(count, 1),
         "generate/truncated_ratio": float(is_truncated_K(steps).mean()) if len(steps) else 0.0,
         **{f"generate/truncated_ratio_turn_{turns}": n_cut / n for turns, n, n_cut in by_turn([steps])},
+    }
+
+
+def _response_lengths(steps: Steps) -> dict[str, float]:
+    """The distribution of the lengths of responses; empty without any."""
+    length_K = np.diff(steps.offsets_K) - steps.prompt_length_K
+    if not len(length_K):
+        return {}
+    return {
+        "generate/avg_response_length": float(length_K.mean()),
+        "generate/std_response_length": float(length_K.std()),
+        "generate/min_response_length": float(length_K.min()),
+        "generate/max_response_length": float(length_K.max()),
     }
 
 

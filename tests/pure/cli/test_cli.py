@@ -224,7 +224,7 @@ def test_status_shows_what_a_run_serves(capsys: pytest.CaptureFixture[str], tmp_
             shown = capsys.readouterr().out
             assert shown.startswith("r: training, step 3 of 9\n")
             assert "  groups    3 open\n  tokens    9 open\n" in shown
-            assert "  last step reward 0.500, padded length - tokens, 2.0 h ago\n" in shown
+            assert "  last step reward 0.500, - tokens a response, 2.0 h ago\n" in shown
             assert "  waits     trainer for groups: 3 of 16, 2.0 h\n" in shown
         assert main(["status", url, "--json"]) == 0
         assert json.loads(capsys.readouterr().out)["schema"] == 1

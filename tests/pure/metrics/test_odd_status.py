@@ -27,9 +27,9 @@ from service.observe.status import SCHEMA
 from service.run.folder import CONFIG, SUMMARY
 
 WORDS = """
-actors agents buffer detail folder generators groups incarnation max_steps policy_version reason
-reward/avg_raw_reward reward_gain role run seconds since started state step stepped steps summary time
-timing/step tokens trainer_wait_fraction waits weights_changed weights_sync_seconds who
+actors agents bound_by buffer detail folder generators groups incarnation max_steps not_learning policy_version reason
+reward/avg_raw_reward reward_gain reward_gain_interval role run seconds seconds_left since started state step
+stepped steps summary time timing/step tokens trainer_wait_fraction waits weights_changed weights_sync_seconds who
 """
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.just(10**400),
@@ -47,7 +47,17 @@ def whole() -> dict[str, Any]:
     metrics.set_all("baton_agent_sessions", "state", {"calling": 2, "finished": 3})
     hub.push("generator/generator-0", metrics.snapshot())
     hub.put_status(
-        "run", {"name": "r", "started": 1.0, "stepped": 2.0, "max_steps": 9, "generators": 1, "weights_changed": 0.1}
+        "run",
+        {
+            "name": "r",
+            "started": 1.0,
+            "stepped": 2.0,
+            "max_steps": 9,
+            "generators": 1,
+            "weights_changed": 0.1,
+            "seconds_left": 9.0,
+            "not_learning": "in 90% of the groups",
+        },
     )
     wait = {"who": "trainer", "reason": "groups", "detail": "3 of 4", "since": 1.0}
     hub.put_status("buffer", {"groups": {"open": 3}, "tokens": {"open": 9}, "waits": [wait], "issued": 4})

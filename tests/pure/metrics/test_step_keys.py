@@ -55,7 +55,8 @@ def line(config: Config, folder: Path) -> dict[str, float]:
     environments = {"hangman": {"trajectories": 2.0, "won": 1.0}}
     generator = {"name": "g", "pid": 1, "elapsed_seconds": 9.0, "wait_seconds": 1.0, "environments": environments}
     run = RunWriter(folder / "run")
-    progress = Progress(config.run.max_steps, tuple(config.roles), True, run, lambda said: None)
+    states = {"waiting": 1.0, "step": 2.0}
+    progress = Progress(config.run.max_steps, tuple(config.roles), True, run, lambda said: None, lambda: states)
     measured = report.metrics | summarize("held_out", played).metrics()
     progress.synced(0.5)
     progress.stepped(PolicyVersion(0, 2), batch.metrics, measured, [generator])

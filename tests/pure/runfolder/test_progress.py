@@ -1,10 +1,12 @@
 """What a run says while it trains, and how it says that it was stopped."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from service.clock import SystemClock
@@ -13,6 +15,7 @@ from service.observe.alert_thresholds import AlertThresholds
 from service.observe.hub import Hub
 from service.observe.measure import measure_step
 from service.observe.metrics import Metrics
+from service.observe.summary import FEWEST_STEPS, learning_summary, summary_lines
 from service.run import progress
 from service.run.folder import read_lines
 from service.run.progress import QUIET_SECONDS, Progress
@@ -38,12 +41,19 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def begun(run: RunWriter, said: list[str], *settings: str, taken: int = 0) -> Progress:
+def begun(
+    run: RunWriter,
+    said: list[str],
+    *settings: str,
+    taken: int = 0,
+    states: Callable[[], dict[str, float]] | None = None,
+) -> Progress:
     config = load_config([Path("configs/quickstart.yaml")], ["run.max_steps=1000", *settings])
     for number in range(1, taken + 1):
         run.log_step({"trainer/global_step": number, **METRICS})
     run.close()
-    going = Progress(config.run.max_steps, tuple(config.roles), bool(config.trainer.checkpoint_every), run, said.append)
+    resumes = bool(config.trainer.checkpoint_every)
+    going = Progress(config.run.max_steps, tuple(config.roles), resumes, run, said.append, states or dict)
     going.go_on_from(taken)
     going.begin()
     return going
@@ -67,6 +77,61 @@ def test_quick_steps_have_a_line_now_and_then_and_slow_ones_one_each(tmp_path: P
     step(going, 102)
     assert said[-1].startswith("step  101/1000 ")
     run.close()
+
+
+def test_a_line_says_what_bound_the_step_and_how_long_the_run_still_takes(tmp_path: Path, clock: Clock) -> None:
+    said: list[str] = []
+    states = {"starting": 50.0, "waiting": 0.0, "step": 0.0}
+    going = begun(run := RunWriter(tmp_path), said, taken=10, states=lambda: dict(states))
+    for number, (waited, trained) in enumerate([(3.0, 1.0), (1.0, 7.0)], start=11):
+        states["waiting"] += waited
+        states["step"] += trained
+        clock.now += waited + trained
+        step(going, number)
+    assert going.seconds_left == pytest.approx((1000 - 12) * 6.0)
+    clock.now += QUIET_SECONDS
+    states["waiting"] += QUIET_SECONDS
+    step(going, 13)
+    assert said[-1].endswith("60 s a step, bound by generation (89%)  72 s, 6.6 h left")
+    run.close()
+    *_, first, second, _ = read_lines(tmp_path / "metrics.jsonl")
+    assert (first["bound_by"], second["bound_by"]) == ("generation", "training")
+    assert first["timing/wait_for_generation_buffer"] == 3.0
+    assert second["timing/since_start"] - first["timing/since_start"] == 8.0
+    assert datetime.fromisoformat(second["time"]).tzinfo is UTC
+    going.end("finished", BUFFER, [])
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["bound_by"] == "generation" and summary["time"]["training"] == pytest.approx(8 / 72)
+    assert "bound by generation: generation 89%, training 11% of the steps' time" in summary_lines(summary)
+
+
+def test_the_seconds_since_the_start_go_on_where_a_run_does(tmp_path: Path, clock: Clock) -> None:
+    going = begun(run := RunWriter(tmp_path), [])
+    clock.now += 30
+    step(going, 1)
+    run.close()
+    resumed = Progress(9, (), True, run, [].append, dict)
+    resumed.go_on_from(1)
+    clock.now += 5
+    step(resumed, 2)
+    run.close()
+    assert [line["timing/since_start"] for line in read_lines(tmp_path / "metrics.jsonl")] == [30, 35]
+
+
+@pytest.mark.parametrize("steps", [FEWEST_STEPS - 1, FEWEST_STEPS])
+def test_the_gain_has_an_interval_once_there_are_enough_steps_to_tell(steps: int) -> None:
+    noise = np.random.default_rng(0).normal(0, 0.05, (200, steps))
+    rising = np.linspace(0.2, 0.8, steps)
+    found = [learning_summary(list(rising + each), [0.0] * steps) for each in noise]
+    if steps < FEWEST_STEPS:
+        assert found[0]["reward_gain_interval"] is None
+        said = summary_lines({"state": "finished", "steps": steps, **found[0]})
+        assert f"{steps} steps are too few to tell" in said[1]
+        return
+    truth = learning_summary(list(rising), [0.0] * steps)["reward_gain"]
+    holds = [low <= truth <= high for low, high in (each["reward_gain_interval"] for each in found)]
+    assert 0.88 <= np.mean(holds) <= 1.0, "of two hundred intervals about 95 % hold the true gain"
+    assert "95% interval +0.4" in summary_lines({"state": "finished", "steps": steps, **found[0]})[1]
 
 
 def test_what_environments_say_is_in_the_line_of_a_step(tmp_path: Path, clock: Clock) -> None:
