@@ -16,6 +16,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Set
 from pathlib import Path
 
 MARK = "BATON_RUN_MARK"
@@ -29,6 +30,8 @@ QUIET = 0.5
 """Seconds without a marked process after which all have ended."""
 DEADLINE = 15.0
 """Seconds after which the watchdog gives up on a process that cannot be killed."""
+TRACKER, TRACKER_GRACE = b"multiprocessing.resource_tracker", 10.0
+"""In the command line of a process that deletes the semaphores of others once these have ended, and its grace."""
 
 
 def start_watchdog(mark: str, ray_folder: Path | None = None) -> None:
@@ -43,12 +46,7 @@ def start_watchdog(mark: str, ray_folder: Path | None = None) -> None:
     subprocess.run(command, check=True, timeout=30, start_new_session=True, env=environment, stdin=subprocess.DEVNULL)
 
 
-def marked_processes(mark: str) -> list[int]:
-    """Return the ids of the living processes with the mark in their environment, and of their descendants."""
-    return [process for process, _ in _marked(mark, set())]
-
-
-def _marked(mark: str, known: set[tuple[int, str]]) -> set[tuple[int, str]]:
+def marked_processes(mark: str, known: Set[tuple[int, str]] = frozenset()) -> set[tuple[int, str]]:
     """Return (id, start time) of the living processes that have the mark or are known, and of their descendants.
 
     A process that renames itself overwrites the start of its environment. Ray's agents lose their mark that way; their
@@ -82,15 +80,16 @@ def end_processes(mark: str, known: set[tuple[int, str]]) -> None:
     start = seen = now = time.monotonic()
     left = known
     while now < start + DEADLINE:
-        left = _marked(mark, left)
+        left = marked_processes(mark, left)
         now = time.monotonic()
         if left:
             seen = now
         elif now > seen + QUIET:
             return
         for process, _ in left:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process, signal.SIGKILL if now > start + GRACE else signal.SIGTERM)
+            with contextlib.suppress(ProcessLookupError, FileNotFoundError):
+                grace = TRACKER_GRACE if TRACKER in Path(f"/proc/{process}/cmdline").read_bytes() else GRACE
+                os.kill(process, signal.SIGKILL if now > start + grace else signal.SIGTERM)
         time.sleep(0.1)
 
 
@@ -107,7 +106,7 @@ def wait_for_death(process: int, mark: str) -> set[tuple[int, str]]:
     poll = select.poll()
     poll.register(handle, select.POLLIN)
     while not poll.poll(SCAN_SECONDS * 1000):
-        known = _marked(mark, known)
+        known = marked_processes(mark, known)
     return known
 
 

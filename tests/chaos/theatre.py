@@ -254,8 +254,8 @@ class Play:
     def kill_everything(self) -> None:
         """kill -9 the driver and all that it started, at once."""
         assert self.process is not None
-        victims = [*marked_processes((self.folder / "mark").read_text()), self.process.pid]
-        for victim in victims:
+        victims = [*marked_processes((self.folder / "mark").read_text()), (self.process.pid, "")]
+        for victim, _ in victims:
             try:
                 os.kill(victim, signal.SIGKILL)
             except ProcessLookupError:
@@ -265,7 +265,7 @@ class Play:
 
     def kill_daemon(self, name: str) -> None:
         """kill -9 one of Ray's own processes."""
-        for process in marked_processes((self.folder / "mark").read_text()):
+        for process, _ in marked_processes((self.folder / "mark").read_text()):
             if psutil.Process(process).name().startswith(name[:15]):
                 os.kill(process, signal.SIGKILL)
                 self.kills[name] += 1

@@ -43,7 +43,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", BOMBS)
-@pytest.mark.parametrize("command", ["trace", "trajectories slow", "trajectories list"])
+@pytest.mark.parametrize("command", ["trace", "trajectories list"])
 def test_a_bomb_is_refused_with_one_line_and_little_memory(
     folder: Path, capsys: pytest.CaptureFixture[str], name: str, command: str
 ) -> None:
