@@ -8,17 +8,16 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
-import stat
+import signal
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import psutil
-
 from service.agents.runner.forward import forwarded
 from service.agents.runner.sandbox import Launch, Started, start
+from service.agents.runner.usage import Processes
 from service.rollout.child_main import end_descendants
 
 CHUNK = 1 << 16
@@ -51,15 +50,14 @@ async def run_command(launch: Launch, seconds: float, root: Path, base_url: str,
         NotStarted: the command cannot be started.
     """
     started = start(launch, namespaces)
-    run = _Run(started, launch.limits)
+    run = _Run(started, launch.limits, root)
     try:
         async with AsyncExitStack() as scope:
             if started.listener is not None:
                 await scope.enter_async_context(forwarded(started.listener, base_url))
-            await run.until_stopped(seconds, root)
+            await run.until_stopped(seconds)
     finally:
-        end_descendants()
-        run.close()
+        run.end()
     if not run.limit and await _is_larger(root, launch.limits["folder_bytes"]):
         run.limit = "folder_bytes"
     return CommandEnd(run.code, run.limit, bytes(run.output))
@@ -68,9 +66,11 @@ async def run_command(launch: Launch, seconds: float, root: Path, base_url: str,
 class _Run:
     """A running command."""
 
-    def __init__(self, started: Started, limits: Mapping[str, Any]) -> None:
-        self._process = started.process
+    def __init__(self, started: Started, limits: Mapping[str, Any], root: Path) -> None:
+        self._started, self._process = started, started.process
+        self._processes = Processes(started.proc)
         self._limits = limits
+        self._root = root
         self._loop = asyncio.get_running_loop()
         self._stopped = asyncio.Event()
         if started.process.stdout is None:
@@ -84,25 +84,32 @@ class _Run:
         self.code: int | None = None
         self.limit = ""
 
-    async def until_stopped(self, seconds: float, root: Path) -> None:
+    async def until_stopped(self, seconds: float) -> None:
         """Wait until the command ends or exceeds a limit."""
-        watcher = asyncio.create_task(self._watch(root))
+        watcher = asyncio.create_task(self._watch())
         try:
             async with asyncio.timeout(seconds):
                 await self._stopped.wait()
         except TimeoutError:
+            self._check_processes(self._processes.folders())
             self._stop(TIME)
         finally:
             watcher.cancel()
             self._loop.remove_reader(self._pidfd)
 
-    def close(self) -> None:
-        """Read the rest of the output, after all processes that wrote it have ended."""
+    def end(self) -> None:
+        """End all processes, and read the rest of the output."""
+        with suppress(ProcessLookupError):  # it has ended
+            # First, because with the namespaces' outer process the kernel ends all in them, however many there are.
+            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+        end_descendants()
         while self._read():
             pass
         self._loop.remove_reader(self._stdout)
         self._stdout.close()
         os.close(self._pidfd)
+        if self._started.proc is not None:
+            os.close(self._started.proc)
         self._process.returncode = self.code or 0  # another process reaped the command
 
     def _read(self) -> bool:
@@ -130,42 +137,23 @@ class _Run:
         self.limit = self.limit or limit
         self._stopped.set()
 
-    async def _watch(self, root: Path) -> None:
+    async def _watch(self) -> None:
         """Stop the command when it exceeds a limit that the operating system does not enforce."""
         while not self._stopped.is_set():
             began = self._loop.time()
             self._reap()
-            processes, memory = _tree()
-            if processes > self._limits["processes"]:
-                self._stop("processes")
-            if memory > self._limits["memory_bytes"]:
+            folders = self._processes.folders()
+            self._check_processes(folders)
+            if self._processes.memory(folders, most := self._limits["memory_bytes"]) > most:
                 self._stop("memory_bytes")
-            if await _is_larger(root, self._limits["folder_bytes"] - _deleted_bytes(root)):
+            deleted = self._processes.nameless(folders)[self._root.stat().st_dev]
+            if await _is_larger(self._root, self._limits["folder_bytes"] - deleted):
                 self._stop("folder_bytes")
             await asyncio.sleep(max(WATCH_SECONDS, (self._loop.time() - began) / WATCH_SHARE))
 
-
-def _tree() -> tuple[int, int]:
-    """Number of threads and resident bytes of all descendants of this process."""
-    threads = memory = 0
-    for process in psutil.Process().children(recursive=True):
-        with suppress(psutil.Error), process.oneshot():
-            threads += process.num_threads()
-            memory += process.memory_info().rss
-    return threads, memory
-
-
-def _deleted_bytes(root: Path) -> int:
-    """Bytes on disk of deleted files in a folder that descendants of this process still hold open."""
-    sizes, device = {}, root.stat().st_dev
-    for process in psutil.Process().children(recursive=True):
-        with suppress(OSError):  # the process has ended, or hides its files, as the parents of a sandboxed command do
-            for entry in os.scandir(f"/proc/{process.pid}/fd"):
-                with suppress(OSError):
-                    found = os.stat(entry.path)
-                    if stat.S_ISREG(found.st_mode) and not found.st_nlink and found.st_dev == device:
-                        sizes[found.st_ino] = found.st_blocks * 512
-    return sum(sizes.values())
+    def _check_processes(self, folders: Sequence[str]) -> None:
+        if self._processes.threads(folders, most := self._limits["processes"]) > most:
+            self._stop("processes")
 
 
 async def _is_larger(root: Path, limit: int) -> bool:

@@ -13,12 +13,14 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import re
 import resource
 import signal
 import socket
 import struct
 import subprocess
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from fcntl import ioctl
 from functools import partial
@@ -28,12 +30,21 @@ from typing import Any, NamedTuple
 from service.rollout.child_main import PR_SET_PDEATHSIG
 
 PR_SET_DUMPABLE, PR_SET_NO_NEW_PRIVS = 4, 38
+MS_NOSUID, MS_NODEV = 2, 4
 CLONE_NEWNS, CLONE_NEWIPC, CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 1 << 17, 1 << 27, 1 << 28, 1 << 29, 1 << 30
 SIOCSIFFLAGS, IFF_UP = 0x8914, 1
 
 MAX_MESSAGE = 4096
 OUR_PROCESSES = 3
 """Processes of a user namespace beside the command's own."""
+ROOM = 2
+"""The operating system refuses processes beyond so many times `limits.processes`: beyond one time, the command is
+ended, with that limit as the reason."""
+RESERVED_IDS = 301
+"""Process ids that the kernel does not give again: a namespace's largest id is at least this."""
+PID_MAX_OF_NAMESPACES = (6, 14)
+"""From this kernel on a PID namespace has a largest id of its own; before, the setting was the whole machine's."""
+KERNEL = tuple(int(part) for part in re.findall(r"\d+", os.uname().release)[:2])
 
 
 class NotStarted(Exception):
@@ -64,6 +75,8 @@ class Started(NamedTuple):
     stdout and stderr."""
     listener: socket.socket | None
     """Accepts the command's connections to `Launch.port`."""
+    proc: int | None
+    """The open /proc of the command's PID namespace; None if it has none, or this machine refuses to mount it."""
 
 
 def namespaces_refused() -> str:
@@ -71,11 +84,13 @@ def namespaces_refused() -> str:
     limits = {"memory_bytes": 1 << 40, "file_bytes": 1 << 40, "processes": 1}
     probe = Launch(("true",), Path("/"), Path(os.devnull), {}, limits, port=0)
     try:
-        process, listener = start(probe, namespaces=True)
+        process, listener, proc = start(probe, namespaces=True)
     except NotStarted as refused:
         return str(refused).removeprefix("true: ")
     if listener is not None:
         listener.close()
+    if proc is not None:
+        os.close(proc)
     with process:
         return ""
 
@@ -106,10 +121,11 @@ def start(launch: Launch, namespaces: bool) -> Started:
             raise NotStarted(f"{launch.command[0]}: {why.decode(errors='replace')}") from error
         except (OSError, ValueError) as error:
             raise NotStarted(f"{launch.command[0]}: {_why(error)}") from error
-        if not namespaces or launch.port is None:
-            return Started(process, None)
-        (listener,) = socket.recv_fds(ours, MAX_MESSAGE, 1)[1]
-        return Started(process, socket.socket(fileno=listener))
+        if not namespaces:
+            return Started(process, None, None)
+        listener = None if launch.port is None else socket.socket(fileno=socket.recv_fds(ours, MAX_MESSAGE, 1)[1][0])
+        proc = socket.recv_fds(ours, MAX_MESSAGE, 1)[1]
+        return Started(process, listener, proc[0] if proc else None)
 
 
 def _confine(launch: Launch, namespaces: bool, report: socket.socket) -> None:
@@ -117,7 +133,7 @@ def _confine(launch: Launch, namespaces: bool, report: socket.socket) -> None:
     try:
         libc = ctypes.CDLL(None, use_errno=True)
         if namespaces:
-            _enter_namespaces(libc, launch.port, report)
+            _enter_namespaces(libc, launch, report)
         # After entering the namespaces, because a change of credentials clears it.
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if namespaces:
@@ -125,8 +141,7 @@ def _confine(launch: Launch, namespaces: bool, report: socket.socket) -> None:
             libc.prctl(PR_SET_DUMPABLE, 0)
             _fork_and_end_as_child()
             libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-            # Containers may forbid this; the command then sees process ids that are meaningless to it.
-            libc.mount(b"proc", b"/proc", b"proc", 0, None)
+            _mount_proc(libc, launch.limits["processes"], report)
             _fork_and_end_as_child()
             os.setsid()
             libc.prctl(PR_SET_DUMPABLE, 1)
@@ -137,19 +152,40 @@ def _confine(launch: Launch, namespaces: bool, report: socket.socket) -> None:
         raise
 
 
-def _enter_namespaces(libc: ctypes.CDLL, port: int | None, report: socket.socket) -> None:
-    """Enter namespaces with the same user and group; with a port, send a socket that listens on it."""
+def _enter_namespaces(libc: ctypes.CDLL, launch: Launch, report: socket.socket) -> None:
+    """Enter namespaces with the same user and group and an empty /dev/shm; with a port, send a socket that listens on
+    it."""
+    port, most = launch.port, launch.limits["memory_bytes"]
     uid, gid = os.geteuid(), os.getegid()
     flags = CLONE_NEWUSER | CLONE_NEWPID | CLONE_NEWNS | CLONE_NEWIPC | (0 if port is None else CLONE_NEWNET)
     if libc.unshare(flags):
         raise OSError(ctypes.get_errno(), f"no namespaces: {os.strerror(ctypes.get_errno())}")
     for name, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
         Path("/proc/self", name).write_text(text)
+    # Containers may forbid both; memory that is mapped is counted in any case.
+    libc.mount(b"tmpfs", b"/dev/shm", b"tmpfs", MS_NOSUID | MS_NODEV, b"mode=1777,size=%d" % most)
+    with suppress(OSError):
+        Path("/proc/sys/kernel/shmall").write_text(str(most // resource.getpagesize()))
     if port is not None:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
             ioctl(any_socket, SIOCSIFFLAGS, struct.pack("16sh", b"lo", IFF_UP))
         with socket.create_server(("127.0.0.1", port)) as listener:
             socket.send_fds(report, [b"listening"], [listener.fileno()])
+
+
+def _mount_proc(libc: ctypes.CDLL, processes: int, report: socket.socket) -> None:
+    """Mount and send the /proc of this PID namespace, and bound its processes, also those of the user root.
+
+    Containers may forbid the mount; the command then sees process ids that are meaningless to it.
+    """
+    if libc.mount(b"proc", b"/proc", b"proc", 0, None):
+        report.send(b"no /proc")
+        return
+    if KERNEL >= PID_MAX_OF_NAMESPACES:
+        Path("/proc/sys/kernel/pid_max").write_text(str(ROOM * processes + RESERVED_IDS))
+    proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY)
+    socket.send_fds(report, [b"/proc"], [proc])
+    os.close(proc)
 
 
 def _fork_and_end_as_child() -> None:
@@ -174,13 +210,9 @@ def _limit(limits: Mapping[str, Any], namespaces: bool) -> None:
     except OSError as error:
         if error.errno not in (errno.ENOENT, errno.EACCES, errno.EROFS):
             raise
-    bounds = {
-        resource.RLIMIT_CORE: 0,
-        resource.RLIMIT_AS: limits["memory_bytes"],
-        resource.RLIMIT_FSIZE: limits["file_bytes"],
-    }
+    bounds = {resource.RLIMIT_CORE: 0, resource.RLIMIT_FSIZE: limits["file_bytes"]}
     if namespaces:  # outside of a user namespace the limit counts all processes of the user
-        bounds[resource.RLIMIT_NPROC] = limits["processes"] + OUR_PROCESSES
+        bounds[resource.RLIMIT_NPROC] = ROOM * limits["processes"] + OUR_PROCESSES
     for which, most in bounds.items():
         hard = resource.getrlimit(which)[1]
         allowed = most if hard == resource.RLIM_INFINITY else min(most, hard)

@@ -1,0 +1,109 @@
+"""What the processes of a command use, as /proc shows it: threads, and memory of every kind.
+
+private pages            of each process; near the limit, pages that forks share are counted once
+file systems in memory   that only the command's processes see, such as its /dev/shm
+memfds                   and mapped shared memory, whichever is more: mostly these are the same pages
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+
+THREADS = re.compile(r"^(Threads):\s+(\d+)", re.MULTILINE)
+RESIDENT = re.compile(r"^(RssAnon|RssShmem|VmSwap):\s+(\d+)", re.MULTILINE)
+SHARED_ONCE = re.compile(r"^(Pss_Anon|Pss_Shmem|SwapPss):\s+(\d+)", re.MULTILINE)
+KB = 1 << 10
+BLOCK = 512
+"""Bytes of a block in `stat`."""
+INIT = "1"
+"""Process 1 of a PID namespace, which is not the command's."""
+
+
+class Processes:
+    """The processes of a command, at one moment after the other."""
+
+    def __init__(self, proc: int | None) -> None:
+        """`proc`: the open /proc of the command's PID namespace; None: it has none, so all descendants of this process
+        are the command's."""
+        self._proc = proc
+        self._our_mounts = dict(_memory_mounts("/proc/self"))
+        nameless = os.memfd_create("probe")
+        self._memfds = os.fstat(nameless).st_dev
+        os.close(nameless)
+
+    def folders(self) -> list[str]:
+        """The folder in /proc of each process."""
+        if self._proc is None:
+            return [f"/proc/{process.pid}" for process in psutil.Process().children(recursive=True)]
+        here = f"/proc/self/fd/{self._proc}"
+        return [f"{here}/{name}" for name in os.listdir(here) if name.isdigit() and name != INIT]
+
+    def threads(self, folders: Sequence[str], most: int) -> int:
+        """Threads of these processes; the number of processes where that is more than `most` already."""
+        if len(folders) > most:
+            return len(folders)
+        return sum(_numbers(folder, "status", THREADS).get("Threads", 1) for folder in folders)
+
+    def memory(self, folders: Sequence[str], most: int) -> int:
+        """Bytes of memory of these processes; an upper bound of it where that is at most `most`, because it costs
+        less."""
+        shared = self.nameless(folders)[self._memfds] + self._in_memory_mounts(folders)
+        bound = KB * sum(sum(_numbers(folder, "status", RESIDENT).values()) for folder in folders) + shared
+        if bound <= most:
+            return bound
+        exact = [_numbers(folder, "smaps_rollup", SHARED_ONCE) for folder in folders]
+        private = sum(each.get("Pss_Anon", 0) + each.get("SwapPss", 0) for each in exact)
+        return KB * private + max(KB * sum(each.get("Pss_Shmem", 0) for each in exact), shared)
+
+    def nameless(self, folders: Sequence[str]) -> Counter[int]:
+        """Bytes of the files without a name that these processes hold open, by device."""
+        sizes: dict[tuple[int, int], int] = {}
+        for folder in folders:
+            with suppress(OSError):  # the process has ended, or hides its files
+                for entry in os.scandir(f"{folder}/fd"):
+                    with suppress(OSError):
+                        found = os.stat(entry.path)
+                        if stat.S_ISREG(found.st_mode) and not found.st_nlink:
+                            sizes[found.st_dev, found.st_ino] = found.st_blocks * BLOCK
+        by_device = Counter[int]()
+        for (device, _), size in sizes.items():
+            by_device[device] += size
+        return by_device
+
+    def _in_memory_mounts(self, folders: Sequence[str]) -> int:
+        """Bytes in file systems in memory that these processes see and this one does not."""
+        used: dict[str, int] = {}
+        looked_at = set[str]()
+        for folder in folders:
+            with suppress(OSError):  # as above
+                if (namespace := os.readlink(f"{folder}/ns/mnt")) not in looked_at:
+                    looked_at.add(namespace)
+                    for device, place in _memory_mounts(folder):
+                        if device not in self._our_mounts:
+                            found = os.statvfs(f"{folder}/root{place}")
+                            used[device] = (found.f_blocks - found.f_bfree) * found.f_frsize
+        return sum(used.values())
+
+
+def _memory_mounts(folder: str) -> Iterator[tuple[str, str]]:
+    """(device, path) of the file systems in memory that a process sees."""
+    for line in Path(folder, "mountinfo").read_text().splitlines():
+        fields, _, kind = line.partition(" - ")
+        if kind.startswith("tmpfs "):
+            _, _, device, _, place, *_ = fields.split(" ")
+            yield device, place.encode().decode("unicode_escape")
+
+
+def _numbers(folder: str, file: str, pattern: re.Pattern[str]) -> Mapping[str, int]:
+    """The numbers of a file in /proc by name; empty where the process has ended, or hides them."""
+    with suppress(OSError):
+        return {name: int(number) for name, number in pattern.findall(Path(folder, file).read_text())}
+    return {}
