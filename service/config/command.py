@@ -30,9 +30,9 @@ class CommandLimits(Section):
     score_seconds: Seconds = 300.0
     """Seconds in which the score must be there."""
     memory_bytes: Limit = 16 << 30
-    """Address space of each process, and memory of all together; Node.js reserves 11 GiB of address space."""
+    """Resident memory of all processes together, shared memory and files in /dev/shm included."""
     processes: Limit = 512
-    """Processes and threads at once; where the machine cannot refuse further ones, the run is ended."""
+    """Processes and threads at once."""
     output_bytes: Limit = 64 << 20
     """Bytes of stdout and stderr together."""
     file_bytes: Limit = 1 << 30

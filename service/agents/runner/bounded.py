@@ -1,6 +1,6 @@
-"""Runs one command to its end, in the supervisor: collects its output and ends it at its limits.
+"""Runs one command to its end, in the command process: collects its output and ends it at its limits.
 
-Whatever the command started has ended when `run_command` returns: the supervisor is the subreaper of all of it.
+Whatever the command started has ended when `run_command` returns: the command process is the subreaper of all of it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ CHUNK = 1 << 16
 WATCH_SECONDS = 0.5
 """Minimum seconds between two looks at memory, processes and folder."""
 WATCH_SHARE = 0.05
-"""Maximum share of the supervisor's time for these looks."""
+"""Maximum share of the command process's time for these looks."""
 ENTRIES_AT_ONCE = 1000
 FILE_BYTES = 4096
 """Minimum bytes that a file or folder counts as."""

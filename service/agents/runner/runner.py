@@ -1,9 +1,9 @@
 """Runs a command once per trajectory, each time in a new folder, and returns the result.
 
-    AgentRunner.run(task, base_url, key, seed) --> supervisor (a process) --> the command, its folder, its score
+    AgentRunner.run(task, base_url, key, seed) --> command process --> the command, its folder, its score
                                      Finished <--
 
-A supervisor serves one trajectory at a time. When it is late, fails or loses its parent, its keeper
+A command process serves one trajectory at a time. When it is late, fails or loses its parent, its keeper
 (`service.rollout.child_main`) ends it with all that the command started.
 """
 
@@ -19,7 +19,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple, cast
 
-from service.agents.runner.supervisor import remove
+from service.agents.runner.command_process import remove
 from service.config.command import CommandConfig
 from service.errors import in_one_line
 from service.files import LOCK, is_locked, lock_folder
@@ -35,7 +35,7 @@ AROUND_SECONDS = 300.0
 BYTES_PER_CHARACTER = 6
 """Maximum bytes of JSON for one character (`\\u0000`)."""
 ROOM = 1 << 16
-"""Bytes of a supervisor's answer besides the transcript."""
+"""Bytes of a command process's answer besides the transcript."""
 
 
 class Finished(NamedTuple):
@@ -75,8 +75,8 @@ class AgentRunner:
         limits = settings.limits
         self._settings = settings.model_dump(mode="json")
         self._seconds = limits.seconds + limits.score_seconds + AROUND_SECONDS
-        self._supervisors = ChildProcesses(
-            "service.agents.runner.supervisor", limits.transcript_characters * BYTES_PER_CHARACTER + ROOM
+        self._processes = ChildProcesses(
+            "service.agents.runner.command_process", limits.transcript_characters * BYTES_PER_CHARACTER + ROOM
         )
         self._folder: Path | None = None
         self._held = ExitStack()
@@ -104,25 +104,25 @@ class AgentRunner:
             "key": key,
             "seed": seed,
         }
-        supervisor = await self._supervisors.take()
+        process = await self._processes.take()
         try:
             async with asyncio.timeout(self._seconds):
-                answer = await supervisor.ask(request)
+                answer = await process.ask(request)
         except TimeoutError:
             return _failed(f"there was no score after {self._seconds:g} s")
         except (ChildDied, ChildRaised, OversizedOutput) as error:
             return _failed(str(error).replace(key, "[key]"))
         finally:
-            self._supervisors.give_back(supervisor)
+            self._processes.give_back(process)
             if root.exists():
-                await supervisor.ended()
+                await process.ended()
                 await asyncio.to_thread(remove, root)
         self._warn_once(answer.pop("refused"))
         return Finished(**answer)
 
     async def close(self) -> None:
         """End all runs, and remove their folders."""
-        await self._supervisors.close()
+        await self._processes.close()
         if self._folder is not None:
             await asyncio.to_thread(remove, self._folder)
         self._held.close()

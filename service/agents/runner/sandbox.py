@@ -1,11 +1,11 @@
 """Starts a command with limits in a session of its own and, where the machine allows it, in namespaces (a sandbox).
 
-    supervisor --fork--> outer: user, network, IPC and mount namespaces
+    command process --fork--> outer: user, network, IPC and mount namespaces
                            --fork--> init: process 1 of a PID namespace; with it the kernel ends all others in there
                                        --fork--> the command
 
 In its namespaces a command reaches neither other processes nor a network: the one socket that listens there is handed
-to the supervisor, which forwards its connections. Without namespaces the supervisor's child is the command itself.
+to the command process, which forwards its connections. Without namespaces the command is a child of that process.
 """
 
 from __future__ import annotations

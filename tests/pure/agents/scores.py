@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from service.rollout.environment import Task
@@ -27,3 +28,10 @@ def hangs(task: Task, folder: Path, transcript: str) -> float:
     """Return much too late."""
     time.sleep(600)
     return 0.0
+
+
+def never_ends(task: Task, folder: Path, transcript: str) -> float:
+    """Return never, whatever is raised in it."""
+    while True:
+        with suppress(BaseException):
+            time.sleep(600)

@@ -17,8 +17,9 @@ import pytest
 from aiohttp import web
 
 from service.agents.runner.runner import FOLDERS, AgentRunner, Finished
-from service.agents.runner.sandbox import namespaces_refused
+from service.agents.runner.sandbox import KERNEL, PID_MAX_OF_NAMESPACES, namespaces_refused
 from service.config.command import OWN_VARIABLES, CommandConfig
+from service.rollout.child_process import STARTED_SECONDS
 from service.rollout.environment import Message, Task
 
 HERE = "tests.pure.agents.scores"
@@ -178,11 +179,26 @@ HOSTILE = {
         {"folder_bytes": 1 << 20},
         "limits.folder_bytes",
     ),
-    "takes all memory": ("x = bytearray(1 << 30)", {"memory_bytes": 1 << 29}, "exit code was 1"),
+    "takes all memory": ("x = b'x' * (1 << 28);" + SLEEP, {"memory_bytes": 1 << 27}, "limits.memory_bytes"),
     "takes all memory in parts": (
         "import os; [os.fork() for _ in range(3)]; x = bytearray(b'x') * (1 << 26);" + SLEEP,
         {"memory_bytes": 1 << 28},
         "limits.memory_bytes",
+    ),
+    "fills files in memory without a name": (
+        "import os; f = os.memfd_create('f'); [os.write(f, bytes(1 << 20)) for _ in range(200)];" + SLEEP,
+        {"memory_bytes": 1 << 27},
+        "limits.memory_bytes",
+    ),
+    "fills memory that its processes could share": (
+        "import mmap; m = mmap.mmap(-1, 1 << 28); m.write(b'x' * (1 << 28));" + SLEEP,
+        {"memory_bytes": 1 << 27},
+        "limits.memory_bytes",
+    ),
+    "starts many threads": (
+        "import threading as t, time; [t.Thread(target=time.sleep, args=(600,)).start() for _ in range(60)];" + SLEEP,
+        {"processes": 40},
+        "limits.processes",
     ),
     "starts many processes": (
         "import subprocess, sys; [subprocess.Popen(['sleep', '600']) for _ in range(60)];" + SLEEP,
@@ -255,6 +271,43 @@ async def test_removing_a_folder_follows_no_link_and_reaches_any_depth(tmp_path:
     assert (kept / "file").read_text() == "x" and list(folders.iterdir()) == []
 
 
+RESERVES = "import mmap; m = mmap.mmap(-1, 1 << 36, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, mmap.PROT_READ);"
+FORKS = "import os; x = b'x' * (100 << 20); [os.fork() for _ in range(3)];"
+MAPS = "import mmap, os; m = mmap.mmap(-1, 100 << 20); m.write(b'x' * len(m)); [os.fork() for _ in range(3)]; m[::9];"
+
+
+@pytest.mark.parametrize("script", [RESERVES, FORKS, MAPS])
+async def test_memory_that_a_command_only_reserves_or_that_its_processes_share_counts_once(script: str) -> None:
+    got = await finished(script + "import time; time.sleep(1.5)", limits={"memory_bytes": 1 << 28})
+    assert (got.status, got.reason) == ("ok", "")
+
+
+@namespaced
+async def test_a_command_has_a_shared_memory_of_its_own_which_is_bounded_and_counted(tmp_path: Path) -> None:
+    fills = "f = open('/dev/shm/of-a-command', 'wb'); [f.write(bytes(1 << 20)) or f.flush() for _ in range({})];"
+    script = "import os; print(os.listdir('/dev/shm'), flush=True);" + fills + "{}"
+    for megabytes, then, reason in (
+        (60, "", ""),
+        (200, "", "its exit code was 1"),  # the file system is as large as the limit
+        (100, "x = b'x' * (60 << 20);" + SLEEP, "limits.memory_bytes"),
+    ):
+        got = await finished(script.format(megabytes, then), limits={"memory_bytes": 1 << 27})
+        assert reason in got.reason and bool(reason) == bool(got.reason)
+        assert got.transcript.startswith("[]\n") and not Path("/dev/shm/of-a-command").exists()
+
+
+@pytest.mark.skipif(bool(REFUSED) or KERNEL < PID_MAX_OF_NAMESPACES, reason="nothing bounds the processes of root")
+async def test_a_fork_bomb_ends_at_once_with_its_limit_as_the_reason_and_is_not_scored() -> None:
+    bomb = "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass"
+    largest_id = Path("/proc/sys/kernel/pid_max").read_text()
+    async with runner_of(bomb, limits={"processes": 40, "seconds": 3.0}, score=f"{HERE}:length") as runner:
+        async with asyncio.timeout(3.0 + 2.0 + STARTED_SECONDS):
+            got = await runner.run(task(), NO_ENDPOINT, KEY, 0)
+        assert (got.status, got.reward, got.info["seconds"] < 3.0 + 2.0) == ("failed", None, True)
+        assert "limits.processes (40)" in got.reason
+    assert Path("/proc/sys/kernel/pid_max").read_text() == largest_id
+
+
 async def test_a_transcript_is_text_and_the_middle_of_a_long_one_is_left_out() -> None:
     script = "import sys; sys.stdout.buffer.write(b'\\xff\\x00' + b'a' * 5000 + b'end')"
     got = await finished(script, limits={"transcript_characters": 400}, score=f"{HERE}:length")
@@ -272,7 +325,8 @@ async def test_a_transcript_is_text_and_the_middle_of_a_long_one_is_left_out() -
         (("sh", "-c", 'grep -q \'"ground_truth": "9"\' && test -e here'), 1.0, ""),
         (("sh", "-c", "echo nan"), None, "its score is nan"),
         (("sh", "-c", "kill -9 $$"), None, "its score failed: it was ended by signal 9"),
-        (("sleep", "600"), None, "its score failed: it was ended at limits.seconds"),
+        (("sleep", "600"), None, "its score failed: it was ended at limits.score_seconds (2)"),
+        (f"{HERE}:hangs", None, "hangs was ended at limits.score_seconds (2)"),
         (("no-such-command",), None, "no-such-command: No such file"),
         (f"{HERE}:nan", None, "its score is nan"),
         (f"{HERE}:answered", None, "FileNotFoundError"),
@@ -281,7 +335,7 @@ async def test_a_transcript_is_text_and_the_middle_of_a_long_one_is_left_out() -
     ],
 )
 async def test_a_command_or_a_function_scores(score: Any, reward: float | None, reason: str) -> None:
-    limits = {"score_seconds": 2.0 if score == ("sleep", "600") else 60.0}
+    limits = {"score_seconds": 2.0 if "limits.score_seconds" in reason else 60.0}
     got = await finished("open('here', 'w')", of=task(answer="9"), score=score, limits=limits)
     assert (got.reward, got.status) == (reward, "ok" if reason == "" else "failed")
     assert reason in got.reason
@@ -291,7 +345,7 @@ async def test_a_function_that_returns_much_too_late_ends_with_its_process(
     monkeypatch: pytest.MonkeyPatch, folders: Path
 ) -> None:
     monkeypatch.setattr("service.agents.runner.runner.AROUND_SECONDS", 3.0)
-    got = await finished("", score=f"{HERE}:hangs", limits={"seconds": 1.0, "score_seconds": 0.1})
+    got = await finished("", score=f"{HERE}:never_ends", limits={"seconds": 1.0, "score_seconds": 0.1})
     assert (got.status, got.reason) == ("failed", "there was no score after 4.1 s")
     assert list(folders.iterdir()) == []
 

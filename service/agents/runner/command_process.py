@@ -1,4 +1,4 @@
-"""Supervisor process: runs one trajectory of a command after the other, from making the folder to scoring.
+"""The command process: runs one trajectory of a command after the other, from making the folder to scoring.
 
 folder with the template's and the row's files --> command --> its output --> score --> folder removed
 """
@@ -11,8 +11,10 @@ import logging
 import os
 import re
 import shutil
+import signal
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from time import monotonic
@@ -40,6 +42,14 @@ KEPT_VARIABLES = {"PATH": os.defpath, "LANG": "C.UTF-8"}
 PLACEHOLDER = re.compile(r"\{(\w+)\}")
 SIGNALLED = range(129, 193)
 """Exit codes that stand for signals: 128 + the signal."""
+
+
+SCORE_TIME = "score_seconds"
+"""The limit of a score's seconds."""
+
+
+class _TooLate(BaseException):
+    """Raised in a scoring function at its limit; no error, so that the function's own handlers let it pass."""
 
 
 class Failed(Exception):
@@ -71,7 +81,7 @@ class _Trajectory:
                 ended = await self._run_agent()
                 info = {"seconds": round(monotonic() - began, 3), "output_bytes": len(ended.output)}
                 transcript = ended.output.decode(errors="replace").replace(self._key, "[key]")
-                reason = _why(ended, self._limits)
+                reason = _why(ended, self._limits, TIME)
                 if reason and ended.limit != TIME:
                     raise Failed(reason)
                 if not os.path.samestat(os.fstat(folder), self._folder.stat(follow_symlinks=False)):
@@ -141,15 +151,18 @@ class _Trajectory:
             return _reward(self._call(score, transcript))
         question = {"task": asdict(self._task), "folder": str(self._folder), "transcript": transcript}
         (self.root / QUESTION).write_text(json.dumps(question), encoding="utf-8")
-        ended = await self._run(score, self.root / QUESTION, {}, self._limits["score_seconds"])
+        ended = await self._run(score, self.root / QUESTION, {}, self._limits[SCORE_TIME])
         if ended.code != 0 and (ended.code is None or ended.code in SIGNALLED):
-            raise Failed(f"its score failed: {_why(ended, self._limits)}")
+            raise Failed(f"its score failed: {_why(ended, self._limits, SCORE_TIME)}")
         return 0.0 if ended.code else _number(ended.output)
 
     def _call(self, score: str, transcript: str) -> Any:
         module, _, name = score.partition(":")
         try:
-            return getattr(import_user_module(module), name)(self._task, self._folder, transcript)
+            with _ended_after(self._limits[SCORE_TIME]):
+                return getattr(import_user_module(module), name)(self._task, self._folder, transcript)
+        except _TooLate:
+            raise Failed(f"{score} was ended at limits.{SCORE_TIME} ({self._limits[SCORE_TIME]:g})") from None
         except (Exception, SystemExit) as error:  # a user's function may raise anything
             raise Failed(f"{score} raised {describe_error(error)}") from error
 
@@ -161,6 +174,22 @@ class _Trajectory:
         port = None if self._settings["network"] == "open" else port_of(self._base_url)
         launch = Launch(command, self._folder, stdin, {**kept, **own, **variables}, self._limits, port)
         return await run_command(launch, seconds, self.root, self._base_url, self._namespaces)
+
+
+@contextmanager
+def _ended_after(seconds: float) -> Iterator[None]:
+    """Raise `_TooLate` in the block after `seconds`; a block that never returns to Python is ended with its process."""
+
+    def raise_late(*_: Any) -> None:
+        raise _TooLate
+
+    before = signal.signal(signal.SIGALRM, raise_late)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def filled(text: str, values: Mapping[str, str]) -> str:
@@ -201,10 +230,11 @@ def _prompt(task: Task) -> str:
     return "\n\n".join(message["content"] for message in task.prompt)
 
 
-def _why(ended: CommandEnd, limits: Mapping[str, Any]) -> str:
-    """Why the command failed; empty if it succeeded."""
+def _why(ended: CommandEnd, limits: Mapping[str, Any], time: str) -> str:
+    """Why the command failed; empty if it succeeded. `time`: the limit of its seconds."""
     if ended.limit:
-        return f"it was ended at limits.{ended.limit} ({limits[ended.limit]:g})"
+        limit = time if ended.limit == TIME else ended.limit
+        return f"it was ended at limits.{limit} ({limits[limit]:g})"
     if ended.code is not None and ended.code in SIGNALLED:
         return f"it was ended by signal {ended.code - 128}"
     return f"its exit code was {ended.code}" if ended.code else ""
