@@ -97,7 +97,8 @@ class Coordinator:
         eval_files, stopped = prepared.eval_files, lambda: self._stopping
         sections = config.data, config.run, config.weights.sync_every
         self._evaluations = Evaluations(*sections, self._generator_pool, folder, eval_files, say, stopped, evaluated)
-        self._failures = FailureWatch(2 * config.trainer.mini_batch_size * config.algorithm.n_samples_per_prompt, say)
+        samples = config.trainer.mini_batch_size * config.algorithm.n_samples_per_prompt
+        self._failures = FailureWatch(2 * samples, say, self._telemetry.failing)
         self._version = PolicyVersion(0, 0)
         self._waits_for = ""
         self._bad_steps = 0
@@ -275,7 +276,6 @@ class Coordinator:
         accepted(await ask_buffer(self._buffer.commit, self._version.incarnation, leased.lease, self._version))
         self._bad_steps = 0
         self._generator_pool.progressed()
-        self._failures.progressed()
         if self._version.step % self._config.weights.sync_every == 0:
             self._telemetry.doing("weights")
             self._progress.synced(await self._weights.published())
@@ -288,7 +288,7 @@ class Coordinator:
         await self._evaluate(self._evaluations.is_due(self._version.step))
         self._telemetry.doing("bookkeeping")
         generators = await self._generator_pool.statuses()
-        self._failures.name_new(generators)
+        self._failures.stepped(generators)
         self._folder.append_trajectories(trained(leased.trajectories, self._version))
         measured = {**report.metrics, **self._evaluations.numbers(self._version.step)}
         line = self._progress.stepped(self._version, leased.metrics, measured, generators)
@@ -316,7 +316,7 @@ class Coordinator:
             accepted(answer)
             self._waits_for = f"a mini-batch: {answer.detail}"
             self._telemetry.doing("waiting", reason=answer.reason, detail=answer.detail)
-            self._failures.check(await self._generator_pool.statuses())
+            self._failures.check(await self._generator_pool.statuses(), time.monotonic() - start)
             if answer.reason is WaitReason.FILTERED:
                 raise RunFailed(f"{answer.detail}; nothing is left to learn from")
             if time.monotonic() - start > self._config.run.stall_deadline:

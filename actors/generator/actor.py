@@ -320,7 +320,7 @@ class Generator(ImageHolder):
             "tokens_per_second": engine["generated_tokens"] / elapsed if elapsed else 0.0,
             "counts": dict(self._counts),
             "environments": self._player.env_metrics.sums,
-            "failures": dict(self._player.failures),
+            "failures": self._player.failures | (joined.outbox.last_refusals if joined is not None else {}),
             "leaked_tasks": len(self._player.leaked),
             "engine": dict(engine),
             "outbox": dict(joined.outbox.counts) if joined is not None else {},

@@ -84,6 +84,8 @@ class Outbox:
         """The number of complete groups for which the trainer may wait; a message with this number is sent at once."""
         self.counts: Counter[str] = Counter()
         self.refusals: Counter[str] = Counter()
+        self.last_refusals: dict[str, str] = {}
+        """The most recent refusal with each reason."""
 
     def append(self, *step: Any, routed_experts: Any | None = None, **columns: Any) -> None:
         """Queue a finished step; the arguments are those of `StepColumns.append`."""
@@ -181,6 +183,7 @@ class Outbox:
         self.counts["bytes"] += len(data)
         if isinstance(answer, Refusal):
             self.refusals[answer.reason] += 1
+            self.last_refusals[f"refused_{answer.reason}"] = f"the buffer refused its message: {answer}"
             log.warning("the buffer refused a message of %d items: %s", len(group.steps) + len(group.ends), answer)
             if answer.reason == RefusalReason.FENCED:
                 raise RunFailed(f"{self.generator} was replaced by a newer incarnation: {answer}")

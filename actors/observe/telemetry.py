@@ -76,6 +76,10 @@ class RunTelemetry(Reporter):
         staleness = {key: line[f"async/staleness_{key}"] for key in ("mean", "max") if f"async/staleness_{key}" in line}
         self.trace.counter("staleness", staleness)
 
+    def failing(self, why: str) -> None:
+        """Report that many trajectories fail, or that a step waits because of failures; empty: no longer."""
+        self._report_run(failing=why)
+
     def aborted(self) -> None:
         """Count an optimizer step that was not applied."""
         self.metrics.count("baton_aborted_steps_total")

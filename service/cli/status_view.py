@@ -136,6 +136,8 @@ def _details(status: Status) -> Iterator[tuple[str, str]]:
         length = _number(step.get("generate/avg_response_length"), 1)
         ago = f", {duration(now - run['stepped'])} ago" if "stepped" in run else ""
         yield "last step", f"reward {_number(step['reward/avg_raw_reward'], 3)}, {length} tokens a response{ago}"
+    if run.get("failing"):
+        yield "failing", run["failing"]
     if run.get("not_learning"):
         yield "learning", f"may not happen: {run['not_learning']}"
     if store := run.get("store"):

@@ -1,52 +1,117 @@
-"""Names why trajectories fail, and detects an environment that always fails, as opposed to one that fails sometimes."""
+"""Says why trajectories fail and how many do, and ends a run in which all do."""
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from service.errors import RunFailed
 from service.handoff.steps.stop_reason import FAILURES
 
+STARVING_SECONDS = 30.0
+"""Seconds for which a step waits until failures are said to be the reason."""
+MANY = 0.05
+"""Fraction of the trajectories that may fail without a warning."""
+FEWEST = 3
+"""Failures that are worth a warning."""
+RECENT_STEPS = 5
+
+ENDED, REFUSED = "end_", "refused_"
+"""Begin the names of counts of trajectories that ended, and of messages that the buffer refused."""
+
+Statuses = Sequence[Mapping[str, Any]]
+"""The statuses of the generators."""
+
 
 class FailureWatch:
-    """Counts how trajectories ended since the last optimizer step, from the statuses of the generators."""
+    """Counts how trajectories ended since the last optimizer step, and which messages were refused."""
 
-    def __init__(self, limit: int, say: Callable[[str], None]) -> None:
-        """`limit`: see `check`; `say`: writes a line to the terminal."""
+    def __init__(self, limit: int, say: Callable[[str], None], report: Callable[[str], None]) -> None:
+        """`limit`: see `check`; `say`: writes a line to the terminal; `report`: shows a text in the status."""
         self._limit = limit
-        self._say = say
+        self._say, self._report = say, report
         self._said: set[str] = set()
-        """Stop reasons of failures that were named."""
+        """Reasons of failures that were named."""
         self._before: Counter[str] = Counter()
         self._now: Counter[str] = Counter()
+        self._recent: deque[Counter[str]] = deque(maxlen=RECENT_STEPS)
+        """The counts of the last steps."""
+        self._warned = False
+        self._starving = False
 
-    def progressed(self) -> None:
-        """Restart the count, because an optimizer step was applied."""
-        self._before = self._now
+    def stepped(self, statuses: Statuses) -> None:
+        """Warn if many trajectories failed in the last steps, and begin the count of the next one."""
+        self._look(statuses)
+        self._recent.append(self._now - self._before)
+        self._before, self._starving = self._now, False
+        recent = sum(self._recent, Counter[str]())
+        lost = _failed(recent).total() + _refused(recent).total()
+        text = _in_words(recent, statuses) if lost >= max(FEWEST, MANY * _ended(recent).total()) else ""
+        if text and not self._warned:
+            self._say(f"WARNING in the last {len(self._recent)} steps {text}")
+        self._warned = bool(text)
+        self._report(text)
 
-    def name_new(self, statuses: Sequence[Mapping[str, Any]]) -> None:
-        """Write one line to the terminal for the first failure with each stop reason."""
+    def check(self, statuses: Statuses, waited: float = 0.0) -> None:
+        """Name new failures, say that a step waits because of failures, and raise if every trajectory fails.
+
+        `waited`: seconds for which the step has waited for a mini-batch.
+
+        Raises:
+            RunFailed: `limit` trajectories or more ended since the last step, and every one of them failed.
+        """
+        self._look(statuses)
+        # The counts of a restarted generator begin at 0; a negative difference counts as 0.
+        since = self._now - self._before
+        if waited >= STARVING_SECONDS and _failed(since) + _refused(since):
+            text = f"since the last step {_in_words(since, statuses)}"
+            self._report(text)
+            if not self._starving:
+                self._say(f"the step has waited {waited:.0f} s for a mini-batch; {text}")
+            self._starving = True
+        ended = _ended(since)
+        if ended.total() < self._limit or ended - _failed(since):
+            return
+        details = {why for status in statuses for why in status["failures"].values()}
+        raise RunFailed(f"every trajectory since the last step failed ({_listed(ended)}): {'; '.join(sorted(details))}")
+
+    def _look(self, statuses: Statuses) -> None:
+        """Count, and write one line to the terminal for the first failure with each reason."""
+        self._now = Counter()
+        for status in statuses:
+            self._now.update({name: n for name, n in status["counts"].items() if name.startswith(ENDED)})
+            self._now.update({f"{REFUSED}{reason}": n for reason, n in status["refusals"].items()})
         for reason, why in [kind for status in statuses for kind in status["failures"].items()]:
             if reason not in self._said:
                 self._said.add(reason)
                 self._say(f"a trajectory failed and starts again, the first one for this reason: {why}")
 
-    def check(self, statuses: Sequence[Mapping[str, Any]]) -> None:
-        """Name new failures, and raise if every trajectory fails.
 
-        Raises:
-            RunFailed: `limit` trajectories or more ended since the last step, and every one of them failed.
-        """
-        self.name_new(statuses)
-        self._now = Counter()
-        for status in statuses:
-            self._now.update({name: n for name, n in status["counts"].items() if name.startswith("end_")})
-        # The counts of a restarted generator begin at 0; a negative difference counts as 0.
-        ended = self._now - self._before
-        if ended.total() < self._limit or any(name.removeprefix("end_") not in FAILURES for name in ended):
-            return
-        reasons = ", ".join(f"{n} {name.removeprefix('end_')}" for name, n in ended.most_common())
-        details = {why for status in statuses for why in status["failures"].values()}
-        raise RunFailed(f"every trajectory since the last step failed ({reasons}): {'; '.join(sorted(details))}")
+def _ended(counts: Counter[str]) -> Counter[str]:
+    """The trajectories by the reason for which they ended."""
+    return Counter({name.removeprefix(ENDED): n for name, n in counts.items() if name.startswith(ENDED)})
+
+
+def _failed(counts: Counter[str]) -> Counter[str]:
+    """The trajectories that failed, by reason."""
+    return Counter({reason: n for reason, n in _ended(counts).items() if reason in FAILURES})
+
+
+def _refused(counts: Counter[str]) -> Counter[str]:
+    """The messages that the buffer refused, by reason; each is of a trajectory that starts again."""
+    return Counter({name: n for name, n in counts.items() if name.startswith(REFUSED)})
+
+
+def _in_words(counts: Counter[str], statuses: Statuses) -> str:
+    """How many failed, for which reasons, and the last failure with the most frequent one."""
+    failed, refused = _failed(counts), _refused(counts)
+    parts = [f"{failed.total()} of {_ended(counts).total()} trajectories failed ({_listed(failed)})"] if failed else []
+    parts += [f"{refused.total()} messages were refused ({_listed(refused)})"] if refused else []
+    most = (failed + refused).most_common(1)[0][0]
+    last = [why for status in statuses if (why := status["failures"].get(most))]
+    return " and ".join(parts) + (f"; the last: {last[-1]}" if last else "")
+
+
+def _listed(counts: Counter[str]) -> str:
+    return ", ".join(f"{n} {reason.removeprefix(REFUSED)}" for reason, n in counts.most_common())

@@ -109,6 +109,10 @@ async def test_an_engine_that_always_answers_wrongly_ends_the_run_with_what_it_a
         engine = ScriptedEngine(chat, lambda words: answer)
         _, end = await play(chat, engine, ScriptedEnvironment([]), QUESTION, observe=seen.append)
         counts[f"end_{end.stop_reason}"] = counts.get(f"end_{end.stop_reason}", 0) + 1
-    status: dict[str, Any] = {"counts": counts, "failures": {seen[-1].end.stop_reason: seen[-1].failure}}
+    status: dict[str, Any] = {
+        "counts": counts,
+        "failures": {seen[-1].end.stop_reason: seen[-1].failure},
+        "refusals": {},
+    }
     with pytest.raises(RunFailed, match=f"4 {StopReason.ENGINE_OUTPUT}.*{why}"):
-        FailureWatch(4, print).check([status])
+        FailureWatch(4, print, print).check([status])
