@@ -227,6 +227,7 @@ class Coordinator:
         await self._continue_from(0)
         if self._config.trainer.checkpoint_every:
             await self._checkpoints.begin(self._version)
+            await self._checkpoints.settle()  # an unexpected warm start ends the run, which can be resumed from here
         await self._warm_start.probe(self._weights, self._evaluations, self._progress)
         await self._evaluate(self._evaluations.is_due(0))
 

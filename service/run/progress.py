@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
+from service.errors import RunFailed
 from service.observe.not_learning import Diagnosis, in_words
 from service.observe.summary import duration, learning_summary, summary_lines
 from service.rollout.environment import MAIN
@@ -62,12 +63,26 @@ class Progress:
         steps = f"all {taken} steps are done before" if taken >= total else steps
         self._say(f"training: {steps} ({self._began - self._created:.0f} s so far)")
 
-    def probed(self, success: float, expected: tuple[float, float]) -> None:
-        """Record the fraction of sampled tasks that was solved after the warm start."""
+    def probed(self, success: float, expected: tuple[float, float] | None) -> None:
+        """Record the fraction of sampled tasks that was solved after the warm start.
+
+        Raises:
+            RunFailed: it is outside of what was expected.
+        """
         self._success = success
+        solved = f"warm start: {success:.2f} of sampled tasks solved"
+        if expected is None:
+            self._say(solved)
+            return
         low, high = expected
-        verdict = "as expected" if low <= success <= high else "OUTSIDE what was expected"
-        self._say(f"warm start: {success:.2f} of sampled tasks solved, {verdict} ({low:.2f} to {high:.2f})")
+        wanted = f"({low:.2f} to {high:.2f})"
+        if not low <= success <= high:
+            goes_on = f"; `baton run --resume {self._folder.path}` goes on all the same" if self._resumes else ""
+            raise RunFailed(
+                f"{solved}, outside of model.warm_start.expected_success {wanted}: change model.warm_start, or set "
+                f"expected_success to what you accept (null: anything){goes_on}"
+            )
+        self._say(f"{solved}, as expected {wanted}")
 
     def go_on_from(self, step: int) -> None:
         """Continue training after this step; the metrics of later steps are dropped and measured again."""

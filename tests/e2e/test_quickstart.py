@@ -25,8 +25,19 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1000)]
 ROOT = Path(__file__).parents[2]
 MARK = "BATON_TEST_RUN"
 END_SECONDS = 60
-SHORT = ["run.max_steps=12", "model.warm_start.steps=30", "metrics.port=0", "weights.verify=true"]
-ENDLESS = ["run.max_steps=100000", "model.warm_start.steps=10", "metrics.port=0"]
+SHORT = [
+    "run.max_steps=12",
+    "model.warm_start.steps=30",
+    "model.warm_start.expected_success=null",
+    "metrics.port=0",
+    "weights.verify=true",
+]
+ENDLESS = [
+    "run.max_steps=100000",
+    "model.warm_start.steps=10",
+    "model.warm_start.expected_success=null",
+    "metrics.port=0",
+]
 
 Drive = Callable[[list[str]], Any]
 """Starts a run; see the fixture `drive`."""

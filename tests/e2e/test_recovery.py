@@ -16,7 +16,13 @@ from tests.e2e.verdict import judged
 pytestmark = [pytest.mark.slow, pytest.mark.full, pytest.mark.timeout(2400)]
 
 EVERY = 4
-ENDLESS = ["run.max_steps=100000", f"trainer.checkpoint_every={EVERY}", "model.warm_start.steps=10", "metrics.port=0"]
+ENDLESS = [
+    "run.max_steps=100000",
+    f"trainer.checkpoint_every={EVERY}",
+    "model.warm_start.steps=10",
+    "model.warm_start.expected_success=null",
+    "metrics.port=0",
+]
 MARK = "BATON_TEST_RUN"
 
 Drive = Callable[[list[str]], Any]

@@ -19,7 +19,13 @@ pytestmark = [pytest.mark.slow, pytest.mark.full, pytest.mark.timeout(2400)]
 
 URL = f"s3://{BUCKET}/team/run"
 STEPS = 6
-CHANGES = ["model.lora=null", "model.warm_start.steps=50", "trainer.checkpoint_every=2", f"run.max_steps={STEPS}"]
+CHANGES = [
+    "model.lora=null",
+    "model.warm_start.steps=50",
+    "model.warm_start.expected_success=null",
+    "trainer.checkpoint_every=2",
+    f"run.max_steps={STEPS}",
+]
 SHORT = [*SETTINGS, *CHANGES]
 
 
