@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import os
 import shutil
 import tempfile
@@ -15,13 +14,12 @@ from typing import Any, NamedTuple
 
 import ray
 import ray.exceptions
-from ray.util import remove_placement_group
 
 from actors.calls import call, in_a_line
 from actors.driver.authentication import keep_token_private, refuse_open_ray
-from actors.driver.cluster import place_trainer, ray_session
+from actors.driver.cluster import ray_session
 from actors.driver.node_check import RunFiles, check_nodes
-from actors.driver.placement import engine_bundle, engine_options, gpus_each, rank_bundle, reserve
+from actors.driver.placement import engine_bundle, engine_options, gpus_each, reserve
 from actors.driver.signals import exit_on_stop_signals, on_stop_signal
 from actors.engine.vllm_arguments import engine_env
 from actors.evaluation.evaluator import Evaluator, evaluate_on
@@ -29,11 +27,10 @@ from actors.scorers.actor import all_up
 from actors.scorers.frozen_model import place_roles
 from service.config import Config
 from service.config.paths import with_absolute_paths
-from service.errors import BatonError, RunFailed, UserError
+from service.errors import BatonError, RunFailed
 from service.evaluation.scores import Evaluation
-from service.run.checkpoints import MANIFEST, TRAINER, Manifest
 from service.run.eval_target import EvalTarget
-from service.run.export_adapter import export
+from service.run.export import export
 from service.run.inputs import prepare_evaluation, prepare_weights
 from service.run.phases import phase
 
@@ -64,18 +61,17 @@ def evaluate(config: Config, target: EvalTarget, say: Callable[[str], None]) -> 
         manifest = prepare_weights(config.model, target)
         weights = target.weights(manifest)
         say(f"weights: {weights}")
-        if target.model is None and config.model.lora is not None:
-            with phase("merging the adapter into its base", say):
-                base = target.begun_with(config.model)
-                export(config.model.lora, target, base, manifest, folder / "exported", merged=True)
-            target, manifest = dataclasses.replace(target, model=folder / "exported", adapter=None), None
+        model = weights
+        if target.model is None:
+            model = folder / "exported"
+            with phase("reading the weights" if target.adapter is None else "merging the adapter", say):
+                export(config.model, target, manifest, model)
         config = config.without_adapter
         logs = held.enter_context(logs_kept_on_failure(say))
         with phase("starting Ray", say):
             held.enter_context(ray_session(config, uuid.uuid4().hex[:12], logs))
         try:
-            evaluating = _evaluate(config, target, manifest, files, folder / "exported", say)
-            results = asyncio.run(_until_stopped(evaluating))
+            results = asyncio.run(_until_stopped(_evaluate(config, model.absolute(), files, say)))
         except ray.exceptions.RayError as error:
             raise RunFailed(f"an engine failed: {in_a_line(error)}") from error
         if isinstance(results, int):
@@ -125,17 +121,8 @@ async def _until_stopped(evaluating: Coroutine[Any, Any, list[Evaluation]]) -> l
 
 
 async def _evaluate(
-    config: Config,
-    target: EvalTarget,
-    manifest: Manifest | None,
-    files: Mapping[str, Path],
-    exported: Path,
-    say: Callable[[str], None],
+    config: Config, model: Path, files: Mapping[str, Path], say: Callable[[str], None]
 ) -> list[Evaluation]:
-    if manifest is not None:
-        with phase(f"reading the weights of step {manifest.step}", say):
-            await _export(config, target, manifest, exported, say)
-    model = (exported if manifest is not None else target.weights(None)).absolute()
     gpus = gpus_each()
     roles = place_roles(
         config.served_roles, config.model_dump_json(), engine_env(config.generator), bool(gpus), hub=None
@@ -165,25 +152,3 @@ async def _evaluate(
                 raise RunFailed(f"the evaluation took longer than {deadline}") from error
     await asyncio.gather(*(call(engine.stop, who="an engine") for engine in engines))
     return results
-
-
-async def _export(
-    config: Config, target: EvalTarget, manifest: Manifest, folder: Path, say: Callable[[str], None]
-) -> None:
-    """Write a checkpoint's weights as a Hugging Face folder."""
-    gpus = gpus_each()
-    bundles = [rank_bundle(config, gpus)] * config.trainer.ranks
-    room = await reserve(bundles, config.trainer.start_deadline, say)
-    trainer = place_trainer(config, gpus, room)
-    await trainer.load(target.begun_with(config.model))
-    path = target.weights(manifest)
-    try:
-        await trainer.restore(path / TRAINER)
-    except UserError as error:
-        if (path / MANIFEST).exists():
-            raise
-        raise UserError(f"{path}: the run has deleted this checkpoint meanwhile; evaluate a newer one") from error
-    await trainer.export(folder)
-    trainer.end()
-    # the engines may need the same GPUs
-    remove_placement_group(room)

@@ -103,13 +103,13 @@ def test_a_run_without_a_checkpoint_is_named(run: Path, said: Said) -> None:
     assert "neither final weights nor a checkpoint" in said(run)
 
 
-def test_an_export_of_a_run_without_an_adapter_is_refused_before_its_weights_are_looked_for(
+def test_an_export_of_an_adapter_that_a_run_does_not_have_is_refused_before_its_weights_are_looked_for(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     RunWriter(tmp_path / "run").begin(resolved_yaml(load_config([QUICKSTART])))
-    assert main(["export", str(tmp_path / "run"), str(tmp_path / "adapter")]) == 2
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "adapter"), "--adapter"]) == 2
     said = capsys.readouterr().err
-    assert "there is no adapter to export" in said and str(tmp_path / "run/final") in said and said.count("\n") == 1
+    assert "there is no adapter to export; leave out --adapter" in said and said.count("\n") == 1
 
 
 def cut(file: Path) -> None:

@@ -28,6 +28,7 @@ from service.rollout.chat.tokenizer import make_tokenizer
 from service.run.checkpoints import TRAINER, Checkpoints
 from service.run.folder import CHECKPOINTS, CONFIG, FINAL
 from tests.pure.learn.builders import CPU, made_rows, mini_batch, settings, small_model
+from tests.pure.learn.test_families import saved
 
 LORA = LoraConfig(rank=4, alpha=6.0, targets=("q_proj", "down_proj"))
 
@@ -171,38 +172,75 @@ def same(ours: Path, theirs: Path) -> None:
     assert left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
 
 
+def checkpointed(learner: Learner, run: Path) -> Path:
+    """A run folder with a checkpoint of step 3; returns the checkpoint."""
+    checkpoints = Checkpoints(run / CHECKPOINTS, keep=1)
+    learner.save(checkpoints.begin(3) / TRAINER)
+    checkpoints.finish(3, 0, 0, 0, 0)
+    return checkpoints.path(3)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_transformers_computes_with_an_exported_checkpoint_of_all_weights_what_the_learner_computes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], family: str
+) -> None:
+    base, run = saved(family, tmp_path), tmp_path / "run"
+    make_tokenizer(base, ["a", "b"])
+    learner = Learner(settings(trainer={"lr": 0.05}), base, CPU, 0, 1)
+    assert learner.step(mini_batch([[made_rows(2, seed=1)]], trajectories=2)).applied
+    checkpoint = checkpointed(learner, run)
+    (run / CONFIG).write_text(f"model: {{path: {base}, dtype: float32}}\n")
+    assert main(["export", str(checkpoint), str(tmp_path / "out")]) == 0
+    said = capsys.readouterr().out
+    assert said == f"{tmp_path / 'out'}: the weights after step 3, a Hugging Face folder\n"
+    learner.export(run / FINAL)
+    assert main(["export", str(run), str(tmp_path / "of_final")]) == 0
+    same(*(tmp_path / name / "model.safetensors" for name in ("out", "of_final")))
+    (row,) = made_rows(1, seed=3)
+    ids_T = torch.from_numpy(row.token_ids).long()
+    expected = []
+    for folder in (tmp_path / "out", base):
+        model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
+        with torch.no_grad():
+            table_TV = (model(ids_T[None]).logits[0, :-1] / row.temperature).log_softmax(-1)
+        expected.append(table_TV.gather(1, ids_T[1:, None])[:, 0][torch.from_numpy(row.loss_mask)[1:]])
+    micro = learner.policy.to_device(mini_batch([[[row]]], trajectories=1).ranks[0][0])
+    ours = learner.policy.logprobs([micro])[0]
+    torch.testing.assert_close(ours, expected[0], atol=1e-5, rtol=0)
+    assert not torch.allclose(ours, expected[1], atol=1e-2), "the steps have changed the weights"
+
+
 def test_a_run_and_its_checkpoint_are_exported_and_what_has_no_adapter_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     base = small_model(tmp_path / "base")
     make_tokenizer(base, ["a", "b"])
     learner, run = trained(base), tmp_path / "run"
-    checkpoints = Checkpoints(run / CHECKPOINTS, keep=1)
-    learner.save(checkpoints.begin(3) / TRAINER)
-    checkpoints.finish(3, 0, 0, 0, 0)
+    checkpointed(learner, run)
     lora = f"lora: {{rank: {LORA.rank}, alpha: {LORA.alpha}, targets: [{', '.join(LORA.targets)}]}}"
     (run / CONFIG).write_text(f"model: {{path: {base}, dtype: float32, {lora}}}\n")
     before = {*tmp_path.iterdir()}
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (LITTLE, limits[1]))  # as on a full disk
     try:
-        assert main(["export", str(run), str(tmp_path / "full"), "--merge"]) == 2
+        assert main(["export", str(run), str(tmp_path / "full")]) == 2
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert "cannot be written: " in capsys.readouterr().err and {*tmp_path.iterdir()} == before
-    assert main(["export", str(run), str(tmp_path / "from_checkpoint")]) == 0
+    assert main(["export", str(run), str(tmp_path / "from_checkpoint"), "--adapter"]) == 0
     learner.export(run / FINAL)
-    assert main(["export", str(run / FINAL), str(tmp_path / "from_final")]) == 0
+    assert main(["export", str(run / FINAL), str(tmp_path / "from_final"), "--adapter"]) == 0
     exported = [tmp_path / f"from_{name}" for name in ("checkpoint", "final")]
     assert len({(folder / ADAPTER_CONFIG).read_bytes() for folder in exported}) == 1
     same(*(folder / ADAPTER_WEIGHTS for folder in exported))
-    assert main(["export", str(run), str(tmp_path / "merged"), "--merge"]) == 0
+    assert main(["export", str(run), str(tmp_path / "merged")]) == 0
     merge(run / FINAL, base, tmp_path / "expected")
     same(*(tmp_path / name / "model.safetensors" for name in ("merged", "expected")))
     capsys.readouterr()
     for words, reason in (
-        ([str(run), str(tmp_path / "merged"), "--merge"], "exists already"),
-        ([str(run), str(tmp_path / "no"), "model.lora=null"], "without model.lora"),
+        ([str(run), str(tmp_path / "merged")], "exists already"),
+        ([str(run), str(tmp_path / "no"), "--merge"], "--merge: an adapter is merged unless --adapter is given"),
+        ([str(run), str(tmp_path / "no"), "--adapter", "model.lora=null"], "without model.lora"),
         ([str(run), str(tmp_path / "no"), "model.lora.rank=8"], r"model.lora.rank: the adapter"),
         ([str(tmp_path / "merged"), str(tmp_path / "no")], "a model of no run"),
         ([str(tmp_path / "from_final"), str(tmp_path / "no")], "an adapter without its run"),
