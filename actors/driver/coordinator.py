@@ -28,8 +28,9 @@ from service.config import Config, resolved_yaml
 from service.errors import RunFailed
 from service.handoff.verbs import WaitReason
 from service.observe.logprob_mismatch import LogprobCheck
+from service.run.best import is_best
 from service.run.checkpoints import Manifest
-from service.run.folder import FINAL, LOGS
+from service.run.folder import BEST, FINAL, LOGS
 from service.run.inputs import Prepared
 from service.run.metrics_port import DEFAULT_PORT
 from service.run.phases import phase
@@ -304,6 +305,10 @@ class Coordinator:
         self._telemetry.doing("evaluating")
         self._progress.synced(await self._weights.published())
         await self._evaluations.at(self._version.step)
+        best = self._config.run.keep_best
+        if best is not None and is_best(self._folder.path, best, self._version.step):
+            with phase("writing the best weights so far", self._say, after=QUIET_SECONDS):
+                await self._trainer.export(self._folder.path / BEST)
 
     async def _lease(self) -> LeasedBatch | None:
         """Wait for the next mini-batch; None if the run was stopped meanwhile."""

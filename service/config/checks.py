@@ -163,10 +163,26 @@ def _evaluation(config: Config) -> Iterator[str]:
             f"continue training; set generator.engines, or its min, to {evaluating + 1} or more, or "
             "data.eval_mode=pause"
         )
+    yield from _best(config)
     if every % sync_every:
         yield (
             f"data.eval_every: {every} is no multiple of weights.sync_every ({sync_every}): the engines would be "
             "evaluated on older weights than those of the step"
+        )
+
+
+def _best(config: Config) -> Iterator[str]:
+    data, best = config.data, config.run.keep_best
+    if best is None:
+        return
+    sets = [*data.eval, *([MADE_SET] if data.eval_make_rows is not None else [])]
+    scores = [f"eval/{name}/avg_score" for name in sets] if data.eval_every else []
+    if best not in scores:
+        yield f"run.keep_best: {best} is not measured in training, only {', '.join(scores) or 'none'}; see data.eval"
+    if data.eval_mode == "beside":
+        yield (
+            "run.keep_best: with data.eval_mode=beside the trainer has trained on by the time that a score is known; "
+            "use pause"
         )
 
 

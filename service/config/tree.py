@@ -75,6 +75,9 @@ class RunConfig(Section):
     trajectories_per_step: NotNegative = 2
     """Trajectories of each mini-batch that are kept in `trajectories.jsonl`, and as many of groups that ended
     untrained, until the file is full."""
+    keep_best: Annotated[str, Field(pattern=r"^eval/.+/avg_score$")] | None = None
+    """Score of an evaluation set, such as `eval/made/avg_score`: the weights with the highest one are kept in `best/`
+    of the run folder; None: none are."""
     insecure_local: bool = False
     """Run on a Ray without authentication; only for a machine that nobody else can reach."""
     stop_grace: Seconds = 600.0

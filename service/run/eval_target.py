@@ -16,7 +16,7 @@ from service.config.paths import near
 from service.errors import UserError
 from service.files import previous_folder
 from service.run.checkpoints import MANIFEST, PREFIX, Checkpoints, Manifest
-from service.run.folder import CHECKPOINTS, CONFIG, FINAL, initial_model, is_run_folder, warmed_model
+from service.run.folder import BEST, CHECKPOINTS, CONFIG, FINAL, initial_model, is_run_folder, warmed_model
 
 
 @dataclass(frozen=True)
@@ -85,13 +85,13 @@ def eval_target(path: Path) -> EvalTarget:
     absolute = path.resolve()
     run = absolute.parent
     if is_model_folder(path):
-        return EvalTarget(path, run if absolute.name == FINAL and is_run_folder(run) else None, path)
+        return EvalTarget(path, run if absolute.name in (FINAL, BEST) and is_run_folder(run) else None, path)
     if is_run_folder(path):
         finals = (path / FINAL, previous_folder(path / FINAL))
         model = next(filter(is_model_folder, finals), None)
         return EvalTarget(path, absolute, model, adapter=next(filter(is_adapter_folder, finals), None))
     if is_adapter_folder(path):
-        if absolute.name != FINAL or not is_run_folder(run):
+        if absolute.name not in (FINAL, BEST) or not is_run_folder(run):
             raise UserError(
                 f"{path}: an adapter without its run, whose model it needs; give the run, RUN or RUN/{FINAL}"
             )

@@ -21,7 +21,7 @@ from queue import SimpleQueue
 from service.backoff import Backoff
 from service.errors import RunFailed, StoreFailed, UserError
 from service.observe.status import Uploaded
-from service.run.folder import EVALUATIONS, FINAL, METRICS, SUMMARY, TRAJECTORIES, UPLOADS
+from service.run.folder import BEST, EVALUATIONS, FINAL, METRICS, SUMMARY, TRAJECTORIES, UPLOADS
 from service.store.contents import RunMark, claimed
 from service.store.objects import Objects
 from service.store.staging import Staged, as_it_is, link_checkpoint, link_journal
@@ -133,7 +133,8 @@ class Uploads:
 
     def ended(self) -> None:
         """Also upload the final weights and the summary, now that they are written."""
-        files = [*sorted((self._run / FINAL).rglob("*")), *(self._run / name for name in ENDS)]
+        weights = [file for name in (BEST, FINAL) for file in sorted((self._run / name).rglob("*"))]
+        files = [*weights, *(self._run / name for name in ENDS)]
         staged = [as_it_is(self._run, file, shared=False) for file in files if file.is_file()]
         self._add(_Job("the final weights", staged))
 

@@ -178,6 +178,36 @@ def test_an_adapter_is_added_to_what_the_warm_start_of_all_weights_left(
         assert asked == [("load", tmp_path), ("warm_start", [])]
 
 
+def test_the_weights_of_the_best_evaluation_so_far_are_kept(tmp_path: Path) -> None:
+    """Scores of steps 0 to 3; an equal score is no better."""
+    scores = [0.2, 0.5, 0.5, 0.4]
+    sets = ["data.eval_make_rows=2", "data.eval_every=1", "run.keep_best=eval/made/avg_score", "run.max_steps=3"]
+    config = load_config(["configs/quickstart.yaml"], ["model.warm_start=null", "trainer.checkpoint_every=0", *sets])
+    run, prepared = RunWriter(tmp_path / "run"), Prepared(tmp_path / "rows.jsonl", [], tmp_path, 8, None)
+    status = {"tokens": {}, "length_distance": 0.0, "token_length_distance": 0.0, "lengths": []}
+    buffer = {"ready": None, "join": 1, "lease": LEASED, "commit": None, "covered": None, "end": [[]], "stop": None}
+    trainer, evaluated = Trainer(), list[int]()
+    made = {"load": answering(), "weights": answering(), "step": answering(StepReport(True, None, {}))}
+    cluster = cluster_of(run.path, buffer | {"status": status}, made | {"export": trainer.export})
+    coordinator = Coordinator(config, cluster, run, prepared, lambda line: None, None)
+
+    async def at(step: int) -> None:
+        evaluated.append(step)
+        run.append_evaluations(step, [{"set": "made", "avg_score": scores[step]}, {"set": "x", "avg_score": step}])
+        trainer.asked.append(("evaluated", step))
+
+    coordinator._evaluations.at = at  # type: ignore[method-assign]
+    try:
+        asyncio.run(coordinator.run())
+    finally:
+        run.close()
+    best = ("export", run.path / "best")
+    assert trainer.asked == [
+        *(("evaluated", 0), best, ("evaluated", 1), best),
+        *(("evaluated", 2), ("evaluated", 3), ("export", run.path / "final")),
+    ]
+
+
 def test_a_run_of_which_every_group_is_filtered_ends_with_what_the_buffer_says(tmp_path: Path) -> None:
     drive(tmp_path, [])
 
