@@ -33,11 +33,11 @@ from service.config import Config, load
 from service.config.core_settings import batch_settings, message_limits
 from service.handoff.batches.batch import BatchSettings, form_mini_batch
 from service.handoff.ledger.scores import CompleteGroup
-from service.handoff.prefixes.merge import whole_prompts
+from service.handoff.prefixes.merge import merge
 from service.handoff.recorded import Recorded, recorded
 from service.handoff.steps.builder import steps_table
 from service.handoff.steps.stop_reason import StopReason
-from service.handoff.steps.tables import end_objects, step_objects
+from service.handoff.steps.tables import end_objects, row_objects, step_objects
 from service.rollout.chat.chat import Chat, load_chat
 from service.rollout.environment import Task
 from service.rollout.factory import Environments
@@ -131,7 +131,10 @@ async def with_observations(world: World, group: CompleteGroup) -> CompleteGroup
     prompt | response observation        prompt response observation | response [observation, where it was cut off]
     """
     cut_off = {end.trajectory for end in end_objects(group.ends) if end.stop_reason in CUT_OFF}
-    steps = sorted(step_objects(whole_prompts(group.steps)), key=lambda step: (step.trajectory, step.index))
+    whole = row_objects(merge(group.steps, "off").rows)  # one row a step
+    steps = sorted(step_objects(group.steps), key=lambda step: (step.trajectory, step.index))
+    prompts = {(row.trajectory, row.first_step): row.prompt_ids for row in whole}
+    steps = [replace(s, prompt_ids=prompts[s.trajectory, s.index], extends=None) for s in steps]
     told = []
     for step, following in zip(steps, [*steps[1:], None], strict=True):
         if following is not None and following.trajectory == step.trajectory:

@@ -27,7 +27,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from service.columns import changes, check_choice, columns_of, filled, lengths_of, offsets_of, segments_of
-from service.handoff.prefixes.prefix_index import IndexedStep, Place, PrefixIndex, check_chain, common
+from service.handoff.prefixes.prefix_index import IndexedStep, Place, PrefixIndex, Run, check_chain, common
 from service.handoff.prefixes.step_equality import in_order
 from service.handoff.steps.builder import steps_table
 from service.handoff.steps.tables import name_of, row_objects, total_lengths, with_token_rewards
@@ -97,11 +97,7 @@ def merge_in_order(steps: Steps, number_K: Int64s, mode: Mode, by_turn: bool = F
     `by_turn`: the rows record the step of each token.
     """
     counts = dict.fromkeys(("extended", "forked", "reset"), 0)
-    first_K, new_kind_K = changes(number_K), changes(steps.temperature_K, steps.has_logprobs_K)
-    if mode == "off":
-        layout = _unmerged_layout(steps, first_K)
-    else:
-        layout = _merged_layout(steps, number_K, first_K, first_K | ~new_kind_K, mode, counts)
+    layout = _layout(steps, number_K, mode, counts)
     begin_R = np.flatnonzero(np.diff(layout.row_S, prepend=-1))
     rows = _rows(steps, layout, begin_R)
     if by_turn:
@@ -125,89 +121,53 @@ def check_whole(steps: Steps) -> Steps:
     return steps
 
 
-def whole_prompts(steps: Steps) -> Steps:
-    """The same steps (by trajectory, then index), each with its whole prompt: the inverse of `share_prefixes`."""
-    if not (steps.extends_K >= 0).any():
-        return steps
-    steps, number_K = in_order(steps)
-    layout, length_K = _unmerged_layout(steps, changes(number_K)), total_lengths(steps)
-    return replace(
-        steps,
-        prompt_length_K=(steps.prompt_length_K + length_K - lengths_of(steps.offsets_K)).astype(np.int32),
-        extends_K=np.full(len(steps), -1, np.int32),
-        extends_length_K=np.zeros(len(steps), np.int32),
-        extends_digest_K=np.zeros(len(steps), np.uint64),
-        offsets_K=offsets_of(length_K),
-        **_assembled(steps, layout),
-    )
-
-
-def _unmerged_layout(steps: Steps, first_K: Bools) -> _Layout:
-    """A layout with every step as a row of its own, with its whole prompt."""
-    item_K = np.arange(len(steps))
-    if not (steps.extends_K >= 0).any():
-        return _Layout(steps.offsets_K[:-1], steps.offsets_K[1:], np.ones(len(steps), np.bool_), item_K, item_K)
-    index, segments = PrefixIndex(), list[tuple[int, int, bool, int]]()
-    for k, first in enumerate(first_K.tolist()):
-        index = PrefixIndex() if first else index
-        step = index.add(steps, k)
-        segments += [(*segment, segment[0] >= step.own_start, k) for segment in step.segments(0, step.tip.length)]
-    start_S, stop_S, live_S, row_S = np.array(segments, np.int64).T
-    return _Layout(start_S, stop_S, live_S.astype(np.bool_), row_S, item_K)
-
-
-def _merged_layout(
-    steps: Steps, number_K: Int64s, first_K: Bools, mergeable_K: Bools, mode: Mode, counts: dict[str, int]
-) -> _Layout:
+def _layout(steps: Steps, number_K: Int64s, mode: Mode, counts: dict[str, int]) -> _Layout:
     """A layout in which chains of steps stay as they lie; trajectories that branch are laid out one by one."""
-    chained_K, skip_K = _chains(steps, first_K, mergeable_K, number_K)
-    item_K = np.arange(len(steps))
-    chain_S, begins_K = item_K[chained_K], np.maximum.accumulate(np.where(first_K, item_K, 0))
+    first_K, item_K = changes(number_K), np.arange(len(steps))
+    begins_K = first_K | (mode == "off")
+    chained_K, repeats_K = _chained(steps, number_K, begins_K)
+    chain_S = item_K[chained_K]
+    row_S = np.maximum.accumulate(np.where(begins_K, item_K, 0))[chained_K]
     last_K = item_K.copy()
-    last_K[begins_K[chain_S]] = chain_S  # ascending, so the last one stays
-    counts["extended"] += int(np.count_nonzero(chained_K & ~first_K))
-    start_S, stop_S = steps.offsets_K[chain_S] + skip_K[chain_S], steps.offsets_K[chain_S + 1]
-    chains = (start_S, stop_S, np.ones(len(chain_S), np.bool_), begins_K[chain_S])
-    if chained_K.all():
-        return _Layout(*chains, last_K)
-    segments = [chains]
-    bounds_G = np.append(np.flatnonzero(first_K), len(steps))
-    for g in np.flatnonzero(~chained_K[bounds_G[:-1]]).tolist():
+    last_K[row_S] = chain_S  # ascending, so the last one stays
+    counts["extended"] += int(np.count_nonzero(chained_K & ~begins_K))
+    start_S, stop_S = steps.offsets_K[chain_S] + repeats_K[chain_S], steps.offsets_K[chain_S + 1]
+    segments = [(start_S, stop_S, np.ones(len(chain_S), np.bool_), row_S)]
+    for first in np.flatnonzero(first_K & ~chained_K).tolist():
         builder = _RowBuilder(steps, mode, counts)
-        for k in range(int(bounds_G[g]), int(bounds_G[g + 1])):
+        for k in np.flatnonzero(number_K == number_K[first]).tolist():
             builder.add(k)
         for row in builder.rows:
             last_K[row.steps[0]] = row.steps[-1]
             start_S, stop_S, live_S = np.array(row.segments, np.int64).reshape(-1, 3).T
             segments.append((start_S, stop_S, live_S.astype(np.bool_), np.full(len(start_S), row.steps[0], np.int64)))
+    if len(segments) == 1:
+        return _Layout(*segments[0], last_K)
     start_S, stop_S, live_S, row_S = (np.concatenate(columns) for columns in zip(*segments, strict=True))
     order = np.argsort(row_S, kind="stable")
     return _Layout(start_S[order], stop_S[order], live_S[order], row_S[order], last_K)
 
 
-def _chains(steps: Steps, first_K: Bools, mergeable_K: Bools, number_K: Int64s) -> tuple[Bools, Int64s]:
-    """Which steps continue the step before them in unbranched trajectories, and how many own tokens repeat that
-    step's."""
-    before_K = np.concatenate(([0], total_lengths(steps)[:-1]))
-    index_before_K = np.concatenate(([-1], steps.index_K[:-1]))
-    full_K = steps.extends_K < 0
-    refers_K = ~full_K & (steps.extends_K == index_before_K) & (steps.extends_length_K == before_K)
-    refers_K = _of_whole_trajectories(mergeable_K & np.where(first_K, full_K, refers_K), number_K)
-    if refers_K.any():
-        check_chain(steps, first_K, refers_K)
-    whole_K = _of_whole_trajectories(mergeable_K & full_K, number_K) & ~refers_K
-    repeats_K, ids_N, offsets = np.zeros(len(steps), np.bool_), steps.token_ids_N, steps.offsets_K.tolist()
-    for k in np.flatnonzero(whole_K & ~first_K & (before_K <= steps.prompt_length_K)).tolist():
-        start, middle = offsets[k - 1], offsets[k]
-        repeats_K[k] = (ids_N[start:middle] == ids_N[middle : middle + middle - start]).all()
-    whole_K = _of_whole_trajectories((whole_K & first_K) | repeats_K, number_K)
-    return refers_K | whole_K, np.where(repeats_K, before_K, 0)
+def _chained(steps: Steps, number_K: Int64s, begins_K: Bools) -> tuple[Bools, Int64s]:
+    """[K] True for the steps of trajectories in which each step begins a row or continues the whole step before it;
+    and the number of own tokens that repeat that step's."""
+    same_kind_K = begins_K | ~changes(steps.temperature_K, steps.has_logprobs_K)
+    index_before_K = np.where(begins_K, -1, np.roll(steps.index_K, 1))
+    before_K = np.where(begins_K, 0, np.roll(total_lengths(steps), 1))
+    refers_K = same_kind_K & (steps.extends_K == index_before_K) & (steps.extends_length_K == before_K)
+    refers_K = _of_whole_trajectories(refers_K, number_K)
+    check_chain(steps, begins_K, refers_K)
+    full_K, repeats_K = same_kind_K & (steps.extends_K < 0), np.zeros_like(before_K)
+    for k in np.flatnonzero(full_K & ~begins_K & (before_K <= steps.prompt_length_K)).tolist():
+        own_N, before_N = (steps.token_ids_N[steps.offsets_K[at] :][: before_K[k]] for at in (k, k - 1))
+        repeats_K[k] = before_K[k] if (own_N == before_N).all() else 0
+    whole_K = _of_whole_trajectories(full_K & (begins_K | (repeats_K > 0)), number_K)
+    return refers_K | whole_K, repeats_K
 
 
 def _of_whole_trajectories(chained_K: Bools, number_K: Int64s) -> Bools:
     """[K] True for the steps of trajectories in which every step is chained."""
-    bad_G = np.bincount(number_K, ~chained_K)
-    return np.asarray(bad_G[number_K] == 0)
+    return np.asarray((np.bincount(number_K, ~chained_K) == 0)[number_K])
 
 
 def _rows(steps: Steps, layout: _Layout, begin_R: Int64s) -> Rows:
@@ -313,9 +273,11 @@ class _RowBuilder:
         """`counts`: number of steps by outcome, updated by each step."""
         self.rows: list[_OpenRow] = []
         self._steps, self._mode, self._counts = steps, mode, counts
-        self._index, self._rows_by_tip = PrefixIndex(), _RowsByTip()
+        self._index = PrefixIndex()
         self._row_of: dict[int, _OpenRow] = {}
         """By step index."""
+        self._rows_in: dict[Run, list[_OpenRow]] = {}
+        """Rows by the run of the tree in which they end."""
 
     def add(self, k: int) -> None:
         """Add item `k`; steps must be added in order."""
@@ -327,21 +289,31 @@ class _RowBuilder:
         row, length = self._continued(prompt, kind), 0
         if row is not None:
             self._counts["extended"] += 1
-            self._rows_by_tip.remove(row)
+            self._rows_in[row.tip.run].remove(row)
             length = row.tip.length
         else:
             row = _OpenRow(len(self.rows), kind, indexed.tip, self._first_sampled(prompt, prompt_length))
             self.rows.append(row)
         self._extend(row, k, indexed, length)
-        self._rows_by_tip.add(row)
-        self._rows_by_tip.note_more(indexed.branch)
+        self._rows_in.setdefault(row.tip.run, []).append(row)
 
     def _continued(self, prompt: Place, kind: _Kind) -> _OpenRow | None:
         """The row that a step continues: the step's prompt begins with all of the row's tokens."""
         if self._mode == "tree":
-            return self._rows_by_tip.longest_prefix(prompt, kind)
-        last = self.rows[-1] if self.rows else None
+            return self._longest_prefix(prompt, kind)
+        last = self.rows[-1] if self.rows and self._mode == "linear" else None
         return last if last and last.kind == kind and common(last.tip, prompt) == last.tip.length else None
+
+    def _longest_prefix(self, prompt: Place, kind: _Kind) -> _OpenRow | None:
+        """The longest row of this kind that is a prefix of a prompt; the first of equally long ones."""
+        run, length = prompt
+        while True:
+            ending = [r for r in self._rows_in.get(run, ()) if r.kind == kind and r.tip.length <= length]
+            if ending:
+                return max(ending, key=lambda row: (row.tip.length, -row.number))
+            if not run.level:
+                return None
+            run, length = run.above, run.begin
 
     def _first_sampled(self, prompt: Place, prompt_length: int) -> int:
         """Where the first response of a new row begins; counts why the step begins a new row.
@@ -349,7 +321,7 @@ class _RowBuilder:
         A step that shares sampled tokens with the nearest row but does not continue its end is `forked`; one that
         shares at most a first prompt is `reset`.
         """
-        if not self.rows:
+        if not self.rows or self._mode == "off":
             return prompt_length
         if self._mode == "tree":
             # rows only grow, so the owner of the last shared token holds the whole shared prefix
@@ -366,41 +338,3 @@ class _RowBuilder:
             row.segments.append(_Segment(start, stop, live=start >= indexed.own_start))
         row.steps.append(k)
         row.tip, self._row_of[int(self._steps.index_K[k])] = indexed.tip, row
-
-
-class _RowsByTip:
-    """Rows by their last token, so that the row which a prompt continues is found at once."""
-
-    def __init__(self) -> None:
-        self._rows: dict[Place, dict[_Kind, list[_OpenRow]]] = {}
-        self._inner: dict[_Kind, set[Place]] = {}
-        """Tips of rows after which the tree continues with tokens of other rows."""
-
-    def add(self, row: _OpenRow) -> None:
-        """Index a row by its tip."""
-        self._rows.setdefault(row.tip, {}).setdefault(row.kind, []).append(row)
-        self.note_more(row.tip)
-
-    def remove(self, row: _OpenRow) -> None:
-        """Remove a row, whose tip will move."""
-        kinds = self._rows[row.tip]
-        kinds[row.kind].remove(row)
-        if not kinds[row.kind]:
-            del kinds[row.kind]
-            self._inner.get(row.kind, set()).discard(row.tip)
-
-    def note_more(self, place: Place) -> None:
-        """Note that tokens may have been added to the tree after this place."""
-        if (kinds := self._rows.get(place)) and place.has_more:
-            for kind in kinds:
-                self._inner.setdefault(kind, set()).add(place)
-
-    def longest_prefix(self, prompt: Place, kind: _Kind) -> _OpenRow | None:
-        """The longest row of this kind that is a prefix of a prompt; the first of equally long ones."""
-        rows = self._rows.get(prompt, {}).get(kind)
-        if rows is None:
-            inner = [place for place in self._inner.get(kind, ()) if place.is_prefix_of(prompt)]
-            if not inner:
-                return None
-            rows = self._rows[max(inner, key=lambda place: place.length)][kind]
-        return min(rows, key=lambda row: row.number)

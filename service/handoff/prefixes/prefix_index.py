@@ -305,10 +305,6 @@ class Place(NamedTuple):
             run, stop = run.above, run.begin
         return np.concatenate([np.zeros(0, np.int32), *reversed(parts)])
 
-    def is_prefix_of(self, place: Place) -> bool:
-        """Whether this path is a prefix of the path to `place`."""
-        return self.length <= place.length and place.before(self.length) == self
-
     @property
     def owner(self) -> int:
         """The sequence that first brought the last token before this place, which is not the root."""
@@ -321,11 +317,6 @@ class Place(NamedTuple):
             run = place.run
             place = place.before(run.starts[bisect_right(run.starts, place.length - 1) - 1])
         return place
-
-    @property
-    def has_more(self) -> bool:
-        """Whether some path continues from here."""
-        return self.length < self.run.end or bool(self.run.branches.get(self.length))
 
 
 class Tree:

@@ -11,14 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from service.columns import digest
-from service.handoff.prefixes.merge import merge, whole_prompts
+from service.handoff.prefixes.merge import merge
 from service.handoff.prefixes.prefix_index import PrefixIndex
 from service.handoff.prefixes.sharing import share_prefixes
 from service.handoff.steps.builder import steps_table
 from service.handoff.steps.tables import row_objects, step_objects, with_token_rewards
 from service.types import Extension, Row, Step, TrajectoryId
 from tests.pure.handoff.test_properties import MODES, SLOW_MACHINE, TOKENS
-from tests.pure.handoff.worlds import step
+from tests.pure.handoff.worlds import step, whole_prompts
 
 
 @dataclass
@@ -181,7 +181,7 @@ def test_what_is_shared_of_any_trees_is_written_out_again_as_it_was(data: st.Dat
         (first if there and data.draw(st.booleans()) else later).append(now)
     known = steps_table(data.draw(st.permutations(first))) if first else None
     small = step_objects(share_prefixes(steps_table(later), known)) if later else []
-    again = whole_prompts(steps_table(sorted([*first, *small], key=lambda s: s.index)))
+    again = steps_table(whole_prompts([*first, *small]))
     assert again.token_ids_N.tolist() == steps_table(steps).token_ids_N.tolist()
 
 

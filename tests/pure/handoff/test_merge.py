@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 
 from service.columns import select
-from service.handoff.prefixes.merge import merge, merge_steps, whole_prompts
+from service.handoff.prefixes.merge import merge, merge_steps
 from service.handoff.prefixes.prefix_index import PrefixError
 from service.handoff.prefixes.sharing import share_prefixes
 from service.handoff.steps.builder import steps_table
 from service.handoff.steps.tables import step_objects
 from service.types import NO_VERSION, ROUTE_NATIVELY, Extension, TrajectoryId
-from tests.pure.handoff.worlds import episode, ids, shared, step
+from tests.pure.handoff.worlds import episode, ids, shared, step, whole_prompts
 
 EXAMPLE = [
     step(0, [10, 20, 30], [40, 50], reward=0.5),
@@ -36,7 +36,7 @@ def test_sharing_prefixes_and_writing_them_out_again_gives_the_steps_back() -> N
     small = share_prefixes(table)
     assert len(small.token_ids_N) < len(table.token_ids_N)
     assert (small.extends_K == [-1, 0, 1, 2, 3]).all()
-    again = whole_prompts(small)
+    again = steps_table(whole_prompts(step_objects(small)))
     assert (again.token_ids_N == table.token_ids_N).all() and (again.offsets_K == table.offsets_K).all()
 
 

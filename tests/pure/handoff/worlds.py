@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -84,3 +84,15 @@ def shared(steps: Sequence[Step]) -> list[Step]:
         extension = Extension(before.index, len(whole), digest(whole))
         extended.append(replace(now, prompt_ids=now.prompt_ids[len(whole) :], extends=extension))
     return extended
+
+
+def whole_prompts(steps: Iterable[Step]) -> list[Step]:
+    """The steps of one trajectory by index, each with its whole prompt: the inverse of `shared`."""
+    wholes, made = dict[int, Int32s](), list[Step]()
+    for now in sorted(steps, key=lambda step: step.index):
+        if now.extends is not None:
+            before = wholes[now.extends.step][: now.extends.length]
+            now = replace(now, prompt_ids=np.concatenate((before, now.prompt_ids)), extends=None)
+        wholes[now.index] = np.concatenate((now.prompt_ids, now.response_ids))
+        made.append(now)
+    return made
