@@ -1,11 +1,11 @@
-"""Validation: which step groups the buffer accepts.
+"""Validation: which step groups the buffer accepts, judged by the message alone.
 
 What one bad number costs:
 
 - the token, which is masked and counted as such: its log-probability is not finite although the policy sampled it; the
   rest of the step carries loss. The log-probabilities of tokens without loss are not checked.
-- the trajectory, which is refused and may be tried again: more than max(1, 1 %) of its sampled tokens have such a
-  log-probability; or it is incomplete: a missing step, a step after the end, a reference that does not hold.
+- the trajectory, which is refused and may be tried again (`ledger.accept`): more than max(1, 1 %) of its sampled tokens
+  have such a log-probability; a step after the end, a reference that does not hold, two records that differ.
 - the message: everything else below. A reward that is not finite is never replaced by a number, because the baseline
   of every sibling would be wrong with it.
 
@@ -14,7 +14,7 @@ Rules are ordered from cheap to expensive; the first one that fails is the reaso
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -22,22 +22,16 @@ from numpy.typing import NDArray
 
 from service.columns import columns_of, lengths_of
 from service.handoff.group_bytes import NAME_BYTES, NOTE_BYTES, TRANSCRIPT_BYTES
-from service.handoff.prefixes.prefix_index import PrefixError, check_references
-from service.handoff.prefixes.step_equality import contradiction, in_order
 from service.handoff.steps.limits import Limits, Routing
 from service.handoff.steps.reward import MAX_REWARD
 from service.handoff.steps.roles import ROLES
-from service.handoff.steps.tables import end_objects
 from service.types import (
     NO_VERSION,
     ROUTE_NATIVELY,
-    Ends,
     Int16s,
     Refusal,
     RefusalReason,
     StepGroup,
-    Steps,
-    TrajectoryEnd,
 )
 
 MAX_NAME_LENGTH = 1024
@@ -56,36 +50,12 @@ MIN_LOGPROB = -1e7
 REWARD_TOLERANCE = 1e-4
 """How far a step's reward may be from the sum over its tokens, as a share of those."""
 
-MAX_FRACTION_NOT_FINITE = 0.01
-"""Fraction of a trajectory's sampled tokens whose log-probability may be missing."""
-
 
 def refusal(group: StepGroup, limits: Limits) -> Refusal | None:
     """Why a message is refused, judged by the message alone; None if it is accepted."""
     if not len(group.steps) and not len(group.ends):
         return Refusal(RefusalReason.EMPTY, "message")
     return next((found for rule in _RULES if (found := rule(group, limits)) is not None), None)
-
-
-def trajectory_refusal(steps: Steps, ends: Ends) -> Refusal | None:
-    """Why a trajectory is refused once its end and all its steps have arrived; None if it is accepted."""
-    if len(ends) != 1:
-        return Refusal(RefusalReason.STEP_ORDER, "ends", len(ends))
-    try:
-        steps, _ = in_order(steps)
-    except ValueError as error:
-        return Refusal(RefusalReason.CONFLICT, str(error))
-    if len(steps) != ends.n_steps_E[0] or (steps.index_K != np.arange(len(steps))).any():
-        return Refusal(RefusalReason.STEP_ORDER, "index_K", len(steps))
-    try:
-        check_references(steps)
-    except PrefixError as error:
-        return Refusal(RefusalReason.PREFIX, str(error))
-    sampled_N = steps.loss_mask_N & np.repeat(steps.has_logprobs_K, lengths_of(steps.offsets_K))
-    bad = int(np.count_nonzero(sampled_N & ~np.isfinite(steps.logprobs_N)))
-    if bad > max(1, MAX_FRACTION_NOT_FINITE * np.count_nonzero(sampled_N)):
-        return Refusal(RefusalReason.LOGPROB, "logprobs_N", bad)
-    return None
 
 
 def _table(group: StepGroup, limits: Limits) -> Refusal | None:
@@ -287,29 +257,8 @@ def _versions(group: StepGroup, limits: Limits) -> Refusal | None:
     return None
 
 
-def _conflicts(group: StepGroup, limits: Limits) -> Refusal | None:
-    """The refusal of two different records of one item, or of steps after their trajectory's end."""
-    steps = group.steps
-    indexed = list(zip(_ids(steps.group_id_K, steps.sample_K, steps.attempt_K), steps.index_K.tolist(), strict=True))
-    if len(set(indexed)) < len(indexed) and (path := contradiction(steps)) is not None:
-        return Refusal(RefusalReason.CONFLICT, path)
-    ends = dict[tuple[int, ...], TrajectoryEnd]()
-    for end in end_objects(group.ends):
-        if ends.setdefault(end.trajectory, end) != end:
-            return Refusal(RefusalReason.CONFLICT, f"{end.trajectory}: two ends")
-    for identity, index in indexed:
-        if (last := ends.get(identity)) is not None and index >= last.n_steps:
-            return Refusal(RefusalReason.STEP_ORDER, f"{last.trajectory}/step={index}: after the end", last.n_steps)
-    return None
-
-
-def _ids(*columns_X: NDArray[Any]) -> Iterator[tuple[Any, ...]]:
-    return zip(*(column_X.tolist() for column_X in columns_X), strict=True)
-
-
 _RULES: tuple[Callable[[StepGroup, Limits], Refusal | None], ...] = (
     _table, _sender, _identity, _order, _said, _lengths, _token_ids, _numbers, _token_rewards, _logprobs, _versions,
-    _conflicts,
 )  # fmt: skip
 
 

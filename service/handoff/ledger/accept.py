@@ -22,12 +22,11 @@ from service.handoff.ledger.ledger import Ledger
 from service.handoff.ledger.record import Held, Store, end_bytes
 from service.handoff.ledger.state import Group, Trajectory
 from service.handoff.prefixes.merge import Mode, merge
-from service.handoff.prefixes.prefix_index import PrefixIndex
+from service.handoff.prefixes.prefix_index import PrefixError, PrefixIndex, check_references
 from service.handoff.prefixes.sharing import Chain, dedupe_prefixes, grown
-from service.handoff.prefixes.step_equality import index_of_steps, same_step
+from service.handoff.prefixes.step_equality import same_step
 from service.handoff.steps.stop_reason import FAILURES
 from service.handoff.steps.tables import concat_steps, end_objects, ends_table, long_note_bytes
-from service.handoff.validate import MAX_FRACTION_NOT_FINITE, trajectory_refusal
 from service.types import (
     Bools,
     Extension,
@@ -38,6 +37,9 @@ from service.types import (
     TrajectoryEnd,
     TrajectoryId,
 )
+
+MAX_FRACTION_NOT_FINITE = 0.01
+"""Fraction of a trajectory's sampled tokens whose log-probability may be missing."""
 
 
 class NewContent(NamedTuple):
@@ -121,7 +123,6 @@ def with_shared_prefixes(ledger: Ledger, store: Store, message: StepGroup) -> St
         wanted_K & ~_known(ledger, steps, wanted_K),
         lambda of: store.of(of.group_id).chains.get(of.sample),
         lambda of: store.of(of.group_id).index_of(of.sample),
-        any_branch=ledger.state.routing is not None,
     )
     return message if deduped is steps else replace(message, steps=deduped)
 
@@ -300,9 +301,8 @@ def _new_steps(received: _Received) -> list[int] | Refusal:
 
 def _prefix_index(received: _Received) -> PrefixIndex:
     """An index of the trajectory's accepted and received steps by their prefixes."""
-    kept = received.held.steps_of(received.id.sample)
-    table = concat_steps([select(received.message.steps, np.array(received.items, np.int64)), *kept])
-    return index_of_steps(table, np.argsort(table.index_K, kind="stable").tolist())
+    accepted = received.held.places_of(received.id.sample).values()
+    return PrefixIndex([*accepted, *((received.message.steps, k) for k in received.items)])
 
 
 def _version_refusal(ledger: Ledger, steps: Steps, current: list[tuple[list[int], Group]]) -> Refusal | None:
@@ -339,7 +339,7 @@ def _extended_chain(received: _Received, items: list[int]) -> Chain | None:
 
 
 def _whole_refusal(received: _Received, addition: Addition) -> Refusal | None:
-    """Why a trajectory is refused that this addition completes; None if it is accepted or still incomplete."""
+    """Why a trajectory is refused that this addition completes; None if it is accepted."""
     known = received.trajectory
     bad, sampled = known.bad_tokens + addition.bad_tokens, known.tokens + addition.tokens
     if bad > max(1, MAX_FRACTION_NOT_FINITE * sampled):
@@ -349,14 +349,16 @@ def _whole_refusal(received: _Received, addition: Addition) -> Refusal | None:
     tables = received.held.steps_of(received.id.sample)
     if addition.items:
         tables = [*tables, select(received.message.steps, np.array(addition.items, np.int64))]
-    end = addition.end or received.held.ends.get(received.id.sample)
-    if not tables or end is None:
+    if not tables:
         return None
     steps = concat_steps(tables)
-    found = trajectory_refusal(steps, ends_table([end]))
-    if found is None and received.one_row is not None and (n_rows := len(merge(steps, received.one_row).rows)) > 1:
+    try:
+        check_references(select(steps, np.argsort(steps.index_K)))
+    except PrefixError as error:
+        return Refusal(RefusalReason.PREFIX, str(error))
+    if received.one_row is not None and (n_rows := len(merge(steps, received.one_row).rows)) > 1:
         return Refusal(RefusalReason.PREFIX, f"{received.id}: several rows, and algorithm.step_wise is false", n_rows)
-    return None if found is None else found._replace(path=f"{received.id}/{found.path}")
+    return None
 
 
 def _per_step(steps: Steps, mask_N: Bools) -> list[int]:

@@ -23,20 +23,16 @@ sequence costs what it shares with the tree, however many other sequences there 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import xxhash
-from numpy.typing import NDArray
 
-from service.columns import Column, columns_of, digest, filled, token_bytes
+from service.columns import digest, token_bytes
 from service.handoff.steps.tables import extension_of, name_of, total_lengths
 from service.types import Bools, Extension, Int32s, Steps
-
-PROMPT_COLUMNS = tuple(column for column in columns_of(Steps).tokens if column.about.on_prompt and column.optional)
-"""Columns in which tokens of a prompt have values too: equal token ids alone do not make a prefix shared."""
 
 
 class PrefixError(ValueError):
@@ -90,15 +86,16 @@ class IndexedStep(NamedTuple):
 class PrefixIndex:
     """The steps of one trajectory so far."""
 
-    def __init__(self) -> None:
+    def __init__(self, arrived: Iterable[tuple[Steps, int]] = ()) -> None:
+        """`arrived`: the first steps, as items of tables, in any order."""
         self.count = 0
         """Steps that arrived."""
         self._tree = Tree()
         self._steps: dict[int, IndexedStep] = {}
         self._waiting: dict[int, list[tuple[Steps, int]]] = {}
         """Steps that arrived before the step that they extend, by that step's index."""
-        self._shapes: dict[str, tuple[int, ...]] = {}
-        """Shape of one token's values in each of `PROMPT_COLUMNS`, once some step has the column."""
+        for item in arrived:
+            self.arrived(*item)
 
     def add(self, steps: Steps, k: int) -> IndexedStep:
         """Index item `k` of a table.
@@ -167,9 +164,6 @@ class PrefixIndex:
         branch = self._tree.follow(place, own)
         tip = self._tree.grow(branch, own[branch.length - cut :], index)
         step = self._steps[index] = IndexedStep(steps, own_start, cut, parent, branch, tip, {cut: before})
-        for column in PROMPT_COLUMNS:
-            if (array := getattr(steps, column.name)) is not None:
-                self._shapes.setdefault(column.name, array.shape[1:])
         return step
 
     def _nearest(self, steps: Steps, k: int) -> Extension | None:
@@ -182,12 +176,6 @@ class PrefixIndex:
             shared[owned.owner] = owned.length
         if index - 1 in self._steps:
             shared[index - 1] = common(self._steps[index - 1].tip, place)
-        for column in PROMPT_COLUMNS:
-            array = getattr(steps, column.name)
-            shape = self._shapes.get(column.name) if array is None else array.shape[1:]
-            if shape is not None:
-                here_T = _values(column, steps, start, start + len(prompt), shape)
-                shared = {step: self._equal(column, step, length, here_T) for step, length in shared.items()}
         length, step = max(((length, step) for step, length in shared.items()), default=(0, -1))
         if not length:
             return None
@@ -202,27 +190,6 @@ class PrefixIndex:
         if digest(prompt[: before.cut]) == before.digests[before.cut].intdigest():
             place = before.tip.before(before.cut)
         return self._tree.follow(place, prompt[place.length :])
-
-    def _equal(self, column: Column, index: int, length: int, here_T: NDArray[Any]) -> int:
-        """How many of the shared tokens have equal values in a column, so that a reference loses no values."""
-        step: IndexedStep | None = self._steps[index]
-        stop = equal = length
-        while stop and step is not None:
-            step = step.holder(stop)
-            there_T = _values(column, step.steps, step.own_start, step.own_start + stop - step.cut, here_T.shape[1:])
-            if there_T.shape[1:] != here_T.shape[1:]:
-                return 0  # the message will be refused for that
-            differs_T = (there_T != here_T[step.cut : stop]).reshape(len(there_T), -1).any(axis=1)
-            if differs_T.any():
-                equal = step.cut + int(differs_T.argmax())
-            stop, step = step.cut, step.parent
-        return equal
-
-
-def _values(column: Column, steps: Steps, start: int, stop: int, shape: tuple[int, ...]) -> NDArray[Any]:
-    """A column's values on some tokens; the fill value where the table lacks the column."""
-    array: NDArray[Any] | None = getattr(steps, column.name)
-    return filled(column, stop - start, shape) if array is None else array[start:stop]
 
 
 def check_references(steps: Steps) -> None:

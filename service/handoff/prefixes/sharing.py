@@ -19,11 +19,14 @@ import numpy as np
 import xxhash
 
 from service.columns import columns_of, digest, offsets_of, segments_of, token_bytes, trajectories
-from service.handoff.prefixes.prefix_index import PROMPT_COLUMNS, PrefixIndex
+from service.handoff.prefixes.prefix_index import PrefixIndex
 from service.handoff.steps.tables import (
     trajectory_ids,
 )
 from service.types import Bools, Extension, Steps, TrajectoryId
+
+PROMPT_COLUMNS = tuple(column for column in columns_of(Steps).tokens if column.about.on_prompt and column.optional)
+"""Columns in which tokens of a prompt have values too."""
 
 
 class Chain(NamedTuple):
@@ -60,16 +63,14 @@ def dedupe_prefixes(
     wanted_K: Bools,
     chain_of: Callable[[TrajectoryId], Chain | None],
     index_of: Callable[[TrajectoryId], PrefixIndex],
-    any_branch: bool = False,
 ) -> Steps:
     """The same steps, in which the wanted ones carry only what no earlier step of their trajectory has.
 
-    `chain_of`, `index_of`: a trajectory's known earlier steps. `any_branch`: look every step up in the
-    index, because earlier steps have values on prompt tokens, which a digest of token ids does not cover.
+    `chain_of`, `index_of`: a trajectory's known earlier steps. Steps that have values on the tokens of their prompts,
+    such as routed experts, stay as they are: a reference to equal token ids would lose those values.
     """
-    if not wanted_K.any():
+    if not wanted_K.any() or any(getattr(steps, column.name) is not None for column in PROMPT_COLUMNS):
         return steps
-    any_branch = any_branch or any(getattr(steps, column.name) is not None for column in PROMPT_COLUMNS)
     found: dict[int, Extension] = {}
     number_K, _ = trajectories(steps.group_id_K, steps.sample_K, steps.attempt_K)
     order, columns = np.lexsort((steps.index_K, number_K)), (steps.group_id_K, steps.sample_K, steps.attempt_K)
@@ -77,7 +78,7 @@ def dedupe_prefixes(
         if wanted_K[items].any():
             of = TrajectoryId(*(int(column[items[0]]) for column in columns))
             items = items.tolist()
-            continuing = {} if any_branch else _continuing(chain_of(of), steps, items, wanted_K)
+            continuing = _continuing(chain_of(of), steps, items, wanted_K)
             if all(k in continuing for k in items if wanted_K[k]):
                 found |= continuing
             else:
@@ -106,9 +107,7 @@ def share_prefixes(steps: Steps, known: Steps | None = None) -> Steps:
         for k, of in enumerate(trajectory_ids(known)):
             indices.setdefault(of, PrefixIndex()).arrived(known, k)
     wanted_K = (steps.extends_K < 0) & (steps.index_K > 0)
-    return dedupe_prefixes(
-        steps, wanted_K, lambda of: None, lambda of: indices.get(of, PrefixIndex()), known is not None
-    )
+    return dedupe_prefixes(steps, wanted_K, lambda of: None, lambda of: indices.get(of, PrefixIndex()))
 
 
 def with_references(steps: Steps, found: Mapping[int, Extension]) -> Steps:

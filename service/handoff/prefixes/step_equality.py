@@ -9,18 +9,17 @@ step that it extends. Only two references of different lengths need the tokens t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from service.columns import Column, columns_of, digest, filled, select, trajectories
-from service.handoff.prefixes.prefix_index import PrefixError, PrefixIndex
+from service.columns import Column, changes, columns_of, digest, filled, select, trajectories
+from service.handoff.prefixes.prefix_index import PrefixIndex
 from service.handoff.steps.tables import NO_EXTENSION, extension_of, name_of
-from service.types import Bools, Float32s, Int32s, Int64s, Steps
+from service.types import Float32s, Int32s, Int64s, Steps
 
 TokensOf = Callable[[int], Int32s | None]
 """The whole prompt and response of an earlier step of the trajectory, by its index; None if it is not known."""
@@ -54,56 +53,28 @@ def in_order(steps: Steps) -> tuple[Steps, Int64s]:
     Raises:
         ValueError: a step came twice with different content.
     """
-    steps, number_K, again_K = _sorted(steps)
+    number_K, _ = trajectories(steps.group_id_K, steps.sample_K, steps.attempt_K)
+    same_K, next_K = number_K[1:] == number_K[:-1], steps.index_K[1:] > steps.index_K[:-1]
+    if (next_K | ~same_K).all() and (number_K[1:] >= number_K[:-1]).all():
+        return steps, number_K
+    order = np.lexsort((steps.index_K, number_K))
+    steps, number_K = select(steps, order), number_K[order]
+    again_K = ~changes(number_K, steps.index_K)
     if not again_K.any():
         return steps, number_K
-    for k, same in _repetitions(steps, number_K, again_K):
-        if not same:
-            raise ValueError(f"{name_of(steps, k)} came twice, and not the same")
-    return select(steps, np.flatnonzero(~again_K)), number_K[~again_K]
-
-
-def contradiction(steps: Steps) -> str | None:
-    """The first step received twice with different content; None if there is no such step, or that is not known yet."""
-    steps, number_K, again_K = _sorted(steps)
-    different = (k for k, same in _repetitions(steps, number_K, again_K) if same is False)
-    return next((f"{name_of(steps, k)} came twice, and not the same" for k in different), None)
-
-
-def index_of_steps(steps: Steps, items: Iterable[int]) -> PrefixIndex:
-    """An index of one trajectory's steps, sorted by index; leaves out steps that extend missing tokens."""
-    index = PrefixIndex()
-    for k in items:
-        with suppress(PrefixError):  # the step that it extends may arrive later, or never
-            index.add(steps, k)
-    return index
-
-
-def _sorted(steps: Steps) -> tuple[Steps, Int64s, Bools]:
-    """Steps sorted by trajectory, index and arrival; the trajectory of each, and whether the step is a repetition."""
-    number_K, _ = trajectories(steps.group_id_K, steps.sample_K, steps.attempt_K)
-    again_K = np.zeros(len(steps), np.bool_)
-    same_K, next_K = number_K[1:] == number_K[:-1], steps.index_K[1:] > steps.index_K[:-1]
-    if not ((next_K | ~same_K).all() and (number_K[1:] >= number_K[:-1]).all()):
-        order = np.lexsort((steps.index_K, number_K))
-        steps, number_K = select(steps, order), number_K[order]
-        again_K[1:] = (np.diff(number_K) == 0) & (np.diff(steps.index_K) == 0)
-    return steps, number_K, again_K
-
-
-def _repetitions(steps: Steps, number_K: Int64s, again_K: Bools) -> Iterator[tuple[int, bool | None]]:
-    """Each repeated item, and whether it equals its first record; None if that cannot be decided."""
     first_K = np.maximum.accumulate(np.where(again_K, 0, np.arange(len(steps))))
 
     @lru_cache(maxsize=1)
     def index_of(number: int) -> PrefixIndex:
-        return index_of_steps(steps, np.flatnonzero((number_K == number) & ~again_K).tolist())
+        return PrefixIndex((steps, k) for k in np.flatnonzero((number_K == number) & ~again_K).tolist())
 
     def tokens_of(number: int) -> TokensOf:
         return lambda step: index_of(number).tokens(step)
 
     for k in np.flatnonzero(again_K).tolist():
-        yield k, same_step(steps, int(first_K[k]), steps, k, tokens_of(int(number_K[k])))
+        if not same_step(steps, int(first_K[k]), steps, k, tokens_of(int(number_K[k]))):
+            raise ValueError(f"{name_of(steps, k)} came twice, and not the same")
+    return select(steps, np.flatnonzero(~again_K)), number_K[~again_K]
 
 
 def _equal_columns(a: Steps, k: int, b: Steps, j: int) -> bool:

@@ -172,10 +172,8 @@ def routed(of: Step, expert: int) -> Step:
     return replace(of, routed_experts=np.full((len(whole(of)), 2, 2), expert, np.int16))
 
 
-@pytest.mark.parametrize(("expert", "extends"), [(3, 0), (4, -1)])
-def test_a_prompt_is_shared_only_where_its_routed_experts_are_those_of_the_earlier_step(
-    tmp_path: Path, expert: int, extends: int
-) -> None:
+@pytest.mark.parametrize("expert", [3, 4])
+def test_a_full_prompt_with_routed_experts_of_its_own_keeps_them(tmp_path: Path, expert: int) -> None:
     world = long_world(tmp_path)
     work = world.generator.claimed()
     made = turns(TrajectoryId(work.group_id, 0), work.prompt_uid, 2)
@@ -184,8 +182,8 @@ def test_a_prompt_is_shared_only_where_its_routed_experts_are_those_of_the_earli
     ends = [TrajectoryEnd(TrajectoryId(work.group_id, s), work.prompt_uid, 2 - 2 * s, "stop", 1.0) for s in (0, 1)]
     assert isinstance(world.generator.send([], ends), Receipt)
     kept = world.buffer.complete_group(work.group_id).steps
-    assert kept.extends_K[1] == extends and kept.routed_experts_N is not None
-    assert kept.routed_experts_N[-1, 0, 0] == expert
+    assert kept.extends_K[1] == -1 and kept.routed_experts_N is not None
+    assert (kept.routed_experts_N[kept.offsets_K[1] :] == expert).all()
 
 
 @pytest.mark.parametrize("first", ["full", "nearest", "first"])
@@ -200,6 +198,60 @@ def test_a_step_that_differs_is_a_conflict_in_every_form(tmp_path: Path, first: 
     assert isinstance(again := world.generator.send([in_form(made, 2, then)]), Receipt) and again.duplicate
     answer = world.generator.send([in_form(other, 2, then)])
     assert isinstance(answer, Refusal) and answer.reason == RefusalReason.CONFLICT
+
+
+Whole = tuple[list[Step], list[TrajectoryEnd]]
+
+
+def first_step(**changes: Any) -> Callable[[list[Step], TrajectoryEnd], Whole]:
+    """The first step comes once more, with other values."""
+    return lambda steps, end: ([*steps, replace(steps[0], **changes)], [end])
+
+
+def other_end(**changes: Any) -> Callable[[list[Step], TrajectoryEnd], Whole]:
+    return lambda steps, end: (steps, [end, end._replace(**changes)])
+
+
+def second_extends(extends: Extension) -> Callable[[list[Step], TrajectoryEnd], Whole]:
+    return lambda steps, end: ([steps[0], replace(steps[1], extends=extends), steps[2]], [end])
+
+
+def missing_logprobs(steps: list[Step], end: TrajectoryEnd) -> Whole:
+    for made in steps[:2]:
+        assert made.logprobs is not None
+        made.logprobs[0] = np.nan
+    return steps, [end]
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda steps, end: (steps, [end._replace(n_steps=2)]), RefusalReason.STEP_ORDER),
+        (other_end(n_steps=5), RefusalReason.CONFLICT),
+        (other_end(reward=0.5), RefusalReason.CONFLICT),
+        (other_end(stop_reason="length"), RefusalReason.CONFLICT),
+        (first_step(reward=0.7), RefusalReason.CONFLICT),
+        (first_step(temperature=0.7), RefusalReason.CONFLICT),
+        (second_extends(Extension(0, 80, 7)), RefusalReason.PREFIX),
+        (second_extends(Extension(0, 100, 7)), RefusalReason.PREFIX),
+        (missing_logprobs, RefusalReason.LOGPROB),
+    ],
+)  # fmt: skip
+def test_a_trajectory_that_contradicts_itself_is_refused_in_one_message_or_in_two(
+    tmp_path: Path, change: Callable[[list[Step], TrajectoryEnd], Whole], reason: RefusalReason
+) -> None:
+    for together in (True, False):
+        world = long_world(tmp_path / str(together))
+        work = world.generator.claimed()
+        of = TrajectoryId(work.group_id, 0)
+        made = turns(of, work.prompt_uid, 3)
+        steps, ends = change(
+            [in_form(made, index, "nearest") for index in range(3)], TrajectoryEnd(of, work.prompt_uid, 3, "stop", 1.0)
+        )
+        if not together:
+            assert isinstance(world.generator.send(steps[:2]), Receipt)
+        answer = world.generator.send(steps if together else steps[2:], ends)
+        assert isinstance(answer, Refusal) and answer.reason is reason
 
 
 def test_two_references_that_nobody_can_follow_yet_are_refused_with_the_reason(tmp_path: Path) -> None:

@@ -13,11 +13,10 @@ import pytest
 from service.columns import digest
 from service.handoff.batches.pack import Layout, place
 from service.handoff.prefixes.merge import merge
+from service.handoff.prefixes.prefix_index import check_references
 from service.handoff.steps.builder import steps_table
-from service.handoff.steps.tables import ends_table
-from service.handoff.validate import trajectory_refusal
 from service.types import Extension, Int32s, Step, Steps
-from tests.pure.handoff.worlds import end, step
+from tests.pure.handoff.worlds import step
 
 NEW = 40
 """Tokens that each step brings: half of them prompt."""
@@ -107,9 +106,8 @@ def test_merging_costs_what_the_new_tokens_cost(shape: Shape, mode: Any, rows: i
 @pytest.mark.parametrize("shape", [chain_with_one_fork, two_agents, resets, comb])
 def test_checking_references_costs_what_the_new_tokens_cost(shape: Shape) -> None:
     def prepared(count: int) -> Callable[[], Any]:
-        steps, ends = episode(shape, count), ends_table([end(steps=count)])
-        assert trajectory_refusal(steps, ends) is None
-        return lambda: trajectory_refusal(steps, ends)
+        steps = episode(shape, count)
+        return lambda: check_references(steps)
 
     assert growth(prepared) < ALLOWED
 

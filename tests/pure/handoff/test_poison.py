@@ -12,14 +12,12 @@ import numpy as np
 import pytest
 import xxhash
 
-from service.columns import digest, select
+from service.columns import select
 from service.handoff.steps.builder import step_group, steps_table
 from service.handoff.steps.limits import Routing
-from service.handoff.steps.tables import ends_table
 from service.handoff.steps.wire import PREFIX, VERSION, decode, encode
-from service.handoff.validate import MIN_LOGPROB, refusal, trajectory_refusal
+from service.handoff.validate import MIN_LOGPROB, refusal
 from service.types import (
-    Extension,
     Refusal,
     RefusalReason,
     Sender,
@@ -29,7 +27,7 @@ from service.types import (
     TrajectoryEnd,
     TrajectoryId,
 )
-from tests.pure.handoff.worlds import LIMITS, SENDER, end, episode, ids, shared, step
+from tests.pure.handoff.worlds import LIMITS, SENDER, end, episode, shared, step
 
 R = RefusalReason
 STEPS = shared(episode(np.random.default_rng(3), 4))
@@ -65,7 +63,6 @@ def long_prompt(length: int) -> Step:
 def test_the_good_message_may_enter() -> None:
     assert refusal(GOOD, LIMITS) is None
     assert isinstance(decode(encode(GOOD), LIMITS), StepGroup)
-    assert trajectory_refusal(GOOD.steps, GOOD.ends) is None
 
 
 REFUSED: dict[str, tuple[Callable[[], StepGroup], RefusalReason]] = {
@@ -92,13 +89,6 @@ REFUSED: dict[str, tuple[Callable[[], StepGroup], RefusalReason]] = {
     "step index beyond the last turn": (lambda: changed("index_K", 3, 60), R.STEP_ORDER),
     "a million turns": (lambda: with_ends(replace_end(steps=1_000_000)), R.STEP_ORDER),
     "negative number of steps": (lambda: with_ends(replace_end(steps=-1)), R.STEP_ORDER),
-    "a step after the end": (lambda: with_ends(replace_end(steps=3)), R.STEP_ORDER),
-    "two ends that differ in steps": (lambda: with_ends(END, replace_end(steps=5)), R.CONFLICT),
-    "two ends that differ in reward": (lambda: with_ends(END, replace_end(reward=0.5)), R.CONFLICT),
-    "two ends that differ in stop reason": (lambda: with_ends(END, END._replace(stop_reason="length")), R.CONFLICT),
-    "one index twice, other tokens": (lambda: twice(response_ids=STEPS[0].response_ids + 1), R.CONFLICT),
-    "one index twice, other reward": (lambda: twice(reward=0.7), R.CONFLICT),
-    "one index twice, other log-probabilities": (lambda: twice(logprobs=STEPS[0].logprobs - 1), R.CONFLICT),
     "extends itself": (lambda: changed("extends_K", 2, 2), R.PREFIX),
     "extends a later step": (lambda: changed("extends_K", 1, 3), R.PREFIX),
     "extends step -2": (lambda: changed("extends_K", 1, -2), R.PREFIX),
@@ -191,10 +181,6 @@ def routed(layers: int, topk: int) -> Step:
     )
 
 
-def twice(**changes: Any) -> StepGroup:
-    return with_steps(STEPS[0], replace(STEPS[0], **changes))
-
-
 def prompt_with_loss() -> StepGroup:
     versions, mask = GOOD.steps.versions_N.copy(), GOOD.steps.loss_mask_N.copy()
     versions[0], mask[0] = 0, True
@@ -239,7 +225,6 @@ def masked(at: int, value: float) -> StepGroup:
 def test_one_log_probability_that_is_not_finite_is_accepted(value: float) -> None:
     group = masked(last_response_token(), value)
     assert refusal(group, LIMITS) is None
-    assert trajectory_refusal(group.steps, group.ends) is None
 
 
 def test_a_log_probability_on_a_token_without_loss_is_not_looked_at() -> None:
@@ -251,15 +236,6 @@ def test_rounding_may_take_a_log_probability_a_little_above_zero() -> None:
     assert refusal(masked(last_response_token(), 1e-6), LIMITS) is None
 
 
-def test_more_than_one_percent_of_missing_log_probabilities_refuses_the_trajectory() -> None:
-    steps = steps_table([step(0, [1], [2] * 60), step(1, [1, *[2] * 60], [3] * 60)])
-    for missing, reason in ((1, None), (2, R.LOGPROB)):
-        logprobs = steps.logprobs_N.copy()
-        logprobs[-missing:] = np.nan
-        found = trajectory_refusal(replace(steps, logprobs_N=logprobs), ends_table([end(steps=2)]))
-        assert (found and found.reason) == reason
-
-
 def test_an_identical_duplicate_is_accepted() -> None:
     assert refusal(step_group(SENDER, [*STEPS, STEPS[1]], [END, END]), LIMITS) is None
 
@@ -268,33 +244,6 @@ def test_interleaved_trajectories_are_accepted() -> None:
     other = [replace(s, trajectory=TrajectoryId(0, 1)) for s in STEPS]
     mixed = [s for pair in zip(other, STEPS, strict=True) for s in reversed(pair)]
     assert refusal(step_group(SENDER, mixed, []), LIMITS) is None
-
-
-WHOLE: dict[str, tuple[Callable[[], tuple[list[Step], list[TrajectoryEnd]]], RefusalReason]] = {
-    "a gap in the steps": (lambda: ([STEPS[0], STEPS[2], STEPS[3]], [end(steps=3)]), R.STEP_ORDER),
-    "the last step missing": (lambda: (STEPS[:3], [END]), R.STEP_ORDER),
-    "the first step missing": (lambda: (STEPS[1:], [end(steps=3)]), R.STEP_ORDER),
-    "no end": (lambda: (STEPS, []), R.STEP_ORDER),
-    "two ends": (lambda: (STEPS, [END, END]), R.STEP_ORDER),
-    "two different steps": (lambda: ([*STEPS, replace(STEPS[1], reward=3.0)], [END]), R.CONFLICT),
-    "other tokens than those extended": (lambda: (other_tokens(), [END]), R.PREFIX),
-    "more tokens than there are to extend": (lambda: (longer_reference(), [END]), R.PREFIX),
-}
-
-
-def other_tokens() -> list[Step]:
-    return [replace(STEPS[0], response_ids=(STEPS[0].response_ids + 1) % 1000), *STEPS[1:]]
-
-
-def longer_reference() -> list[Step]:
-    return [STEPS[0], replace(STEPS[1], extends=Extension(0, 400, digest(ids(1)))), *STEPS[2:]]
-
-
-@pytest.mark.parametrize("name", WHOLE)
-def test_a_trajectory_that_is_no_whole_is_refused_with_its_reason(name: str) -> None:
-    (steps, ends), reason = WHOLE[name][0](), WHOLE[name][1]
-    found = trajectory_refusal(steps_table(steps), ends_table(ends))
-    assert found is not None and found.reason == reason
 
 
 def reframed(change: Callable[[dict[str, Any]], Any], payload: bytes | None = None) -> bytes:
@@ -409,7 +358,7 @@ def test_a_message_of_a_million_steps_is_refused_by_its_size() -> None:
 
 
 def test_the_catalogue_has_at_least_sixty_bad_inputs() -> None:
-    assert len(REFUSED) + len(DAMAGED) + len(WHOLE) + len(UNMAKEABLE) >= 60
+    assert len(REFUSED) + len(DAMAGED) + len(UNMAKEABLE) >= 60
 
 
 @pytest.mark.parametrize(
