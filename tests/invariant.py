@@ -4,9 +4,21 @@ from __future__ import annotations
 
 from collections import Counter
 
+import msgspec
+import xxhash
+
 from service.handoff.ledger.ledger import Ledger
-from service.handoff.ledger.lifecycle import UNFINISHED, USED, VACATES, Fate, GroupState
+from service.handoff.ledger.lifecycle import UNFINISHED, USED, Fate, GroupState
 from service.handoff.ledger.state import Group
+
+VACATES = (GroupState.FILTERED, GroupState.REFUSED, GroupState.EXPIRED)
+"""Ends that give the group's slot back."""
+
+
+def fingerprint(ledger: Ledger) -> str:
+    """A fingerprint of the whole state."""
+    plain = msgspec.to_builtins(ledger.state, str_keys=True, order="deterministic")
+    return xxhash.xxh3_64_hexdigest(msgspec.msgpack.encode(plain))
 
 
 def violations(ledger: Ledger) -> list[str]:

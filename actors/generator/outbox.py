@@ -13,14 +13,13 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
 
 from service.backoff import Backoff, retried
 from service.errors import RunFailed, Starved
 from service.handoff.steps.builder import StepColumns
 from service.handoff.steps.wire import MAX_HEADER_BYTES, encode
 from service.handoff.verbs import Receipt
-from service.types import Refusal, RefusalReason, Sender, StepGroup, Steps, TrajectoryEnd, TrajectoryId
+from service.types import Refusal, RefusalReason, Sender, Step, StepGroup, Steps, TrajectoryEnd, TrajectoryId
 
 log = logging.getLogger(__name__)
 
@@ -87,10 +86,10 @@ class Outbox:
         self.last_refusals: dict[str, str] = {}
         """The most recent refusal with each reason."""
 
-    def append(self, *step: Any, routed_experts: Any | None = None, **columns: Any) -> None:
-        """Queue a finished step; the arguments are those of `StepColumns.append`."""
-        message = self._message(None if routed_experts is None else routed_experts.shape[1:])
-        message.columns.append(*step, routed_experts=routed_experts, **columns)
+    def append(self, step: Step) -> None:
+        """Queue a finished step."""
+        experts = step.routed_experts
+        self._message(None if experts is None else experts.shape[1:]).columns.append(step)
 
     def end(self, end: TrajectoryEnd) -> None:
         """Queue a trajectory's end."""

@@ -26,7 +26,7 @@ from service.agents.session_keys import Keys, passing_keys
 from service.agents.sessions import Sessions
 from service.config.rollout import AgentsConfig
 from service.errors import UserError, in_one_line
-from service.handoff.steps.builder import StepSink, append_step
+from service.handoff.steps.builder import StepSink
 from service.handoff.steps.roles import ROLES, Role, packed_roles
 from service.handoff.steps.stop_reason import StopReason
 from service.observe.metrics import Metrics
@@ -220,7 +220,7 @@ class Agents:
             return await generate_turn(self._engine, prompt_ids, of_call, self._chat.vocab_size, request_id)
 
         async def accept(step: Step) -> bool:
-            append_step(sink, step)
+            sink.append(step)
             return await sink.accepted(trajectory)
 
         tree = ConversationTree(self._chat, self.parser)

@@ -23,7 +23,7 @@ from service.rollout.chat.conversation import Prompt, Response
 from service.rollout.engine import Generation
 from service.rollout.environment import MAIN, Task
 from service.rollout.limits import AgentLimits
-from service.types import ROUTE_NATIVELY, Extension, Int16s, Int32s, TrajectoryEnd, TrajectoryId
+from service.types import ROUTE_NATIVELY, Extension, Int16s, Int32s, Step, TrajectoryEnd, TrajectoryId
 
 
 class History:
@@ -117,7 +117,7 @@ class Episode:
         history, index = self._histories[role], self.n_steps
         history.append(response.token_ids)
         n_carried, n_total = len(history.carried) + len(response.token_ids), len(history.token_ids)
-        self._sink.append(
+        step = Step(
             self._trajectory,
             self._uid,
             index,
@@ -135,6 +135,7 @@ class Episode:
             portable=bool(note),
             routed_experts=experts_of(generation.routed_experts, n_total, n_carried),
         )
+        self._sink.append(step)
         self._turned(role, reward, generation.stop_reason)
 
     def _turned(self, role: str, reward: float, stop_reason: str) -> None:

@@ -24,6 +24,7 @@ from service.types import (
     Refusal,
     RefusalReason,
     Sender,
+    Step,
     TrajectoryEnd,
     TrajectoryId,
 )
@@ -171,19 +172,20 @@ class SimulatedGenerator(Client):
             reward = float(self._rng.random() < scenario.success)
             roles[turn] = self.role_of_turn()
             ids = (np.arange(count + 1, dtype=np.int32) + 31 * of.group_id + 7 * of.sample) % TOKEN_IDS
-            self._outbox.append(
+            step = Step(
                 of,
                 uid,
                 turn,
                 ids[:1],
                 ids[1:],
-                reward=reward,
-                extends=Extension(turn - 1, length, digest.intdigest()) if turn else None,
-                portable=scenario.restorable,
                 logprobs=np.full(count, -0.5, np.float32),
                 loss_mask=np.ones(count, np.bool_),
                 versions=self._versions(began, count),
+                reward=reward,
+                extends=Extension(turn - 1, length, digest.intdigest()) if turn else None,
+                portable=scenario.restorable,
             )
+            self._outbox.append(step)
             length += count + 1
             digest.update(token_bytes(ids))
             if turn == scenario.turns - 1:

@@ -38,7 +38,6 @@ from service.handoff.journal.journal import Journal
 from service.handoff.ledger.ledger import Ledger
 from service.handoff.ledger.lifecycle import USED
 from service.handoff.ledger.replaying import restored
-from service.handoff.steps.builder import append_step
 from service.handoff.steps.wire import decode, decode_mini_batch
 from service.handoff.verbs import Assignment, Receipt, WaitReason
 from service.scorers.scored_trajectories import Trajectory
@@ -54,7 +53,7 @@ from service.types import (
     TrajectoryId,
 )
 from tests.chaos.doom import Doom, DoomedDisk
-from tests.invariant import violations
+from tests.invariant import fingerprint, violations
 
 if TYPE_CHECKING:
     from actors.driver.cluster import Cluster
@@ -260,7 +259,7 @@ def comparable_digest(ledger: Ledger) -> str:
     ours.state.generators.clear()
     for group in ours.state.groups.values():
         group.first_position = None
-    return ours.digest()
+    return fingerprint(ours)
 
 
 class AnsweringEarly(DoomedBuffer):
@@ -364,7 +363,7 @@ class FakeGenerator(Player):
             for turn in range(turns):
                 version = self._serving()
                 await asyncio.sleep(self._turn_seconds)
-                append_step(outbox, played(of, assignment.prompt_uid, turn, turns, version))
+                outbox.append(played(of, assignment.prompt_uid, turn, turns, version))
                 self._doom.at("turn.after")
             outbox.end(TrajectoryEnd(of, assignment.prompt_uid, turns, "stop", reward(of.group_id, of.sample)))
             if self._concurrency == 1:

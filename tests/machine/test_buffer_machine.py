@@ -13,7 +13,7 @@ from service.handoff.steps.roles import Role, packed_roles
 from service.handoff.steps.wire import accepted_steps
 from service.handoff.verbs import Assignment, Receipt, Wait, WaitReason
 from service.types import MiniBatch, PolicyVersion, Refusal, RefusalReason, Step, TrajectoryEnd, TrajectoryId
-from tests.invariant import violations
+from tests.invariant import fingerprint, violations
 from tests.pure.buffer.world import Generator, World, config, step
 
 NAMES = ("g1", "g2", "g3")
@@ -191,19 +191,19 @@ class BufferMachine(RuleBasedStateMachine):
 
     @rule()
     def crash_after_sync(self) -> None:
-        digest = self.world.buffer.ledger.digest()
+        digest = fingerprint(self.world.buffer.ledger)
         buffer = self.world.crash()
-        assert buffer.ledger.digest() == digest
+        assert fingerprint(buffer.ledger) == digest
         self.reconnect()
 
     @precondition(lambda self: self.world.journal.position == self.world.journal.synced)
     @rule(name=st.sampled_from(NAMES))
     def crash_with_an_unacknowledged_message(self, name: str) -> None:
-        digest = self.world.buffer.ledger.digest()
+        digest = fingerprint(self.world.buffer.ledger)
         if self.work[name] and self.world.buffer.ledger.state.generators[name].alive:
             of, uid, sent = self.work[name][0]
             self.world.buffer.submit(self.generators[name].message([step(of, uid, sent, self.serving[name])]))
-        assert self.world.crash(synced=False).ledger.digest() == digest
+        assert fingerprint(self.world.crash(synced=False).ledger) == digest
         self.reconnect()
 
     def reconnect(self) -> None:

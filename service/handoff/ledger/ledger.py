@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import msgspec
-import xxhash
 
 from service.handoff.ledger import events
 from service.handoff.ledger.events import Addition
@@ -185,11 +184,6 @@ class Ledger:
         trajectory = self.state.groups[of.group_id].trajectories[of.sample]
         holder = (trajectory.generator, trajectory.incarnation, trajectory.attempt)
         return holder == (sender.generator, sender.incarnation, of.attempt)
-
-    def digest(self) -> str:
-        """A fingerprint of the whole state."""
-        plain = msgspec.to_builtins(self.state, str_keys=True, order="deterministic")
-        return xxhash.xxh3_64_hexdigest(msgspec.msgpack.encode(plain))
 
     # -- members ------------------------------------------------------------------------------------------------------
 

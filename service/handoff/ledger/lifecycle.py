@@ -47,8 +47,6 @@ NEXT_STATES: dict[GroupState, tuple[GroupState, ...]] = {
     GroupState.REFUSED: (),
     GroupState.EXPIRED: (),
 }
-VACATES = (GroupState.FILTERED, GroupState.REFUSED, GroupState.EXPIRED)
-"""Ends that give the group's slot back: the groups after it move up."""
 UNFINISHED = (GroupState.ISSUED, GroupState.OPEN)
 USED = (GroupState.STEPPED, GroupState.TRAINED)
 

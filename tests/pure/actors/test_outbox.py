@@ -13,7 +13,6 @@ from actors.generator.outbox import Outbox, Unreachable
 from service.config import Config
 from service.config.core_settings import message_limits
 from service.errors import RunFailed, Starved
-from service.handoff.steps.builder import append_step
 from service.handoff.steps.wire import decode
 from service.handoff.verbs import Receipt
 from service.types import Refusal, RefusalReason, Step, StepGroup, TrajectoryEnd, TrajectoryId
@@ -88,7 +87,7 @@ def deliver(buffer: FakeBuffer, items: list[Step | TrajectoryEnd], deadline: flo
         outbox = Outbox("g", 3, buffer.submit, deadline, buffer.closed.append, buffer.refused.append)
         running = asyncio.ensure_future(outbox.run())
         for item in items:
-            append_step(outbox, item) if isinstance(item, Step) else outbox.end(item)
+            outbox.append(item) if isinstance(item, Step) else outbox.end(item)
         await asyncio.wait([asyncio.ensure_future(outbox.flush()), running], return_when=asyncio.FIRST_COMPLETED)
         if running.done():
             running.result()
@@ -113,15 +112,15 @@ def test_the_turns_of_a_group_travel_in_one_message_which_goes_when_the_group_is
 
     async def scene(outbox: Outbox) -> None:
         for index in range(3):
-            append_step(outbox, step(0, index))
+            outbox.append(step(0, index))
             await asyncio.sleep(0.01)  # turns end one after the other
         outbox.end(end(0))
         assert not buffer.sent
         outbox.hurry()
-        append_step(outbox, step(1))  # too late for the message only once that is sent
+        outbox.append(step(1))  # too late for the message only once that is sent
         await asyncio.sleep(0.01)
         assert buffer.group_ids() == [0, 0, 0, 1] and len(buffer.sent) == 1
-        append_step(outbox, step(2))
+        outbox.append(step(2))
         await outbox.flush()
         assert buffer.group_ids()[4:] == [2] and len(buffer.sent) == 2
 
@@ -134,7 +133,7 @@ def test_complete_groups_wait_for_as_many_as_the_next_mini_batch_lacks(monkeypat
 
     async def scene(outbox: Outbox) -> None:
         async def complete(group_id: int, last: bool = False) -> list[int]:
-            append_step(outbox, step(group_id))
+            outbox.append(step(group_id))
             outbox.end(end(group_id))
             outbox.group_complete(last)
             await asyncio.sleep(0.01)
@@ -156,7 +155,7 @@ def test_a_turn_of_a_group_that_takes_long_is_not_held_back_for_it(monkeypatch: 
     monkeypatch.setattr(outbox_module, "HOLD_SECONDS", 0.01)
 
     async def scene(outbox: Outbox) -> None:
-        append_step(outbox, step(0))
+        outbox.append(step(0))
         async with asyncio.timeout(10):
             while not buffer.sent:
                 await asyncio.sleep(0.005)
@@ -179,7 +178,7 @@ def test_who_waits_for_a_step_gets_the_answer_to_its_own_trajectory_without_the_
     async def scene(outbox: Outbox) -> list[bool]:
         waiting = []
         for group_id in range(4):
-            append_step(outbox, step(group_id))
+            outbox.append(step(group_id))
             waiting.append(asyncio.ensure_future(outbox.accepted(TrajectoryId(group_id, 0))))
         await asyncio.sleep(0)
         assert not any(one.done() for one in waiting) and not buffer.sent

@@ -7,7 +7,7 @@ import pytest
 from service.handoff.steps.stop_reason import FAILURES, StopReason
 from service.handoff.verbs import Assignment, Receipt
 from service.types import MiniBatch, TrajectoryEnd, TrajectoryId
-from tests.invariant import violations
+from tests.invariant import fingerprint, violations
 from tests.pure.buffer.world import World, config, step
 
 ERROR = str(StopReason.ENVIRONMENT_ERROR)
@@ -108,8 +108,8 @@ def test_a_lost_sibling_leaves_others_that_wait_for_a_claim_waiting(world: World
 def test_a_failure_survives_a_crash_and_counts_once_however_often_it_is_said(world: World) -> None:
     work = world.generator.claimed()
     data = fail(world, work, 1)
-    digest = world.buffer.ledger.digest()
-    assert world.crash().ledger.digest() == digest
+    digest = fingerprint(world.buffer.ledger)
+    assert fingerprint(world.crash().ledger) == digest
     answer = world.buffer.submit(data)
     assert isinstance(answer, Receipt) and answer.duplicate
     assert world.buffer.status().restarts == {ERROR: 1}
