@@ -32,7 +32,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from service.columns import columns_of, filled, lengths_of, select
+from service.columns import changes, columns_of, filled, lengths_of, select
 from service.types import Int16s, Int32s, Int64s, MicroBatch, Rows, TrainedTokens, Uint8s
 
 Layout = Literal["auto", "packed", "padded", "shared_prefix"]
@@ -347,27 +347,12 @@ class PrefixOrder(NamedTuple):
     def within(self, part_R: Int64s) -> PrefixOrder:
         """The same rows, part by part; rows of different parts share nothing. `part_R`: the part of each row."""
         order_R = np.argsort(part_R[self.row_R], kind="stable")
-        shared_R = np.zeros_like(self.shared_R)
-        if len(order_R) > 1:
-            same_R = np.diff(part_R[self.row_R[order_R]]) == 0
-            # the shared prefix of two rows is the minimum over the adjacent pairs between them
-            shared_R[1:] = np.where(same_R, _minimum_between(self.shared_R, order_R[:-1] + 1, order_R[1:]), 0)
-        return PrefixOrder(self.row_R[order_R], shared_R)
-
-
-def _minimum_between(values: Int64s, first: Int64s, last: Int64s) -> Int64s:
-    """Minimum of `values[first..last]` for each pair; any number where `last < first`."""
-    levels, span = [values], 1
-    while 2 * span <= len(values):
-        below = levels[-1]
-        levels.append(np.minimum(below[:-span], below[span:]))
-        span *= 2
-    found = np.zeros_like(first)
-    level_of_pair = np.log2(np.maximum(last - first + 1, 1)).astype(np.int64)
-    for level, minimum in enumerate(levels):
-        chosen = np.flatnonzero((level_of_pair == level) & (last >= first))
-        found[chosen] = np.minimum(minimum[first[chosen]], minimum[last[chosen] - (1 << level) + 1])
-    return found
+        row_R, shared_R = self.row_R[order_R], np.zeros_like(self.shared_R)
+        # the shared prefix of two rows is the minimum over the adjacent pairs between them
+        bounds = np.stack((order_R[:-1], order_R[1:]), axis=1).reshape(-1) + 1
+        between_R = np.minimum.reduceat(np.append(self.shared_R, 0), bounds)[::2]
+        shared_R[1:] = np.where(changes(part_R[row_R])[1:], 0, between_R)
+        return PrefixOrder(row_R, shared_R)
 
 
 def prefix_order(

@@ -158,9 +158,11 @@ def _chained(steps: Steps, number_K: Int64s, begins_K: Bools) -> tuple[Bools, In
     refers_K = _of_whole_trajectories(refers_K, number_K)
     check_chain(steps, begins_K, refers_K)
     full_K, repeats_K = same_kind_K & (steps.extends_K < 0), np.zeros_like(before_K)
+    ids_N, offsets = steps.token_ids_N, steps.offsets_K.tolist()
     for k in np.flatnonzero(full_K & ~begins_K & (before_K <= steps.prompt_length_K)).tolist():
-        own_N, before_N = (steps.token_ids_N[steps.offsets_K[at] :][: before_K[k]] for at in (k, k - 1))
-        repeats_K[k] = before_K[k] if (own_N == before_N).all() else 0
+        length = offsets[k] - offsets[k - 1]
+        if (ids_N[offsets[k - 1] : offsets[k]] == ids_N[offsets[k] : offsets[k] + length]).all():
+            repeats_K[k] = length
     whole_K = _of_whole_trajectories(full_K & (begins_K | (repeats_K > 0)), number_K)
     return refers_K | whole_K, repeats_K
 
