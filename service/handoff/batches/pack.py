@@ -33,7 +33,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from service.columns import changes, columns_of, filled, lengths_of, select
-from service.types import Int16s, Int32s, Int64s, MicroBatch, Rows, TrainedTokens, Uint8s
+from service.handoff.prefixes.prefix_index import common_prefix
+from service.types import Int16s, Int32s, Int64s, MicroBatch, Rows, TrainedTokens
 
 Layout = Literal["auto", "packed", "padded", "shared_prefix"]
 
@@ -366,29 +367,15 @@ def prefix_order(
 
     Needs memory for a copy of both arrays.
     """
-    record_N = _as_bytes(token_ids_N)
+    record_N: NDArray[Any] = token_ids_N
     if routed_experts_N is not None:
-        record_N = np.concatenate([record_N, _as_bytes(routed_experts_N)], axis=1)
-    bounds = offsets_R.tolist()
-    rows = [record_N[start:stop].tobytes() for start, stop in pairwise(bounds)]
-    order = sorted(range(len(rows)), key=rows.__getitem__)
+        experts_N = routed_experts_N.reshape(len(token_ids_N), math.prod(routed_experts_N.shape[1:]))
+        bytes_N = np.concatenate([part.view(np.uint8) for part in (token_ids_N[:, None], experts_N)], axis=1)
+        record_N = bytes_N.view(f"V{bytes_N.shape[1]}")[:, 0]
+    rows = [record_N[start:stop] for start, stop in pairwise(offsets_R.tolist())]
+    order = sorted(range(len(rows)), key=[row.tobytes() for row in rows].__getitem__)
     shared_R = np.zeros(len(rows), np.int64)
-    for place in range(1, len(order)):
-        before, row = (record_N[bounds[r] : bounds[r + 1]] for r in (order[place - 1], order[place]))
-        shared = _common(before, row)
-        shared_R[place] = shared if shared >= max(least, fraction * len(row)) else 0
+    for place, (before, row) in enumerate(pairwise(order), 1):
+        shared = common_prefix(rows[before], rows[row])
+        shared_R[place] = shared if shared >= max(least, fraction * len(rows[row])) else 0
     return PrefixOrder(np.array(order, np.int64), shared_R)
-
-
-def _as_bytes(values_N: NDArray[Any]) -> Uint8s:
-    """View the values of each token as bytes: [N, ...] -> [N, bytes]."""
-    width = math.prod(values_N.shape[1:])
-    return np.ascontiguousarray(values_N).reshape(len(values_N), width).view(np.uint8)
-
-
-def _common(before: Uint8s, row: Uint8s) -> int:
-    """The number of leading tokens that two rows have in common."""
-    shortest = min(len(before), len(row))
-    differs = before[:shortest].reshape(-1) != row[:shortest].reshape(-1)
-    first = int(differs.argmax()) if len(differs) else 0
-    return first // row.shape[1] if len(differs) and differs[first] else shortest

@@ -25,10 +25,11 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import xxhash
+from numpy.typing import NDArray
 
 from service.columns import digest, token_bytes
 from service.handoff.steps.tables import extension_of, name_of, total_lengths
@@ -346,8 +347,8 @@ def common(a: Place, b: Place) -> int:
     return min(length, other_length)
 
 
-def common_prefix(a: Int32s, b: Int32s) -> int:
-    """How many leading tokens two sequences share; the cost is proportional to that number.
+def common_prefix(a: NDArray[Any], b: NDArray[Any]) -> int:
+    """How many leading items two sequences share; the cost is proportional to that number.
 
     >>> common_prefix(np.array([1, 2, 3, 4], np.int32), np.array([1, 2, 7], np.int32))
     2

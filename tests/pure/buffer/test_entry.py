@@ -98,7 +98,7 @@ def test_any_order_any_form_and_any_repetition_give_the_same_rows(
         assert rows(mixed, work.group_id, mode) == rows(straight, work.group_id, mode)
         before = fingerprint(mixed.buffer.ledger), mixed.buffer.status().n_bytes
         mixed.crash()
-        assert fingerprint((mixed.buffer.ledger), mixed.buffer.status().n_bytes) == before
+        assert (fingerprint(mixed.buffer.ledger), mixed.buffer.status().n_bytes) == before
         assert rows(mixed, work.group_id, mode) == rows(straight, work.group_id, mode)
 
 
