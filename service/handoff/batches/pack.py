@@ -81,20 +81,9 @@ def place(length_R: Int64s, trajectory_R: Int32s, ranks: int, budget: int, layou
     >>> place(np.array([6, 5, 4, 3]), np.arange(4, dtype=np.int32), ranks=2, budget=6).ranks
     (((0,), (3,)), ((1,), (2,)))
     """
-    cost_G = np.bincount(trajectory_R, length_R).astype(np.int64)
-    rank_G = partition(cost_G, ranks)
-    lengths = length_R.tolist()
-    rows_of_rank: list[list[int]] = [[] for _ in range(ranks)]
-    for row, rank in enumerate(rank_G[trajectory_R].tolist()):
-        rows_of_rank[rank].append(row)
-    bins = in_bins([[lengths[row] for row in rows] for rows in rows_of_rank], budget, layout)
-    placed = tuple(
-        tuple(tuple(rows[i] for i in chosen) for chosen in of_rank)
-        for rows, of_rank in zip(rows_of_rank, bins, strict=True)
-    )
-    load = [sum(lengths[row] for row in rows) for rows in rows_of_rank]
-    mean = sum(load) / ranks
-    return Placement(placed, max(load) / mean if mean else 1.0)
+    apart = PrefixOrder(np.arange(len(length_R)), np.zeros(len(length_R), np.int64))
+    prompt_G = np.arange(int(trajectory_R.max(initial=-1)) + 1, dtype=np.int32)  # each a prompt of its own
+    return place_sharing(apart, length_R, trajectory_R, prompt_G, ranks, budget, layout)
 
 
 def in_bins(costs_of_rank: Sequence[Sequence[int]], budget: int, layout: Layout) -> list[list[list[int]]]:
@@ -268,14 +257,20 @@ def _dummy(rows: Rows) -> MicroBatch:
 
 
 def place_sharing(
-    order: PrefixOrder, length_R: Int64s, trajectory_R: Int32s, prompt_G: Int32s, ranks: int, budget: int
+    order: PrefixOrder,
+    length_R: Int64s,
+    trajectory_R: Int32s,
+    prompt_G: Int32s,
+    ranks: int,
+    budget: int,
+    layout: Layout = "shared_prefix",
 ) -> Placement:
     """Distribute rows that share prefixes, in depth-first order within a micro-batch; arguments as of `place`."""
     part_R = _ranks_of_rows(order, length_R, trajectory_R, prompt_G, ranks)
     order = order.within(part_R)
     part_of_place_R = part_R[order.row_R]
     parts = [list(_parts(order, np.flatnonzero(part_of_place_R == rank), length_R, budget)) for rank in range(ranks)]
-    bins = in_bins([[cost for _, cost in of_rank] for of_rank in parts], budget, "shared_prefix")
+    bins = in_bins([[cost for _, cost in of_rank] for of_rank in parts], budget, layout)
     placed = tuple(
         tuple(tuple(row for part in chosen for row in of_rank[part][0]) for chosen in of_bins)
         for of_rank, of_bins in zip(parts, bins, strict=True)

@@ -245,14 +245,6 @@ class _Kind(NamedTuple):
     has_logprobs: bool
 
 
-class _Segment(NamedTuple):
-    """Tokens `start:stop` of the steps' token axis, as part of a row."""
-
-    start: int
-    stop: int
-    live: bool
-
-
 @dataclass(slots=True, eq=False)
 class _OpenRow:
     """A row that may still grow; its tokens are the prompt and response of its last step."""
@@ -265,7 +257,8 @@ class _OpenRow:
     """Where the first response stands, in the row's prompt if the row is a fork."""
     steps: list[int] = field(default_factory=list)
     """Items of the table, in order."""
-    segments: list[_Segment] = field(default_factory=list)
+    segments: list[tuple[int, int, bool]] = field(default_factory=list)
+    """(start, stop, live) of its tokens on the steps' token axis."""
 
 
 class _RowBuilder:
@@ -336,7 +329,7 @@ class _RowBuilder:
 
     def _extend(self, row: _OpenRow, k: int, indexed: IndexedStep, length: int) -> None:
         """Give a row that has the first `length` tokens of a step all of them."""
-        for start, stop in indexed.segments(length, indexed.tip.length):
-            row.segments.append(_Segment(start, stop, live=start >= indexed.own_start))
+        own_start = indexed.own_start
+        row.segments += [(*each, each[0] >= own_start) for each in indexed.segments(length, indexed.tip.length)]
         row.steps.append(k)
         row.tip, self._row_of[int(self._steps.index_K[k])] = indexed.tip, row
