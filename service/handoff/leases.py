@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from service.clock import Clock
-from service.handoff.batches.advantages import NotScored, group_stats, reward_metrics
+from service.handoff.batches.advantages import NoAdvantage, group_stats, reward_metrics
 from service.handoff.batches.batch import BatchSettings, Formed, form_mini_batch, formed
 from service.handoff.ledger import events
 from service.handoff.ledger.lifecycle import GroupState
@@ -25,7 +25,7 @@ from service.handoff.ledger.versions import VersionHistory
 from service.types import MiniBatch, PolicyVersion, RefusalReason
 
 
-class Unscored(NamedTuple):
+class WithoutAdvantage(NamedTuple):
     """Result of a job in which the estimator gave these groups no finite advantage: there is no mini-batch."""
 
     group_ids: tuple[int, ...]
@@ -43,13 +43,13 @@ class BatchJob:
     history: VersionHistory
     settings: BatchSettings
 
-    def run(self) -> Formed | Unscored:
-        """Merge, score, mask and pack."""
+    def run(self) -> Formed | WithoutAdvantage:
+        """Merge, give credit, pack and mask."""
         try:
             return formed(self.lease, self.groups, self.history, self.settings)
-        except NotScored as error:
+        except NoAdvantage as error:
             group_id_G = [group.group_id for group in self.groups for _ in range(len(group.ends))]
-            return Unscored(tuple(dict.fromkeys(group_id_G[g] for g in error.trajectories)))
+            return WithoutAdvantage(tuple(dict.fromkeys(group_id_G[g] for g in error.trajectories)))
 
 
 class Leases:

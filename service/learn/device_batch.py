@@ -20,9 +20,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from service.learn.attention_layout import positions_in_rows, to_device
 from service.learn.expand_to_tokens import NO_TRAJECTORY, expand_to_tokens, row_of_token
 from service.learn.layouts import Layout
-from service.learn.packing import positions_in_rows, to_device
 from service.learn.sequence_parallel import WHOLE, Slice
 from service.types import NO_VERSION, ROUTE_NATIVELY, MicroBatch, SupervisedRow
 

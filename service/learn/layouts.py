@@ -26,8 +26,8 @@ import torch
 from numpy.typing import NDArray
 
 from service.handoff.batches.pack import prefix_order
+from service.learn.attention_layout import Packing, positions_in_rows, to_device
 from service.learn.distinct import DistinctTokens
-from service.learn.packing import Packing, positions_in_rows, to_device
 from service.learn.sequence_parallel import WHOLE, Exchange, Slice
 from service.types import Int64s, MicroBatch
 

@@ -12,13 +12,13 @@ import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 
 from service.config.tree import MakeModelConfig
+from service.learn.attention_layout import Packing
 from service.learn.device_batch import DeviceBatch, DeviceSettings
 from service.learn.expand_to_tokens import expand_to_tokens, row_of_token
 from service.learn.learner import Learner
 from service.learn.model import logprob
 from service.learn.model.attention import packed_attention
 from service.learn.model.tiny_model import make_model
-from service.learn.packing import Packing
 from tests.pure.learn.builders import CPU, VOCABULARY, made_row, made_rows, mini_batch, settings, split_row
 from tests.pure.learn.ranks import Ranks
 

@@ -1,1 +1,1 @@
-"""Makes mini-batches of complete groups: score, filter, pack."""
+"""Makes mini-batches of complete groups: filter, credit, pack."""

@@ -1,4 +1,4 @@
-"""Scoring: turns rewards into one advantage per trajectory, or one per turn.
+"""Credit: turns rewards into one advantage per trajectory, or one per turn.
 
 `G` runs over trajectories; a group is the trajectories of one prompt. With r a trajectory's return, m and s the mean
 and the sample standard deviation of its group's returns, n the size of its group:
@@ -15,7 +15,7 @@ and the sample standard deviation of its group's returns, n the size of its grou
 MaxRL divides by the mean itself, so it is meant for rewards that are not negative: with m < 0 every sign turns over,
 and with m = 0 (rewards 1 and -1) advantages are a million times the rewards, as published.
 
-A partial group (some trajectories refused or still missing) is scored with the n that it has. Each estimator names its
+A partial group (some trajectories refused or still missing) counts with the n that it has. Each estimator names its
 source. Groups of one follow the published definitions, in which nothing is subtracted; the configuration refuses them.
 
 **By turn** (`credit`; `T` turns, `K` the turns of all trajectories, one trajectory after the other), with r the reward
@@ -102,7 +102,7 @@ class Rule(NamedTuple):
         return self.credit != "trajectory" or bool(self.named)
 
 
-class NotScored(UserError):
+class NoAdvantage(UserError):
     """Raised if an estimator gives some trajectories no finite advantage."""
 
     def __init__(self, message: str, trajectories: list[int]) -> None:
@@ -122,11 +122,11 @@ class Advantages(NamedTuple):
     metrics: dict[str, float]
 
 
-def score(played: Played, prompt_G: Int32s, rule: Rule) -> Advantages:
+def advantages_of(played: Played, prompt_G: Int32s, rule: Rule) -> Advantages:
     """The advantages of these trajectories; `prompt_G` is the group of each.
 
     Raises:
-        NotScored: one of them is not finite.
+        NoAdvantage: one of them is not finite.
     """
     return_G = returns(played, rule.returns)
     metrics = reward_metrics(group_stats(return_G, prompt_G))
@@ -218,7 +218,7 @@ class Part(NamedTuple):
         """[X] the advantage of each turn of the role; 0 in a group in which only one trajectory has the role.
 
         Raises:
-            NotScored: an advantage is not finite; the error's trajectories are positions of ends.
+            NoAdvantage: an advantage is not finite; the error's trajectories are positions of ends.
         """
         group_V, n_turns_V = prompt_G[self.number_V].astype(np.int64), lengths_of(self.turns.first_G)
         try:
@@ -226,8 +226,8 @@ class Part(NamedTuple):
                 advantage_X = np.repeat(advantages(rule.estimator, self.return_V, group_V), n_turns_V)
             else:
                 advantage_X = credited(self.turns, group_V, rule.credit, rule.gamma, rule.estimator)
-        except NotScored as error:
-            raise NotScored(str(error), self.number_V[error.trajectories].tolist()) from error
+        except NoAdvantage as error:
+            raise NoAdvantage(str(error), self.number_V[error.trajectories].tolist()) from error
         if rule.estimator not in GROUP_ESTIMATORS:
             return advantage_X
         alone_V = np.bincount(group_V)[group_V] == 1  # no other trajectory to compare with
@@ -287,7 +287,7 @@ def advantages(estimator: str, returns_G: ArrayLike, prompt_uids_G: Sequence[Any
 
     Raises:
         ValueError: a return is not finite, or has no prompt uid.
-        NotScored: the estimator gave something that is not finite.
+        NoAdvantage: the estimator gave something that is not finite.
         UserError: there is no such estimator, or it gave another number of advantages.
 
     >>> advantages("rloo", [1.0, 0.0, 0.0, 5.0, 5.0], ["a", "a", "a", "b", "b"]).tolist()
@@ -302,14 +302,14 @@ def advantages(estimator: str, returns_G: ArrayLike, prompt_uids_G: Sequence[Any
         raise ValueError(f"returns of shape {returns.shape} for {len(prompt_uids_G)} prompt uids")
     if not (finite_G := np.isfinite(returns)).all():
         raise ValueError(f"returns_G[{finite_G.argmin()}] is {returns[finite_G.argmin()]}, not a finite number")
-    scores_G = np.asarray(function(returns, numbered(prompt_uids_G)), np.float64)
+    advantage_G = np.asarray(function(returns, numbered(prompt_uids_G)), np.float64)
     problem = f"algorithm.estimator: {estimator!r} gave no finite number for each of {len(returns)} trajectories"
-    if scores_G.shape != returns.shape:
-        raise UserError(f"{problem} (shape {scores_G.shape})")
-    if not (fine_G := np.abs(scores_G) <= FINITE).all():
+    if advantage_G.shape != returns.shape:
+        raise UserError(f"{problem} (shape {advantage_G.shape})")
+    if not (fine_G := np.abs(advantage_G) <= FINITE).all():
         g = int(fine_G.argmin())
-        raise NotScored(f"{problem}: number {g} has {scores_G[g]}", np.flatnonzero(~fine_G).tolist())
-    return scores_G
+        raise NoAdvantage(f"{problem}: number {g} has {advantage_G[g]}", np.flatnonzero(~fine_G).tolist())
+    return advantage_G
 
 
 def numbered(prompt_uids_G: Sequence[Any] | NDArray[Any]) -> Int64s:
@@ -418,7 +418,7 @@ def turn_advantages(
     Raises:
         ValueError: a reward is not finite, a score is infinite, a trajectory has no prompt uid or other turns, there is
             no such credit, or `gamma` is not in [0, 1].
-        NotScored: an advantage is not finite.
+        NoAdvantage: an advantage is not finite.
         UserError: the estimator cannot be used per turn, or does not exist.
 
     >>> [advantage_T.tolist() for advantage_T in turn_advantages([[0.0, 1.0], [1.0]], ["a", "a"])]
@@ -461,7 +461,7 @@ def credited(turns: TurnRewards, group_G: Int64s, credit: Credit, gamma: float, 
         std_G = deviation(return_G, group_G)
         advantage_GT = np.where(std_G[:, None] < EPSILON, 0.0, advantage_GT / (std_G[:, None] + EPSILON))
     if not (fine_G := (np.abs(advantage_GT) <= FINITE).all(axis=1)).all():
-        raise NotScored("a turn has no finite advantage", np.flatnonzero(~fine_G).tolist())
+        raise NoAdvantage("a turn has no finite advantage", np.flatnonzero(~fine_G).tolist())
     return np.asarray(advantage_GT[alive_GT])
 
 

@@ -6,13 +6,13 @@
 | `gather` | groups [P] -> `Played`: steps [K] in order, ends [G]     | here                                     |
 | `roles`  | steps [K] -> the same, without loss for untrained roles  | here                                     |
 | `merge`  | steps [K] -> rows [R]                                    | `prefixes.merge`                         |
-| `score`  | `Played` [K], [G] -> advantages [G], by turn [K]         | `advantages`                             |
+| `credit` | `Played` [K], [G] -> advantages [G], by turn [K]         | `advantages`                             |
 | `pack`   | rows [R] -> rows [R] in packing order, with their places | `pack`                                   |
 | `mask`   | rows [R] -> the same rows, fewer tokens [N] with loss    | here                                     |
 
     a group of 2 trajectories, of 2 steps and of 1; the second step continues the first:
     gather   a0 a1 b0                    merge   a0+a1 (9 tokens), b0 (4)
-    score    returns 1 0 -> advantages 0.7 -0.7
+    credit   returns 1 0 -> advantages 0.7 -0.7
     pack     rank 0: a   rank 1: b       mask    of 4 + 1 sampled tokens one is stale: 3 + 1 carry loss
 """
 
@@ -27,7 +27,7 @@ from typing import NamedTuple
 import numpy as np
 
 from service.columns import check_choice, concat, lengths_of, select
-from service.handoff.batches.advantages import Credit, ReturnRule, Rule, score
+from service.handoff.batches.advantages import Credit, ReturnRule, Rule, advantages_of
 from service.handoff.batches.batch_metrics import (
     length_metrics,
     merge_metrics,
@@ -117,7 +117,7 @@ def formed(lease: int, groups: Sequence[CompleteGroup], history: VersionHistory,
     steps, untrained_P = without_untrained(played, prompt_G, settings.train, settings.named_roles)
     merged = merge_in_order(steps, played.end_K, settings.mode, settings.rule.by_turn)
     trajectory_R = played.end_K[merged.first_R].astype(np.int32)
-    scores = score(played, prompt_G, settings.rule)
+    advantages = advantages_of(played, prompt_G, settings.rule)
     placement, sharing = placed(
         merged.rows, trajectory_R, prompt_G, settings.ranks, settings.token_budget, settings.layout
     )
@@ -130,21 +130,21 @@ def formed(lease: int, groups: Sequence[CompleteGroup], history: VersionHistory,
         | length_metrics(lengths_of(merged.rows.offsets_R), placement, ranks)
         | sharing
         | turn_metrics(rows, played.steps, len(prompt_G))
-        | scores.metrics
+        | advantages.metrics
         | staleness_metrics(masked.staleness_N, masked.sampled_G, masked.stale_G)
         | token_metrics(played.steps, masked.loss_G, masked.stale_G, untrained_P)
     )
     batch = MiniBatch(
         lease=lease,
         groups=tuple(group.group_id for group in groups),
-        advantage_G=scores.advantage_G.astype(np.float32),
-        return_G=scores.return_G,
+        advantage_G=advantages.advantage_G.astype(np.float32),
+        return_G=advantages.return_G,
         loss_tokens_G=masked.loss_G,
         rows_G=np.bincount(trajectory_R, minlength=len(prompt_G)).astype(np.int32),
         prompt_of_trajectory_G=prompt_G,
         ranks=ranks,
         metrics=metrics,
-        turn_advantage_X=scores.turn_advantage_K,
+        turn_advantage_X=advantages.turn_advantage_K,
     )
     return Formed(batch, masked.stale_G, untrained_P)
 

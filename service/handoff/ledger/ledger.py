@@ -98,7 +98,7 @@ class Ledger:
         self.tried: set[int] = set()
         """Rows whose success changed since the curriculum looked."""
         self.leased_at: dict[int, float] = {}
-        self.steps: dict[int, list[int]] = {}
+        self.groups_by_optimizer_step: dict[int, list[int]] = {}
         """Groups that each optimizer step used."""
         self.in_state: Counter[GroupState] = Counter()
         self._handlers: dict[type[Any], Callable[[Any], None]] = {
@@ -355,11 +355,11 @@ class Ledger:
             used = [self.state.groups.pop(group_id) for group_id in lease.group_ids]
             self.state.finals[event.version.step] = (len(used), sum(group.loss_tokens for group in used))
         else:
-            self.steps[event.version.step] = list(lease.group_ids)
+            self.groups_by_optimizer_step[event.version.step] = list(lease.group_ids)
 
     def _covered(self, event: events.Covered) -> None:
         for step in range(self.state.covered + 1, event.step + 1):
-            for group_id in self.steps.get(step, ()):
+            for group_id in self.groups_by_optimizer_step.get(step, ()):
                 group = self.state.groups[group_id]
                 self._move_tokens(Fate.STEPPED, Fate.TRAINED, group.loss_tokens)
                 self._enter(group, GroupState.TRAINED)
@@ -370,8 +370,8 @@ class Ledger:
             self.in_state[GroupState.TRAINED] += groups
             self._count_end(GroupState.TRAINED, "", groups)
         self.state.covered = max(self.state.covered, event.step)
-        for step in [step for step in self.steps if step <= event.oldest_kept]:
-            for group_id in self.steps.pop(step):
+        for step in [step for step in self.groups_by_optimizer_step if step <= event.oldest_kept]:
+            for group_id in self.groups_by_optimizer_step.pop(step):
                 del self.state.groups[group_id]
                 self._count_end(GroupState.TRAINED, "")
 
@@ -381,8 +381,8 @@ class Ledger:
         self.history.rollback(to_step)
         self.state.step = to_step
         self.state.covered = min(self.state.covered, to_step)
-        for step in [step for step in self.steps if step > to_step]:
-            for group_id in self.steps.pop(step):
+        for step in [step for step in self.groups_by_optimizer_step if step > to_step]:
+            for group_id in self.groups_by_optimizer_step.pop(step):
                 group = self.state.groups[group_id]
                 used = Fate.STEPPED if group.state is GroupState.STEPPED else Fate.TRAINED
                 for fate, tokens in _used_fates(group, used):

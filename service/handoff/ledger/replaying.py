@@ -196,7 +196,7 @@ def restored(snapshot: bytes, now: float = 0.0) -> Ledger:
         if group.state is GroupState.SCORING:
             ledger.scoring[group_id] = None
         if group.state in USED:
-            ledger.steps.setdefault(group.step, []).append(group_id)
+            ledger.groups_by_optimizer_step.setdefault(group.step, []).append(group_id)
         else:
             ledger.slots[group_id] = None
         for sample, trajectory in enumerate(group.trajectories):

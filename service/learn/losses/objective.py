@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from service.learn.attention_layout import to_device
 from service.learn.device_batch import DeviceBatch
 from service.learn.losses.correction import TrajectoryRatios, correct, over_trajectory, trajectory_ratios
 from service.learn.losses.loss import LossInputs, LossTerms, check_terms, kl_term, loss_named
@@ -29,7 +30,6 @@ from service.learn.losses.step_metrics import RatioMetrics, Sums
 from service.learn.losses.teacher import add_teacher_metrics, teacher_advantage, teacher_loss
 from service.learn.losses.token_advantages import Whitening, token_advantages, turn_advantages, whitening
 from service.learn.model.logprob import TokenLogprobs
-from service.learn.packing import to_device
 from service.learn.settings import LearnSettings
 from service.types import MiniBatch
 

@@ -1,7 +1,7 @@
 """Causal attention inside the rows of a packed micro-batch, registered with Hugging Face models as `baton_packed`.
 
 No token attends to another row. On CUDA in bfloat16 one variable-length kernel computes all rows. Elsewhere rows of
-similar length are padded together and computed by torch's padded kernel, a bucket at a time (`service.learn.packing`).
+similar length are padded together and computed by torch's padded kernel, a bucket at a time (`service.learn.attention_layout`).
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
+from service.learn.attention_layout import Bucket, Packing
 from service.learn.model.logprob import accumulation_dtype
 from service.learn.model.shared_attention import SharedAttention, as_lines, from_lines
-from service.learn.packing import Bucket, Packing
 from service.learn.sequence_parallel import Exchange
 
 log = logging.getLogger(__name__)

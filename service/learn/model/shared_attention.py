@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from service.learn.attention_layout import Bucket, Packing
 from service.learn.model.logprob import accumulation_dtype
-from service.learn.packing import Bucket, Packing
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward

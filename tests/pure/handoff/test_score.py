@@ -10,7 +10,7 @@ import pytest
 from service.config import Config
 from service.config.core_settings import batch_settings, filter_settings
 from service.errors import ConfigError, UserError
-from service.handoff.batches.advantages import ESTIMATORS, NotScored, advantages, estimator, returns
+from service.handoff.batches.advantages import ESTIMATORS, NoAdvantage, advantages, estimator, returns
 from service.handoff.steps.builder import steps_table
 from service.handoff.steps.tables import Played, ends_table
 from service.types import Float64s, Int64s, TrajectoryId
@@ -114,7 +114,7 @@ def test_an_advantage_that_float32_cannot_hold_is_not_finite() -> None:
         return returns_G * 1e300
 
     try:
-        with pytest.raises(NotScored, match="number 1 has") as raised:
+        with pytest.raises(NoAdvantage, match="number 1 has") as raised:
             advantages("huge", [0.0, 1.0, 0.0], ["a", "a", "a"])
         assert raised.value.trajectories == [1]
     finally:
