@@ -1,7 +1,8 @@
 """Causal attention inside the rows of a packed micro-batch, registered with Hugging Face models as `baton_packed`.
 
 No token attends to another row. On CUDA in bfloat16 one variable-length kernel computes all rows. Elsewhere rows of
-similar length are padded together and computed by torch's padded kernel, a bucket at a time (`service.learn.attention_layout`).
+similar length are padded together and computed by torch's padded kernel, a bucket at a time
+(`service.learn.attention_layout`).
 """
 
 from __future__ import annotations
