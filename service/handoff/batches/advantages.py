@@ -76,7 +76,7 @@ FINITE = float(np.finfo(np.float32).max)
 ReturnRule = Literal["last", "sum"]
 Credit = Literal["trajectory", "return_to_go", "potential"]
 Estimator = Callable[[Float64s, Int64s], Float64s]
-"""(returns_G, group_G: the group's number of each trajectory) -> advantage_G"""
+"""(return_G, group_G: the group's number of each trajectory) -> advantage_G"""
 
 ESTIMATORS: dict[str, Estimator] = {}
 
@@ -108,7 +108,7 @@ class NoAdvantage(UserError):
     def __init__(self, message: str, trajectories: list[int]) -> None:
         super().__init__(message)
         self.trajectories = trajectories
-        """Positions of those in `returns_G`."""
+        """Positions of those in `return_G`."""
 
 
 class Advantages(NamedTuple):
@@ -168,17 +168,17 @@ def returns(played: Played, rule: ReturnRule) -> Float64s:
     return np.bincount(played.end_K, own_K, minlength=len(played.ends)).astype(np.float64)
 
 
-def group_stats(returns_G: Float64s, group_G: NDArray[np.integer[Any]]) -> GroupStats:
+def group_stats(return_G: Float64s, group_G: NDArray[np.integer[Any]]) -> GroupStats:
     """Metrics of the returns of complete groups."""
     low_P = np.full(int(group_G.max(initial=-1)) + 1, np.inf)
     high_P = -low_P
-    np.minimum.at(low_P, group_G, returns_G)
-    np.maximum.at(high_P, group_G, returns_G)
+    np.minimum.at(low_P, group_G, return_G)
+    np.maximum.at(high_P, group_G, return_G)
     flat_P = low_P == high_P
     counts = (flat_P, flat_P & (low_P == 0), flat_P & (low_P == 1))
     flat, zeros, ones = (int(np.count_nonzero(of_P)) for of_P in counts)
     return GroupStats(
-        len(low_P), len(returns_G), float(returns_G.sum()), int(np.count_nonzero(high_P > 0)), flat, zeros, ones
+        len(low_P), len(return_G), float(return_G.sum()), int(np.count_nonzero(high_P > 0)), flat, zeros, ones
     )
 
 
@@ -282,7 +282,7 @@ def estimator(name: str) -> Callable[[Estimator], Estimator]:
     return register
 
 
-def advantages(estimator: str, returns_G: ArrayLike, prompt_uids_G: Sequence[Any] | NDArray[Any]) -> Float64s:
+def advantages(estimator: str, return_G: ArrayLike, prompt_uids_G: Sequence[Any] | NDArray[Any]) -> Float64s:
     """One advantage per trajectory; trajectories with the same prompt uid are a group, in any order.
 
     Raises:
@@ -297,11 +297,11 @@ def advantages(estimator: str, returns_G: ArrayLike, prompt_uids_G: Sequence[Any
         near = difflib.get_close_matches(estimator.lower(), ESTIMATORS, n=1)
         meant = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(ESTIMATORS)}"
         raise UserError(f"no estimator is named {estimator!r}; {meant}")
-    returns = np.array(returns_G, np.float64)  # a copy, which an estimator may change
+    returns = np.array(return_G, np.float64)  # a copy, which an estimator may change
     if returns.shape != (len(prompt_uids_G),):
         raise ValueError(f"returns of shape {returns.shape} for {len(prompt_uids_G)} prompt uids")
     if not (finite_G := np.isfinite(returns)).all():
-        raise ValueError(f"returns_G[{finite_G.argmin()}] is {returns[finite_G.argmin()]}, not a finite number")
+        raise ValueError(f"return_G[{finite_G.argmin()}] is {returns[finite_G.argmin()]}, not a finite number")
     advantage_G = np.asarray(function(returns, numbered(prompt_uids_G)), np.float64)
     problem = f"algorithm.estimator: {estimator!r} gave no finite number for each of {len(returns)} trajectories"
     if advantage_G.shape != returns.shape:
@@ -320,66 +320,66 @@ def numbered(prompt_uids_G: Sequence[Any] | NDArray[Any]) -> Int64s:
 
 
 @estimator("grpo")
-def grpo(returns_G: Float64s, group_G: Int64s) -> Float64s:
+def grpo(return_G: Float64s, group_G: Int64s) -> Float64s:
     """Distance from the group's mean in standard deviations (arXiv 2402.03300)."""
-    return np.asarray(grpo_no_std(returns_G, group_G) / (deviation(returns_G, group_G) + EPSILON))
+    return np.asarray(grpo_no_std(return_G, group_G) / (deviation(return_G, group_G) + EPSILON))
 
 
-def deviation(returns_G: Float64s, group_G: Int64s) -> Float64s:
+def deviation(return_G: Float64s, group_G: Int64s) -> Float64s:
     """Sample standard deviation of the returns of each trajectory's group; 1 for a group of one."""
-    count_G, mean_G = _baseline(returns_G, group_G)
-    squares_P = np.bincount(group_G, (returns_G - mean_G) ** 2)
+    count_G, mean_G = _baseline(return_G, group_G)
+    squares_P = np.bincount(group_G, (return_G - mean_G) ** 2)
     return np.where(count_G > 1, np.sqrt(squares_P[group_G] / np.maximum(count_G - 1, 1)), 1.0)
 
 
 @estimator("grpo_no_std")
-def grpo_no_std(returns_G: Float64s, group_G: Int64s) -> Float64s:
+def grpo_no_std(return_G: Float64s, group_G: Int64s) -> Float64s:
     """Distance from the group's mean (arXiv 2503.20783)."""
-    return np.asarray(returns_G - _baseline(returns_G, group_G)[1])
+    return np.asarray(return_G - _baseline(return_G, group_G)[1])
 
 
 @estimator("rloo")
-def rloo(returns_G: Float64s, group_G: Int64s) -> Float64s:
+def rloo(return_G: Float64s, group_G: Int64s) -> Float64s:
     """Distance from the mean of the group's other trajectories (arXiv 2402.14740)."""
-    count_G, mean_G = _baseline(returns_G, group_G)
-    scaled_G = (returns_G - mean_G) * count_G / np.maximum(count_G - 1, 1)
+    count_G, mean_G = _baseline(return_G, group_G)
+    scaled_G = (return_G - mean_G) * count_G / np.maximum(count_G - 1, 1)
     return np.where(count_G > 1, scaled_G, 0.0)
 
 
 @estimator("maxrl")
-def maxrl(returns_G: Float64s, group_G: Int64s) -> Float64s:
+def maxrl(return_G: Float64s, group_G: Int64s) -> Float64s:
     """Distance from the group's mean in units of that mean (arXiv 2602.02710)."""
-    count_G, mean_G = _baseline(returns_G, group_G)
+    count_G, mean_G = _baseline(return_G, group_G)
     below_G = mean_G + EPSILON
-    scaled_G = np.divide(returns_G - mean_G, below_G, out=np.zeros_like(returns_G), where=below_G != 0)
-    return np.where(count_G > 1, scaled_G, returns_G)
+    scaled_G = np.divide(return_G - mean_G, below_G, out=np.zeros_like(return_G), where=below_G != 0)
+    return np.where(count_G > 1, scaled_G, return_G)
 
 
 @estimator("reinforce++_baseline")
-def reinforce_plus_plus_baseline(returns_G: Float64s, group_G: Int64s) -> Float64s:
+def reinforce_plus_plus_baseline(return_G: Float64s, group_G: Int64s) -> Float64s:
     """Distance from the group's mean, whitened over the mini-batch (arXiv 2501.03262)."""
-    distance_G = returns_G - _baseline(returns_G, group_G)[1]
+    distance_G = return_G - _baseline(return_G, group_G)[1]
     if len(distance_G) < 2:
         return distance_G
     return np.asarray((distance_G - distance_G.mean()) / (distance_G.std(ddof=1) + WHITEN_EPSILON))
 
 
 @estimator("reinforce++")
-def reinforce_plus_plus(returns_G: Float64s, group_G: Int64s) -> Float64s:
+def reinforce_plus_plus(return_G: Float64s, group_G: Int64s) -> Float64s:
     """The return itself: the learner discounts it along the tokens and whitens it (`learn.losses.advantage`;
     arXiv 2501.03262)."""
-    return returns_G
+    return return_G
 
 
-def _baseline(returns_G: Float64s, group_G: Int64s) -> tuple[Int64s, Float64s]:
+def _baseline(return_G: Float64s, group_G: Int64s) -> tuple[Int64s, Float64s]:
     """Each trajectory's group size and the mean return of its group; 0 for a group of one.
 
     The mean of equal returns is that return exactly, so that a group without variance has advantages of exactly 0.
     """
     count_P = np.bincount(group_G)
     first_P = np.zeros(len(count_P))
-    first_P[group_G[::-1]] = returns_G[::-1]
-    above_P = np.bincount(group_G, returns_G - first_P[group_G]) / np.maximum(count_P, 1)
+    first_P[group_G[::-1]] = return_G[::-1]
+    above_P = np.bincount(group_G, return_G - first_P[group_G]) / np.maximum(count_P, 1)
     mean_P = np.where(count_P > 1, first_P + above_P, 0.0)
     return count_P[group_G], mean_P[group_G]
 
