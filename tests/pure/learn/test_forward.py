@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from service.errors import UserError
-from service.learn import packing
+from service.learn import attention_layout
 from service.learn.device_batch import DeviceBatch, DeviceSettings
 from service.learn.learner import Learner
 from service.learn.model.logprob import token_logprobs
@@ -47,9 +47,9 @@ def test_rows_together_have_the_log_probabilities_and_entropies_of_rows_alone(mo
 def test_rows_of_very_different_length_are_computed_apart_and_come_back_in_order(
     model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(packing, "CALL_COST", 100)
+    monkeypatch.setattr(attention_layout, "CALL_COST", 100)
     rows = made_rows(9, seed=2, lengths=(5, 60))
-    assert len(packing.Packing.of(micro_batch(rows).offsets_R, CPU).buckets) > 2
+    assert len(attention_layout.Packing.of(micro_batch(rows).offsets_R, CPU).buckets) > 2
     assert_exact(model_folder, rows)
 
 
