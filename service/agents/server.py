@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -30,6 +31,8 @@ FIRST_SECONDS = 30.0
 """Seconds in which a connection sends its first request."""
 IDLE_SECONDS = 30.0
 """Seconds between two requests of a connection, before it is closed."""
+UNREAD_SECONDS = 60.0
+"""Seconds in which a client reads some of an answer that waits for it, before its connection is closed."""
 MAX_CONNECTIONS = 4096
 """Connections at a time; a further one is closed."""
 CLOSING = frozenset({401, 409})
@@ -73,6 +76,8 @@ class Endpoint:
         if server is None:
             raise RuntimeError("aiohttp made no server")
         self._listening = await loop.create_server(partial(self._accept, server, loop), host, port)
+        for listening in self._listening.sockets:  # each connection inherits it
+            listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(UNREAD_SECONDS * 1000))
         bound = self._listening.sockets[0].getsockname()
         shown = f"[{bound[0]}]" if ":" in bound[0] else bound[0]
         return f"http://{shown}:{bound[1]}"

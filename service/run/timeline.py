@@ -33,6 +33,7 @@ FILES = 8
 """Files that are kept; the oldest is deleted."""
 TOUCHING = 2e-6
 """Seconds between two spans that are one; times are recorded to 1e-6."""
+HUB = b'{"hub"'
 SLOW = "slow"
 """Why a trajectory was kept that is not of the sample, so that it would distort quantiles."""
 
@@ -89,13 +90,6 @@ class _Clock(Struct):
     host: str
     boot: str
     wall: Number
-
-
-class _Head(Struct):
-    """What tells the lines apart that are objects."""
-
-    hub: _Clock | None = None
-    offset: Number | None = None
 
 
 class Process(Struct, rename={"owner": "from"}):
@@ -237,8 +231,8 @@ class RunTimeline:
                 if source is None:
                     raise ValueError("an event of no process")
                 self._add(source, shift, _EVENTS.decode(line))
-            elif (clock := _HEADS.decode(line).hub) is not None:
-                hub = clock
+            elif line.startswith(HUB):
+                hub = msgspec.json.decode(line, type=dict[str, _Clock])["hub"]
             elif hub is None:
                 raise ValueError("no clock of the hub")
             else:
@@ -287,7 +281,7 @@ class RunTimeline:
         return max(sum(totals.played for totals in self.totals.values()), len(self.trajectories))
 
 
-_HEADS, _PROCESSES = msgspec.json.Decoder(_Head), msgspec.json.Decoder(Process)
+_PROCESSES = msgspec.json.Decoder(Process)
 _EVENTS = msgspec.json.Decoder(_SpanLine | Counter | _TrajectoryLine | Totals)
 
 
@@ -312,8 +306,8 @@ def read_timeline(folder: Path) -> RunTimeline:
 
 def _first_measured(lines: list[bytes]) -> dict[tuple[str, str, str, int], Process]:
     """The first measured clock offset from the hub by process; also used for lines pushed before it was measured."""
-    heads = [line for line in reversed(lines) if line.startswith(b"{") and _HEADS.decode(line).offset is not None]
-    return {source.process: source for source in map(_PROCESSES.decode, heads)}
+    heads = [line for line in reversed(lines) if line.startswith(b"{") and not line.startswith(HUB)]
+    return {source.process: source for source in map(_PROCESSES.decode, heads) if source.offset is not None}
 
 
 def _joined(spans: list[Span]) -> list[Span]:

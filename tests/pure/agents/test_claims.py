@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import stat
 import time
@@ -12,12 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import psutil
 import pytest
 
 from actors.engine.run_player import RunPlayer
 from baton.examples import lookup
 from service.agents.offers import Offers
 from service.agents.runner.runner import AgentRunner
+from service.agents.session import Session
 from service.agents.session_keys import SECRET_FILE, Keys, run_keys
 from service.agents.worker import work
 from service.config import AgentsConfig, Config
@@ -441,3 +444,38 @@ def test_a_secret_that_is_none_is_one_clear_line(tmp_path: Path) -> None:
 def test_settings_with_which_no_worker_could_come_are_refused(changed: dict[str, Any], path: str | None) -> None:
     found = {problem.partition(":")[0] for problem in problems(Config.model_validate(changed))}
     assert found & {"env.workers", "agents.port", "env.command"} == ({path} if path else set())
+
+
+@pytest.mark.parametrize("count", [50, pytest.param(1000, marks=pytest.mark.full)])
+async def test_of_sessions_that_were_abandoned_nothing_is_left_and_the_next_one_goes_on(
+    model: Path, tasks: list[Task], count: int
+) -> None:
+    async with aclosing(Served(model, heartbeat_deadline=0.3)) as served:
+        await served.url()
+        await abandoned(served, tasks[0], 10)
+        before = left_of(served)
+        ends = await abandoned(served, tasks[0], count)
+        assert {end.stop_reason for end in ends} == {"environment_timeout"}
+        assert left_of(served) == before
+        playing = served.play(tasks[0])
+        claim = await served.claimed()
+        assert (await served.post(CHAT, asked(tasks[0]), claim["api_key"]))[0] == 200
+        assert (await served.post(f"/rl/sessions/{claim['session']}/finish", {"reward": 1.0}))[0] == 200
+        assert (await playing).reward == 1.0
+
+
+async def abandoned(served: Served, task: Task, count: int) -> list[TrajectoryEnd]:
+    """The ends of sessions that a worker claims, calls once, and never speaks of again."""
+    playing = [served.play(task, TrajectoryId(group, 0)) for group in range(count)]
+    for _ in range(count):
+        claim = await served.claimed()
+        await served.post(CHAT, asked(task), claim["api_key"])
+    return await asyncio.gather(*playing)
+
+
+def left_of(served: Served) -> tuple[int, ...]:
+    """Open sessions and offers; objects and tasks of sessions; open files of this process."""
+    gc.collect()
+    objects = sum(type(thing) is Session for thing in gc.get_objects())
+    files = psutil.Process().num_fds()
+    return len(served.agents.sessions), len(served.agents.offers), objects, len(asyncio.all_tasks()), files

@@ -7,6 +7,7 @@ import gzip
 import json
 import logging
 import random
+import socket
 import time
 import zlib
 from collections.abc import AsyncIterator, Callable
@@ -16,6 +17,7 @@ from typing import Any
 
 import aiohttp
 import numpy as np
+import psutil
 import pytest
 import pytest_asyncio
 
@@ -660,6 +662,52 @@ async def test_a_body_that_would_unpack_to_gigabytes_is_refused_without_unpackin
     client.headers["Authorization"] = "Bearer wrong"
     assert (await client.post(CHAT, bomb, Content_Encoding="gzip"))[0] == 401
     assert time.process_time() - before < 0.5
+
+
+async def test_clients_that_never_read_hold_neither_memory_nor_connections(
+    bytes_chat: Chat, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "UNREAD_SECONDS", 0.5)
+    async with asyncio.timeout(30), opened(bytes_chat) as house:
+        session, memory = house.session(), psutil.Process().memory_info
+        house.say = lambda prompt: "x" * 190
+        async with client_of(house, session) as client:
+            assert (await client.post(CHAT, ChatTalk("age ?").body()))[0] == 200
+            before = memory().rss
+            unread = [Unread(house, session, stream) for stream in (True, False) * 4]
+            cut = [False]
+            while not all(cut):
+                cut = [one.is_cut() for one in unread]
+                assert (await client.post(CHAT, ChatTalk("age ?").body()))[0] == 200
+                assert memory().rss - before < UNREAD_BYTES
+            for one in unread:
+                one.close()
+
+
+UNREAD_BYTES = 64 << 20
+
+
+class Unread(socket.socket):
+    """A client that asks for the same call again and again, and reads no answer."""
+
+    def __init__(self, house: House, session: Session, stream: bool) -> None:
+        super().__init__()
+        body = json.dumps({**ChatTalk("age ?").body(), "stream": stream})
+        head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {session.key}\r\n"
+        self.request = self.rest = f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode() * 100
+        self.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 12)
+        self.connect(("127.0.0.1", int(house.address.rpartition(":")[2])))
+        self.setblocking(False)
+
+    def is_cut(self) -> bool:
+        """Whether the server has closed the connection; else sends what it takes."""
+        try:
+            self.rest = self.rest[self.send(self.rest) :] or self.request
+        except BlockingIOError:
+            return False
+        except ConnectionError:
+            return True
+        return False
 
 
 async def test_a_connection_is_closed_when_it_idles_and_after_a_key_of_no_open_session(
