@@ -2,7 +2,8 @@
 worker if its owner has died.
 
 vLLM imports this module before it loads the model (`worker_extension_cls`). So the import itself prepares the
-process: AMX permission, the arithmetic of adapters on CPU, the watch over the owner, and the weight transfer backends.
+process: AMX permission, the arithmetic of adapters on CPU, the watch over the owner, the weight transfer backends, and
+what the log leaves out.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from vllm.platforms import current_platform
 from vllm.utils.nccl import unpinned_nccl_env
 
 from actors.engine.cpu_lora import use_runs_of_rows
+from actors.engine.expected_warnings import expect_layers_without_weights, expect_rounding
 from actors.engine.vllm_arguments import FILE_BACKEND, OWNER_PID
 from actors.weights.cuda_ipc import IPC_BACKEND, Handle, vllm_handles
 from actors.weights.nccl_broadcast import BROADCAST_BACKEND, receive
@@ -107,7 +109,8 @@ class LayerwiseEngine(WeightTransferEngine[Any, Any]):  # type: ignore[misc]
 
     def finish_weight_update(self) -> None:
         """Pack the layers for the kernels again."""
-        finalize_layerwise_reload(self.model, self.model_config)
+        with expect_layers_without_weights(tied=getattr(self.model_config.hf_config, "tie_word_embeddings", False)):
+            finalize_layerwise_reload(self.model, self.model_config)
         repack_for_cpu(self.model)
 
 
@@ -271,6 +274,7 @@ allow_amx()
 if current_platform.is_cpu():
     use_runs_of_rows()
 end_with_owner()
+expect_rounding()
 for backend, engine in (
     (FILE_BACKEND, FileWeightEngine),
     (BROADCAST_BACKEND, BroadcastWeightEngine),
