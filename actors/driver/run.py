@@ -113,8 +113,11 @@ def _run(config: Config, folder: RunWriter, manifest: Manifest | None) -> int:
         check_checkpoint(config.model.lora, prepared.base, checkpoints.path(manifest.step))
         uploads = claimed_store(config, folder)
     say(f"run folder: {folder.path}")
-    for line in (*config.notes, *([] if manifest is None else changed_settings(config, folder.path))):
+    changed = [] if manifest is None else changed_settings(config, folder.path)
+    for line in (*config.notes, *changed):
         say(f"NOTE {line}")
+    if manifest is not None and not changed:
+        say("no setting is another one than before; docs/operations.md#resuming lists which may change")
     seconds, heeded = config.run.stop_grace, heeded_signals()
     too_late = f"{seconds:g} s after the stop signal (run.stop_grace) the run had not ended in order"
     with force_after(seconds, partial(end_by_force, config, folder, too_late)) as countdown:

@@ -7,12 +7,16 @@ from pathlib import Path
 
 import pytest
 
+from service.config import load_config
+from service.config.core_settings import buffer_settings
 from service.handoff.ledger.lifecycle import Fate, GroupState
+from service.handoff.settings import opening
 from service.handoff.steps.wire import ALIGNMENT, MAGIC, MINI_BATCH, PREFIX, STEP_GROUP, VERSION
 from service.handoff.verbs import WaitReason
 from service.observe.status import SCHEMA
 from service.types import RefusalReason, Step, TrajectoryEnd
 
+OPERATIONS = (Path(__file__).parents[2] / "docs" / "operations.md").read_text()
 FORMATS = (Path(__file__).parents[2] / "docs" / "formats.md").read_text()
 
 
@@ -40,3 +44,9 @@ def test_every_file_of_the_run_folder_is_explained() -> None:
     named = re.findall(r"^([\w.]+/?) {2,}\S", service.run.folder.__doc__ or "", re.MULTILINE)
     assert len(named) >= 7
     assert [name for name in named if f"`{name}`" not in FORMATS] == []
+
+
+def test_every_setting_that_a_resumption_refuses_is_listed() -> None:
+    resuming = OPERATIONS.partition("## Resuming")[2].partition("\n## ")[0]
+    begun = opening(buffer_settings(load_config([Path("configs/quickstart.yaml")]), 99), ["uid"], "")
+    assert [name for name in begun.settings if name not in resuming] == []
