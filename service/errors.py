@@ -5,6 +5,7 @@ BatonError
 │   └── ConfigError    a configuration that cannot be right
 ├── JournalError       the journal cannot be written or read; names file and position
 ├── Starved            a wait exceeded its deadline; the message names who waited, for what and since when
+├── ProcessLost        an actor's process died, is silent, or was restarted and is not set up yet
 ├── StoreFailed        an object store did not do what it was asked for; a run that continues tries again
 ├── WeightsGone        the process that held a node's file of new weights died; retry with the next file
 ├── WeightsCutOff      a broadcast of weights ended before an engine had them; the engine is paused until the next
@@ -45,6 +46,10 @@ class JournalError(BatonError):
 
 class Starved(BatonError):
     """A wait exceeded its deadline; the message names who waited, for what and since when."""
+
+
+class ProcessLost(BatonError):
+    """An actor's process died, is silent, or was restarted and is not set up; the message has the cause."""
 
 
 class StoreFailed(BatonError):

@@ -50,6 +50,8 @@ class Checkpointer:
         self._buffer, self._trainer = cluster.buffer, cluster.trainer
         self._checkpointed = checkpointed
         self._begun: _Begun | None = None
+        self._completing: asyncio.Task[None] | None = None
+        """The end of the newest checkpoint whose files are written."""
 
     def path(self, step: int) -> Path:
         """Return the folder of the ranks' files in the checkpoint of a step."""
@@ -72,8 +74,11 @@ class Checkpointer:
         await call(self._buffer.resume, lost, who="the buffer")
 
     async def begin(self, version: PolicyVersion) -> None:
-        """Copy the trainer's state, and start to write the copy."""
+        """Copy the trainer's state, and start to write the copy, unless there is a checkpoint of this step."""
         await self.settle()
+        newest = await asyncio.to_thread(self.newest)
+        if newest is not None and newest.step == version.step:  # it would be deleted before the new one is complete
+            return
         at = time.monotonic()
         status = await self._status()
         folder = await asyncio.to_thread(self._checkpoints.begin, version.step)
@@ -93,13 +98,17 @@ class Checkpointer:
         """Wait for the files of the begun checkpoint, write its manifest, and notify the buffer."""
         if self._begun is None:
             return
-        (step, incarnation), status = (self._begun.version.step, self._begun.version.incarnation), self._begun.status
         await self._trainer.finish_save()
+        self._completing = asyncio.ensure_future(self._complete(self._begun))
+        await asyncio.shield(self._completing)  # the files are complete, also if the trainer is lost now
+
+    async def _complete(self, begun: _Begun) -> None:
+        (step, incarnation), status = (begun.version.step, begun.version.incarnation), begun.status
         oldest_kept = await asyncio.to_thread(
             self._checkpoints.finish, step, incarnation, status["journal_synced"], status["issued"], status["frontier"]
         )
         await call(self._buffer.covered, step, oldest_kept, who="the buffer")
-        self._checkpointed(step, self._begun.at)
+        self._checkpointed(step, begun.at)
         if self._uploads is not None:
             await asyncio.to_thread(self._uploads.checkpoint, step, status["accepted_tokens"])
         self._begun = None
@@ -110,6 +119,8 @@ class Checkpointer:
             status = await call(self._buffer.status, who="the buffer")
             self._uploads.reached(step, status["accepted_tokens"])
 
-    def abandon(self) -> None:
+    async def abandon(self) -> None:
         """Discard the unfinished checkpoint, because the ranks that were writing it died."""
+        if self._completing is not None:
+            await self._completing
         self._begun = None

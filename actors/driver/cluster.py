@@ -43,8 +43,8 @@ from actors.generator.scaling import Placed
 from actors.observe.actor_logs import log_env
 from actors.observe.metrics_hub import MetricsHub
 from actors.scorers.actor import actor_names, place_scorers, workers
-from actors.scorers.frozen_model import ask_role, place_roles
-from actors.trainer.actor import SENDING, TrainerRank
+from actors.scorers.frozen_model import actor_name, ask_role, place_roles
+from actors.trainer.actor import SENDING, WATCHING, TrainerRank
 from actors.trainer.group import TrainerGroup
 from actors.watchdog import MARK, start_watchdog
 from service.agents.session_keys import Keys
@@ -154,6 +154,13 @@ class Cluster:
     shares_cores: bool = False
     """Engines and ranks compute on the CPU cores of one machine."""
 
+    def named(self, config: Config) -> dict[str, Any]:
+        """Return all actors but the generators, by name."""
+        scorers = [name for names in actor_names(config.scorers).values() for name in names]
+        roles = [actor_name(role) for role in config.served_roles]
+        served = zip((*scorers, *roles), (*self.scorers, *self.roles), strict=True)
+        return {HUB: self.hub, BUFFER: self.buffer, **dict(served), **self.trainer.named}
+
 
 def place_actors(config: Config, prepared: Prepared, journal: Path, keys: Keys | None = None) -> Cluster:
     """Create every actor of the run, as soon as the cluster has room for the ranks and the engines.
@@ -236,7 +243,7 @@ def _refuse_unfit_nodes(config: Config, has_gpu: bool) -> None:
 def place_trainer(config: Config, gpus: int, room: PlacementGroup, hub: str | None = None) -> TrainerGroup:
     """Create the trainer's ranks, which report to the metrics hub, if there is one."""
     config_json = config.model_dump_json()
-    actor = ray.remote(concurrency_groups={SENDING: 1})(TrainerRank)
+    actor = ray.remote(concurrency_groups={SENDING: 1, WATCHING: 1})(TrainerRank)
     ranks = [
         actor.options(**rank_options(config, gpus, room, rank)).remote(config_json, rank, hub, gpus > 0)
         for rank in range(config.trainer.ranks)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from functools import partial
 
 import ray.exceptions
 
 from actors.buffer.actor import LeasedBatch
 from actors.calls import accepted, call, in_a_line
+from actors.deaths import cause_of_death, is_death, life_of
 from actors.driver.checkpointer import Checkpointer
 from actors.driver.cluster import Cluster
 from actors.driver.host_watch import HostWatch
@@ -23,9 +24,9 @@ from actors.observe.metrics_hub import ScrapeTargets, serving
 from actors.observe.telemetry import RunTelemetry
 from actors.scorers.actor import all_up
 from actors.trainer.step_profiles import Profiles
-from actors.weights.weight_source import TrainerLost
+from actors.weights.weight_source import TRAINER, TrainerLost
 from service.config import Config, resolved_yaml
-from service.errors import RunFailed
+from service.errors import BatonError, ProcessLost, RunFailed
 from service.handoff.verbs import WaitReason
 from service.observe.logprob_mismatch import LogprobCheck
 from service.run.best import is_best
@@ -37,6 +38,7 @@ from service.run.phases import phase
 from service.run.progress import QUIET_SECONDS, Progress
 from service.run.repeated_failures import FailureWatch
 from service.run.scale_request import asked_for
+from service.run.supervisor import Supervisor
 from service.run.trajectories import describe_ends, trained
 from service.run.writer import RunWriter
 from service.store.uploads import Uploads
@@ -74,6 +76,8 @@ class Coordinator:
         self._progress = Progress(
             config.run.max_steps, tuple(config.roles), resumes, folder, say, self._telemetry.seconds_by_state
         )
+        self._supervised = cluster.named(config)
+        self._supervisor = Supervisor(say, cause_of_death, is_death)
         self._warm_start = WarmStart(config, prepared, cluster.trainer, self._telemetry, say)
         self._generator_pool = GeneratorPool(
             config.generator,
@@ -84,6 +88,7 @@ class Coordinator:
             cluster.trainer,
             self._telemetry,
             say,
+            self._supervisor,
             cluster.buffer,
         )
         self._weights = self._generator_pool.weights
@@ -133,23 +138,29 @@ class Coordinator:
             RunFailed: something failed too often, or the run cannot make progress.
         """
         try:
+            for name, actor in self._supervised.items():
+                self._supervisor.watch(name, partial(life_of, actor))
             if not await self._started():
                 self._progress.end_early(0 if self._resume_from is None else self._resume_from.step)
                 return
             generating = asyncio.ensure_future(self._generator_pool.run())
-            training = asyncio.ensure_future(self._train())
+            training = asyncio.ensure_future(self._through_losses(self._train))
             watching = asyncio.ensure_future(self._hosts.run())
             ended, _ = await asyncio.wait([training, generating, watching], return_when=asyncio.FIRST_COMPLETED)
-            for first in ended:
+            for first in ended if not self._stopping else ():
                 first.result()
             await training
             watching.cancel()
             self._scaling.stop()
             await self._finish()
-            await generating
+            await asyncio.wait([generating])
+            if not self._stopping:
+                generating.result()
             await ask_buffer(self._buffer.stop)  # last: the hub serves no gauges of a buffer that is silent
         except ray.exceptions.RayError as error:
             raise RunFailed(f"an actor failed: {in_a_line(error)} (full text: logs/driver.log)") from error
+        finally:
+            self._supervisor.stop()
 
     # -- start --------------------------------------------------------------------------------------------------------
 
@@ -174,8 +185,8 @@ class Coordinator:
             # change.
             self._folder.begin(resolved_yaml(self._config), self._config.metrics.wandb)
         elif self._prepared.warmed_model is not None:
-            await self._warm_start.make_base(self._prepared.warmed_model)
-        url = await self._all_up()
+            await self._warm_start.make_base(self._prepared.warmed_model, self._config.run.max_restarts)
+        url, lost = await self._all_up()
         await self._hosts.begin()
         logged = parts(self._config.generator.min_engines, self._config.trainer.ranks)
         say_which_are_elsewhere(logged, self._folder.path / LOGS, self._say)
@@ -184,20 +195,14 @@ class Coordinator:
         if self._config.metrics.port is None and not url.endswith(f":{DEFAULT_PORT}"):
             self._say(f"port {DEFAULT_PORT} is taken; this run has the next free one")
         self._say(f"status page: {url} (in a terminal: baton status {self._folder.path})")
-        if self._resume_from is not None:
-            with phase(f"reading the checkpoint of step {self._resume_from.step}", self._say):
-                await self._trainer.restore(self._checkpoints.path(self._resume_from.step))
-                await self._continue_from(self._resume_from.step)
-            self._say(f"resuming after step {self._resume_from.step}")
-            await self._evaluate(self._evaluations.continue_from(self._resume_from.step))
-        else:
-            await self._start_fresh()
+        await self._through_losses(self._first_weights, lost)
         self._starting = None  # from now on a stop signal ends the run after its current step
         self._progress.begin()
         self._telemetry.state("training")
 
-    async def _all_up(self) -> str:
-        """Let every actor load the model or start its server; returns the address of the metrics hub."""
+    async def _all_up(self) -> tuple[str, TrainerLost | None]:
+        """Let every actor load the model or start its server; returns the address of the metrics hub, and how the
+        trainer was lost meanwhile."""
         made_base = self._prepared.warmed_model is not None and self._resume_from is None
         load = self._trainer.restart if made_base else self._trainer.load
         starting = {
@@ -211,26 +216,39 @@ class Coordinator:
             starting["the frozen roles' models"] = all_up(self._roles, self._config.served_roles, "a role's model")
         waited_for = dict.fromkeys(starting)
 
-        async def up(name: str) -> str | None:
-            answer = await starting[name]
-            del waited_for[name]
-            return answer
+        async def up(name: str) -> str | TrainerLost | None:
+            try:
+                return await starting[name]
+            except TrainerLost as lost:
+                return lost
+            finally:
+                del waited_for[name]
 
         with phase("loading the model: engines and trainer ranks start", self._say, lambda: ", ".join([*waited_for])):
-            url, *_ = await asyncio.gather(*(up(name) for name in starting))
-        return str(url)
+            url, lost, *_ = await asyncio.gather(*(up(name) for name in starting))
+        return str(url), lost if isinstance(lost, TrainerLost) else None
 
-    async def _start_fresh(self) -> None:
-        """Do the warm start (if it has not been done) and measure its success rate; then evaluate the initial
-        weights."""
-        if self._prepared.warmed_model is None:
-            await self._warm_start.run()
-        await self._continue_from(0)
+    async def _first_weights(self) -> None:
+        """Publish the weights with which the run begins or continues, and evaluate them."""
+        if not self._version.incarnation:  # otherwise the restart of a lost trainer has done it
+            await self._set_up(self._resume_from)
+        if self._resume_from is not None:
+            self._say(f"resuming after step {self._resume_from.step}")
+            return await self._evaluate(self._evaluations.continue_from(self._resume_from.step))
         if self._config.trainer.checkpoint_every:
             await self._checkpoints.begin(self._version)
             await self._checkpoints.settle()  # an unexpected warm start ends the run, which can be resumed from here
         await self._warm_start.probe(self._weights, self._evaluations, self._progress)
         await self._evaluate(self._evaluations.is_due(0))
+
+    async def _set_up(self, manifest: Manifest | None) -> None:
+        """Let the loaded ranks continue from a checkpoint; None: do the warm start, if it has not been done."""
+        if manifest is not None:
+            with phase(f"reading the checkpoint of step {manifest.step}", self._say):
+                await self._trainer.restore(self._checkpoints.path(manifest.step))
+        elif self._prepared.warmed_model is None:
+            await self._warm_start.run()
+        await self._continue_from(0 if manifest is None else manifest.step)
 
     async def _continue_from(self, step: int) -> None:
         """Join the buffer as a trainer at this step, and publish the weights to the engines."""
@@ -242,18 +260,22 @@ class Coordinator:
 
     # -- training -----------------------------------------------------------------------------------------------------
 
-    async def _train(self) -> None:
-        lost: TrainerLost | None = None
-        while not self._has_all_steps and not self._stopping:
+    async def _through_losses(self, work: Callable[[], Awaitable[None]], lost: BatonError | None = None) -> None:
+        """Do work that needs the trainer; whenever the trainer is lost, restart it and begin the work anew."""
+        ranks = [TRAINER, *self._trainer.named]
+        while True:
             try:
                 if lost is not None:
-                    await self._restart_trainer(lost)
-                lost = None
-                await self._step()
-            except TrainerLost as error:
+                    manifest = await self._restart_trainer(lost)
+                    await self._supervisor.unless_lost(ranks, self._set_up(manifest))
+                return await self._supervisor.unless_lost(ranks, work())
+            except (TrainerLost, ProcessLost) as error:
                 lost = error
-        if lost is not None:
-            raise lost
+
+    async def _train(self) -> None:
+        while not self._has_all_steps and not self._stopping:
+            await self._step()
+        await self._write_final()
 
     async def _step(self) -> None:
         """One optimizer step; a step that was not applied releases its mini-batch, which is leased again."""
@@ -341,30 +363,32 @@ class Coordinator:
                 + (f" (some of its trajectories: {ends})" if ends else "")
             )
 
-    async def _restart_trainer(self, error: TrainerLost) -> None:
-        """Restart all ranks from the newest checkpoint; the buffer leases the groups that were trained after it
-        again."""
+    async def _restart_trainer(self, error: BatonError) -> Manifest | None:
+        """Restart all ranks, to continue from the newest checkpoint, or from the first weights (None); the buffer
+        leases the groups that were trained after it again."""
         if self._version.step > self._failed_at:
             self._trainer_failures, self._failed_at = 0, self._version.step
         self._trainer_failures += 1
+        await self._checkpoints.abandon()
         manifest = self._checkpoints.newest()
-        if manifest is None:
-            raise RunFailed(f"{error}; there is no checkpoint to restart from (trainer.checkpoint_every)") from error
+        unwritten = f"; the final weights of step {self._version.step} are not written" if self._stopping else ""
+        if manifest is None and self._version.step and not self._config.trainer.checkpoint_every:
+            why = f"{error}; there is no checkpoint to restart from (trainer.checkpoint_every)"
+            raise RunFailed(why + unwritten) from error
         if self._trainer_failures > self._config.run.max_restarts:
-            raise RunFailed(f"the trainer failed {self._trainer_failures} times; the last time: {error}") from error
-        self._say(f"{error}; the trainer restarts from step {manifest.step}")
-        self._checkpoints.abandon()
+            times = f"the trainer failed {self._trainer_failures} times; the last time: {error}"
+            raise RunFailed(times + unwritten) from error
+        step = 0 if manifest is None else manifest.step
+        self._say(f"{error}{unwritten if step < self._version.step else ''}; the trainer restarts from step {step}")
         self._profiles.lost()
         self._weights.source_lost()
         await self._trainer.restart(self._prepared.base)
-        await self._trainer.restore(self._checkpoints.path(manifest.step))
-        await self._continue_from(manifest.step)
+        return manifest
 
     # -- end ----------------------------------------------------------------------------------------------------------
 
-    async def _finish(self) -> None:
-        """Write the final weights, then stop the generators; a stopped run keeps its open groups, so that it can
-        be resumed."""
+    async def _write_final(self) -> None:
+        """Write the final weights, and the checkpoint from which the run could be resumed."""
         self._telemetry.state("stopping")
         self._telemetry.doing("stopping")
         with phase("writing the final weights", self._say):
@@ -376,6 +400,9 @@ class Coordinator:
             await self._checkpoints.settle()
         else:
             await ask_buffer(self._buffer.covered, self._version.step, self._version.step)
+
+    async def _finish(self) -> None:
+        """Stop the generators; a stopped run keeps its open groups, so that it can be resumed."""
         state = "finished" if self._has_all_steps else "stopped"
         if state == "finished":
             self._folder.append_trajectories(await ask_buffer(self._buffer.end))

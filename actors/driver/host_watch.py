@@ -1,12 +1,11 @@
-"""Watches the hosts of a run: which parts run on each, which hosts join, leave or are drained, and which parts Ray
-has restarted. Each change is printed as one line."""
+"""Watches the hosts of a run: which parts run on each, and which hosts join, leave or are drained. Each change is
+printed as one line."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable
 from typing import NamedTuple
 
 import ray
@@ -15,9 +14,6 @@ from ray._private.state import state as cluster_state
 from service.config.tree import MARKET
 
 log = logging.getLogger(__name__)
-
-SAID_ELSEWHERE = ("generator-", "trainer-")
-"""Prefixes of the names of parts whose end is reported by other code, which waits for them."""
 
 LOOK_SECONDS = 2.0
 """Seconds between two looks at the cluster."""
@@ -32,8 +28,6 @@ class ClusterHost(NamedTuple):
     """The parts of the run that it holds."""
     ends_at: int | None = None
     """The Unix time in ms at which it ends if it is drained; 0: unknown."""
-    restarts: tuple[tuple[str, int], ...] = ()
-    """Parts that Ray has restarted, and how often."""
 
 
 def hosts() -> dict[str, ClusterHost]:
@@ -41,19 +35,16 @@ def hosts() -> dict[str, ClusterHost]:
     if not ray.is_initialized():
         return {}
     context = ray.get_runtime_context()
-    parts, restarts = {context.get_node_id(): ["driver"]}, defaultdict[str, list[tuple[str, int]]](list)
+    parts = {context.get_node_id(): ["driver"]}
     for actor in cluster_state.actor_table(None, ray.JobID.from_hex(context.get_job_id()), "ALIVE").values():
-        node_id, name = actor["Address"]["NodeID"], actor["Name"] or actor["ActorClassName"]
-        parts.setdefault(node_id, []).append(name)
-        if actor["NumRestarts"]:
-            restarts[node_id].append((name, actor["NumRestarts"]))
+        parts.setdefault(actor["Address"]["NodeID"], []).append(actor["Name"] or actor["ActorClassName"])
     found, draining = {}, cluster_state.get_draining_nodes()
     for node in sorted(ray.nodes(), key=lambda node: str(node["NodeManagerAddress"])):
         if node["Alive"]:
             kind = f" ({node['Labels'][MARKET]})" if MARKET in node["Labels"] else ""
             node_id = node["NodeID"]
-            held, again = (*sorted(parts.get(node_id, ())),), (*sorted(restarts[node_id]),)
-            found[node_id] = ClusterHost(node["NodeManagerAddress"] + kind, held, draining.get(node_id), again)
+            held = (*sorted(parts.get(node_id, ())),)
+            found[node_id] = ClusterHost(node["NodeManagerAddress"] + kind, held, draining.get(node_id))
     return found
 
 
@@ -73,8 +64,6 @@ class HostWatch:
         self._hosts: dict[str, ClusterHost] = {}
         self._adrift: set[str] = set()
         """Parts whose host is gone, until they run on another host."""
-        self._restarts: dict[str, int] = {}
-        """How often Ray had restarted a part at the last look."""
 
     async def begin(self) -> None:
         """Print which parts run on each host, if there are several."""
@@ -82,7 +71,6 @@ class HostWatch:
         if len(self._hosts) > 1:
             for host in self._hosts.values():
                 self._say(f"host {host.name}: {', '.join(host.parts) or 'nothing of this run'}")
-        self._say_restarts(self._hosts.values())
 
     async def run(self) -> None:
         """Print and pass on changes, until cancelled."""
@@ -103,21 +91,10 @@ class HostWatch:
                 held = f"; it held {', '.join(host.parts)}" if host.parts else ""
                 self._say(f"host {host.name} is gone{held}")
                 self._adrift.update(host.parts)
-        moved = {*self._adrift}
         for node, host in found.items():
             if node not in self._hosts:
                 self._say(f"host {host.name} has joined")
             if settled := self._adrift.intersection(host.parts):
                 self._say(f"host {host.name} now holds {', '.join(sorted(settled))}")
                 self._adrift -= settled
-        self._say_restarts(found.values(), moved)
         self._hosts = found
-
-    def _say_restarts(self, found: Iterable[ClusterHost], moved: Collection[str] = ()) -> None:
-        """Print restarts; for a part that restarts repeatedly, only the first, the second, the fourth and so on."""
-        for part, times in (one for host in found for one in host.restarts):
-            said = self._restarts.get(part, 0)
-            self._restarts[part] = times
-            if times.bit_length() > said.bit_length() and part not in moved and not part.startswith(SAID_ELSEWHERE):
-                often = f" (restart {times})" if times > 1 else ""
-                self._say(f"the process of {part} had ended, and Ray has started it again{often}; see its log")

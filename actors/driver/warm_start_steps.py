@@ -9,6 +9,7 @@ from actors.evaluation.during_training import Evaluations
 from actors.observe.telemetry import RunTelemetry
 from actors.trainer.group import TrainerGroup
 from actors.weights.delivery import Delivery
+from actors.weights.weight_source import TrainerLost
 from service.config import Config
 from service.run.inputs import Prepared, demonstrations
 from service.run.phases import phase
@@ -29,12 +30,20 @@ class WarmStart:
         self._config, self._prepared, self._trainer = config, prepared, trainer
         self._telemetry, self._say = telemetry, say
 
-    async def make_base(self, folder: Path) -> None:
+    async def make_base(self, folder: Path, max_restarts: int) -> None:
         """Do the warm start of all weights, and write the model to which trainer and engines add the adapter."""
-        with phase("loading the model: trainer ranks start", self._say):
-            await self._trainer.load(self._prepared.model_folder, adapter=False)
-        await self.run()
-        await self._trainer.export(folder)
+        load = self._trainer.load
+        for restarts_left in reversed(range(max_restarts + 1)):
+            try:
+                with phase("loading the model: trainer ranks start", self._say):
+                    await load(self._prepared.model_folder, adapter=False)
+                await self.run()
+                return await self._trainer.export(folder)
+            except TrainerLost as lost:
+                if not restarts_left:
+                    raise
+                self._say(f"{lost}; the warm start begins anew")
+                load = self._trainer.restart
 
     async def run(self) -> None:
         """Take the supervised steps."""

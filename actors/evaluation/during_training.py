@@ -199,12 +199,12 @@ class Evaluations:
     async def _unless_stopped(self, evaluating: Any) -> Any:
         """Wait for an evaluation, or cancel it if the run is stopped."""
         task = asyncio.ensure_future(evaluating)
-        while not task.done() and not self._is_stopped():
-            await asyncio.wait([task], timeout=STOP_CHECK_SECONDS)
-        if task.done():
-            return task.result()
-        task.cancel()
-        return None
+        try:
+            while not task.done() and not self._is_stopped():
+                await asyncio.wait([task], timeout=STOP_CHECK_SECONDS)
+            return task.result() if task.done() else None
+        finally:
+            task.cancel()
 
     def _record(self, step: int, start: float, results: Sequence[Evaluation]) -> None:
         self._numbers["timing/eval"] = time.monotonic() - start

@@ -20,6 +20,7 @@ import ray
 import ray.exceptions
 
 from actors.calls import first_error, resolve_actor
+from actors.deaths import process_id
 from actors.engine.run_player import RunPlayer
 from actors.engine.vllm_engine import VllmEngine
 from actors.engine.vllm_parser import use_parser
@@ -35,7 +36,7 @@ from actors.weights.weight_group import Meeting
 from service.agents.agents import Agents
 from service.agents.session_keys import Keys
 from service.config import Config
-from service.errors import RunFailed, Starved
+from service.errors import ProcessLost, RunFailed, Starved
 from service.evaluation.play import play_shard
 from service.evaluation.scores import EvalShard, EvalTrajectory
 from service.handoff.steps.builder import steps_table
@@ -47,6 +48,7 @@ from service.observe.metrics import Metrics
 from service.rollout.chat.frozen import Served
 from service.rollout.environment import Task
 from service.rollout.prompts.dataset import load_tasks, task_of
+from service.run.supervisor import Life
 from service.types import PolicyVersion, Steps, TrajectoryEnd, TrajectoryId
 from service.user_code import enter_user_folder
 
@@ -99,6 +101,7 @@ class Generator(ImageHolder):
         self._limit = GroupLimit.of(self._config)
         self._groups = 0
         """Open groups."""
+        self._process = process_id()
         self._playing: dict[TrajectoryId, asyncio.Task[None]] = {}
         self._unfinished: list[Assignment] = []
         """Assignments of an earlier process, until `run` continues them."""
@@ -129,6 +132,20 @@ class Generator(ImageHolder):
         self._unfinished = await self._taken_over(self._joined)
         self._reporter.start()
         return str(ray.get_runtime_context().get_node_id())
+
+    async def life(self) -> Life:
+        """Return which process this is; it is set up once its engine has started and it has joined the buffer."""
+        return Life(self._process, self._joined is not None)
+
+    def _set_up(self) -> Membership:
+        """Return what `start` has set up.
+
+        Raises:
+            ProcessLost: this process has not been started; an earlier one was.
+        """
+        if self._joined is None:
+            raise ProcessLost(f"{self._name} was restarted and is not set up")
+        return self._joined
 
     async def _join(self) -> Membership:
         resumes = self._config.env.workers == "outside"
@@ -164,10 +181,9 @@ class Generator(ImageHolder):
             RunFailed: the engine died, another incarnation took this generator's place, or too many environments did
                 not return after they were cancelled.
             Starved: the buffer did not answer within its deadline.
+            ProcessLost: this process has not been started.
         """
-        if self._joined is None:
-            raise RuntimeError("run() before start()")
-        self._main = asyncio.ensure_future(self._claim_and_play(self._joined.claimer, self._joined.outbox))
+        self._main = asyncio.ensure_future(self._claim_and_play(*self._set_up()))
         try:
             await self._main
         except asyncio.CancelledError:
@@ -263,7 +279,9 @@ class Generator(ImageHolder):
             WeightsGone: there is no image at that path any more; the engine keeps the old weights.
             WeightsCutOff: a broadcast ended before all had arrived; the engine stays paused until the next one.
             RunFailed: the engine could not load the weights; this process ends.
+            ProcessLost: this process has not been started.
         """
+        claimer, _ = self._set_up()
         try:
             update = await self._engine.update_weights(PolicyVersion.unpack(version), data, checksum)
         except RunFailed as error:
@@ -271,8 +289,7 @@ class Generator(ImageHolder):
                 raise
             self._metrics.count("baton_weight_sync_failures_total")
             raise self._failed(error) from error.__cause__
-        if self._joined is not None:
-            self._joined.claimer.look_again()
+        claimer.look_again()
         self._counts["updates"] += 1
         self._paused_seconds += update.pause_seconds
         self._metrics.observe("baton_weight_sync_pause_seconds", update.pause_seconds)
@@ -281,6 +298,7 @@ class Generator(ImageHolder):
 
     async def join_trainer(self, meeting: Meeting, first_rank: int) -> None:
         """Join a group with the trainer's first rank, which broadcasts weights in it; see `VllmEngine.join`."""
+        self._set_up()
         await self._engine.join(meeting, first_rank)
 
     async def evaluate(
@@ -290,7 +308,9 @@ class Generator(ImageHolder):
 
         Raises:
             RunFailed: the engine served another version than this packed one at some time.
+            ProcessLost: this process has not been started.
         """
+        self._set_up()
         concurrency = self._limit.groups * self._config.algorithm.n_samples_per_prompt
         try:
             with self._activity.evaluating():

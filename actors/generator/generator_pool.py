@@ -11,21 +11,24 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import ray
 import ray.exceptions
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 
-from actors.calls import ACTOR_FAILED, CALL_SECONDS, call, in_a_line, may_be_dropped
+from actors.calls import ACTOR_FAILED, CALL_SECONDS, call, in_a_line
+from actors.deaths import life_of
 from actors.observe.telemetry import RunTelemetry
 from actors.weights.broadcasts import Broadcasts
 from actors.weights.delivery import Delivery
-from actors.weights.weight_source import WeightSource
+from actors.weights.weight_source import TRAINER, WeightSource
 from service.backoff import Backoff, retried
 from service.config import RunConfig, WeightsConfig
 from service.config.rollout import GeneratorConfig
 from service.errors import BatonError, RunFailed, Starved, UserError
+from service.run.supervisor import Supervisor
 from service.types import PolicyVersion
 
 STOP_SECONDS = 10.0
@@ -34,10 +37,9 @@ HAND_OVER_SECONDS = 30.0
 """Seconds beyond its grace in which a generator that leaves hands over its open trajectories."""
 RETRY = Backoff(0.5, 0.5)
 """Pause before the start of a restarting generator is tried again."""
-STATUS_SECONDS = CHECK_SECONDS = 5.0
-"""Seconds after which a generator that does not answer is omitted from a report; also the time between two health
-checks."""
-BLOCKED = "an environment that blocks its process needs env.isolation: process"
+STATUS_SECONDS = 5.0
+"""Seconds after which a generator that does not answer is omitted from a report."""
+BLOCKED = " (an environment that blocks its process needs env.isolation: process)"
 """The usual reason for a generator that does not answer."""
 
 
@@ -54,18 +56,19 @@ class GeneratorPool:
         trainer: WeightSource,
         telemetry: RunTelemetry,
         say: Callable[[str], None],
+        supervisor: Supervisor,
         buffer: Any = None,
     ) -> None:
         self._settings, self._max_restarts, self._buffer = settings, run.max_restarts, buffer
-        self._telemetry, self._say = telemetry, say
+        self._telemetry, self._say, self._supervisor = telemetry, say, supervisor
         self._generators = {f"generator-{number}": generator for number, generator in enumerate(generators)}
         self._failures: Counter[str] = Counter()
         self._down: set[str] = set()
         """Names of the generators that restart or stop; they are not called for weights or evaluations."""
         workers, by_name = settings.tensor_parallel_size, self._generators
         broadcasts = Broadcasts.of(weights, collective_deadline, workers, by_name, trainer)
-        up, sent = self._is_up, telemetry.sent
-        self.weights = Delivery(weights, by_name, trainer, broadcasts, up, self._not_taken, sent)
+        failed, sent = partial(supervisor.report, TRAINER), telemetry.sent
+        self.weights = Delivery(weights, by_name, trainer, broadcasts, self._is_up, self._not_taken, failed, sent)
         self._stopping = False
         self._rooms: dict[str, PlacementGroup] = {}
         """The placement group of each generator that joined later."""
@@ -79,10 +82,20 @@ class GeneratorPool:
 
     async def start(self) -> None:
         """Start every engine."""
-        await asyncio.gather(*(self._start(name, generator) for name, generator in self._generators.items()))
+        await asyncio.gather(*(self._started(name) for name in self._generators))
+
+    async def _started(self, name: str) -> None:
+        """Start a generator's engine, in its next process if this one dies meanwhile."""
+
+        async def start() -> None:
+            if not self._ends(name):
+                await self._start(name, self._generators[name])
+
+        await retried(start, ray.exceptions.RayActorError, RETRY, within=self._settings.start_deadline)
 
     async def _start(self, name: str, generator: Any) -> None:
         """Start a generator's engine, whose own deadline ends before that of the call."""
+        self._supervisor.watch(name, partial(life_of, generator), self._settings.silent_deadline, BLOCKED)
         within = self._settings.start_deadline + CALL_SECONDS
         self.weights.register(name, str(await call(generator.start, who=name, within=within)))
 
@@ -96,7 +109,7 @@ class GeneratorPool:
         for name in self._generators:
             self._begin(name)
         try:
-            while self._keepers or not (self._drained or self._stopping):
+            while not self._stopping and (self._keepers or not self._drained):
                 if (ended := await self._ended.get()) is not None:
                     await self._keepers.pop(ended)
         finally:
@@ -110,7 +123,8 @@ class GeneratorPool:
     async def _keep(self, name: str) -> None:
         while not self._ends(name):
             try:
-                await self._watched(name)
+                running = call(self._generators[name].run, who=name, within=None)
+                await self._supervisor.unless_lost([name], running)
                 self._drained |= name not in self._leaving
                 return
             except ACTOR_FAILED as error:
@@ -140,6 +154,7 @@ class GeneratorPool:
         try:
             await self._start(name, generator)
         except BaseException:  # also when fewer are asked for meanwhile
+            self._supervisor.forget(name)
             _give_back(generator, room)
             raise
         loaded = time.monotonic()
@@ -172,6 +187,7 @@ class GeneratorPool:
 
     async def _forget(self, name: str) -> None:
         """End the process of a generator that leaves or failed, and its pending calls; then forget it."""
+        self._supervisor.forget(name)
         _give_back(self._generators[name], self._rooms.pop(name, None))
         await self.weights.forget(name)
         del self._generators[name]
@@ -188,53 +204,34 @@ class GeneratorPool:
 
     # -- failures -----------------------------------------------------------------------------------------------------
 
-    async def _watched(self, name: str) -> None:
-        """Wait until a generator ends; one that does not answer within `generator.silent_deadline` counts as failed."""
-        generator = self._generators[name]
-        running = asyncio.ensure_future(call(generator.run, who=name, within=None))
-        may_be_dropped(running)  # if the status call fails at the same time
-        try:
-            while not (await asyncio.wait([running], timeout=CHECK_SECONDS))[0]:
-                await call(generator.status, who=f"{name} ({BLOCKED})", within=self._settings.silent_deadline)
-            running.result()
-        finally:
-            running.cancel()
-
     async def _start_again(self, name: str, error: BaseException) -> None:
         """Restart a failed generator in a new process, retrying if the restart fails, and send the newest weights."""
-        self._down.add(name)
-        self.weights.restarts(name)
         failed: BaseException | None = error
         while failed is not None and not self._ends(name):
+            self._down.add(name)
+            self.weights.restarts(name)
             self._count_failure(name, failed)
             self._say(f"{name} failed ({in_a_line(failed)}); it starts again")
             ray.kill(self._generators[name], no_restart=False)
             failed = await self._came_up(name)
-        if self._ends(name):
-            return
-        self._down.discard(name)
-        await self.weights.update(name)
-        self._say(f"{name} is back")
+        if not self._ends(name):
+            self._say(f"{name} is back")
 
     def _count_failure(self, name: str, error: BaseException) -> None:
         self._failures[name] += 1
         if (times := self._failures[name]) > self._max_restarts or isinstance(error, UserError):
             raise RunFailed(f"{name} failed {times} times; the last time: {in_a_line(error)}") from error
 
-    async def _came_up(self, name: str) -> BatonError | None:
-        """Wait for a generator's new process and engine, unless it ends; if the engine did not start, returns why."""
-
-        async def start() -> None:
-            if not self._ends(name):
-                await self._start(name, self._generators[name])
-
+    async def _came_up(self, name: str) -> BaseException | None:
+        """Wait for a generator's new process, its engine, and the newest weights in it; if one fails, returns why."""
         try:
-            await retried(start, ray.exceptions.RayActorError, RETRY, within=self._settings.start_deadline)
+            await self._started(name)
         except BatonError as failed:
             return failed
         except ray.exceptions.RayActorError as down:
             raise RunFailed(f"{name} did not come back: {in_a_line(down)}") from down
-        return None
+        self._down.discard(name)
+        return await self.weights.update(name)
 
     def progressed(self) -> None:
         """Reset the count of failures, because an optimizer step was taken."""
@@ -245,6 +242,7 @@ class GeneratorPool:
             return  # it needs none any more
         self._telemetry.sync_failed()
         self._say(f"{name} did not take the weights of version {version}: {in_a_line(error)}")
+        self._supervisor.report(name, error)  # it would generate with old weights, which may be too old to train on
 
     # -- all of them --------------------------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ from aiohttp import web
 
 import service
 from actors.calls import call
+from actors.deaths import process_id
 from actors.observe.actor_logs import keep_log
 from actors.observe.http_guard import for_own_names, serve
 from service.backoff import Backoff, retried
@@ -25,6 +26,7 @@ from service.observe.hub import Hub
 from service.plan.live_binding import Window
 from service.run.folder import ADDRESS, TIMELINE, read_address, write_address
 from service.run.metrics_port import listening_socket
+from service.run.supervisor import Life
 from service.run.timeline import TimelineFiles
 
 RETRY = Backoff(0.5, 0.5)
@@ -66,6 +68,7 @@ class MetricsHub:
         keep_log("metrics-hub")
         self._metrics = Config.model_validate_json(config_json).metrics
         self._folder = None if run_folder is None else Path(run_folder)
+        self._process = process_id()
         self._hub = Hub(SystemClock(), Window())
         self._timeline = None if self._folder is None else TimelineFiles(self._folder / TIMELINE)
         self._runner: web.AppRunner | None = None
@@ -76,6 +79,10 @@ class MetricsHub:
 
     def __repr__(self) -> str:
         return f"MetricsHub({self._url or 'not serving'})"
+
+    async def life(self) -> Life:
+        """Return which process this is; it is set up once it serves."""
+        return Life(self._process, self._runner is not None)
 
     async def start(self) -> str:
         """Start to serve, unless the hub serves already; returns the address.

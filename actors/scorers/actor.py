@@ -7,17 +7,18 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 import ray
 import ray.exceptions
 
 from actors.calls import call, in_a_line
+from actors.deaths import process_id
 from actors.observe.actor_logs import keep_log
 from actors.scorers.frozen_model import FrozenEngine
 from service.config import Config
 from service.config.rollout import RoleConfig, ScorerConfig
 from service.rollout.prompts.dataset import load_tasks
+from service.run.supervisor import Life
 from service.scorers.asking import Worker
 from service.scorers.reply import Failure, ScorerFailed
 from service.scorers.scorer import Scorer
@@ -31,7 +32,7 @@ class ScorerActor:
 
     def __init__(self, config_json: str, name: str, model_folder: str, tasks_file: str) -> None:
         keep_log(f"scorer-{name}")
-        self._life = uuid4().hex
+        self._process = process_id()
         self._failure: Exception | None = None
         self._scorer: Scorer | None = None
         config = Config.model_validate_json(config_json)
@@ -54,7 +55,11 @@ class ScorerActor:
             raise self._failure
         if self._engine is not None:
             await self._engine.start()
-        return self._life
+        return self._process
+
+    async def life(self) -> Life:
+        """Return which process this is."""
+        return Life(self._process, self._failure is None)
 
     async def reply(self, row: int, group: bytes) -> bytes:
         """Return the reply about a group; see `Scorer.reply`."""

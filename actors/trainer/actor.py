@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import socket
-import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
@@ -20,6 +19,7 @@ import torch.distributed as dist
 
 from actors.calls import resolve_actor
 from actors.cuda import unusable_cuda
+from actors.deaths import process_id
 from actors.heap import freeze_heap
 from actors.observe.actor_logs import keep_log
 from actors.observe.reporting import Reporter
@@ -30,7 +30,7 @@ from actors.weights.part import PartCopy, WeightPart
 from actors.weights.policy_tensors import EMPTY_CHECKSUM, checksum_of
 from actors.weights.weight_group import Meeting
 from service.config import Config
-from service.errors import UserError
+from service.errors import ProcessLost, UserError
 from service.handoff.steps.wire import decode_mini_batch
 from service.learn.estimate.fit import checkpointing_on
 from service.learn.learner import Learner, StepReport
@@ -41,6 +41,7 @@ from service.learn.supervised import SupervisedSteps
 from service.observe.measure import measure_states
 from service.observe.metrics import Metrics
 from service.observe.recorder import States, Trace
+from service.run.supervisor import Life
 from service.types import SupervisedRow
 
 log = logging.getLogger(__name__)
@@ -50,6 +51,8 @@ MeetingPoint = tuple[str, int]
 
 SENDING = "sending"
 """Ray's concurrency group of the calls that must not wait for an optimizer step."""
+WATCHING = "watching"
+"""Ray's concurrency group of the supervisor's questions, which wait for no other call."""
 
 
 class TrainerRank:
@@ -67,7 +70,7 @@ class TrainerRank:
         self._sender: BroadcastSender | None = None
         self._copy: PartCopy | None = None
         """This rank's copy of its part of the newest weights, for transport `memory`."""
-        self._process = uuid.uuid4().hex
+        self._process = process_id()
         self._steps = 0
         self._profile: StepProfile | None = None
         trace = Trace()
@@ -94,10 +97,10 @@ class TrainerRank:
         state = "not loaded" if self._learner is None else f"{self._steps} steps"
         return f"TrainerRank({self._rank} of {self._world_size}, {state})"
 
-    def process(self) -> str:
-        """Return a unique name of this rank's process; process ids can repeat, especially in another pod, where
-        they begin at 1."""
-        return self._process
+    @ray.method(concurrency_group=WATCHING)  # type: ignore[untyped-decorator]
+    def life(self) -> Life:
+        """Return which process this is, also during a step; it is set up once the policy is loaded."""
+        return Life(self._process, self._learner is not None)
 
     def meeting_point(self) -> MeetingPoint:
         """Return an address of this rank's node with a free port, at which a process group can meet."""
@@ -207,7 +210,7 @@ class TrainerRank:
     @ray.method(concurrency_group=SENDING, num_returns=2)  # type: ignore[untyped-decorator]
     def bucket(self, version: int, start: int, stop: int, whole: bool) -> tuple[Octets, WeightBucket | None]:
         """Return these bytes of this rank's part of this version's weights; None if a newer version has replaced it."""
-        copy = self._copy
+        _, copy = self.learner, self._copy
         if copy is None or copy.version != version:
             return _NOTHING, None
         bucket, message = copy.bucket(start, stop, whole)
@@ -225,7 +228,7 @@ class TrainerRank:
 
         The result is empty if a newer version has replaced this one.
         """
-        gathered, weights = self._gathered
+        _, (gathered, weights) = self.learner, self._gathered
         return _with_checksum(encode_handles(weights, self._device) if version == gathered else b"")
 
     @ray.method(concurrency_group=SENDING)  # type: ignore[untyped-decorator]
@@ -234,7 +237,7 @@ class TrainerRank:
 
         The call returns at once, so that no other rank waits for the engines.
         """
-        gathered, weights = self._gathered
+        _, (gathered, weights) = self.learner, self._gathered
         if version != gathered:
             return False
         self._sender = self._sender or BroadcastSender(self._device)
@@ -263,9 +266,13 @@ class TrainerRank:
 
     @property
     def learner(self) -> Learner:
-        """Return the loaded learner."""
+        """Return the loaded learner.
+
+        Raises:
+            ProcessLost: this process has not been set up; an earlier one was.
+        """
         if self._learner is None:
-            raise ValueError(f"trainer rank {self._rank} was used before load()")
+            raise ProcessLost(f"trainer-{self._rank} was restarted and is not set up")
         return self._learner
 
 

@@ -19,7 +19,7 @@ from actors.weights.weight_group import Meeting
 from actors.weights.weight_source import PublishedWeights, TrainerLost
 from service.backoff import Backoff, retried
 from service.config import Config
-from service.errors import RunFailed, Starved
+from service.errors import ProcessLost, RunFailed, Starved
 from service.learn.learner import StepReport
 from service.types import PolicyVersion, SupervisedRow
 
@@ -35,6 +35,7 @@ class TrainerGroup:
         warm start."""
         self._start_deadline, self._deadline, self._warm_start_steps = start_deadline, deadline, warm_start_steps
         self._ranks = list(ranks)
+        self.named = {f"trainer-{number}": rank for number, rank in enumerate(ranks)}
         self._processes: list[str] = []
         self.nodes: list[str] = []
         """The id of each rank's node."""
@@ -51,25 +52,30 @@ class TrainerGroup:
 
         Raises:
             Starved: the ranks did not start in time.
+            TrainerLost: a rank died meanwhile.
         """
-        self._processes = await self._start("process")
-        meeting_point = await call(self._ranks[0].meeting_point, who="trainer-0")
-        self.nodes = await self._start("node")
-        await self._start("load", meeting_point, str(model_folder), self.nodes, adapter)
+        try:
+            self._processes = [life.process for life in await self._start("life")]
+            meeting_point = await call(self._ranks[0].meeting_point, who="trainer-0")
+            self.nodes = await self._start("node")
+            await self._start("load", meeting_point, str(model_folder), self.nodes, adapter)
+        except ray.exceptions.RayActorError as error:
+            raise TrainerLost(f"the trainer failed as it started ({in_a_line(error)})") from error
 
-    async def restart(self, model_folder: Path) -> None:
-        """End every rank's process and form a new group.
+    async def restart(self, model_folder: Path, adapter: bool = True) -> None:
+        """End every rank's process and form a new group; `adapter`: see `load`.
 
         Raises:
             RunFailed: the ranks did not come back in time.
+            TrainerLost: a rank died meanwhile.
         """
         for rank in self._ranks:
             ray.kill(rank, no_restart=False)
         ended = list(self._processes)
 
         async def came_back() -> None:
-            processes = await self._start("process")
-            if any(new == old for new, old in zip(processes, ended, strict=True)):
+            lives = await self._start("life")
+            if any(life.process in ended for life in lives):
                 raise ConnectionError("a rank's old process has not ended")
 
         errors = (ray.exceptions.RayActorError, ConnectionError)
@@ -77,7 +83,7 @@ class TrainerGroup:
             await retried(came_back, errors, RETRY, within=self._start_deadline)
         except errors as error:
             raise RunFailed(f"the trainer ranks did not come back within {self._start_deadline:.0f} s") from error
-        await self.load(model_folder)
+        await self.load(model_folder, adapter)
 
     def end(self) -> None:
         """End every rank's process, for good."""
@@ -176,10 +182,10 @@ class TrainerGroup:
 
 @contextmanager
 def _raises_trainer_lost() -> Iterator[None]:
-    """Turn Ray's errors and missed deadlines into `TrainerLost`."""
+    """Turn Ray's errors, missed deadlines, and a rank that is not set up into `TrainerLost`."""
     try:
         yield
-    except ray.exceptions.RayError as error:
+    except (ray.exceptions.RayError, ProcessLost) as error:
         raise TrainerLost(f"the trainer failed ({in_a_line(error)})") from error
     except Starved as error:
         raise TrainerLost(f"the trainer is silent ({error})") from error

@@ -43,12 +43,13 @@ class Delivery:
         broadcasts: Broadcasts,
         is_up: Callable[[str], bool],
         not_taken: Callable[[str, PolicyVersion, BaseException], None],
+        source_failed: Callable[[TrainerLost], None],
         sent: Callable[[int, float | None], None],
     ) -> None:
-        """Store the settings; `not_taken` is called with the reason why an engine did not load a version; `sent`:
-        see `NodeImages`."""
+        """Store the settings; `not_taken` is called with the reason why an engine did not load a version,
+        `source_failed` when the trainer could not send it; `sent`: see `NodeImages`."""
         self._config, self._generators, self._source, self._is_up = config, generators, source, is_up
-        self._not_taken = not_taken
+        self._not_taken, self._source_failed = not_taken, source_failed
         self._images = NodeImages(config, generators, source, sent)
         self._broadcasts, self._broadcasting = broadcasts, asyncio.Lock()
         self._locks: dict[str, asyncio.Lock] = {}
@@ -99,7 +100,7 @@ class Delivery:
         deadline = self._config.sync_deadline
         try:
             async with asyncio.timeout(deadline):
-                seconds = await self._sync
+                seconds = await asyncio.shield(self._sync)  # who waits may be woken; the engines go on
         except TimeoutError as error:
             raise RunFailed(f"the engines did not take new weights within {deadline:.0f} s") from error
         self._sync = None
@@ -126,15 +127,18 @@ class Delivery:
             del self._kept[name]
         await asyncio.gather(*(self.update(name) for name in kept.generators))
 
-    async def update(self, name: str) -> None:
-        """Update one engine; an engine that is down, or fails during the update, is updated after its restart."""
+    async def update(self, name: str) -> BaseException | None:
+        """Update one engine; an engine that is down, or fails during the update, is updated after its restart.
+
+        Returns why it failed; None also if the trainer is lost, which publishes again after its restart.
+        """
         if self._config.transport == "nccl":
-            return await self._broadcast([name])
+            return (await self._broadcast([name])).get(name)
         if (lock := self._locks.get(name)) is None:
-            return  # it has left
+            return None  # it has left
         async with lock:
             if self._latest is None or not self._takes(name):
-                return
+                return None
             version, weights = self._latest
             try:
                 if self._config.transport == "memory":
@@ -143,8 +147,12 @@ class Delivery:
                     handles = await self._source.ipc_handles(list(self._generators).index(name), version)
                     if handles is not None:  # otherwise the rank has newer ones, which are about to be published
                         await self._take(name, version, handles.data, handles.checksum)
+            except TrainerLost as lost:
+                self._source_failed(lost)
             except ACTOR_FAILED as error:
                 self._not_taken(name, version, error)
+                return error
+        return None
 
     async def _update_all(self, version: PolicyVersion, weights: PublishedWeights) -> float:
         start = time.monotonic()
@@ -156,19 +164,21 @@ class Delivery:
                 await asyncio.gather(*(self.update(name) for name in up))
         return time.monotonic() - start
 
-    async def _broadcast(self, names: list[str]) -> None:
-        """Update the engines that are up, by one broadcast."""
+    async def _broadcast(self, names: list[str]) -> dict[str, BaseException]:
+        """Update the engines that are up, by one broadcast; returns, by name, why an engine failed."""
         async with self._broadcasting:
             up = [name for name in names if self._takes(name)]
             if self._latest is None or not up:
-                return
+                return {}
             version, weights = self._latest
             try:
                 lost = await self._broadcasts.send(up, version, weights)
-            except TrainerLost as trainer_lost:  # it restarts and publishes newer ones
-                lost = dict.fromkeys(up, trainer_lost)
+            except TrainerLost as trainer_lost:
+                self._source_failed(trainer_lost)
+                return {}
             for name, error in lost.items():
                 self._not_taken(name, version, error)
+            return lost
 
     def _takes(self, name: str) -> bool:
         """Return whether an engine is up and does not keep older weights for an evaluation."""

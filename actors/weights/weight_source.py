@@ -12,6 +12,9 @@ from actors.weights.weight_group import Meeting
 from service.errors import BatonError
 from service.types import PolicyVersion
 
+TRAINER = "trainer"
+"""The supervisor's name of all ranks together, for whoever waits for them."""
+
 
 class TrainerLost(BatonError):
     """A rank died, raised or did not answer; its group cannot continue."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,22 @@ def test_a_run_goes_on_after_the_death_of_each_of_its_parts(drive: Drive) -> Non
     # A group that the deaths held up may be staler than the limit: its tokens have no loss then.
     trained = {int(key.split("/")[2]) for line in lines for key in line if key.startswith("policy/by_staleness/")}
     assert 0 < max(trained) <= 4
+
+
+def test_the_trainer_dies_while_it_waits_for_a_generator_that_died_before_it(drive: Drive) -> None:
+    """Ray gives the rank another process, which answers, but has no weights for the generator that comes back."""
+    run = drive([*ENDLESS, "run.stall_deadline=240"])
+    until_checkpoint(run)
+    kill(run, "ray::Generator")
+    run.until("it starts again")
+    time.sleep(4)  # the engine takes longer to start: the trainer waits for a mini-batch by then
+    kill(run, "ray::TrainerRank")
+    lost = run.until("the trainer restarts from step")
+    assert "the process of trainer-" in lost and "died" in lost
+    run.until("generator-0 is back")
+    run.until_step(step_in(lost) + 3)
+    run.process.send_signal(signal.SIGTERM)
+    assert run.end() == 128 + signal.SIGTERM, "".join(run.said)
 
 
 def test_a_part_that_freezes_is_started_again_like_one_that_died(drive: Drive) -> None:

@@ -15,6 +15,7 @@ from actors.weights.delta import WeightBucket, bucket_of
 from actors.weights.image import Image
 from actors.weights.part import PartCopy, WeightPart
 from service.learn.model.sharding import Rows
+from service.run.supervisor import Life
 from service.types import PolicyVersion
 
 ONE_BUCKET = (WeightPart.of_spans([(0, 16)]),)
@@ -119,6 +120,7 @@ class FakeGenerator:
         self.release_image = Method(self._release)
         self.update_weights = Method(self._update)
         self.join_trainer = Method(self._join)
+        self.life = Method(self._life)
 
     @property
     def paths(self) -> set[str]:
@@ -148,6 +150,9 @@ class FakeGenerator:
         await self.loading.wait()
         self._fail("update")
         self.said.append(f"{self.name} takes {PolicyVersion.unpack(version)} from {data}, checksum {checksum}")
+
+    async def _life(self) -> Life:
+        return Life(self.name, is_set_up=True)
 
     async def _join(self, meeting: Any, first_rank: int) -> None:
         self._fail("join")

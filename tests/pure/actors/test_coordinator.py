@@ -6,7 +6,7 @@ import asyncio
 import json
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,6 +27,7 @@ from service.handoff.verbs import Wait, WaitReason
 from service.learn.learner import StepReport
 from service.run.folder import SUMMARY, TARGETS, warmed_model, write_address
 from service.run.inputs import Prepared
+from service.run.supervisor import Life
 from service.run.writer import RunWriter
 from tests.pure.actors.fakes import Method
 
@@ -44,18 +45,21 @@ def answering(answer: Any = None) -> Callable[..., Any]:
     return answers
 
 
+LIVES = Method(answering(Life("a process", is_set_up=True)))
+
+
 def cluster_of(folder: Path, buffer: dict[str, Any], trainer: dict[str, Any]) -> Cluster:
     """Without generators; `buffer`: the answers by method, `trainer`: the methods."""
     folder.mkdir(parents=True, exist_ok=True)
     write_address(folder, "http://127.0.0.1:9400")
     return Cluster(
         hub=SimpleNamespace(
-            start=Method(answering("http://127.0.0.1:9400")), push=SimpleNamespace(remote=lambda *_: None)
+            start=Method(answering("http://127.0.0.1:9400")), push=SimpleNamespace(remote=lambda *_: None), life=LIVES
         ),
-        buffer=SimpleNamespace(**{name: Method(answering(answer)) for name, answer in buffer.items()}),
+        buffer=SimpleNamespace(life=LIVES, **{name: Method(answering(answer)) for name, answer in buffer.items()}),
         generators=(),
         place=answering(None),
-        trainer=SimpleNamespace(**trainer),  # type: ignore[arg-type]
+        trainer=SimpleNamespace(named={}, **trainer),  # type: ignore[arg-type]
     )
 
 
@@ -103,6 +107,8 @@ def test_a_run_that_is_stopped_while_it_writes_its_final_weights_has_finished(tm
 
 class Trainer:
     """Writes down what it was asked."""
+
+    named: Mapping[str, Any] = {}
 
     def __init__(self) -> None:
         self.asked: list[tuple[Any, ...]] = []
@@ -156,8 +162,8 @@ def test_an_adapter_is_added_to_what_the_warm_start_of_all_weights_left(
     warmed = warmed_model(config.model, run.path)
     prepared = Prepared(tmp_path / "rows.jsonl", [], tmp_path, 8, Routing((), 0, 0), warmed_model=warmed)
     cluster = Cluster(
-        hub=SimpleNamespace(start=hub, push=SimpleNamespace(remote=lambda *_: None)),
-        buffer=SimpleNamespace(**{name: Method(answering(1)) for name in ("ready", "join")}),
+        hub=SimpleNamespace(start=hub, push=SimpleNamespace(remote=lambda *_: None), life=LIVES),
+        buffer=SimpleNamespace(life=LIVES, **{name: Method(answering(1)) for name in ("ready", "join")}),
         generators=(),
         place=answering(None),
         trainer=trainer,  # type: ignore[arg-type]

@@ -27,7 +27,7 @@ from baton.examples import lookup
 from service.agents.session_keys import Keys
 from service.config import Config, load_config
 from service.config.core_settings import message_limits
-from service.errors import RunFailed, WeightsGone
+from service.errors import ProcessLost, RunFailed, WeightsGone
 from service.evaluation.scores import EvalShard
 from service.handoff.steps.builder import steps_table
 from service.handoff.steps.tables import end_objects, ends_table, trajectory_ids
@@ -123,6 +123,22 @@ def generator(tmp_path: Path) -> Generator:
 def engine_of(generator: Generator) -> FakeEngine:
     assert isinstance(generator._engine, FakeEngine)
     return generator._engine
+
+
+def started(generator: Generator) -> None:
+    claimer = SimpleNamespace(look_again=lambda: None)
+    generator._joined = Membership(claimer, SimpleNamespace())  # type: ignore[arg-type]
+
+
+async def test_a_process_that_was_started_again_does_nothing_until_it_is_set_up(generator: Generator) -> None:
+    """Ray starts it again by itself; an answer would be taken for that of the process that was there before."""
+    assert not (await generator.life()).is_set_up
+    shard = EvalShard(0, 1, None)
+    for call in (generator.run(), generator.update_weights(1, "/path", 0), generator.evaluate("e", "f", 1, shard)):
+        with pytest.raises(ProcessLost, match="g was restarted and is not set up"):
+            await call
+    started(generator)
+    assert (await generator.life()).is_set_up
 
 
 def join(generator: Generator, config: Config, folder: Path, buffer: FakeBuffer) -> AnsweringEngine:
@@ -412,6 +428,7 @@ async def test_an_update_is_counted_and_a_waiting_claim_looks_again(generator: G
 
 
 async def test_an_engine_that_could_not_load_serves_nobody_any_more(generator: Generator, exits: list[int]) -> None:
+    started(generator)
     engine_of(generator).error = RunFailed("the weights of version 2.3 were not loaded in 2 tries")
     with pytest.raises(RunFailed, match="not loaded in 2 tries"):
         await generator.update_weights(PolicyVersion(2, 3).pack(), "/path", 0)
@@ -426,6 +443,7 @@ async def test_an_engine_that_could_not_load_serves_nobody_any_more(generator: G
 async def test_an_update_that_is_refused_leaves_the_generator_at_work(
     generator: Generator, exits: list[int], error: BaseException
 ) -> None:
+    started(generator)
     engine_of(generator).error = error
     with pytest.raises(type(error)):
         await generator.update_weights(PolicyVersion(2, 3).pack(), "/path", 0)

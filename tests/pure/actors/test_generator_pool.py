@@ -12,13 +12,16 @@ import torch.distributed as dist
 from ray.exceptions import ObjectLostError
 
 import actors.generator.generator_pool
+from actors.deaths import is_death
 from actors.generator.generator_pool import GeneratorPool
 from actors.weights.weight_group import OVER, Meeting
-from actors.weights.weight_source import PublishedWeights, TrainerLost
+from actors.weights.weight_source import TRAINER, PublishedWeights, TrainerLost
 from service.backoff import Backoff
 from service.config import RunConfig, TrainerConfig, WeightsConfig
 from service.config.rollout import GeneratorConfig
 from service.errors import RunFailed, Starved, WeightsCutOff, WeightsGone
+from service.run import supervisor
+from service.run.supervisor import Supervisor
 from service.types import PolicyVersion
 from tests.pure.actors.fakes import ONE_BUCKET, FakeGenerator, FakeRank0, Method, died
 
@@ -27,6 +30,7 @@ from tests.pure.actors.fakes import ONE_BUCKET, FakeGenerator, FakeRank0, Method
 def killed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The generators whose processes were ended."""
     gone: list[Any] = []
+    monkeypatch.setattr(supervisor, "CAUSE_SECONDS", 0.0)
     monkeypatch.setattr(actors.generator.generator_pool.ray, "kill", lambda generator, **_: gone.append(generator))
     return gone
 
@@ -63,6 +67,10 @@ class FakeTelemetry:
         pass
 
 
+async def cause(process: str) -> str:
+    return "it died"
+
+
 class World:
     """A pool, of two if nothing else is said, and what was said and done."""
 
@@ -75,7 +83,8 @@ class World:
         settings = WeightsConfig.model_validate({"transport": transport, **weights})
         run = RunConfig(max_restarts=max_restarts)
         generator = GeneratorConfig(engines=engines, tensor_parallel_size=tensor_parallel_size)
-        actors = self.generators, self.trainer, self.telemetry, self.told.append
+        self.supervisor = Supervisor(self.told.append, cause, is_death)
+        actors = self.generators, self.trainer, self.telemetry, self.told.append, self.supervisor
         self.pool = GeneratorPool(generator, run, settings, TrainerConfig().collective_deadline, *actors)  # type: ignore[arg-type]
 
     async def started(self) -> World:
@@ -153,6 +162,7 @@ async def stopped_while_weights_are_on_their_way() -> None:
     await world.pool.weights.publish(PolicyVersion(1, 1), PublishedWeights("weights 1", 1, ONE_BUCKET))
     await until(lambda: bool(world.generators[0].paths))
     await world.pool.stop()
+    world.supervisor.stop()
     for generator in world.generators:
         generator.loading.set()
     await until(lambda: asyncio.all_tasks() == before)
@@ -243,11 +253,14 @@ async def test_broadcasts_that_fail_though_every_engine_lives_end_the_run_in_one
         await world.publish(1)
 
 
-async def test_a_trainer_that_is_lost_as_it_should_send_publishes_again_when_it_is_back() -> None:
+async def test_a_trainer_that_is_lost_as_it_should_send_wakes_the_driver_and_publishes_again_when_it_is_back() -> None:
     world = await World("nccl").started()
     world.trainer.lost = True
+    training = asyncio.ensure_future(world.supervisor.unless_lost([TRAINER], asyncio.Event().wait()))
     assert await world.publish(1) == []
-    assert world.told == [f"generator-{n} did not take the weights of version 1:1: the trainer failed" for n in (0, 1)]
+    with pytest.raises(TrainerLost):
+        await training
+    assert (world.told, world.telemetry.failed) == ([], 0), "the engines are not at fault"
     world.trainer.lost = False
     assert await world.publish(1) == sorted([*JOINS, *TAKES, "sends 1:1 to 2"])
 

@@ -43,7 +43,7 @@ def test_each_host_and_what_it_holds_is_said_at_the_start_in_a_line() -> None:
 
 def test_looking_at_the_hosts_prints_no_warning_of_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     job, node = ray.JobID.from_int(7), ray.NodeID.from_random()
-    buffer = {"Address": {"NodeID": node.hex()}, "Name": "buffer", "NumRestarts": 2}
+    buffer = {"Address": {"NodeID": node.hex()}, "Name": "buffer"}
     tables = {(job, "ALIVE"): {"an actor": buffer}}
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
     context = RuntimeContext(SimpleNamespace(current_job_id=job, current_node_id=node))
@@ -53,9 +53,7 @@ def test_looking_at_the_hosts_prints_no_warning_of_ray(monkeypatch: pytest.Monke
     one = {"NodeID": node.hex(), "Alive": True, "NodeManagerAddress": "10.0.0.1", "Labels": {}}
     monkeypatch.setattr(ray, "nodes", lambda: [one])
     with warnings.catch_warnings(action="error"):
-        assert driver_hosts.hosts() == {
-            node.hex(): ClusterHost("10.0.0.1", ("buffer", "driver"), 7000, (("buffer", 2),))
-        }
+        assert driver_hosts.hosts() == {node.hex(): ClusterHost("10.0.0.1", ("buffer", "driver"), 7000)}
 
 
 def test_nothing_is_said_where_there_is_one_host() -> None:
@@ -76,35 +74,6 @@ def test_a_host_that_goes_is_said_once_with_what_it_held_and_where_that_went() -
         "host 10.0.0.3 (spot) now holds trainer-1",
         "host 10.0.0.2 has joined",
         "host 10.0.0.2 now holds trainer-0",
-    ]
-
-
-def test_a_part_that_ray_started_again_is_said_by_name_and_one_that_starts_for_ever_not_each_time() -> None:
-    watch, said = watching({"one": HEAD._replace(restarts=(("metrics-hub", 1),))})
-    for times in (1, 1, 2, 3, 4):
-        watch.changed({"one": HEAD._replace(restarts=(("buffer", times), ("metrics-hub", 1)))})
-    again = "had ended, and Ray has started it again"
-    assert said == [
-        f"the process of metrics-hub {again}; see its log",
-        f"the process of buffer {again}; see its log",
-        f"the process of buffer {again} (restart 2); see its log",
-        f"the process of buffer {again} (restart 4); see its log",
-    ]
-
-
-def test_a_restart_is_said_once_where_the_host_went_or_the_run_waits_for_the_part() -> None:
-    watch, said = watching(ALL)
-    del said[:]
-    watch.changed({"two": RANKS._replace(restarts=(("trainer-0", 1),)), "three": SPOT})
-    watch.changed(
-        {
-            "two": RANKS,
-            "three": ClusterHost(SPOT.name, ("buffer", *SPOT.parts), None, (("buffer", 1), ("generator-0", 1))),
-        }
-    )
-    assert said == [
-        "host 10.0.0.1 is gone; it held buffer, driver",
-        "host 10.0.0.3 (spot) now holds buffer",
     ]
 
 

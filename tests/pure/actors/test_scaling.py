@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import actors.generator.generator_pool
+from actors.deaths import cause_of_death, is_death
 from actors.generator import scaling
 from actors.generator.generator_pool import GeneratorPool
 from actors.generator.scaling import MARGIN_SECONDS, Placed, Scaling
@@ -20,6 +21,8 @@ from service.backoff import Backoff
 from service.config import Config, WeightsConfig
 from service.config.rollout import GeneratorConfig
 from service.errors import RunFailed
+from service.run import supervisor
+from service.run.supervisor import Supervisor
 from service.types import PolicyVersion
 from tests.pure.actors.fakes import ONE_BUCKET, FakeGenerator, FakeRank0, Method, died
 
@@ -101,6 +104,7 @@ class World:
         monkeypatch.setattr(actors.generator.generator_pool.ray, "kill", self.kill)
         monkeypatch.setattr(actors.generator.generator_pool, "remove_placement_group", self.rooms.append)
         monkeypatch.setattr(scaling, "PAUSE_SECONDS", 0.0)
+        monkeypatch.setattr(supervisor, "CAUSE_SECONDS", 0.0)
         engines = {"min": 1, "max": 3}
         settings = GeneratorConfig.model_validate(
             {"engines": engines, "concurrent_groups": GROUPS, "leave_grace": GRACE}
@@ -119,6 +123,7 @@ class World:
             Sends(),  # type: ignore[arg-type]
             self.told,
             self.lines.append,
+            Supervisor(self.lines.append, cause_of_death, is_death),
             self.told,  # type: ignore[arg-type]
         )
         asked = self.pool, self.place, lambda now: self.wanted, self.lines.append

@@ -1,0 +1,152 @@
+"""Knows of each process of a run whether it lives and is set up; its death wakes whoever waits, with the cause.
+
+each second     "which process are you, and are you set up?"
+no process, another process, or one that is not set up      lost: who waited before the question gets `ProcessLost`;
+                                                            if nobody waits, the cause is printed
+no answer       after `SILENT_SECONDS` a line; after the actor's own deadline it is lost too
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import Counter, defaultdict
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+from service.errors import ProcessLost, Starved
+
+PROBE_SECONDS = 1.0
+"""Seconds between an answer of a process and the next question."""
+SILENT_SECONDS = 10.0
+"""Seconds without an answer after which a process is named; one that is busy answers late."""
+CAUSE_SECONDS = 2.5
+"""Seconds that a failed call waits for the question that finds the cause: its process may have died."""
+
+Answer = TypeVar("Answer")
+
+
+class Life(NamedTuple):
+    """The answer of a process."""
+
+    process: str
+    """An id that no other process has."""
+    is_set_up: bool
+    """Whether it has been given all that its work needs; a process that was restarted has not."""
+
+
+Probe = Callable[[], Awaitable[Life | None]]
+"""Asks an actor; None: it has no process."""
+Cause = Callable[[str], Awaitable[str | None]]
+"""Returns how the process with this id ended, as in "died: out of memory"; None: the run has ended it."""
+
+
+class Supervisor:
+    """Asks every actor of a run, as long as the run lasts."""
+
+    def __init__(self, say: Callable[[str], None], cause: Cause, is_death: Callable[[BaseException], bool]) -> None:
+        """Store the settings; `is_death`: whether an error of a call may come from the death of its process."""
+        self._say, self._cause, self._is_death = say, cause, is_death
+        self._asking: dict[str, asyncio.Task[None]] = {}
+        self._known: dict[str, str] = {}
+        """The process of each actor that answered last, until it is lost."""
+        self._waiting: defaultdict[str, set[asyncio.Future[None]]] = defaultdict(set)
+        self._deaths: Counter[str] = Counter()
+
+    def watch(self, name: str, probe: Probe, deadline: float = math.inf, hint: str = "") -> None:
+        """Ask an actor from now on, unless it is asked already.
+
+        `deadline`: seconds of silence after which its process is lost; `hint`: the usual reason for silence.
+        """
+        if name not in self._asking:
+            self._asking[name] = asyncio.ensure_future(self._watch(name, probe, deadline, hint))
+
+    def forget(self, name: str) -> None:
+        """Ask this actor no more; it has left."""
+        self._known.pop(name, None)
+        if (asking := self._asking.pop(name, None)) is not None:
+            asking.cancel()
+
+    def stop(self) -> None:
+        """Ask no actor any more, because the run ends."""
+        for name in [*self._asking]:
+            self.forget(name)
+
+    async def unless_lost(self, names: Sequence[str], work: Awaitable[Answer]) -> Answer:
+        """Do work that needs these actors set up; it is cancelled when one of them is lost.
+
+        Raises:
+            ProcessLost: a process died, was restarted, or was silent for too long.
+        """
+        working = asyncio.ensure_future(work)
+        lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        either: list[asyncio.Future[Any]] = [working, lost]
+        for name in names:
+            self._waiting[name].add(lost)
+        try:
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if working.done() and (error := working.exception()) is not None and self._is_death(error):
+                await asyncio.wait([lost], timeout=CAUSE_SECONDS)
+            if lost.done() and not (working.done() and working.exception() is None):
+                lost.result()
+            return working.result()
+        finally:
+            for name in names:
+                self._waiting[name].discard(lost)
+            for each in either:
+                each.add_done_callback(lambda done: done.cancelled() or done.exception())
+                each.cancel()
+            await asyncio.wait([working])
+
+    def report(self, name: str, error: BaseException) -> None:
+        """Give who waits for this actor the error of a call by somebody else, unless a question finds the cause."""
+        asyncio.get_running_loop().call_later(CAUSE_SECONDS, _give, error, [*self._waiting[name]])
+
+    async def _watch(self, name: str, probe: Probe, deadline: float, hint: str) -> None:
+        while True:
+            waiting = [*self._waiting[name]]  # not those who come after the question
+            try:
+                why = await self._why_lost(name, await self._answer(name, probe, deadline), waits=bool(waiting))
+            except Starved as silent:
+                why, waiting = f"{silent}{hint}", [*self._waiting[name]]
+            if why is not None and not _give(ProcessLost(why), waiting):
+                self._deaths[name] += 1
+                if self._deaths[name].bit_count() == 1:  # of one that dies repeatedly the 1st, the 2nd, the 4th ...
+                    self._say(f"{why}; Ray starts it again")
+            await asyncio.sleep(PROBE_SECONDS)
+
+    async def _answer(self, name: str, probe: Probe, deadline: float) -> Life | None:
+        """Ask once, and print that there is no answer; an actor that still starts answers late.
+
+        Raises:
+            Starved: there was no answer within `deadline`, and somebody waits for this actor.
+        """
+        asking, seconds, step = asyncio.ensure_future(probe()), 0.0, min(SILENT_SECONDS, deadline)
+        try:
+            while not (await asyncio.wait([asking], timeout=step))[0]:
+                seconds += step
+                if seconds == step and name in self._known:
+                    self._say(f"{name} has not answered for {seconds:.0f} s")
+                if seconds >= deadline and self._waiting[name]:
+                    raise Starved(f"no answer of {name} for {seconds:.0f} s")
+            return asking.result()
+        finally:
+            asking.cancel()
+
+    async def _why_lost(self, name: str, life: Life | None, waits: bool) -> str | None:
+        """Return why the process that answered before is lost; None: it is not, or nobody needs to be told."""
+        before = self._known.pop(name, None)
+        if life is not None:
+            self._known[name] = life.process
+        if before is not None and (life is None or life.process != before):
+            cause = await self._cause(before) or ("was ended by the run" if waits else None)
+            return None if cause is None else f"the process of {name} {cause}"
+        return f"{name} is not set up" if waits and (life is None or not life.is_set_up) else None
+
+
+def _give(error: BaseException, waiting: Iterable[asyncio.Future[None]]) -> bool:
+    """Give an error to those who still wait; returns whether anybody does."""
+    left = [each for each in waiting if not each.done()]
+    for each in left:
+        each.set_exception(error)
+    return bool(left)
