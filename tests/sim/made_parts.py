@@ -32,6 +32,7 @@ from service.observe.metrics import Metrics
 from service.rollout.environment import Task
 from service.rollout.environments.env_metrics import EnvMetrics
 from service.run.folder import write_address
+from service.run.supervisor import Life
 from service.scorers.reply import encode_answer
 from service.types import Extension, MiniBatch, PolicyVersion, Steps, TrajectoryEnd, TrajectoryId
 from tests.sim.made_ray import MadeActor
@@ -227,7 +228,7 @@ class SimPlayer:
         self, workers: AgentWorkers, config: Config, model_folder: Path, engine: SimEngine, *more: Any
     ) -> None:
         self._workers, self._engine = workers, engine
-        self.env_metrics, self.leaked = EnvMetrics(), list[Any]()
+        self.env_metrics, self.leaked, self.failures = EnvMetrics(), list[Any](), dict[str, str]()
         self.timelines = SimpleNamespace(finish=lambda: None)
 
     async def play(self, of: TrajectoryId, task: Task, sink: StepSink, earlier: Steps | None) -> TrajectoryEnd:
@@ -271,15 +272,23 @@ class SimGenerator(Generator):
     """The production generator; `start` needs no Ray."""
 
 
-class Judge:
-    """A scorer's actor."""
+class Living:
+    """An actor without a state."""
 
     def __init__(self) -> None:
-        self._life = uuid4().hex
+        self._process = uuid4().hex
+
+    async def life(self) -> Life:
+        """Which process this is."""
+        return Life(self._process, True)
+
+
+class Judge(Living):
+    """A scorer's actor."""
 
     async def ready(self) -> str:
         """The name of this process."""
-        return self._life
+        return self._process
 
     async def reply(self, row: int, group: bytes) -> bytes:
         """A reward for each trajectory."""
@@ -287,10 +296,11 @@ class Judge:
         return encode_answer(Answer([float(sample) for sample in range(len(ends))]))
 
 
-class SimHub:
+class SimHub(Living):
     """The metrics hub without a port."""
 
     def __init__(self, folder: Path) -> None:
+        super().__init__()
         self._folder = folder
 
     async def start(self) -> str:

@@ -115,6 +115,7 @@ class MadeActor:
         self.process, self._was_made = SimProcess(self.name), True
         self._locks = defaultdict(asyncio.Lock)
         self.body = self.process.context().run(self.make)
+        self.ray.processes[self.body._process] = ""
         waiting, self._waiting = self._waiting, []
         for call in waiting:
             self._begin(call)
@@ -122,11 +123,12 @@ class MadeActor:
             comes, self._comes = self._comes, None
             comes()
 
-    def die(self, restarts: bool = True) -> None:
-        """kill -9; Ray starts another process unless it was told not to."""
+    def die(self, restarts: bool = True, cause: str | None = "its process died: kill -9") -> None:
+        """End its process; Ray starts another one unless it was told not to. `cause`: see `MadeRay.processes`."""
         self.is_gone |= not restarts
         if self.process is None:
             return
+        self.ray.processes[self.body._process] = cause
         process, self.process, body, self.body = self.process, None, self.body, None
         process.kill()
         self.died(body)
@@ -249,6 +251,8 @@ class MadeRay:
     def __init__(self, loop: VirtualLoop) -> None:
         self.loop = loop
         self.actors: dict[str, MadeActor] = {}
+        self.processes: dict[str, str | None] = {}
+        """Why each process ended, by its id; None: the run has ended it; empty: it has not ended."""
         self.is_cut = False
         """Whether the driver has no connection."""
         self.called: Callable[[str, str], None] = lambda actor, method: None
@@ -283,4 +287,8 @@ class MadeRay:
 
     def kill(self, handle: Handle, no_restart: bool = True) -> None:
         """As `ray.kill`."""
-        handle._actor.die(restarts=not no_restart)
+        handle._actor.die(not no_restart, cause=None)
+
+    async def cause_of_death(self, process: str) -> str | None:
+        """As `actors.deaths.cause_of_death`."""
+        return self.processes[process]

@@ -289,8 +289,7 @@ class PairWorld:
 
     def _hosts(self) -> dict[str, ClusterHost]:
         alive = [actor for actor in self.ray.actors.values() if actor.process is not None]
-        restarts = tuple(sorted((actor.name, actor.restarts) for actor in alive if actor.restarts))
-        return {"node": ClusterHost("10.0.0.1", ("driver", *sorted(actor.name for actor in alive)), None, restarts)}
+        return {"node": ClusterHost("10.0.0.1", ("driver", *sorted(actor.name for actor in alive)))}
 
     # -- what happens -------------------------------------------------------------------------------------------------
 
@@ -373,6 +372,7 @@ class PairWorld:
             (service.run.writer, "open_trackers", lambda *told: []),
             (RunWriter, "plot", lambda writer: None),
             (actors.driver.coordinator, "HostWatch", watch),
+            (actors.driver.coordinator, "cause_of_death", self.ray.cause_of_death),
             (actors.buffer.actor, "Journal", journal),
             (actors.buffer.actor, "lock_journal", lambda folder, seconds: io.StringIO()),
             (actors.generator.actor, "VllmEngine", SimEngine),

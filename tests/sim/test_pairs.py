@@ -16,7 +16,6 @@ def test_a_run_in_which_nothing_dies_finishes_and_says_so(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("rank", ["trainer-0", "trainer-1"])
-@pytest.mark.xfail(strict=True, reason="who waits for a mini-batch does not learn that a rank died: issue 31")
 def test_an_idle_rank_that_dies_while_a_generator_restarts_holds_nothing_up(tmp_path: Path, rank: str) -> None:
     told = run_pair(Pair("generator-0", rank, "lease", 4.0), tmp_path)
     assert (told.ended, told.broken) == ("finished", [])
