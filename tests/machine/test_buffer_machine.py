@@ -182,8 +182,7 @@ class BufferMachine(RuleBasedStateMachine):
 
     @rule(seconds=st.sampled_from([1.0, 6.0, 11.0, 101.0]))
     def time_passes(self, seconds: float) -> None:
-        self.world.clock.now += seconds
-        self.world.buffer.tick()
+        self.world.later(seconds)
 
     @rule()
     def sync(self) -> None:

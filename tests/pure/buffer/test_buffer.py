@@ -71,8 +71,7 @@ def test_a_slot_vacated_under_strict_order_passes_to_the_next_group(tmp_path: Pa
     works = [world.generator.claimed() for _ in range(3)]
     for work in works[1:]:
         world.generator.finish(work)
-    world.clock.now += 11
-    world.buffer.tick()
+    world.later(11)
     assert world.batch().groups == (1, 2)
 
 
@@ -114,9 +113,7 @@ def test_an_over_long_group_ends_with_that_reason_also_after_a_crash(tmp_path: P
     for reasons in (("length", "length"), ("length", "stop")):
         work = world.generator.claimed()
         for sample, reason in zip(work.samples, reasons, strict=True):
-            of = TrajectoryId(work.group_id, sample)
-            end = TrajectoryEnd(of, work.prompt_uid, 1, reason, float(sample))
-            assert isinstance(world.generator.send([step(of, work.prompt_uid, 0)], [end]), Receipt)
+            assert isinstance(world.generator.play(work, sample, 1, float(sample), reason), Receipt)
     for buffer in (world.buffer, world.crash()):
         assert buffer.status().ended == {"filtered/over_long": 1} and buffer.status().groups["complete"] == 1
     assert consistent(world)
@@ -191,16 +188,6 @@ def test_the_dataset_wraps_with_new_group_ids_and_a_new_order(tmp_path: Path) ->
 # -- acceptance ---------------------------------------------------------------------------------------------------
 
 
-def test_the_same_message_twice_is_accepted_once(world: World) -> None:
-    work = world.generator.claimed()
-    data = world.generator.message([step(TrajectoryId(work.group_id, 0), work.prompt_uid, 0)])
-    first, again = world.buffer.submit(data), world.buffer.submit(data)
-    assert isinstance(first, Receipt) and isinstance(again, Receipt)
-    assert (first.duplicate, again.duplicate) == (False, True)
-    assert world.buffer.status().accepted_tokens == 2
-    assert consistent(world)
-
-
 @pytest.mark.parametrize(
     ("order", "engines", "wanted"),
     [("finished_first", 1, [3, 2, 1, 4]), ("finished_first", 2, [1, 1, 1, 2]), ("strict", 1, [1] * 4)],
@@ -221,30 +208,17 @@ def test_a_receipt_says_how_many_complete_groups_the_next_mini_batch_lacks(
     assert said == wanted
 
 
-def test_another_step_under_the_same_index_is_a_conflict_and_restarts_the_trajectory(world: World) -> None:
-    work = world.generator.claimed()
-    world.generator.send([step(TrajectoryId(work.group_id, 0), work.prompt_uid, 0)])
-    assert refused(world.generator.send([step(TrajectoryId(work.group_id, 0), work.prompt_uid, 0, first=11)])) is (
-        RefusalReason.CONFLICT
-    )
-    again = world.generator.claimed()
-    assert (again.group_id, again.samples, again.attempts) == (work.group_id, (0,), (1,))
-    assert world.buffer.status().tokens["superseded"] == 2
-    assert consistent(world)
-
-
 def test_a_trajectory_without_steps_completes_its_group(world: World) -> None:
     for work in [world.generator.claimed() for _ in range(2)]:
         for sample in work.samples:
-            of = TrajectoryId(work.group_id, sample)
-            steps = [step(of, work.prompt_uid, 0)] if sample else []
-            world.generator.send(steps, [TrajectoryEnd(of, work.prompt_uid, len(steps), "failed", float(sample))])
+            world.generator.play(work, sample, sample, float(sample), "failed")
     assert world.train().loss_tokens_G.tolist() == [0, 2, 0, 2]
 
 
 def test_what_nobody_was_asked_for_is_refused_with_its_reason_and_counted(world: World) -> None:
-    uid, send = world.generator.claimed().prompt_uid, world.generator.send
-    send([step(TrajectoryId(0, 1), uid, 0)], [TrajectoryEnd(TrajectoryId(0, 1), uid, 1, "stop", 1.0)])
+    work, send = world.generator.claimed(), world.generator.send
+    uid = work.prompt_uid
+    world.generator.play(work, 1)
     answers = {
         RefusalReason.UNKNOWN_GROUP: [send([step(TrajectoryId(5, 0), "p5", 0)])],
         RefusalReason.IDENTITY: [
@@ -340,9 +314,7 @@ def test_a_step_after_which_generator_after_generator_dies_is_tried_so_often_and
     work, generator = world.generator.claimed(), world.generator
     of, attempts = TrajectoryId(work.group_id, 0), []
     assert isinstance(generator.send([replace(step(of, work.prompt_uid, 0), portable=True)]), Receipt)
-    other = TrajectoryId(work.group_id, 1)
-    end = TrajectoryEnd(other, work.prompt_uid, 1, "stop", 1.0)
-    assert isinstance(generator.send([step(other, work.prompt_uid, 0)], [end]), Receipt)
+    assert isinstance(generator.play(work, 1), Receipt)
     for number in range(world.settings.buffer.max_attempts):
         world.buffer.leave(generator.name, generator.incarnation, "it died")
         generator = Generator(world.buffer, f"h{number}")
@@ -398,8 +370,7 @@ def test_late_steps_of_a_replaced_attempt_are_acknowledged_and_not_used(world: W
     work = world.generator.claimed()
     of = TrajectoryId(work.group_id, 1)
     world.generator.send([step(of, work.prompt_uid, 0)])
-    world.clock.now += 11
-    world.buffer.tick()
+    world.later(11)
     answer = world.generator.send([step(of, work.prompt_uid, 1)])
     assert isinstance(answer, Receipt) and answer.superseded == (work.group_id,)
     status = world.buffer.status()
@@ -411,8 +382,7 @@ def test_a_group_out_of_attempts_is_refused_and_vacates_its_slot(world: World) -
     bad, good = world.generator.claimed(), world.generator.claimed()
     world.generator.finish(good)
     for _ in range(3):
-        world.clock.now += 11
-        world.buffer.tick()
+        world.later(11)
         world.generator.claim()
     status = world.buffer.status()
     assert status.ended == {"refused/max_attempts": 1}
@@ -424,8 +394,7 @@ def test_a_restarted_trajectory_is_not_given_to_an_engine_older_than_its_group(w
     world.play(2)
     world.train()
     world.generator.claimed(PolicyVersion(1, 1))
-    world.clock.now += 11
-    world.buffer.tick()
+    world.later(11)
     behind = Generator(world.buffer, "g2")
     assert behind.claimed(START).attempts == (0, 0)
     assert behind.claimed(PolicyVersion(1, 1)).attempts == (1, 1)
@@ -434,8 +403,7 @@ def test_a_restarted_trajectory_is_not_given_to_an_engine_older_than_its_group(w
 def test_an_overdue_lease_is_given_out_again_and_its_commit_refused(world: World) -> None:
     world.play(2)
     first = world.batch()
-    world.clock.now += 101
-    world.buffer.tick()
+    world.later(101)
     second = world.batch()
     assert second.groups == first.groups and second.lease != first.lease
     late = world.buffer.commit(world.trainer_incarnation, first.lease, PolicyVersion(1, 1))
@@ -662,11 +630,6 @@ def test_a_wait_names_its_reason_and_keeps_its_beginning(world: World) -> None:
     assert "silent for 6 s" in again.detail
     who = {wait.who: wait.reason for wait in world.buffer.status().waits}
     assert who == {"trainer": "groups", "group=0/sample=0": "silent"}
-
-
-def test_a_buffer_that_cannot_hold_one_mini_batch_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(Exception, match="the trainer would wait forever"):
-        World(tmp_path, config(buffer={"max_bytes": 1000}))
 
 
 def test_a_group_without_a_finite_advantage_is_refused_and_the_run_goes_on(

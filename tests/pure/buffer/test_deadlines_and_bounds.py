@@ -5,7 +5,7 @@ import pytest
 from service.handoff.admission import Lookahead
 from service.handoff.ledger.state import Lengths, bucket, distance
 from service.handoff.verbs import Assignment, Receipt, Wait, WaitReason
-from service.types import PolicyVersion, TrajectoryEnd, TrajectoryId
+from service.types import PolicyVersion, TrajectoryId
 from tests.invariant import violations
 from tests.pure.buffer.world import TurnedClock, World, config, journal_bytes, step
 
@@ -14,9 +14,7 @@ def half_finished(world: World, samples: int) -> Assignment:
     """A group of three of which only some samples are finished; the last one has a step."""
     work = world.generator.claimed()
     for sample in range(samples):
-        of = TrajectoryId(work.group_id, sample)
-        end = TrajectoryEnd(of, work.prompt_uid, 1, "stop", float(sample))
-        world.generator.send([step(of, work.prompt_uid, 0)], [end])
+        world.generator.play(work, sample, reward=float(sample))
     world.generator.send([step(TrajectoryId(work.group_id, 2), work.prompt_uid, 0)])
     return work
 
@@ -32,11 +30,9 @@ def test_at_its_deadline_a_group_is_trained_with_the_trajectories_that_finished(
     world = world_with(tmp_path, "train_partial")
     for _ in range(2):
         half_finished(world, samples=2)
-    world.clock.now += 49
-    world.buffer.tick()
+    world.later(49)
     assert world.buffer.status().groups["complete"] == 0
-    world.clock.now += 2
-    world.buffer.tick()
+    world.later(2)
     batch = world.train()
     assert batch.prompt_of_trajectory_G.tolist() == [0, 0, 1, 1]
     assert batch.metrics["reward/avg_raw_reward"] == 0.5
@@ -49,39 +45,30 @@ def test_at_its_deadline_a_group_is_trained_with_the_trajectories_that_finished(
 def test_steps_of_a_trajectory_that_was_given_up_come_too_late_also_after_a_crash(tmp_path: Path) -> None:
     world = world_with(tmp_path, "train_partial")
     work = half_finished(world, samples=2)
-    world.clock.now += 51
-    world.buffer.tick()
+    world.later(51)
     world.crash()
     answer = world.generator.send([step(TrajectoryId(work.group_id, 2), work.prompt_uid, 1)])
     assert isinstance(answer, Receipt) and answer.superseded == (work.group_id,)
     assert len(world.buffer.complete_group(work.group_id).ends) == 2
 
 
-def test_one_trajectory_alone_has_no_baseline_and_its_group_expires(tmp_path: Path) -> None:
-    world = world_with(tmp_path, "train_partial")
-    half_finished(world, samples=1)
-    world.clock.now += 51
-    world.buffer.tick()
-    assert world.buffer.status().ended == {"expired/group_deadline": 1}
-
-
-def test_a_trajectory_that_was_given_up_before_the_deadline_is_no_baseline_for_the_one_that_finished(
-    tmp_path: Path,
+@pytest.mark.parametrize("given_up", [False, True])
+def test_one_trajectory_alone_or_beside_one_that_was_given_up_has_no_baseline_and_its_group_expires(
+    tmp_path: Path, given_up: bool
 ) -> None:
     world = world_with(tmp_path, "train_partial", max_attempts=1)
     work = half_finished(world, samples=1)
-    world.generator.send([], [TrajectoryEnd(TrajectoryId(work.group_id, 1), work.prompt_uid, 0, "abort", 0.0)])
-    assert world.buffer.status().given_up == {"abort": 1}
-    world.clock.now += 51
-    world.buffer.tick()
+    if given_up:
+        world.generator.play(work, 1, 0, reason="abort")
+        assert world.buffer.status().given_up == {"abort": 1}
+    world.later(51)
     assert world.buffer.status().ended == {"expired/group_deadline": 1}
 
 
 def test_at_its_deadline_a_group_expires_when_that_is_wanted(tmp_path: Path) -> None:
     world = world_with(tmp_path, "expire")
     half_finished(world, samples=2)
-    world.clock.now += 51
-    world.buffer.tick()
+    world.later(51)
     assert world.buffer.status().ended == {"expired/group_deadline": 1}
     assert world.buffer.status().tokens["expired"] == 6
 

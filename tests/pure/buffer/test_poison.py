@@ -112,8 +112,7 @@ def test_mutated_messages_never_raise_and_what_was_accepted_replays(tmp_path: Pa
     rng, work, accepted = np.random.default_rng(seed), None, 0
     for number in range(300):
         if number % 20 == 0:  # an accepted wrong step conflicts with the right one until a restart
-            world.clock.now += 11  # beyond the step deadline
-            world.buffer.tick()
+            world.later(11)  # beyond the step deadline
         work = current_work(world, work)
         world.generator.sequence += 1
         answer = world.buffer.submit(encode(message(rng, world, work)))

@@ -36,8 +36,7 @@ def eventful(world: World) -> None:
         world.generator.finish(work, PolicyVersion(1, 1))
     of = TrajectoryId(works[2].group_id, 0)
     world.generator.send([step(of, works[2].prompt_uid, 0, PolicyVersion(1, 1))])
-    world.clock.now += 11
-    world.buffer.tick()
+    world.later(11)
     world.generator.claimed(PolicyVersion(1, 1))
     world.batch()
 
@@ -62,36 +61,13 @@ def test_an_open_lease_is_given_again_bit_by_bit_after_a_crash(world: World) -> 
     assert world.train().groups == (3, 4)
 
 
-def test_an_acknowledged_step_is_known_after_a_crash_and_its_repetition_a_duplicate(world: World) -> None:
-    work = world.generator.claimed()
-    data = world.generator.message([step(TrajectoryId(work.group_id, 0), work.prompt_uid, 0)])
-    world.buffer.submit(data)
-    world.crash()
-    answer = world.buffer.submit(data)
-    assert isinstance(answer, Receipt) and answer.duplicate and answer.position <= world.journal.synced
-
-
-def test_what_was_never_synced_is_gone_after_a_crash_and_accepted_when_sent_again(world: World) -> None:
-    work = world.generator.claimed()
-    world.journal.sync()
-    data = world.generator.message([step(TrajectoryId(work.group_id, 0), work.prompt_uid, 0)])
-    receipt = world.buffer.submit(data)
-    assert isinstance(receipt, Receipt) and receipt.position > world.journal.synced
-    world.crash(synced=False)
-    assert world.buffer.status().accepted_tokens == 0
-    again = world.buffer.submit(data)
-    assert isinstance(again, Receipt) and not again.duplicate
-
-
 def test_deadlines_start_anew_after_a_crash(world: World) -> None:
     world.generator.claimed()
     world.clock.now += 9
     world.crash()
-    world.clock.now += 9
-    world.buffer.tick()
+    world.later(9)
     assert world.buffer.status().restarts == {}
-    world.clock.now += 2
-    world.buffer.tick()
+    world.later(2)
     assert world.buffer.status().restarts == {"silent": 2}
 
 
@@ -109,8 +85,7 @@ def test_groups_given_out_again_after_going_back_come_from_the_journal(tmp_path:
     work = world.generator.claimed()
     other = world.generator.claimed()
     world.generator.send([step(TrajectoryId(0, 0), work.prompt_uid, 0)])
-    world.clock.now += 11
-    world.buffer.tick()
+    world.later(11)
     for _ in range(2):
         world.generator.finish(world.generator.claimed(), turns=3)
     first = world.train()
@@ -156,30 +131,6 @@ def test_a_resume_on_other_rows_is_refused_although_their_uids_are_the_same(worl
     world.rows_digest, world.n_prompts = "", 7
     with pytest.raises(UserError, match=r"^data\.train"):
         world.opened()
-
-
-def test_a_run_of_many_crashes_trains_every_group_once(world: World) -> None:
-    trained: list[int] = []
-    for n in range(12):
-        version = PolicyVersion(1, n)
-        while len(trained) < 2 * (n + 1):
-            work = world.generator.claimed(version)
-            world.generator.finish(work, version)
-            world.crash()
-            if work.group_id % 2:
-                trained += world.train().groups
-                world.crash()
-    assert trained == list(range(24))
-    assert world.closes()
-
-
-def test_the_end_of_a_trajectory_is_kept_over_a_crash(world: World) -> None:
-    work = world.generator.claimed()
-    of = TrajectoryId(work.group_id, 0)
-    world.generator.send([], [TrajectoryEnd(of, work.prompt_uid, 1, "stop", 1.0)])
-    world.crash()
-    world.generator.send([step(of, work.prompt_uid, 0)])
-    assert world.buffer.ledger.state.groups[0].trajectories[0].complete
 
 
 def test_the_journal_stays_small_when_nobody_can_go_back(tmp_path: Path) -> None:
@@ -241,24 +192,10 @@ def test_a_lease_that_is_open_at_a_crash_has_its_whole_deadline_again(world: Wor
     world.batch()
     world.clock.now += 99
     world.crash()
-    world.clock.now += 99
-    world.buffer.tick()
+    world.later(99)
     assert world.buffer.status().groups["leased"] == 2
-    world.clock.now += 2
-    world.buffer.tick()
+    world.later(2)
     assert world.buffer.status().groups["leased"] == 0
-
-
-def test_a_step_that_two_messages_brought_is_there_once_after_a_crash(world: World) -> None:
-    work = world.generator.claimed()
-    of = TrajectoryId(work.group_id, 0)
-    steps = [step(of, work.prompt_uid, index) for index in range(2)]
-    world.generator.send(steps[:1])
-    world.generator.send(steps, [TrajectoryEnd(of, work.prompt_uid, 2, "stop", 1.0)])
-    of = TrajectoryId(work.group_id, 1)
-    world.generator.send([step(of, work.prompt_uid, 0)], [TrajectoryEnd(of, work.prompt_uid, 1, "stop", 0.0)])
-    world.crash()
-    assert len(world.buffer.complete_group(work.group_id).steps) == 3
 
 
 def test_a_run_that_had_ended_issues_prompts_again_when_it_is_resumed(world: World) -> None:

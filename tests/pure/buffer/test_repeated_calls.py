@@ -32,8 +32,7 @@ def claimed(world: World, number: int) -> Assignment:
 
 def restart(world: World) -> None:
     """Everything that the generator holds is silent too long."""
-    world.clock.now += 11
-    world.buffer.tick()
+    world.later(11)
 
 
 def test_a_repeated_claim_gives_the_same_work_and_issues_nothing(world: World) -> None:

@@ -22,8 +22,7 @@ def a_run(world: World, steps: int) -> dict[int, bytes]:
         world.generator.finish(world.generator.claimed(version), version, rewards=(1.0, 1.0))
         for _ in range(2):
             world.generator.claimed(version)
-            world.clock.now += 11
-            world.buffer.tick()
+            world.later(11)
             work = world.generator.claimed(version)
             assert work.attempts == (1, 1)
             world.generator.finish(work, version, turns=1 + n % 3)

@@ -95,11 +95,9 @@ def test_what_a_judge_said_has_a_fate_of_its_own_and_no_loss(tmp_path: Path) -> 
     for _ in range(2):
         work = world.generator.claimed()
         for sample in work.samples:
-            of = TrajectoryId(work.group_id, sample)
             roles = packed_roles(["main", "judge", "verifier"], list(world.settings.roles))
-            end = TrajectoryEnd(of, work.prompt_uid, 3, "stop", 1.0, roles, rewards=(1.0, 0.0, 0.5))
-            steps = [step(of, work.prompt_uid, index) for index in range(3)]
-            assert isinstance(world.generator.send(steps, [end]), Receipt)
+            answer = world.generator.play(work, sample, 3, roles=roles, rewards=(1.0, 0.0, 0.5))
+            assert isinstance(answer, Receipt)
     before = world.train()
     assert fates(world) == {Fate.STEPPED: 16, Fate.JUDGE: 8}
     world.crash()
@@ -133,9 +131,7 @@ def test_groups_in_which_nothing_trains_are_leased_like_others(tmp_path: Path) -
     for _ in range(2):
         work = world.generator.claimed()
         for sample in work.samples:
-            of = TrajectoryId(work.group_id, sample)
-            end = TrajectoryEnd(of, work.prompt_uid, 1, "stop", 1.0, packed_roles([Role.UNDELIVERED]))
-            assert isinstance(world.generator.send([step(of, work.prompt_uid, 0)], [end]), Receipt)
+            assert isinstance(world.generator.play(work, sample, roles=packed_roles([Role.UNDELIVERED])), Receipt)
     batch = world.train()
     assert batch.loss_tokens_G.tolist() == [0, 0, 0, 0] and fates(world) == {Fate.UNDELIVERED: 8}
 
@@ -166,10 +162,7 @@ def test_roles_that_do_not_exist_and_long_transcripts_are_refused(
     tmp_path: Path, roles: bytes, transcript: bytes, reason: RefusalReason
 ) -> None:
     world = World(tmp_path, config(**SETTINGS))
-    work = world.generator.claimed()
-    of = TrajectoryId(work.group_id, 0)
-    end = TrajectoryEnd(of, work.prompt_uid, 2, "stop", 1.0, roles, transcript)
-    answer = world.generator.send([step(of, work.prompt_uid, index) for index in range(2)], [end])
+    answer = world.generator.play(world.generator.claimed(), 0, 2, roles=roles, transcript=transcript)
     assert isinstance(answer, Refusal) and answer.reason is reason
 
 

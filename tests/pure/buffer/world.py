@@ -114,12 +114,24 @@ class Generator:
         self, work: Assignment, version: PolicyVersion = START, rewards: Sequence[float] = (1.0, 0.0), turns: int = 2
     ) -> None:
         """Send all steps and the end of every sample of an assignment."""
-        for place, (sample, attempt) in enumerate(zip(work.samples, work.attempts, strict=True)):
-            of = TrajectoryId(work.group_id, sample, attempt)
-            steps = [step(of, work.prompt_uid, index, version) for index in range(turns)]
-            end = TrajectoryEnd(of, work.prompt_uid, turns, "stop", rewards[place % len(rewards)])
-            receipt = self.send(steps, [end])
+        for place, sample in enumerate(work.samples):
+            receipt = self.play(work, sample, turns, rewards[place % len(rewards)], version=version)
             assert isinstance(receipt, Receipt), receipt
+
+    def play(
+        self,
+        work: Assignment,
+        sample: int,
+        turns: int = 1,
+        reward: float = 1.0,
+        reason: str = "stop",
+        version: PolicyVersion = START,
+        **end: Any,
+    ) -> Receipt | Refusal:
+        """Send all steps and the end of one sample of an assignment; `end`: further fields of the end."""
+        of = TrajectoryId(work.group_id, sample, work.attempts[work.samples.index(sample)])
+        steps = [step(of, work.prompt_uid, index, version) for index in range(turns)]
+        return self.send(steps, [TrajectoryEnd(of, work.prompt_uid, turns, reason, reward, **end)])
 
 
 class World:
@@ -153,6 +165,11 @@ class World:
         answer = self.buffer.lease(self.trainer_incarnation)
         assert isinstance(answer, MiniBatch), answer
         return answer
+
+    def later(self, seconds: float) -> None:
+        """Let time pass; the buffer applies its deadlines."""
+        self.clock.now += seconds
+        self.buffer.tick()
 
     def play(
         self, groups: int, version: PolicyVersion = START, rewards: Sequence[float] = (1.0, 0.0)

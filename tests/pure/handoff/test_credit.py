@@ -1,10 +1,8 @@
-"""Credit by turn: advantages as they are defined, without bias, and all the way into a mini-batch."""
+"""Credit by turn: advantages as they are defined, and all the way into a mini-batch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from itertools import product
 from typing import Any
 
 import numpy as np
@@ -128,82 +126,6 @@ def test_rewards_and_scores_that_are_no_numbers_or_of_other_turns_are_refused(
 ) -> None:
     with pytest.raises(ValueError, match="reward"):
         turn_advantages(rewards, uids, scores=scores)
-
-
-# -- no bias: a bandit in which the policy may stop or stall -----------------------------------------------------------
-
-Baseline = Callable[[list[list[float]]], list[np.ndarray]]
-
-HORIZON = 3
-GROUP = 3
-
-
-def rewards_of(stalls: int) -> list[float]:
-    """The rewards of a trajectory that stalls so many times and then stops, unless the horizon ends it.
-
-    Stopping at once costs 0.1 and is best: every later turn costs 1.
-    """
-    return [-0.1 if stalls == 0 else 0.0] + [-1.0] * (min(stalls + 1, HORIZON) - 1)
-
-
-def minus_the_mean_over_the_alive(value_T: list[np.ndarray]) -> list[np.ndarray]:
-    alive = [[values[t] for values in value_T if len(values) > t] for t in range(HORIZON)]
-    return [np.array([value - np.mean(alive[t]) for t, value in enumerate(values)]) for values in value_T]
-
-
-def to_go(value_T: np.ndarray) -> np.ndarray:
-    return np.cumsum(value_T[::-1])[::-1]
-
-
-def naive_on_rewards(rewards: list[list[float]]) -> list[np.ndarray]:
-    """Each turn's reward against its mean over the trajectories that have the turn: every further turn counts with 0
-    on average, whatever it costs."""
-    return [to_go(turns) for turns in minus_the_mean_over_the_alive([np.array(turns) for turns in rewards])]
-
-
-def naive_on_values(rewards: list[list[float]]) -> list[np.ndarray]:
-    """Each turn's return-to-go against its mean over the trajectories that have the turn."""
-    return minus_the_mean_over_the_alive([to_go(np.array(turns)) for turns in rewards])
-
-
-def without_bias(rewards: list[list[float]]) -> list[np.ndarray]:
-    return turn_advantages(rewards, ["a"] * len(rewards), "return_to_go", 1.0, "rloo")
-
-
-def gradient_of_log(stalls: int, stop_T: np.ndarray) -> np.ndarray:
-    """[T, T] of each turn the gradient of its log-probability by the logits of stopping."""
-    taken = np.zeros((min(stalls + 1, HORIZON), HORIZON))
-    for t in range(len(taken)):
-        taken[t, t] = (1 - stop_T[t]) if t == stalls else -stop_T[t]
-    return taken
-
-
-def probability(stalls: int, stop_T: np.ndarray) -> float:
-    return float(np.prod(1 - stop_T[:stalls]) * (stop_T[stalls] if stalls < HORIZON else 1.0))
-
-
-@pytest.mark.parametrize("logits", [(0.0, 0.0, 0.0), (1.0, -0.5, 0.3)])
-def test_the_expected_gradient_is_the_exact_one_and_that_of_the_mean_over_the_alive_is_not(
-    logits: tuple[float, ...],
-) -> None:
-    stop_T = 1 / (1 + np.exp(-np.array(logits)))
-    ways = range(HORIZON + 1)
-    chance = [probability(stalls, stop_T) for stalls in ways]
-    score = [gradient_of_log(stalls, stop_T) for stalls in ways]
-    exact = sum(chance[s] * score[s].sum(axis=0) * sum(rewards_of(s)) for s in ways)
-
-    def expected(baseline: Baseline) -> np.ndarray:
-        total = np.zeros(HORIZON)
-        for group in product(ways, repeat=GROUP):
-            advantage = baseline([rewards_of(s) for s in group])
-            gradient = sum(a @ score[s] for a, s in zip(advantage, group, strict=True)) / GROUP
-            total += np.prod([chance[s] for s in group]) * gradient
-        return total
-
-    assert sum(chance) == pytest.approx(1)
-    assert np.abs(expected(without_bias) - exact).max() < 1e-12
-    for naive in (naive_on_rewards, naive_on_values):
-        assert np.abs(expected(naive) - exact).max() > 1e-2
 
 
 # -- into the mini-batch -----------------------------------------------------------------------------------------------

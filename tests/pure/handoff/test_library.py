@@ -112,7 +112,7 @@ def test_steps_may_come_from_a_generator() -> None:
 
 
 def test_returns_that_are_no_numbers_are_named_as_such() -> None:
-    with pytest.raises(ValueError, match=r"returns_G\[1\] is nan"):
+    with pytest.raises(ValueError, match=r"return_G\[1\] is nan"):
         advantages("grpo", [1.0, np.nan], ["a", "a"])
 
 

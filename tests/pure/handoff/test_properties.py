@@ -2,42 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from service.columns import select
 from service.handoff.batches.advantages import advantages
 from service.handoff.batches.batch import BatchSettings, form_mini_batch, mini_batch_boundaries
 from service.handoff.batches.pack import partition, place
 from service.handoff.ledger.scores import CompleteGroup
 from service.handoff.ledger.versions import VersionHistory
-from service.handoff.prefixes.merge import merge, merge_steps
-from service.handoff.prefixes.sharing import share_prefixes
-from service.handoff.steps.builder import step_group, steps_table
-from service.handoff.steps.tables import concat_steps, ends_table, row_objects
-from service.handoff.steps.wire import decode, encode
-from service.handoff.validate import refusal
-from service.types import Row, Step, StepGroup, TrajectoryId
-from tests.pure.handoff.worlds import LIMITS, SENDER, end, step
+from service.handoff.prefixes.merge import merge_steps
+from service.handoff.steps.builder import steps_table
+from service.handoff.steps.tables import ends_table
+from service.types import Row, Step, TrajectoryId
+from tests.pure.handoff.worlds import end, step
 
 SLOW_MACHINE = settings(deadline=None)  # a loaded machine is no failure
 
 FIRST = TrajectoryId(0, 0)
 MODES = st.sampled_from(["off", "linear", "tree"])
 TOKENS = st.lists(st.integers(0, 3), min_size=1, max_size=5)  # few ids, so that prefixes agree by chance
-
-
-@st.composite
-def streams(draw: st.DrawFn) -> tuple[list[int], list[bool]]:
-    """A finished token stream: a prompt, then what the policy sampled and what it observed."""
-    prompt = draw(TOKENS)
-    parts = draw(st.lists(st.tuples(st.booleans(), st.integers(0, 9)), min_size=1, max_size=30))
-    mask = [False] * len(prompt) + [sampled for sampled, _ in parts] + [True]
-    return prompt + [token for _, token in parts] + [7], mask
 
 
 @st.composite
@@ -64,75 +50,22 @@ def facts(row: Row) -> dict[str, Any]:
 
 
 @SLOW_MACHINE
-@given(streams(), st.data())
-def test_splitting_a_stream_into_any_steps_and_merging_gives_it_back(
-    stream: tuple[list[int], list[bool]], data: st.DataObject
-) -> None:
-    tokens, mask = stream
-    starts = [i for i in range(1, len(mask)) if mask[i] and not mask[i - 1]]
-    cuts = {i for i in starts[1:] if data.draw(st.booleans())} | {starts[0]}
-    steps = []
-    for index, start in enumerate(sorted(cuts)):
-        later = [i for i in sorted(cuts) if i > start]
-        stop = max(i for i in range(start, later[0] if later else len(mask)) if mask[i]) + 1
-        made = step(index, tokens[:start], tokens[start:stop])
-        sampled = np.array(mask[start:stop])
-        steps.append(replace(made, loss_mask=sampled, versions=np.where(sampled, 0, -1)))
-    [row] = merge_steps(steps)
-    assert [*row.prompt_ids, *row.response_ids] == tokens
-    assert [False] * len(row.prompt_ids) + row.loss_mask.tolist() == mask
-
-
-def merge_rows(table: Any, mode: Any) -> list[Row]:
-    return row_objects(merge(table, mode).rows)
-
-
-@SLOW_MACHINE
-@given(episodes(), st.data())
-def test_sharing_works_across_messages_in_any_order_of_entry(steps: list[Step], data: st.DataObject) -> None:
-    full = steps_table(steps)
-    known = None
-    for k in data.draw(st.permutations(range(len(steps)))):
-        message = share_prefixes(select(full, np.array([k])), known)
-        known = message if known is None else concat_steps([known, message])
-    assert known is not None
-    assert [facts(r) for r in merge_rows(known, "tree")] == [facts(r) for r in merge_rows(full, "tree")]
-
-
-@SLOW_MACHINE
-@given(st.binary(max_size=300))
-def test_no_bytes_make_the_decoder_raise(data: bytes) -> None:
-    for candidate in (data, encode(step_group(SENDER, [], [end()]))[: len(data)] + data):
-        found = decode(candidate, LIMITS)
-        assert not isinstance(found, StepGroup) or refusal(found, LIMITS) is None
-
-
-@SLOW_MACHINE
-@given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 90)), min_size=1, max_size=40), st.integers(1, 5))
-def test_packing_holds_every_row_once_within_the_budget(rows: list[tuple[int, int]], ranks: int) -> None:
+@given(
+    st.lists(st.tuples(st.integers(0, 5), st.integers(1, 90)), min_size=1, max_size=40),
+    st.integers(1, 5),
+    st.sampled_from(["packed", "padded"]),
+)
+def test_packing_holds_every_row_once_within_the_budget(rows: list[tuple[int, int]], ranks: int, layout: Any) -> None:
     trajectory_R, length_R = np.array(rows, np.int64).T
-    budget = 100
-    placement = place(length_R, trajectory_R.astype(np.int32), ranks, budget)
-    held = [row for rank in placement.ranks for chosen in rank for row in chosen]
-    assert sorted(held) == list(range(len(rows)))
+    placement = place(length_R, trajectory_R.astype(np.int32), ranks, 100, layout)
+    micros = [(r, list(chosen)) for r, rank in enumerate(placement.ranks) for chosen in rank if chosen]
+    assert sorted(row for _, chosen in micros for row in chosen) == list(range(len(rows)))
     assert len({len(rank) for rank in placement.ranks}) == 1
-    assert all(length_R[list(chosen)].sum() <= budget for rank in placement.ranks for chosen in rank)
-    for trajectory in set(trajectory_R.tolist()):
-        assert (
-            len({r for r, rank in enumerate(placement.ranks) for c in rank for x in c if trajectory_R[x] == trajectory})
-            == 1
-        )
-
-
-@SLOW_MACHINE
-@given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 90)), min_size=1, max_size=40), st.integers(1, 3))
-def test_padded_micro_batches_count_their_padding(rows: list[tuple[int, int]], ranks: int) -> None:
-    trajectory_R, length_R = np.array(rows, np.int64).T
-    placement = place(length_R, trajectory_R.astype(np.int32), ranks, 100, "padded")
-    for rank in placement.ranks:
-        for chosen in rank:
-            assert not chosen or length_R[list(chosen)].max() * len(chosen) <= 100
-    assert sorted(row for rank in placement.ranks for chosen in rank for row in chosen) == list(range(len(rows)))
+    for _, chosen in micros:
+        padded = length_R[chosen].max() * len(chosen)
+        assert (padded if layout == "padded" else length_R[chosen].sum()) <= 100
+    rank_of = {(trajectory_R[row], r) for r, chosen in micros for row in chosen}
+    assert len(rank_of) == len(set(trajectory_R.tolist()))
 
 
 @SLOW_MACHINE
