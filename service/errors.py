@@ -20,6 +20,8 @@ from __future__ import annotations
 
 import unicodedata
 
+LAST_LINES, LINE_CHARACTERS = 20, 300
+"""Of a long text a message has so many lines, each up to so many characters."""
 UNSAFE = frozenset({"Cc", "Cf", "Cs", "Co", "Zl", "Zp"})
 """Unicode categories: control, format (such as a change of direction), half a surrogate pair, private, separators."""
 
@@ -82,6 +84,18 @@ def printable(text: str, keep: str = "\n\t") -> str:
         else character
         for character in text
     )
+
+
+def last_lines(text: str) -> str:
+    """The last lines of a text, each printable and indented below the line before it; empty without a line.
+
+    >>> print("It failed:" + last_lines("...\\nNo space left on device\\n"))
+    It failed:
+        ...
+        No space left on device
+    """
+    lines = text.rstrip().splitlines()[-LAST_LINES:]
+    return "".join(f"\n    {in_one_line(line[:LINE_CHARACTERS])}" for line in lines)
 
 
 def in_one_line(text: str) -> str:

@@ -112,7 +112,7 @@ class BufferActor:
             self._failure = error
             return
         self._lost = LostTrajectories(RecordSettings.of(self._config))
-        self._buffer.watch_ends(self._lost.ended)
+        self._buffer.watch_ends(self._lost.ended, self._lost.failed)
         self._telemetry = BufferTelemetry(self._config, resolve_actor(hub), self._buffer)
         self._telemetry.start()
         self._asking = Asking(self._config.scorers, self._buffer.scoring, workers(self._config.scorers), self._settled)
@@ -248,6 +248,10 @@ class BufferActor:
         """End the run: groups without an optimizer step expire; returns some of their trajectories."""
         self._buffer.end()
         await self._settled()
+        return self._lost.take()
+
+    async def lost(self) -> list[dict[str, Any]]:
+        """Return the trajectories that were lost since the last lease, a bounded number of them."""
         return self._lost.take()
 
     async def status(self) -> dict[str, Any]:

@@ -344,7 +344,12 @@ class Coordinator:
             accepted(answer)
             self._waits_for = f"a mini-batch: {answer.detail}"
             self._telemetry.doing("waiting", reason=answer.reason, detail=answer.detail)
-            self._failures.check(await self._generator_pool.statuses(), time.monotonic() - start)
+            statuses = await self._generator_pool.statuses()
+            try:
+                self._failures.check(statuses, time.monotonic() - start)
+            except RunFailed:
+                self._folder.append_trajectories(await ask_buffer(self._buffer.lost))
+                raise
             if answer.reason is WaitReason.FILTERED:
                 raise RunFailed(f"{answer.detail}; nothing is left to learn from")
             if time.monotonic() - start > self._config.run.stall_deadline:

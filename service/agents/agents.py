@@ -25,7 +25,7 @@ from service.agents.session import Outcome, Session, kept_transcript
 from service.agents.session_keys import Keys, passing_keys
 from service.agents.sessions import Sessions
 from service.config.rollout import AgentsConfig
-from service.errors import UserError, in_one_line
+from service.errors import UserError, in_one_line, last_lines
 from service.handoff.steps.builder import StepSink
 from service.handoff.steps.roles import ROLES, Role, packed_roles
 from service.handoff.steps.stop_reason import StopReason
@@ -129,8 +129,13 @@ class Agents:
             outcome = await _outcome(session, playing)
             stop_reason = session.stop_reason
         except TrajectoryFailed as failed:
-            stop_reason, failure = failed.reason, str(failed).replace(session.key, "[key]")
-            log.warning("%s of prompt %s is lost: %s", trajectory, in_one_line(task.uid), failure)
+            why = f"{failed}{last_lines(session.refused_requests)}".replace(session.key, "[key]")
+            if (reward := self._config.exit_code_reward.get(failed.error)) is None:
+                stop_reason, failure = failed.reason, why
+                log.warning("%s of prompt %s is lost: %s", trajectory, in_one_line(task.uid), why)
+            else:
+                outcome = Outcome(reward)
+                log.info("%s has the reward %g by agents.exit_code_reward: %s", trajectory, reward, why)
         finally:
             session.close()
             playing.cancel()
@@ -138,6 +143,7 @@ class Agents:
             if guard is not None:
                 await guard.close(trajectory)
         roles = [] if failure else roles_of(session.tree.calls)
+        transcript = "\n\n".join(filter(None, (failure.partition("\n")[0], session.transcript)))
         end = TrajectoryEnd(
             trajectory,
             task.uid,
@@ -145,7 +151,7 @@ class Agents:
             str(stop_reason),
             outcome.reward or 0.0,
             packed_roles(roles, [role for role in self.limits.roles if role not in ROLES]),
-            kept_transcript(session.transcript.replace(session.key, "[key]")),
+            kept_transcript(transcript.replace(session.key, "[key]")),
             () if failure else session.rewards_of_calls(outcome),
         )
         self._count(session.tree.calls, roles)
@@ -248,7 +254,9 @@ async def _outcome(session: Session, playing: asyncio.Task[None]) -> Outcome:
     outcome = session.ended.result()
     await asyncio.wait({playing})  # the agent may still have to clean up; its deadline applies
     if outcome.reward is None:
-        raise TrajectoryFailed(StopReason.ENVIRONMENT_ERROR, f"the agent ended without a reward, as {outcome.status!r}")
+        detail = ": ".join(filter(None, (f"the agent ended without a reward, as {outcome.status!r}", outcome.reason)))
+        error = "" if outcome.exit_code is None else str(outcome.exit_code)
+        raise TrajectoryFailed(StopReason.ENVIRONMENT_ERROR, detail, session.transcript, error)
     return outcome
 
 

@@ -24,9 +24,10 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from service.agents.dialects.dialect import Dialect, Refused
-from service.agents.session import Session
+from service.agents.session import MAX_LOGGED, Session
 from service.agents.session_keys import WORKER_KEY, Keys
 from service.agents.sessions import Sessions
+from service.errors import in_one_line
 from service.handoff.steps.roles import Role
 
 log = logging.getLogger(__name__)
@@ -55,6 +56,8 @@ CONVERSATIONS = (Role.MAIN, Role.SUB, Role.AUX)
 """Roles that a conversation can have in every run."""
 STREAM = web.RequestKey("stream", web.StreamResponse)
 """The stream that a request's answer has begun."""
+SESSION = web.RequestKey("session", Session)
+"""The session of a request, once its key was read."""
 
 
 class Requests:
@@ -80,7 +83,7 @@ class Requests:
         Raises:
             Refused: 401 for an unknown key, 409 for one of a session that ended.
         """
-        session = self.sessions.by_key(_key(request))
+        session = request[SESSION] = self.sessions.by_key(_key(request))
         session.check_open()
         return session
 
@@ -95,6 +98,7 @@ class Requests:
         key = _key(request)
         by_worker = self._keys.is_worker(key)
         session = self.sessions.by_name(request.match_info["session"]) if by_worker else self.sessions.by_key(key)
+        request[SESSION] = session
         session.hear()
         return session
 
@@ -154,6 +158,10 @@ class Requests:
 
     async def _refuse(self, request: web.Request, dialect: Dialect, refused: Refused) -> web.StreamResponse:
         self.refused[str(refused.status)] += 1
+        if (session := request.get(SESSION)) is not None:
+            session.note_refusal(refused, request.headers.get("user-agent", "without a name"))
+        elif self.refused.total() <= MAX_LOGGED:
+            log.warning("a request without a session is refused: %s %s", refused.status, in_one_line(str(refused)))
         stream: web.StreamResponse | None = request.get(STREAM)
         if stream is None:
             headers = {"Retry-After": "1"} if refused.status == NO_ROOM else None

@@ -216,7 +216,7 @@ def _end_session(session: Session, body: Body) -> None:
     if not is_text(transcript := body.get("transcript", "")):
         raise Refused(400, "transcript", "is a text")
     end = _end(session, body)
-    session.finish(end.reward, end.status, end.info, rewards=end.rewards)
+    session.finish(end.reward, end.status, end.info, "", end.rewards, end.reason, end.exit_code)
     session.transcript = session.transcript or transcript
 
 
@@ -246,7 +246,14 @@ def _end(session: Session, body: Body) -> Outcome:
     if isinstance(body.get("reward"), bool):
         raise Refused(400, "reward", f"{NEEDED} is needed")
     try:
-        outcome = plain_outcome(body.get("reward"), body.get("status", "ok"), body.get("info"), body.get("rewards"))
+        outcome = plain_outcome(
+            body.get("reward"),
+            body.get("status", "ok"),
+            body.get("info"),
+            body.get("rewards"),
+            body.get("reason", ""),
+            body.get("exit_code"),
+        )
         session.rewards_of_calls(outcome)
     except NotAllowed as refused:
         field = re.split(r"\W", refused.detail, maxsplit=1)[0]

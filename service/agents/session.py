@@ -11,6 +11,8 @@ no room for tokens or calls                  `Step budget exhausted.`, which is 
 from __future__ import annotations
 
 import asyncio
+import logging
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import Any, Literal, NamedTuple, get_args
@@ -19,6 +21,7 @@ from service.agents.call_roles import roles_of
 from service.agents.conversation_tree import Call, ConversationTree, PreparedCall
 from service.agents.dialects.dialect import CallRequest, Refused
 from service.columns import digest
+from service.errors import in_one_line
 from service.handoff.group_bytes import TRANSCRIPT_BYTES
 from service.handoff.steps.reward import NEEDED, is_reward
 from service.handoff.steps.roles import Role
@@ -32,10 +35,17 @@ from service.rollout.plain_values import NotAllowed, plain_info, plain_reward
 from service.rollout.user_errors import type_name
 from service.types import Extension, Int32s, Step, Steps, TrajectoryId
 
+log = logging.getLogger(__name__)
+
 MIN_BODY_BYTES, BYTES_PER_TOKEN = 64 << 10, 16
 """Maximum bytes of a body, and further ones for each token that a prompt may have. Texts have about 4 bytes a
 token, escaped ones up to 12. A larger body is refused before its messages are rendered: that takes the event loop about
 a second for each MB."""
+REASON_CHARACTERS = 1000
+"""Most characters of the reason with which a run failed."""
+MAX_LOGGED, SHOWN = 20, 80
+"""Different refusals of one session's requests that are logged, and characters of a client's name."""
+SHOWN_REFUSALS = 3
 SPENT = "Step budget exhausted."
 """The answer where a session has no room left; clients repeat a request that gets status 429 instead."""
 
@@ -55,6 +65,10 @@ class Outcome(NamedTuple):
     info: Mapping[str, float] = {}
     rewards: Mapping[str, float] = {}
     """Further rewards, by the id of a call or the name of a role."""
+    reason: str = ""
+    """Why the run failed."""
+    exit_code: int | None = None
+    """Of the agent's process."""
 
 
 class Session:
@@ -97,6 +111,8 @@ class Session:
         """The reward that the agent itself posted, for an end without one."""
         self.ended: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
         """How the agent's run ended; the error that ended the session before it."""
+        self.refusals: Counter[str] = Counter()
+        """How often the endpoint refused requests, by status, field, reason and client."""
         self.opening = asyncio.Lock()
         """Held while a prompt is looked for, which may be in a thread: the tree does not grow meanwhile."""
         self._prompt_uid = prompt_uid
@@ -254,6 +270,19 @@ class Session:
         except RecursionError as error:
             raise Refused(400, "messages", "nested too deep") from error
 
+    def note_refusal(self, refused: Refused, client: str) -> None:
+        """Note that the endpoint refused a request of this session; what is new goes to the log."""
+        said = in_one_line(f"{refused.status} {refused} (client {client[:SHOWN]})")
+        if said not in self.refusals and len(self.refusals) < MAX_LOGGED:
+            log.warning("%s: a request of session %s is refused: %s", self.trajectory, self.name, said)
+        if said in self.refusals or len(self.refusals) < MAX_LOGGED:
+            self.refusals[said] += 1
+
+    @property
+    def refused_requests(self) -> str:
+        """What was refused most often, for messages; empty where nothing was."""
+        return "\n".join(f"refused {times} times: {said}" for said, times in self.refusals.most_common(SHOWN_REFUSALS))
+
     def check_open(self) -> None:
         """Raises `Refused` if the session has ended."""
         if self.state != "open":
@@ -266,6 +295,8 @@ class Session:
         info: Mapping[str, float] = {},
         transcript: str = "",
         rewards: Mapping[str, float] = {},
+        reason: str = "",
+        exit_code: int | None = None,
     ) -> None:
         """End the session with the reward of its trajectory; a repeated request changes nothing.
 
@@ -278,7 +309,8 @@ class Session:
             Refused: the session was finished otherwise, or is closed.
         """
         try:
-            outcome = plain_outcome(self.posted if reward is None else reward, status, info, rewards)
+            given = self.posted if reward is None else reward
+            outcome = plain_outcome(given, status, info, rewards, reason, exit_code)
             self.rewards_of_calls(outcome)
             if type(transcript) is not str:
                 raise NotAllowed(StopReason.ENVIRONMENT_ERROR, f"transcript is a {type_name(transcript)}, and no text")
@@ -361,7 +393,7 @@ class Session:
             task.exception()  # read the result here too, because the client may have left
 
 
-def plain_outcome(reward: Any, status: Any, info: Any, rewards: Any) -> Outcome:
+def plain_outcome(reward: Any, status: Any, info: Any, rewards: Any, reason: Any, exit_code: Any) -> Outcome:
     """The result that an agent's code or a request gave, in plain values.
 
     Raises:
@@ -373,7 +405,10 @@ def plain_outcome(reward: Any, status: Any, info: Any, rewards: Any) -> Outcome:
     given = {
         name: plain_reward(number, f"rewards[{name!r:.80}]") for name, number in plain_info(rewards, "rewards").items()
     }
-    return Outcome(None if reward is None else plain_reward(reward), status, plain_info(info), given)  # type: ignore[arg-type]
+    if type(reason) is not str or type(exit_code) not in (int, type(None)):
+        raise NotAllowed(StopReason.ENVIRONMENT_ERROR, "reason is a text, exit_code a whole number or None")
+    number = None if reward is None else plain_reward(reward)
+    return Outcome(number, status, plain_info(info), given, reason[:REASON_CHARACTERS], exit_code)  # type: ignore[arg-type]
 
 
 def kept_transcript(text: str) -> bytes:

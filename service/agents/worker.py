@@ -2,7 +2,7 @@
 
     POST URL/rl/claim                    -> {session, base_url, api_key, task, seed, deadline}, or 204: nothing to do
     POST URL/rl/sessions/ID/heartbeat    every few seconds; 404, 409 or 410: the session is over, its run is ended
-    POST URL/rl/sessions/ID/finish       {reward, status, reason, info, transcript}
+    POST URL/rl/sessions/ID/finish       {reward, status, reason, info, transcript, exit_code}
     POST URL/rl/sessions/ID/abort        {}, when the worker is stopped
 
 A request whose answer is lost is sent again: an endpoint takes equal bodies for one request.
@@ -25,7 +25,7 @@ import msgspec
 
 from service.agents.runner.runner import AgentRunner, Finished
 from service.backoff import Backoff, retried
-from service.errors import UserError, in_one_line
+from service.errors import UserError, in_one_line, last_lines
 from service.rollout.environment import Task
 
 log = logging.getLogger(__name__)
@@ -147,7 +147,8 @@ class _Endpoint:
             late = Finished(None, "failed", f"no result after {claim.deadline:g} s", {}, "")
             finished = run.result() if run.done() else late
             if finished.reason:
-                log.warning("%s %s: %s", session, finished.status, in_one_line(finished.reason))
+                why = in_one_line(finished.reason) + last_lines(finished.transcript)
+                log.warning("%s %s: %s", session, finished.status, why)
             finished = finished._replace(transcript=finished.transcript[-MAX_TRANSCRIPT:])
             await self._post(f"{session}/finish", finished._asdict())
         except asyncio.CancelledError:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from service.config.command import CommandConfig
 from service.config.section import (
@@ -23,6 +23,7 @@ from service.config.section import (
     Section,
     UserPath,
 )
+from service.handoff.steps.reward import MAX_REWARD
 
 COLDEST, HOTTEST = 0.01, 100.0
 """Bounds of the temperature in training; vLLM raises a lower temperature to COLDEST, so the trainer could not recompute
@@ -135,6 +136,12 @@ class EnvConfig(CommandConfig):
     environment's snapshot in base64 and the messages after the step. With more the trajectory starts anew."""
 
 
+FailureName = Annotated[
+    str, BeforeValidator(str), Field(pattern=r"^([1-9][0-9]{0,2}|[A-Za-z_][A-Za-z0-9_]*)$", max_length=80)
+]
+"""An exit code other than 0, or the name of an exception's class."""
+
+
 class AgentsConfig(Section):
     """The endpoint in each generator, at which agents of any make call the policy; a session is a trajectory."""
 
@@ -161,6 +168,9 @@ class AgentsConfig(Section):
     structured: Literal["ignore", "refuse"] = "ignore"
     """What becomes of a request for a form of answer (a JSON schema, a forced tool): the policy answers freely, or the
     request is refused."""
+    exit_code_reward: dict[FailureName, Annotated[float, Field(ge=-MAX_REWARD, le=MAX_REWARD)]] = {}
+    """Rewards of agents that failed as the policy made them: by the exit code of the command, as in `{1: 0.0}`, or by
+    the name of the exception that `play` raised. Other failures are attempted again."""
     tool_parser: str = "json"
     """What reads tool calls and thinking in responses: json, as Qwen's and Hermes' models write them; or vLLM's parsers
     by name, such as `hermes` or, with one for the thinking, `hermes+deepseek_r1`."""

@@ -26,7 +26,7 @@ from service.handoff.leases import BatchJob, Leases, WithoutAdvantage
 from service.handoff.ledger import events
 from service.handoff.ledger.accept import failed_attempts, new_content, with_shared_prefixes
 from service.handoff.ledger.lifecycle import USED, GroupState
-from service.handoff.ledger.record import OnEnd
+from service.handoff.ledger.record import OnEnd, OnFailure
 from service.handoff.ledger.replaying import complete_group, opened_record
 from service.handoff.ledger.scores import CompleteGroup
 from service.handoff.prompt_order import Prompts
@@ -37,7 +37,15 @@ from service.handoff.steps.wire import decode, encode
 from service.handoff.validate import refusal
 from service.handoff.verbs import Assignment, Claim, Receipt, Wait, WaitReason
 from service.handoff.waits import Waits
-from service.types import MiniBatch, PolicyVersion, Refusal, RefusalReason, Sender, StepGroup, TrajectoryId
+from service.types import (
+    MiniBatch,
+    PolicyVersion,
+    Refusal,
+    RefusalReason,
+    Sender,
+    StepGroup,
+    TrajectoryId,
+)
 
 
 class Buffer:
@@ -89,6 +97,7 @@ class Buffer:
         self._late = 0
         self._one_row = None if settings.step_wise else settings.batches.mode
         self._examines = self._filters.any
+        self._on_failure: OnFailure | None = None
         groups = self.ledger.state.groups.items()
         unused = [o for o, group in groups if not group.lease_count and not group.rolled_back]
         examine(self._record, self._filters, unused)
@@ -156,8 +165,10 @@ class Buffer:
     def _restart_failed(self, message: StepGroup) -> int:
         """Restart failed attempts; returns the journal's position afterwards, 0 if none failed."""
         position = 0
-        for group_id, sample, reason in failed_attempts(self.ledger, message):
-            self._attempts.lose(group_id, sample, reason)
+        for end in failed_attempts(self.ledger, message):
+            if self._on_failure is not None:
+                self._on_failure(end, self._record.store, self.ledger.history.current)
+            self._attempts.lose(end.trajectory.group_id, end.trajectory.sample, end.stop_reason)
             position = self._record.journal.position
         return position
 
@@ -330,9 +341,10 @@ class Buffer:
         """The newest published version."""
         return self.ledger.history.current
 
-    def watch_ends(self, on_end: OnEnd) -> None:
-        """Call `on_end` before every end of a group that was not trained."""
-        self._record.on_end = on_end
+    def watch_ends(self, on_end: OnEnd, on_failure: OnFailure | None = None) -> None:
+        """Call `on_end` before every end of a group that was not trained, and `on_failure` before an attempt that
+        failed is dropped."""
+        self._record.on_end, self._on_failure = on_end, on_failure
 
     def complete_group(self, group_id: int) -> CompleteGroup:
         """The steps and ends of a group that is complete or leased."""

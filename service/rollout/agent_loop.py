@@ -131,7 +131,7 @@ async def run_trajectory(
         episode.stop_reason, failure = failed.reason, str(failed)
     finally:
         await environment.close(trajectory)
-    return Played(episode.finish(), info, failure)
+    return Played(episode.finish(failure), info, failure)
 
 
 async def _taken_over(

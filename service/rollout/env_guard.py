@@ -33,7 +33,7 @@ from service.rollout.environment import (
 )
 from service.rollout.limits import AgentLimits
 from service.rollout.plain_values import NotAllowed, read_messages, read_snapshot, read_step_result
-from service.rollout.user_errors import contain_exits, describe_error
+from service.rollout.user_errors import contain_exits, describe_error, type_name
 from service.types import TrajectoryId
 
 log = logging.getLogger(__name__)
@@ -214,10 +214,10 @@ class EnvGuard:
             return self._failed(StopReason.ENVIRONMENT_ERROR, method, "what it waited for was cancelled")
         oversized = issubclass(kind, OversizedOutput)
         reason = StopReason.ENVIRONMENT_OUTPUT if oversized else StopReason.ENVIRONMENT_ERROR
-        return self._failed(reason, method, describe_error(error))
+        return self._failed(reason, method, describe_error(error), type_name(error))
 
-    def _failed(self, reason: StopReason, method: str, detail: str) -> TrajectoryFailed:
-        return TrajectoryFailed(reason, f"{self._name}.{method}: {detail}")
+    def _failed(self, reason: StopReason, method: str, detail: str, error: str = "") -> TrajectoryFailed:
+        return TrajectoryFailed(reason, f"{self._name}.{method}: {detail}", error=error)
 
 
 def tool_named(text: str, tools: Container[str]) -> str:

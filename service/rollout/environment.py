@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol, TypedDict
 
-from service.errors import in_one_line
+from service.errors import in_one_line, last_lines
 from service.handoff.steps.roles import Role
 from service.handoff.steps.stop_reason import StopReason
 
@@ -85,9 +85,11 @@ class OversizedOutput(Exception):
 class TrajectoryFailed(Exception):
     """The trajectory is lost; the others continue."""
 
-    def __init__(self, reason: StopReason, detail: str) -> None:
-        super().__init__(f"{reason}: {in_one_line(detail)}")
-        self.reason = reason
+    def __init__(self, reason: StopReason, detail: str, output: str = "", error: str = "") -> None:
+        """`output`: what the agent wrote, whose last lines the message has; `error`: its exit code, or the name of the
+        exception that it raised."""
+        super().__init__(f"{reason}: {in_one_line(detail)}{last_lines(output)}")
+        self.reason, self.error = reason, error
 
 
 class Environment(Protocol):
@@ -137,11 +139,14 @@ class AgentSession(Protocol):
         info: Mapping[str, float] = {},
         transcript: str = "",
         rewards: Mapping[str, float] = {},
+        reason: str = "",
+        exit_code: int | None = None,
     ) -> None:
         """End the trajectory with its reward; one that failed without a reward is retried.
 
         `transcript`: what the run wrote, kept for `baton trajectories show`. `rewards`: for single calls, by the id of
-        the reply, and for roles of the configuration, by name; `reward` is that of `main`.
+        the reply, and for roles of the configuration, by name; `reward` is that of `main`. `reason`: why it failed.
+        `exit_code`: that of the agent's process; `agents.exit_code_reward` may give it a reward.
         """
 
 

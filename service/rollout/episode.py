@@ -15,6 +15,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from service.columns import digest
+from service.handoff.group_bytes import TRANSCRIPT_BYTES
 from service.handoff.steps.builder import StepSink
 from service.handoff.steps.reward import is_reward
 from service.handoff.steps.roles import ROLES, packed_roles
@@ -168,8 +169,8 @@ class Episode:
                 self._given[newest], self._reward = given, of_main
         return refused
 
-    def finish(self) -> TrajectoryEnd:
-        """Append the trajectory's end and return it."""
+    def finish(self, failure: str = "") -> TrajectoryEnd:
+        """Append the trajectory's end and return it; `failure`: why the trajectory is lost."""
         if self._truncated and self.stop_reason in (StopReason.STOP, StopReason.MAX_TURNS):
             self.stop_reason = StopReason.TRUNCATED
         named = [role for role in self._limits.roles if role not in ROLES]
@@ -180,6 +181,7 @@ class Episode:
             str(self.stop_reason),
             self._reward,
             packed_roles(self._roles, named),
+            failure.encode(errors="replace")[:TRANSCRIPT_BYTES],
             rewards=tuple(self._given.get(index, 0.0) for index in range(self.n_steps)) if self._given else (),
         )
         self._sink.end(end)

@@ -15,7 +15,8 @@
 of it, or the reason without (`fallback`). With credit by turn or `roles` each step has an `advantage` of its own, and
 that of the trajectory is their mean. A trajectory that ended without being trained has the `fate` of its group
 (`filtered`, `refused`, `expired`) with the `reason`, no advantage, and as `optimizer_step` the last step before its
-end; its `stop_reason` is `unfinished` if the trajectory was not complete.
+end; its `stop_reason` is `unfinished` if the trajectory was not complete. An attempt that failed has the `fate`
+`failed`, and its transcript begins with why.
 """
 
 from __future__ import annotations
@@ -45,6 +46,8 @@ from service.run.folder import RUNS, TRAJECTORIES, TRAJECTORIES_BYTES, newest_ru
 from service.types import Extension, Int64s, MiniBatch, PolicyVersion, Step, TrajectoryEnd, TrajectoryId
 
 Record = dict[str, Any]
+FAILED = "failed"
+"""The fate of an attempt that was lost, and started again where attempts were left."""
 SHOWN = 200
 """Characters of what is wrong with a line that are shown."""
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
@@ -186,14 +189,15 @@ def describe_ends(records: Sequence[Mapping[str, Any]]) -> str:
 
 
 class LostTrajectories:
-    """A bounded sample of groups that ended untrained: one trajectory per group.
+    """A bounded sample of groups that ended untrained, one trajectory per group, and of attempts that failed.
 
-    The buffer reports every such group to `ended`.
+    The buffer reports every such group to `ended`, and every such attempt to `failed`.
     """
 
     def __init__(self, settings: RecordSettings) -> None:
         self._settings = settings
         self._records: list[Record] = []
+        self._failed: list[Record] = []
 
     def ended(self, end: Ended, uid: str, store: Store, at: PolicyVersion) -> None:
         """Keep the longest trajectory of an ending group, preferably a complete one; its steps are read from the
@@ -207,25 +211,35 @@ class LostTrajectories:
             return
         steps, last = max(found, key=lambda sample: (sample[1] is not None, len(sample[0])))
         trajectory = steps[0].trajectory if last is None else last.trajectory
-        reward = None if last is None else last.reward
-        self._records.append(
-            {
-                **_record(trajectory, uid, steps, last, at, self._settings),
-                "fate": str(end.state),
-                "reason": end.reason,
-                "optimizer_step": at.step,
-                "reward": reward,
-                "return": reward,
-                "advantage": None,
-                "stop_reason": "unfinished" if last is None else last.stop_reason,
-                "loss_tokens": 0,
-            }
-        )
+        record = _record(trajectory, uid, steps, last, at, self._settings)
+        self._records.append(record | _untrained(str(end.state), end.reason, last, at))
+
+    def failed(self, end: TrajectoryEnd, store: Store, at: PolicyVersion) -> None:
+        """Keep an attempt that failed; its steps are read from the store."""
+        if len(self._failed) < self._settings.per_step:
+            steps, _ = _stored(store.of(end.trajectory.group_id), end.trajectory.sample)
+            record = _record(end.trajectory, end.prompt_uid, steps, end, at, self._settings)
+            self._failed.append(record | _untrained(FAILED, end.stop_reason, end, at))
 
     def take(self) -> list[Record]:
-        """Return and clear the records: at most `run.trajectories_per_step`."""
-        records, self._records = self._records, []
+        """Return and clear the records: at most `run.trajectories_per_step` of either kind."""
+        records, self._records, self._failed = self._records + self._failed, [], []
         return records
+
+
+def _untrained(fate: str, reason: str, end: TrajectoryEnd | None, at: PolicyVersion) -> Record:
+    """The fields of a record of a trajectory that is not trained."""
+    reward = None if end is None or fate == FAILED else end.reward
+    return {
+        "fate": fate,
+        "reason": reason,
+        "optimizer_step": at.step,
+        "reward": reward,
+        "return": reward,
+        "advantage": None,
+        "stop_reason": "unfinished" if end is None else end.stop_reason,
+        "loss_tokens": 0,
+    }
 
 
 def _stored(held: Held, sample: int) -> tuple[list[Step], TrajectoryEnd | None]:

@@ -17,6 +17,7 @@ ABOUT = "Show the trajectories that a run kept; run.trajectories_per_step says h
 EXAMPLES = """\
 examples:
   baton trajectories list                                # of the newest run
+  baton trajectories list runs/mine --failed             # attempts that failed; show ID says why
   baton trajectories show runs/quickstart                # the newest trained one; or give an id
   baton trajectories slow runs/quickstart                # queue, prefill, decode, tools: where the time goes
   baton trajectories export-html runs/quickstart --last 20
@@ -48,17 +49,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name in ("list", "export-html"):
         text = "the last N kept ones (default 50)"
         added[name].add_argument("--last", type=count, default=50, metavar="N", help=text)
+    text = "only attempts that failed; `show` says why"
+    added["list"].add_argument("--failed", action="store_true", help=text)
 
 
 def list_all(arguments: argparse.Namespace, overrides: list[str]) -> int:
     """Print a line for each recorded trajectory."""
     from rich.console import Console
 
-    from service.run.trajectories import find_recorded_run, load_records
+    from service.run.trajectories import FAILED, find_recorded_run, load_records
     from service.trace.terminal import print_list
 
     console = Console(width=None if sys.stdout.isatty() else PIPED_WIDTH)
     records = load_records(find_recorded_run(arguments.run))
+    if arguments.failed:
+        records = [record for record in records if record["fate"] == FAILED]
     print_list(console, records[-arguments.last :], len(records))
     return 0
 

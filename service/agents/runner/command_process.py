@@ -72,13 +72,14 @@ class _Trajectory:
 
     async def play(self) -> dict[str, Any]:
         """Run the command and score its result."""
-        transcript, reward, status, info = "", None, "ok", {}
+        transcript, reward, status, info, code = "", None, "ok", {}, None
         try:
             self._fill_folder()
             # Keeping the folder open reserves its inode number, so that a replacement is noticed.
             folder, began = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY), monotonic()
             try:
                 ended = await self._run_agent()
+                code = ended.code
                 info = {"seconds": round(monotonic() - began, 3), "output_bytes": len(ended.output)}
                 transcript = ended.output.decode(errors="replace").replace(self._key, "[key]")
                 reason = _why(ended, self._limits, TIME)
@@ -94,7 +95,14 @@ class _Trajectory:
         except (Failed, NotStarted) as failed:
             status, reason = "failed", str(failed).replace(self._key, "[key]")
         transcript = shortened(transcript, self._limits["transcript_characters"])
-        return {"reward": reward, "status": status, "reason": reason, "info": info, "transcript": transcript}
+        return {
+            "reward": reward,
+            "status": status,
+            "reason": reason,
+            "info": info,
+            "transcript": transcript,
+            "exit_code": code,
+        }
 
     def _fill_folder(self) -> None:
         """Make the folder with the template's files, the row's files and the prompt."""

@@ -51,6 +51,8 @@ class Finished(NamedTuple):
     """Seconds and bytes of output."""
     transcript: str
     """The command's stdout and stderr, without the key; the middle of a long one is left out."""
+    exit_code: int | None = None
+    """Of the command; None where it was ended, or did not start."""
 
 
 class CommandAgent:
@@ -63,9 +65,8 @@ class CommandAgent:
         """Run the command, and finish the session with its score; without a score, with the reward that the agent
         posted."""
         finished = await self._runner.run(task, session.base_url, session.key, seed)
-        if finished.reason:
-            log.warning("the command for prompt %s: %s", in_one_line(task.uid), finished.reason)
-        session.finish(finished.reward, cast(Status, finished.status), finished.info, finished.transcript)
+        reward, status, reason, info, transcript, exit_code = finished
+        session.finish(reward, cast(Status, status), info, transcript, {}, reason, exit_code)
 
 
 class AgentRunner:

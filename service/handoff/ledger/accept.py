@@ -197,14 +197,14 @@ def items_by_trajectory(message: StepGroup) -> dict[TrajectoryId, tuple[list[int
     return found
 
 
-def failed_attempts(ledger: Ledger, message: StepGroup) -> Iterator[tuple[int, int, str]]:
-    """(group_id, sample, stop reason) of current attempts whose ends in the message report a failure; lazily."""
+def failed_attempts(ledger: Ledger, message: StepGroup) -> Iterator[TrajectoryEnd]:
+    """The ends in the message that report a failure of a current attempt; lazily."""
     if FAILURES.isdisjoint(message.ends.stop_reasons):
         return
     for of, (_, ends) in items_by_trajectory(message).items():
         for end in ends:
             if end.stop_reason in FAILURES and ledger.plays(message.sender, of):
-                yield of.group_id, of.sample, end.stop_reason
+                yield end
 
 
 def _group(ledger: Ledger, message: StepGroup, of: TrajectoryId, uids: set[str]) -> Group | Refusal | None:

@@ -214,6 +214,8 @@ def expert_bytes(ledger: Ledger) -> int:
     return EXPERT_BYTES * math.prod(ledger.state.routing) if ledger.state.routing else 0
 
 
+OnFailure = Callable[[TrajectoryEnd, Store, PolicyVersion], None]
+"""(end of an attempt that failed, accepted steps, the policy's version)"""
 OnEnd = Callable[[events.Ended, str, Store, PolicyVersion], None]
 """(the event, the prompt's uid, all steps, the newest version)"""
 

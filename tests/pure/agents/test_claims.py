@@ -264,6 +264,24 @@ async def test_a_reward_that_the_buffer_would_refuse_is_refused_at_finish_and_th
         assert (await playing).reward == MAX_REWARD
 
 
+async def test_what_the_endpoint_refused_stands_in_the_log_and_in_the_reason_of_a_lost_trajectory(
+    model: Path, tasks: list[Task], caplog: pytest.LogCaptureFixture
+) -> None:
+    async with aclosing(Served(model)) as served:
+        playing = served.play(tasks[0])
+        claim = await served.claimed()
+        served.http.headers["User-Agent"] = "OpenAI/Python 2.1"
+        for _ in range(3):
+            assert (await served.post(CHAT, {"model": "m", "messages": 7}, claim["api_key"]))[0] == 400
+        failed = {"status": "failed", "reason": "its exit code was 1", "transcript": "400!\n", "exit_code": 1}
+        assert (await served.post("/rl/sessions/5-1-0/finish", failed))[0] == 200
+        await playing
+    (failure,) = served.player.failures.values()
+    why = "400 messages: Expected `array`, got `int` (client OpenAI/Python 2.1)"
+    assert failure.endswith(f": its exit code was 1\n    400!\n    refused 3 times: {why}")
+    assert caplog.text.count(f"a request of session 5-1-0 is refused: {why}") == 1
+
+
 @pytest.mark.parametrize("fault", ["silent", "late", "aborted", "failed"])
 async def test_a_session_without_an_end_is_lost_and_its_trajectory_attempted_again(
     model: Path, tasks: list[Task], fault: str

@@ -781,4 +781,4 @@ async def test_a_session_that_ends_gives_up_what_is_being_sampled(
     session.finish(0.5, "ok", {"looks": 2.0})
     assert (await asked)[0] == 409 and session.n_steps == 0
     session.finish(0.5, "ok", {"looks": 2.0})
-    assert json.loads(json.dumps(session.ended.result())) == [0.5, "ok", {"looks": 2.0}, {}]
+    assert json.loads(json.dumps(session.ended.result())) == [0.5, "ok", {"looks": 2.0}, {}, "", None]

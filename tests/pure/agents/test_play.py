@@ -256,6 +256,51 @@ async def test_an_agent_that_fails_loses_its_own_trajectory(
         assert agents.player.agents is not None and len(agents.player.agents.sessions) == 0
 
 
+FAILS = ("sh", "-c", "seq 100; echo no room left on the device >&2; exit 3")
+
+
+@pytest.mark.parametrize(
+    ("name", "what", "agents", "end"),
+    [
+        (DOES, "raises", {}, ("environment_error", 0.0)),
+        (DOES, "raises", {"RuntimeError": -0.5}, ("stop", -0.5)),
+        (DOES, "raises", {"ValueError": -0.5, "1": 1.0}, ("environment_error", 0.0)),
+        (AGENT, FAILS, {3: 0.25}, ("stop", 0.25)),
+        (AGENT, FAILS, {4: 0.25}, ("environment_error", 0.0)),
+        (AGENT, ("sh", "-c", "exit 0"), {4: 0.25}, ("environment_error", 0.0)),
+    ],
+)
+async def test_a_failure_that_has_a_reward_is_trained_and_any_other_starts_again(
+    model: Path, tasks: list[Task], name: str, what: Any, agents: dict[Any, float], end: tuple[str, float]
+) -> None:
+    config = settings(name, AgentsConfig(exit_code_reward=agents), **({"what": what} if name == DOES else {}))
+    if name == AGENT:
+        config = config.model_copy(update={"env": EnvConfig(name=AGENT, command=what)})
+    again = Config.model_validate_json(config.model_dump_json())
+    assert again.agents == config.agents
+    async with aclosing(Playing(model, again)) as playing:
+        _, ended = await playing.one(tasks[0], TrajectoryId(0, 0))
+        assert (ended.stop_reason, ended.reward) == end and bool(playing.player.failures) == (end[0] != "stop")
+
+
+@pytest.mark.parametrize("name", ["0", "01", "1.5", "a b", ""])
+def test_a_name_that_no_failure_can_have_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match="exit_code_reward"):
+        AgentsConfig(exit_code_reward={name: 0.0})
+
+
+async def test_a_command_that_fails_says_why_with_the_end_of_its_output(
+    model: Path, tasks: list[Task], caplog: pytest.LogCaptureFixture
+) -> None:
+    config = settings(AGENT).model_copy(update={"env": EnvConfig(name=AGENT, command=FAILS)})
+    async with aclosing(Playing(model, config)) as agents:
+        _, end = await agents.one(tasks[0], TrajectoryId(0, 0))
+    first = "environment_error: the agent ended without a reward, as 'failed': its exit code was 3"
+    lines = [first, *(f"    {number}" for number in range(82, 101)), "    no room left on the device"]
+    assert agents.player.failures == {"environment_error": "\n".join(lines)} and "\n".join(lines) in caplog.text
+    assert end.transcript.decode().startswith(f"{first}\n\n1\n2\n")
+
+
 @pytest.mark.parametrize("train", [("main", "sub"), ("main", "sub", "aux")])
 async def test_a_log_warns_once_where_many_sampled_tokens_are_not_trained(
     model: Path, tasks: list[Task], caplog: pytest.LogCaptureFixture, train: tuple[Any, ...]

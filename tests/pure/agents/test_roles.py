@@ -21,7 +21,7 @@ from service.handoff.steps.builder import steps_table
 from service.handoff.steps.roles import ROLES, Role, packed_roles
 from service.rollout.chat.chat import Chat
 from service.rollout.chat.conversation import Response
-from service.rollout.environment import TrajectoryFailed
+from service.rollout.plain_values import NotAllowed
 from tests.pure.agents.dialect_server import events_of
 from tests.pure.agents.endpoint import CHAT, COMPLETIONS, Client, House, client_of, opened, until
 
@@ -207,10 +207,10 @@ async def test_calls_and_roles_of_the_configuration_get_rewards_of_their_own(byt
         of_first = f"chatcmpl-{session.tree.calls[0].name}"
         session.finish(1.0, rewards={of_first: 0.25, "verifier": -1.0})
         outcome = session.ended.result()
-        assert session.rewards_of_calls(outcome, agent.roles) == (0.25, 1.0, -1.0)
-        assert session.rewards_of_calls(outcome._replace(reward=0.0, rewards={}), agent.roles) == ()
-        with pytest.raises(TrajectoryFailed, match="rewards\\['critic'\\] is for no call"):
-            session.rewards_of_calls(outcome._replace(rewards={"critic": 1.0}), agent.roles)
+        assert session.rewards_of_calls(outcome) == (0.25, 1.0, -1.0)
+        assert session.rewards_of_calls(outcome._replace(reward=0.0, rewards={})) == ()
+        with pytest.raises(NotAllowed, match="rewards\\['critic'\\] is for no call"):
+            session.rewards_of_calls(outcome._replace(rewards={"critic": 1.0}))
 
 
 async def test_an_answer_whose_client_had_left_is_undelivered(bytes_chat: Chat) -> None:

@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from service.cli.parser import main
 from service.config import Config
-from service.run.trajectories import LostTrajectories, RecordSettings
+from service.run.trajectories import FAILED, LostTrajectories, RecordSettings
 from service.run.writer import RunWriter
 from service.trace.terminal import print_list, print_record
 from service.trace.tokens import UNUSED, tokens_of
 from service.trace.trajectories_page import html_page
-from service.types import TrajectoryId
+from service.types import TrajectoryEnd, TrajectoryId
 from tests.pure.buffer.world import World, config, step
 
 
@@ -23,7 +24,7 @@ def watched(folder: Path, settings: Config, kept: int = 8) -> tuple[World, LostT
     run = settings.run.model_copy(update={"trajectories_per_step": kept})
     lost = LostTrajectories(RecordSettings.of(settings.model_copy(update={"run": run})))
     world = World(folder, settings)
-    world.buffer.watch_ends(lost.ended)
+    world.buffer.watch_ends(lost.ended, lost.failed)
     return world, lost
 
 
@@ -80,6 +81,32 @@ def test_no_more_are_kept_than_the_configuration_says(kept: int, tmp_path: Path)
     for _ in range(5):
         world.generator.finish(world.generator.claimed(), rewards=(1.0, 1.0))
     assert len(lost.take()) == kept
+
+
+@pytest.mark.parametrize("kept", [0, 1, 3])
+def test_attempts_that_failed_are_kept_with_why_and_listed_alone(
+    kept: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    world, lost = watched(tmp_path, config(algorithm={"filter_zero_variance": True}), kept)
+    world.generator.finish(world.generator.claimed(), rewards=(1.0, 1.0))
+    for _ in range(5):
+        work = world.generator.claimed()
+        of = TrajectoryId(work.group_id, 0)
+        why = TrajectoryEnd(of, work.prompt_uid, 1, "environment_error", 1.0, b"", b"KeyError: 'age'")
+        world.generator.send([step(of, work.prompt_uid, 0)], [why])
+    records = lost.take()
+    failed = [record for record in records if record["fate"] == FAILED]
+    assert len(failed) == kept and len(records) == 2 * kept - (kept > 1) * (kept - 1)
+    for record in failed:
+        assert (record["reason"], record["return"], len(record["steps"])) == ("environment_error", None, 1)
+        assert record["transcript"] == "KeyError: 'age'"
+    if kept:
+        folder = RunWriter(tmp_path / "run")
+        folder.append_trajectories(records)
+        for words_, shown in (([], ("failed", "filtered")), (["--failed"], ("failed",))):
+            assert main(["trajectories", "list", str(folder.path), *words_]) == 0
+            listed = capsys.readouterr().out
+            assert [fate for fate in ("failed (", "filtered (") if fate in listed] == [f"{fate} (" for fate in shown]
 
 
 def test_a_log_probability_that_is_not_finite_can_be_written(tmp_path: Path) -> None:
