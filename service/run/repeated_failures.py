@@ -109,7 +109,7 @@ def _in_words(counts: Counter[str], statuses: Statuses) -> str:
     parts = [f"{failed.total()} of {_ended(counts).total()} trajectories failed ({_listed(failed)})"] if failed else []
     parts += [f"{refused.total()} messages were refused ({_listed(refused)})"] if refused else []
     most = (failed + refused).most_common(1)[0][0]
-    last = [why for status in statuses if (why := status["failures"].get(most))]
+    last = [why.splitlines()[0] for status in statuses if (why := status["failures"].get(most))]
     return " and ".join(parts) + (f"; the last: {last[-1]}" if last else "")
 
 
