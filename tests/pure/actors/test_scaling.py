@@ -6,6 +6,8 @@ import asyncio
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -148,12 +150,12 @@ class World:
         await self.pool.weights.published()
         return asyncio.ensure_future(self.pool.run())
 
-    async def looked(self, come: Callable[[], bool], look: bool = True) -> None:
+    async def looked(self, come: Callable[[], bool], look: bool = True, draining: dict[str, int] | None = None) -> None:
         """Look again and again until that has come, or wait for it without a look."""
         async with asyncio.timeout(60):
             while not come():
                 if look:
-                    self.scaling.look({})
+                    self.scaling.look(draining or {})
                 await asyncio.sleep(0)
 
     async def settled(self, *names: str, draining: dict[str, int] | None = None) -> None:
@@ -257,6 +259,59 @@ async def test_what_is_on_a_drained_node_leaves_in_time_and_another_one_joins_th
     assert left_within <= 3 and not running.done()
     world.there[1].ended.set()
     await running
+
+
+@pytest.mark.parametrize("jump", [-3600.0, 3600.0])
+async def test_a_clock_that_jumps_lets_a_drained_generator_go_on_for_no_longer_than_its_grace(
+    monkeypatch: pytest.MonkeyPatch, jump: float
+) -> None:
+    world, now = World(monkeypatch), time.time()
+    running = await world.running()
+    monkeypatch.setattr(scaling, "time", SimpleNamespace(time=lambda: now + jump, monotonic=time.monotonic))
+    world.scaling.look({"a": int((now + MARGIN_SECONDS + 3) * 1000)})
+    await world.settled("generator-1", draining={"a": 1})
+    assert float(next(line for line in world.said if "leaves within" in line).split()[-2]) in (0.0, GRACE)
+    world.there[1].ended.set()
+    await running
+
+
+@pytest.mark.parametrize("first", ["joins", "leaves"])
+async def test_two_that_join_while_one_leaves_all_arrive_and_share_the_groups(
+    monkeypatch: pytest.MonkeyPatch, first: str
+) -> None:
+    world = World(monkeypatch)
+    running, world.wanted = await world.running(), 3
+    drained = {"a": 0}
+    world.there[0].leave = Method(partial(slow_leave, world.there[0], may_leave := asyncio.Event()))
+    if first == "joins":
+        world.slow = True
+        await world.looked(lambda: "generator-1 starts: 3 generators are asked for" in world.lines)
+    world.scaling.look(drained)
+    await asyncio.sleep(0)
+    await world.looked(lambda: len(world.there) > 1, draining=drained)
+    await world.pool.weights.publish(PolicyVersion(1, 2), PublishedWeights("weights", 2, ONE_BUCKET))
+    world.slow = False
+    for made in world.there.values():
+        made.may_start.set()
+    names = ["generator-1", "generator-2", "generator-3"]
+    await world.looked(lambda: sorted(set(world.pool.nodes()) & set(names)) != [], draining=drained)
+    may_leave.set()
+    await world.looked(lambda: "generator-0 has left" in world.lines, draining=drained)
+    await world.looked(lambda: len(world.pool.nodes()) == 3, draining=drained)
+    await world.pool.weights.published()
+    there = [world.there[int(name[-1])] for name in world.pool.nodes()]
+    await world.looked(lambda: [made.most for made in there] == [GROUPS // 3] * 3, draining=drained)
+    assert len({made.name for made in there}) == 3 and world.told.gone.count("generator-0 left") == 1
+    for made in there:
+        assert f"{made.name} takes 1:2" in " ".join(world.said)
+        made.ended.set()
+    await running
+
+
+async def slow_leave(leaving: Here, may: asyncio.Event, grace: float) -> None:
+    """Play on until it may leave."""
+    await may.wait()
+    leaving.ended.set()
 
 
 async def test_one_that_starts_again_on_a_node_that_is_drained_leaves_and_another_one_joins(

@@ -45,6 +45,27 @@ def test_no_call_trusts_code_that_came_with_data() -> None:
     assert found == []
 
 
+WALL_CLOCK = re.compile(r"\b(time\.time(_ns)?\(|datetime\.(now|utcnow|today)\()|clock\.wall\(")
+SHOWS_THE_TIME = {
+    "service/clock.py": "",
+    "service/handoff/journal/journal.py": "in frames, for people",
+    "service/agents/policy_calls.py": "in answers, as the dialects have it",
+    "service/observe/trackers.py": "in TensorBoard",
+    "service/observe/hub.py": "in the status",
+    "service/run/progress.py": "in lines of the metrics",
+    "service/run/timeline.py": "in the timeline",
+    "actors/driver/commands.py": "how long the command took",
+    "actors/observe/telemetry.py": "in the status",
+    "actors/generator/scaling.py": "when Ray ends a drained node, which it says in Unix time; between 0 and the grace",
+}
+"""Files that read the wall clock, and for what; deadlines are those of the monotonic clock, which does not jump."""
+
+
+def test_the_wall_clock_is_read_only_where_time_is_shown_or_somebody_else_gives_it() -> None:
+    reads = {str(path.relative_to(ROOT)) for path in PRODUCT if WALL_CLOCK.search(path.read_text())}
+    assert reads == SHOWS_THE_TIME.keys()
+
+
 def test_no_file_names_a_place_of_one_machine_or_leaves_work_for_later() -> None:
     found = []
     for path in tracked():
