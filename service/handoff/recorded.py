@@ -22,17 +22,6 @@ from service.handoff.steps.limits import Limits
 from service.types import MiniBatch
 
 
-class _Leased(NamedTuple):
-    """The state of the buffer when it leased a mini-batch."""
-
-    lease: int
-    uids: dict[int, str]
-    """By group_id; so is what to fetch."""
-    wanted: dict[int, Wanted]
-    filtered: events.GroupStats
-    history: VersionHistory
-
-
 class Recorded(NamedTuple):
     """The data from which a mini-batch was formed."""
 
@@ -61,38 +50,24 @@ def recorded(limits: Limits, folder: Path, step: int) -> Recorded:
     """
     clock = SystemClock()
     record = Record(limits.n_samples_per_prompt, limits, Journal(folder, clock), clock)
-    leased = _find(record, folder, step)
-    if leased is None:
-        raise UserError(f"{folder} holds no optimizer step {step}")
-    store = Store()
-    fetch(store, leased.wanted, _recorded(folder), limits)
-    groups = [CompleteGroup(group_id, uid, *store.whole(group_id)) for group_id, uid in leased.uids.items()]
-    return Recorded(leased.lease, groups, leased.history, leased.filtered)
-
-
-def _find(record: Record, folder: Path, step: int) -> _Leased | None:
-    """The lease of the optimizer step that was committed last under that number."""
-    open_leases: dict[int, _Leased] = {}
-    found = None
+    state, history = record.ledger.state, record.ledger.history
+    leased = found = None
     for frame in _recorded(folder):
         event = events.decode(frame.payload) if frame.kind == events.EVENT else None
         if isinstance(event, events.Leased):
-            open_leases = {event.lease: _leased(record, event)}
+            groups = {group_id: state.groups[group_id] for group_id in event.group_ids}
+            wanted = {group_id: Wanted.of(group) for group_id, group in groups.items()}
+            uids = {group_id: group.uid for group_id, group in groups.items()}
+            leased = event.lease, wanted, uids, copy.deepcopy(history), state.filtered
         elif isinstance(event, events.Committed) and event.version.step == step:
-            found = open_leases[event.lease]
+            found = leased
         apply_frame(record, frame)
-    return found
-
-
-def _leased(record: Record, event: events.Leased) -> _Leased:
-    state = record.ledger.state
-    return _Leased(
-        event.lease,
-        {group_id: state.groups[group_id].uid for group_id in event.group_ids},
-        {group_id: Wanted.of(state.groups[group_id]) for group_id in event.group_ids},
-        state.filtered,
-        copy.deepcopy(record.ledger.history),
-    )
+    if found is None:
+        raise UserError(f"{folder} holds no optimizer step {step}")
+    lease, wanted, uids, history, filtered = found
+    store = Store()
+    fetch(store, wanted, _recorded(folder), limits)
+    return Recorded(lease, [CompleteGroup(o, uid, *store.whole(o)) for o, uid in uids.items()], history, filtered)
 
 
 def _recorded(folder: Path) -> Iterator[Frame]:
