@@ -22,6 +22,7 @@ from service.handoff.ledger.ledger import Ledger
 from service.handoff.ledger.state import MESSAGES_REMEMBERED
 from service.handoff.prefixes.merge import merge
 from service.handoff.steps.builder import steps_table
+from service.handoff.steps.roles import Role, packed_roles
 from service.handoff.steps.tables import row_objects
 from service.handoff.verbs import Receipt
 from service.types import Extension, Int32s, Refusal, RefusalReason, Sender, Step, TrajectoryEnd, TrajectoryId
@@ -231,6 +232,7 @@ def missing_logprobs(steps: list[Step], end: TrajectoryEnd) -> Whole:
         (other_end(n_steps=5), RefusalReason.CONFLICT),
         (other_end(reward=0.5), RefusalReason.CONFLICT),
         (other_end(stop_reason="length"), RefusalReason.CONFLICT),
+        (other_end(roles=packed_roles([Role.AUX])), RefusalReason.CONFLICT),
         (first_step(reward=0.7), RefusalReason.CONFLICT),
         (first_step(temperature=0.7), RefusalReason.CONFLICT),
         (second_extends(Extension(0, 80, 7)), RefusalReason.PREFIX),

@@ -10,7 +10,7 @@ import pytest
 from service.handoff.group_bytes import TRANSCRIPT_BYTES
 from service.handoff.ledger.lifecycle import Fate
 from service.handoff.steps.roles import ROLES, Role, packed_roles
-from service.handoff.steps.tables import end_objects, ends_table
+from service.handoff.steps.tables import end_objects
 from service.handoff.verbs import Receipt
 from service.types import MiniBatch, Refusal, RefusalReason, Step, TrajectoryEnd, TrajectoryId
 from tests.invariant import violations
@@ -164,15 +164,3 @@ def test_roles_that_do_not_exist_and_long_transcripts_are_refused(
     world = World(tmp_path, config(**SETTINGS))
     answer = world.generator.play(world.generator.claimed(), 0, 2, roles=roles, transcript=transcript)
     assert isinstance(answer, Refusal) and answer.reason is reason
-
-
-def test_two_ends_that_differ_in_their_roles_are_a_conflict(tmp_path: Path) -> None:
-    world = World(tmp_path, config(**SETTINGS))
-    work = world.generator.claimed()
-    of = TrajectoryId(work.group_id, 0)
-    end = TrajectoryEnd(of, work.prompt_uid, 1, "stop", 1.0)
-    other = end._replace(roles=packed_roles([Role.AUX]))
-    steps = [step(of, work.prompt_uid, 0)]
-    both = world.generator.send(steps, [end, other])
-    assert isinstance(both, Refusal) and both.reason is RefusalReason.CONFLICT
-    assert np.diff(ends_table([end, other]).step_offsets_E).tolist() == [0, other.n_steps]

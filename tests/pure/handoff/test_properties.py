@@ -8,12 +8,10 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from service.handoff.batches.advantages import advantages
-from service.handoff.batches.batch import BatchSettings, form_mini_batch, mini_batch_boundaries
-from service.handoff.batches.pack import partition, place
+from service.handoff.batches.batch import BatchSettings, form_mini_batch
+from service.handoff.batches.pack import place
 from service.handoff.ledger.scores import CompleteGroup
 from service.handoff.ledger.versions import VersionHistory
-from service.handoff.prefixes.merge import merge_steps
 from service.handoff.steps.builder import steps_table
 from service.handoff.steps.tables import ends_table
 from service.types import Row, Step, TrajectoryId
@@ -66,47 +64,6 @@ def test_packing_holds_every_row_once_within_the_budget(rows: list[tuple[int, in
         assert (padded if layout == "padded" else length_R[chosen].sum()) <= 100
     rank_of = {(trajectory_R[row], r) for r, chosen in micros for row in chosen}
     assert len(rank_of) == len(set(trajectory_R.tolist()))
-
-
-@SLOW_MACHINE
-@given(st.lists(st.integers(1, 1000), min_size=1, max_size=60), st.integers(1, 8))
-def test_the_heaviest_part_is_within_the_greedy_bound(costs: list[int], parts: int) -> None:
-    cost_G = np.array(costs, np.int64)
-    part_G = partition(cost_G, parts)
-    heaviest = np.bincount(part_G, cost_G, minlength=parts).max()
-    assert (
-        heaviest <= (4 / 3) * max(cost_G.sum() / parts, cost_G.max()) + 1e-9
-        or heaviest <= cost_G.sum() / parts + cost_G.max()
-    )
-
-
-@SLOW_MACHINE
-@given(st.lists(st.integers(1, 4), min_size=2, max_size=12), st.sampled_from([1, 2, 3]))
-def test_boundaries_partition_prompts(samples: list[int], size: int) -> None:
-    samples = samples[: len(samples) // size * size]
-    steps = [
-        step(0, [1], [2], trajectory=TrajectoryId(o, s), uid=f"p{o}")
-        for o, count in enumerate(samples)
-        for s in range(count)
-    ]
-    rows = merge_steps(steps)
-    bounds = mini_batch_boundaries(rows, size)
-    assert [row for start, stop in bounds for row in range(start, stop)] == list(range(len(rows)))
-    assert all(len({row.prompt_uid for row in rows[start:stop]}) == size for start, stop in bounds)
-
-
-@SLOW_MACHINE
-@given(
-    st.lists(st.floats(-1e6, 1e6), min_size=2, max_size=30),
-    st.sampled_from(["grpo", "grpo_no_std", "rloo"]),
-    st.data(),
-)
-def test_advantages_sum_to_zero_per_group(returns_G: list[float], name: str, data: st.DataObject) -> None:
-    uids = [data.draw(st.sampled_from("abc")) for _ in returns_G]
-    scores = advantages(name, returns_G, uids)
-    for uid in set(uids):
-        mine = [score for score, u in zip(scores, uids, strict=True) if u == uid]
-        assert len(mine) == 1 or abs(sum(mine)) <= 1e-9 * max(1.0, *map(abs, mine), *map(abs, returns_G)) * len(mine)
 
 
 @SLOW_MACHINE
