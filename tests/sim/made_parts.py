@@ -34,7 +34,7 @@ from service.rollout.environments.env_metrics import EnvMetrics
 from service.run.folder import write_address
 from service.run.supervisor import Life
 from service.scorers.reply import encode_answer
-from service.types import Extension, MiniBatch, PolicyVersion, Steps, TrajectoryEnd, TrajectoryId
+from service.types import Extension, MiniBatch, PolicyVersion, Step, Steps, TrajectoryEnd, TrajectoryId
 from tests.sim.made_ray import MadeActor
 from tests.sim.virtual_asyncio import PROCESS
 
@@ -239,18 +239,19 @@ class SimPlayer:
             await self._engine.generate()
             await self._workers.turn()
             prompt, response = np.array([turn], np.int32), np.arange(1, TOKENS + 1, dtype=np.int32) + of.sample
-            sink.append(
+            step = Step(
                 of,
                 task.uid,
                 turn,
                 prompt,
                 response,
-                reward=reward(of) if turn == TURNS - 1 else 0.0,
-                extends=Extension(turn - 1, len(whole), digest(whole)) if turn else None,
                 logprobs=np.full(TOKENS, -0.5, np.float32),
                 loss_mask=np.ones(TOKENS, np.bool_),
                 versions=np.full(TOKENS, version, np.int64),
+                reward=reward(of) if turn == TURNS - 1 else 0.0,
+                extends=Extension(turn - 1, len(whole), digest(whole)) if turn else None,
             )
+            sink.append(step)
             whole = np.concatenate([whole, prompt, response])
         end = TrajectoryEnd(of, task.uid, TURNS, StopReason.STOP, reward(of))
         sink.end(end)

@@ -232,7 +232,7 @@ def missing_logprobs(steps: list[Step], end: TrajectoryEnd) -> Whole:
         (other_end(n_steps=5), RefusalReason.CONFLICT),
         (other_end(reward=0.5), RefusalReason.CONFLICT),
         (other_end(stop_reason="length"), RefusalReason.CONFLICT),
-        (other_end(roles=packed_roles([Role.AUX])), RefusalReason.CONFLICT),
+        (other_end(roles=packed_roles([Role.AUX] * 3)), RefusalReason.CONFLICT),
         (first_step(reward=0.7), RefusalReason.CONFLICT),
         (first_step(temperature=0.7), RefusalReason.CONFLICT),
         (second_extends(Extension(0, 80, 7)), RefusalReason.PREFIX),
