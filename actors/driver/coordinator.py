@@ -183,7 +183,7 @@ class Coordinator:
             await self._checkpoints.resume(self._resume_from)
             # Not earlier: if the buffer refuses the resumption, the run's settings and its recorded end must not
             # change.
-            self._folder.begin(resolved_yaml(self._config), self._config.metrics.wandb)
+            self._folder.begin(resolved_yaml(self._config), self._config.metrics.wandb, self._prepared.model_folder)
         elif self._prepared.warmed_model is not None:
             await self._warm_start.make_base(self._prepared.warmed_model, self._config.run.max_restarts)
         url, lost = await self._all_up()

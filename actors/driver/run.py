@@ -103,7 +103,7 @@ def _run(config: Config, folder: RunWriter, manifest: Manifest | None) -> int:
                 shutil.rmtree(folder.path)
             raise
     if manifest is None:
-        folder.begin(resolved_yaml(config), config.metrics.wandb)
+        folder.begin(resolved_yaml(config), config.metrics.wandb, prepared.model_folder)
     else:
         uids = [task.uid for task in prepared.tasks]
         settings = buffer_settings(config, prepared.vocab_size, prepared.routing)

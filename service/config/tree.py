@@ -191,8 +191,14 @@ class WandbConfig(Section):
     """Weights & Biases, besides `metrics.jsonl` and TensorBoard; needs the package wandb."""
 
     project: str = "baton"
-    offline: bool = True
-    """Write to the run folder only; `wandb sync` uploads the data later."""
+    offline: bool | None = None
+    """Write to the run folder only; `wandb sync` uploads the data later. None: where no key is found, in WANDB_API_KEY
+    or where `wandb login` keeps it."""
+    group: str | None = None
+    """Runs of a group are shown together, such as the seeds of one experiment."""
+    tags: list[str] = []
+    table_every: NotNegative = 10
+    """Optimizer steps between two tables of sample trajectories with their texts; 0: no tables."""
 
 
 class MetricsConfig(Section):

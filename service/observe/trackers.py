@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import math
+import os
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from netrc import NetrcParseError, netrc
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import yaml
 
 from service.config import WandbConfig
 from service.errors import UserError
+
+Samples = Sequence[Mapping[str, Any]]
+"""Rows of a table of trajectories; all have the same keys."""
 
 
 def open_trackers(wandb: WandbConfig | None, resolved: str, folder: Path) -> list[TensorBoard | Wandb]:
@@ -32,8 +38,8 @@ class TensorBoard:
 
         self._writer = EventFileWriter(str(folder), flush_secs=5)
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Add one point per curve; values that are not finite are left out."""
+    def log(self, step: int, metrics: Mapping[str, float], samples: Samples = ()) -> None:
+        """Add one point per curve; values that are not finite are left out, and so are samples."""
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
 
@@ -56,6 +62,17 @@ def _wandb_id(folder: Path) -> str:
     return file.read_text()
 
 
+def _has_key() -> bool:
+    """Whether a key for Weights & Biases is in the environment, or in the file in which `wandb login` keeps it."""
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
+    try:
+        return netrc(os.environ.get("NETRC")).authenticators(host) is not None
+    except (OSError, NetrcParseError):
+        return False
+
+
 class Wandb:
     """Weights & Biases; a resumed run continues under the same id.
 
@@ -67,6 +84,8 @@ class Wandb:
         # Imported here: the package is optional.
         import wandb
 
+        is_offline = not _has_key() if settings.offline is None else settings.offline
+        self._table: Any = wandb.Table
         try:
             self._run: Any = wandb.init(
                 project=settings.project,
@@ -74,7 +93,9 @@ class Wandb:
                 id=_wandb_id(folder),
                 resume="allow",
                 dir=str(folder),
-                mode="offline" if settings.offline else "online",
+                mode="offline" if is_offline else "online",
+                group=settings.group,
+                tags=settings.tags,
                 config=yaml.safe_load(resolved),
             )
         except wandb.errors.Error as error:
@@ -85,9 +106,12 @@ class Wandb:
         # A trainer that goes back to a checkpoint repeats steps, which wandb's own step counter does not allow.
         self._run.define_metric("*", step_metric="trainer/global_step")
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Add one point to the curve of each metric."""
-        self._run.log(dict(metrics))
+    def log(self, step: int, metrics: Mapping[str, float], samples: Samples = ()) -> None:
+        """Add one point to the curve of each metric, and a table of sample trajectories if there are any."""
+        line: dict[str, Any] = dict(metrics)
+        if samples:
+            line["trajectories"] = self._table(columns=list(samples[0]), data=[[*row.values()] for row in samples])
+        self._run.log(line)
 
     def close(self) -> None:
         """Write the queued points and finish the run."""

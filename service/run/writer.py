@@ -24,6 +24,7 @@ from service.run.folder import (
     TRAJECTORIES_BYTES,
     read_lines,
 )
+from service.run.sample_table import table_rows
 
 
 class RunWriter:
@@ -38,6 +39,9 @@ class RunWriter:
         self._trackers: list[TensorBoard | Wandb] = []
         self._resolved = ""
         self._wandb: WandbConfig | None = None
+        self._model_folder = Path()
+        self._kept: list[Mapping[str, Any]] = []
+        """Trajectories of the current step, for a table."""
         self._trajectories_full = False
         self._targets: Sequence[Mapping[str, Any]] = ()
         self.step = 0
@@ -45,13 +49,16 @@ class RunWriter:
         self.has_final = False
         """Whether the final weights are those of that step."""
 
-    def begin(self, resolved: str, wandb: WandbConfig | None = None) -> None:
+    def begin(self, resolved: str, wandb: WandbConfig | None = None, model_folder: Path | None = None) -> None:
         """Begin or continue a run: delete the summary of its earlier part, and write its resolved configuration.
+
+        `model_folder` has the tokenizer for the texts of tables in Weights & Biases.
 
         `baton run --config` with that file repeats the run.
         """
         (self.path / SUMMARY).unlink(missing_ok=True)
         self._has_begun, self._resolved, self._wandb = True, resolved, wandb
+        self._model_folder = model_folder or Path()
         write_atomic(self.path / CONFIG, resolved)
 
     def write_targets(self, targets: Sequence[Mapping[str, Any]]) -> None:
@@ -86,8 +93,11 @@ class RunWriter:
         self._metrics.write(json.dumps(line, allow_nan=False) + "\n")
         self._metrics.flush()
         self.step = int(numbers["trainer/global_step"])
+        with_table = self._wandb is not None and self._wandb.table_every and self.step % self._wandb.table_every == 0
+        samples = table_rows(self._kept, self._model_folder) if with_table else []
         for tracker in self._trackers:
-            tracker.log(self.step, numbers)
+            tracker.log(self.step, numbers, samples)
+        self._kept = []
 
     def cut_after(self, step: int) -> list[dict[str, Any]]:
         """Delete the lines of steps after `step`, which the trainer will repeat; returns the other metrics."""
@@ -105,6 +115,7 @@ class RunWriter:
 
     def append_trajectories(self, trajectories: Sequence[Mapping[str, Any]]) -> int:
         """Append trajectories, a line each, until the file is full; returns how many were written."""
+        self._kept += trajectories if self._wandb is not None else []
         if self._trajectories_full or not trajectories:
             return 0
         kept = 0

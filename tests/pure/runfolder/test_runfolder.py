@@ -10,6 +10,7 @@ from unittest.mock import MagicMock
 import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tokenizers import Tokenizer
 
 from actors.driver.run import run
 from service.cli import main
@@ -184,6 +185,39 @@ def test_wandb_knows_a_resumed_run_and_takes_one_of_its_name_elsewhere_for_anoth
     assert {each["name"] for each in began} == {"quickstart"}
     first, resumed, elsewhere = (each["id"] for each in began)
     assert first == resumed != elsewhere
+
+
+@pytest.mark.parametrize("where", ["environment", "netrc", "nowhere", "switched off"])
+def test_wandb_is_online_where_there_is_a_key_and_gets_group_tags_and_texts(
+    where: str, made_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wandb = MagicMock()
+    wandb.errors.Error = ValueError
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    if where == "netrc":
+        (tmp_path / "netrc").write_text("machine api.wandb.ai login user password made-up\n")
+    elif where != "nowhere":
+        monkeypatch.setenv("WANDB_API_KEY", "made-up")
+    offline = True if where == "switched off" else None
+    folder = RunWriter(tmp_path / "r")
+    folder.begin("", WandbConfig(offline=offline, group="seeds", tags=["small"], table_every=2), made_model)
+    words = Tokenizer.from_file(str(made_model / "tokenizer.json"))
+    turn = {"prompt_ids": words.encode("look", add_special_tokens=False).ids, "response_ids": [5]}
+    record = {"id": "group=1/sample=0/attempt=0", "fate": "trained", "return": 1.0, "advantage": 0.5}
+    record |= {"stop_reason": "stop", "sampled_tokens": 1, "steps": [turn]}
+    for number in (1, 2):
+        folder.append_trajectories([record])
+        folder.log_step(step(number))
+    folder.close()
+    (began,) = wandb.init.call_args_list
+    assert began.kwargs["mode"] == ("online" if where in ("environment", "netrc") else "offline")
+    assert (began.kwargs["group"], began.kwargs["tags"]) == ("seeds", ["small"])
+    first, second = (call.args[0] for call in wandb.init.return_value.log.call_args_list)
+    assert "trajectories" not in first and second["trajectories"] is wandb.Table.return_value
+    ((row,),) = [call.kwargs["data"] for call in wandb.Table.call_args_list]
+    assert row[0] == record["id"] and row[-1] == words.decode([*turn["prompt_ids"], 5], skip_special_tokens=False)
 
 
 def test_a_wandb_that_wants_a_key_says_so_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
