@@ -18,7 +18,7 @@ from service.config.load import section_of
 from service.config.section import MOST
 from service.config.tree import Config
 from service.observe.metrics_table import MEANINGS, TABLE, Metric
-from service.observe.not_learning import SYMPTOMS, Comparison
+from service.observe.not_learning import SYMPTOMS, Is
 from service.types import Steps
 
 ROOT = Path(__file__).parent.parent
@@ -164,8 +164,8 @@ def not_learning_page() -> str:
     return _with_table("docs/not-learning.md", SYMPTOMS_BEGIN, head + lines, SYMPTOMS_END)
 
 
-def _of_what(comparison: Comparison) -> str:
-    return " times that of the first steps" if comparison is Comparison.FALLEN_TO else ""
+def _of_what(comparison: Is) -> str:
+    return " times that of the first steps" if comparison is Is.FALLEN_TO else ""
 
 
 def _with_table(page: str, begin: str, table: str, end: str) -> str:

@@ -35,7 +35,7 @@ from service.run.folder import BEST, FINAL, LOGS
 from service.run.inputs import Prepared
 from service.run.metrics_port import DEFAULT_PORT
 from service.run.phases import phase
-from service.run.progress import QUIET_SECONDS, Progress
+from service.run.progress import QUIET_SECONDS, Progress, end_early
 from service.run.repeated_failures import FailureWatch
 from service.run.scale_request import asked_for
 from service.run.supervisor import Supervisor
@@ -141,7 +141,7 @@ class Coordinator:
             for name, actor in self._supervised.items():
                 self._supervisor.watch(name, partial(life_of, actor))
             if not await self._started():
-                self._progress.end_early(0 if self._resume_from is None else self._resume_from.step)
+                end_early(self._folder, self._say, 0 if self._resume_from is None else self._resume_from.step)
                 return
             generating = asyncio.ensure_future(self._generator_pool.run())
             training = asyncio.ensure_future(self._through_losses(self._train))

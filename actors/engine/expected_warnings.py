@@ -1,10 +1,8 @@
-"""Keeps messages out of the log that vLLM writes although nothing is wrong."""
+"""Filters that keep messages out of the log which vLLM writes although nothing is wrong."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
+from logging import LogRecord
 
 LOADS = "vllm.model_executor.models.utils"
 RELOADS = "vllm.model_executor.model_loader.reload.layerwise"
@@ -12,31 +10,21 @@ ANSWERS = "vllm.v1.engine.async_llm"
 """vLLM's loggers: of weights at their load, of layers at a reload, and of the engine core's answers."""
 
 
-def expect_rounding() -> None:
-    """Expect weights in float32 for parameters of a shorter type, as where a model is stored in float32."""
-    logging.getLogger(LOADS).addFilter(lambda record: "torch.float32" not in _arguments(record)[1:2])
+def not_of_rounding(record: LogRecord) -> bool:
+    """False of weights in float32 for parameters of a shorter type, as where a model is stored in float32."""
+    return not (isinstance(record.args, tuple) and "torch.float32" in map(str, record.args[1:2]))
 
 
-@contextmanager
-def expect_layers_without_weights(tied: bool) -> Iterator[None]:
-    """Within the block, expect layers that get nothing at a reload: rotary embeddings, and the head where `tied`."""
-
-    def is_unexpected(record: logging.LogRecord) -> bool:
-        (layer, *_) = (*_arguments(record), "")
-        return not (layer.endswith("RotaryEmbedding") or (tied and layer == "ParallelLMHead"))
-
-    logger = logging.getLogger(RELOADS)
-    logger.addFilter(is_unexpected)
-    try:
-        yield
-    finally:
-        logger.removeFilter(is_unexpected)
+def not_of_a_rotary_embedding(record: LogRecord) -> bool:
+    """False of rotary embeddings, which have no weights to load."""
+    return not str(record.args).endswith("RotaryEmbedding',)")
 
 
-def expect_the_end() -> None:
-    """Expect that the engine core gives no more answers, because it is being stopped."""
-    logging.getLogger(ANSWERS).addFilter(lambda record: "output_handler failed" not in record.getMessage())
+def not_of_the_head(record: LogRecord) -> bool:
+    """False of the output head, which gets no weights where it is tied to the embedding."""
+    return record.args != ("ParallelLMHead",)
 
 
-def _arguments(record: logging.LogRecord) -> list[str]:
-    return [str(argument) for argument in record.args] if isinstance(record.args, tuple) else []
+def not_of_the_end(record: LogRecord) -> bool:
+    """False of the end of the engine core's answers, after it was told to stop."""
+    return "output_handler failed" not in record.getMessage()

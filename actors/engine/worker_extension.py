@@ -14,6 +14,7 @@ import signal
 import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from logging import getLogger
 from typing import Any
 
 import torch
@@ -34,7 +35,13 @@ from vllm.platforms import current_platform
 from vllm.utils.nccl import unpinned_nccl_env
 
 from actors.engine.cpu_lora import use_runs_of_rows
-from actors.engine.expected_warnings import expect_layers_without_weights, expect_rounding
+from actors.engine.expected_warnings import (
+    LOADS,
+    RELOADS,
+    not_of_a_rotary_embedding,
+    not_of_rounding,
+    not_of_the_head,
+)
 from actors.engine.vllm_arguments import FILE_BACKEND, OWNER_PID
 from actors.weights.cuda_ipc import IPC_BACKEND, Handle, vllm_handles
 from actors.weights.nccl_broadcast import BROADCAST_BACKEND, receive
@@ -105,12 +112,13 @@ class LayerwiseEngine(WeightTransferEngine[Any, Any]):  # type: ignore[misc]
 
     def start_weight_update(self) -> None:
         """Bring the layers back into the layout of a checkpoint."""
+        if getattr(self.model_config.hf_config, "tie_word_embeddings", False):
+            getLogger(RELOADS).addFilter(not_of_the_head)
         initialize_layerwise_reload(self.model)
 
     def finish_weight_update(self) -> None:
         """Pack the layers for the kernels again."""
-        with expect_layers_without_weights(tied=getattr(self.model_config.hf_config, "tie_word_embeddings", False)):
-            finalize_layerwise_reload(self.model, self.model_config)
+        finalize_layerwise_reload(self.model, self.model_config)
         repack_for_cpu(self.model)
 
 
@@ -274,7 +282,8 @@ allow_amx()
 if current_platform.is_cpu():
     use_runs_of_rows()
 end_with_owner()
-expect_rounding()
+getLogger(LOADS).addFilter(not_of_rounding)
+getLogger(RELOADS).addFilter(not_of_a_rotary_embedding)
 for backend, engine in (
     (FILE_BACKEND, FileWeightEngine),
     (BROADCAST_BACKEND, BroadcastWeightEngine),

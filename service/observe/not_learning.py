@@ -7,19 +7,16 @@ gradient is zero; what is named first is the cut. `docs/not-learning.md` says wh
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
 WINDOW = 5
 """Steps over which a figure is averaged, and fewest steps after which it is judged."""
 
-Line = Mapping[str, float]
-"""A line of `metrics.jsonl`."""
 
-
-class Comparison(StrEnum):
-    """How a figure is compared with its threshold."""
+class Is(StrEnum):
+    """How a figure compares with its threshold."""
 
     AT_LEAST = "at least"
     AT_MOST = "at most"
@@ -33,128 +30,74 @@ class Symptom(NamedTuple):
     name: str
     """The section of `docs/not-learning.md`."""
     key: str
-    comparison: Comparison
+    comparison: Is
     threshold: float
     says: str
-    """A sentence with the figure as `value`."""
+    """A sentence with a place for the figure."""
 
 
 SYMPTOMS = (
-    Symptom("learning-rate", "policy/policy_lr", Comparison.AT_MOST, 1e-9, "the learning rate is {value:.1g}"),
+    Symptom("learning-rate", "policy/policy_lr", Is.AT_MOST, 1e-9, "the learning rate is {:.1g}"),
     Symptom(
-        "engine-and-trainer",
-        "policy/by_staleness/0/kl",
-        Comparison.AT_LEAST,
-        0.01,
-        "engine and trainer disagree about the newest policy (divergence {value:.2g} nats)",
+        "engine-and-trainer", "policy/by_staleness/0/kl", Is.AT_LEAST, 0.01, "engine and trainer differ by {:.2g} nats"
+    ),
+    Symptom("always-solved", "reward/groups_all_one", Is.AT_LEAST, 0.8, "in {:.0%} of the groups all samples got 1"),
+    Symptom("entropy", "policy/policy_entropy", Is.FALLEN_TO, 0.1, "the entropy fell to {:.0%} of the first steps'"),
+    Symptom("too-short", "generate/avg_response_length", Is.AT_MOST, 1.5, "a response has {:.1f} tokens on average"),
+    Symptom(
+        "shorter", "generate/avg_response_length", Is.FALLEN_TO, 0.2, "responses fell to {:.0%} of their first length"
     ),
     Symptom(
-        "always-solved",
-        "reward/groups_all_one",
-        Comparison.AT_LEAST,
-        0.8,
-        "in {value:.0%} of the groups every sample got reward 1",
+        "cut", "generate/truncated_ratio", Is.AT_LEAST, 0.5, "{:.0%} of the responses were cut at the length limit"
     ),
-    Symptom(
-        "entropy",
-        "policy/policy_entropy",
-        Comparison.FALLEN_TO,
-        0.1,
-        "the policy hardly varies: its entropy is {value:.0%} of that of the first steps",
-    ),
-    Symptom(
-        "too-short",
-        "generate/avg_response_length",
-        Comparison.AT_MOST,
-        1.5,
-        "a response has {value:.1f} tokens on average",
-    ),
-    Symptom(
-        "shorter",
-        "generate/avg_response_length",
-        Comparison.FALLEN_TO,
-        0.2,
-        "responses have {value:.0%} of their length in the first steps",
-    ),
-    Symptom(
-        "cut",
-        "generate/truncated_ratio",
-        Comparison.AT_LEAST,
-        0.5,
-        "{value:.0%} of the responses were cut at generator.max_generate_length",
-    ),
-    Symptom(
-        "never-solved",
-        "reward/groups_all_zero",
-        Comparison.AT_LEAST,
-        0.8,
-        "in {value:.0%} of the groups every sample got reward 0",
-    ),
-    Symptom(
-        "no-variance",
-        "reward/groups_without_variance",
-        Comparison.AT_LEAST,
-        0.8,
-        "in {value:.0%} of the groups all samples got the same reward",
-    ),
-    Symptom(
-        "stale",
-        "policy/policy_kl",
-        Comparison.AT_LEAST,
-        0.1,
-        "the tokens are of another policy than the trained one (divergence {value:.2g} nats)",
-    ),
-    Symptom(
-        "clipped",
-        "policy/loss_metrics/clip_ratio",
-        Comparison.AT_LEAST,
-        0.3,
-        "{value:.0%} of the loss tokens are clipped",
-    ),
-    Symptom("no-gradient", "policy/grad_norm", Comparison.AT_MOST, 1e-8, "the gradient's norm is {value:.1g}"),
+    Symptom("never-solved", "reward/groups_all_zero", Is.AT_LEAST, 0.8, "in {:.0%} of the groups all samples got 0"),
+    Symptom("no-variance", "reward/groups_without_variance", Is.AT_LEAST, 0.8, "{:.0%} of the groups have no variance"),
+    Symptom("stale", "policy/policy_kl", Is.AT_LEAST, 0.1, "sampled and trained policy differ by {:.2g} nats"),
+    Symptom("clipped", "policy/loss_metrics/clip_ratio", Is.AT_LEAST, 0.3, "{:.0%} of the loss tokens are clipped"),
+    Symptom("no-gradient", "policy/grad_norm", Is.AT_MOST, 1e-8, "the gradient's norm is {:.1g}"),
 )
 
 
 class Diagnosis:
-    """Compares the figures of a run's last steps with the thresholds."""
+    """Compares the figures of a run's last steps, which are lines of `metrics.jsonl`, with the thresholds."""
 
-    def __init__(self) -> None:
-        self._first: list[Line] = []
-        self._last: deque[Line] = deque(maxlen=WINDOW)
+    def __init__(self, lines: Sequence[Mapping[str, float]] = ()) -> None:
+        self._first: list[Mapping[str, float]] = [*lines[:WINDOW]]
+        self._last = deque(lines, maxlen=WINDOW)
 
-    def stepped(self, line: Line) -> None:
+    def stepped(self, line: Mapping[str, float]) -> None:
         """Take the line of the next step."""
         self._last.append(line)
         if len(self._first) < WINDOW:
             self._first.append(line)
 
-    def found(self) -> list[tuple[Symptom, float]]:
-        """The symptoms of the last steps with their figures, the most likely cause first."""
+    def found(self) -> dict[str, str]:
+        """The symptoms of the last steps by name, each in words, the most likely cause first."""
         measured = ((symptom, self._value(symptom)) for symptom in SYMPTOMS)
-        return [(symptom, value) for symptom, value in measured if value is not None and _shows(symptom, value)]
+        return {of.name: of.says.format(value) for of, value in measured if value is not None and _shows(of, value)}
 
     def _value(self, symptom: Symptom) -> float | None:
         last = _mean(self._last, symptom.key)
-        if last is None or symptom.comparison is not Comparison.FALLEN_TO:
+        if last is None or symptom.comparison is not Is.FALLEN_TO:
             return last
         first = _mean(self._first, symptom.key)
         return last / first if first else None
 
 
-def in_words(found: Sequence[tuple[Symptom, float]]) -> str:
+def in_words(found: Mapping[str, str]) -> str:
     """The first symptom as a sentence, and the names of the others; empty without any."""
     if not found:
         return ""
-    (first, value), *others = found
-    also = f"; also: {', '.join(symptom.name for symptom, _ in others)}" if others else ""
-    return f"{first.says.format(value=value)} (docs/not-learning.md#{first.name}){also}"
+    first, *others = found
+    also = f"; also: {', '.join(others)}" if others else ""
+    return f"{found[first]} (docs/not-learning.md#{first}){also}"
 
 
-def _mean(lines: Sequence[Line] | deque[Line], key: str) -> float | None:
+def _mean(lines: Iterable[Mapping[str, float]], key: str) -> float | None:
     """The mean of a figure; None if fewer than `WINDOW` lines have it."""
     values = [line[key] for line in lines if line.get(key) is not None]
     return sum(values) / len(values) if len(values) == WINDOW else None
 
 
 def _shows(symptom: Symptom, value: float) -> bool:
-    return value >= symptom.threshold if symptom.comparison is Comparison.AT_LEAST else value <= symptom.threshold
+    return value >= symptom.threshold if symptom.comparison is Is.AT_LEAST else value <= symptom.threshold

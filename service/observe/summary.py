@@ -10,13 +10,8 @@ from typing import Any
 FEWEST_STEPS = 30
 """Steps below which the reward's first and last tenth say nothing: a tenth would be one or two steps."""
 
-FATES_IN_WORDS = {
-    "expired": "not finished in time, or not needed any more at the end",
-    "stepped": "trained, in no checkpoint yet",
-    "superseded": "of attempts that began again",
-    "rolled_back": "trained after the checkpoint from which the run continued",
-}
-"""The fates of tokens whose names need words beside them."""
+FATES_IN_WORDS = {"expired": "not finished in time or not needed", "stepped": "trained, in no checkpoint yet"}
+"""Words beside the fates of tokens whose names do not explain themselves."""
 
 
 def learning_summary(rewards_S: Sequence[float], staleness_S: Sequence[float]) -> dict[str, Any]:
@@ -61,13 +56,14 @@ def summary_lines(summary: Mapping[str, Any]) -> list[str]:
     if summary.get("reward_gain") is not None:
         lines.append(
             f"reward: {summary['reward_first_tenth']:.3f} over the first tenth of the steps, "
-            f"{summary['reward_last_tenth']:.3f} over the last ({summary['reward_gain']:+.3f}{_certainty(summary)})"
+            f"{summary['reward_last_tenth']:.3f} over the last ({summary['reward_gain']:+.3f}; {_certainty(summary)})"
         )
     if summary.get("not_learning"):
         lines.append(f"learning: at the end {summary['not_learning']}")
     if shares := summary.get("time"):
-        lines.append(f"bound by {summary['bound_by']}: {time_in_words(shares)}")
-        lines.append(f"the generators had no group to play for {summary['generator_wait_fraction']:.0%} of their time")
+        parts = ", ".join(f"{part} {share:.0%}" for part, share in shares.items() if share >= 0.01)
+        idle = f"generators without a group {summary['generator_wait_fraction']:.0%}"
+        lines.append(f"bound by {summary['bound_by']}: {parts} of the steps' time; {idle}")
     if "tokens" in summary:
         lines.append(f"tokens: {fates_in_words(summary['tokens']) or 'none'}")
     return lines
@@ -75,14 +71,8 @@ def summary_lines(summary: Mapping[str, Any]) -> list[str]:
 
 def _certainty(summary: Mapping[str, Any]) -> str:
     if (interval := summary.get("reward_gain_interval")) is None:
-        return f"; {summary['steps']} steps are too few to tell, {FEWEST_STEPS} are enough"
-    low, high = interval
-    return f"; 95% interval {low:+.3f} to {high:+.3f}"
-
-
-def time_in_words(shares: Mapping[str, float]) -> str:
-    """The parts of the steps' time that are at least a hundredth of it, such as `generation 62%, training 35%`."""
-    return ", ".join(f"{part} {share:.0%}" for part, share in shares.items() if share >= 0.01) + " of the steps' time"
+        return f"{summary['steps']} steps are too few to tell, {FEWEST_STEPS} are enough"
+    return "95% interval {:+.3f} to {:+.3f}".format(*interval)
 
 
 def fates_in_words(tokens: Mapping[str, int]) -> str:

@@ -121,11 +121,8 @@ def demand(grown: Figures, limits: Limits) -> Demand | None:
     # neither the start nor the end of the run is part of a step
     of_step = sum(seconds for state, seconds in grown.trainer.items() if state in (*STATES, WAITING)) / grown.steps
     arrival = grown.arriving / grown.steps
-    ranks, lookahead, concurrency, shares_cores = limits
-    engines = len(grown.engines)
-    return Demand(
-        generation, training, engines, ranks, lookahead, concurrency, arrival, shares_cores, seconds_of_step=of_step
-    )
+    measured = {"arrival": arrival, "seconds_of_step": of_step}
+    return Demand(generation, training, len(grown.engines), **limits._asdict(), **measured)
 
 
 class Live(NamedTuple):

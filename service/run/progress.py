@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
@@ -22,6 +23,9 @@ QUIET_SECONDS = 60.0
 """Longest time without a progress line: the next step after it prints one in any case."""
 PLOT_SECONDS = 20.0
 """Seconds between two drawings of the learning curve during the run."""
+
+RECENT_STEPS = 20
+"""Steps by which the time left is estimated."""
 
 
 class Progress:
@@ -43,6 +47,8 @@ class Progress:
         self._say = say
         self._created = self._began = self._last = self._plotted = self._said = time.monotonic()
         self._times = StepTimes(states)
+        self._recent: deque[float] = deque(maxlen=RECENT_STEPS)
+        """Seconds of the last steps."""
         self._seconds_before = 0.0
         """Seconds in which earlier processes ran this run, up to the step from which it continues."""
         self._synced: float | None = None
@@ -90,9 +96,7 @@ class Progress:
         self._rewards = [line["reward/avg_raw_reward"] for line in lines]
         self._staleness = [line["async/staleness_mean"] for line in lines]
         self._seconds_before = lines[-1].get("timing/since_start", 0.0) if lines else 0.0
-        self._diagnosis = Diagnosis()
-        for line in lines:
-            self._diagnosis.stepped(line)
+        self._diagnosis = Diagnosis(lines)
 
     def synced(self, seconds: float | None) -> None:
         """Record how long the engines took to serve new weights after these were sent; None if no update was under
@@ -123,6 +127,7 @@ class Progress:
         self._synced = None  # otherwise every step until the next update would count this one again
         wall = datetime.now(UTC).isoformat(timespec="milliseconds")
         self._folder.log_step(line, {"time": wall, "bound_by": max(spent, key=lambda part: spent[part], default="")})
+        self._recent.append(now - self._last)
         self._last = now
         if not self._rewards and (silent := [role for role in self._roles if f"role/{role}/turns" not in line]):
             self._say(
@@ -132,14 +137,12 @@ class Progress:
         self._rewards.append(line["reward/avg_raw_reward"])
         self._staleness.append(line["async/staleness_mean"])
         if version.step % max(1, self._max_steps // LINES) == 0 or now - self._said > QUIET_SECONDS:
-            self._say(
-                step_line(line, self._max_steps, self._times.recent_shares(), now - self._began, self.seconds_left)
-            )
+            self._say(step_line(line, self._max_steps, self._times.shares(), now - self._began, self.seconds_left))
             self._said = now
         self._diagnosis.stepped(line)
         found = self._diagnosis.found()
-        if found and found[0][0].name not in self._diagnosed:
-            self._diagnosed.add(found[0][0].name)
+        if (cause := next(iter(found), None)) is not None and cause not in self._diagnosed:
+            self._diagnosed.add(cause)
             self._say(f"step {version.step}: the policy may not learn: {in_words(found)}")
         if now - self._plotted > PLOT_SECONDS:
             self._folder.plot()
@@ -149,16 +152,14 @@ class Progress:
     @property
     def seconds_left(self) -> float | None:
         """Seconds until the last step, if the steps take as long as the last ones; None before the first step."""
-        return self._times.seconds_of(max(0, self._max_steps - len(self._rewards)))
+        if not self._recent:
+            return None
+        return max(0, self._max_steps - len(self._rewards)) * sum(self._recent) / len(self._recent)
 
     @property
     def not_learning(self) -> str:
         """Why the policy may not learn, by its last steps; empty if nothing speaks for it."""
         return in_words(self._diagnosis.found())
-
-    def end_early(self, steps: int = 0) -> None:
-        """Record that this process was stopped before its first step; `steps`: steps of the run's earlier processes."""
-        end_early(self._folder, self._say, steps, seconds=time.monotonic() - self._created)
 
     def end(self, state: str, buffer: Mapping[str, Any], generators: Sequence[Mapping[str, Any]]) -> None:
         """End the run: draw the curve, write and print the summary."""
@@ -196,9 +197,9 @@ class Progress:
         }
 
 
-def end_early(folder: RunWriter, say: Callable[[str], None], steps: int, **more: float) -> None:
+def end_early(folder: RunWriter, say: Callable[[str], None], steps: int) -> None:
     """Summarize a run that was stopped before it took another step than the `steps` of an earlier process."""
-    folder.write_summary({"state": "stopped", "steps": steps, **more})
+    folder.write_summary({"state": "stopped", "steps": steps})
     say(f"stopped after the {steps} optimizer steps before" if steps else "stopped before the first optimizer step")
 
 

@@ -17,9 +17,6 @@ FEWEST = 3
 """Failures that are worth a warning."""
 RECENT_STEPS = 5
 
-ENDED, REFUSED = "end_", "refused_"
-"""Begin the names of counts of trajectories that ended, and of messages that the buffer refused."""
-
 Statuses = Sequence[Mapping[str, Any]]
 """The statuses of the generators."""
 
@@ -46,7 +43,7 @@ class FailureWatch:
         self._recent.append(self._now - self._before)
         self._before, self._starving = self._now, False
         recent = sum(self._recent, Counter[str]())
-        lost = _failed(recent).total() + _refused(recent).total()
+        lost = _lost(recent).total()
         text = _in_words(recent, statuses) if lost >= max(FEWEST, MANY * _ended(recent).total()) else ""
         if text and not self._warned:
             self._say(f"WARNING in the last {len(self._recent)} steps {text}")
@@ -64,14 +61,14 @@ class FailureWatch:
         self._look(statuses)
         # The counts of a restarted generator begin at 0; a negative difference counts as 0.
         since = self._now - self._before
-        if waited >= STARVING_SECONDS and _failed(since) + _refused(since):
+        if waited >= STARVING_SECONDS and _lost(since):
             text = f"since the last step {_in_words(since, statuses)}"
             self._report(text)
             if not self._starving:
                 self._say(f"the step has waited {waited:.0f} s for a mini-batch; {text}")
             self._starving = True
         ended = _ended(since)
-        if ended.total() < self._limit or ended - _failed(since):
+        if ended.total() < self._limit or ended - _lost(since):
             return
         details = {why for status in statuses for why in status["failures"].values()}
         raise RunFailed(f"every trajectory since the last step failed ({_listed(ended)}): {'; '.join(sorted(details))}")
@@ -80,8 +77,8 @@ class FailureWatch:
         """Count, and write one line to the terminal for the first failure with each reason."""
         self._now = Counter()
         for status in statuses:
-            self._now.update({name: n for name, n in status["counts"].items() if name.startswith(ENDED)})
-            self._now.update({f"{REFUSED}{reason}": n for reason, n in status["refusals"].items()})
+            self._now.update({name: n for name, n in status["counts"].items() if name.startswith("end_")})
+            self._now.update({f"refused_{reason}": n for reason, n in status["refusals"].items()})
         for reason, why in [kind for status in statuses for kind in status["failures"].items()]:
             if reason not in self._said:
                 self._said.add(reason)
@@ -90,28 +87,22 @@ class FailureWatch:
 
 def _ended(counts: Counter[str]) -> Counter[str]:
     """The trajectories by the reason for which they ended."""
-    return Counter({name.removeprefix(ENDED): n for name, n in counts.items() if name.startswith(ENDED)})
+    return Counter({name.removeprefix("end_"): n for name, n in counts.items() if name.startswith("end_")})
 
 
-def _failed(counts: Counter[str]) -> Counter[str]:
-    """The trajectories that failed, by reason."""
-    return Counter({reason: n for reason, n in _ended(counts).items() if reason in FAILURES})
-
-
-def _refused(counts: Counter[str]) -> Counter[str]:
-    """The messages that the buffer refused, by reason; each is of a trajectory that starts again."""
-    return Counter({name: n for name, n in counts.items() if name.startswith(REFUSED)})
+def _lost(counts: Counter[str]) -> Counter[str]:
+    """Failed trajectories and refused messages, by reason."""
+    failed = {reason: n for reason, n in _ended(counts).items() if reason in FAILURES}
+    return Counter(failed | {name: n for name, n in counts.items() if name.startswith("refused_")})
 
 
 def _in_words(counts: Counter[str], statuses: Statuses) -> str:
     """How many failed, for which reasons, and the last failure with the most frequent one."""
-    failed, refused = _failed(counts), _refused(counts)
-    parts = [f"{failed.total()} of {_ended(counts).total()} trajectories failed ({_listed(failed)})"] if failed else []
-    parts += [f"{refused.total()} messages were refused ({_listed(refused)})"] if refused else []
-    most = (failed + refused).most_common(1)[0][0]
-    last = [why.splitlines()[0] for status in statuses if (why := status["failures"].get(most))]
-    return " and ".join(parts) + (f"; the last: {last[-1]}" if last else "")
+    lost = _lost(counts)
+    last = [why for status in statuses if (why := status["failures"].get(lost.most_common(1)[0][0]))]
+    text = f"{lost.total()} failures in {_ended(counts).total()} trajectories ({_listed(lost)})"
+    return text + (f"; the last: {last[-1]}" if last else "")
 
 
 def _listed(counts: Counter[str]) -> str:
-    return ", ".join(f"{n} {reason.removeprefix(REFUSED)}" for reason, n in counts.most_common())
+    return ", ".join(f"{n} {reason}" for reason, n in counts.most_common())

@@ -9,6 +9,7 @@ from typing import Any
 
 from service.config.model_folder import TOKENIZER, read_tokenizer
 
+KEYS = ("id", "fate", "return", "advantage", "stop_reason", "sampled_tokens")
 MAX_ROWS = 16
 MAX_CHARACTERS = 20_000
 """Of a trajectory's text; the end is kept."""
@@ -18,19 +19,7 @@ _tokenizer = lru_cache(maxsize=1)(read_tokenizer)
 
 def table_rows(records: Sequence[Mapping[str, Any]], model_folder: Path) -> list[dict[str, Any]]:
     """The rows of records as in `trajectories.jsonl`; the tokenizer is that of the model folder."""
-    return [
-        {
-            "trajectory": record["id"],
-            "fate": record["fate"],
-            "return": record["return"],
-            "advantage": record["advantage"],
-            "stop_reason": record["stop_reason"],
-            "turns": len(record["steps"]),
-            "sampled_tokens": record["sampled_tokens"],
-            "text": _text(record, model_folder),
-        }
-        for record in records[:MAX_ROWS]
-    ]
+    return [{key: record[key] for key in KEYS} | {"text": _text(record, model_folder)} for record in records[:MAX_ROWS]]
 
 
 def _text(record: Mapping[str, Any], model_folder: Path) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -12,9 +13,10 @@ from actors.engine.expected_warnings import (
     ANSWERS,
     LOADS,
     RELOADS,
-    expect_layers_without_weights,
-    expect_rounding,
-    expect_the_end,
+    not_of_a_rotary_embedding,
+    not_of_rounding,
+    not_of_the_end,
+    not_of_the_head,
 )
 
 NOTHING_LOADED = "%s: Failed to load weights"
@@ -29,36 +31,37 @@ def only_these_filters(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(logging.getLogger(name), "filters", [])
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_only_layers_that_have_no_weights_are_expected_to_get_none(
-    tied: bool, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("logger", "expected", "message", "left_out", "kept"),
+    [
+        (
+            LOADS,
+            not_of_rounding,
+            OTHER_TYPE,
+            ("w", "torch.float32", "torch.bfloat16"),
+            ("w", "torch.bfloat16", "torch.float8"),
+        ),
+        (RELOADS, not_of_a_rotary_embedding, NOTHING_LOADED, ("YaRNScalingRotaryEmbedding",), ("ParallelLMHead",)),
+        (RELOADS, not_of_the_head, NOTHING_LOADED, ("ParallelLMHead",), ("QKVParallelLinear",)),
+        (ANSWERS, not_of_the_end, NO_ANSWER, (), None),
+    ],
+)
+def test_what_is_expected_is_left_out_and_every_other_message_kept(
+    logger: str,
+    expected: Callable[[logging.LogRecord], bool],
+    message: str,
+    left_out: tuple[str, ...],
+    kept: tuple[str, ...] | None,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    layers = ["YaRNScalingRotaryEmbedding", "RotaryEmbedding", "ParallelLMHead", "QKVParallelLinear"]
-    logger = logging.getLogger(RELOADS)
-    with expect_layers_without_weights(tied):
-        for layer in layers:
-            logger.warning(NOTHING_LOADED, layer)
-    assert [record.args for record in caplog.records] == [(layer,) for layer in layers[2 + tied :]]
-    caplog.clear()
-    logger.warning(NOTHING_LOADED, "RotaryEmbedding")
-    assert len(caplog.records) == 1, "outside of a reload nothing is expected"
-
-
-def test_only_weights_in_float32_are_expected_to_be_rounded(caplog: pytest.LogCaptureFixture) -> None:
-    expect_rounding()
-    for stored, held in (("torch.float32", "torch.bfloat16"), ("torch.bfloat16", "torch.float8_e4m3fn")):
-        logging.getLogger(LOADS).warning(OTHER_TYPE, "model.norm.weight", stored, held)
-    logging.getLogger(LOADS).warning("something else")
-    kept = [record.getMessage() for record in caplog.records]
-    assert len(kept) == 2 and kept[0].endswith("torch.float8_e4m3fn") and kept[1] == "something else"
-
-
-def test_an_engine_that_is_being_stopped_may_fall_silent(caplog: pytest.LogCaptureFixture) -> None:
-    logging.getLogger(ANSWERS).error(NO_ANSWER)
-    expect_the_end()
-    logging.getLogger(ANSWERS).error(NO_ANSWER)
-    logging.getLogger(ANSWERS).error("another error")
-    assert [record.getMessage() for record in caplog.records] == [NO_ANSWER, "another error"]
+    log = logging.getLogger(logger)
+    log.warning(message, *left_out)
+    log.addFilter(expected)
+    log.warning(message, *left_out)
+    if kept is not None:
+        log.warning(message, *kept)
+    log.error("something else")
+    assert len(caplog.records) == 2 + (kept is not None)
 
 
 @pytest.mark.skipif(VLLM is None, reason="vLLM is not installed")

@@ -73,8 +73,8 @@ def test_a_step_that_waits_because_of_failures_says_so_once_with_the_last_reason
     for waited in (STARVING_SECONDS, STARVING_SECONDS + 2):
         watch.check(some, waited)
     assert told[1:] == [
-        "the step has waited 30 s for a mini-batch; since the last step 7 of 8 trajectories failed "
-        "(7 environment_error) and 2 messages were refused (2 reward); the last: KeyError: 'x' (task.py:12)"
+        "the step has waited 30 s for a mini-batch; since the last step 9 failures in 8 trajectories "
+        "(7 environment_error, 2 refused_reward); the last: KeyError: 'x' (task.py:12)"
     ]
     assert shown[-1] in told[1]
 
@@ -91,7 +91,7 @@ def test_from_one_in_twenty_trajectories_on_failures_are_a_warning(failed: int, 
     watch.stepped([said("boom (task.py:3)", **{ERROR: failed, "stop": of - failed})])
     assert bool(shown[-1]) is warned is any(line.startswith("WARNING") for line in told)
     if warned:
-        assert f"{failed} of {of} trajectories" in shown[-1] and "boom (task.py:3)" in shown[-1]
+        assert f"{failed} failures in {of} trajectories" in shown[-1] and "boom (task.py:3)" in shown[-1]
 
 
 def test_a_warning_is_said_once_and_ends_with_the_failures() -> None:
