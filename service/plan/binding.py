@@ -60,10 +60,10 @@ class Demand:
     """Mini-batches that may be generated ahead; 0: one side after the other."""
     concurrency: float = 1.0
     """Groups that are generated at once where admission lets them, in mini-batches."""
-    arrival: float = 0.0
-    """From a commit until the engines serve its weights; groups that need these are admitted then."""
     shares_cores: bool = False
     """Engines and ranks compute on the same CPU cores, so that more of one slows the others."""
+    arrival: float = 0.0
+    """From a commit until the engines serve its weights; groups that need these are admitted then."""
     seconds_of_step: float | None = None
     """Seconds of a step as measured or simulated; None: by the arithmetic of `arithmetic_seconds`."""
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -121,8 +121,8 @@ def demand(grown: Figures, limits: Limits) -> Demand | None:
     # neither the start nor the end of the run is part of a step
     of_step = sum(seconds for state, seconds in grown.trainer.items() if state in (*STATES, WAITING)) / grown.steps
     arrival = grown.arriving / grown.steps
-    measured = {"arrival": arrival, "seconds_of_step": of_step}
-    return Demand(generation, training, len(grown.engines), **limits._asdict(), **measured)
+    needed = Demand(generation, training, len(grown.engines), *limits, arrival)
+    return replace(needed, seconds_of_step=of_step)
 
 
 class Live(NamedTuple):
