@@ -1,11 +1,18 @@
-"""A server on this machine that speaks S3, for tests of the object store."""
+"""A server on this machine that speaks S3, for tests of the object store; and one that fails half of the time."""
 
 from __future__ import annotations
 
 import logging
+import random
+import threading
+import time
 import urllib.request
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from http.client import HTTPConnection
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -31,3 +38,85 @@ def s3_server() -> Iterator[dict[str, str]]:
         "AWS_SECRET_ACCESS_KEY": SECRET,
     }
     server.stop()
+
+
+FAULTS = ("503", "slow", "cut request", "cut answer", "stale")
+SLOW_SECONDS = 0.3
+
+
+class Flaky:
+    """What goes wrong between the runs and the server, at random."""
+
+    def __init__(self, address: str, share: float, seed: int) -> None:
+        self.server, self.share, self.met = urlsplit(address).netloc, share, Counter[str]()
+        self.random, self.lock = random.Random(seed), threading.Lock()
+        self.listings: dict[str, tuple[int, bytes]] = {}
+        """The answer to each listing that was given last."""
+
+    def fault(self, path: str) -> str:
+        """What happens to a request; empty: nothing."""
+        with self.lock:
+            kinds = FAULTS if "list-type" in path else FAULTS[:-1]
+            fault = self.random.choice(kinds) if self.random.random() < self.share else ""
+            self.met[fault] += bool(fault)
+        return fault
+
+    def answer(self, method: str, path: str, headers: dict[str, str], body: bytes) -> tuple[int, dict[str, str], bytes]:
+        """The server's own answer."""
+        connection = HTTPConnection(self.server, timeout=60)
+        try:
+            connection.request(method, path, body, headers)
+            answer = connection.getresponse()
+            return answer.status, dict(answer.getheaders()), answer.read()
+        finally:
+            connection.close()
+
+
+@contextmanager
+def flaky_s3_server(share: float, seed: int = 1) -> Iterator[tuple[dict[str, str], Flaky]]:
+    """As `s3_server`, but a share of the requests meets one of `FAULTS`."""
+    with s3_server() as environment:
+        flaky = Flaky(environment["AWS_ENDPOINT_URL"], share, seed)
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def forward(self) -> None:
+                body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+                fault = flaky.fault(self.path)
+                if fault == "slow":
+                    time.sleep(SLOW_SECONDS)
+                if fault == "503":
+                    return self.reply(503, {}, b"<Error><Code>SlowDown</Code></Error>")
+                if fault == "cut request":
+                    self.close_connection = True
+                    return
+                status, headers, answer = flaky.answer(self.command, self.path, dict(self.headers), body)
+                if "list-type" in self.path and status == 200:
+                    now = answer
+                    answer = flaky.listings.get(self.path, now) if fault == "stale" else now
+                    flaky.listings[self.path] = now
+                self.reply(status, headers, answer, cut=fault == "cut answer")
+
+            do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = forward
+
+            def reply(self, status: int, headers: dict[str, str], answer: bytes, cut: bool = False) -> None:
+                self.send_response_only(status)
+                for name, value in headers.items():
+                    if name.lower() not in ("content-length", "transfer-encoding", "connection"):
+                        self.send_header(name, value)
+                self.send_header("Content-Length", headers.get("Content-Length", str(len(answer))))
+                self.end_headers()
+                self.wfile.write(answer[: len(answer) // 2] if cut else answer)
+                self.close_connection = self.close_connection or cut
+
+            def log_message(self, *arguments: object) -> None:
+                pass
+
+        with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+            server.daemon_threads = True
+            thread = threading.Thread(target=server.serve_forever)
+            thread.start()
+            yield {**environment, "AWS_ENDPOINT_URL": f"http://127.0.0.1:{server.server_port}"}, flaky
+            server.shutdown()
+            thread.join()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 
@@ -15,11 +16,13 @@ from service.run.resuming import resumed
 from service.store import fetch
 from service.store.objects import CHUNK_BYTES, open_store
 from tests.pure.store.scripted import ScriptedRun, settings
-from tests.s3_server import BUCKET, KEY, SECRET, s3_server
+from tests.s3_server import BUCKET, FAULTS, KEY, SECRET, flaky_s3_server, s3_server
+from tests.waiting import until
 
 pytest.importorskip("obstore", reason="the package obstore is not installed")
 
 URL = f"s3://{BUCKET}/run"
+Result = TypeVar("Result")
 
 
 @pytest.fixture(scope="module")
@@ -68,6 +71,39 @@ def test_a_run_goes_on_from_s3_on_an_empty_disk_and_nothing_of_it_holds_a_creden
     objects = open_store(URL)
     written += b"".join(b"".join(objects.get(name)) for name in objects.sizes())
     assert SECRET.encode() not in written and KEY.encode() not in written and SECRET not in "".join(said)
+
+
+@pytest.mark.full
+def test_a_run_goes_on_from_an_s3_that_fails_half_of_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = ScriptedRun(tmp_path / "third", settings(tmp_path), None)
+    whole.train()
+    with flaky_s3_server(share=0.5) as (environment, flaky):
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        first, second = tmp_path / "first", tmp_path / "second"
+        killed = insisted(lambda: ScriptedRun(first / "scripted", settings(first, store_deadline=60), open_store(URL)))
+        killed.train(5)
+        until(lambda: killed.uploads.status.step == 4, 120, lambda: killed.said)
+        folder = insisted(
+            lambda: fetch.fetched(open_store(URL), lambda file: load([file], [f"run.dir={second}"]).config, print)
+        )
+        config = load([folder / CONFIG]).config
+        with resumed(config.run, config.trainer, folder) as manifest:
+            run = insisted(lambda: ScriptedRun(folder, config, open_store(URL), manifest))
+        run.train()
+        run.end()
+        assert {*flaky.met} == {*FAULTS, ""} and not run.uploads.left(), flaky.met
+    assert run.history() == whole.history()
+
+
+def insisted(attempt: Callable[[], Result]) -> Result:
+    """The result of a command that its user repeats as often as it says that the store failed."""
+    for _ in range(20):
+        try:
+            return attempt()
+        except (StoreFailed, UserError) as failed:
+            print(f"again: {failed}")
+    raise AssertionError("the store failed twenty times in a row")
 
 
 @pytest.mark.parametrize(
