@@ -62,7 +62,7 @@ test-edges: dev servers ## documentation, deployment files, Prometheus, pages in
 test-full: dev servers ## all tests that run on CPU, except test-chaos
 	@$(PYTEST) --hypothesis-profile=fresh $(AT_ONCE)
 	@$(PYTEST) -m "not chaos" --hypothesis-profile=fresh $(IN_TURN) $(EDGES)
-test-chaos: dev ## kill processes in the middle of real runs, hundreds of times (under twenty minutes)
+test-chaos: dev ## kill processes in the middle of real runs, hundreds of times (about an hour and a half)
 	@$(BIN)/python -m tests.chaos
 worlds: dev ## five thousand simulated runs with injected faults, on one core (about ten minutes)
 	@$(BIN)/python -m tests.sim --worlds 5000

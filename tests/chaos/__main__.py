@@ -1,8 +1,8 @@
-"""All chaos runs, two at a time: `python -m tests.chaos`, which is `make test-chaos`.
+"""All chaos runs, two at a time, then the pairs: `python -m tests.chaos`, which is `make test-chaos`.
 
 A chaos run spends most of its time on processes that come back one after the other, each on one core, or on waiting
-for Ray to notice a death; so two lanes of tests run beside each other. The exit code is 1 where a test failed or the
-runs had fewer kills than they are meant to have.
+for Ray to notice a death; so two lanes of tests run beside each other. The runs of pairs need both cores. The exit
+code is 1 where a test failed or the runs had fewer kills than they are meant to have.
 """
 
 from __future__ import annotations
@@ -15,34 +15,26 @@ import tempfile
 import threading
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 from tests.chaos.conftest import FIGURES_FILE
 from tests.chaos.theatre import ROOT, SEED, merge_figures
 
-LANES = (
-    ["tests/chaos/test_kills.py"],
-    ["tests/chaos/test_moments.py", "tests/chaos/test_disturbances.py"],
+ROUNDS = (
+    (["tests/chaos/test_kills.py"], ["tests/chaos/test_moments.py", "tests/chaos/test_disturbances.py"]),
+    (["tests/chaos/test_pairs.py"],),
 )
-MIN_KILLS = 200
-MAX_SECONDS = 1200.0
+"""The lanes that run beside each other, one round after the other."""
+MIN_KILLS = 350
+MAX_SECONDS = 6000.0
 
 
 def main() -> int:
-    """Run both lanes, and print what they say as they say it, and all figures at the end."""
-    began, figures, codes = time.monotonic(), Counter[str](), []
-    with tempfile.TemporaryDirectory(prefix="chaos-figures-") as folder:
-        files = [Path(folder) / f"{number}.json" for number in range(len(LANES))]
-        lanes = [start(lane, file) for lane, file in zip(LANES, files, strict=True)]
-        readers = [threading.Thread(target=relay, args=lane) for lane in enumerate(lanes)]
-        for reader in readers:
-            reader.start()
-        for reader in readers:
-            reader.join()
-        for lane, file in zip(lanes, files, strict=True):
-            codes.append(lane.wait())
-            if file.exists():
-                merge_figures(figures, json.loads(file.read_text()))
+    """Run all rounds, and print what they say as they say it, and all figures at the end."""
+    began, figures, codes = time.monotonic(), Counter[str](), list[int]()
+    for lanes in ROUNDS:
+        codes += run_beside(lanes, figures)
     seconds = time.monotonic() - began
     print(f"\nchaos: {seconds:.0f} s (at most {MAX_SECONDS:.0f} on two quiet cores), seed {SEED}")
     for what, count in sorted(figures.items()):
@@ -50,6 +42,22 @@ def main() -> int:
     if figures["kills"] < MIN_KILLS:
         print(f"missed: {figures['kills']} kills, at least {MIN_KILLS} are meant")
     return int(any(codes) or figures["kills"] < MIN_KILLS)
+
+
+def run_beside(lanes: Sequence[list[str]], figures: Counter[str]) -> list[int]:
+    """Run lanes beside each other, and add up their figures; returns their exit codes."""
+    with tempfile.TemporaryDirectory(prefix="chaos-figures-") as folder:
+        files = [Path(folder) / f"{number}.json" for number in range(len(lanes))]
+        started = [start(lane, file) for lane, file in zip(lanes, files, strict=True)]
+        readers = [threading.Thread(target=relay, args=lane) for lane in enumerate(started)]
+        for reader in readers:
+            reader.start()
+        for reader in readers:
+            reader.join()
+        for file in files:
+            if file.exists():
+                merge_figures(figures, json.loads(file.read_text()))
+        return [lane.wait() for lane in started]
 
 
 def start(tests: list[str], figures: Path) -> subprocess.Popen[str]:

@@ -42,9 +42,11 @@ ADDRESS = "http://127.0.0.1:9400"
 RANKS, TURNS, TOKENS = 2, 2, 3
 ENGINE_SECONDS = 6.0
 """From the start of an engine to its first token."""
+ENGINE_CHECKS = 6
+"""How often it notices meanwhile that its core has ended."""
 TURN_SECONDS = 1.5
 WORKER_SECONDS = 3.0
-"""After which another agent worker is there."""
+"""After which another agent worker is there, if the one before died."""
 CLOSED_SECONDS = 0.5
 """After which a collective fails whose peer died."""
 ROWS_OF_RANK = 4
@@ -155,8 +157,11 @@ class SimEngine:
         self.times = EngineTimes()
 
     async def start(self, version: PolicyVersion) -> None:
-        """Load the model."""
-        await asyncio.sleep(ENGINE_SECONDS)
+        """Load the model; as the production engine, raises if its core ends meanwhile."""
+        for _ in range(ENGINE_CHECKS):
+            await asyncio.sleep(ENGINE_SECONDS / ENGINE_CHECKS)
+            if self.core_died:
+                raise RunFailed("vLLM did not start; its log says why: engine core initialization failed")
 
     async def check(self, deadline: float) -> None:
         """As the production engine, once its core has ended."""
@@ -203,11 +208,11 @@ class AgentWorkers:
         self._is_up.set()
         self.lives = 0
 
-    def die(self) -> None:
-        """End it."""
+    def die(self, seconds: float) -> None:
+        """End it; another one is there after so many seconds."""
         self.lives += 1
         self._is_up.clear()
-        self._later(WORKER_SECONDS, self._is_up.set)
+        self._later(seconds, self._is_up.set)
 
     async def turn(self) -> None:
         """Make a turn."""

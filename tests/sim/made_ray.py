@@ -29,6 +29,8 @@ from tests.sim.virtual_asyncio import PROCESS, SimProcess, VirtualLoop
 
 NOTICE_SECONDS = 0.1
 """Seconds from a death to the errors of its calls."""
+ANSWERED_SECONDS = 1.5
+"""Seconds after which a new process has answered something."""
 ANSWER_SECONDS = 0.002
 """Seconds that an answer travels, with the call."""
 
@@ -136,17 +138,23 @@ class MadeActor:
         if restarts:
             self.ray.later(self.restart_seconds, self._restart)
 
+    def stand_still(self, seconds: float) -> None:
+        """SIGSTOP, and SIGCONT after so many seconds."""
+        if self.process is not None:
+            self.process.stop()
+            self.ray.later(seconds, self.process.goes_on)
+
     def _restart(self) -> None:
         if not self.is_gone:
             self.restarts += 1
             self.start()
 
     def strike(self, blow: Callable[[], None]) -> None:
-        """Do something to its process: now, or when there is one again."""
+        """Do something to its process: now, or soon after there is one again."""
         if self.process is not None:
             blow()
         else:
-            self._comes = partial(self.ray.later, 0.0, blow)
+            self._comes = partial(self.ray.later, ANSWERED_SECONDS, blow)
 
     # -- its calls ----------------------------------------------------------------------------------------------------
 

@@ -16,11 +16,9 @@ import shutil
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from functools import cache, partial
-from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -48,6 +46,7 @@ from service.handoff.steps.limits import Routing
 from service.handoff.steps.tables import trajectory_ids
 from service.handoff.steps.wire import decode, decode_mini_batch
 from service.handoff.verbs import Receipt
+from service.observe.metrics import Metrics
 from service.rollout.prompts.dataset import load_tasks, write_rows
 from service.run.inputs import Prepared
 from service.run.writer import RunWriter
@@ -57,6 +56,7 @@ from service.types import MiniBatch, Refusal, StepGroup
 from tests.sim.made_parts import (
     RANKS,
     TURNS,
+    WORKER_SECONDS,
     AgentWorkers,
     Collective,
     Judge,
@@ -69,88 +69,27 @@ from tests.sim.made_parts import (
     free_images,
 )
 from tests.sim.made_ray import MadeActor, MadeRay
+from tests.sim.pairs import Pair, Told
 from tests.sim.virtual_asyncio import START, VirtualEvent, VirtualLoop, VirtualThread
 from tests.sim.witness import Broken, Witness
 
-STEPS = 5
+STEPS = 4
 VOCABULARY = 100
 END_SECONDS = 900.0
 """Virtual seconds after which a run counts as hanging; a calm one takes about 40."""
+STOP_SECONDS = 60.0
 CUT_SECONDS = 2.0
 """How long the driver has no connection."""
 
-VICTIMS = (
-    "buffer",
-    "trainer-0",
-    "trainer-1",
-    "generator-0",
-    "engine",
-    "scorer-judge-0",
-    "agent worker",
-    "metrics-hub",
-    "connection",
-)
-NAMED = {"trainer-0": "trainer", "trainer-1": "trainer", "engine": "generator-0", "scorer-judge-0": "scorer"}
-NAMED |= {"metrics-hub": "hub"}
-"""The word in a line that names a victim, where that is not the victim's own name."""
-
-MOMENTS: dict[str, tuple[str, str, int, float]] = {
+STRIKES: dict[str, tuple[str, str, int, float]] = {
     "start": ("buffer", "ready", 1, 4.0),
-    "lease": ("buffer", "lease", 4, 0.3),
-    "step": ("trainer-0", "step", 4, 0.3),
-    "publication": ("generator-0", "update_weights", 4, 0.1),
+    "lease": ("buffer", "lease", 3, 0.3),
+    "step": ("trainer-0", "step", 3, 0.3),
+    "publication": ("generator-0", "update_weights", 3, 0.1),
     "checkpoint": ("trainer-0", "finish_save", 2, 0.3),
     "end": ("trainer-0", "export", 1, 0.3),
 }
-"""By name (actor, method, how many calls of it, seconds after that call)."""
-DELAYS = (0.0, 1.0, 4.0, 15.0)
-
-
-@dataclass(frozen=True)
-class Pair:
-    """Two deaths."""
-
-    first: str
-    second: str
-    moment: str
-    delay: float
-    """Seconds from the first to the second."""
-
-    def __str__(self) -> str:
-        return f"{self.first} at {self.moment}, {self.second} {self.delay:g} s after"
-
-
-@dataclass
-class Told:
-    """What is known of a run that ended, or hung."""
-
-    ended: str = ""
-    """`finished`, or why it did not finish."""
-    seconds: float = 0.0
-    said: list[tuple[float, str]] = field(default_factory=list)
-    deaths: list[tuple[float, str]] = field(default_factory=list)
-    progress: list[float] = field(default_factory=list)
-    """Times of commits."""
-    broken: list[str] = field(default_factory=list)
-    """Promises that were broken."""
-
-    def naming(self) -> list[tuple[str, float | None]]:
-        """For each death the seconds to the first line that names it; None: no line does."""
-        found: list[tuple[str, float | None]] = []
-        for at, who in self.deaths:
-            word = NAMED.get(who, who)
-            found.append((who, next((t - at for t, line in self.said if t >= at and word in line), None)))
-        return found
-
-    def silence(self) -> float:
-        """The longest time after the first death without a commit and without a line that names who died."""
-        if not self.deaths:
-            return 0.0
-        words = {NAMED.get(who, who) for _, who in self.deaths}
-        marks = [t for t, line in self.said if any(word in line for word in words)] + self.progress
-        first, end = self.deaths[0][0], self.seconds
-        times = [first, *sorted(t for t in marks if first <= t <= end), end]
-        return max(later - earlier for earlier, later in pairwise(times))
+"""By moment (actor, method, how many calls of it, seconds after that call)."""
 
 
 @cache
@@ -160,6 +99,7 @@ def pair_config(engines: int = 1) -> Config:
         [],
         [
             f"run.max_steps={STEPS}",
+            "run.trajectories_per_step=0",
             f"trainer.ranks={RANKS}",
             "trainer.checkpoint_every=1",
             "trainer.keep_checkpoints=1",
@@ -182,8 +122,10 @@ def pair_config(engines: int = 1) -> Config:
 class PairWorld:
     """One run."""
 
-    def __init__(self, folder: Path, deaths: Sequence[tuple[str, float]], moment: str, engines: int = 1) -> None:
-        """`deaths`: who dies, and how many seconds after the moment."""
+    def __init__(
+        self, folder: Path, deaths: Sequence[tuple[str, float]], moment: str, engines: int = 1, stops: bool = False
+    ) -> None:
+        """`deaths`: who dies, and how many seconds after the moment; `stops`: they only stand still for a minute."""
         self.loop, self.told = VirtualLoop(), Told()
         self.ray = MadeRay(self.loop)
         self.ray.called, self.ray.answered = self._called, self._answered
@@ -192,7 +134,8 @@ class PairWorld:
         self.witness = Witness(self.settings)
         self.disk = MemoryDisk()
         self.workers = AgentWorkers(self.ray.later)
-        self._folder, self._deaths, self._moment, self._engines = folder, deaths, MOMENTS[moment], engines
+        self._folder, self._deaths, self._moment, self._engines = folder, deaths, STRIKES[moment], engines
+        self._stops = stops
         self._calls = Counter[tuple[str, str]]()
         self._leased: dict[int, MiniBatch] = {}
         self._json = self.config.model_dump_json()
@@ -311,13 +254,18 @@ class PairWorld:
             self._kill(victim)
 
     def _kill(self, victim: str) -> None:
+        if victim in self.ray.actors and self.ray.actors[victim].process is None:
+            return  # something else was quicker
         self.told.deaths.append((self.loop.now - START, victim))
         if victim == "connection":
             self.ray.cut(CUT_SECONDS)
         elif victim == "agent worker":
-            self.workers.die()
+            self.workers.die(STOP_SECONDS if self._stops else WORKER_SECONDS)
         elif victim == "engine":
-            self.ray.actors["generator-0"].body._engine.core_died = True
+            if (generator := self.ray.actors["generator-0"].body) is not None:
+                generator._engine.core_died = True
+        elif self._stops:
+            self.ray.actors[victim].stand_still(STOP_SECONDS)
         else:
             self.ray.actors[victim].die()
 
@@ -380,6 +328,7 @@ class PairWorld:
             (actors.generator.actor, "enter_user_folder", lambda: None),
             (actors.observe.reporting, "PUSH_SECONDS", 30.0),
             (actors.observe.reporting, "measure_process", lambda metrics: None),
+            (Metrics, "snapshot", lambda metrics: b""),
         ]
         with ExitStack() as stack:
             for where, name, value in pieces:
@@ -398,15 +347,3 @@ class PairWorld:
 def run_pair(pair: Pair, folder: Path, engines: int = 1) -> Told:
     """Run the world of a pair."""
     return PairWorld(folder, [(pair.first, 0.0), (pair.second, pair.delay)], pair.moment, engines).run()
-
-
-def all_pairs(keep: Callable[[Pair], bool] = lambda pair: True) -> list[Pair]:
-    """Every ordered pair at every moment with every delay."""
-    found = [
-        Pair(first, second, moment, delay)
-        for first in VICTIMS
-        for second in VICTIMS
-        for moment in MOMENTS
-        for delay in DELAYS
-    ]
-    return [pair for pair in found if keep(pair)]

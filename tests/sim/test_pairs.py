@@ -3,25 +3,67 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.sim.pair_world import Pair, PairWorld, run_pair
+from service.run.supervisor import SILENT_SECONDS, Supervisor
+from tests.sim.pair_world import STEPS, PairWorld, run_pair
+from tests.sim.pairs import MOMENTS, NAMING_SECONDS, OUTSIDE, SILENCE_SECONDS, VICTIMS, Pair, pairs_of
+
+OPEN = {
+    *(pair for victim in VICTIMS for pair in pairs_of(victim) if pair.moment == "start" and "engine" in pair.victims),
+    *(Pair(rank, rank, moment, 4.0) for rank in ("trainer-0", "trainer-1") for moment in MOMENTS),
+}
+"""Whose end is wrong still."""
+
+
+@pytest.mark.xfail(strict=True, reason="a core that dies in the first start of its engine ends the run: issue 31")
+def test_a_core_that_dies_while_its_engine_starts_is_started_again(tmp_path: Path) -> None:
+    assert run_pair(Pair("engine", "metrics-hub", "start", 0.0), tmp_path).wrong() == []
+
+
+@pytest.mark.xfail(strict=True, reason="what dies before it was asked is named by no line: issue 31")
+def test_a_rank_that_dies_as_soon_as_it_is_back_is_named(tmp_path: Path) -> None:
+    assert run_pair(Pair("trainer-0", "trainer-0", "step", 4.0), tmp_path).wrong() == []
 
 
 def test_a_run_in_which_nothing_dies_finishes_and_says_so(tmp_path: Path) -> None:
     told = PairWorld(tmp_path, [], "start").run()
-    assert (told.ended, told.broken, told.deaths) == ("finished", [], [])
-    assert 20 < told.seconds < 60 and len(told.progress) == 5
+    assert (told.wrong(), told.deaths) == ([], [])
+    assert 20 < told.seconds < 60 and len(told.progress) == STEPS
 
 
-@pytest.mark.parametrize("rank", ["trainer-0", "trainer-1"])
-def test_an_idle_rank_that_dies_while_a_generator_restarts_holds_nothing_up(tmp_path: Path, rank: str) -> None:
-    told = run_pair(Pair("generator-0", rank, "lease", 4.0), tmp_path)
-    assert (told.ended, told.broken) == ("finished", [])
+@pytest.mark.parametrize("first", VICTIMS)
+def test_a_run_goes_on_whatever_dies_with_or_after(first: str, tmp_path: Path) -> None:
+    wrong, named = dict[str, list[str]](), list[float]()
+    for pair in pairs_of(first):
+        if pair in OPEN:
+            continue
+        told = run_pair(pair, tmp_path)
+        if found := told.wrong():
+            wrong[str(pair)] = found
+        named += [seconds for _, seconds in told.naming()]
+    assert wrong == {}
+    named.sort()
+    assert len(named) > 100 and named[int(0.99 * len(named))] < NAMING_SECONDS
 
 
-def test_a_rank_that_dies_in_a_step_is_restarted_while_the_buffer_reads_its_journal(tmp_path: Path) -> None:
-    told = run_pair(Pair("buffer", "trainer-0", "step", 1.0), tmp_path)
-    assert (told.ended, told.broken) == ("finished", [])
-    assert [who for _, who in told.deaths] == ["buffer", "trainer-0"] and told.silence() < 30
+def seconds_to_name(victim: str, folder: Path) -> float:
+    """How long it takes until a line says that an actor stands still, while the run waits for its agents."""
+    (named,) = PairWorld(folder, [(victim, 0.0), ("agent worker", 0.0)], "lease", stops=True).run().naming()
+    return named[1]
+
+
+@pytest.mark.parametrize("victim", [victim for victim in VICTIMS if victim not in (*OUTSIDE, "engine")])
+def test_an_actor_that_stands_still_is_named_because_the_supervisor_asks_it(
+    victim: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def watch(self: Supervisor, name: str, *told: Any, **more: Any) -> None:
+        if name != victim:
+            watched(self, name, *told, **more)
+
+    assert seconds_to_name(victim, tmp_path) < SILENT_SECONDS + NAMING_SECONDS
+    watched = Supervisor.watch
+    monkeypatch.setattr(Supervisor, "watch", watch)
+    assert seconds_to_name(victim, tmp_path) > SILENCE_SECONDS

@@ -1,0 +1,82 @@
+"""Two and three processes of a real run killed at once, pair after pair: it goes on, and loses and doubles nothing."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from actors.driver.prepare import prepare
+from service.config import load_config
+from tests.chaos.conftest import FIGURES
+from tests.chaos.real_pairs import DELAYS, ENDS, PairRun, Scenario, runs
+from tests.chaos.theatre import SEED, merge_figures
+from tests.sim.pairs import MOMENTS, VICTIMS
+
+pytestmark = [pytest.mark.chaos, pytest.mark.timeout(3600)]
+
+TRIPLES = 20
+THREE = ("trainer-0", "generator-0", "buffer")
+START_SECONDS = 300.0
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An untrained model with the quick start's words."""
+    return prepare(load_config(["configs/quickstart.yaml"]), tmp_path_factory.mktemp("model")).model_folder
+
+
+@pytest.fixture
+def started(tmp_path: Path, model: Path, request: pytest.FixtureRequest) -> Iterator[Callable[[], PairRun]]:
+    """Starts runs; ends what a failed test left, and counts."""
+    made, figures = list[PairRun](), request.config.stash.setdefault(FIGURES, Counter())
+
+    def start() -> PairRun:
+        made.append(PairRun(tmp_path, model))
+        return made[-1]
+
+    yield start
+    for run in made:
+        print(run.tail())
+        run.close()
+        merge_figures(figures, run.figures)
+
+
+def test_the_pairs_have_each_victim_first_and_second_each_moment_and_each_delay() -> None:
+    chosen = [scenario for run in runs() for scenario in run]
+    pairs = [scenario.pair for scenario in chosen]
+    assert len({(pair.first, pair.second, pair.moment) for pair in pairs}) == len(pairs) == 60
+    assert {pair.first for pair in pairs} == {pair.second for pair in pairs} == {*VICTIMS}
+    assert {pair.moment for pair in pairs} == {*MOMENTS} and {pair.delay for pair in pairs} == {*DELAYS}
+    assert sum(scenario.stops for scenario in chosen) == 10
+
+
+@pytest.mark.parametrize("scenarios", runs(), ids=lambda scenarios: str(scenarios[0].pair).replace(" ", "-"))
+def test_a_run_goes_on_after_pairs_of_deaths(started: Callable[[], PairRun], scenarios: Sequence[Scenario]) -> None:
+    run = started()
+    run.until(lambda: any("loading the model" in line for _, line in run.told.said), START_SECONDS, "loading the model")
+    run.until(lambda: run.pid(scenarios[0].pair.first), START_SECONDS, "the first victim")
+    for scenario in scenarios[:-1]:
+        run.heal(scenario)
+    run.finish(scenarios[-1])
+
+
+def test_a_run_goes_on_after_a_rank_a_generator_and_the_buffer_die_within_two_seconds(
+    started: Callable[[], PairRun],
+) -> None:
+    run, rng = started(), random.Random(SEED)
+    run.until(lambda: run.step() >= 2, START_SECONDS, "step 2")
+    for number in range(TRIPLES):
+        time.sleep(rng.uniform(0.0, 3.0))
+        before, began = len(run.told.deaths), run.now()
+        for victim in rng.sample(THREE, 3):
+            run.strike(victim)
+            time.sleep(rng.uniform(0.0, 1.0))
+        goal = run.step() + 2
+        run.until(lambda goal=goal: run.step() >= goal, START_SECONDS, f"healing {number}")  # type: ignore[misc]
+        run.note(f"triple {number}", "healed", before, began)
+    run.finish(Scenario(ENDS[4]))
