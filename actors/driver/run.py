@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import shutil
 import signal
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from service.config import Config, check, resolved_yaml
 from service.config.core_settings import buffer_settings
 from service.config.paths import with_absolute_paths
 from service.errors import BatonError, RunFailed, UserError
+from service.files import write_atomic
 from service.handoff.ledger.replaying import check_begun
 from service.handoff.settings import opening
 from service.rollout.prompts.dataset import rows_digest
@@ -33,6 +35,7 @@ from service.run.folder import (
     IN_RAY_JOB,
     JOURNAL,
     LOGS,
+    REVISIONS,
     SUMMARY,
     lock_run,
     new_run_folder,
@@ -51,7 +54,12 @@ UPLOAD_QUIET_SECONDS = 1.0
 """Seconds after which a line says that the last uploads are still in progress."""
 
 
-def run(config: Config, resume: Path | None = None, manifest: Manifest | None = None) -> int:
+def run(
+    config: Config,
+    resume: Path | None = None,
+    manifest: Manifest | None = None,
+    revisions: Mapping[str, str] | None = None,
+) -> int:
     """Run to the end, to a stop signal or to a failure; returns the exit code.
 
     `resume` is the folder of a run to continue from the checkpoint of `manifest`; the caller holds its lock. A stop
@@ -71,7 +79,7 @@ def run(config: Config, resume: Path | None = None, manifest: Manifest | None = 
     with lock_run(path) if resume is None else contextlib.nullcontext():
         try:
             with exit_on_stop_signals(), log_into(folder.path / LOGS / DRIVER_LOG):
-                return _run(config, folder, manifest)
+                return _run(config, folder, manifest, revisions or {})
         except SystemExit as stopped:
             end_early(folder, say, 0 if manifest is None else manifest.step)
             return int(stopped.code or 0)
@@ -90,7 +98,7 @@ def run(config: Config, resume: Path | None = None, manifest: Manifest | None = 
             folder.delete_targets()
 
 
-def _run(config: Config, folder: RunWriter, manifest: Manifest | None) -> int:
+def _run(config: Config, folder: RunWriter, manifest: Manifest | None, revisions: Mapping[str, str]) -> int:
     """Prepare and train; if the data or the model is refused, the folder of a new run is deleted."""
     with phase("preparing the data and the model"):
         try:
@@ -113,6 +121,8 @@ def _run(config: Config, folder: RunWriter, manifest: Manifest | None) -> int:
         check_checkpoint(config.model.lora, prepared.base, checkpoints.path(manifest.step))
         uploads = claimed_store(config, folder)
     say(f"run folder: {folder.path}")
+    if revisions:
+        write_atomic(folder.path / REVISIONS, json.dumps(revisions, indent=2) + "\n")
     changed = [] if manifest is None else changed_settings(config, folder.path)
     for line in (*config.notes, *changed):
         say(f"NOTE {line}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import stat
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,7 +18,7 @@ from service.config.checks import too_many
 from service.config.gone import MOVED_MODULES
 from service.config.model_folder import check_model_folder, is_model_folder
 from service.config.rollout import RoleConfig
-from service.config.section import ModelFolder, Named, Section
+from service.config.section import HUB, ModelFolder, Named, Section
 from service.config.tree import Config
 from service.errors import UserError
 from service.user_code import find_user_module, user_folder
@@ -55,19 +55,34 @@ def check_command_paths(config: Config) -> None:
 
 def with_absolute_paths(config: Config) -> Config:
     """The configuration with every path but `run.dir` absolute: actors on other nodes have other current folders."""
-    return config.model_copy(update={name: _absolute(part) for name, part in config if name != "run"})
+    return config.model_copy(update={name: _with_paths(part, Path.absolute) for name, part in config if name != "run"})
 
 
-def _absolute(value: Any) -> Any:
+def hub_addresses(config: Config) -> list[tuple[str, Named, Path]]:
+    """(setting, kind, address) of each path that is an address of a model hub."""
+    return [found for found in _paths(config) if _is_on_hub(found[2])]
+
+
+def with_downloads(config: Config, local: Mapping[Path, Path]) -> Config:
+    """The configuration with the local path of each address of a model hub."""
+    changed: Config = _with_paths(config, lambda path: local.get(path, path))
+    return changed
+
+
+def _is_on_hub(path: Path) -> bool:
+    return str(path).startswith(HUB)
+
+
+def _with_paths(value: Any, change: Callable[[Path], Path]) -> Any:
     if isinstance(value, Path):
-        return value.absolute()
+        return change(value)
     if isinstance(value, Mapping):
-        return {key: _absolute(inner) for key, inner in value.items()}
+        return {key: _with_paths(inner, change) for key, inner in value.items()}
     if not isinstance(value, Section):
         return value
-    parts = {name: _absolute(inner) for name, inner in value}
+    parts = {name: _with_paths(inner, change) for name, inner in value}
     if isinstance(value, RoleConfig) and value.is_served and value.model:
-        parts["model"] = str(Path(value.model).absolute())
+        parts["model"] = str(change(Path(value.model)))
     return value.model_copy(update=parts)
 
 
@@ -78,6 +93,8 @@ def _refuse(problems: Iterable[_Problem]) -> None:
 
 def _problems(config: Config) -> Iterator[_Problem]:
     for setting, named, path in _paths(config):
+        if _is_on_hub(path):  # looked for when a run starts
+            continue
         wrong = list(_path_problems(setting, named, path))
         yield from wrong
         if setting == "model.path" and not wrong:

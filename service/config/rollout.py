@@ -73,7 +73,7 @@ class DataConfig(Section):
     """Training prompts and evaluation sets."""
 
     train: Dataset | None = None
-    """A JSONL or parquet file with one prompt a row."""
+    """A JSONL or parquet file with one prompt a row, or `hf:org/name@revision:file`."""
     make_rows: Positive | None = None
     """Make so many synthetic rows with the environment's generator instead of reading `train`."""
     mixture: dict[str, MixturePart] = {}

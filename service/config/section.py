@@ -50,6 +50,10 @@ UserPath = Annotated[Path, AfterValidator(_from_home)]
 """A path that may begin with `~`."""
 
 
+HUB = "hf:"
+"""What an address of a model hub begins with, which may stand for the path of a model or a dataset."""
+
+
 class Named(NamedTuple):
     """Declares the kind of a path setting; such paths are checked before a run starts, and made absolute for other
     nodes."""

@@ -124,7 +124,7 @@ class ModelConfig(Section):
     """The policy."""
 
     path: Annotated[UserPath, Named("model folder", "folder", "give a Hugging Face folder")] | None = None
-    """A Hugging Face folder (config, safetensors, tokenizer, chat template)."""
+    """A Hugging Face folder (config, safetensors, tokenizer, chat template), or `hf:org/name@revision`."""
     make: MakeModelConfig | None = None
     """Make a small model instead of reading `path`."""
     warm_start: WarmStartConfig | None = None

@@ -51,6 +51,7 @@ TRAJECTORIES_BYTES = 64 << 20
 EVALUATIONS = "evaluations.jsonl"
 TIMELINE = "timeline"
 ADDRESS = "address.json"
+REVISIONS = "revisions.json"
 SUMMARY = "summary.json"
 SCALE = "scale.json"
 JOURNAL = "journal"

@@ -1,0 +1,85 @@
+"""Addresses of a model hub in place of paths: they become folders and files of the hub's cache, once, on the driver.
+
+model.path: hf:org/name@revision              a model; the revision is a branch, a tag or a commit, and may be left out
+data.train: hf:org/name@revision:file.parquet       a file of a dataset
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+from service.config.section import HUB, Named
+from service.errors import UserError, in_one_line
+
+ADDRESS = re.compile(rf"{HUB}(?P<repo>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?(:(?P<file>[^:]+))?", re.ASCII)
+MODEL_FILES = ("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model")
+"""What a model folder needs; never files of pickled weights."""
+
+
+class Downloaded(NamedTuple):
+    """What an address stands for."""
+
+    path: Path
+    revision: str
+    """The commit."""
+
+
+def download(setting: str, named: Named, address: str, offline: bool, say: Callable[[str], None]) -> Downloaded:
+    """The model or the file at an address, from the cache where it has it; `offline`: from nowhere else.
+
+    Raises:
+        UserError: the address is malformed, the hub does not have it, or there is neither a network nor a cached copy.
+    """
+    found = ADDRESS.fullmatch(address)
+    of_dataset = named.kind == "file"
+    if found is None or of_dataset != (found["file"] is not None):
+        form = f"{HUB}org/name@revision" + (":file.parquet" if of_dataset else "")
+        raise UserError(f"{setting}: {address:.200} is no address of a {named.what} on a hub; the form is {form}")
+    repo, revision, file = found["repo"], found["revision"], found["file"]
+    # imported here because it takes half a second
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError is its HTTP client's
+        HTTPError,
+        RevisionResolutionError,
+        XetDownloadError,
+    )
+
+    say(f"{setting}: looking for {address} on the hub and in its cache")
+    files = [file] if file else list(MODEL_FILES)
+    kind, ignored = ("dataset", None) if of_dataset else ("model", "*/*")
+    try:
+        with _asking_the_hub(offline):
+            folder = Path(
+                snapshot_download(
+                    repo, repo_type=kind, revision=revision, allow_patterns=files, ignore_patterns=ignored
+                )
+            )
+    except (OSError, ValueError, HTTPError, RevisionResolutionError, XetDownloadError) as error:
+        words = f"{repo} {file} --repo-type dataset" if file else repo
+        local = Path("data" if file else "models") / repo.partition("/")[2]
+        command = f"hf download {words}{f' --revision {revision}' if revision else ''} --local-dir {local}"
+        why = in_one_line(str(error.__cause__ or error))[:120]
+        raise UserError(
+            f"{setting}: {address} is neither cached nor to be had ({why}); where there is a network run `{command}`, "
+            f"and give {setting}={local / (file or '')}"
+        ) from error
+    path = folder / (file or "")
+    if not path.exists():
+        raise UserError(f"{setting}: the dataset {repo} has no file {file} at revision {folder.name}")
+    return Downloaded(path, folder.name)
+
+
+@contextmanager
+def _asking_the_hub(offline: bool) -> Iterator[None]:
+    """Within the block huggingface_hub may use the network, unless `offline`; elsewhere in the driver it may not."""
+    from huggingface_hub import constants
+
+    before, constants.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE, offline
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE = before
