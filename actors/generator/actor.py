@@ -43,6 +43,7 @@ from service.handoff.steps.builder import steps_table
 from service.handoff.steps.stop_reason import StopReason
 from service.handoff.steps.wire import accepted_steps
 from service.handoff.verbs import Assignment
+from service.observe.loop_watch import LoopWatch
 from service.observe.measure import measure_states, measure_steps
 from service.observe.metrics import Metrics
 from service.rollout.chat.frozen import Served
@@ -113,6 +114,7 @@ class Generator(ImageHolder):
         self._unmeasured: list[Steps] = []
         """Steps that were sent and are not measured yet."""
         self._paused_seconds = 0.0
+        self._loop_watch: LoopWatch | None = None
         self._reporter = Reporter("generator", name, self._config, resolve_actor(hub), self._measure_now)
         self._metrics = self._reporter.metrics
         self._activity = Activity(self._reporter.trace, self._engine.times)
@@ -131,6 +133,7 @@ class Generator(ImageHolder):
         self._joined = await self._join()
         self._unfinished = await self._taken_over(self._joined)
         self._reporter.start()
+        self._loop_watch = LoopWatch()
         return str(ray.get_runtime_context().get_node_id())
 
     async def life(self) -> Life:
@@ -370,6 +373,8 @@ class Generator(ImageHolder):
     async def stop(self) -> None:
         """End the open trajectories and the engine."""
         self._stopping = True
+        if self._loop_watch is not None:
+            self._loop_watch.stop()
         if self._main is not None:
             self._main.cancel()
             await asyncio.wait([self._main])

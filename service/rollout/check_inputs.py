@@ -101,10 +101,10 @@ def check_environments(config: EnvConfig, tasks: Sequence[Task], path: Path) -> 
 
 
 def _refuse_missing_methods(environment: Environment | Agent, name: str, config: EnvConfig) -> None:
-    """Refuse a class with neither the methods of an environment nor those of an agent."""
+    """Refuse a class with neither the methods of an environment nor that of an agent, which may be a plain function."""
     is_agent = hasattr(environment, "play")
     if is_agent and config.isolation == "process":
         raise UserError(f"env.isolation: {name!r} is an agent, which no process of its own plays; use none")
-    for method in ("play",) if is_agent else ("reset", "step", "close"):
+    for method in () if is_agent else ("reset", "step", "close"):
         if not inspect.iscoroutinefunction(getattr(environment, method, None)):
             raise UserError(f"env.name: the environment {name!r} needs a method `async def {method}`; see docs/own.md")

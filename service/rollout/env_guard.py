@@ -31,6 +31,7 @@ from service.rollout.environment import (
     TrajectoryFailed,
     snapshot_of,
 )
+from service.rollout.in_thread import played
 from service.rollout.limits import AgentLimits
 from service.rollout.plain_values import NotAllowed, read_messages, read_snapshot, read_step_result
 from service.rollout.user_errors import contain_exits, describe_error, type_name
@@ -135,7 +136,7 @@ class EnvGuard:
 
     async def play(self, session: AgentSession, task: Task, seed: int) -> None:
         """Make the agent and let it play; its result is the session's."""
-        await self._ask("play", _nothing, lambda agent: agent.play(session, task, seed))
+        await self._ask("play", _nothing, lambda agent: played(agent, session, task, seed))
 
     async def close(self, trajectory: TrajectoryId) -> None:
         """End the episode; errors are only logged, because the trajectory is over."""

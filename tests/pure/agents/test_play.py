@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import sys
+import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import aclosing
 from pathlib import Path
@@ -12,7 +14,7 @@ import aiohttp
 import numpy as np
 import pytest
 import pytest_asyncio
-from openai import AsyncOpenAI
+from openai import AsyncOpenAI, OpenAI
 
 from actors.engine.run_player import RunPlayer
 from baton.examples import lookup
@@ -29,6 +31,7 @@ from service.handoff.group_bytes import ITEM_BYTES, SAID_BYTES, TOKEN_BYTES, TRA
 from service.handoff.steps.builder import StepColumns
 from service.handoff.steps.tables import step_objects
 from service.handoff.validate import refusal
+from service.observe.loop_watch import LoopWatch
 from service.rollout.chat.chat import Chat
 from service.rollout.chat.tokenizer import load_tokenizer
 from service.rollout.check_inputs import check_inputs
@@ -254,6 +257,87 @@ async def test_an_agent_that_fails_loses_its_own_trajectory(
         _, end = await agents.one(tasks[0], TrajectoryId(0, 0))
         assert (end.stop_reason, end.n_steps) == (reason, n_steps)
         assert agents.player.agents is not None and len(agents.player.agents.sessions) == 0
+
+
+class Plays:
+    """An agent without a coroutine: it blocks its thread, and ends as its option says."""
+
+    def __init__(self, how: str) -> None:
+        self.how = how
+
+    def play(self, session: AgentSession, task: Task, seed: int) -> None:
+        with OpenAI(base_url=session.base_url, api_key=session.key) as client:
+            said: Any = dict(task.prompt[0])
+            client.chat.completions.create(model="policy", messages=[said])
+        match self.how:
+            case "finishes":
+                session.finish(0.5)
+            case "finishes twice":
+                session.finish(0.5)
+                session.finish(0.25)
+            case "exits":
+                sys.exit("enough")
+            case "stops":
+                raise StopIteration
+            case "blocks":
+                time.sleep(1.0)
+
+
+@pytest.mark.parametrize(
+    ("how", "reason", "why"),
+    [
+        ("finishes", "stop", ""),
+        ("finishes twice", "stop", ""),
+        ("forgets", "environment_reward", "finished no session"),
+        ("exits", "environment_error", "SystemExit: enough"),
+        ("stops", "environment_error", "StopIteration"),
+        ("blocks", "environment_timeout", "no answer after 0.5 s"),
+    ],
+)
+async def test_a_plain_function_plays_in_a_thread_and_fails_as_a_coroutine_does(
+    model: Path, tasks: list[Task], how: str, reason: str, why: str
+) -> None:
+    config = settings(f"{HERE}:Plays", AgentsConfig(deadline=0.5 if how == "blocks" else 60.0), how=how)
+    check_inputs(config.env, config.data, 0, has_endpoint=True, functions=())
+    async with aclosing(Playing(model, config)) as agents:
+        (step,), end = await agents.one(tasks[0], TrajectoryId(0, 0))
+        assert (end.stop_reason, end.reward) == (reason, 0.5 if reason == "stop" else 0.0) and step.loss_mask.all()
+        assert why in "".join(agents.player.failures.values()) and bool(why) == bool(agents.player.failures)
+
+
+@pytest.mark.parametrize("name", [f"{HERE}:Sleeps", f"{HERE}:SleepsInAThread"])
+async def test_code_that_blocks_the_event_loop_is_named_with_its_line(
+    model: Path, tasks: list[Task], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr("service.observe.loop_watch.BLOCKED_SECONDS", 0.4)
+    monkeypatch.setattr("service.observe.loop_watch.LOOK_SECONDS", 0.1)
+    watch = LoopWatch()
+    async with aclosing(Playing(model, settings(name))) as agents:
+        await agents.one(tasks[0], TrajectoryId(0, 0))
+        await asyncio.sleep(0.2)
+    watch.stop()
+    blocked = [line for line in caplog.text.splitlines() if "event loop" in line]
+    if name.endswith("InAThread"):
+        assert not blocked
+    else:
+        line = Sleeps.play.__code__.co_firstlineno + 1
+        assert f"by test_play.py:{line} play, in test_play.py:{line + 4} sleeps: until that returns" in blocked[0]
+        assert "goes on after" in blocked[1] and len(blocked) == 2
+
+
+class Sleeps:
+    async def play(self, session: AgentSession, task: Task, seed: int) -> None:
+        self.sleeps()
+        session.finish(1.0)
+
+    def sleeps(self) -> None:
+        time.sleep(1.2)
+
+
+class SleepsInAThread(Sleeps):
+    def play(self, session: AgentSession, task: Task, seed: int) -> None:  # type: ignore[override]
+        self.sleeps()
+        session.finish(1.0)
 
 
 FAILS = ("sh", "-c", "seq 100; echo no room left on the device >&2; exit 3")
