@@ -79,7 +79,7 @@ def run(
     with lock_run(path) if resume is None else contextlib.nullcontext():
         try:
             with exit_on_stop_signals(), log_into(folder.path / LOGS / DRIVER_LOG):
-                return _run(config, folder, manifest, revisions or {})
+                return _run(config, folder, manifest, revisions)
         except SystemExit as stopped:
             end_early(folder, say, 0 if manifest is None else manifest.step)
             return int(stopped.code or 0)
@@ -98,7 +98,9 @@ def run(
             folder.delete_targets()
 
 
-def _run(config: Config, folder: RunWriter, manifest: Manifest | None, revisions: Mapping[str, str]) -> int:
+def _run(
+    config: Config, folder: RunWriter, manifest: Manifest | None, revisions: Mapping[str, str] | None = None
+) -> int:
     """Prepare and train; if the data or the model is refused, the folder of a new run is deleted."""
     with phase("preparing the data and the model"):
         try:
