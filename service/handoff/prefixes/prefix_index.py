@@ -32,7 +32,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from service.columns import digest, token_bytes
-from service.handoff.steps.tables import extension_of, name_of, total_lengths
+from service.handoff.steps.tables import extension_of, name_of
 from service.types import Bools, Extension, Int32s, Steps
 
 
@@ -196,12 +196,6 @@ class PrefixIndex:
 def check_references(steps: Steps) -> None:
     """Raise a PrefixError unless the tokens that each step of a trajectory extends exist; the steps are sorted by
     index."""
-    first_K = np.zeros(len(steps), np.bool_)
-    first_K[:1] = True
-    linked = np.array_equal(steps.extends_K[1:], steps.index_K[:-1]) and (steps.extends_K[:1] < 0).all()
-    if linked and np.array_equal(steps.extends_length_K[1:], total_lengths(steps)[:-1]):
-        check_chain(steps, first_K, np.ones(len(steps), np.bool_))
-        return
     index = PrefixIndex()
     for k in range(len(steps)):
         index.add(steps, k)
