@@ -135,7 +135,7 @@ def _layout(steps: Steps, number_K: Int64s, mode: Mode, counts: dict[str, int]) 
     segments = [(start_S, stop_S, np.ones(len(chain_S), np.bool_), row_S)]
     for first in np.flatnonzero(first_K & ~chained_K).tolist():
         builder = _RowBuilder(steps, mode, counts)
-        for k in np.flatnonzero(number_K == number_K[first]).tolist():
+        for k in range(first, int(np.searchsorted(number_K, number_K[first], "right"))):
             builder.add(k)
         for row in builder.rows:
             last_K[row.steps[0]] = row.steps[-1]
