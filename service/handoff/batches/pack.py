@@ -286,18 +286,19 @@ def distinct_of_parts(order: PrefixOrder, length_R: Int64s, part_R: Int64s, part
 
 
 def _ranks_of_rows(order: PrefixOrder, length_R: Int64s, trajectory_R: Int32s, prompt_G: Int32s, ranks: int) -> Int64s:
-    """The rank of each row: tries several numbers of parts, and takes the one whose heaviest rank is lightest."""
-    best_R, lightest = np.zeros(len(length_R), np.int64), float(length_R.sum()) + 1
-    enough = BALANCED * distinct_of_parts(order, length_R, best_R, 1).sum() / ranks
-    for unit_G in _units(order, trajectory_R, prompt_G) if ranks > 1 else ():
+    """The rank of each row: of several ways to deal the rows, the one whose heaviest rank is lightest."""
+    if ranks == 1:
+        return np.zeros(len(length_R), np.int64)
+    enough = BALANCED * float(length_R.sum() - order.shared_R.sum()) / ranks
+
+    def dealt(unit_G: Int64s) -> Int64s:
         unit_R = unit_G[trajectory_R]
-        part_R = partition(distinct_of_parts(order, length_R, unit_R, int(unit_G.max()) + 1), ranks)[unit_R]
-        load = float(distinct_of_parts(order, length_R, part_R, ranks).max())
-        if load < lightest:
-            best_R, lightest = part_R, load
-        if lightest <= enough:
-            break
-    return best_R
+        return partition(distinct_of_parts(order, length_R, unit_R, int(unit_G.max(initial=0)) + 1), ranks)[unit_R]
+
+    def heaviest(part_R: Int64s) -> float:
+        return max(float(distinct_of_parts(order, length_R, part_R, ranks).max()), enough)
+
+    return min(map(dealt, _units(order, trajectory_R, prompt_G)), key=heaviest)
 
 
 def _units(order: PrefixOrder, trajectory_R: Int32s, prompt_G: Int32s) -> Iterator[Int64s]:

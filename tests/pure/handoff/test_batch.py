@@ -12,7 +12,7 @@ from service.config.tree import BufferConfig, Config
 from service.handoff.batches.advantages import Rule
 from service.handoff.batches.batch import BatchSettings, batch_of_rank, form_mini_batch, mini_batch_boundaries
 from service.handoff.batches.filters import FilterSettings, filtered
-from service.handoff.batches.pack import micro_batches, place
+from service.handoff.batches.pack import Layout, micro_batches, place
 from service.handoff.ledger.events import Ended, GroupStats
 from service.handoff.ledger.lifecycle import GroupState
 from service.handoff.ledger.scores import CompleteGroup
@@ -114,6 +114,13 @@ def test_a_trajectory_without_steps_still_has_its_return() -> None:
     )
     assert batch.rows_G.tolist() == [1, 0] and batch.return_G.tolist() == [1, 0]
     assert batch.advantage_G[0] == pytest.approx(-batch.advantage_G[1])
+
+
+@pytest.mark.parametrize("layout", ["packed", "padded", "shared_prefix"])
+def test_a_mini_batch_in_which_no_trajectory_has_a_step_is_of_dummies(layout: Layout) -> None:
+    none = [CompleteGroup(0, "a", steps_table([]), ends_table([end(steps=0), end(TrajectoryId(0, 1), steps=0)]))]
+    batch = form_mini_batch(1, none, VersionHistory(), replace(SETTINGS, layout=layout))
+    assert [[m.trajectory_of_row_R.tolist() for m in rank] for rank in batch.ranks] == [[[-1]], [[-1]]]
 
 
 def test_a_mini_batch_survives_its_bytes() -> None:
