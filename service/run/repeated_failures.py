@@ -44,9 +44,10 @@ class FailureWatch:
         self._before, self._starving = self._now, False
         recent = sum(self._recent, Counter[str]())
         lost = _lost(recent).total()
-        text = _in_words(recent, statuses) if lost >= max(FEWEST, MANY * _ended(recent).total()) else ""
+        many = lost >= max(FEWEST, MANY * _ended(recent).total())
+        text = f"in the last {len(self._recent)} steps {_in_words(recent, statuses)}" if many else ""
         if text and not self._warned:
-            self._say(f"WARNING in the last {len(self._recent)} steps {text}")
+            self._say(f"WARNING {text}")
         self._warned = bool(text)
         self._report(text)
 

@@ -109,12 +109,21 @@ def preview(record: Record, words: Words) -> str:
     return " ".join(text.split())
 
 
+def weights(version: str) -> str:
+    """The weights of a printed policy version in words.
+
+    >>> weights("1:97")
+    'weights of step 97'
+    """
+    return f"weights of step {version.partition(':')[2]}"
+
+
 def headline(record: Record) -> str:
     """The fate of a trajectory in one line."""
     when = "in" if record["fate"] == "trained" else "after"
     mean = "mean " if any("advantage" in step for step in record["steps"]) else ""
     return (
-        f"{fate_of(record)} {when} optimizer step {record['optimizer_step']} (at policy {record['trained_at']}), "
+        f"{fate_of(record)} {when} optimizer step {record['optimizer_step']} (of the {weights(record['trained_at'])}), "
         f"return {number(record['return'], 'g')}, {mean}advantage {number(record['advantage'], '+.3f')}, "
         f"{_counted(len(record['steps']), 'turn')} in {_counted(record['rows'], 'row')}, {record['loss_tokens']} of "
         f"{record['sampled_tokens']} sampled tokens carry loss, ended by {record['stop_reason']}"
@@ -171,15 +180,15 @@ def branches(record: Record) -> list[str]:
 
 
 def step_line(step: Record) -> str:
-    """Role, row, policy versions, reward, advantage if it has one of its own, and stop reason of a step in one line."""
+    """Role, row, weights, reward, advantage if it has one of its own, and stop reason of a step in one line."""
     reward = step["reward"] if isinstance(step["reward"], int | float) else sum(step["reward"])
-    versions = ", ".join(dict.fromkeys(version for _, version in step["versions"] if version)) or "none"
+    versions = ", ".join(dict.fromkeys(weights(version) for _, version in step["versions"] if version)) or "not sampled"
     role = "" if (of := step.get("role", "main")) == "main" else f"{of}, "
     own = f", advantage {step['advantage']:+.3f}" if "advantage" in step else ""
     begins = ""
     if shared := step.get("begins_as"):
         begins = f", begins with the first {_counted(shared[1], 'token')} of step {shared[0]}"
-    return f"{role}row {step['row']}, policy {versions}, reward {reward:g}{own}, {step['stop_reason']}{begins}"
+    return f"{role}row {step['row']}, {versions}, reward {reward:g}{own}, {step['stop_reason']}{begins}"
 
 
 def scored(record: Record) -> list[str]:

@@ -24,6 +24,7 @@ from service.trace.tokens import (
     scored,
     sections,
     staleness,
+    weights,
 )
 
 PAGE = Path(__file__).with_name("trajectories_page.html")
@@ -103,6 +104,6 @@ def _token(token: Token) -> str:
     if token.logprob is not None and token.kind != MASKED:
         notes.append(f"log-probability {token.logprob:.3f}")
     if token.version is not None:
-        notes.append(f"policy {token.version}")
+        notes.append(weights(token.version))
     title = f' title="{escape(", ".join(notes))}"' if notes else ""
     return f'<span class="{token.kind}"{title}>{escape(token.text)}</span>' if token.kind else escape(token.text)

@@ -33,6 +33,9 @@ async def run_under_way(steps: int) -> AsyncIterator[tuple[str, MetricsHub]]:
         "policy_version": policy,
         "generators": 1,
         "stepped": time.time() - 7200,
+        "seconds_left": 2400.0,
+        "failing": "in the last 5 steps 12 failures in 96 trajectories <b>",
+        "not_learning": "in 94% of the groups all samples got 0 (docs/not-learning.md#never-solved)",
     }
     await push(hub, "driver/driver", ("run", run))
     wait = {"who": "trainer", "reason": "groups", "detail": "11 of 16", "since": time.time() - 3}
@@ -74,7 +77,9 @@ def test_the_page_shows_the_run_soon_without_errors_at_both_sizes(size: str, tmp
             await page.until("document.querySelector('#state')?.textContent === 'training'")
             assert await page.value("document.querySelector('#name').textContent") == "<b>quick</b>"
             text = await page.value("document.querySelector('#progress-text').textContent")
-            assert "step 60 of 100" in text and "last step 2.0 h ago" in text
+            assert "step 60 of 100" in text and "last step 2.0 h ago" in text and "40 min left" in text
+            notes = await page.value("document.querySelector('#notes').innerText")
+            assert "12 failures in 96 trajectories <b>" in notes and "never-solved" in notes
             assert await page.value("document.querySelectorAll('.chart svg path').length") == 5
             assert await page.value("document.querySelectorAll('#bar div').length") == 3
             assert "groups: 11 of 16" in await page.value("document.querySelector('#waits').textContent")

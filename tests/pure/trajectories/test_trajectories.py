@@ -181,7 +181,7 @@ def test_the_terminal_shows_a_list_and_one_trajectory() -> None:
     print_record(console, json.loads(json.dumps(records()[0])), 8, letters)
     shown = shown_on(console)
     assert shown.count("group=7/sample=0/attempt=0") == 2
-    assert "step 1: row 0, policy 1:1" in shown
+    assert "step 1: row 0, weights of step 1" in shown
 
 
 @pytest.mark.parametrize("width", [80, 120])
@@ -230,7 +230,7 @@ def test_the_page_needs_nothing_from_outside_and_escapes_what_models_say() -> No
     )
     assert page.count("<script") == 1 and "&lt;script&gt;" in page and "<h1>&lt;run&gt;</h1>" in page
     assert "of 3 on this page; the run kept 812" in page
-    assert "://" not in page and 'class="loss" title="log-probability -0.500, policy 1:0"' in page
+    assert "://" not in page and 'class="loss" title="log-probability -0.500, weights of step 0"' in page
 
 
 def test_records_are_found_by_id_by_group_and_by_the_start_of_an_id() -> None:
