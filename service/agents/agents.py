@@ -83,14 +83,17 @@ class Agents:
         self._roots: list[int] = []
         """Conversations of each trajectory that ended since the last measurement."""
         self._starting = asyncio.Lock()
-        self._address = ""
+        self.address = ""
+        """Where clients call; empty before `listen`."""
+        self.trained = config.train
+        """The kinds of calls whose tokens are trained."""
 
     def restore(self, trajectory: TrajectoryId, task: Task, steps: Steps, sink: StepSink) -> bool:
         """Reopen the session of an earlier process before clients reach it; returns whether its steps can be continued.
 
         `play` continues it.
         """
-        session = self._session(trajectory, task, sink)
+        session = self.session(trajectory, task, sink)
         try:
             session.restore(steps)
         except ValueError as error:
@@ -109,8 +112,8 @@ class Agents:
         """
         await self.listen()
         restored = self._restored.pop(str(trajectory), None)
-        session = restored or self._session(trajectory, task, sink)
-        session.base_url = f"{self._address}/s/{session.name}/v1"
+        session = restored or self.session(trajectory, task, sink)
+        session.base_url = f"{self.address}/s/{session.name}/v1"
         try:
             return await self._played(session, task, guard, seed, sink, restored is not None)
         finally:
@@ -204,19 +207,20 @@ class Agents:
             UserError: the address is taken, or is not an address of this machine.
         """
         async with self._starting:
-            if self._address:
+            if self.address:
                 return
             host, port = self._config.host, self._config.port and self._config.port + self._number
             try:
-                self._address = await self.endpoint.start(host, port)
+                self.address = await self.endpoint.start(host, port)
             except (OSError, UnicodeError, OverflowError) as error:  # host too long, or port out of range
                 setting = "agents.host" if isinstance(error, gaierror | UnicodeError) else "agents.port"
                 raise UserError(f"{setting}: the endpoint cannot listen on {host}, port {port}: {error}") from error
-            log.info("agents call the policy at %s", self._address)
+            log.info("agents call the policy at %s", self.address)
             if not _is_loopback(host):
                 log.warning("agents.host: %s is no loopback: keys and texts cross the network unencrypted", host)
 
-    def _session(self, trajectory: TrajectoryId, task: Task, sink: StepSink) -> Session:
+    def session(self, trajectory: TrajectoryId, task: Task, sink: StepSink) -> Session:
+        """Open the session of a trajectory, whose steps go to `sink`."""
         limits = self.limits
         if task.temperature is not None:
             limits = replace(limits, sampling=replace(limits.sampling, temperature=task.temperature))

@@ -130,6 +130,11 @@ class Call:
         whole = sum(len(call.carried_ids) + len(call.response.token_ids) for call in self.path())
         return whole - len(self.response.token_ids)
 
+    @property
+    def n_sampled(self) -> int:
+        """Tokens that the policy sampled, without an appended end."""
+        return int(self.response.loss_mask.sum())
+
     def message(self) -> dict[str, Any]:
         """The reply as the assistant's message of chat completions."""
         message: dict[str, Any] = {"role": "assistant", "content": self.reply.content}

@@ -74,6 +74,7 @@ COMMANDS = (
     Command("simulate", "predict what a configuration would do, without GPUs", "service.simulate.command", True),
     Command("trace", "write a run's timeline: who did what when", "service.trace.trace_command"),
     Command("trajectories", "show what the policy wrote in a run", "service.trace.trajectories_command"),
+    Command("agent-try", "try an agent: what it calls, and what would be trained", "service.cli.agent_try", True),
     Command("agent-worker", "run agents on a machine without Ray", "service.cli.agent_worker", True),
 )
 

@@ -82,14 +82,9 @@ class CallAnswer(NamedTuple):
         return "tool_calls" if self.call.reply.calls else "length" if self.call.stop_reason == "length" else "stop"
 
     @property
-    def n_sampled(self) -> int:
-        """Number of tokens that the policy sampled, without an appended end."""
-        return int(self.call.response.loss_mask.sum())
-
-    @property
     def usage(self) -> dict[str, int]:
         """The token counts in the form of chat completions and completions."""
-        n_prompt, n_sampled = self.call.n_prompt, sum(one.n_sampled for one in self.all)
+        n_prompt, n_sampled = self.call.n_prompt, sum(one.call.n_sampled for one in self.all)
         return {"prompt_tokens": n_prompt, "completion_tokens": n_sampled, "total_tokens": n_prompt + n_sampled}
 
     @property

@@ -138,7 +138,7 @@ def reply(answer: CallAnswer, asked: CallRequest) -> dict[str, Any]:
         "stop_sequence": None,
         "usage": {
             "input_tokens": answer.call.n_prompt,
-            "output_tokens": answer.n_sampled,
+            "output_tokens": answer.call.n_sampled,
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": 0,
         },

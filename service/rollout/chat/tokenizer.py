@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from tokenizers import AddedToken, Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import WhitespaceSplit
+from tokenizers import AddedToken, Tokenizer, decoders
+from tokenizers.models import BPE, WordLevel
+from tokenizers.pre_tokenizers import ByteLevel, WhitespaceSplit
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from service.config.model_folder import TOKENIZER, require_files
@@ -39,6 +39,16 @@ def make_tokenizer(folder: Path, vocabulary: Sequence[str]) -> None:
     )
     tokenizer.chat_template = CHAT_TEMPLATE
     folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save_pretrained(folder)
+
+
+def make_byte_tokenizer(folder: Path) -> None:
+    """Write a tokenizer whose tokens are bytes, with a chat template that leaves out tools."""
+    backend = Tokenizer(BPE({letter: i for i, letter in enumerate(sorted(ByteLevel.alphabet()))}, []))
+    backend.pre_tokenizer, backend.decoder = ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken(word, special=True, normalized=False) for word in SPECIALS])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=END, pad_token=PAD, unk_token=UNKNOWN)
+    tokenizer.chat_template = CHAT_TEMPLATE
     tokenizer.save_pretrained(folder)
 
 

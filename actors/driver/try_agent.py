@@ -1,0 +1,55 @@
+"""`baton agent-try`: one session, on an engine of this process or with a policy that follows a script."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import tempfile
+from pathlib import Path
+
+from actors.engine.run_player import RunPlayer
+from actors.engine.vllm_engine import VllmEngine, engine_env
+from actors.engine.vllm_parser import use_parser
+from service.agents.trial import ScriptedPolicy, Trial
+from service.config import Config
+from service.rollout.chat.chat import load_chat
+from service.rollout.chat.tokenizer import make_byte_tokenizer
+from service.types import PolicyVersion
+
+
+def try_agent(config: Config, model: Path | None, script: list[str], record: Path | None) -> None:
+    """Serve a session until it ends or a stop signal comes.
+
+    `script`: what the policy says, empty with vLLM; without a `model` its tokens are bytes. `record`: see `Trial.run`.
+
+    Raises:
+        UserError: the model cannot be read.
+        RunFailed: the engine did not start.
+    """
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    os.environ.update(engine_env(config.generator))
+    with tempfile.TemporaryDirectory(prefix="baton-try-") as folder:
+        if model is None:
+            make_byte_tokenizer(Path(folder))
+        asyncio.run(_serve(config, model or Path(folder), script, record))
+
+
+async def _serve(config: Config, model: Path, script: list[str], record: Path | None) -> None:
+    engine = VllmEngine(config, model)
+    scripted = ScriptedPolicy(load_chat(model, config.generator), script) if script else None
+    player = RunPlayer(config, model, scripted or engine)
+    try:
+        if scripted is None:
+            await engine.start(PolicyVersion(0, 0))
+        use_parser(player, config.endpoint, model)
+        if player.agents is None:
+            raise RuntimeError("the configuration has no endpoint")
+        trial = Trial(player.agents)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, trial.session.close)
+        await trial.run(record)
+    finally:
+        await player.close()
+        await asyncio.to_thread(engine.stop)

@@ -1,0 +1,106 @@
+"""One session for an agent that is tried: prints each call as it comes, and at the end what would be trained.
+
+call 0: main, a new conversation, 17 tokens -> 23 sampled, calls search({"query": "fox"})
+call 1: main, continues 0, 12 tokens -> 5 sampled, "it is 17"
+28 of 28 sampled tokens would be trained
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import chain, repeat
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from service.agents.agents import Agents
+from service.agents.call_roles import roles_of
+from service.agents.conversation_tree import Call
+from service.agents.wire_record import record_wire
+from service.errors import UserError
+from service.rollout.chat.chat import Chat
+from service.rollout.chat.frozen import generation_of
+from service.rollout.engine import Generation, Sampling
+from service.rollout.environment import Task
+from service.types import Int32s, TrajectoryEnd, TrajectoryId
+
+SHOWN = 60
+"""Characters of a text or of arguments that are printed."""
+HOW = {"root": "a new conversation", "rerendered": "a new conversation (it has an answer that the policy did not give)"}
+
+
+def read_script(file: Path) -> list[str]:
+    """The texts of a file, one on each line as JSON.
+
+    Raises:
+        UserError: a line is no such text, or there is none.
+    """
+    try:
+        texts: list[str] = msgspec.json.Decoder(str).decode_lines(file.read_bytes())
+    except msgspec.MsgspecError as error:
+        raise UserError(f"{file}: each line is a text as JSON writes it: {error}") from error
+    if not texts:
+        raise UserError(f"{file}: is empty")
+    return texts
+
+
+class ScriptedPolicy:
+    """An engine that says the texts of a script, and then the last one again and again."""
+
+    def __init__(self, chat: Chat, texts: Sequence[str]) -> None:
+        self._chat = chat
+        self._texts = chain(texts, repeat(texts[-1]))
+
+    async def generate(self, prompt_ids: Int32s, sampling: Sampling, request_id: str) -> Generation:
+        """The next text, whatever the prompt is."""
+        said = generation_of(next(self._texts), self._chat, sampling.max_tokens)
+        return replace(said, versions=np.zeros_like(said.versions))
+
+
+class Trial:
+    """A session whose steps go nowhere."""
+
+    def __init__(self, agents: Agents) -> None:
+        self._agents = agents
+        self.session = agents.session(TrajectoryId(0, 0), Task("try", (), ""), self)
+
+    async def run(self, record: Path | None) -> None:
+        """Serve until the session ends; `record`: where the traffic is kept."""
+        await self._agents.listen()
+        address, key = self._agents.address, self.session.key
+        if record is not None:
+            address = await record_wire(address, key, record)
+        url = f"{address}/s/{self.session.name}"
+        print(f"export OPENAI_BASE_URL={url}/v1 OPENAI_API_KEY={key}")
+        print(f"export ANTHROPIC_BASE_URL={url} ANTHROPIC_API_KEY={key}", flush=True)
+        await asyncio.wait({self.session.ended})
+        calls, trained = self.session.tree.calls, self._agents.trained
+        roles = roles_of(calls)
+        print("\nat the end:", *map(told, calls, roles), sep="\n")
+        sampled = sum(call.n_sampled for call, role in zip(calls, roles, strict=True) if role in trained)
+        print(f"{sampled} of {sum(call.n_sampled for call in calls)} sampled tokens would be trained", flush=True)
+
+    def append(self, *step: Any, **columns: Any) -> None:
+        """Print the newest call, with the role that it has so far if it arrives."""
+        *before, call = self.session.tree.calls
+        print(told(call, roles_of([*before, replace(call, delivered=True)])[-1]), flush=True)
+
+    def end(self, end: TrajectoryEnd) -> None:
+        """Ignored: the trajectory goes nowhere."""
+
+    async def accepted(self, trajectory: TrajectoryId) -> bool:
+        """True: each step is accepted at once."""
+        return True
+
+
+def told(call: Call, role: str) -> str:
+    """A call in one line."""
+    begins = HOW[call.how] if call.parent is None else f"continues {call.parent.index}"
+    calls = [f"{name}({json.dumps(dict(arguments)):.{SHOWN}})" for name, arguments in call.reply.calls]
+    said = f"calls {', '.join(calls)}" if calls else json.dumps(call.reply.content[:SHOWN])
+    return f"call {call.index}: {role}, {begins}, {len(call.carried_ids)} tokens -> {call.n_sampled} sampled, {said}"

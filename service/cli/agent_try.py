@@ -1,0 +1,28 @@
+"""`baton agent-try`: serves the endpoint alone, to see whether an agent trains."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from service.cli.in_ray import in_ray as run
+
+__all__ = ["ABOUT", "EXAMPLES", "add_arguments", "run"]
+
+ABOUT = """\
+Serve the endpoint for agents alone, without a run: an agent's calls are printed as they come, with their roles, and at
+the end which of their tokens would be trained. Ctrl-C ends the trial.
+"""
+EXAMPLES = """\
+examples:
+  baton agent-try models/Qwen3-0.6B                       # vLLM on this machine
+  baton agent-try --scripted replies.jsonl                # no model: each line is what the policy says, as a JSON text
+  baton agent-try models/Qwen3-0.6B --record wire.jsonl agents.structured=refuse
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command, other than those of its configuration."""
+    parser.add_argument("model", nargs="?", type=Path, metavar="MODEL", help="a Hugging Face folder")
+    parser.add_argument("--scripted", type=Path, metavar="FILE", help="the policy says the lines of this file")
+    parser.add_argument("--record", type=Path, metavar="FILE", help="keep what both sides send, without keys")

@@ -1,0 +1,78 @@
+"""`baton agent-try`: an agent's author sees each call, its role, and what would be trained."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from service.cli import main
+from tests.pure.agents.endpoint import CHAT, MESSAGES
+from tests.pure.agents.talks import called
+
+TOOL = {"type": "function", "function": {"name": "search", "parameters": {"type": "object", "properties": {}}}}
+
+
+async def test_an_agent_is_tried_with_a_script_and_its_traffic_is_kept_without_keys(tmp_path: Path) -> None:
+    script, record = tmp_path / "replies.jsonl", tmp_path / "wire.jsonl"
+    script.write_text("".join(json.dumps(text) + "\n" for text in (called(), "Fox ages", "it is 17")))
+    command = [sys.executable, "-m", "service", "agent-try", "--scripted", str(script), "--record", str(record)]
+    process = await asyncio.create_subprocess_exec(
+        *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
+    )
+    assert process.stdout is not None
+    printed = ""
+    try:
+        async with asyncio.timeout(120):
+            while (found := re.search(r"ANTHROPIC_BASE_URL=(\S+) ANTHROPIC_API_KEY=(\S+)", printed)) is None:
+                printed += (line := await process.stdout.readline()).decode()
+                assert line, printed
+            url, key = found.groups()
+            assert f"OPENAI_BASE_URL={url}/v1 OPENAI_API_KEY={key}" in printed
+            asked: list[Any] = [{"role": "user", "content": "age of marn?"}]
+            async with aiohttp.ClientSession(headers={"x-api-key": key}) as http:
+                async with http.post(url + CHAT, json={"messages": asked, "tools": [TOOL], "top_k": 5}) as answer:
+                    message = (await answer.json())["choices"][0]["message"]
+                body = {"messages": [{"role": "user", "content": "a title?"}], "max_tokens": 50}
+                async with http.post(url + MESSAGES, json=body) as answer:
+                    assert (await answer.json())["content"] == [{"type": "text", "text": "Fox ages"}]
+                asked += [message, {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": key}]
+                async with http.post(url + CHAT, json={"messages": asked, "tools": [TOOL], "stream": True}) as answer:
+                    assert "it is 17" in await answer.text()
+            process.send_signal(signal.SIGINT)
+            printed += (await process.stdout.read()).decode()
+            assert await process.wait() == 0, printed
+    finally:
+        if process.returncode is None:
+            process.kill()
+    shown, at_the_end = printed.split("at the end:")
+    assert re.search(
+        r'call 0: main, a new conversation, \d+ tokens -> \d+ sampled, calls search\({"query": "marn"}\)', shown
+    )
+    assert "call 1: main, a new conversation" in shown, "so far it is the newest call"
+    assert "call 1: aux, a new conversation" in at_the_end and "call 2: main, continues 0" in at_the_end
+    sampled = [int(n) for n in re.findall(r"-> (\d+) sampled", at_the_end)]
+    assert f"{sampled[0] + sampled[2]} of {sum(sampled)} sampled tokens would be trained" in at_the_end
+    assert "fields that change nothing: top_k" in shown
+    kept = [json.loads(line) for line in record.read_text().splitlines()]
+    sent = "".join(one["sent"] for one in kept)
+    assert key not in record.read_text() and sent.count("x-api-key: [key]") == 3 and '"content": "[key]"' in sent
+    assert "data: [DONE]" in "".join(one["received"] for one in kept)
+
+
+@pytest.mark.parametrize("text", ["", "no JSON\n", "5\n", '"fine"\n{}\n'])
+def test_a_script_without_texts_is_refused_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str
+) -> None:
+    (tmp_path / "replies.jsonl").write_text(text)
+    assert main(["agent-try", "--scripted", str(tmp_path / "replies.jsonl")]) == 2
+    assert main(["agent-try"]) == 2
+    refused = capsys.readouterr().err.splitlines()
+    assert len(refused) == 2 and "replies.jsonl: " in refused[0] and "--scripted" in refused[1]
