@@ -265,7 +265,7 @@ class Alone:
     """A session without sockets and buffer."""
 
     def __init__(self, chat: Chat, limits: AgentLimits, number: int) -> None:
-        async def sample(prompt_ids: Int32s, most: int, request_id: str) -> Generation:
+        async def sample(prompt_ids: Int32s, most: int, structure: str, request_id: str) -> Generation:
             return reply_to(chat, prompt_ids)
 
         async def accept(step: Step) -> bool:

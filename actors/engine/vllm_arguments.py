@@ -61,6 +61,8 @@ class EngineSettings(NamedTuple):
     """Requests at once."""
     row_tokens: int
     """Tokens of the longest row."""
+    has_grammars: bool
+    """Whether forms of answers are enforced."""
     request_bytes: Callable[[Any], int]
     """Bytes of the longest request in the KV cache, computed from the model's configuration."""
 
@@ -76,6 +78,7 @@ class EngineSettings(NamedTuple):
             config.run.seed,
             min(MAX_SEQUENCES, groups * config.algorithm.n_samples_per_prompt),
             config.generator.longest_row,
+            config.endpoint is not None and config.endpoint.structured == "constrain",
             lambda model: request_bytes(model, config.generator, config.model.dtype),
         )
 
@@ -105,7 +108,7 @@ def engine_arguments(settings: EngineSettings, model_folder: Path) -> dict[str, 
     generator, model = settings.generator, settings.model
     arguments: dict[str, Any] = {
         "model": str(model_folder),
-        "skip_tokenizer_init": not generator.stop,
+        "skip_tokenizer_init": not (generator.stop or settings.has_grammars),
         "dtype": model.dtype,
         "seed": settings.seed,
         "tensor_parallel_size": generator.tensor_parallel_size,

@@ -40,7 +40,7 @@ from service.config import Config, LoraConfig
 from service.environment_variables import SAFE_PATH
 from service.errors import RunFailed, Starved, UserError, WeightsCutOff
 from service.observe.metrics import Metrics
-from service.rollout.engine import Generation, Sampling
+from service.rollout.engine import Generation, Sampling, StructureRefused
 from service.types import NO_VERSION, Int32s, Int64s, PolicyVersion
 
 if TYPE_CHECKING:
@@ -150,10 +150,15 @@ class VllmEngine:
         with self.times.request() as seconds_of:
             try:
                 llm = self._running()
-                outputs = llm.generate(prompt, _sampling_params(sampling), request_id, lora_request=self._adapter)
+                # Clients write structures, so none is cached.
+                make = _sampling_params.__wrapped__ if sampling.structure else _sampling_params
+                outputs = llm.generate(prompt, make(sampling), request_id, lora_request=self._adapter)
                 output = [output async for output in outputs][-1]
             except Exception as error:  # noqa: BLE001 - raised, as it is or as the core's death
-                raise self._death() or error from None
+                refused = (
+                    StructureRefused(str(error)) if sampling.structure and isinstance(error, ValueError) else error
+                )
+                raise self._death() or refused from None
             seconds = seconds_of(output.metrics)
         completion = output.outputs[0]
         token_ids, experts = np.asarray(completion.token_ids, np.int32), completion.routed_experts
@@ -405,11 +410,13 @@ async def _load_adapter(llm: AsyncLLM, info: dict[str, Any]) -> None:
 
 @lru_cache(maxsize=1024)
 def _sampling_params(sampling: Sampling) -> SamplingParams:
-    from vllm.sampling_params import RequestOutputKind, SamplingParams
+    from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 
     fields = asdict(sampling) | {"stop": list(sampling.stop), "stop_token_ids": list(sampling.stop_token_ids)}
+    structure = fields.pop("structure")
     return SamplingParams(
         **fields,
+        structured_outputs=StructuredOutputsParams(structural_tag=structure) if structure else None,
         logprobs=0,
         flat_logprobs=True,
         detokenize=bool(sampling.stop),

@@ -289,6 +289,11 @@ GENERATORS = dashboard(
         Query(rate("baton_agent_undelivered_total"), "client had left"),
     ),
     graph(
+        "Enforced forms of answers",
+        "Tokens a second in answers whose form the engine enforced (`agents.structured: constrain`): they carry no loss.",
+        Query(rate("baton_agent_constrained_tokens_total"), "constrained"),
+    ),
+    graph(
         "Conversations of an agent",
         "Conversations in one trajectory: titles, sub-agents and edited histories count.",
         *distribution("baton_agent_roots_per_trajectory"),

@@ -62,6 +62,9 @@ class _Conversation(NamedTuple):
         return self.is_received, self.named == Role.MAIN, self.has_tools, self.longest > 1
 
 
+_WithRoles = list[tuple[_Conversation, str]]
+
+
 def roles_of(calls: Sequence[Call]) -> list[str]:
     """The role of each call of a tree, in order."""
     conversations, continued = _conversations(calls), {call.parent for call in calls}
@@ -110,22 +113,14 @@ def _of_conversations(conversations: Sequence[_Conversation]) -> list[str]:
     """The role of each conversation, later ones first, because compactions depend on the conversations after them."""
     own = max((of for of in conversations if of.named in (None, Role.MAIN)), key=lambda of: of.rank, default=None)
     newest = max(conversations, key=lambda of: of.calls[-1].index, default=None)
-    later: list[tuple[_Conversation, str]] = []
+    later: _WithRoles = []
     for conversation in reversed(conversations):
-        later.append((conversation, _role(conversation, own, newest, later)))
+        later.append((conversation, _role(conversation, own, conversation is newest, later)))
     return [role for _, role in reversed(later)]
 
 
-def _role(
-    conversation: _Conversation,
-    own: _Conversation | None,
-    newest: _Conversation | None,
-    later: Sequence[tuple[_Conversation, str]],
-) -> str:
-    """The role of a conversation.
-
-    `own`: the agent's own one; `newest`: that of the newest call; `later`: later conversations, with their roles.
-    """
+def _role(conversation: _Conversation, own: _Conversation | None, is_newest: bool, later: _WithRoles) -> str:
+    """The role of a conversation; `own`: the agent's own one; `later`: later conversations, with their roles."""
     begun = conversation.root.begun
     if conversation.named is not None:
         return conversation.named
@@ -137,11 +132,11 @@ def _role(
     if not conversation.is_single:
         return Role.MAIN if alike else Role.SUB
     # An edited history is no separate question, and the newest call may give the result.
-    is_own = own.is_single or conversation is newest or (alike and conversation.root.how == "rerendered")
+    is_own = own.is_single or is_newest or (alike and conversation.root.how == "rerendered")
     return Role.MAIN if is_own else Role.AUX
 
 
-def _begun_by(call: Call, later: Sequence[tuple[_Conversation, str]]) -> Role | None:
+def _begun_by(call: Call, later: _WithRoles) -> Role | None:
     """The role of the later conversation that begins with a call's answer; None if there is no such conversation."""
     found = {
         role

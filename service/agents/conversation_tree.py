@@ -28,11 +28,11 @@ from service.columns import digest
 from service.handoff.prefixes.prefix_index import PrefixIndex
 from service.handoff.steps.tables import step_objects
 from service.rollout.chat.chat import Chat, Tool
-from service.rollout.chat.conversation import Conversation, Response, as_sampled
+from service.rollout.chat.conversation import Conversation, Response, as_sampled, without_loss
 from service.rollout.chat.special_tokens import MessagesRefused
 from service.rollout.engine import Generation
 from service.rollout.environment import Message
-from service.types import NO_VERSION, Int32s, Step, Steps
+from service.types import NO_VERSION, Bools, Int32s, Step, Steps
 
 How = Literal["root", "appended", "rerendered"]
 """A new conversation, a continuation of sampled tokens, or one with answers of which no call has the tokens."""
@@ -131,9 +131,15 @@ class Call:
         return whole - len(self.response.token_ids)
 
     @property
+    def is_sampled(self) -> Bools:
+        """[T] true for tokens that the policy sampled; those of a constrained answer carry no loss."""
+        mask = self.response.loss_mask
+        return mask if mask.any() else np.ones_like(mask)
+
+    @property
     def n_sampled(self) -> int:
         """Tokens that the policy sampled, without an appended end."""
-        return int(self.response.loss_mask.sum())
+        return int(self.is_sampled.sum())
 
     def message(self) -> dict[str, Any]:
         """The reply as the assistant's message of chat completions."""
@@ -233,14 +239,16 @@ class ConversationTree:
                 return PreparedCall(parent, "appended", prompt_ids[length:], prompt_ids, None)
         return PreparedCall(None, "root", prompt_ids, prompt_ids, None)
 
-    def add(self, opened: PreparedCall, generation: Generation, body: str) -> Call:
+    def add(self, opened: PreparedCall, generation: Generation, body: str, is_constrained: bool = False) -> Call:
         """Add a call with the tokens that the engine sampled for it.
 
-        An end token is appended where the policy sampled none; a client that brings tokens appends its own.
+        An end token is appended where the policy sampled none; a client that brings tokens appends its own. An answer
+        that a grammar constrained carries no loss: its log-probabilities are not those of the policy alone.
         """
         reply = self._reply(generation.token_ids, opened.digest is None, opened.tools)
         brings_tokens = opened.digest is None and len(generation.token_ids)
         response = as_sampled(generation) if brings_tokens else self._renderer.close(generation, last=False)
+        response = without_loss(response) if is_constrained else response
         call = self._call(opened, response, reply, body, generation.stop_reason)
         if opened.digest is not None:
             (message,) = read_messages([call.message()])
@@ -267,7 +275,7 @@ class ConversationTree:
             logprobs = step.logprobs if step.logprobs is not None else np.zeros(len(step.response_ids), np.float32)
             response = Response(step.response_ids, logprobs, step.loss_mask, step.versions)
             carried = token_ids[begins : len(token_ids) - len(response.token_ids)]
-            said = self._chat.text(response.token_ids[response.loss_mask]) if parent is None else ""
+            said = self._chat.text(response.token_ids) if parent is None else ""
             begun = None
             if note.system is not None:
                 begun = Beginning(bytes.fromhex(note.system), self._chat.text(carried), note.has_tools)
@@ -315,7 +323,7 @@ class ConversationTree:
         if call is None or (call.delivered and not is_retry):
             return None
         if call.is_restored:
-            sampled = call.response.token_ids[call.response.loss_mask]
+            sampled = call.response.token_ids[call.is_sampled]
             call.reply, call.is_restored = self._reply(sampled, not call.after, tools), False
         return call
 

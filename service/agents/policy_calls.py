@@ -19,6 +19,7 @@ import xxhash
 from aiohttp import web
 
 from service.agents.conversation_tree import Call, PreparedCall
+from service.agents.dialects.answer_form import structural_tag
 from service.agents.dialects.body import parse_body
 from service.agents.dialects.chat import CHAT
 from service.agents.dialects.completions import COMPLETIONS
@@ -49,7 +50,7 @@ IGNORED_HEADER = "X-Baton-Ignored"
 SAMPLE_HEADER = "X-Baton-Sample"
 """Tells apart requests with equal bodies that want an answer each."""
 MAX_NOTED = 128
-"""Ignored fields of a dialect that are logged; clients choose the names."""
+"""Ignored fields after which no more are logged; clients choose the names."""
 
 
 class Calls:
@@ -60,8 +61,10 @@ class Calls:
         self._requests = requests
         self._named_roles = named_roles
         self._structured = structured
-        self._noted: dict[str, set[str]] = {}
-        """Ignored fields that are in the log, by dialect."""
+        self._noted: set[tuple[str, str]] = set()
+        """Ignored fields that are in the log, with their dialects."""
+        self.constrained = 0
+        """Tokens of answers whose form was enforced."""
         self.answered: Counter[tuple[str, str]] = Counter()
         """Answered calls by dialect and by how the prompt came about; `replayed`: an earlier call again."""
 
@@ -85,6 +88,7 @@ class Calls:
         self.answered.update((dialect.name, "replayed" if call.index < known else call.how) for call in calls)
         first, *others = (CallAnswer(call, model, int(time.time())) for call in calls)
         response = await _write(request, dialect, asked, first._replace(others=others))
+        self.constrained += sum(call.n_sampled for call in calls) if asked.structure else 0
         for call in calls:
             call.delivered = call.delivered or is_connected(request)
             self._requests.undelivered += not call.delivered
@@ -122,21 +126,25 @@ class Calls:
             raise
 
     def _with_forms(self, asked: CallRequest) -> CallRequest:
-        """The request, with the forms that nothing enforces among its ignored fields.
+        """The request with the form that the engine enforces; other forms are among its ignored fields.
 
         Raises:
             Refused: `agents.structured` refuses a form.
         """
         if asked.forms and self._structured == "refuse":
             raise Refused(400, asked.forms[0].field, "answers have no prescribed form; see agents.structured")
-        return asked._replace(ignored=(*asked.ignored, *(form.field for form in asked.forms)))
+        found = next(
+            (form for form in asked.forms if form.grammar is not None and self._structured == "constrain"), None
+        )
+        ignored = (*asked.ignored, *(form.field for form in asked.forms if form is not found))
+        structure = "" if found is None else structural_tag(found)
+        return asked._replace(ignored=ignored, structure=structure)
 
     def _note(self, dialect: Dialect, ignored: Sequence[str]) -> None:
-        """Log ignored fields, each once, and at most `MAX_NOTED` of a dialect."""
-        noted = self._noted.setdefault(dialect.name, set())
-        new = [name for name in ignored if name not in noted][: MAX_NOTED - len(noted)]
-        if new:
-            noted.update(new)
+        """Log ignored fields, each once, until there are `MAX_NOTED`."""
+        new = [name for name in ignored if (dialect.name, name) not in self._noted]
+        if new and len(self._noted) < MAX_NOTED:
+            self._noted.update((dialect.name, name) for name in new)
             log.info("calls of dialect %s have fields that change nothing: %s", dialect.name, ", ".join(new))
 
 

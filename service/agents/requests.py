@@ -50,6 +50,8 @@ THREADS = 2
 """Threads that parse and render; one at a time has the interpreter, except within the tokenizer."""
 ENCODINGS, EITHER_HEADER = ("gzip", "deflate"), 32
 """Encodings of bodies that are taken, and what has zlib read the header of either."""
+KEY_HEADERS = ("x-api-key", "api-key", "x-goog-api-key")
+"""Headers with a key, of Anthropic's, Azure's and Google's clients."""
 NO_WORKERS = "this run has no worker key, so no worker may claim"
 ROLE_HEADER = "X-Baton-Role"
 CONVERSATIONS = (Role.MAIN, Role.SUB, Role.AUX)
@@ -266,8 +268,8 @@ def is_connected(request: web.Request) -> bool:
 
 
 def _key(request: web.Request) -> str:
-    """The key that a client sent, in the header of OpenAI's, Anthropic's or Google's clients; empty without one."""
+    """The key that a client sent, as OpenAI's clients send it or in one of `KEY_HEADERS`; empty without one."""
     bearer = request.headers.get("authorization", "")
     if bearer[:7].lower() == "bearer ":
         return bearer[7:].strip()
-    return request.headers.get("x-api-key") or request.headers.get("x-goog-api-key") or ""
+    return next((request.headers[name] for name in KEY_HEADERS if request.headers.get(name)), "")

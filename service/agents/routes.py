@@ -67,6 +67,7 @@ class Routes:
         """Add the routes for tokens and models, behind `prefix`."""
         router.add_post(f"{prefix}/v1/messages/count_tokens", self._about_tokens(_count_tokens, MESSAGES))
         router.add_get(f"{prefix}/v1/models", self._about_tokens(self._models))
+        router.add_get(f"{prefix}/v1/models/{{model}}", self._about_tokens(self._model))
         router.add_post(f"{prefix}/tokenize", self._about_tokens(self._tokenize))
         router.add_post(f"{prefix}/detokenize", self._about_tokens(self._detokenize))
 
@@ -97,14 +98,11 @@ class Routes:
         return self._requests.guarded(dialect, about_tokens)
 
     def _models(self, session: Session, body: Body) -> dict[str, Any]:
-        model = {
-            "id": MODEL,
-            "object": "model",
-            "created": 0,
-            "owned_by": "baton",
-            "max_model_len": self._max_model_len,
-        }
-        return {"object": "list", "data": [model]}
+        return {"object": "list", "data": [self._model(session, body)]}
+
+    def _model(self, session: Session, body: Body) -> dict[str, Any]:
+        model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "baton"}
+        return {**model, "max_model_len": self._max_model_len}
 
     def _tokenize(self, session: Session, body: Body) -> dict[str, Any]:
         try:

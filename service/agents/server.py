@@ -19,6 +19,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 from aiohttp.web_protocol import RequestHandler
 
+from service.agents.dialects.dialect import Refused, openai_error
 from service.agents.offers import Offers
 from service.agents.policy_calls import Calls
 from service.agents.requests import Requests
@@ -120,9 +121,10 @@ class Endpoint:
             timer.cancel()
         try:
             response = await handler(request)
-        except web.HTTPException as refused:  # an unknown path: no key was read
-            refused.force_close()
-            raise
+        except web.HTTPException as unknown:  # no such path: no key was read
+            refused = Refused(unknown.status, None, f"there is no {request.method} {request.path:.200}")
+            response = web.json_response(openai_error(refused), status=unknown.status)
+            response.force_close()
         if response.status in CLOSING:
             response.force_close()
         return response

@@ -165,9 +165,10 @@ class AgentsConfig(Section):
     train: tuple[Literal["main", "sub", "aux"], ...] = ("main", "sub")
     """Roles of conversations that are trained: main, sub (under a system prompt of its own), aux (a single question
     beside them, such as one for a title)."""
-    structured: Literal["ignore", "refuse"] = "ignore"
-    """What becomes of a request for a form of answer (a JSON schema, a forced tool): the policy answers freely, or the
-    request is refused."""
+    structured: Literal["ignore", "constrain", "refuse"] = "ignore"
+    """What becomes of a request for a form of answer (a JSON schema, a forced tool): the policy answers freely; the
+    engine enforces it, and the answer carries no loss; or the request is refused. Forced calls are as `tool_parser`
+    json reads them."""
     exit_code_reward: dict[FailureName, Annotated[float, Field(ge=-MAX_REWARD, le=MAX_REWARD)]] = {}
     """Rewards of agents that failed as the policy made them: by the exit code of the command, as in `{1: 0.0}`, or by
     the name of the exception that `play` raised. Other failures are attempted again."""

@@ -29,6 +29,8 @@ class Sampling:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     """Token ids that end a turn and are part of the response."""
+    structure: str = ""
+    """The form of the turn, as JSON of a structural tag of xgrammar; empty: any."""
 
     @staticmethod
     def of(config: GeneratorConfig, stop_token_ids: tuple[int, ...]) -> Sampling:
@@ -56,6 +58,10 @@ class Generation:
     """[at most P + T, layers, topk] from the first prompt token on; None where the engine records none."""
     seconds: Mapping[str, float] = field(default_factory=dict)
     """Seconds in the engine's `queue`, of `prefill`, and of the `pause` for new weights, as far as it reports them."""
+
+
+class StructureRefused(ValueError):
+    """An engine cannot enforce `Sampling.structure`."""
 
 
 class Engine(Protocol):

@@ -12,17 +12,20 @@ The policy answers freely, unless the run says otherwise (`agents.structured`): 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from msgspec import Struct
 
 from service.agents.dialects.body import FORMATS, OPTIONS, CommonFields, Name, read_as
 from service.agents.dialects.dialect import AnswerForm
+from service.rollout.chat.chat import Tool
 
-OBJECT: Mapping[str, Any] = {"type": "object"}
 FORCES = ("required", "any", "function", "tool", "custom")
 """Kinds of `tool_choice` that force a call of a tool which the client runs."""
+THINKING = {"type": "tag", "begin": "<think>", "content": {"type": "any_text"}, "end": "</think>\n\n"}
+"""What an enforced form may follow."""
 
 
 class _Format(Struct):
@@ -39,21 +42,38 @@ class _Choice(_Named):
     function: _Named | None = None
 
 
-def forms_of(body: Mapping[str, Any], request: CommonFields) -> tuple[AnswerForm, ...]:
+def forms_of(body: Mapping[str, Any], request: CommonFields, tools: Sequence[Tool]) -> tuple[AnswerForm, ...]:
     """The forms that a request states; none if it leaves the policy free.
 
     Raises:
         Refused: a form cannot be read.
     """
-    return *_forced(body.get("tool_choice"), request.choice), *_schemas(body)
+    return *_forced(body.get("tool_choice"), request.choice, tools), *_schemas(body)
 
 
-def _forced(choice: Any, kind: str) -> Iterator[AnswerForm]:
-    if kind in FORCES:
-        named = read_as(choice, _Choice, "tool_choice") if isinstance(choice, dict) else _Choice()
-        yield AnswerForm("tool_choice", forces_call=True, tool=(named.function or named).name)
-    elif kind not in ("auto", "none"):
-        yield AnswerForm("tool_choice")
+def structural_tag(form: AnswerForm) -> str:
+    """A form as an engine takes it: JSON of a structural tag of xgrammar."""
+    elements = [{"type": "optional", "content": THINKING}, form.grammar]
+    return json.dumps({"type": "structural_tag", "format": {"type": "sequence", "elements": elements}})
+
+
+def _forced(choice: Any, kind: str, tools: Sequence[Tool]) -> Iterator[AnswerForm]:
+    if kind in ("auto", "none"):
+        return
+    named = read_as(choice, _Choice, "tool_choice") if isinstance(choice, dict) else _Choice()
+    name = (named.function or named).name
+    calls = [
+        _call_of(tool["function"]) for tool in tools if kind in FORCES and name in (None, tool["function"]["name"])
+    ]
+    schema = {"type": "json_schema", "json_schema": {"anyOf": calls}}
+    tag = {"type": "tag", "begin": "<tool_call>\n", "content": schema, "end": "\n</tool_call>"}
+    yield AnswerForm("tool_choice", tag if calls else None)
+
+
+def _call_of(function: Mapping[str, Any]) -> dict[str, Any]:
+    """The schema of a call of a function."""
+    fields = {"name": {"const": function["name"]}, "arguments": function["parameters"]}
+    return {"type": "object", "properties": fields, "required": [*fields], "additionalProperties": False}
 
 
 def _schemas(body: Mapping[str, Any]) -> Iterator[AnswerForm]:
@@ -63,5 +83,7 @@ def _schemas(body: Mapping[str, Any]) -> Iterator[AnswerForm]:
         given[f"{name}.format"] = options.get("format") if isinstance(options, dict) else None
     for field, value in given.items():
         if value and (form := read_as(value, _Format, field)).type != "text":
-            schema = form.schema or (form.json_schema or {}).get("schema")
-            yield AnswerForm(field, schema if isinstance(schema, dict) else OBJECT)
+            schema = form.schema or (form.json_schema or {}).get("schema") or {"type": "object"}
+            yield AnswerForm(
+                field, {"type": "json_schema", "json_schema": schema} if isinstance(schema, dict) else None
+            )

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
-from itertools import islice
+from collections.abc import Collection, Iterator, Mapping
+from itertools import chain, islice
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 import msgspec
@@ -32,18 +32,6 @@ FORMATS, OPTIONS = ("response_format", "output_format"), ("text", "output_config
 MAX_NAMED = 32
 """Ignored fields that an answer names."""
 MISSING = re.compile(r"required field `(\w+)`")
-HOSTED = (
-    "web_search",
-    "web_fetch",
-    "file_search",
-    "code_interpreter",
-    "code_execution",
-    "image_generation",
-    "tool_search",
-    "mcp",
-)
-"""Beginnings of the types of tools that a provider of models runs itself; agents work without them."""
-
 Shape = TypeVar("Shape", bound=Struct)
 Positive = Annotated[int, Meta(ge=1)]
 Samples = Annotated[int, Meta(ge=1, le=128)]
@@ -62,28 +50,13 @@ class TextPart(Struct):
 Content = str | list[TextPart] | None
 
 
-class Pinned(Struct, kw_only=True):
-    """Sampling parameters that a client may send; they are ignored in favour of the session's own."""
-
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_sequences: list[str] | None = None
-
-
 class ToolChoice(Struct):
-    """A choice of tools as an object; `any`, and types with a name, force a call."""
+    """A choice of tools as an object."""
 
     type: Name
 
 
-class CommonFields(Pinned, kw_only=True):
+class CommonFields(Struct, kw_only=True):
     """Fields that requests of all dialects share."""
 
     model: str | None = None
@@ -92,7 +65,7 @@ class CommonFields(Pinned, kw_only=True):
 
     @property
     def choice(self) -> str:
-        """Which tools may be called: `auto`, `none`, or whatever forces a call."""
+        """`auto`, `none`, or what else the client wants to be called."""
         return self.tool_choice.type if isinstance(self.tool_choice, ToolChoice) else self.tool_choice or "auto"
 
 
@@ -169,9 +142,10 @@ def read_request(body: Mapping[str, Any], shape: type[Shape], where: str = "") -
     return request
 
 
-def ignored_fields(body: Mapping[str, Any], shape: type[Struct]) -> tuple[str, ...]:
-    """The given fields that change nothing, in order: sampling parameters, and fields that the schema does not have."""
-    read = {*shape.__struct_fields__, *REFUSED, *FORMATS} - {*Pinned.__struct_fields__}
+def ignored_fields(body: Mapping[str, Any], shape: type[Struct], tools: Collection[str] = ()) -> tuple[str, ...]:
+    """The given fields that change nothing, in order: those that the schema does not have, and tools of other types
+    than `tools`."""
+    read = {*shape.__struct_fields__, *REFUSED, *FORMATS}
     names = (
         f"{name}.{inner}" if inner else name
         for name, value in body.items()
@@ -179,7 +153,8 @@ def ignored_fields(body: Mapping[str, Any], shape: type[Struct]) -> tuple[str, .
         for inner in (value if name in OPTIONS and isinstance(value, dict) else ("",))
         if inner != "format"
     )
-    return tuple(islice(filter(FIELD_NAME.fullmatch, names), MAX_NAMED))
+    left_out = (f"tools.{tool['type']}" for tool in body.get("tools") or () if _is_left_out(tool, tools))
+    return tuple(islice(filter(FIELD_NAME.fullmatch, chain(names, left_out)), MAX_NAMED))
 
 
 def read_as(value: Any, shape: type[Shape], where: str = "") -> Shape:
@@ -194,18 +169,25 @@ def read_as(value: Any, shape: type[Shape], where: str = "") -> Shape:
         found = WHERE.fullmatch(str(error))
         reason, at = (found["reason"], found["field"] or "") if found else (str(error), "")
         missing = MISSING.search(reason)
+        if "content[" in at and at.endswith(".type"):
+            reason += "; content is text, without images and files"
         field = ".".join(name for name in (where, at, missing[1] if missing else "") if name)
         raise Refused(400, field.replace(".[", "[") or None, reason) from error
 
 
-def own_tools(tools: list[dict[str, Any]] | None, shape: Any) -> Iterator[Any]:
-    """Convert the tools that the client runs to their schema.
+def own_tools(tools: list[dict[str, Any]] | None, shape: Any, kinds: Collection[str]) -> Iterator[Any]:
+    """Convert the tools of these types to their schema.
 
-    A hosted tool is left out: refusing it would end agents that always offer one.
+    Tools that a provider of models runs or describes itself are left out: refusing them would end agents that always
+    offer one.
     """
     for i, tool in enumerate(tools or ()):
-        if not str(tool.get("type", "")).startswith(HOSTED):
+        if not _is_left_out(tool, kinds):
             yield read_as(tool, shape, f"tools[{i}]")
+
+
+def _is_left_out(tool: Mapping[str, Any], kinds: Collection[str]) -> bool:
+    return isinstance(kind := tool.get("type"), str) and kind not in kinds
 
 
 def function_tool(name: str, description: str | None, parameters: Mapping[str, Any] | None) -> Tool:

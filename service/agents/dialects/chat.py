@@ -29,6 +29,9 @@ from service.agents.dialects.body import (
 )
 from service.agents.dialects.dialect import DONE, CallAnswer, CallRequest, Dialect, frame
 
+TOOLS = ("function",)
+"""Types of tools that the client runs and describes."""
+
 
 class _Function(Struct):
     name: Name
@@ -67,6 +70,7 @@ class _Request(CommonFields, kw_only=True):
     max_completion_tokens: Positive | None = None
     n: Samples | None = None
     stream_options: StreamOptions | None = None
+    logprobs: bool | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
 
@@ -74,18 +78,20 @@ class _Request(CommonFields, kw_only=True):
 def read(body: Mapping[str, Any]) -> CallRequest:
     """Read the request; a client that asks for ids in either form gets ids and log-probabilities together."""
     request = read_request(body, _Request)
-    functions = (tool.function for tool in own_tools(request.tools, _Tool))
+    functions = (tool.function for tool in own_tools(request.tools, _Tool, TOOLS))
+    tools = [function_tool(one.name, one.description, one.parameters) for one in functions]
     return CallRequest(
         messages=[_message(message) for message in request.messages],
-        tools=[function_tool(one.name, one.description, one.parameters) for one in functions],
+        tools=tools,
         stream=bool(request.stream),
         max_tokens=request.max_completion_tokens or request.max_tokens,
         wants_ids=bool(request.return_token_ids or request.return_tokens_as_token_ids),
+        wants_logprobs=bool(request.logprobs),
         include_usage=bool(request.stream_options and request.stream_options.include_usage),
         may_call=request.choice != "none",
-        forms=forms_of(body, request),
+        forms=forms_of(body, request, tools),
         n=request.n or 1,
-        ignored=ignored_fields(body, _Request),
+        ignored=ignored_fields(body, _Request, TOOLS),
     )
 
 
@@ -149,14 +155,14 @@ def _head(answer: CallAnswer) -> dict[str, Any]:
 
 def _tokens(answer: CallAnswer, asked: CallRequest) -> dict[str, Any]:
     """vLLM's fields for clients that train: token ids, each with a log-probability."""
-    if not asked.wants_ids:
+    if not (asked.wants_ids or asked.wants_logprobs):
         return {"logprobs": None}
     ids, logprobs = answer.sampled()
     content: list[dict[str, Any]] = [
         {"token": f"token_id:{one}", "bytes": None, "logprob": logprob, "top_logprobs": []}
         for one, logprob in zip(ids, logprobs, strict=True)
     ]
-    return {"token_ids": ids, "logprobs": {"content": content}}
+    return {"logprobs": {"content": content}, **({"token_ids": ids} if asked.wants_ids else {})}
 
 
 CHAT = Dialect("chat", read, reply, events)

@@ -25,11 +25,8 @@ class AnswerForm(NamedTuple):
 
     field: str
     """The request's field that states it."""
-    schema: Mapping[str, Any] | None = None
-    """JSON schema of the text; None: a call of a tool, or a form that is not known here."""
-    forces_call: bool = False
-    """Whether a tool must be called: the one named `tool`, or any one."""
-    tool: str | None = None
+    grammar: Mapping[str, Any] | None = None
+    """What an engine can enforce, as a format of xgrammar's structural tags; None: nothing."""
 
 
 class CallRequest(NamedTuple):
@@ -47,6 +44,8 @@ class CallRequest(NamedTuple):
     """Text or [P] ids that stand for the messages (completions only)."""
     wants_ids: bool = False
     """The client asked for `return_token_ids`: the answer has the ids, log-probabilities and versions."""
+    wants_logprobs: bool = False
+    """The client asked for log-probabilities alone."""
     include_usage: bool = False
     """A stream of chat completions or completions ends with the numbers of tokens."""
     repeated: Mapping[str, Any] = MappingProxyType({})
@@ -57,6 +56,8 @@ class CallRequest(NamedTuple):
     """Whether calls of tools are read from the answer; otherwise they are text."""
     forms: tuple[AnswerForm, ...] = ()
     """The forms that the client wants."""
+    structure: str = ""
+    """The form that the engine enforces, as JSON of a structural tag; empty: none."""
     ignored: tuple[str, ...] = ()
     """Given fields that change nothing."""
 
@@ -95,8 +96,8 @@ class CallAnswer(NamedTuple):
 
     def sampled(self) -> tuple[list[int], list[float]]:
         """Ids and log-probabilities of the tokens that the policy sampled, without an appended end."""
-        response = self.call.response
-        return response.token_ids[response.loss_mask].tolist(), response.logprobs[response.loss_mask].tolist()
+        response, sampled = self.call.response, self.call.is_sampled
+        return response.token_ids[sampled].tolist(), response.logprobs[sampled].tolist()
 
 
 class Refused(UserError):

@@ -12,12 +12,12 @@ from typing import Any, Literal
 import numpy as np
 from msgspec import Struct
 
-from service.agents.dialects.body import Pinned, Positive, TokenIds, ignored_fields, read_request
+from service.agents.dialects.body import Positive, TokenIds, ignored_fields, read_request
 from service.agents.dialects.dialect import CallAnswer, CallRequest, Dialect
 from service.types import NO_VERSION
 
 
-class _Sampling(Pinned, kw_only=True):
+class _Sampling(Struct, kw_only=True):
     max_tokens: Positive | None = None
 
 

@@ -45,6 +45,9 @@ EMPTY: Mapping[str, Mapping[str, Any]] = {
     "tool_use": {"input": {}},
 }
 
+TOOLS = ("custom",)
+"""Types of tools that the client runs and describes."""
+
 
 class _Text(Struct, tag_field="type", tag="text"):
     text: str
@@ -103,16 +106,17 @@ def read_to_count(body: Mapping[str, Any]) -> CallRequest:
         raise Refused(400, f"messages[{len(request.messages) - 1}]", "an answer that was begun cannot be continued")
     system = [{"role": "system", "content": text_of(request.system)}] if request.system else []
     blocks = [block for message in request.messages for block in _blocks(message)]
-    tools = own_tools(request.tools, _Tool)
+    functions = own_tools(request.tools, _Tool, TOOLS)
+    tools = [function_tool(tool.name, tool.description, tool.input_schema) for tool in functions]
     return CallRequest(
         messages=[*system, *(read for message in request.messages for read in _read(message))],
-        tools=[function_tool(tool.name, tool.description, tool.input_schema) for tool in tools],
+        tools=tools,
         echoed=frozenset(block.signature for block in blocks if isinstance(block, _Thinking) and block.signature),
         stream=bool(request.stream),
         max_tokens=request.max_tokens,
         may_call=request.choice != "none",
-        forms=forms_of(body, request),
-        ignored=ignored_fields(body, _Request),
+        forms=forms_of(body, request, tools),
+        ignored=ignored_fields(body, _Request, TOOLS),
     )
 
 

@@ -46,6 +46,9 @@ FREE_TEXT = {"type": "object", "properties": {"input": {"type": "string"}}, "req
 OURS = re.compile(r"(call_.+)_\d+")
 """The id of a tool call; the first part is the same for all calls of one answer."""
 
+TOOLS = ("function", "custom", "namespace")
+"""Types of tools that the client runs and describes."""
+
 
 class _Function(Struct, tag_field="type", tag="function"):
     name: Name
@@ -126,20 +129,20 @@ def read(body: Mapping[str, Any]) -> CallRequest:
         "tool_choice": body.get("tool_choice") or "auto",
         "parallel_tool_calls": body.get("parallel_tool_calls") is not False,
     }
-    tools = _tools(request.tools)
+    tools = [
+        function_tool(name, tool.description, FREE_TEXT if isinstance(tool, _Custom) else tool.parameters)
+        for name, (_, tool) in _tools(request.tools).items()
+    ]
     return CallRequest(
         messages=[*system, *_messages(items)],
-        tools=[
-            function_tool(name, tool.description, FREE_TEXT if isinstance(tool, _Custom) else tool.parameters)
-            for name, (_, tool) in tools.items()
-        ],
+        tools=tools,
         echoed=frozenset(_echoed(items)),
         stream=bool(request.stream),
         max_tokens=request.max_output_tokens,
         repeated=repeated | choice | {"max_output_tokens": request.max_output_tokens},
         may_call=request.choice != "none",
-        forms=forms_of(body, request),
-        ignored=ignored_fields(body, _Request),
+        forms=forms_of(body, request, tools),
+        ignored=ignored_fields(body, _Request, TOOLS),
     )
 
 
@@ -281,7 +284,7 @@ def _flat(namespace: str | None, name: str) -> str:
 def _tools(tools: list[dict[str, Any]] | None) -> dict[str, tuple[str | None, _Function | _Custom]]:
     """The tools by the names that the policy sees, each with its namespace."""
     read: dict[str, tuple[str | None, _Function | _Custom]] = {}
-    for one in own_tools(tools, _Function | _Custom | _Namespace):
+    for one in own_tools(tools, _Function | _Custom | _Namespace, TOOLS):
         if isinstance(one, _Namespace):
             read |= {_flat(one.name, inner.name): (one.name, inner) for inner in one.tools}
         else:

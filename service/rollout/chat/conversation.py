@@ -48,8 +48,9 @@ def as_sampled(generation: Generation) -> Response:
 
 
 def without_loss(response: Response) -> Response:
-    """The response with no loss on its tokens, because the policy did not sample them."""
-    return response._replace(loss_mask=np.zeros_like(response.loss_mask))
+    """The response with no loss on its tokens, because the policy alone did not sample them."""
+    none = np.full_like(response.versions, NO_VERSION)
+    return response._replace(loss_mask=np.zeros_like(response.loss_mask), versions=none)
 
 
 def with_end(generation: Generation, end_id: int) -> Response:

@@ -44,6 +44,8 @@ class House:
         self.say: Callable[[str], str | Generation | BaseException] = lambda prompt: "17"
         self.prompts: list[list[int]] = []
         self.most: list[int] = []
+        self.structures: list[str] = []
+        """Forms that the engine has to enforce."""
         self.replies: list[list[int]] = []
         """Tokens that the policy sampled."""
         self.steps: list[Step] = []
@@ -62,8 +64,9 @@ class House:
     def session(self, number: int = 0) -> Session:
         """A new open session."""
 
-        async def sample(prompt_ids: Int32s, most: int, request_id: str) -> Generation:
+        async def sample(prompt_ids: Int32s, most: int, structure: str, request_id: str) -> Generation:
             self.prompts.append(prompt_ids.tolist())
+            self.structures.append(structure)
             self.most.append(most)
             await self.sampling.wait()
             said = self.say(self.chat.text(prompt_ids))

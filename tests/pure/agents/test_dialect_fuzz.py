@@ -118,13 +118,11 @@ FIELDS: Mapping[str, Sequence[tuple[Path, set[str]]]] = {
         (("response_format", "json_schema"), {OBJECT, NULL}),
         (("stream",), {TRUTH, NULL}),
         (("max_completion_tokens",), {NUMBER, NULL}),
-        (("temperature",), {NUMBER, NULL}),
     ],
     "/v1/completions": [
         (("prompt",), {TEXT, LIST}),
         (("prompt", 1), {NUMBER}),
         (("max_tokens",), {NUMBER, NULL}),
-        (("stop",), {TEXT, LIST, NULL}),
     ],
     "/v1/responses": [
         (("input",), {TEXT, LIST}),
@@ -166,11 +164,10 @@ FIELDS: Mapping[str, Sequence[tuple[Path, set[str]]]] = {
         (("tool_choice", "type"), {TEXT}),
         (("output_config", "format", "type"), {TEXT}),
         (("output_config", "format", "schema"), {OBJECT, NULL}),
-        (("temperature",), {NUMBER, NULL}),
     ],
 }
 REFUSED_BY_NAME: Mapping[str, Any] = {
-    "n": 2,
+    "best_of": 2,
     "logit_bias": {"5": -100},
     "tool_choice": "sometimes",
     "thread": {"type": "create"},

@@ -146,9 +146,10 @@ REFUSED = [
     ("/v1/responses", {"background": True}, "background"),
     ("/v1/responses", {"prompt": {"id": "pmpt_1"}}, "prompt"),
     ("/v1/responses", {"input": [{"role": "user", "content": "a"}, {"type": "item_reference"}]}, "input[1].type"),
-    ("/v1/responses", {"tools": [{"type": "web_search"}, {"type": "local_shell"}]}, "tools[1].type"),
+    ("/v1/responses", {"tools": [{"type": "web_search"}, {"type": "custom"}]}, "tools[1].name"),
     ("/v1/messages", {"max_tokens": None}, "max_tokens"),
-    ("/v1/messages", {"tools": [{"type": "bash_20250124", "name": "bash", "input_schema": {}}]}, "tools[0].type"),
+    ("/v1/messages", {"tools": [{"type": 5, "name": "bash", "input_schema": {}}]}, "tools[0].type"),
+    ("/v1/messages", {"thread": {"type": "create"}}, "thread"),
     ("/v1/messages", {"messages": [{"role": "assistant", "content": "The"}]}, "messages[0]"),
 ]
 ASKED = {

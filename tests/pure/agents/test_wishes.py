@@ -7,16 +7,20 @@ import logging
 from typing import Any
 
 import pytest
+import xgrammar
 
-from service.agents.dialects.dialect import AnswerForm
-from service.agents.policy_calls import DIALECTS, IGNORED_HEADER
+from service.agents.conversation_tree import ConversationTree
+from service.agents.dialects.dialect import Refused
+from service.agents.policy_calls import IGNORED_HEADER
+from service.agents.reply_parser import JsonCalls
+from service.handoff.steps.builder import steps_table
 from service.rollout.chat.chat import Chat
+from service.types import NO_VERSION
 from tests.pure.agents.dialect_clients import QUESTION, SEARCH
 from tests.pure.agents.dialect_server import DialectServer, events_of
-from tests.pure.agents.endpoint import CHAT, MESSAGES, RESPONSES, client_of, opened
+from tests.pure.agents.endpoint import CHAT, MESSAGES, RESPONSES, client_of, opened, whole
 
 SCHEMA = {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}
-OBJECT = {"type": "object"}
 ASKED: dict[str, dict[str, Any]] = {
     CHAT: {"messages": [{"role": "user", "content": QUESTION}]},
     RESPONSES: {"input": QUESTION},
@@ -28,46 +32,96 @@ TOOLS: dict[str, list[Any]] = {
     MESSAGES: [{"name": "search", "input_schema": SEARCH["parameters"]}],
 }
 JSON_SCHEMA = {"type": "json_schema", "name": "a", "strict": True, "schema": SCHEMA}
-ANY, NAMED = AnswerForm("tool_choice", None, True), AnswerForm("tool_choice", None, True, "search")
-WISHES: list[tuple[str, dict[str, Any], AnswerForm]] = [
-    (CHAT, {"tool_choice": "required"}, ANY),
-    (CHAT, {"tool_choice": {"type": "function", "function": {"name": "search"}}}, NAMED),
-    (CHAT, {"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto"}}}, AnswerForm("tool_choice")),
-    (CHAT, {"response_format": {"type": "json_object"}}, AnswerForm("response_format", OBJECT)),
-    (
-        CHAT,
-        {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}},
-        AnswerForm("response_format", SCHEMA),
-    ),
-    (RESPONSES, {"tool_choice": {"type": "function", "name": "search"}}, NAMED),
-    (RESPONSES, {"text": {"format": JSON_SCHEMA}}, AnswerForm("text.format", SCHEMA)),
-    (MESSAGES, {"tool_choice": {"type": "any", "disable_parallel_tool_use": True}}, ANY),
-    (MESSAGES, {"tool_choice": {"type": "tool", "name": "search"}}, NAMED),
-    (MESSAGES, {"output_config": {"format": JSON_SCHEMA}}, AnswerForm("output_config.format", SCHEMA)),
-    (MESSAGES, {"output_format": JSON_SCHEMA}, AnswerForm("output_format", SCHEMA)),
+OBJECTS = ['{"a": [1]}']
+AGES = ['{"age": 17}', '<think>17?</think>\n\n{"age": 17}']
+CALLS = ['<tool_call>\n{"name": "search", "arguments": {"query": "fox"}}\n</tool_call>']
+NOT_ENFORCED: list[str] = []
+WISHES: list[tuple[str, dict[str, Any], str, list[str]]] = [
+    (CHAT, {"tool_choice": "required"}, "tool_choice", CALLS),
+    (CHAT, {"tool_choice": {"type": "function", "function": {"name": "search"}}}, "tool_choice", CALLS),
+    (CHAT, {"tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice", NOT_ENFORCED),
+    (CHAT, {"tool_choice": {"type": "allowed_tools", "allowed_tools": {}}}, "tool_choice", NOT_ENFORCED),
+    (CHAT, {"response_format": {"type": "json_object"}}, "response_format", OBJECTS),
+    (CHAT, {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}}, "response_format", AGES),
+    (RESPONSES, {"tool_choice": {"type": "function", "name": "search"}}, "tool_choice", CALLS),
+    (RESPONSES, {"text": {"format": JSON_SCHEMA}}, "text.format", AGES),
+    (MESSAGES, {"tool_choice": {"type": "any", "disable_parallel_tool_use": True}}, "tool_choice", CALLS),
+    (MESSAGES, {"tool_choice": {"type": "tool", "name": "search"}}, "tool_choice", CALLS),
+    (MESSAGES, {"output_config": {"format": JSON_SCHEMA}}, "output_config.format", AGES),
+    (MESSAGES, {"output_format": JSON_SCHEMA}, "output_format", AGES),
 ]
 KINDS = ("tool_calls", "tool_use", "function_call")
 CALL = '<think>hm</think>see <tool_call>{"name": "search", "arguments": {"query": "fox"}}</tool_call>'
 
 
-@pytest.mark.parametrize(("path", "wish", "form"), WISHES)
-async def test_a_wished_form_is_answered_freely_and_noted_or_refused_by_its_field(
-    bytes_chat: Chat, path: str, wish: dict[str, Any], form: AnswerForm, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(("path", "wish", "field", "texts"), WISHES)
+async def test_a_wished_form_is_answered_freely_and_noted_or_enforced_without_loss_or_refused_by_its_field(
+    bytes_chat: Chat,
+    path: str,
+    wish: dict[str, Any],
+    field: str,
+    texts: list[str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     body = {**ASKED[path], "tools": TOOLS[path], "temperature": 0.1, **wish}
-    assert DIALECTS[path].read(body).forms == (form,)
     caplog.set_level(logging.INFO)
     async with opened(bytes_chat) as house, client_of(house, house.session()) as client:
         for stream in (False, True):
             answer = await client.answer(path, {**body, "stream": stream})
             assert answer.status == 200
-            assert answer.headers[IGNORED_HEADER].split(", ") == ["temperature", form.field]
-    noted = [record.getMessage() for record in caplog.records if form.field in record.getMessage()]
+            assert answer.headers[IGNORED_HEADER].split(", ") == ["temperature", field]
+        assert house.structures == ["", ""] and all(step.loss_mask.all() for step in house.steps)
+    noted = [record.getMessage() for record in caplog.records if field in record.getMessage()]
     assert len(noted) == 1 and "temperature" in noted[0]
     async with opened(bytes_chat, structured="refuse") as house, client_of(house, house.session()) as client:
         status, refused = await client.post(path, body)
-        assert status == 400 and refused["error"]["message"].startswith(f"{form.field}: ")
+        assert status == 400 and refused["error"]["message"].startswith(f"{field}: ")
         assert not house.steps
+    async with opened(bytes_chat, structured="constrain") as house, client_of(house, house.session()) as client:
+        house.say = lambda prompt: CALL
+        answer = await client.answer(path, body)
+        (structure,), (step,) = house.structures, house.steps
+        is_enforced = bool(texts)
+        assert answer.headers[IGNORED_HEADER].split(", ") == ["temperature", *([] if is_enforced else [field])]
+        assert bool(structure) is is_enforced
+        assert step.loss_mask.all() != is_enforced and step.loss_mask.any() != is_enforced
+        assert (step.versions == NO_VERSION).all() == is_enforced
+        assert house.endpoint.calls.constrained == (len(step.response_ids) if is_enforced else 0)
+        for text in texts:
+            assert matches(structure, text) and not matches(structure, text[:-1]) and not matches(structure, "17")
+
+
+def matches(structure: str, text: str) -> bool:
+    """Whether a text has the form that the engine enforces, by the library that vLLM uses."""
+    tokenizer = xgrammar.TokenizerInfo([*map(chr, range(128)), "<end>"], stop_token_ids=[128])
+    grammar = xgrammar.GrammarCompiler(tokenizer).compile_structural_tag(structure)
+    matcher = xgrammar.GrammarMatcher(grammar)
+    return matcher.accept_string(text) and matcher.accept_token(128)
+
+
+async def test_a_constrained_answer_is_continued_exactly_and_a_form_that_no_engine_enforces_is_refused(
+    bytes_chat: Chat,
+) -> None:
+    asked = {"messages": [{"role": "user", "content": QUESTION}], "response_format": {"type": "json_object"}}
+    async with opened(bytes_chat, structured="constrain") as house:
+        session = house.session()
+        async with client_of(house, session) as client:
+            house.say = lambda prompt: Refused(400, None, "no such grammar")
+            status, refused = await client.post(CHAT, asked)
+            assert (status, refused["error"]["message"]) == (400, "no such grammar")
+            assert (session.state, session._calls, session._tokens, session.n_steps) == ("open", 0, 0, 0)
+            house.say = lambda prompt: '{"age": 17}'
+            _, answer = await client.post(CHAT, {**asked, "return_token_ids": True})
+            sampled = answer["choices"][0]["token_ids"]
+            assert sampled == house.replies[0] and answer["usage"]["completion_tokens"] == len(sampled)
+            follow = [*asked["messages"], answer["choices"][0]["message"], {"role": "user", "content": "sure?"}]
+            await client.post(CHAT, {"messages": follow})
+        assert [call.how for call in session.tree.calls] == ["root", "appended"]
+        assert whole(house.steps) == house.prompts[1:] and house.steps[1].loss_mask.all()
+        restored = ConversationTree(bytes_chat, JsonCalls())
+        restored.restore(steps_table(house.steps))
+        for call, other in zip(restored.calls, session.tree.calls, strict=True):
+            assert (call.n_sampled, call.after) == (other.n_sampled, other.after)
 
 
 async def test_fields_that_are_ignored_are_named_by_a_bounded_number_of_plain_names(
