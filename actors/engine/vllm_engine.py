@@ -408,6 +408,13 @@ async def _load_adapter(llm: AsyncLLM, info: dict[str, Any]) -> None:
     await llm.collective_rpc("update_adapter", kwargs={"update_info": info})
 
 
+def _refused(error: Exception, sampling: Sampling) -> Exception:
+    """The error of a request; a form of answer that vLLM refuses is no failure of the engine."""
+    from vllm.exceptions import VLLMValidationError
+
+    return StructureRefused(error) if sampling.structure and isinstance(error, VLLMValidationError) else error
+
+
 @lru_cache(maxsize=1024)
 def _sampling_params(sampling: Sampling) -> SamplingParams:
     from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams

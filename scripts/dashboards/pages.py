@@ -284,14 +284,10 @@ GENERATORS = dashboard(
     ),
     graph(
         "Steps of agents",
-        "Calls of trajectories that ended, a second, by role; answers that no client received.",
+        "Calls of trajectories that ended, a second, by role; answers that no client received; tokens of enforced forms.",
         Query(rate("baton_agent_steps_total", "step_role"), "{{step_role}}"),
         Query(rate("baton_agent_undelivered_total"), "client had left"),
-    ),
-    graph(
-        "Enforced forms of answers",
-        "Tokens a second in answers whose form the engine enforced (`agents.structured: constrain`): they carry no loss.",
-        Query(rate("baton_agent_constrained_tokens_total"), "constrained"),
+        Query(rate("baton_agent_constrained_tokens_total"), "tokens of enforced forms"),
     ),
     graph(
         "Conversations of an agent",
