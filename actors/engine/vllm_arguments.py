@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -124,6 +125,8 @@ def engine_arguments(settings: EngineSettings, model_folder: Path) -> dict[str, 
         "hf_overrides": {"head_dtype": "float32"},
         "weight_transfer_config": {"backend": settings.backend},
     }
+    if settings.has_grammars and find_spec("lmformatenforcer") is None:
+        raise UserError("agents.structured: for constrain vLLM needs a package; pip install lm-format-enforcer")
     if model.lora is not None:
         arguments |= _adapter_arguments(model.lora, model.dtype, model_folder)
     if generator.quantization is not None:

@@ -70,7 +70,7 @@ class Trial:
         self.session = agents.session(TrajectoryId(0, 0), Task("try", (), ""), self)
 
     async def run(self, record: Path | None) -> None:
-        """Serve until the session ends; `record`: where the traffic is kept."""
+        """Serve until the session ends; `record`: where the traffic is kept. The engine's errors propagate."""
         await self._agents.listen()
         address, key = self._agents.address, self.session.key
         if record is not None:
@@ -84,6 +84,8 @@ class Trial:
         print("\nat the end:", *map(told, calls, roles), sep="\n")
         sampled = sum(call.n_sampled for call, role in zip(calls, roles, strict=True) if role in trained)
         print(f"{sampled} of {sum(call.n_sampled for call in calls)} sampled tokens would be trained", flush=True)
+        if not self.session.ended.cancelled():
+            self.session.ended.result()
 
     def append(self, *step: Any, **columns: Any) -> None:
         """Print the newest call, with the role that it has so far if it arrives."""

@@ -34,6 +34,7 @@ def make_model(folder: Path) -> None:
 async def test_a_prescribed_form_is_enforced_by_the_engine_and_one_that_it_does_not_know_is_refused(
     tmp_path: Path,
 ) -> None:
+    pytest.importorskip("lmformatenforcer")
     make_model(tmp_path)
     sizes = ["generator.max_input_length=512", "generator.max_generate_length=128", "model.dtype=float32"]
     command = [sys.executable, "-m", "service", "agent-try", str(tmp_path), "agents.structured=constrain", *sizes]
