@@ -82,8 +82,9 @@ class Trial:
         calls, trained = self.session.tree.calls, self._agents.trained
         roles = roles_of(calls)
         print("\nat the end:", *map(told, calls, roles), sep="\n")
-        sampled = sum(call.n_sampled for call, role in zip(calls, roles, strict=True) if role in trained)
-        print(f"{sampled} of {sum(call.n_sampled for call in calls)} sampled tokens would be trained", flush=True)
+        masks = [call.response.loss_mask for call, role in zip(calls, roles, strict=True) if role in trained]
+        sampled = sum(call.n_sampled for call in calls)
+        print(f"{sum(map(np.count_nonzero, masks))} of {sampled} sampled tokens would be trained", flush=True)
         if not self.session.ended.cancelled():
             self.session.ended.result()
 

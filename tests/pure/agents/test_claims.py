@@ -97,7 +97,7 @@ class Served:
 
     async def url(self) -> str:
         await self.agents.listen()
-        return str(self.agents._address)
+        return str(self.agents.address)
 
     async def post(self, path: str, body: Any = None, key: str = KEYS.worker) -> tuple[int, Any]:
         headers = {"Authorization": f"Bearer {key}"}
