@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import cached_property
 from typing import Any
 from uuid import uuid4
 
@@ -14,9 +15,23 @@ from ray.core.generated.gcs_pb2 import WorkerTableData
 from service.run.supervisor import Life
 
 
-def process_id() -> str:
-    """Return an id of this process that no other one has; the system's ids repeat, especially in pods."""
-    return str(ray.get_runtime_context().get_worker_id()) if ray.is_initialized() else uuid4().hex
+class Supervised:
+    """An actor that answers which process it is."""
+
+    @cached_property
+    def _process(self) -> str:
+        """An id of this process that no other one has; the system's ids repeat, especially in pods."""
+        return str(ray.get_runtime_context().get_worker_id()) if ray.is_initialized() else uuid4().hex
+
+    @property
+    def _is_set_up(self) -> bool:
+        """Whether this process has been given all that its work needs."""
+        return True
+
+    @ray.method(max_task_retries=0)  # type: ignore[untyped-decorator]
+    async def life(self) -> Life:
+        """Return which process this is."""
+        return Life(self._process, self._is_set_up)
 
 
 async def life_of(actor: Any) -> Life | None:

@@ -9,10 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TextIO
 
-import ray
-
 from actors.calls import resolve_actor
-from actors.deaths import process_id
+from actors.deaths import Supervised
 from actors.heap import freeze_heap
 from actors.observe.actor_logs import keep_log
 from actors.observe.telemetry import BufferTelemetry
@@ -33,7 +31,6 @@ from service.handoff.steps.wire import encode_mini_batch
 from service.handoff.verbs import Assignment, Claim, Receipt, Wait
 from service.handoff.waiting_claims import ClaimAnswer, WaitingClaims
 from service.rollout.prompts.dataset import load_tasks, rows_digest
-from service.run.supervisor import Life
 from service.run.teachers import teachers_of
 from service.run.trajectories import LostTrajectories, RecordSettings, trajectory_records
 from service.scorers.asking import Asking, Worker
@@ -73,7 +70,7 @@ def lock_journal(folder: Path, seconds: float) -> TextIO:
         raise RunFailed(f"{folder}: another process still writes this journal; end it first") from None
 
 
-class BufferActor:
+class BufferActor(Supervised):
     """One per run; an asyncio actor, whose calls Ray may deliver late and in any order."""
 
     def __init__(
@@ -88,7 +85,6 @@ class BufferActor:
     ) -> None:
         """Store the settings; `workers` has, for each scorer, the callers of its processes."""
         keep_log("buffer")
-        self._process = process_id()
         self._config = Config.model_validate_json(config_json)
         sys.setswitchinterval(SWITCH_SECONDS)
         self._clock = SystemClock()
@@ -135,11 +131,6 @@ class BufferActor:
         if self._opened is None:
             raise self._failure or RunFailed("the buffer has not started")
         return self._opened
-
-    @ray.method(max_task_retries=0)  # type: ignore[untyped-decorator]
-    async def life(self) -> Life:
-        """Return which process this is."""
-        return Life(self._process, self._failure is None)
 
     async def ready(self) -> None:
         """Raises the error that kept the buffer from starting, such as a damaged journal."""

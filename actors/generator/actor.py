@@ -20,7 +20,7 @@ import ray
 import ray.exceptions
 
 from actors.calls import first_error, resolve_actor
-from actors.deaths import process_id
+from actors.deaths import Supervised
 from actors.engine.run_player import RunPlayer
 from actors.engine.vllm_engine import VllmEngine
 from actors.engine.vllm_parser import use_parser
@@ -49,7 +49,6 @@ from service.observe.metrics import Metrics
 from service.rollout.chat.frozen import Served
 from service.rollout.environment import Task
 from service.rollout.prompts.dataset import load_tasks, task_of
-from service.run.supervisor import Life
 from service.types import PolicyVersion, Steps, TrajectoryEnd, TrajectoryId
 from service.user_code import enter_user_folder
 
@@ -70,7 +69,7 @@ class Membership(NamedTuple):
     outbox: Outbox
 
 
-class Generator(ImageHolder):
+class Generator(ImageHolder, Supervised):
     """Generates for one buffer until the buffer is drained; a plain class that the caller wraps as a Ray actor."""
 
     def __init__(
@@ -102,7 +101,6 @@ class Generator(ImageHolder):
         self._limit = GroupLimit.of(self._config)
         self._groups = 0
         """Open groups."""
-        self._process = process_id()
         self._playing: dict[TrajectoryId, asyncio.Task[None]] = {}
         self._unfinished: list[Assignment] = []
         """Assignments of an earlier process, until `run` continues them."""
@@ -136,9 +134,9 @@ class Generator(ImageHolder):
         self._loop_watch = LoopWatch()
         return str(ray.get_runtime_context().get_node_id())
 
-    async def life(self) -> Life:
-        """Return which process this is; it is set up once its engine has started and it has joined the buffer."""
-        return Life(self._process, self._joined is not None)
+    @property
+    def _is_set_up(self) -> bool:
+        return self._joined is not None
 
     def _set_up(self) -> Membership:
         """Return what `start` has set up.

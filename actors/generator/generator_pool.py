@@ -81,8 +81,19 @@ class GeneratorPool:
         """Names of the generators that evaluate; these leave only if their node ends."""
 
     async def start(self) -> None:
-        """Start every engine."""
-        await asyncio.gather(*(self._started(name) for name in self._generators))
+        """Start every engine; one that fails is started again.
+
+        Raises:
+            UserError: an engine cannot start with these settings.
+            RunFailed: an engine failed more than `run.max_restarts` times.
+        """
+        await asyncio.gather(*(self._first_start(name) for name in self._generators))
+
+    async def _first_start(self, name: str) -> None:
+        if isinstance(failed := await self._came_up(name), UserError | Starved):
+            raise failed
+        if failed is not None:
+            await self._start_again(name, failed)
 
     async def _started(self, name: str) -> None:
         """Start a generator's engine, in its next process if this one dies meanwhile."""

@@ -15,7 +15,7 @@ from aiohttp import web
 
 import service
 from actors.calls import call
-from actors.deaths import process_id
+from actors.deaths import Supervised
 from actors.observe.actor_logs import keep_log
 from actors.observe.http_guard import for_own_names, serve
 from service.backoff import Backoff, retried
@@ -26,7 +26,6 @@ from service.observe.hub import Hub
 from service.plan.live_binding import Window
 from service.run.folder import ADDRESS, TIMELINE, read_address, write_address
 from service.run.metrics_port import listening_socket
-from service.run.supervisor import Life
 from service.run.timeline import TimelineFiles
 
 RETRY = Backoff(0.5, 0.5)
@@ -60,7 +59,7 @@ async def serving(hub: Any, max_restarts: int) -> str:
     return await retried(start, ray.exceptions.RayActorError, RETRY, tries=max_restarts + 1)
 
 
-class MetricsHub:
+class MetricsHub(Supervised):
     """Shell around `service.observe.hub.Hub`: an HTTP server in the actor's event loop."""
 
     def __init__(self, config_json: str, run_folder: str | None = None) -> None:
@@ -68,7 +67,6 @@ class MetricsHub:
         keep_log("metrics-hub")
         self._metrics = Config.model_validate_json(config_json).metrics
         self._folder = None if run_folder is None else Path(run_folder)
-        self._process = process_id()
         self._hub = Hub(SystemClock(), Window())
         self._timeline = None if self._folder is None else TimelineFiles(self._folder / TIMELINE)
         self._runner: web.AppRunner | None = None
@@ -79,10 +77,6 @@ class MetricsHub:
 
     def __repr__(self) -> str:
         return f"MetricsHub({self._url or 'not serving'})"
-
-    async def life(self) -> Life:
-        """Return which process this is; it is set up once it serves."""
-        return Life(self._process, self._runner is not None)
 
     async def start(self) -> str:
         """Start to serve, unless the hub serves already; returns the address.

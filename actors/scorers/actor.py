@@ -12,13 +12,12 @@ import ray
 import ray.exceptions
 
 from actors.calls import call, in_a_line
-from actors.deaths import process_id
+from actors.deaths import Supervised
 from actors.observe.actor_logs import keep_log
 from actors.scorers.frozen_model import FrozenEngine
 from service.config import Config
 from service.config.rollout import RoleConfig, ScorerConfig
 from service.rollout.prompts.dataset import load_tasks
-from service.run.supervisor import Life
 from service.scorers.asking import Worker
 from service.scorers.reply import Failure, ScorerFailed
 from service.scorers.scorer import Scorer
@@ -27,12 +26,11 @@ RESTART_PAUSE = 0.2
 """Seconds between two checks of an actor that Ray restarts."""
 
 
-class ScorerActor:
+class ScorerActor(Supervised):
     """One process of a scorer; the caller wraps it as a Ray actor."""
 
     def __init__(self, config_json: str, name: str, model_folder: str, tasks_file: str) -> None:
         keep_log(f"scorer-{name}")
-        self._process = process_id()
         self._failure: Exception | None = None
         self._scorer: Scorer | None = None
         config = Config.model_validate_json(config_json)
@@ -56,10 +54,6 @@ class ScorerActor:
         if self._engine is not None:
             await self._engine.start()
         return self._process
-
-    async def life(self) -> Life:
-        """Return which process this is."""
-        return Life(self._process, self._failure is None)
 
     async def reply(self, row: int, group: bytes) -> bytes:
         """Return the reply about a group; see `Scorer.reply`."""

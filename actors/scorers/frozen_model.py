@@ -16,7 +16,7 @@ import ray
 import ray.exceptions
 
 from actors.calls import in_a_line, resolve_actor
-from actors.deaths import process_id
+from actors.deaths import Supervised
 from actors.engine.vllm_arguments import EngineSettings, engine_arguments
 from actors.observe.actor_logs import keep_log
 from actors.observe.reporting import Reporter
@@ -26,7 +26,6 @@ from service.handoff.steps.stop_reason import StopReason
 from service.rollout.chat.chat import load_chat
 from service.rollout.engine import Sampling
 from service.rollout.environment import Message, TrajectoryFailed
-from service.run.supervisor import Life
 
 if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
@@ -114,14 +113,13 @@ def _build(arguments: dict[str, Any]) -> AsyncLLM:
     return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
 
 
-class FrozenActor:
+class FrozenActor(Supervised):
     """The model of one role; the caller wraps it as a Ray actor."""
 
     def __init__(self, config_json: str, role: str, hub: str | None) -> None:
         """Store the settings; `hub`: the metrics hub, if there is one, so that `baton status` shows whether the
         actor is up."""
         keep_log(f"role-{role}")
-        self._process = process_id()
         config = Config.model_validate_json(config_json)
         self._failure: Exception | None = None
         self._reporter = None if hub is None else Reporter("role", f"role-{role}", config, resolve_actor(hub))
@@ -141,10 +139,6 @@ class FrozenActor:
         if self._reporter is not None:
             self._reporter.start()
             self._reporter = None
-
-    async def life(self) -> Life:
-        """Return which process this is."""
-        return Life(self._process, self._failure is None)
 
     async def answer(self, messages: Sequence[Message], sampling: Sampling) -> str:
         """Return the model's next message in a conversation."""

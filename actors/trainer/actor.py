@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from actors.calls import resolve_actor
 from actors.cuda import unusable_cuda
-from actors.deaths import process_id
+from actors.deaths import Supervised
 from actors.heap import freeze_heap
 from actors.observe.actor_logs import keep_log
 from actors.observe.reporting import Reporter
@@ -55,7 +55,7 @@ WATCHING = "watching"
 """Ray's concurrency group of the supervisor's questions, which wait for no other call."""
 
 
-class TrainerRank:
+class TrainerRank(Supervised):
     """One rank: holds its shard of the policy and steps on its part of each mini-batch."""
 
     def __init__(self, config_json: str, rank: int, hub: Any = None, on_gpu: bool = False) -> None:
@@ -70,7 +70,6 @@ class TrainerRank:
         self._sender: BroadcastSender | None = None
         self._copy: PartCopy | None = None
         """This rank's copy of its part of the newest weights, for transport `memory`."""
-        self._process = process_id()
         self._steps = 0
         self._profile: StepProfile | None = None
         trace = Trace()

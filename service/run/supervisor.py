@@ -49,7 +49,7 @@ class Supervisor:
         self._say, self._cause, self._is_death = say, cause, is_death
         self._asking: dict[str, asyncio.Task[None]] = {}
         self._known: dict[str, str] = {}
-        """The process of each actor that answered last, until it is lost."""
+        """The process of each actor that answered last; empty: it is lost, and that was told."""
         self._waiting: defaultdict[str, set[asyncio.Future[None]]] = defaultdict(set)
         self._deaths: Counter[str] = Counter()
 
@@ -125,7 +125,7 @@ class Supervisor:
         try:
             while not (await asyncio.wait([asking], timeout=step))[0]:
                 seconds += step
-                if seconds == step and name in self._known:
+                if seconds == step and self._known.get(name):
                     self._say(f"{name} has not answered for {seconds:.0f} s")
                 if seconds >= deadline and self._waiting[name]:
                     raise Starved(f"no answer of {name} for {seconds:.0f} s")
@@ -135,12 +135,12 @@ class Supervisor:
 
     async def _why_lost(self, name: str, life: Life | None, waits: bool) -> str | None:
         """Return why the process that answered before is lost; None: it is not, or nobody needs to be told."""
-        before = self._known.pop(name, None)
-        if life is not None:
-            self._known[name] = life.process
-        if before is not None and (life is None or life.process != before):
+        before, self._known[name] = self._known.get(name), "" if life is None else life.process
+        if before and self._known[name] != before:
             cause = await self._cause(before) or ("was ended by the run" if waits else None)
             return None if cause is None else f"the process of {name} {cause}"
+        if life is None and before is None:
+            return f"the process of {name} died as it started"
         return f"{name} is not set up" if waits and (life is None or not life.is_set_up) else None
 
 
