@@ -11,7 +11,7 @@ from typing import Any
 import ray
 import ray.exceptions
 
-from service.errors import BatonError, RunFailed, Starved
+from service.errors import BatonError, ProcessLost, RunFailed, Starved
 from service.handoff.verbs import Wait
 from service.types import Refusal
 
@@ -79,6 +79,8 @@ def in_a_line(error: BaseException) -> str:
         text = f"{type(error.cause).__name__}: {error.cause}".strip().splitlines()[0]
     elif isinstance(error, ray.exceptions.RayActorError) and (died := _DIED.search(str(error))):
         text = f"its process died: {died[1]}; see its log"
+    elif isinstance(error, ProcessLost):
+        return str(error)
     else:
         text = (str(error).strip().splitlines() or [type(error).__name__])[-1]
     return shorten(text, MAX_CHARACTERS, placeholder=" ...")

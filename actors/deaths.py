@@ -3,20 +3,42 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import re
+import time
+from contextlib import suppress
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+import psutil
 import ray
 import ray.exceptions
+from ray._common.utils import get_system_memory
 from ray._private.state import state as cluster_state
+from ray.core.generated.common_pb2 import WorkerExitType
 from ray.core.generated.gcs_pb2 import WorkerTableData
 
+from service.run.memory import Memory, in_gb, remedy
 from service.run.supervisor import Life
+
+MEMORY_SECONDS = 10.0
+"""Seconds between two measurements of a process's memory."""
+REPORT_TRIES, REPORT_SECONDS = 5, 0.2
+"""How often Ray is asked for its record of a death, which comes later than the end of a connection, and the pause."""
+
+KERNEL_SECONDS = 15.0
+"""Seconds from a kill by the kernel in which the death of an actor is most likely that kill."""
+_OOM_KILLS = re.compile(r"^oom_kill (\d+)$", re.MULTILINE)
+_HOST_MEMORY = re.compile(r"was (\S+) used / (\S+) limit")
 
 
 class Supervised:
     """An actor that answers which process it is."""
+
+    _memory: Memory | None = None
+    _measured_at = -math.inf
 
     @cached_property
     def _process(self) -> str:
@@ -31,7 +53,13 @@ class Supervised:
     @ray.method(max_task_retries=0)  # type: ignore[untyped-decorator]
     async def life(self) -> Life:
         """Return which process this is."""
-        return Life(self._process, self._is_set_up)
+        return self._life()
+
+    def _life(self) -> Life:
+        now = time.monotonic()
+        if ray.is_initialized() and now - self._measured_at > MEMORY_SECONDS:
+            self._measured_at, self._memory = now, _memory()
+        return Life(self._process, self._is_set_up, self._memory)
 
 
 async def life_of(actor: Any) -> Life | None:
@@ -40,6 +68,8 @@ async def life_of(actor: Any) -> Life | None:
         life: Life = await actor.life.remote()
     except ray.exceptions.RayError:
         return None
+    finally:
+        kernel_kills.look()
     return life
 
 
@@ -48,19 +78,69 @@ def is_death(error: BaseException) -> bool:
     return isinstance(error.__cause__ or error, ray.exceptions.RayActorError)
 
 
-async def cause_of_death(process: str) -> str | None:
-    """Return how the process with this id ended; None: the run has ended it."""
-    return await asyncio.to_thread(_why_died, process)
-
-
-def _why_died(process: str) -> str | None:
-    worker = _worker(process)
-    if worker is None or worker.is_alive:
+async def cause_of_death(name: str, last: Life) -> str | None:
+    """Return how an actor's process ended, given its last answer; None: the run has ended it."""
+    for _ in range(REPORT_TRIES):
+        worker = await asyncio.to_thread(_worker, last.process)
+        if worker is None or not worker.is_alive:
+            break
+        await asyncio.sleep(REPORT_SECONDS)
+    if worker is None:
         return "died; Ray does not know why"
+    return "cannot be reached" if worker.is_alive else why_died(name, last, worker)
+
+
+def why_died(name: str, last: Life, worker: WorkerTableData) -> str | None:
+    """Say how a process ended that Ray has recorded as dead; None: the run has ended it."""
     if "ray.kill" in worker.exit_detail:
         return None
+    size = "" if last.memory is None else f", at {in_gb(last.memory.n_bytes)}"
+    if worker.exit_type == WorkerExitType.NODE_OUT_OF_MEMORY:
+        full = _HOST_MEMORY.search(worker.exit_detail)
+        host = f" (its host had {full[1]} of {full[2]} in use)" if full else ""
+        return f"(pid {worker.pid}) was out of memory{size}: Ray ended it{host}; {remedy(name)}"
+    here = last.memory is not None and last.memory.host == ray.util.get_node_ip_address()
+    if here and (killed := kernel_kills.clause(name)):
+        return f"(pid {worker.pid}) died{size}{killed}"
     first, _, _ = worker.exit_detail.partition(". Some common causes")
     return f"(pid {worker.pid}) died: {first}"
+
+
+class KernelKills:
+    """When the kernel of this host last killed a process for want of memory; its counter does not say which one."""
+
+    def __init__(self, counters: Path = Path("/proc/vmstat")) -> None:
+        self._counters, self._seen, self._at = counters, "", -math.inf
+
+    def look(self) -> None:
+        """Read the counter."""
+        found = _OOM_KILLS.search(self._counters.read_text())
+        count = "" if found is None else found[1]
+        if self._seen not in ("", count):
+            self._at = time.monotonic()
+        self._seen = count
+
+    def clause(self, name: str) -> str:
+        """Return what is likely about an actor that has died now; empty if the kernel killed nothing lately."""
+        self.look()
+        if time.monotonic() - self._at > KERNEL_SECONDS:
+            return ""
+        return f", most likely out of memory: the kernel has just killed a process of this host; {remedy(name)}"
+
+
+kernel_kills = KernelKills()
+"""Of the driver's host."""
+
+
+def _memory() -> Memory:
+    """Measure this process and its children, without the memory that they share with others."""
+    process = psutil.Process()
+    n_bytes = 0
+    for each in (process, *process.children(recursive=True)):
+        with suppress(psutil.NoSuchProcess):
+            used = each.memory_info()
+            n_bytes += used.rss - used.shared
+    return Memory(ray.util.get_node_ip_address(), n_bytes, get_system_memory())
 
 
 def _worker(process: str) -> Any:

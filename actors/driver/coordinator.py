@@ -143,19 +143,17 @@ class Coordinator:
             if not await self._started():
                 end_early(self._folder, self._say, 0 if self._resume_from is None else self._resume_from.step)
                 return
-            generating = asyncio.ensure_future(self._generator_pool.run())
+            generating = asyncio.ensure_future(self._generate())
             training = asyncio.ensure_future(self._through_losses(self._train))
             watching = asyncio.ensure_future(self._hosts.run())
             ended, _ = await asyncio.wait([training, generating, watching], return_when=asyncio.FIRST_COMPLETED)
-            for first in ended if not self._stopping else ():
+            for first in ended:
                 first.result()
             await training
             watching.cancel()
             self._scaling.stop()
             await self._finish()
-            await asyncio.wait([generating])
-            if not self._stopping:
-                generating.result()
+            await generating
             await ask_buffer(self._buffer.stop)  # last: the hub serves no gauges of a buffer that is silent
         except ray.exceptions.RayError as error:
             raise RunFailed(f"an actor failed: {in_a_line(error)} (full text: logs/driver.log)") from error
@@ -259,6 +257,15 @@ class Coordinator:
         await self._weights.publish(self._version, await self._trainer.weights(self._version))
 
     # -- training -----------------------------------------------------------------------------------------------------
+
+    async def _generate(self) -> None:
+        """Run the generators; if one fails for good while the run stops, the final weights are still written."""
+        try:
+            await self._generator_pool.run()
+        except RunFailed as failed:
+            if not self._stopping:
+                raise
+            self._say(str(failed))
 
     async def _through_losses(self, work: Callable[[], Awaitable[None]], lost: BatonError | None = None) -> None:
         """Do work that needs the trainer; whenever the trainer is lost, restart it and begin the work anew."""

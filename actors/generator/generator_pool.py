@@ -19,7 +19,7 @@ import ray.exceptions
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 
 from actors.calls import ACTOR_FAILED, CALL_SECONDS, call, in_a_line
-from actors.deaths import life_of
+from actors.deaths import kernel_kills, life_of
 from actors.observe.telemetry import RunTelemetry
 from actors.weights.broadcasts import Broadcasts
 from actors.weights.delivery import Delivery
@@ -27,7 +27,8 @@ from actors.weights.weight_source import TRAINER, WeightSource
 from service.backoff import Backoff, retried
 from service.config import RunConfig, WeightsConfig
 from service.config.rollout import GeneratorConfig
-from service.errors import BatonError, RunFailed, Starved, UserError
+from service.errors import BatonError, ProcessLost, RunFailed, Starved, UserError
+from service.run.memory import advice
 from service.run.supervisor import Supervisor
 from service.types import PolicyVersion
 
@@ -222,7 +223,9 @@ class GeneratorPool:
             self._down.add(name)
             self.weights.restarts(name)
             self._count_failure(name, failed)
-            self._say(f"{name} failed ({in_a_line(failed)}); it starts again")
+            why = in_a_line(failed)
+            memory = "" if isinstance(failed, ProcessLost) else advice(why, name) or kernel_kills.clause(name)
+            self._say(f"{name} failed ({why}{memory}); it starts again")
             ray.kill(self._generators[name], no_restart=False)
             failed = await self._came_up(name)
         if not self._ends(name):

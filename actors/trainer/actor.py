@@ -98,8 +98,12 @@ class TrainerRank(Supervised):
 
     @ray.method(concurrency_group=WATCHING)  # type: ignore[untyped-decorator]
     def life(self) -> Life:
-        """Return which process this is, also during a step; it is set up once the policy is loaded."""
-        return Life(self._process, self._learner is not None)
+        """Return which process this is, also during a step."""
+        return self._life()
+
+    @property
+    def _is_set_up(self) -> bool:
+        return self._learner is not None
 
     def meeting_point(self) -> MeetingPoint:
         """Return an address of this rank's node with a free port, at which a process group can meet."""

@@ -21,6 +21,7 @@ from service.backoff import Backoff, retried
 from service.config import Config
 from service.errors import ProcessLost, RunFailed, Starved
 from service.learn.learner import StepReport
+from service.run.memory import advice
 from service.types import PolicyVersion, SupervisedRow
 
 RETRY = Backoff(0.5, 0.5)
@@ -186,6 +187,7 @@ def _raises_trainer_lost() -> Iterator[None]:
     try:
         yield
     except (ray.exceptions.RayError, ProcessLost) as error:
-        raise TrainerLost(f"the trainer failed ({in_a_line(error)})") from error
+        why = in_a_line(error)
+        raise TrainerLost(f"the trainer failed ({why}{advice(why, 'trainer')})") from error
     except Starved as error:
         raise TrainerLost(f"the trainer is silent ({error})") from error

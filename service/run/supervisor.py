@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from service.errors import ProcessLost, Starved
+from service.run.memory import Memory, warning
 
 PROBE_SECONDS = 1.0
 """Seconds between an answer of a process and the next question."""
@@ -33,12 +34,14 @@ class Life(NamedTuple):
     """An id that no other process has."""
     is_set_up: bool
     """Whether it has been given all that its work needs; a process that was restarted has not."""
+    memory: Memory | None = None
+    """What it uses, if it has measured that."""
 
 
 Probe = Callable[[], Awaitable[Life | None]]
 """Asks an actor; None: it has no process."""
-Cause = Callable[[str], Awaitable[str | None]]
-"""Returns how the process with this id ended, as in "died: out of memory"; None: the run has ended it."""
+Cause = Callable[[str, Life], Awaitable[str | None]]
+"""Returns how a process of this actor ended, given its last answer, as in "died"; None: the run has ended it."""
 
 
 class Supervisor:
@@ -48,8 +51,10 @@ class Supervisor:
         """Store the settings; `is_death`: whether an error of a call may come from the death of its process."""
         self._say, self._cause, self._is_death = say, cause, is_death
         self._asking: dict[str, asyncio.Task[None]] = {}
-        self._known: dict[str, str] = {}
-        """The process of each actor that answered last; empty: it is lost, and that was told."""
+        self._known: dict[str, Life | None] = {}
+        """The last answer of each actor's process; None: it is lost, and that was told."""
+        self._full: set[str] = set()
+        """Hosts whose memory was too full at the last look."""
         self._waiting: defaultdict[str, set[asyncio.Future[None]]] = defaultdict(set)
         self._deaths: Counter[str] = Counter()
 
@@ -106,9 +111,11 @@ class Supervisor:
         while True:
             waiting = [*self._waiting[name]]  # not those who come after the question
             try:
-                why = await self._why_lost(name, await self._answer(name, probe, deadline), waits=bool(waiting))
+                life = await self._answer(name, probe, deadline)
+                why = await self._why_lost(name, life, waits=any(not each.done() for each in waiting))
             except Starved as silent:
                 why, waiting = f"{silent}{hint}", [*self._waiting[name]]
+            self._check_memory(self._known.get(name))
             if why is not None and not _give(ProcessLost(why), waiting):
                 self._deaths[name] += 1
                 if self._deaths[name].bit_count() == 1:  # of one that dies repeatedly the 1st, the 2nd, the 4th ...
@@ -133,13 +140,25 @@ class Supervisor:
         finally:
             asking.cancel()
 
+    def _check_memory(self, life: Life | None) -> None:
+        """Print once that the memory of this process's host is nearly used up."""
+        if life is None or life.memory is None:
+            return
+        host, known = life.memory.host, self._known.items()
+        there = {name: each.memory for name, each in known if each and each.memory and each.memory.host == host}
+        line = warning(there)
+        if line is not None and host not in self._full:
+            self._say(line)
+        (self._full.discard if line is None else self._full.add)(host)
+
     async def _why_lost(self, name: str, life: Life | None, waits: bool) -> str | None:
         """Return why the process that answered before is lost; None: it is not, or nobody needs to be told."""
-        before, self._known[name] = self._known.get(name), "" if life is None else life.process
-        if before and self._known[name] != before:
-            cause = await self._cause(before) or ("was ended by the run" if waits else None)
+        is_new = name not in self._known
+        before, self._known[name] = self._known.get(name), life
+        if before is not None and (life is None or life.process != before.process):
+            cause = await self._cause(name, before) or ("was ended by the run" if waits else None)
             return None if cause is None else f"the process of {name} {cause}"
-        if life is None and before is None:
+        if life is None and is_new:
             return f"the process of {name} died as it started"
         return f"{name} is not set up" if waits and (life is None or not life.is_set_up) else None
 

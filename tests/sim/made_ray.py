@@ -25,6 +25,7 @@ from typing import Any
 
 import ray.exceptions
 
+from service.run.supervisor import Life
 from tests.sim.virtual_asyncio import PROCESS, SimProcess, VirtualLoop
 
 NOTICE_SECONDS = 0.1
@@ -297,6 +298,6 @@ class MadeRay:
         """As `ray.kill`."""
         handle._actor.die(not no_restart, cause=None)
 
-    async def cause_of_death(self, process: str) -> str | None:
+    async def cause_of_death(self, name: str, last: Life) -> str | None:
         """As `actors.deaths.cause_of_death`."""
-        return self.processes[process]
+        return self.processes[last.process]

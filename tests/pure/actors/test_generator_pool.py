@@ -21,7 +21,7 @@ from service.config import RunConfig, TrainerConfig, WeightsConfig
 from service.config.rollout import GeneratorConfig
 from service.errors import RunFailed, Starved, WeightsCutOff, WeightsGone
 from service.run import supervisor
-from service.run.supervisor import Supervisor
+from service.run.supervisor import Life, Supervisor
 from service.types import PolicyVersion
 from tests.pure.actors.fakes import ONE_BUCKET, FakeGenerator, FakeRank0, Method, died
 
@@ -67,7 +67,7 @@ class FakeTelemetry:
         pass
 
 
-async def cause(process: str) -> str:
+async def cause(name: str, last: Life) -> str:
     return "it died"
 
 

@@ -1,0 +1,61 @@
+"""Memory of a run's processes: a warning before a host has none left, and what to change in an actor."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+FULL = 0.85
+"""Fraction of a host's memory above which the run warns; Ray ends processes at 0.95."""
+REMEDIES = {
+    "trainer": "lower trainer.max_tokens_per_micro_batch, set trainer.gradient_checkpointing, or take more ranks",
+    "generator": "lower generator.kv_cache_bytes, generator.gpu_memory_utilization or generator.concurrent_groups",
+    "buffer": "lower buffer.max_bytes",
+    "scorer": "give the scorer fewer workers or a smaller model",
+    "role": "give the role a smaller model",
+}
+"""What needs less memory, by the first word of an actor's name."""
+
+
+class Memory(NamedTuple):
+    """The memory of an actor's process with its children, and of its host."""
+
+    host: str
+    n_bytes: int
+    of: int
+    """Bytes of the host, or of the container."""
+
+
+def remedy(actor: str) -> str:
+    """Return what to change so that an actor needs less memory.
+
+    >>> remedy("buffer")
+    'lower buffer.max_bytes, or use a host with more memory'
+    """
+    return ", or ".join(filter(None, [REMEDIES.get(actor.partition("-")[0]), "use a host with more memory"]))
+
+
+def advice(error: str, actor: str) -> str:
+    """Return what to change after an error of an actor that ran out of memory; empty for any other error."""
+    return f"; {remedy(actor)}" if "out of memory" in error or "allocate memory" in error else ""
+
+
+def warning(there: Mapping[str, Memory]) -> str | None:
+    """Return a line if these actors of one host need nearly all of its memory."""
+    used, (host, _, of) = sum(each.n_bytes for each in there.values()), next(iter(there.values()))
+    if used <= FULL * of:
+        return None
+    largest = max(there, key=lambda name: there[name].n_bytes)
+    return (
+        f"WARNING host {host}: the run's processes have {in_gb(used)} of {in_gb(of)} of memory; the largest is "
+        f"{largest} with {in_gb(there[largest].n_bytes)}: {remedy(largest)}"
+    )
+
+
+def in_gb(n_bytes: int) -> str:
+    """Write bytes as gigabytes.
+
+    >>> in_gb(1_250_000_000)
+    '1.2 GB'
+    """
+    return f"{n_bytes / 1e9:.1f} GB"

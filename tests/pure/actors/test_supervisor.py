@@ -1,0 +1,261 @@
+"""Who is told, and when, that a process of the run has died, is silent, or is another one than before."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ray.core.generated.common_pb2 import WorkerExitType
+from ray.core.generated.gcs_pb2 import WorkerTableData
+from ray.exceptions import RayActorError, RayTaskError
+from torch import OutOfMemoryError
+
+from actors.calls import in_a_line
+from actors.deaths import KernelKills, is_death, why_died
+from actors.trainer.group import TrainerGroup
+from actors.weights.weight_source import TrainerLost
+from service.config import Config
+from service.errors import ProcessLost
+from service.run import supervisor
+from service.run.memory import FULL, REMEDIES, Memory
+from service.run.supervisor import Life, Supervisor
+from tests.pure.actors.fakes import Method
+
+FIRST, NEXT = Life("first", is_set_up=True), Life("next", is_set_up=False)
+
+
+class Actor:
+    """Answers with its present life, as soon as it may."""
+
+    def __init__(self) -> None:
+        self.life: Life | None = FIRST
+        self.asked, self.may_answer = 0, asyncio.Event()
+        self.may_answer.set()
+
+    async def probe(self) -> Life | None:
+        self.asked += 1
+        life = self.life
+        await self.may_answer.wait()
+        return life
+
+    async def asked_again(self, times: int = 2) -> None:
+        until = self.asked + times
+        async with asyncio.timeout(30):
+            while self.asked < until:
+                await asyncio.sleep(0.001)
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, seconds in (("PROBE_SECONDS", 0.0), ("SILENT_SECONDS", 0.05), ("CAUSE_SECONDS", 1.0)):
+        monkeypatch.setattr(supervisor, name, seconds)
+
+
+async def cause(name: str, last: Life) -> str | None:
+    return None if last.process == "killed by the run" else f"({last.process}) died: End of file"
+
+
+async def supervised(actor: Actor, said: list[str], **settings: Any) -> Supervisor:
+    """A supervisor that knows this actor's process."""
+    made = Supervisor(said.append, cause, is_death)
+    made.watch("buffer", actor.probe, **settings)
+    await actor.asked_again()
+    return made
+
+
+DIED = r"^the process of buffer \(first\) died: End of file$"
+
+
+@pytest.mark.parametrize("after", [None, NEXT, NEXT._replace(is_set_up=True)])
+async def test_a_wait_ends_with_the_cause_when_the_process_that_it_needs_dies(after: Life | None) -> None:
+    """Also if Ray has already started the next one, which answers, set up or not."""
+    actor, said = Actor(), list[str]()
+    watching = await supervised(actor, said)
+    waiting = asyncio.ensure_future(watching.unless_lost(["buffer"], asyncio.Event().wait()))
+    await actor.asked_again()
+    assert not waiting.done()
+    actor.life = after
+    with pytest.raises(ProcessLost, match=DIED):
+        async with asyncio.timeout(30):
+            await waiting
+    assert said == [], "who waited says it"
+    watching.stop()
+
+
+async def test_a_process_that_answers_but_is_not_set_up_fulfils_no_wait() -> None:
+    actor = Actor()
+    actor.life = NEXT
+    watching = await supervised(actor, [])
+    with pytest.raises(ProcessLost, match="^buffer is not set up$"):
+        async with asyncio.timeout(30):
+            await watching.unless_lost(["buffer"], asyncio.Event().wait())
+    watching.stop()
+
+
+async def test_an_answer_to_a_question_from_before_the_set_up_wakes_nobody() -> None:
+    actor = Actor()
+    watching = await supervised(actor, [])
+    actor.may_answer.clear()
+    actor.life = None
+    await actor.asked_again(1)
+    actor.life = FIRST  # it is back and set up, and the question is still on its way
+    waiting = asyncio.ensure_future(watching.unless_lost(["buffer"], asyncio.Event().wait()))
+    await asyncio.sleep(0)
+    actor.may_answer.set()
+    await actor.asked_again(3)
+    assert not waiting.done()
+    waiting.cancel()
+    watching.stop()
+
+
+@pytest.mark.parametrize("wraps", [False, True])
+async def test_a_call_that_fails_with_its_process_gets_the_cause_and_any_other_error_stays(wraps: bool) -> None:
+    actor = Actor()
+    watching = await supervised(actor, [])
+
+    async def fails(error: Exception) -> None:
+        try:
+            raise error
+        except RayActorError as died:
+            if wraps:
+                raise TrainerLost("the trainer failed") from died
+            raise
+
+    with pytest.raises(ZeroDivisionError):
+        await watching.unless_lost(["buffer"], fails(ZeroDivisionError()))
+    actor.life = None
+    with pytest.raises(ProcessLost, match=DIED):
+        await watching.unless_lost(["buffer"], fails(RayActorError()))
+    watching.stop()
+
+
+async def test_a_death_for_which_nobody_waits_is_a_line_and_one_that_dies_for_ever_is_few_lines() -> None:
+    actor, said = Actor(), list[str]()
+    watching = await supervised(actor, said)
+    for number in range(2, 8):
+        actor.life = FIRST._replace(process=f"{number}")
+        await actor.asked_again()
+    dead = [line.removeprefix("the process of buffer (").partition(")")[0] for line in said]
+    assert dead == ["first", "2", "4"] and all(line.endswith("End of file; Ray starts it again") for line in said)
+    actor.life = FIRST._replace(process="killed by the run")
+    await actor.asked_again()
+    before, actor.life = [*said], None
+    await actor.asked_again(5)
+    assert said == before, "the run itself has ended it"
+    watching.stop()
+
+
+async def test_a_process_that_dies_before_it_has_answered_is_named() -> None:
+    actor, said = Actor(), list[str]()
+    actor.life = None
+    watching = await supervised(actor, said)
+    assert said == ["the process of buffer died as it started; Ray starts it again"]
+    watching.stop()
+
+
+async def test_silence_is_named_and_ends_a_wait_at_the_deadline_of_the_actor() -> None:
+    actor, said = Actor(), list[str]()
+    watching = await supervised(actor, said, deadline=0.15, hint=" (it hangs)")
+    actor.may_answer.clear()
+    with pytest.raises(ProcessLost, match=r"^no answer of buffer for 0 s \(it hangs\)$"):
+        async with asyncio.timeout(30):
+            await watching.unless_lost(["buffer"], asyncio.Event().wait())
+    assert said == ["buffer has not answered for 0 s"]
+    watching.stop()
+
+
+async def test_a_failure_that_somebody_else_met_reaches_who_waits() -> None:
+    actor = Actor()
+    watching = await supervised(actor, [])
+    supervisor.CAUSE_SECONDS = 0.0
+    waiting = asyncio.ensure_future(watching.unless_lost(["buffer"], asyncio.Event().wait()))
+    await actor.asked_again()
+    watching.report("buffer", TrainerLost("a rank raised"))
+    with pytest.raises(TrainerLost, match="a rank raised"):
+        await waiting
+    watching.stop()
+
+
+# -- out of memory ----------------------------------------------------------------------------------------------------
+
+KILLED_BY_RAY = """1 worker(s) were killed due to the node running low on memory. Memory on the node (IP: 192.0.2.2, ID: \
+6373affb27) was 4.29GB used / 23.54GB limit (0.182225)
+OOM kill reason: Memory usage 4532961280B exceeded threshold of 4521966080B (17.9% of 25276502016B limit)"""
+END_OF_FILE = (
+    "Worker unexpectedly exits with a connection error code 2. End of file. Some common causes include: (1) ..."
+)
+
+
+def dead(detail: str, exit_type: int = WorkerExitType.SYSTEM_ERROR) -> WorkerTableData:
+    return WorkerTableData(pid=17, exit_type=exit_type, exit_detail=detail)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["generator-0", "scorer-judge-0", "buffer"])
+def test_a_process_that_ray_ended_for_want_of_memory_is_named_with_its_size_and_what_to_change(name: str) -> None:
+    last = FIRST._replace(memory=Memory("192.0.2.2", 2_300_000_000, 25_000_000_000))
+    said = why_died(name, last, dead(KILLED_BY_RAY, WorkerExitType.NODE_OUT_OF_MEMORY))
+    assert said == (
+        "(pid 17) was out of memory, at 2.3 GB: Ray ended it (its host had 4.29GB of 23.54GB in use); "
+        f"{REMEDIES[name.partition('-')[0]]}, or use a host with more memory"
+    )
+    assert why_died(name, last, dead(END_OF_FILE)) == (
+        "(pid 17) died: Worker unexpectedly exits with a connection error code 2. End of file"
+    )
+    assert why_died(name, last, dead("The actor is dead because it was killed by `ray.kill`.")) is None
+
+
+def test_a_kill_by_the_kernel_is_likely_only_if_it_has_just_killed_something(tmp_path: Path) -> None:
+    counters = tmp_path / "vmstat"
+
+    def count(kills: int) -> None:
+        counters.write_text(f"pgfault 7\noom_kill {kills}\n")
+
+    count(3)
+    kernel = KernelKills(counters)
+    assert kernel.clause("buffer") == "", "what it killed before the run"
+    count(4)
+    assert kernel.clause("buffer").startswith(", most likely out of memory: the kernel has just killed a process")
+    assert REMEDIES["buffer"] in kernel.clause("buffer")
+    kernel._at -= 60
+    assert kernel.clause("buffer") == ""
+
+
+async def test_a_rank_without_gpu_memory_says_what_to_change() -> None:
+    async def step(batch: bytes) -> None:
+        error = OutOfMemoryError(
+            "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 79 GiB"
+        )
+        raise RayTaskError("step", "a traceback", error)
+
+    rank: Any = type("Rank", (), {"step": Method(step)})()
+    with pytest.raises(TrainerLost) as lost:
+        await TrainerGroup.of(Config(), [rank]).step([b""])
+    assert "CUDA out of memory" in str(lost.value) and REMEDIES["trainer"] in str(lost.value)
+    assert in_a_line(ProcessLost("a " * 200)) == "a " * 200, "what to change is not cut off"
+
+
+async def test_a_host_that_is_nearly_full_is_named_once_with_the_largest_of_its_processes() -> None:
+    said: list[str] = []
+    watching = Supervisor(said.append, cause, is_death)
+    host = 10_000_000_000
+    made: dict[str, Actor] = {"generator-0": Actor(), "buffer": Actor(), "trainer-0": Actor()}
+
+    def uses(name: str, n_bytes: float, where: str = "10.0.0.1") -> None:
+        made[name].life = FIRST._replace(memory=Memory(where, int(n_bytes), host))
+
+    uses("generator-0", 0.6 * host)
+    uses("buffer", (FULL - 0.61) * host)
+    uses("trainer-0", 0.5 * host, "10.0.0.2")
+    for name, actor in made.items():
+        watching.watch(name, actor.probe)
+    await made["trainer-0"].asked_again()
+    assert said == []
+    uses("buffer", (FULL - 0.59) * host)
+    await made["trainer-0"].asked_again(3)
+    assert said == [
+        "WARNING host 10.0.0.1: the run's processes have 8.6 GB of 10.0 GB of memory; the largest is generator-0 with "
+        f"6.0 GB: {REMEDIES['generator']}, or use a host with more memory"
+    ]
+    watching.stop()
