@@ -88,7 +88,7 @@ async def test_a_process_that_answers_but_is_not_set_up_fulfils_no_wait() -> Non
     actor = Actor()
     actor.life = NEXT
     watching = await supervised(actor, [])
-    with pytest.raises(ProcessLost, match="^buffer is not set up$"):
+    with pytest.raises(ProcessLost, match=r"^buffer is not set up$"):
         async with asyncio.timeout(30):
             await watching.unless_lost(["buffer"], asyncio.Event().wait())
     watching.stop()
@@ -119,13 +119,13 @@ async def test_a_call_that_fails_with_its_process_gets_the_cause_and_any_other_e
         try:
             raise error
         except RayActorError as died:
+            actor.life = None
             if wraps:
                 raise TrainerLost("the trainer failed") from died
             raise
 
     with pytest.raises(ZeroDivisionError):
         await watching.unless_lost(["buffer"], fails(ZeroDivisionError()))
-    actor.life = None
     with pytest.raises(ProcessLost, match=DIED):
         await watching.unless_lost(["buffer"], fails(RayActorError()))
     watching.stop()
@@ -180,8 +180,8 @@ async def test_a_failure_that_somebody_else_met_reaches_who_waits() -> None:
 
 # -- out of memory ----------------------------------------------------------------------------------------------------
 
-KILLED_BY_RAY = """1 worker(s) were killed due to the node running low on memory. Memory on the node (IP: 192.0.2.2, ID: \
-6373affb27) was 4.29GB used / 23.54GB limit (0.182225)
+KILLED_BY_RAY = """1 worker(s) were killed due to the node running low on memory. Memory on the node (IP: 192.0.2.2, \
+ID: 6373affb27) was 4.29GB used / 23.54GB limit (0.182225)
 OOM kill reason: Memory usage 4532961280B exceeded threshold of 4521966080B (17.9% of 25276502016B limit)"""
 END_OF_FILE = (
     "Worker unexpectedly exits with a connection error code 2. End of file. Some common causes include: (1) ..."
