@@ -14,6 +14,7 @@ from actors.trainer.actor import TrainerRank, interface_of, process_group_backen
 from actors.trainer.group import TrainerGroup
 from service.config import Config, TrainerConfig, WeightsConfig
 from service.errors import UserError
+from service.run.supervisor import Life
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -45,7 +46,7 @@ def test_gloo_takes_part_only_where_tensors_lie_on_the_cpu(
 def test_a_restarted_rank_is_told_from_the_old_one_also_where_its_process_has_the_same_id() -> None:
     """Ids begin from 1 in every pod; with the same id the driver would wait for the restart until its deadline."""
     old, new = (TrainerRank(Config().model_dump_json(), 0, None, False) for _ in range(2))
-    assert old.life() == old.life() == (old.life().process, False) != new.life()
+    assert old.life() == old.life() == Life(old.life().process, is_set_up=False) != new.life()
 
 
 def test_gloo_binds_the_interface_of_the_address_that_ray_uses() -> None:
