@@ -39,17 +39,13 @@ class Symptom(NamedTuple):
 SYMPTOMS = (
     Symptom("learning-rate", "policy/policy_lr", Is.AT_MOST, 1e-9, "the learning rate is {:.1g}"),
     Symptom(
-        "engine-and-trainer", "policy/by_staleness/0/kl", Is.AT_LEAST, 0.01, "engine and trainer differ by {:.2g} nats"
+        "engine-and-trainer", "policy/by_staleness/0/kl", Is.AT_LEAST, 0.01, "engine and trainer: {:.2g} nats apart"
     ),
     Symptom("always-solved", "reward/groups_all_one", Is.AT_LEAST, 0.8, "in {:.0%} of the groups all samples got 1"),
     Symptom("entropy", "policy/policy_entropy", Is.FALLEN_TO, 0.1, "the entropy fell to {:.0%} of the first steps'"),
     Symptom("too-short", "generate/avg_response_length", Is.AT_MOST, 1.5, "a response has {:.1f} tokens on average"),
-    Symptom(
-        "shorter", "generate/avg_response_length", Is.FALLEN_TO, 0.2, "responses fell to {:.0%} of their first length"
-    ),
-    Symptom(
-        "cut", "generate/truncated_ratio", Is.AT_LEAST, 0.5, "{:.0%} of the responses were cut at the length limit"
-    ),
+    Symptom("shorter", "generate/avg_response_length", Is.FALLEN_TO, 0.2, "responses shrank to {:.0%} of the first"),
+    Symptom("cut", "generate/truncated_ratio", Is.AT_LEAST, 0.5, "{:.0%} of the responses reach the length limit"),
     Symptom("never-solved", "reward/groups_all_zero", Is.AT_LEAST, 0.8, "in {:.0%} of the groups all samples got 0"),
     Symptom("no-variance", "reward/groups_without_variance", Is.AT_LEAST, 0.8, "{:.0%} of the groups have no variance"),
     Symptom("stale", "policy/policy_kl", Is.AT_LEAST, 0.1, "sampled and trained policy differ by {:.2g} nats"),
