@@ -20,6 +20,12 @@ from tests.pure.agents.own_environment import IN_TIME, INSTALL_SECONDS, INSTALLE
 from tests.pure.agents.test_oracles import MINI
 
 CODEX = "@openai/codex@0.169"
+ON_NODE = {"pi": "@mariozechner/pi-coding-agent@0.73.1", "qwen": "@qwen-code/qwen-code@0.15.10"}
+"""Agents that reserve far more address space than memory."""
+PI = """mkdir -p ~/.pi/agent; printf %s '{"providers": {"b": {"baseUrl": "{base_url}", "apiKey": "OPENAI_API_KEY",
+"api": "openai-completions", "models": [{"id": "policy", "name": "policy", "input": ["text"]}]}}}
+' > ~/.pi/agent/models.json; exec "$0" --provider b --model policy --no-session -p "$1"
+"""
 EDIT = "sed -i s/red/blue/ colour.txt; cat colour.txt"
 SUBMIT = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
 TASK = Task("p", (Message(role="user", content="Make the colour blue."),), "", {}, {"files": {"colour.txt": "red"}})
@@ -27,16 +33,21 @@ TASK = Task("p", (Message(role="user", content="Make the colour blue."),), "", {
 pytestmark = [pytest.mark.full, pytest.mark.slow, IN_TIME]
 
 
+def from_npm(name: str, package: str) -> Path:
+    """The program of a package of npm."""
+    folder = INSTALLED / name
+    if not (program := folder / "node_modules" / ".bin" / name).exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        command = ["npm", "install", "--silent", "--prefix", folder, package]
+        if shutil.which("npm") is None or subprocess.run(command, timeout=INSTALL_SECONDS).returncode:
+            pytest.skip(f"{package} cannot be installed")
+    return program
+
+
 @pytest.fixture(scope="module")
 def codex() -> Path:
-    """Codex CLI, from npm."""
-    folder = INSTALLED / "codex"
-    if not (program := folder / "node_modules" / ".bin" / "codex").exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        command = ["npm", "install", "--silent", "--prefix", folder, CODEX]
-        if shutil.which("npm") is None or subprocess.run(command, timeout=INSTALL_SECONDS).returncode:
-            pytest.skip(f"{CODEX} cannot be installed")
-    return program
+    """Codex CLI."""
+    return from_npm("codex", CODEX)
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +84,18 @@ async def test_codex_edits_a_file_and_its_calls_are_one_exact_chain(bytes_chat: 
     assert "Done." in got.transcript
     first, second = sorted(house.steps, key=lambda step: step.index)
     assert second.extends is not None and second.extends.step == first.index
+    assert whole(house.steps) == house.prompts
+
+
+@pytest.mark.parametrize("name", ON_NODE)
+async def test_an_agent_on_node_js_edits_a_file_with_the_default_limits(bytes_chat: Chat, name: str) -> None:
+    program = from_npm(name, ON_NODE[name])
+    command = [program, "--yolo", "--auth-type", "openai", "--model", "policy", "-p", "{prompt}"]
+    if name == "pi":
+        command = ["sh", "-c", PI, program, "{prompt}"]
+    replies = iter([called("bash" if name == "pi" else "run_shell_command", "command", EDIT), *["Done."] * 3])
+    got, house = await played(bytes_chat, replies, command)
+    assert (got.reward, got.status) == (1.0, "ok"), got
     assert whole(house.steps) == house.prompts
 
 
