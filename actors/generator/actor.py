@@ -112,7 +112,6 @@ class Generator(ImageHolder, Supervised):
         self._unmeasured: list[Steps] = []
         """Steps that were sent and are not measured yet."""
         self._paused_seconds = 0.0
-        self._loop_watch: LoopWatch | None = None
         self._reporter = Reporter("generator", name, self._config, resolve_actor(hub), self._measure_now)
         self._metrics = self._reporter.metrics
         self._activity = Activity(self._reporter.trace, self._engine.times)
@@ -131,7 +130,7 @@ class Generator(ImageHolder, Supervised):
         self._joined = await self._join()
         self._unfinished = await self._taken_over(self._joined)
         self._reporter.start()
-        self._loop_watch = LoopWatch()
+        LoopWatch()
         return str(ray.get_runtime_context().get_node_id())
 
     @property
@@ -371,8 +370,6 @@ class Generator(ImageHolder, Supervised):
     async def stop(self) -> None:
         """End the open trajectories and the engine."""
         self._stopping = True
-        if self._loop_watch is not None:
-            self._loop_watch.stop()
         if self._main is not None:
             self._main.cancel()
             await asyncio.wait([self._main])

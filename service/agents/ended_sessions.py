@@ -35,14 +35,15 @@ class EndedSessions:
 
     def __init__(self, file: Path | None) -> None:
         """`file`: has a line for each; None, or a file whose folder this host lacks: nothing outlives the process."""
-        self._by_name: dict[str, Ended] = {}
-        self._by_key: dict[str, Ended] = {}
+        self._known: dict[str, Ended] = {}
+        self._names: dict[str, str] = {}
+        """By the digest of the key."""
         self._file = file if file is not None and file.parent.is_dir() else None
         if self._file is not None and self._file.exists():
             for line in self._file.read_text("ascii", errors="replace").splitlines():
                 if len(parts := line.split(" ")) == len(Ended._fields):  # else its writer was killed
                     self._keep(Ended(*parts))
-            write_atomic(self._file, "".join(map(_line, self._by_name.values())))
+            write_atomic(self._file, "".join(map(_line, self._known.values())))
 
     def note(self, ended: Ended) -> None:
         """Note that a session ended."""
@@ -57,22 +58,18 @@ class EndedSessions:
 
     def forget(self, name: str) -> None:
         """Forget a session, because it is open again."""
-        if (ended := self._by_name.pop(name, None)) is not None:
-            del self._by_key[ended.key]
+        if (ended := self._known.pop(name, None)) is not None:
+            del self._names[ended.key]
 
-    def by_name(self, name: str) -> Ended | None:
-        """The ended session of this name; None if it is not known."""
-        return self._by_name.get(name)
-
-    def by_key(self, key: str) -> Ended | None:
-        """The ended session whose key has this digest; None if it is not known."""
-        return self._by_key.get(key)
+    def of(self, key: str, name: str | None = None) -> Ended | None:
+        """The ended session of this name, by default the one whose key has this digest; None if it is not known."""
+        return self._known.get(self._names.get(key, "") if name is None else name)
 
     def _keep(self, ended: Ended) -> None:
         self.forget(ended.name)
-        self._by_name[ended.name] = self._by_key[ended.key] = ended
-        if len(self._by_name) > MAX_ENDED:
-            self.forget(next(iter(self._by_name)))
+        self._known[ended.name], self._names[ended.key] = ended, ended.name
+        if len(self._known) > MAX_ENDED:
+            self.forget(next(iter(self._known)))
 
 
 def _line(ended: Ended) -> str:

@@ -275,10 +275,11 @@ class Session:
     def note_refusal(self, refused: Refused, client: str) -> None:
         """Note that the endpoint refused a request of this session; what is new goes to the log."""
         said = in_one_line(f"{refused.status} {refused} (client {client[:SHOWN]})")
-        if said not in self.refusals and len(self.refusals) < MAX_LOGGED:
+        if said not in self.refusals:
+            if len(self.refusals) == MAX_LOGGED:
+                return
             log.warning("%s: a request of session %s is refused: %s", self.trajectory, self.name, said)
-        if said in self.refusals or len(self.refusals) < MAX_LOGGED:
-            self.refusals[said] += 1
+        self.refusals[said] += 1
 
     @property
     def refused_requests(self) -> str:

@@ -47,7 +47,7 @@ class Sessions:
         found = _digest(session.key)
         del self._open[found]
         self._named.pop(session.name, None)
-        if self._ended.by_name(session.name) is None:
+        if self._ended.of(found) is None:
             self.finished(session, "")
 
     def open(self) -> list[Session]:
@@ -73,7 +73,7 @@ class Sessions:
         found = _digest(key)
         if (session := self._open.get(found)) is not None and hmac.compare_digest(session.key, key):
             return session
-        if self._ended.by_key(found) is not None:
+        if self._ended.of(found) is not None:
             raise Refused(409, None, "the session has ended")
         raise Refused(401, None, "the key is that of no session", "invalid_api_key")
 
@@ -84,7 +84,7 @@ class Sessions:
     def finished_with(self, key: str, name: str | None = None) -> str:
         """The digest of the body with which the session of this key, or of this name, was finished; empty where it was
         not."""
-        ended = self._ended.by_key(_digest(key)) if name is None else self._ended.by_name(name)
+        ended = self._ended.of(_digest(key), name)
         return "" if ended is None else ended.body
 
 

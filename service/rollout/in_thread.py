@@ -34,15 +34,15 @@ async def played(agent: Agent, session: AgentSession, task: Task, seed: int) -> 
         except BaseException as raised:  # noqa: BLE001 - raised again in the task that waits
             error = raised
         with suppress(RuntimeError):  # the loop has ended
-            loop.call_soon_threadsafe(_settle, ended, error)
+            loop.call_soon_threadsafe(ended.set_result, error)
 
     threading.Thread(target=run, name=f"play-{task.uid}", daemon=True).start()
     try:
-        await asyncio.shield(ended)
+        error = await asyncio.shield(ended)
     except asyncio.CancelledError:
-        await ended
+        await asyncio.shield(ended)
         raise
-    if (error := ended.result()) is not None:
+    if error is not None:
         raise error
 
 
@@ -60,8 +60,3 @@ class _SessionOfThread:
             self._session.finish(*arguments, **named)
 
         asyncio.run_coroutine_threadsafe(finish(), self._loop).result(FINISH_SECONDS)
-
-
-def _settle(ended: asyncio.Future[BaseException | None], error: BaseException | None) -> None:
-    if not ended.done():
-        ended.set_result(error)
