@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from service.handoff.prefixes.merge import merge_steps
+from service.handoff.prefixes.merge import Mode, merge, merge_steps
 from service.handoff.prefixes.prefix_index import PrefixError
 from service.handoff.prefixes.sharing import share_prefixes
 from service.handoff.steps.builder import steps_table
@@ -37,6 +37,14 @@ def test_sharing_prefixes_and_writing_them_out_again_gives_the_steps_back() -> N
     assert (small.extends_K == [-1, 0, 1, 2, 3]).all()
     again = steps_table(whole_prompts(step_objects(small)))
     assert (again.token_ids_N == table.token_ids_N).all() and (again.offsets_K == table.offsets_K).all()
+
+
+@pytest.mark.parametrize("mode", ["linear", "tree"])
+def test_a_full_prompt_continues_only_a_step_whose_tokens_it_repeats(mode: Mode) -> None:
+    steps = [step(0, [1, 2], [3, 4]), step(1, [1, 2, 3, 9, 5], [6]), step(2, [1, 2, 3, 9, 5, 6, 7], [8])]
+    counts = merge(steps_table(steps), mode).counts
+    assert (counts["extended"], counts["forked"], counts["rows"]) == (1, 1, 2)
+    assert merge(steps_table([steps[0], replace(steps[2], index=1)]), mode).counts["forked"] == 1
 
 
 def test_routed_experts_stay_aligned_and_observations_route_natively() -> None:
