@@ -377,47 +377,43 @@ def test_neither_metrics_nor_status_hold_text_of_prompts(real_run: RealRun) -> N
     assert [part for part in words for page in pages if part in page] == []
 
 
-BEYOND_THIS_MACHINE = {
-    r"/gcs_server ": 1,
-    r"/raylet ": 2,
-    r"ray::DashboardAgent|ray/dashboard/agent\.py": 3,
-    # Its own metrics, on every interface where the node's address is not a loopback one.
-    r"ray/dashboard/dashboard\.py": 1,
-    r"ray::RuntimeEnvAgent|ray/_private/runtime_env/agent/main\.py": 1,
-    r"ray::Monitor|autoscaler/_private/monitor\.py": 1,
-    # Workers that Ray keeps for later, up to one a CPU.
-    r"ray::IDLE": 64,
-    # Of Ray in each of them; it asks for its token.
-    r"-m service run|ray::MetricsHub|ray::BufferActor|ray::Generator": 4,
-    # Of Ray in two ranks, and torch's rendezvous, which asks for nothing.
-    r"ray::TrainerRank": 3,
-}
-"""Sockets on which a run listens for other machines, by process."""
+ROW = re.compile(r"^\| `(.+?)`.* \| (every|loopback|the node's) \| (\d+)( each)? \| .+ \|$", re.MULTILINE)
+"""A row of the table of ports: what a command line holds, the interface, the number of ports, and of what."""
 
 
-def test_a_run_listens_beyond_this_machine_only_where_it_is_known_to(real_run: RealRun) -> None:
+def test_a_run_listens_where_the_table_of_ports_says_and_nowhere_else(real_run: RealRun) -> None:
+    rows = ROW.findall((ROOT / "SECURITY.md").read_text().partition("## Ports")[2])
+    passing = {"ray::IDLE"}  # what Ray keeps for later, for a while
+    wanted = {(name, at) for name, at, *_ in rows if name not in passing and at != "the node's"}
+
+    def wrong() -> list[str]:
+        """Ports that are not in the table, and rows of the table without a port."""
+        found, processes = ports(real_run, [name for name, *_ in rows])
+        known: Counter[tuple[str, str]] = Counter()
+        for name, at, number, each in rows:
+            known[name, at] += int(number) * (processes[name] if each else 1)
+        more = [f"{row}: {number} ports" for row, number in found.items() if number > known[row]]
+        return more + [f"{row}: no port" for row in wanted - found.keys()]
+
     # What starts just now is still called by what it was before, for a moment.
-    until(lambda: not unexpected(real_run), 60, lambda: unexpected(real_run))
+    until(lambda: not wrong(), 60, wrong)
 
 
-def unexpected(real_run: RealRun) -> list[str]:
-    """Processes that listen for other machines more than they are known to."""
-    found: Counter[str] = Counter()
-    hosts = set()
+def ports(real_run: RealRun, names: list[str]) -> tuple[Counter[tuple[str, str]], Counter[str]]:
+    """The ports on which a run listens, by a process's name in the table and the interface; the number of processes."""
+    found, processes = Counter[tuple[str, str]](), Counter[str]()
+    own_address = {address.address for address in psutil.net_if_addrs().get("lo", [])}
     for process in (real_run.driver, *real_run.driver.children(recursive=True)):
         try:
             words, sockets = " ".join(process.cmdline()), process.net_connections("tcp")
         except psutil.NoSuchProcess:
             continue  # it ended meanwhile
-        for listening in sockets:
-            if listening.status != psutil.CONN_LISTEN:
-                continue
-            if listening.laddr.port == int(real_run.url.rpartition(":")[2]):
-                hosts.add(listening.laddr.ip)
-            if not listening.laddr.ip.startswith(("127.", "::1", "::ffff:127.")):
-                found[next((known for known in BEYOND_THIS_MACHINE if re.search(known, words)), words)] += 1
-    assert hosts == {"127.0.0.1"}, "the metrics service"
-    return [name for name, number in found.items() if number > BEYOND_THIS_MACHINE.get(name, 0)]
+        name = next((name for name in names if name in f"{words} "), words)
+        processes[name] += 1
+        for ip in [socket.laddr.ip for socket in sockets if socket.status == psutil.CONN_LISTEN]:
+            at = "every" if ip in ("0.0.0.0", "::") else "loopback" if ip in own_address else "the node's"
+            found[name, at] += 1
+    return found, processes
 
 
 def test_a_hub_that_died_is_back_at_its_address_with_the_actors_numbers(real_run: RealRun) -> None:
