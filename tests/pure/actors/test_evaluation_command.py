@@ -12,16 +12,21 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from actors.driver import evaluate_model as command
 from actors.driver import placement
 from actors.driver.node_check import RunFiles
 from actors.driver.placement import Bundle, reserve
 from actors.driver.prepare import prepare
-from service.config import load_config
+from service.config import load_config, resolved_yaml
 from service.errors import RunFailed
 from service.evaluation.scores import EvalTrajectory
+from service.learn.learner import Learner
+from service.learn.settings import LearnSettings
+from service.run.checkpoints import TRAINER, Checkpoints
 from service.run.eval_target import eval_target
+from service.run.folder import CHECKPOINTS, CONFIG
 from tests.pure.actors.fakes import Method
 
 QUICKSTART = "configs/quickstart.yaml"
@@ -47,9 +52,12 @@ class Remote:
         return SimpleNamespace(start=Method(nothing), stop=Method(nothing), evaluate=Method(evaluate))
 
 
+@pytest.mark.parametrize("of_checkpoint", [False, True])
 def test_every_engine_of_an_evaluation_is_made_and_scores_its_shard(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, of_checkpoint: bool
 ) -> None:
+    """The weights of a checkpoint become a Hugging Face folder first."""
+
     async def room(*_: Any) -> None: ...
 
     config = load_config([QUICKSTART], ["data.eval_make_rows=2", "generator.engines=2"])
@@ -66,9 +74,19 @@ def test_every_engine_of_an_evaluation_is_made_and_scores_its_shard(
     monkeypatch.setattr(command.ray, "remote", Remote)
     model = prepare(config, tmp_path).model_folder
     monkeypatch.chdir(model.parent)
-    found = command.evaluate(config, eval_target(Path(model.name)), lambda line: None)
+    target = Path(model.name)
+    if of_checkpoint:
+        (tmp_path / CONFIG).write_text(resolved_yaml(config))
+        checkpoints = Checkpoints(tmp_path / CHECKPOINTS, keep=1)
+        learner = Learner(LearnSettings.of(config), model, torch.device("cpu"), 0, 1)
+        learner.save(checkpoints.begin(3) / TRAINER)
+        checkpoints.finish(3, 0, 0, 0, 0)
+        target = checkpoints.path(3)
+    found = command.evaluate(config, eval_target(target), lambda line: None)
     (files,) = checked
-    assert {str(model), str(model / "config.json")} < files.sizes.keys(), "engines of other nodes have another folder"
+    folders = {path.parent for path in map(Path, files.sizes) if path.name == "config.json"}
+    assert len(folders) == 1 and (folders == {model}) != of_checkpoint, "engines of other nodes have another folder"
+    assert {path.name for path in map(Path, files.sizes)} > {"model.safetensors", "tokenizer.json"}
     assert sum(path.endswith(".jsonl") for path in files.sizes) == 1 and all(
         map(Path.is_absolute, map(Path, files.sizes))
     )
