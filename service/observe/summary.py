@@ -56,7 +56,7 @@ def summary_lines(summary: Mapping[str, Any]) -> list[str]:
     if summary.get("reward_gain") is not None:
         lines.append(
             f"reward: {summary['reward_first_tenth']:.3f} over the first tenth of the steps, "
-            f"{summary['reward_last_tenth']:.3f} over the last ({summary['reward_gain']:+.3f}; {_certainty(summary)})"
+            f"{summary['reward_last_tenth']:.3f} over the last ({summary['reward_gain']:+.3f}{_certainty(summary)})"
         )
     if summary.get("not_learning"):
         lines.append(f"learning: at the end {summary['not_learning']}")
@@ -70,9 +70,10 @@ def summary_lines(summary: Mapping[str, Any]) -> list[str]:
 
 
 def _certainty(summary: Mapping[str, Any]) -> str:
-    if (interval := summary.get("reward_gain_interval")) is None:
-        return f"{summary['steps']} steps are too few to tell, {FEWEST_STEPS} are enough"
-    return "95% interval {:+.3f} to {:+.3f}".format(*interval)
+    if summary["steps"] < FEWEST_STEPS:
+        return f"; {summary['steps']} steps are too few to tell, {FEWEST_STEPS} are enough"
+    interval = summary.get("reward_gain_interval")  # a run of an earlier version has none
+    return "; 95% interval {:+.3f} to {:+.3f}".format(*interval) if interval else ""
 
 
 def fates_in_words(tokens: Mapping[str, int]) -> str:
