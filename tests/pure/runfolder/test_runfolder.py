@@ -64,7 +64,7 @@ def test_prometheus_has_a_file_of_targets_for_each_run_that_goes_on(tmp_path: Pa
 def test_a_folder_that_is_renamed_under_its_run_is_named_as_the_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def rename_and_go_on(config: Config, folder: RunWriter, manifest: object) -> int:
+    def rename_and_go_on(config: Config, folder: RunWriter, *more: object) -> int:
         folder.path.rename(tmp_path / "renamed")
         folder.begin(resolved_yaml(config))
         return 0
