@@ -23,6 +23,8 @@ from ray.core.generated.gcs_pb2 import WorkerTableData
 from service.run.memory import Memory, in_gb, remedy
 from service.run.supervisor import Life
 
+LOOK_SECONDS = 1.0
+"""Seconds without an answer after which Ray is asked whether it restarts the actor."""
 MEMORY_SECONDS = 10.0
 """Seconds between two measurements of a process's memory."""
 REPORT_TRIES, REPORT_SECONDS = 5, 0.2
@@ -64,13 +66,23 @@ class Supervised:
 
 async def life_of(actor: Any) -> Life | None:
     """Ask an actor which process it is; None: it has none."""
+    kernel_kills.look()
+    asking = asyncio.ensure_future(actor.life.remote())
     try:
-        life: Life = await actor.life.remote()
+        while not (await asyncio.wait([asking], timeout=LOOK_SECONDS))[0]:
+            if await asyncio.to_thread(_restarts, actor):
+                return None
+        life: Life = asking.result()
     except ray.exceptions.RayError:
         return None
     finally:
-        kernel_kills.look()
+        asking.cancel()
     return life
+
+
+def _restarts(actor: Any) -> bool:
+    """Return whether Ray restarts this actor; a call to one that Ray repeats calls of waits meanwhile."""
+    return ray.is_initialized() and cluster_state.actor_table(actor._actor_id.hex()).get("State") == "RESTARTING"
 
 
 def is_death(error: BaseException) -> bool:

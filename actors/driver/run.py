@@ -219,7 +219,7 @@ def end_by_force(config: Config, folder: RunWriter, why: str, number: int) -> No
     reason = f"ended by force: {why}"
     try:
         if not (folder.path / SUMMARY).exists():
-            if folder.step >= config.run.max_steps and not folder.has_final:
+            if not folder.has_final:
                 reason += f"; {_without_final(folder, config)}"
             folder.write_summary({"state": "stopped", "steps": folder.step, "reason": reason})
         say(reason)
@@ -228,7 +228,7 @@ def end_by_force(config: Config, folder: RunWriter, why: str, number: int) -> No
 
 
 def _without_final(folder: RunWriter, config: Config) -> str:
-    done = f"all {folder.step} steps are done, but the final weights are not written"
+    missing = f"the final weights of step {folder.step} are not written"
     if not config.trainer.checkpoint_every:
-        return f"{done}, and with trainer.checkpoint_every=0 there is no checkpoint to write them from"
-    return f"{done}; `baton run --resume {folder.path}` writes them"
+        return f"{missing}, and with trainer.checkpoint_every=0 there is no checkpoint to write them from"
+    return f"{missing}; `baton run --resume {folder.path}` goes on from the newest checkpoint and writes them"

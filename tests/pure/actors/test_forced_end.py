@@ -47,18 +47,19 @@ def test_a_run_is_ended_by_force_also_where_its_folder_cannot_be_written(tmp_pat
 @pytest.mark.parametrize(
     ("final", "every", "said"),
     [
-        ("missing", 20, "the final weights are not written; `baton run --resume {} writes them"),
-        ("missing", 0, "the final weights are not written, and with trainer.checkpoint_every=0 there is no checkpoint"),
+        ("missing", 20, " are not written; `baton run --resume {} goes on from the newest checkpoint and writes them"),
+        ("missing", 0, " are not written, and with trainer.checkpoint_every=0 there is no checkpoint"),
         ("written", 20, ""),
     ],
 )
-def test_a_forced_end_after_the_last_step_says_what_writes_the_final_weights(
+def test_a_forced_end_says_of_which_step_the_weights_are_not_written_and_what_writes_them(
     tmp_path: Path, final: str, every: int, said: str
 ) -> None:
     command = [sys.executable, "-c", FORCED, str(tmp_path), "free", final, str(every)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     reason = json.loads((tmp_path / SUMMARY).read_text())["reason"]
-    assert reason in done.stdout and ("the final weights" in reason) == bool(said)
+    assert reason in done.stdout
+    assert (f"the final weights of step {Config().run.max_steps} are not written" in reason) == bool(said)
     assert said.replace("{}", f"{tmp_path}`") in reason
 
 
