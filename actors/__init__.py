@@ -24,8 +24,8 @@ SKIPPED = (
     r"|^A worker died or was killed while executing a task"
 )
 """Patterns of raylet messages that are not printed: Ray sends one for each call, node and process when a host or a
-process ends. The run reports this in one line instead (in `Supervisor`, `HostWatch`, or the code that waits for a generator
-or rank)."""
+process ends. The run reports this in one line instead (in `Supervisor`, `HostWatch`, or the code that waits for a
+generator or rank)."""
 os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", SKIPPED)
 
 USER_IS_OFFLINE = os.environ.get("HF_HUB_OFFLINE", "0").upper() not in ("", "0", "FALSE", "NO", "OFF")

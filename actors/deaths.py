@@ -82,7 +82,7 @@ async def life_of(actor: Any) -> Life | None:
 
 def _restarts(actor: Any) -> bool:
     """Return whether Ray restarts this actor; a call to one that Ray repeats calls of waits meanwhile."""
-    return ray.is_initialized() and cluster_state.actor_table(actor._actor_id.hex()).get("State") == "RESTARTING"
+    return bool(ray.is_initialized() and cluster_state.actor_table(actor._actor_id.hex()).get("State") == "RESTARTING")
 
 
 def is_death(error: BaseException) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, Literal
 
@@ -13,7 +14,7 @@ from actors.driver.placement import rank_options
 from actors.trainer.actor import TrainerRank, interface_of, process_group_backend
 from actors.trainer.group import TrainerGroup
 from service.config import Config, TrainerConfig, WeightsConfig
-from service.errors import UserError
+from service.errors import ProcessLost, UserError
 from service.run.supervisor import Life
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -47,6 +48,12 @@ def test_a_restarted_rank_is_told_from_the_old_one_also_where_its_process_has_th
     """Ids begin from 1 in every pod; with the same id the driver would wait for the restart until its deadline."""
     old, new = (TrainerRank(Config().model_dump_json(), 0, None, False) for _ in range(2))
     assert old.life() == old.life() == Life(old.life().process, is_set_up=False) != new.life()
+
+
+@pytest.mark.parametrize("ask", [lambda r: r.bucket(1, 0, 8, False), lambda r: r.ipc_handles(1), lambda r: r.step(b"")])
+def test_a_restarted_rank_does_not_answer_as_one_that_has_newer_weights(ask: Callable[[TrainerRank], Any]) -> None:
+    with pytest.raises(ProcessLost, match="trainer-0 was restarted and is not set up"):
+        ask(TrainerRank(Config().model_dump_json(), 0, None, False))
 
 
 def test_gloo_binds_the_interface_of_the_address_that_ray_uses() -> None:
