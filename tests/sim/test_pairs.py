@@ -18,12 +18,10 @@ OPEN = {
 """Whose end is wrong still."""
 
 
-@pytest.mark.xfail(strict=True, reason="a core that dies in the first start of its engine ends the run: issue 31")
 def test_a_core_that_dies_while_its_engine_starts_is_started_again(tmp_path: Path) -> None:
     assert run_pair(Pair("engine", "metrics-hub", "start", 0.0), tmp_path).wrong() == []
 
 
-@pytest.mark.xfail(strict=True, reason="what dies before it was asked is named by no line: issue 31")
 def test_a_rank_that_dies_as_soon_as_it_is_back_is_named(tmp_path: Path) -> None:
     assert run_pair(Pair("trainer-0", "trainer-0", "step", 4.0), tmp_path).wrong() == []
 
