@@ -142,20 +142,19 @@ def submit(arguments: argparse.Namespace, overrides: list[str]) -> int:
 
 def agent_try(arguments: argparse.Namespace, overrides: list[str]) -> int:
     """Try an agent."""
-    from service.agents.trial import read_script
     from service.config import load_config
 
-    if (arguments.model or arguments.scripted) is None:
+    texts = arguments.scripted and arguments.scripted.read_text("utf-8", "replace").splitlines()
+    if not texts and (arguments.scripted or not arguments.model):
         raise UserError("baton agent-try: give a model's folder, or --scripted FILE with what the policy says")
-    script = [] if arguments.scripted is None else read_script(arguments.scripted)
     settings = ["agents={}"] if arguments.config else TRY_SETTINGS
     config = load_config(arguments.config, [*settings, *overrides])
-    if not script:
+    if not texts:
         refuse_missing_vllm()
     with phase(LOADING, after=SHORT_SECONDS):
         from actors.driver.try_agent import try_agent
 
-    try_agent(config, arguments.model, script, arguments.record)
+    try_agent(config, arguments.model, texts or [], arguments.record)
     return 0
 
 

@@ -15,14 +15,12 @@ from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from service.agents.agents import Agents
 from service.agents.call_roles import roles_of
 from service.agents.conversation_tree import Call
 from service.agents.wire_record import record_wire
-from service.errors import UserError
 from service.rollout.chat.chat import Chat
 from service.rollout.chat.frozen import generation_of
 from service.rollout.engine import Generation, Sampling
@@ -32,21 +30,6 @@ from service.types import Int32s, TrajectoryEnd, TrajectoryId
 SHOWN = 60
 """Characters of a text or of arguments that are printed."""
 HOW = {"root": "a new conversation", "rerendered": "a new conversation (it has an answer that the policy did not give)"}
-
-
-def read_script(file: Path) -> list[str]:
-    """The texts of a file, one on each line as JSON.
-
-    Raises:
-        UserError: a line is no such text, or there is none.
-    """
-    try:
-        texts: list[str] = msgspec.json.Decoder(str).decode_lines(file.read_bytes())
-    except msgspec.MsgspecError as error:
-        raise UserError(f"{file}: each line is a text as JSON writes it: {error}") from error
-    if not texts:
-        raise UserError(f"{file}: is empty")
-    return texts
 
 
 class ScriptedPolicy:

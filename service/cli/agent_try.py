@@ -16,7 +16,7 @@ the end which of their tokens would be trained. Ctrl-C ends the trial.
 EXAMPLES = """\
 examples:
   baton agent-try models/Qwen3-0.6B                       # vLLM on this machine
-  baton agent-try --scripted replies.jsonl                # no model: each line is what the policy says, as a JSON text
+  baton agent-try --scripted replies.txt                # no model: the policy says its lines
   baton agent-try models/Qwen3-0.6B --record wire.jsonl agents.structured=refuse
 """
 

@@ -19,7 +19,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_cache_beyond_the_free_memory_names_the_settings_that_make_it_smaller(model: Path) -> None:
-    huge = load_config([QUICKSTART], [f"generator.kv_cache_bytes={1 << 50}"])
+    huge = load_config([QUICKSTART], [f"generator.kv_cache_bytes={1 << 49}"])
     with pytest.raises(UserError, match=r"MiB are free: lower generator\.max_input_length"):
         engine_arguments(EngineSettings.of(huge), model)
 
@@ -50,6 +50,18 @@ def test_quantized_weights_are_for_gpu_engines_and_refused_elsewhere(
     monkeypatch.setattr(arguments_module, "on_gpu", lambda: True)
     assert engine_arguments(EngineSettings.of(fp8), model)["quantization"] == "fp8"
     assert "quantization" not in engine_arguments(EngineSettings.of(load_config([QUICKSTART])), model)
+
+
+def test_enforced_forms_need_a_tokenizer_in_the_engine_and_the_package_that_vllm_imports(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = EngineSettings.of(load_config([QUICKSTART], ["agents.structured=constrain"]))
+    monkeypatch.setattr(arguments_module, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"agents\.structured: .* pip install lm-format-enforcer"):
+        engine_arguments(settings, model)
+    monkeypatch.setattr(arguments_module, "find_spec", lambda name: name)
+    assert not engine_arguments(settings, model)["skip_tokenizer_init"]
+    assert engine_arguments(EngineSettings.of(load_config([QUICKSTART])), model)["skip_tokenizer_init"]
 
 
 def test_an_engine_has_one_slot_for_an_adapter_as_large_as_the_policys(

@@ -21,8 +21,8 @@ TOOL = {"type": "function", "function": {"name": "search", "parameters": {"type"
 
 
 async def test_an_agent_is_tried_with_a_script_and_its_traffic_is_kept_without_keys(tmp_path: Path) -> None:
-    script, record = tmp_path / "replies.jsonl", tmp_path / "wire.jsonl"
-    script.write_text("".join(json.dumps(text) + "\n" for text in (called(), "Fox ages", "it is 17")))
+    script, record = tmp_path / "replies.txt", tmp_path / "wire.jsonl"
+    script.write_text("\n".join((called().replace("\n", " "), "Fox ages", "it is 17")))
     command = [sys.executable, "-m", "service", "agent-try", "--scripted", str(script), "--record", str(record)]
     process = await asyncio.create_subprocess_exec(
         *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
@@ -67,12 +67,8 @@ async def test_an_agent_is_tried_with_a_script_and_its_traffic_is_kept_without_k
     assert "data: [DONE]" in "".join(one["received"] for one in kept)
 
 
-@pytest.mark.parametrize("text", ["", "no JSON\n", "5\n", '"fine"\n{}\n'])
-def test_a_script_without_texts_is_refused_in_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str
-) -> None:
-    (tmp_path / "replies.jsonl").write_text(text)
-    assert main(["agent-try", "--scripted", str(tmp_path / "replies.jsonl")]) == 2
-    assert main(["agent-try"]) == 2
-    refused = capsys.readouterr().err.splitlines()
-    assert len(refused) == 2 and "replies.jsonl: " in refused[0] and "--scripted" in refused[1]
+def test_a_trial_without_a_policy_is_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (empty := tmp_path / "replies.txt").touch()
+    for words in ([], ["--scripted", str(empty)], ["models/m", "--scripted", str(empty)]):
+        assert main(["agent-try", *words]) == 2
+        assert "--scripted FILE" in capsys.readouterr().err
