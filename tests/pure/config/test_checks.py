@@ -102,7 +102,7 @@ roles.main  roles={main: {mode: judge}}
 data.eval_mode  data.eval_mode=beside & generator.engines=2
 run.keep_best  run.keep_best=eval/made/avg_score
 run.keep_best  run.keep_best=eval/other/avg_score & data.eval_every=4 & data.eval_make_rows=8
-run.keep_best  run.keep_best=eval/made/avg_score & data.eval_every=4 & data.eval_make_rows=8 & data.eval_mode=beside
+run.keep_best  run.keep_best=eval/made/avg_score & data.eval_every=4 & data.eval_make_rows=8 & data.eval_mode=beside & generator.engines=2
 roles.v  roles={v: {mode: frozen}}
 roles.v  roles={v: {mode: judge, model: m}}
 roles.v  roles={v: {gpus: 1}}
