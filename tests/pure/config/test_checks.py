@@ -12,7 +12,8 @@ from service.handoff.batches.advantages import ESTIMATORS, GROUP_ESTIMATORS
 
 QUICKSTART = Path("configs/quickstart.yaml")
 AGENT = ["env.name=agent", "env.command=[codex]"]
-SHORT = {"AGENT": AGENT, "TEACHER": ["algorithm.teacher={}", "scorers.t={kind: teacher, model: /m}"]}
+BESIDE = ["data.eval_mode=beside", "generator.engines=2"]
+SHORT = {"AGENT": AGENT, "BESIDE": BESIDE, "TEACHER": ["algorithm.teacher={}", "scorers.t={kind: teacher, model: /m}"]}
 
 
 REFUSED = r"""
@@ -102,7 +103,7 @@ roles.main  roles={main: {mode: judge}}
 data.eval_mode  data.eval_mode=beside & generator.engines=2
 run.keep_best  run.keep_best=eval/made/avg_score
 run.keep_best  run.keep_best=eval/other/avg_score & data.eval_every=4 & data.eval_make_rows=8
-run.keep_best  run.keep_best=eval/made/avg_score & data.eval_every=4 & data.eval_make_rows=8 & data.eval_mode=beside & generator.engines=2
+run.keep_best  run.keep_best=eval/made/avg_score & BESIDE & data.eval_every=4 & data.eval_make_rows=8
 roles.v  roles={v: {mode: frozen}}
 roles.v  roles={v: {mode: judge, model: m}}
 roles.v  roles={v: {gpus: 1}}
