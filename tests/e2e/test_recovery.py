@@ -7,7 +7,6 @@ import os
 import signal
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,18 +25,17 @@ ENDLESS = [
     "metrics.port=0",
 ]
 MARK = "BATON_TEST_RUN"
-STILL_SECONDS = 60.0
 
 Drive = Callable[[list[str]], Any]
 """Starts a run; see the fixture `drive`."""
 
 
-def kill(run: Any, title: str, number: signal.Signals = signal.SIGKILL) -> int:
-    """Send a signal, SIGKILL, to the first process of the run whose title contains the words; returns its id."""
+def kill(run: Any, title: str, number: signal.Signals = signal.SIGKILL) -> None:
+    """Send a signal, SIGKILL, to the first process of the run whose title contains the words."""
     for entry in sorted(Path("/proc").iterdir()):
         if entry.name.isdigit() and belongs(entry, run.mark, title):
             os.kill(int(entry.name), number)
-            return int(entry.name)
+            return
     raise AssertionError(f"the run has no process {title!r}")
 
 
@@ -115,24 +113,6 @@ def test_a_part_that_freezes_is_started_again_like_one_that_died(drive: Drive) -
     run.until("no answer of generator-0")
     run.until("generator-0 is back")
     run.until_step(run.step() + 3)
-    ended_in_order(run)
-
-
-def test_a_buffer_and_an_engine_that_stand_still_for_a_minute_cost_nothing_but_time(drive: Drive) -> None:
-    run = drive([*ENDLESS, "generator.silent_deadline=20"])
-    until_checkpoint(run)
-    for part in ("ray::BufferActor", "VLLM::EngineCore"):
-        process, before = kill(run, part, signal.SIGSTOP), run.step()
-        goes_on = time.monotonic() + STILL_SECONDS
-        run.until_true(lambda until=goes_on: time.monotonic() > until, f"{part} went on")
-        with suppress(ProcessLookupError):  # a frozen engine is replaced
-            os.kill(process, signal.SIGCONT)
-        run.until_step(before + 4)
-    ended_in_order(run)
-
-
-def ended_in_order(run: Any) -> None:
-    """Stop a run; each of its steps is in its metrics once."""
     run.process.send_signal(signal.SIGTERM)
     assert run.end() == 128 + signal.SIGTERM, "".join(run.said)
     lines = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
