@@ -155,10 +155,7 @@ class VllmEngine:
                 outputs = llm.generate(prompt, make(sampling), request_id, lora_request=self._adapter)
                 output = [output async for output in outputs][-1]
             except Exception as error:  # noqa: BLE001 - raised, as it is or as the core's death
-                refused = (
-                    StructureRefused(str(error)) if sampling.structure and isinstance(error, ValueError) else error
-                )
-                raise self._death() or refused from None
+                raise self._death() or _refused(error, sampling) from error.__cause__
             seconds = seconds_of(output.metrics)
         completion = output.outputs[0]
         token_ids, experts = np.asarray(completion.token_ids, np.int32), completion.routed_experts
@@ -412,7 +409,7 @@ def _refused(error: Exception, sampling: Sampling) -> Exception:
     """The error of a request; a form of answer that vLLM refuses is no failure of the engine."""
     from vllm.exceptions import VLLMValidationError
 
-    return StructureRefused(error) if sampling.structure and isinstance(error, VLLMValidationError) else error
+    return StructureRefused(str(error)) if sampling.structure and isinstance(error, VLLMValidationError) else error
 
 
 @lru_cache(maxsize=1024)
