@@ -20,6 +20,7 @@ from tests.pure.agents.talks import called
 TOOL = {"type": "function", "function": {"name": "search", "parameters": {"type": "object", "properties": {}}}}
 
 
+@pytest.mark.slow
 async def test_an_agent_is_tried_with_a_script_and_its_traffic_is_kept_without_keys(tmp_path: Path) -> None:
     script, record = tmp_path / "replies.txt", tmp_path / "wire.jsonl"
     script.write_text("\n".join((called().replace("\n", " "), "Fox ages", "it is 17")))
