@@ -3,8 +3,9 @@ reached, and their handles.
 
 As measured of Ray (and as its sources say):
 
-death                    calls under way fail with ActorDiedError; with `retries` the next process gets them
-no process               calls fail with ActorUnavailableError; with `retries` they wait for the next process
+death                    calls under way fail with ActorDiedError; with `retries` the next process gets them, but for
+                         a method without retries
+no process               calls fail with ActorUnavailableError; with `retries` of the actor they wait for the next
 not yet made             calls wait
 SIGSTOP                  nothing is answered and nothing fails
 lost connection          the driver's calls under way fail with ActorUnavailableError, though they go on at the actor
@@ -30,6 +31,8 @@ from tests.sim.virtual_asyncio import PROCESS, SimProcess, VirtualLoop
 
 NOTICE_SECONDS = 0.1
 """Seconds from a death to the errors of its calls."""
+OFTEN = "life"
+"""The method that is called so often that half of all events would be about it."""
 ANSWERED_SECONDS = 1.5
 """Seconds after which a new process has answered something."""
 ANSWER_SECONDS = 0.002
@@ -44,6 +47,8 @@ class Call:
     arguments: tuple[Any, ...]
     caller: SimProcess | None
     answers: list[asyncio.Future[Any]]
+    is_repeated: bool
+    """By the next process, if this one dies."""
     is_over: bool = False
 
     def settle(self, error: BaseException | None, results: tuple[Any, ...] = ()) -> None:
@@ -107,7 +112,7 @@ class MadeActor:
         self.handle = Handle(self)
         self._waiting: list[Call] = []
         self._under_way: dict[Call, SimProcess] = {}
-        self._was_made = False
+        self._was_made, self._began = False, 0.0
         self._locks: dict[str, asyncio.Lock] = {}
         self._comes: Callable[[], None] | None = None
 
@@ -115,7 +120,7 @@ class MadeActor:
 
     def start(self) -> None:
         """Begin a process."""
-        self.process, self._was_made = SimProcess(self.name), True
+        self.process, self._was_made, self._began = SimProcess(self.name), True, self.ray.loop.time()
         self._locks = defaultdict(asyncio.Lock)
         self.body = self.process.context().run(self.make)
         self.ray.processes[self.body._process] = ""
@@ -151,11 +156,14 @@ class MadeActor:
             self.start()
 
     def strike(self, blow: Callable[[], None]) -> None:
-        """Do something to its process: now, or soon after there is one again."""
-        if self.process is not None:
-            blow()
+        """Do something to its process: now, or once there is one that has answered; before that it is still the
+        process that others miss."""
+        if self.process is None:
+            self._comes = partial(self.strike, blow)
+        elif (seconds := self._began + ANSWERED_SECONDS - self.ray.loop.time()) > 0:
+            self.ray.later(seconds, partial(self.strike, blow))
         else:
-            self._comes = partial(self.ray.later, ANSWERED_SECONDS, blow)
+            blow()
 
     # -- its calls ----------------------------------------------------------------------------------------------------
 
@@ -167,7 +175,9 @@ class MadeActor:
             answer: asyncio.Future[Any] = loop.create_future()
             answer.add_done_callback(lambda done: done.cancelled() or done.exception())
             answers.append(answer)
-        call = Call(method, arguments, caller, answers)
+        call = Call(
+            method, arguments, caller, answers, getattr(function, "__ray_max_task_retries__", self.retries) != 0
+        )
         if caller is not None and not caller.alive:
             for answer in answers:
                 answer.cancel()
@@ -197,7 +207,7 @@ class MadeActor:
         """Calls whose process died."""
         for call in calls:
             del self._under_way[call]
-            if self.is_gone or not self.retries:
+            if self.is_gone or not call.is_repeated:
                 self._fail(call, ray.exceptions.ActorDiedError(), NOTICE_SECONDS)
             else:
                 self.ray.later(NOTICE_SECONDS, partial(self._send, call))
@@ -205,7 +215,7 @@ class MadeActor:
     def cut(self) -> None:
         """The driver lost its connection: it gets no answer to what is under way here."""
         for call in [call for call in self._under_way if call.caller is None]:
-            if self.retries:
+            if call.is_repeated:
                 del self._under_way[call]
                 self._waiting.append(call)  # made again, though it may be done already
             else:
@@ -221,7 +231,21 @@ class MadeActor:
         process = self.process
         assert process is not None
         self._under_way[call] = process
-        process.context().run(self.ray.loop.create_task, self._answer(call, process, self.body))
+        if call.method == OFTEN and not process.stands_still:
+            self.ray.later(ANSWER_SECONDS, partial(self._answer_at_once, call, self.body))
+        else:
+            process.context().run(self.ray.loop.create_task, self._answer(call, process, self.body))
+
+    def _answer_at_once(self, call: Call, body: Any) -> None:
+        """Answer without a task of the process, for a method that waits for nothing."""
+        if self._under_way.pop(call, None) is not None:
+            result = getattr(body, call.method)()
+            if inspect.iscoroutine(result):
+                try:
+                    result.send(None)
+                except StopIteration as done:
+                    result = done.value
+            call.settle(None, (result,))
 
     async def _answer(self, call: Call, process: SimProcess, body: Any) -> None:
         error, results = None, ()
@@ -297,6 +321,10 @@ class MadeRay:
     def kill(self, handle: Handle, no_restart: bool = True) -> None:
         """As `ray.kill`."""
         handle._actor.die(not no_restart, cause=None)
+
+    def restarts(self, handle: Handle) -> bool:
+        """As `actors.deaths._restarts`."""
+        return handle._actor.process is None
 
     async def cause_of_death(self, name: str, last: Life) -> str | None:
         """As `actors.deaths.cause_of_death`."""

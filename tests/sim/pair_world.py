@@ -27,6 +27,7 @@ from unittest.mock import patch
 import ray
 
 import actors.buffer.actor
+import actors.deaths
 import actors.driver.coordinator
 import actors.generator.actor
 import actors.observe.reporting
@@ -69,7 +70,7 @@ from tests.sim.made_parts import (
     free_images,
 )
 from tests.sim.made_ray import MadeActor, MadeRay
-from tests.sim.pairs import Pair, Told
+from tests.sim.pairs import CUT_SECONDS, Pair, Told
 from tests.sim.virtual_asyncio import START, VirtualEvent, VirtualLoop, VirtualThread
 from tests.sim.witness import Broken, Witness
 
@@ -78,8 +79,6 @@ VOCABULARY = 100
 END_SECONDS = 900.0
 """Virtual seconds after which a run counts as hanging; a calm one takes about 40."""
 STOP_SECONDS = 60.0
-CUT_SECONDS = 2.0
-"""How long the driver has no connection."""
 
 STRIKES: dict[str, tuple[str, str, int, float]] = {
     "start": ("buffer", "ready", 1, 4.0),
@@ -196,7 +195,7 @@ class PairWorld:
         hub = add(MadeActor(self.ray, "metrics-hub", SimHub, partial(SimHub, self._folder / "run"), 2.0), 1.0)
         judge = add(MadeActor(self.ray, "scorer-judge-0", Judge, Judge, 3.0, seconds={"reply": 0.2}), 1.0)
         made = partial(BufferActor, self._json, VOCABULARY, files[1], "journal", "metrics-hub", None, workers)
-        buffer = MadeActor(self.ray, "buffer", BufferActor, made, 2.0, retries=True)
+        buffer = MadeActor(self.ray, "buffer", BufferActor, made, 6.0, retries=True)
         of_rank = {"load": 5.0, "step": 1.0, "weights": 0.2, "save": 0.2, "finish_save": 1.0, "export": 1.0}
         of_rank |= {"restore": 1.0, "bucket": 0.05}
         ranks = [
@@ -321,6 +320,7 @@ class PairWorld:
             (RunWriter, "plot", lambda writer: None),
             (actors.driver.coordinator, "HostWatch", watch),
             (actors.driver.coordinator, "cause_of_death", self.ray.cause_of_death),
+            (actors.deaths, "_restarts", self.ray.restarts),
             (actors.buffer.actor, "Journal", journal),
             (actors.buffer.actor, "lock_journal", lambda folder, seconds: io.StringIO()),
             (actors.generator.actor, "VllmEngine", SimEngine),

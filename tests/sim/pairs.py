@@ -22,11 +22,14 @@ VICTIMS = (
 _RANK = re.compile(r"trainer-\d|the trainer (failed|is silent)")
 NAMED = {"trainer-0": _RANK, "trainer-1": _RANK, "engine": re.compile("generator-0")}
 NAMED |= {"scorer-judge-0": re.compile("scorer"), "metrics-hub": re.compile("metrics.hub")}
+NAMED |= {"connection": re.compile("contact|cannot be reached|unavailable")}
 """What names a victim in a line, where that is not its name."""
 OUTSIDE = ("agent worker", "connection")
 """No actors: a run learns of their end only by what it waits for."""
 MOMENTS = ("start", "lease", "step", "publication", "checkpoint", "end")
 DELAYS = (0.0, 1.0, 4.0, 15.0)
+CUT_SECONDS = 2.0
+"""How long the driver has no connection."""
 SILENCE_SECONDS = 30.0
 """For which a wait may outlast its cause without a line that names it."""
 NAMING_SECONDS = 5.0
@@ -69,11 +72,13 @@ class Told:
 
     def naming(self) -> list[tuple[str, float]]:
         """For each death of an actor the seconds to the first line that names it; infinite if none does, although
-        the run went on for `NAMING_SECONDS`."""
-        found: list[tuple[str, float]] = []
+        the run went on for `NAMING_SECONDS`. Without its connections the driver has missed all actors before."""
+        found, cuts = list[tuple[str, float]](), [at for at, who in self.deaths if who == "connection"]
         for at, who in self.deaths:
             named = next((t - at for t, line in self.said if t >= at and names(line, who)), math.inf)
-            if who not in OUTSIDE and (named < math.inf or self.seconds - at > NAMING_SECONDS):
+            if who in OUTSIDE or any(cut <= at < cut + CUT_SECONDS for cut in cuts):
+                continue
+            if named < math.inf or self.seconds - at > NAMING_SECONDS:
                 found.append((who, named))
         return found
 
