@@ -143,10 +143,13 @@ def submit(arguments: argparse.Namespace, overrides: list[str]) -> int:
 def agent_try(arguments: argparse.Namespace, overrides: list[str]) -> int:
     """Try an agent."""
     from service.config import load_config
+    from service.evaluation.report import check_output
 
     texts = arguments.scripted and arguments.scripted.read_text("utf-8", "replace").splitlines()
     if not texts and (arguments.scripted or not arguments.model):
         raise UserError("baton agent-try: give a model's folder, or --scripted FILE with what the policy says")
+    if arguments.record is not None:
+        check_output(arguments.record, "--record")
     settings = ["agents={}"] if arguments.config else TRY_SETTINGS
     config = load_config(arguments.config, [*settings, *overrides])
     if not texts:

@@ -118,8 +118,8 @@ class Agents:
         try:
             return await self._played(session, task, guard, seed, sink, restored is not None)
         finally:
-            if session.recorded is not None:
-                session.recorded.cancel()
+            if session.recorded is not None and session.recorded.cancel():
+                self.sessions.finished(session, "")  # the buffer was not asked, so no end of it counts
             self.sessions.remove(session)
 
     async def _played(

@@ -38,12 +38,14 @@ class EndedSessions:
         self._known: dict[str, Ended] = {}
         self._names: dict[str, str] = {}
         """By the digest of the key."""
+        self._written = 0
+        """Lines of the file."""
         self._file = file if file is not None and file.parent.is_dir() else None
         if self._file is not None and self._file.exists():
             for line in self._file.read_text("ascii", errors="replace").splitlines():
                 if len(parts := line.split(" ")) == len(Ended._fields):  # else its writer was killed
                     self._keep(Ended(*parts))
-            write_atomic(self._file, "".join(map(_line, self._known.values())))
+            self._rewrite(self._file)
 
     def note(self, ended: Ended) -> None:
         """Note that a session ended."""
@@ -52,6 +54,9 @@ class EndedSessions:
             if self._file is not None:
                 with self._file.open("a", encoding="ascii") as file:
                     file.write(_line(ended))
+                self._written += 1
+                if self._written > 2 * MAX_ENDED:
+                    self._rewrite(self._file)
         except OSError as error:
             log.warning("%s: %s; after a restart, repeated requests of sessions get 404", self._file, error)
             self._file = None
@@ -64,6 +69,11 @@ class EndedSessions:
     def of(self, key: str, name: str | None = None) -> Ended | None:
         """The ended session of this name, by default the one whose key has this digest; None if it is not known."""
         return self._known.get(self._names.get(key, "") if name is None else name)
+
+    def _rewrite(self, file: Path) -> None:
+        """Leave out of the file what is no longer known."""
+        write_atomic(file, "".join(map(_line, self._known.values())))
+        self._written = len(self._known)
 
     def _keep(self, ended: Ended) -> None:
         self.forget(ended.name)

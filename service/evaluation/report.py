@@ -29,14 +29,14 @@ def table(evaluations: Sequence[Evaluation]) -> str:
     return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)
 
 
-def check_output(file: Path) -> None:
+def check_output(file: Path, option: str = "--output") -> None:
     """Raises `UserError` if results cannot be written to this file."""
     if file.is_dir():
-        raise UserError(f"--output {file}: is a folder; give a file")
+        raise UserError(f"{option} {file}: is a folder; give a file")
     if not file.parent.is_dir():
-        raise UserError(f"--output {file}: there is no folder {file.parent}{near(file.parent)}; make it first")
+        raise UserError(f"{option} {file}: there is no folder {file.parent}{near(file.parent)}; make it first")
     if not os.access(file if _is_written_through(file) else file.parent, os.W_OK):
-        raise UserError(f"--output {file}: cannot be written; give a file that can")
+        raise UserError(f"{option} {file}: cannot be written; give a file that can")
 
 
 def write_output(file: Path, text: str) -> None:

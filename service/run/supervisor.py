@@ -3,7 +3,8 @@
 each second     "which process are you, and are you set up?"
 no process, another process, or one that is not set up      lost: who waited before the question gets `ProcessLost`;
                                                             if nobody waits, the cause is printed
-no answer       after `SILENT_SECONDS` a line; after the actor's own deadline it is lost too
+no answer       after `SILENT_SECONDS` a line, again after each `AGAIN_SECONDS`; after the actor's own deadline it is
+                lost too
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ PROBE_SECONDS = 1.0
 """Seconds between an answer of a process and the next question."""
 SILENT_SECONDS = 10.0
 """Seconds without an answer after which a process is named; one that is busy answers late."""
+AGAIN_SECONDS = 20.0
+"""Seconds after which a process that still does not answer is named again."""
 CAUSE_SECONDS = 2.5
 """Seconds that a failed call waits for the question that finds the cause: its process may have died."""
 
@@ -132,7 +135,7 @@ class Supervisor:
         try:
             while not (await asyncio.wait([asking], timeout=step))[0]:
                 seconds += step
-                if seconds == step and self._known.get(name):
+                if (seconds - step) % AGAIN_SECONDS < step and self._known.get(name):
                     self._say(f"{name} has not answered for {seconds:.0f} s")
                 if seconds >= deadline and self._waiting[name]:
                     raise Starved(f"no answer of {name} for {seconds:.0f} s")

@@ -153,7 +153,8 @@ def ignored_fields(body: Mapping[str, Any], shape: type[Struct], tools: Collecti
         for inner in (value if name in OPTIONS and isinstance(value, dict) else ("",))
         if inner != "format"
     )
-    left_out = (f"tools.{tool['type']}" for tool in body.get("tools") or () if _is_left_out(tool, tools))
+    offered = body.get("tools") if tools else None
+    left_out = (f"tools.{tool['type']}" for tool in offered or () if _is_left_out(tool, tools))
     return tuple(islice(filter(FIELD_NAME.fullmatch, chain(names, left_out)), MAX_NAMED))
 
 

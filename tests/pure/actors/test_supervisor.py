@@ -155,14 +155,17 @@ async def test_a_process_that_dies_before_it_has_answered_is_named() -> None:
     watching.stop()
 
 
-async def test_silence_is_named_and_ends_a_wait_at_the_deadline_of_the_actor() -> None:
+async def test_silence_is_named_repeatedly_and_ends_a_wait_at_the_deadline_of_the_actor(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(supervisor, "AGAIN_SECONDS", 2 * supervisor.SILENT_SECONDS)
     actor, said = Actor(), list[str]()
     watching = await supervised(actor, said, deadline=0.15, hint=" (it hangs)")
     actor.may_answer.clear()
     with pytest.raises(ProcessLost, match=r"^no answer of buffer for 0 s \(it hangs\)$"):
         async with asyncio.timeout(30):
             await watching.unless_lost(["buffer"], asyncio.Event().wait())
-    assert said == ["buffer has not answered for 0 s"]
+    assert said == ["buffer has not answered for 0 s"] * 2
     watching.stop()
 
 

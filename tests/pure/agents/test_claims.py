@@ -18,6 +18,8 @@ import pytest
 
 from actors.engine.run_player import RunPlayer
 from baton.examples import lookup
+from service.agents import ended_sessions
+from service.agents.ended_sessions import Ended, EndedSessions
 from service.agents.offers import Offers
 from service.agents.runner.runner import AgentRunner
 from service.agents.session import Session
@@ -239,6 +241,22 @@ async def test_a_finish_says_what_the_buffer_said(model: Path, tasks: list[Task]
             await asyncio.sleep(0.01)
         abandoned.cancel()
         assert (await finishing)[0] == 503
+        with suppress(asyncio.CancelledError):
+            await abandoned
+        assert (await served.post("/rl/sessions/6-0-0/finish", {"reward": 1.0}))[0] == 404
+
+
+def test_the_file_of_ended_sessions_holds_the_newest_ones_and_stays_small(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ended_sessions, "MAX_ENDED", 4)
+    file = tmp_path / "ended"
+    noted = EndedSessions(file)
+    for number in range(30):
+        noted.note(Ended(f"s{number}", f"key{number}", "body"))
+        assert len(file.read_text().splitlines()) <= 8
+    again = EndedSessions(file)
+    assert [again.of(f"key{number}") is not None for number in range(30)] == [False] * 26 + [True] * 4
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from service.rollout.chat.chat import Chat
 from service.types import NO_VERSION
 from tests.pure.agents.dialect_clients import QUESTION, SEARCH
 from tests.pure.agents.dialect_server import DialectServer, events_of
-from tests.pure.agents.endpoint import CHAT, MESSAGES, RESPONSES, client_of, opened, whole
+from tests.pure.agents.endpoint import CHAT, COMPLETIONS, MESSAGES, RESPONSES, client_of, opened, whole
 
 SCHEMA = {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}
 ASKED: dict[str, dict[str, Any]] = {
@@ -132,6 +132,9 @@ async def test_fields_that_are_ignored_are_named_by_a_bounded_number_of_plain_na
     async with opened(bytes_chat) as house, client_of(house, house.session()) as client:
         answer = await client.answer(CHAT, {**ASKED[CHAT], "guided_json": {}, "text": {"verbosity": "low"}, **strange})
         assert answer.headers[IGNORED_HEADER] == "guided_json, text.verbosity"
+        for tools in ("auto", 5, {"type": "x"}, [5]):  # completions have none
+            answer = await client.answer(COMPLETIONS, {"prompt": "a", "tools": tools})
+            assert (answer.status, answer.headers[IGNORED_HEADER]) == (200, "tools")
         for start in range(0, 1000, 100):
             await client.answer(CHAT, {**ASKED[CHAT], **{f"x{i}": 1 for i in range(start, start + 100)}})
         assert len(caplog.text) < 10_000
