@@ -350,6 +350,8 @@ class Coordinator:
                 return answer
             accepted(answer)
             self._waits_for = f"a mini-batch: {answer.detail}"
+            if down := self._generator_pool.down():
+                self._waits_for += f"; restarting: {', '.join(down)}"
             self._telemetry.doing("waiting", reason=answer.reason, detail=answer.detail)
             statuses = await self._generator_pool.statuses()
             try:

@@ -407,9 +407,11 @@ async def _load_adapter(llm: AsyncLLM, info: dict[str, Any]) -> None:
 
 def _refused(error: Exception, sampling: Sampling) -> Exception:
     """The error of a request; a form of answer that vLLM refuses is no failure of the engine."""
+    if not sampling.structure:
+        return error
     from vllm.exceptions import VLLMValidationError
 
-    return StructureRefused(str(error)) if sampling.structure and isinstance(error, VLLMValidationError) else error
+    return StructureRefused(str(error)) if isinstance(error, VLLMValidationError) else error
 
 
 @lru_cache(maxsize=1024)

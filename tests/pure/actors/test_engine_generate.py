@@ -86,6 +86,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> VllmEngine:
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     module: Any = sys.modules["vllm.sampling_params"]
     module.SamplingParams, module.RequestOutputKind = SimpleNamespace, Kinds
+    module.StructuredOutputsParams = SimpleNamespace
     return VllmEngine(Config(weights=WeightsConfig(kv_cache="keep")), Path("nowhere"))
 
 

@@ -402,7 +402,7 @@ async def test_weights_that_are_lost_on_their_way_are_waited_for_until_the_next(
     ]
 
 
-async def test_a_generator_that_starts_again_is_not_up() -> None:
+async def test_a_generator_that_starts_again_is_down() -> None:
     world = await World("memory").started()
     never = asyncio.Event()
 
@@ -417,7 +417,7 @@ async def test_a_generator_that_starts_again_is_not_up() -> None:
     world.generators[0].run = Method(raises)
     running = asyncio.ensure_future(world.pool.run())
     await until(lambda: bool(world.told))
-    assert world.pool.up() == {"generator-1": world.generators[1]}
+    assert world.pool.up() == {"generator-1": world.generators[1]} and world.pool.down() == ["generator-0"]
     running.cancel()
 
 
