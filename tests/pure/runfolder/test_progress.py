@@ -90,8 +90,8 @@ def test_a_line_says_what_bound_the_step_and_how_long_the_run_still_takes(tmp_pa
         clock.now += waited + trained
         step(going, number)
     assert going.seconds_left == pytest.approx((1000 - 12) * 6.0)
-    clock.now += QUIET_SECONDS
-    states["waiting"] += QUIET_SECONDS
+    clock.now += 60.0  # more than QUIET_SECONDS
+    states["waiting"] += 60.0
     step(going, 13)
     assert said[-1].endswith("60 s a step, bound by generation (89%)  72 s, 6.6 h left")
     run.close()
