@@ -26,7 +26,10 @@ QWEN3 = {"model_type": "qwen3", "vocab_size": 151936, "head_dim": 128, "num_key_
 QWEN3 |= {"max_position_embeddings": 40960, "tie_word_embeddings": True}
 QWEN2 = {"model_type": "qwen2", "vocab_size": 151936, "max_position_embeddings": 32768, "tie_word_embeddings": True}
 SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+SMOLLM2 = {"model_type": "llama", "vocab_size": 49152, "head_dim": 64, "num_key_value_heads": 3}
+SMOLLM2 |= {"max_position_embeddings": 8192, "tie_word_embeddings": True}
 SHAPES: dict[str, dict[str, Any]] = {
+    "SmolLM2-135M": SMOLLM2 | dict(zip(SIZES, (576, 1536, 30, 9), strict=True)),
     "Qwen2.5-0.5B": QWEN2 | dict(zip(SIZES, (896, 4864, 24, 14), strict=True)) | {"num_key_value_heads": 2},
     "Qwen2.5-1.5B": QWEN2 | dict(zip(SIZES, (1536, 8960, 28, 12), strict=True)) | {"num_key_value_heads": 2},
     "Qwen2.5-3B": QWEN2 | dict(zip(SIZES, (2048, 11008, 36, 16), strict=True)) | {"num_key_value_heads": 2},
@@ -40,8 +43,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "Qwen3-14B": QWEN3 | dict(zip(SIZES, (5120, 17408, 40, 40), strict=True)) | {"tie_word_embeddings": False},
     "Qwen3-32B": QWEN3 | dict(zip(SIZES, (5120, 25600, 64, 64), strict=True)) | {"tie_word_embeddings": False},
 }
-"""The shapes of published models, from the `config.json` of `Qwen/<name>` on Hugging Face; the instruct models have the
-same."""
+"""The shapes of published models, from the `config.json` of `Qwen/<name>` and `HuggingFaceTB/<name>` on Hugging Face;
+the instruct models have the same."""
 
 BUDGET = 16384
 """Tokens of a micro-batch."""
