@@ -119,6 +119,11 @@ class Checkpointer:
             status = await call(self._buffer.status, who="the buffer")
             self._uploads.reached(step, status["accepted_tokens"])
 
+    @property
+    def completes(self) -> bool:
+        """Return whether the buffer has not been notified yet of a checkpoint whose files are written."""
+        return self._completing is not None and not self._completing.done()
+
     async def abandon(self) -> None:
         """Discard the unfinished checkpoint, because the ranks that were writing it died."""
         if self._completing is not None:

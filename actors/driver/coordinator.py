@@ -383,6 +383,8 @@ class Coordinator:
         if self._version.step > self._failed_at:
             self._trainer_failures, self._failed_at = 0, self._version.step
         self._trainer_failures += 1
+        if self._checkpoints.completes:  # which may wait for the buffer
+            self._say(f"{error}; the last checkpoint is completed first")
         await self._checkpoints.abandon()
         manifest = self._checkpoints.newest()
         unwritten = f"; the final weights of step {self._version.step} are not written" if self._stopping else ""

@@ -9,21 +9,7 @@ import pytest
 
 from service.run.supervisor import SILENT_SECONDS, Supervisor
 from tests.sim.pair_world import STEPS, PairWorld, run_pair
-from tests.sim.pairs import MOMENTS, NAMING_SECONDS, OUTSIDE, SILENCE_SECONDS, VICTIMS, Pair, pairs_of
-
-OPEN = {
-    *(pair for victim in VICTIMS for pair in pairs_of(victim) if pair.moment == "start" and "engine" in pair.victims),
-    *(Pair(rank, rank, moment, 4.0) for rank in ("trainer-0", "trainer-1") for moment in MOMENTS),
-}
-"""Whose end is wrong still."""
-
-
-def test_a_core_that_dies_while_its_engine_starts_is_started_again(tmp_path: Path) -> None:
-    assert run_pair(Pair("engine", "metrics-hub", "start", 0.0), tmp_path).wrong() == []
-
-
-def test_a_rank_that_dies_as_soon_as_it_is_back_is_named(tmp_path: Path) -> None:
-    assert run_pair(Pair("trainer-0", "trainer-0", "step", 4.0), tmp_path).wrong() == []
+from tests.sim.pairs import NAMING_SECONDS, OUTSIDE, SILENCE_SECONDS, VICTIMS, pairs_of
 
 
 def test_a_run_in_which_nothing_dies_finishes_and_says_so(tmp_path: Path) -> None:
@@ -36,15 +22,13 @@ def test_a_run_in_which_nothing_dies_finishes_and_says_so(tmp_path: Path) -> Non
 def test_a_run_goes_on_whatever_dies_with_or_after(first: str, tmp_path: Path) -> None:
     wrong, named = dict[str, list[str]](), list[float]()
     for pair in pairs_of(first):
-        if pair in OPEN:
-            continue
         told = run_pair(pair, tmp_path)
         if found := told.wrong():
             wrong[str(pair)] = found
         named += [seconds for _, seconds in told.naming()]
     assert wrong == {}
     named.sort()
-    assert len(named) > 100 and named[int(0.99 * len(named))] < NAMING_SECONDS
+    assert len(named) > 80 and named[int(0.99 * len(named))] < NAMING_SECONDS
 
 
 def seconds_to_name(victim: str, folder: Path) -> float:
