@@ -20,7 +20,8 @@ examples:
   baton eval models/Qwen2.5-3B-Instruct --config configs/gsm8k.yaml --output before.json
 
 A run is evaluated with its own configuration. The table has the mean reward, pass@k over data.eval_samples trajectories
-of each prompt, the turns and sampled tokens of a trajectory, and the number of lost trajectories.
+of each prompt, the turns and sampled tokens of a trajectory, the fraction of responses that were cut at
+generator.max_generate_length (cut), and the number of lost trajectories.
 
 exit code: 0 evaluated, 2 the input is wrong (one line says what), 1 an engine failed, 128 + n stopped by signal n.
 """

@@ -61,7 +61,7 @@ COMMANDS = (
     Command("init", "write a folder to begin a task of your own", "service.cli.init"),
     Command("run", "run a training", "service.cli.train", True),
     Command("eval", "evaluate a model, a run or a checkpoint", "service.cli.evaluate", True),
-    Command("export", "write the weights of a run as a Hugging Face folder", "service.cli.export"),
+    Command("export", "write the weights of a run or a checkpoint as a Hugging Face folder", "service.cli.export"),
     Command("submit", "run a training as a job on a Ray cluster", "service.cli.submit", True),
     Command("config", "show or check a configuration, or print its schema", "service.cli.configuration"),
     Command("status", "what a run is doing now, or how it ended", "service.cli.status"),

@@ -171,7 +171,7 @@ def _module_problems(config: Config) -> Iterator[_Problem]:
 
 def near(path: Path) -> str:
     """In brackets, the path with the most similar name beside a missing one; empty if there is none."""
-    names = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
+    names = [entry.name for entry in path.parent.glob("[!.]*")] if path.parent.is_dir() else []
     near = difflib.get_close_matches(path.name, names, n=1)
     return f" (there is {path.parent / near[0]})" if near else ""
 

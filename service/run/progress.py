@@ -18,14 +18,14 @@ from service.run.writer import RunWriter
 from service.types import PolicyVersion
 
 LINES = 20
-"""About how many progress lines a run of quick steps prints."""
+"""About how many progress lines a run of quick steps prints, beside that of its first step."""
 QUIET_SECONDS = 30.0
 """Longest time without a progress line: the next step after it prints one in any case."""
 PLOT_SECONDS = 20.0
 """Seconds between two drawings of the learning curve during the run."""
 
 RECENT_STEPS = 20
-"""Steps by which the time left is estimated."""
+"""Steps whose mean time a progress line has, and by which the time left is estimated."""
 
 
 class Progress:
@@ -136,8 +136,10 @@ class Progress:
             )
         self._rewards.append(line["reward/avg_raw_reward"])
         self._staleness.append(line["async/staleness_mean"])
-        if version.step % max(1, self._max_steps // LINES) == 0 or now - self._said > QUIET_SECONDS:
-            self._say(step_line(line, self._max_steps, self._times.shares(), now - self._began, self.seconds_left))
+        first, due = len(self._recent) == 1, version.step % max(1, self._max_steps // LINES) == 0
+        if first or due or now - self._said > QUIET_SECONDS:
+            mean, left = sum(self._recent) / len(self._recent), self.seconds_left
+            self._say(step_line(line, self._max_steps, mean, self._times.shares(), now - self._began, left))
             self._said = now
         self._diagnosis.stepped(line)
         found = self._diagnosis.found()
@@ -204,13 +206,18 @@ def end_early(folder: RunWriter, say: Callable[[str], None], steps: int) -> None
 
 
 def step_line(
-    line: Mapping[str, float], max_steps: int, shares: Mapping[str, float], seconds: float, left: float | None
+    line: Mapping[str, float],
+    max_steps: int,
+    mean: float,
+    shares: Mapping[str, float],
+    seconds: float,
+    left: float | None,
 ) -> str:
-    """The progress line of a step; `shares`: of the last steps' time, the largest first."""
+    """The progress line of a step; `mean`: seconds of the last steps; `shares`: of all steps' time, largest first."""
     bound = "".join(f", bound by {part} ({share:.0%})" for part, share in [*shares.items()][:1])
     until = "" if not left else f", {duration(left)} left"
     return (
         f"step {line['trainer/global_step']:>4}/{max_steps}  reward {line['reward/avg_raw_reward']:.3f}"
-        f"  staleness {line['async/staleness_mean']:.2f}  {line['timing/step']:.2g} s a step{bound}"
+        f"  staleness {line['async/staleness_mean']:.2f}  {mean:.2g} s a step{bound}"
         f"  {duration(seconds)}{until}"
     )

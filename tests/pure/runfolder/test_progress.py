@@ -64,14 +64,14 @@ def step(going: Progress, number: int, generators: Sequence[dict[str, Any]] = ()
     going.stepped(PolicyVersion(1, number), METRICS | more, {}, generators)
 
 
-def test_quick_steps_have_a_line_now_and_then_and_slow_ones_one_each(tmp_path: Path, clock: Clock) -> None:
+def test_the_first_step_has_a_line_quick_ones_now_and_then_and_slow_ones_one_each(tmp_path: Path, clock: Clock) -> None:
     said: list[str] = []
     run = RunWriter(tmp_path)
     going = begun(run, said)
     for number in range(1, 101):
         clock.now += 0.1
         step(going, number)
-    assert [line.split()[1] for line in said[1:]] == ["50/1000", "100/1000"]
+    assert [line.split()[1] for line in said[1:]] == ["1/1000", "50/1000", "100/1000"]
     clock.now += QUIET_SECONDS + 1
     step(going, 101)
     assert said[-1].startswith("step  101/1000 ")
@@ -93,7 +93,7 @@ def test_a_line_says_what_bound_the_step_and_how_long_the_run_still_takes(tmp_pa
     clock.now += 60.0  # more than QUIET_SECONDS
     states["waiting"] += 60.0
     step(going, 13)
-    assert said[-1].endswith("60 s a step, bound by generation (89%)  72 s, 6.6 h left")
+    assert said[-1].endswith("24 s a step, bound by generation (89%)  72 s, 6.6 h left")
     run.close()
     *_, first, second, _ = read_lines(tmp_path / "metrics.jsonl")
     assert (first["bound_by"], second["bound_by"]) == ("generation", "training")
