@@ -87,6 +87,7 @@ class _Run:
     async def until_stopped(self, seconds: float) -> None:
         """Wait until the command ends or exceeds a limit."""
         watcher = asyncio.create_task(self._watch())
+        watcher.add_done_callback(lambda _: self._stopped.set())  # no command goes on unwatched
         try:
             async with asyncio.timeout(seconds):
                 await self._stopped.wait()
@@ -94,8 +95,9 @@ class _Run:
             self._check_processes(self._processes.folders())
             self._stop(TIME)
         finally:
-            watcher.cancel()
             self._loop.remove_reader(self._pidfd)
+            if not watcher.cancel():
+                watcher.result()
 
     def end(self) -> None:
         """End all processes, and read the rest of the output."""

@@ -21,6 +21,8 @@ THREADS = re.compile(r"^(Threads):\s+(\d+)", re.MULTILINE)
 RESIDENT = re.compile(r"^(RssAnon|RssShmem|VmSwap):\s+(\d+)", re.MULTILINE)
 SHARED_ONCE = re.compile(r"^(Pss_Anon|Pss_Shmem|SwapPss):\s+(\d+)", re.MULTILINE)
 KB = 1 << 10
+ESCAPED = re.compile(rb"\\([0-7]{3})")
+"""How /proc writes a space in a path."""
 BLOCK = 512
 """Bytes of a block in `stat`."""
 INIT = "1"
@@ -80,7 +82,7 @@ class Processes:
 
     def _in_memory_mounts(self, folders: Sequence[str]) -> int:
         """Bytes in file systems in memory that these processes see and this one does not."""
-        used: dict[str, int] = {}
+        used: dict[bytes, int] = {}
         looked_at = set[str]()
         for folder in folders:
             with suppress(OSError):  # as above
@@ -88,22 +90,30 @@ class Processes:
                     looked_at.add(namespace)
                     for device, place in _memory_mounts(folder):
                         if device not in self._our_mounts:
-                            found = os.statvfs(f"{folder}/root{place}")
-                            used[device] = (found.f_blocks - found.f_bfree) * found.f_frsize
+                            used[device] = _used(os.fsencode(f"{folder}/root") + place)
         return sum(used.values())
 
 
-def _memory_mounts(folder: str) -> Iterator[tuple[str, str]]:
-    """(device, path) of the file systems in memory that a process sees."""
-    for line in Path(folder, "mountinfo").read_text().splitlines():
-        fields, _, kind = line.partition(" - ")
-        if kind.startswith("tmpfs "):
-            _, _, device, _, place, *_ = fields.split(" ")
-            yield device, place.encode().decode("unicode_escape")
+def _memory_mounts(folder: str) -> Iterator[tuple[bytes, bytes]]:
+    """(device, path) of the file systems in memory that a process sees; the command chooses the paths."""
+    for line in Path(folder, "mountinfo").read_bytes().split(b"\n"):
+        fields, _, kind = line.partition(b" - ")
+        if kind.startswith(b"tmpfs "):
+            _, _, device, _, place, *_ = fields.split(b" ")
+            yield device, ESCAPED.sub(lambda found: bytes([int(found[1], 8)]), place)
+
+
+def _used(place: bytes) -> int:
+    """Bytes that are used in the file system at a path; 0 if it is out of sight."""
+    with suppress(OSError):
+        found = os.statvfs(place)
+        return (found.f_blocks - found.f_bfree) * found.f_frsize
+    return 0
 
 
 def _numbers(folder: str, file: str, pattern: re.Pattern[str]) -> Mapping[str, int]:
     """The numbers of a file in /proc by name; empty where the process has ended, or hides them."""
-    with suppress(OSError):
-        return {name: int(number) for name, number in pattern.findall(Path(folder, file).read_text())}
+    with suppress(OSError):  # the command chooses the names of its processes
+        text = Path(folder, file).read_text("utf-8", "replace")
+        return {name: int(number) for name, number in pattern.findall(text)}
     return {}

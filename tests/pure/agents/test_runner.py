@@ -295,6 +295,48 @@ async def test_a_command_has_a_shared_memory_of_its_own_which_is_bounded_and_cou
         assert got.transcript.startswith("[]\n") and not Path("/dev/shm/of-a-command").exists()
 
 
+@pytest.mark.parametrize(
+    "hides",
+    [
+        "libc.prctl(15, b'\\xff\\xfe', 0, 0, 0); x = b'x' * (200 << 20);",
+        pytest.param(
+            "place = os.getcwdb() + b'/\\xff \\xc3\\xa9\\r'; os.mkdir(place);"
+            "assert libc.mount(b'tmpfs', place, b'tmpfs', 0, None) == 0;"
+            "f = open(place + b'/f', 'wb'); [f.write(bytes(1 << 20)) for _ in range(200)];",
+            marks=[namespaced, pytest.mark.skipif(os.geteuid() != 0, reason="only root mounts")],
+        ),
+    ],
+    ids=["process", "mount"],
+)
+async def test_no_name_that_a_command_chooses_hides_what_it_uses(hides: str) -> None:
+    script = f"import ctypes, os; libc = ctypes.CDLL(None); {hides} {SLEEP}"
+    got = await finished(script, limits={"memory_bytes": 1 << 27, "folder_bytes": 1 << 30})
+    assert "limits.memory_bytes" in got.reason, (got.reason, got.transcript)
+
+
+BLIND = """
+import asyncio, os
+from pathlib import Path
+from service.agents.runner.bounded import run_command
+from service.agents.runner.sandbox import Launch
+from service.agents.runner.usage import Processes
+from service.config.command import CommandConfig
+
+def memory(*given):
+    raise RuntimeError("a bug of the watch")
+
+Processes.memory = memory
+limits = CommandConfig(command=("sleep", "60")).limits.model_dump()
+launch = Launch(("sleep", "60"), Path.cwd(), Path(os.devnull), {"PATH": os.defpath}, limits, None)
+asyncio.run(run_command(launch, 60.0, Path.cwd(), "", namespaces=False))
+"""
+
+
+def test_a_command_that_nobody_can_watch_is_ended_with_the_error(tmp_path: Path) -> None:
+    ended = subprocess.run([sys.executable, "-c", BLIND], cwd=tmp_path, stderr=subprocess.PIPE, timeout=50, check=False)
+    assert ended.returncode == 1 and b"RuntimeError: a bug of the watch" in ended.stderr
+
+
 @pytest.mark.skipif(bool(REFUSED) or KERNEL < PID_MAX_OF_NAMESPACES, reason="nothing bounds the processes of root")
 async def test_a_fork_bomb_ends_at_once_with_its_limit_as_the_reason_and_is_not_scored() -> None:
     bomb = "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass"
