@@ -155,5 +155,6 @@ def test_anything_but_the_whole_policy_is_refused() -> None:
 
 def test_a_rank_shares_only_the_version_that_was_asked_for() -> None:
     rank = TrainerRank(Config().model_dump_json(), 0)
+    rank._learner = GatheringLearner([])  # type: ignore[assignment]
     data, checksum = rank.ipc_handles(7)
     assert (len(data), checksum) == (0, EMPTY_CHECKSUM)
