@@ -38,9 +38,10 @@ def _row(row: Any, columns: ColumnsConfig, where: str) -> Any:
     elif "prompt" not in found:
         raise UserError(f"{where}: there is no column {columns.prompt!r} (data.columns.prompt), only {_names(row)}")
     if columns.ground_truth in found:
-        text = str(found.pop(columns.ground_truth))
+        given = found.pop(columns.ground_truth)
+        text = "" if given is None else str(given)
         answer = {"text": text, "hashes": after_hashes(text), "boxed": boxed(text)}[columns.answer]
-        if answer is None:
+        if not answer:
             raise UserError(
                 f"{where}, column {columns.ground_truth}: no answer of the form {columns.answer} (data.columns.answer) "
                 f"in {text[-80:]!r}"

@@ -93,6 +93,8 @@ async def test_a_published_file_is_trained_and_evaluated_as_it_is(
         ({"text": "?"}, OF_GSM8K, r"row 1: there is no column 'question' \(data.columns.prompt\), only 'text'"),
         ({"question": "?"}, OF_GSM8K, r"row 1: there is no column 'answer' \(data.columns.ground_truth\), only"),
         (GSM8K | {"answer": "5"}, OF_GSM8K, r"row 1, column answer: no answer of the form hashes .* in '5'"),
+        (GSM8K | {"answer": "2 + 3 ####"}, OF_GSM8K, r"row 1, column answer: no answer of the form hashes"),
+        (MATH | {"solution": None}, OF_MATH.model_copy(update={"answer": "text"}), "no answer of the form text"),
         (MATH | {"solution": r"\boxed{\frac{1}"}, OF_MATH, r"column solution: no answer of the form boxed"),
         (MATH | {"solution": "none"}, OF_MATH, r"column solution: no answer of the form boxed"),
     ],
