@@ -62,6 +62,8 @@ class Trial:
         print(f"export OPENAI_BASE_URL={url}/v1 OPENAI_API_KEY={key}")
         print(f"export ANTHROPIC_BASE_URL={url} ANTHROPIC_API_KEY={key}", flush=True)
         await asyncio.wait({self.session.ended})
+        if self.session.recorded is not None:
+            self.session.recorded.set_result(True)  # who finished it gets an answer
         calls, trained = self.session.tree.calls, self._agents.trained
         roles = roles_of(calls)
         print("\nat the end:", *map(told, calls, roles), sep="\n")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+from contextlib import suppress
 from pathlib import Path
 
 SECRETS = re.compile(rb"(?im)^((?:proxy-)?authorization|(?:x-)?(?:goog-)?api-key|cookie):[^\r\n]*")
@@ -19,9 +20,12 @@ async def record_wire(endpoint: str, key: str, file: Path) -> str:
 
     async def passed_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         to_reader, to_writer = await asyncio.open_connection(host, int(port))
-        kept = await asyncio.gather(_pump(reader, to_writer), _pump(to_reader, writer))
+        kept = bytearray(), bytearray()
+        with suppress(asyncio.CancelledError):  # the trial ends before its client leaves: what was said is kept too
+            await asyncio.gather(_pump(reader, to_writer, kept[0]), _pump(to_reader, writer, kept[1]))
         told = (
-            SECRETS.sub(rb"\1: [key]", one.replace(key.encode(), b"[key]")).decode(errors="replace") for one in kept
+            SECRETS.sub(rb"\1: [key]", bytes(one).replace(key.encode(), b"[key]")).decode(errors="replace")
+            for one in kept
         )
         with file.open("a", encoding="utf-8") as lines:
             lines.write(json.dumps(dict(zip(("sent", "received"), told, strict=True))) + "\n")
@@ -30,9 +34,8 @@ async def record_wire(endpoint: str, key: str, file: Path) -> str:
     return f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
 
 
-async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
-    """Pass on what comes until one side leaves; returns all of it."""
-    kept = bytearray()
+async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, kept: bytearray) -> None:
+    """Pass on what comes until one side leaves, and keep all of it."""
     try:
         while data := await reader.read(1 << 16):
             kept += data
@@ -42,4 +45,3 @@ async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> b
         pass  # the other direction is kept too
     finally:
         writer.close()
-    return bytes(kept)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -47,9 +46,11 @@ async def test_an_agent_is_tried_with_a_script_and_its_traffic_is_kept_without_k
                 asked += [message, {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": key}]
                 async with http.post(url + CHAT, json={"messages": asked, "tools": [TOOL], "stream": True}) as answer:
                     assert "it is 17" in await answer.text()
-            process.send_signal(signal.SIGINT)
-            printed += (await process.stdout.read()).decode()
-            assert await process.wait() == 0, printed
+                finish = url.replace("/s/", "/rl/sessions/") + "/finish"
+                async with http.post(finish, json={"reward": 1.0}) as answer:
+                    assert answer.status == 200
+                printed += (await process.stdout.read()).decode()  # the client keeps its connection
+            assert await process.wait() == 0 and "Traceback" not in printed, printed
     finally:
         if process.returncode is None:
             process.kill()
@@ -64,7 +65,7 @@ async def test_an_agent_is_tried_with_a_script_and_its_traffic_is_kept_without_k
     assert "fields that change nothing: top_k" in shown
     kept = [json.loads(line) for line in record.read_text().splitlines()]
     sent = "".join(one["sent"] for one in kept)
-    assert key not in record.read_text() and sent.count("x-api-key: [key]") == 3 and '"content": "[key]"' in sent
+    assert key not in record.read_text() and sent.count("x-api-key: [key]") == 4 and '"content": "[key]"' in sent
     assert "data: [DONE]" in "".join(one["received"] for one in kept)
 
 
