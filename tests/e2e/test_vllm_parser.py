@@ -33,7 +33,7 @@ def test_calls_are_read_and_what_is_malformed_stays_text(tokenizer: PreTrainedTo
     parser = VllmParser("hermes", tokenizer)
     no_object = '<tool_call>{"name": "search", "arguments": 5}</tool_call>'
     for text in ("17", f"a{CALL}", f"b{CALL}\n{CALL}"):
-        assert parser.parse(text, tools) == JsonCalls().parse(text)
+        assert parser.parse(text, tools) == JsonCalls().parse(text, tools)
     for text in ("<tool_call>{</tool_call>", no_object, CUT):
         assert parser.parse(text, tools) == Reply(text, "", ())
 
