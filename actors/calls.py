@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from textwrap import shorten
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 import ray.exceptions
 
+from service.backoff import Backoff, retried
 from service.errors import BatonError, ProcessLost, RunFailed, Starved
 from service.handoff.verbs import Wait
 from service.types import Refusal
@@ -25,6 +26,10 @@ _DIED = re.compile(r"Worker exit detail: ([^.]+)")
 
 CALL_SECONDS = 300.0
 """Deadline of a call in seconds; a buffer that restarts reads its journal before it answers."""
+RESTARTING = Backoff(0.5, 0.5)
+"""Pause before the next call to an actor that Ray restarts."""
+
+Answer = TypeVar("Answer")
 
 
 def resolve_actor(actor: Any) -> Any:
@@ -58,6 +63,15 @@ async def answer(called: Awaitable[Any], *, who: str, within: float | None) -> A
         if not waiting.expired():
             raise
         raise Starved(f"no answer of {who} for {within:.0f} s") from None
+
+
+async def started(start: Callable[[], Awaitable[Answer]], within: float = CALL_SECONDS) -> Answer:
+    """Call the method that starts an actor, and again in its next process if one is lost meanwhile.
+
+    Raises:
+        RayActorError: a process was lost more than `within` seconds after the first call.
+    """
+    return await retried(start, ray.exceptions.RayActorError, RESTARTING, within=within)
 
 
 def accepted(answer: object) -> None:

@@ -21,7 +21,7 @@ from ray.core.generated.common_pb2 import WorkerExitType
 from ray.core.generated.gcs_pb2 import WorkerTableData
 
 from service.run.memory import Memory, in_gb, remedy
-from service.run.supervisor import Life
+from service.run.supervisor import CAUSE_SECONDS, Life
 
 LOOK_SECONDS = 1.0
 """Seconds without an answer after which Ray is asked whether it restarts the actor."""
@@ -65,14 +65,23 @@ class Supervised:
 
 
 async def life_of(actor: Any) -> Life | None:
-    """Ask an actor which process it is; None: it has none."""
+    """Ask an actor which process it is; None: it has none.
+
+    Raises:
+        RayTaskError: the actor could not answer, which is a bug.
+    """
     kernel_kills.look()
     asking = asyncio.ensure_future(actor.life.remote())
     try:
         while not (await asyncio.wait([asking], timeout=LOOK_SECONDS))[0]:
-            if await asyncio.to_thread(_restarts, actor):
+            looking = asyncio.ensure_future(asyncio.to_thread(_restarts, actor))
+            # Ray's control store may be away for longer than the actor is silent.
+            await asyncio.wait([asking, looking], return_when=asyncio.FIRST_COMPLETED)
+            if looking.done() and looking.result():
                 return None
         life: Life = asking.result()
+    except ray.exceptions.RayTaskError:
+        raise
     except ray.exceptions.RayError:
         return None
     finally:
@@ -93,7 +102,10 @@ def is_death(error: BaseException) -> bool:
 async def cause_of_death(name: str, last: Life) -> str | None:
     """Return how an actor's process ended, given its last answer; None: the run has ended it."""
     for _ in range(REPORT_TRIES):
-        worker = await asyncio.to_thread(_worker, last.process)
+        try:
+            worker = await asyncio.wait_for(asyncio.to_thread(_worker, last.process), CAUSE_SECONDS)
+        except TimeoutError:
+            return "died; Ray's control store does not answer"
         if worker is None or not worker.is_alive:
             break
         await asyncio.sleep(REPORT_SECONDS)
@@ -126,7 +138,11 @@ class KernelKills:
 
     def look(self) -> None:
         """Read the counter."""
-        found = _OOM_KILLS.search(self._counters.read_text())
+        with suppress(OSError):  # some sandboxes have no such file
+            self._read(self._counters.read_text())
+
+    def _read(self, counters: str) -> None:
+        found = _OOM_KILLS.search(counters)
         count = "" if found is None else found[1]
         if self._seen not in ("", count):
             self._at = time.monotonic()

@@ -10,7 +10,7 @@ from functools import partial
 import ray.exceptions
 
 from actors.buffer.actor import LeasedBatch
-from actors.calls import accepted, call, in_a_line
+from actors.calls import accepted, call, in_a_line, started
 from actors.deaths import cause_of_death, is_death, life_of
 from actors.driver.checkpointer import Checkpointer
 from actors.driver.cluster import Cluster
@@ -20,7 +20,7 @@ from actors.evaluation.during_training import Evaluations
 from actors.generator.generator_pool import GeneratorPool
 from actors.generator.scaling import Scaling
 from actors.observe.actor_logs import parts, say_which_are_elsewhere
-from actors.observe.metrics_hub import ScrapeTargets, serving
+from actors.observe.metrics_hub import ScrapeTargets
 from actors.observe.telemetry import RunTelemetry
 from actors.scorers.actor import all_up
 from actors.trainer.step_profiles import Profiles
@@ -204,7 +204,7 @@ class Coordinator:
         made_base = self._prepared.warmed_model is not None and self._resume_from is None
         load = self._trainer.restart if made_base else self._trainer.load
         starting = {
-            "the metrics hub": serving(self._hub, self._config.run.max_restarts),
+            "the metrics hub": started(partial(call, self._hub.start, who="the metrics hub")),
             "the trainer": load(self._prepared.base),
             "the generators": self._generator_pool.start(),
         }

@@ -18,13 +18,12 @@ import ray
 import ray.exceptions
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 
-from actors.calls import ACTOR_FAILED, CALL_SECONDS, call, in_a_line
+from actors.calls import ACTOR_FAILED, CALL_SECONDS, call, in_a_line, started
 from actors.deaths import kernel_kills, life_of
 from actors.observe.telemetry import RunTelemetry
 from actors.weights.broadcasts import Broadcasts
 from actors.weights.delivery import Delivery
 from actors.weights.weight_source import TRAINER, WeightSource
-from service.backoff import Backoff, retried
 from service.config import RunConfig, WeightsConfig
 from service.config.rollout import GeneratorConfig
 from service.errors import BatonError, ProcessLost, RunFailed, Starved, UserError
@@ -36,8 +35,6 @@ STOP_SECONDS = 10.0
 """Seconds that a generator may take to stop before its process is ended."""
 HAND_OVER_SECONDS = 30.0
 """Seconds beyond its grace in which a generator that leaves hands over its open trajectories."""
-RETRY = Backoff(0.5, 0.5)
-"""Pause before the start of a restarting generator is tried again."""
 STATUS_SECONDS = 5.0
 """Seconds after which a generator that does not answer is omitted from a report."""
 BLOCKED = " (an environment that blocks its process needs env.isolation: process)"
@@ -103,7 +100,7 @@ class GeneratorPool:
             if not self._ends(name):
                 await self._start(name, self._generators[name])
 
-        await retried(start, ray.exceptions.RayActorError, RETRY, within=self._settings.start_deadline)
+        await started(start, self._settings.start_deadline)
 
     async def _start(self, name: str, generator: Any) -> None:
         """Start a generator's engine, whose own deadline ends before that of the call."""

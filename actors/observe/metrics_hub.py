@@ -14,11 +14,9 @@ import ray.exceptions
 from aiohttp import web
 
 import service
-from actors.calls import call
 from actors.deaths import Supervised
 from actors.observe.actor_logs import keep_log
 from actors.observe.http_guard import for_own_names, serve
-from service.backoff import Backoff, retried
 from service.clock import SystemClock
 from service.config import Config
 from service.errors import UserError
@@ -28,8 +26,6 @@ from service.run.folder import ADDRESS, TIMELINE, read_address, write_address
 from service.run.metrics_port import listening_socket
 from service.run.timeline import TimelineFiles
 
-RETRY = Backoff(0.5, 0.5)
-"""Pause before the next call of a hub that is restarting."""
 TARGETS_SECONDS = 30.0
 """Seconds after which the nodes of the Ray cluster, which come and go, are looked up again."""
 TEXT = "text/plain; version=0.0.4; charset=utf-8"
@@ -42,21 +38,6 @@ PAGE_HEADERS = {
 }
 VARY = {"Vary": "Accept"}
 """`/status` has two forms, so a cache has to keep them apart."""
-
-
-async def serving(hub: Any, max_restarts: int) -> str:
-    """Let the hub start to serve; returns the address. If the hub dies meanwhile, it is called again after Ray has
-    restarted it.
-
-    Raises:
-        UserError: the port is taken, or the host is not an address of this machine.
-        RayActorError: the hub died more than `max_restarts` times.
-    """
-
-    async def start() -> str:
-        return str(await call(hub.start, who="the metrics hub"))
-
-    return await retried(start, ray.exceptions.RayActorError, RETRY, tries=max_restarts + 1)
 
 
 class MetricsHub(Supervised):

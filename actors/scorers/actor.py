@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import ray
 import ray.exceptions
 
-from actors.calls import call, in_a_line
+from actors.calls import call, in_a_line, started
 from actors.deaths import Supervised
 from actors.observe.actor_logs import keep_log
 from actors.scorers.frozen_model import FrozenEngine
@@ -160,4 +161,4 @@ def place_scorers(
 async def all_up(actors: Sequence[Any], settings: Mapping[str, ScorerConfig | RoleConfig], who: str) -> None:
     """Wait until every actor can be asked; a scorer that cannot be loaded ends the run before its first step."""
     within = max((each.start_deadline for each in settings.values()), default=0.0)
-    await asyncio.gather(*(call(actor.ready, who=who, within=within) for actor in actors))
+    await asyncio.gather(*(started(partial(call, actor.ready, who=who, within=within), within) for actor in actors))

@@ -11,21 +11,18 @@ from typing import Any
 import ray
 import ray.exceptions
 
-from actors.calls import CALL_SECONDS, answer, call, in_a_line
+from actors.calls import CALL_SECONDS, RESTARTING, answer, call, in_a_line
 from actors.weights.delta import WeightBucket
 from actors.weights.part import check_parts
 from actors.weights.policy_tensors import EMPTY_CHECKSUM
 from actors.weights.weight_group import Meeting
 from actors.weights.weight_source import PublishedWeights, TrainerLost
-from service.backoff import Backoff, retried
+from service.backoff import retried
 from service.config import Config
 from service.errors import ProcessLost, RunFailed, Starved
 from service.learn.learner import StepReport
 from service.run.memory import advice
 from service.types import PolicyVersion, SupervisedRow
-
-RETRY = Backoff(0.5, 0.5)
-"""Pause before ranks that are not up yet are called again."""
 
 
 class TrainerGroup:
@@ -81,7 +78,7 @@ class TrainerGroup:
 
         errors = (ray.exceptions.RayActorError, ConnectionError)
         try:
-            await retried(came_back, errors, RETRY, within=self._start_deadline)
+            await retried(came_back, errors, RESTARTING, within=self._start_deadline)
         except errors as error:
             raise RunFailed(f"the trainer ranks did not come back within {self._start_deadline:.0f} s") from error
         await self.load(model_folder, adapter)

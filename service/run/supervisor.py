@@ -26,6 +26,10 @@ AGAIN_SECONDS = 20.0
 """Seconds after which a process that still does not answer is named again."""
 CAUSE_SECONDS = 2.5
 """Seconds that a failed call waits for the question that finds the cause: its process may have died."""
+LIVED_SECONDS = 10.0
+"""Life of a process after which its death is always a line; of those that die sooner, one after the other, few are."""
+CANCEL_SECONDS = 30.0
+"""Seconds within which work that is cancelled has to end."""
 
 Answer = TypeVar("Answer")
 
@@ -59,7 +63,12 @@ class Supervisor:
         self._full: set[str] = set()
         """Hosts whose memory was too full at the last look."""
         self._waiting: defaultdict[str, set[asyncio.Future[None]]] = defaultdict(set)
+        self._born: dict[str, float] = {}
+        """When each actor's present process answered first."""
         self._deaths: Counter[str] = Counter()
+        """Deaths in a row of processes that lived for less than `LIVED_SECONDS`."""
+        self._bug: BaseException | None = None
+        """What ended the questions to an actor."""
 
     def watch(self, name: str, probe: Probe, deadline: float = math.inf, hint: str = "") -> None:
         """Ask an actor from now on, unless it is asked already.
@@ -68,6 +77,7 @@ class Supervisor:
         """
         if name not in self._asking:
             self._asking[name] = asyncio.ensure_future(self._watch(name, probe, deadline, hint))
+            self._asking[name].add_done_callback(self._ended)
 
     def forget(self, name: str) -> None:
         """Ask this actor no more; it has left."""
@@ -85,12 +95,17 @@ class Supervisor:
 
         Raises:
             ProcessLost: a process died, was restarted, or was silent for too long.
+            RuntimeError: the work did not end when it was cancelled.
+
+        An error of a probe itself is raised here too: whoever needs any actor must not wait for one that nobody asks.
         """
         working = asyncio.ensure_future(work)
         lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         either: list[asyncio.Future[Any]] = [working, lost]
         for name in names:
             self._waiting[name].add(lost)
+        if self._bug is not None:
+            lost.set_exception(self._bug)
         try:
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             if working.done() and (error := working.exception()) is not None and self._is_death(error):
@@ -104,7 +119,8 @@ class Supervisor:
             for each in either:
                 each.add_done_callback(lambda done: done.cancelled() or done.exception())
                 each.cancel()
-            await asyncio.wait([working])
+            if not (await asyncio.wait([working], timeout=CANCEL_SECONDS))[0]:
+                raise RuntimeError(f"{working} goes on {CANCEL_SECONDS:.0f} s after it was cancelled")
 
     def report(self, name: str, error: BaseException) -> None:
         """Give who waits for this actor the error of a call by somebody else, unless a question finds the cause."""
@@ -121,9 +137,14 @@ class Supervisor:
             self._check_memory(self._known.get(name))
             if why is not None and not _give(ProcessLost(why), waiting):
                 self._deaths[name] += 1
-                if self._deaths[name].bit_count() == 1:  # of one that dies repeatedly the 1st, the 2nd, the 4th ...
+                if self._deaths[name].bit_count() == 1:  # of deaths in a row the 1st, the 2nd, the 4th ...
                     self._say(f"{why}; Ray starts it again")
             await asyncio.sleep(PROBE_SECONDS)
+
+    def _ended(self, asking: asyncio.Task[None]) -> None:
+        if not asking.cancelled() and (bug := asking.exception()) is not None:
+            self._bug = bug
+            _give(bug, [each for waiting in self._waiting.values() for each in waiting])
 
     async def _answer(self, name: str, probe: Probe, deadline: float) -> Life | None:
         """Ask once, and print that there is no answer; an actor that still starts answers late.
@@ -158,12 +179,21 @@ class Supervisor:
         """Return why the process that answered before is lost; None: it is not, or nobody needs to be told."""
         is_new = name not in self._known
         before, self._known[name] = self._known.get(name), life
+        if life is not None:
+            self._count_life(name, is_same=before is not None and life.process == before.process)
         if before is not None and (life is None or life.process != before.process):
             cause = await self._cause(name, before) or ("was ended by the run" if waits else None)
             return None if cause is None else f"the process of {name} {cause}"
         if life is None and is_new:
             return f"the process of {name} died as it started"
         return f"{name} is not set up" if waits and (life is None or not life.is_set_up) else None
+
+    def _count_life(self, name: str, is_same: bool) -> None:
+        now = asyncio.get_running_loop().time()
+        if not is_same:
+            self._born[name] = now
+        elif now - self._born[name] >= LIVED_SECONDS:
+            del self._deaths[name]
 
 
 def _give(error: BaseException, waiting: Iterable[asyncio.Future[None]]) -> bool:

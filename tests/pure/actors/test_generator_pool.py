@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 from ray.exceptions import ObjectLostError
 
-import actors.generator.generator_pool
+import actors.calls
 from actors.deaths import is_death
 from actors.generator.generator_pool import GeneratorPool
 from actors.weights.weight_group import OVER, Meeting
@@ -375,7 +375,7 @@ async def test_an_engine_that_does_not_start_again_is_one_more_failure_of_those_
 
 
 async def test_a_run_that_ends_waits_for_no_generator_that_cannot_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(actors.generator.generator_pool, "RETRY", Backoff(0.0))
+    monkeypatch.setattr(actors.calls, "RESTARTING", Backoff(0.0))
     world = await World("memory").started()
 
     async def start() -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-import actors.generator.generator_pool
+import actors.calls
 from actors.deaths import cause_of_death, is_death
 from actors.generator import scaling
 from actors.generator.generator_pool import GeneratorPool
@@ -328,7 +328,7 @@ async def test_one_that_starts_again_on_a_node_that_is_drained_leaves_and_anothe
         raise died()
 
     first.start, first.leave, first.failing["run"] = Method(starts), Method(lost), died()
-    monkeypatch.setattr(actors.generator.generator_pool, "RETRY", Backoff(0.0))
+    monkeypatch.setattr(actors.calls, "RESTARTING", Backoff(0.0))
     first.ended.set()
     await world.looked(lambda: any(line.endswith("it starts again") for line in world.lines), look=False)
     await world.settled("generator-1", draining={"a": 0})

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +14,9 @@ from ray.core.generated.gcs_pb2 import WorkerTableData
 from ray.exceptions import RayActorError, RayTaskError
 from torch import OutOfMemoryError
 
+import actors.deaths
 from actors.calls import in_a_line
-from actors.deaths import KernelKills, is_death, why_died
+from actors.deaths import KernelKills, cause_of_death, is_death, life_of, why_died
 from actors.trainer.group import TrainerGroup
 from actors.weights.weight_source import TrainerLost
 from service.config import Config
@@ -179,6 +182,101 @@ async def test_a_failure_that_somebody_else_met_reaches_who_waits() -> None:
     with pytest.raises(TrainerLost, match="a rank raised"):
         await waiting
     watching.stop()
+
+
+async def test_the_death_of_a_process_that_has_lived_is_a_line_however_often_that_happens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(supervisor, "LIVED_SECONDS", 0.0)
+    actor, said = Actor(), list[str]()
+    watching = await supervised(actor, said)
+    for number in range(2, 8):
+        actor.life = FIRST._replace(process=f"{number}")
+        await actor.asked_again(3)
+    assert len(said) == 6, said
+    watching.stop()
+
+
+@pytest.mark.parametrize("waits_before", [True, False])
+async def test_an_error_of_a_question_itself_reaches_who_waits_for_any_actor(waits_before: bool) -> None:
+    """Nobody would learn of a death of the actor that is no longer asked."""
+    actor, said = Actor(), list[str]()
+    watching = await supervised(actor, said)
+    waiting = asyncio.ensure_future(watching.unless_lost(["another"], asyncio.Event().wait()))
+    await asyncio.sleep(0)
+
+    async def fails() -> Life:
+        raise ZeroDivisionError("a bug")
+
+    watching.watch("hub", fails)
+    if not waits_before:
+        await actor.asked_again()
+        waiting.cancel()
+        waiting = asyncio.ensure_future(watching.unless_lost(["another"], asyncio.Event().wait()))
+    with pytest.raises(ZeroDivisionError):
+        async with asyncio.timeout(30):
+            await waiting
+    watching.stop()
+
+
+async def test_work_that_does_not_end_when_it_is_cancelled_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "CANCEL_SECONDS", 0.05)
+    actor, ends = Actor(), asyncio.Event()
+    watching = await supervised(actor, [])
+
+    async def stubborn() -> None:
+        while not ends.is_set():
+            with suppress(asyncio.CancelledError):
+                await ends.wait()
+
+    waiting = asyncio.ensure_future(watching.unless_lost(["buffer"], stubborn()))
+    await actor.asked_again()
+    actor.life = None
+    with pytest.raises(RuntimeError, match="goes on 0 s after it was cancelled"):
+        async with asyncio.timeout(30):
+            await waiting
+    ends.set()
+    watching.stop()
+
+
+async def test_an_actor_that_answers_is_known_while_the_control_store_of_ray_is_away(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked, is_back, answered = threading.Event(), threading.Event(), asyncio.Event()
+
+    def restarts(actor: Any) -> bool:
+        asked.set()
+        is_back.wait(30)
+        return False
+
+    async def life() -> Life:
+        await answered.wait()
+        return FIRST
+
+    monkeypatch.setattr(actors.deaths, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(actors.deaths, "_restarts", restarts)
+    asking = asyncio.ensure_future(life_of(type("Buffer", (), {"life": Method(life)})()))
+    assert await asyncio.to_thread(asked.wait, 30)
+    answered.set()
+    async with asyncio.timeout(20):
+        assert await asking == FIRST
+    is_back.set()
+
+
+async def test_a_cause_that_ray_does_not_tell_in_time_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    is_back = threading.Event()
+    monkeypatch.setattr(actors.deaths, "CAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(actors.deaths, "_worker", lambda process: is_back.wait(30))
+    assert await cause_of_death("buffer", FIRST) == "died; Ray's control store does not answer"
+    is_back.set()
+
+
+async def test_a_bug_of_an_actor_that_is_asked_is_no_death() -> None:
+    async def life() -> Life:
+        raise RayTaskError("life", "a traceback", ZeroDivisionError())
+
+    with pytest.raises(RayTaskError):
+        await life_of(type("Buffer", (), {"life": Method(life)})())
 
 
 # -- out of memory ----------------------------------------------------------------------------------------------------
