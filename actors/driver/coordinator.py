@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from functools import partial
+from typing import Any
 
 import ray.exceptions
 
@@ -203,7 +204,7 @@ class Coordinator:
         trainer was lost meanwhile."""
         made_base = self._prepared.warmed_model is not None and self._resume_from is None
         load = self._trainer.restart if made_base else self._trainer.load
-        starting = {
+        starting: dict[str, Awaitable[Any]] = {
             "the metrics hub": started(partial(call, self._hub.start, who="the metrics hub")),
             "the trainer": load(self._prepared.base),
             "the generators": self._generator_pool.start(),
@@ -216,7 +217,8 @@ class Coordinator:
 
         async def up(name: str) -> str | TrainerLost | None:
             try:
-                return await starting[name]
+                answer: str | None = await starting[name]
+                return answer
             except TrainerLost as lost:
                 return lost
             finally:

@@ -20,7 +20,7 @@ log.setLevel(logging.INFO)
 SECONDS = 5.0
 """Seconds from the first line about a phase to the second; each pause is twice as long as the one before."""
 
-MAX_SECONDS = 30.0
+MAX_SECONDS = 20.0
 """Longest pause between two lines about a phase."""
 
 

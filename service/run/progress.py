@@ -19,7 +19,7 @@ from service.types import PolicyVersion
 
 LINES = 20
 """About how many progress lines a run of quick steps prints, beside that of its first step."""
-QUIET_SECONDS = 30.0
+QUIET_SECONDS = 20.0
 """Longest time without a progress line: the next step after it prints one in any case."""
 PLOT_SECONDS = 20.0
 """Seconds between two drawings of the learning curve during the run."""
