@@ -143,11 +143,14 @@ def submit(arguments: argparse.Namespace, overrides: list[str]) -> int:
 def agent_try(arguments: argparse.Namespace, overrides: list[str]) -> int:
     """Try an agent."""
     from service.config import load_config
+    from service.config.model_folder import MODEL_CONFIG, TOKENIZER, require_files
     from service.evaluation.report import check_output
 
     texts = arguments.scripted and arguments.scripted.read_text("utf-8", "replace").splitlines()
     if not texts and (arguments.scripted or not arguments.model):
         raise UserError("baton agent-try: give a model's folder, or --scripted FILE with what the policy says")
+    if arguments.model is not None:
+        require_files(arguments.model, TOKENIZER, *(() if texts else (MODEL_CONFIG,)))
     if arguments.record is not None:
         check_output(arguments.record, "--record")
     settings = ["agents={}"] if arguments.config else TRY_SETTINGS

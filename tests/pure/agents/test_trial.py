@@ -74,3 +74,15 @@ def test_a_trial_without_a_policy_is_refused_in_one_line(tmp_path: Path, capsys:
     for words in ([], ["--scripted", str(empty)], ["models/m", "--scripted", str(empty)]):
         assert main(["agent-try", *words]) == 2
         assert "--scripted FILE" in capsys.readouterr().err
+
+
+def test_a_folder_that_is_missing_or_no_model_is_refused_in_one_line_before_vllm_is_loaded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "actors.driver.try_agent", None)  # what loads vLLM
+    (tmp_path / "replies.txt").write_text("17")
+    for words in ([], ["--scripted", str(tmp_path / "replies.txt")]):
+        for folder in (tmp_path / "none", tmp_path):
+            assert main(["agent-try", str(folder), *words]) == 2
+            (line,) = capsys.readouterr().err.splitlines()
+            assert str(folder) in line
