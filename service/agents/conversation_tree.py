@@ -170,6 +170,8 @@ class PreparedCall(NamedTuple):
     received: Sequence[Call] = ()
     """Calls that count as not delivered, and whose replies the client sends back."""
     named: str | None = None
+    prefix: str = ""
+    """Text of the prompt with which the client has begun the answer."""
 
 
 class ConversationTree:
@@ -191,13 +193,17 @@ class ConversationTree:
         """The newest call of each request's body."""
 
     def open(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool] = (), echoed: Collection[str] = ()
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Tool] = (),
+        echoed: Collection[str] = (),
+        prefix: str = "",
     ) -> PreparedCall:
         """The prompt of a client's request: continues the longest matching earlier call, or renders the whole
         conversation.
 
         Of several calls with equal content it continues the one whose ids the client sent back, in calls or as
-        `echoed`.
+        `echoed`. The answer begins with the text `prefix`, which the policy continues.
 
         Raises:
             MessagesRefused: a message cannot be read, or the chat template refuses it.
@@ -205,19 +211,22 @@ class ConversationTree:
         read = read_messages(messages)
         said = _without_leading_system(read)
         digest_of = digests(said, tools)
+        begun = self._chat.plain(prefix)
         known = {*echoed, *(of.removeprefix("call_").rpartition("_")[0] for of in echoed_ids(messages))}
         for length in range(len(said), 0, -1):
             if found := self._after.get(digest_of[length]):
                 if any(message["role"] == "assistant" for message in said[length:]):
                     break
                 parent, received = _best(found, known), self._received(read, known)
-                carried = self._renderer.follow("", parent.response.token_ids, said[length:]).token_ids
+                follows = self._renderer.follow("", parent.response.token_ids, said[length:]).token_ids
+                carried = np.concatenate([follows, begun])
                 whole = np.concatenate([parent.token_ids(), carried])
-                return PreparedCall(parent, "appended", carried, whole, digest_of[-1], tools, received=received)
+                about = tools, None, received, None, prefix
+                return PreparedCall(parent, "appended", carried, whole, digest_of[-1], *about)
         how: How = "rerendered" if any(message["role"] == "assistant" for message in said) else "root"
-        prompt_ids = self._renderer.begin(read, tools).token_ids
-        about = tools, _beginning(read, said, tools), self._received(read, known)
-        return PreparedCall(None, how, prompt_ids, prompt_ids, digest_of[-1], *about)
+        prompt_ids = np.concatenate([self._renderer.begin(read, tools).token_ids, begun])
+        first = _beginning(read, said, tools), self._received(read, known), None, prefix
+        return PreparedCall(None, how, prompt_ids, prompt_ids, digest_of[-1], tools, *first)
 
     def prompt_ids(self, prompt: str | Int32s) -> Int32s:
         """[P] ids of a prompt that a client rendered; special tokens in its text are special.
@@ -252,6 +261,7 @@ class ConversationTree:
         call = self._call(opened, response, reply, body, generation.stop_reason)
         if opened.digest is not None:
             (message,) = read_messages([call.message()])
+            message["content"] = opened.prefix + message["content"]
             call.after = extended(opened.digest, message)
         self._keep(call, np.concatenate([opened.prompt_ids, response.token_ids]))
         return call

@@ -110,7 +110,9 @@ class Routes:
                 ids = self._chat.encode(read_as(body, _Text).prompt)
             else:
                 asked = chat.read(body)
-                ids = self._chat.prompt(read_messages(asked.messages), asked.tools)
+                ids = np.append(
+                    self._chat.prompt(read_messages(asked.messages), asked.tools), self._chat.plain(asked.begun)
+                )
         except MessagesRefused as refused:
             raise Refused(400, "messages", str(refused)) from refused
         return {"count": len(ids), "max_model_len": self._max_model_len, "tokens": ids.tolist()}

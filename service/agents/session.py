@@ -265,7 +265,7 @@ class Session:
         try:
             if asked.prompt is not None:
                 return self.tree.open_ids(self.tree.prompt_ids(asked.prompt))
-            opened = self.tree.open(asked.messages, asked.tools, asked.echoed)
+            opened = self.tree.open(asked.messages, asked.tools, asked.echoed, asked.begun)
             return opened if asked.may_call else opened._replace(tools=())
         except MessagesRefused as refused:
             raise Refused(400, "messages", str(refused)) from refused

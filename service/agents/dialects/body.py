@@ -100,7 +100,6 @@ REFUSED: Mapping[str, _Unless] = {
     "conversation": WHOLE,
     "thread": WHOLE._replace(code=NO_THREAD),
     "background": _Unless((False,), "the answer comes in the same request"),
-    "continue_final_message": _Unless((False,), "an answer cannot be continued"),
     "echo": _Unless((False,), "the prompt is not repeated"),
     "suffix": _Unless(("",), "text is only continued"),
     "functions": _Unless(([],), "use tools"),
@@ -198,6 +197,20 @@ def function_tool(name: str, description: str | None, parameters: Mapping[str, A
         "type": "function",
         "function": {"name": name, **told, "parameters": parameters or {"type": "object", "properties": {}}},
     }
+
+
+def taken_begun(messages: list[dict[str, Any]], continues: bool) -> str:
+    """Take the last message from a request that `continues` it: the text with which the answer begins.
+
+    Raises:
+        Refused: it is not an assistant's, or has more than text.
+    """
+    if not continues:
+        return ""
+    last = messages.pop()
+    if last.keys() != {"role", "content"} or last["role"] != "assistant":
+        raise Refused(400, f"messages[{len(messages)}]", "only an assistant's text can be continued")
+    return str(last["content"])
 
 
 def text_of(content: Content) -> str:

@@ -25,6 +25,7 @@ from service.agents.dialects.body import (
     ignored_fields,
     own_tools,
     read_request,
+    taken_begun,
     text_of,
 )
 from service.agents.dialects.dialect import DONE, CallAnswer, CallRequest, Dialect, frame
@@ -70,6 +71,7 @@ class _Request(CommonFields, kw_only=True):
     max_completion_tokens: Positive | None = None
     n: Samples | None = None
     stream_options: StreamOptions | None = None
+    continue_final_message: bool | None = None
     logprobs: bool | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
@@ -80,8 +82,11 @@ def read(body: Mapping[str, Any]) -> CallRequest:
     request = read_request(body, _Request)
     functions = (tool.function for tool in own_tools(request.tools, _Tool, TOOLS))
     tools = [function_tool(one.name, one.description, one.parameters) for one in functions]
+    messages = [_message(message) for message in request.messages]
+    begun = taken_begun(messages, bool(request.continue_final_message))
     return CallRequest(
-        messages=[_message(message) for message in request.messages],
+        messages=messages,
+        begun=begun,
         tools=tools,
         stream=bool(request.stream),
         max_tokens=request.max_completion_tokens or request.max_tokens,

@@ -40,6 +40,8 @@ class CallRequest(NamedTuple):
     stream: bool = False
     max_tokens: int | None = None
     """Maximum tokens of the answer; None: as many as fit."""
+    begun: str = ""
+    """Text with which the answer begins, after the messages; the policy continues it."""
     prompt: str | Int32s | None = None
     """Text or [P] ids that stand for the messages (completions only)."""
     wants_ids: bool = False

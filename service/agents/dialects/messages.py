@@ -26,6 +26,7 @@ from service.agents.dialects.body import (
     ignored_fields,
     own_tools,
     read_request,
+    taken_begun,
     text_of,
 )
 from service.agents.dialects.dialect import CallAnswer, CallRequest, Dialect, Refused, frame
@@ -102,14 +103,15 @@ def read(body: Mapping[str, Any]) -> CallRequest:
 def read_to_count(body: Mapping[str, Any]) -> CallRequest:
     """Read a request for a token count."""
     request = read_request(body, _Request)
-    if request.messages[-1].role == "assistant":
-        raise Refused(400, f"messages[{len(request.messages) - 1}]", "an answer that was begun cannot be continued")
     system = [{"role": "system", "content": text_of(request.system)}] if request.system else []
     blocks = [block for message in request.messages for block in _blocks(message)]
     functions = own_tools(request.tools, _Tool, TOOLS)
     tools = [function_tool(tool.name, tool.description, tool.input_schema) for tool in functions]
+    messages = [*system, *(read for message in request.messages for read in _read(message))]
+    begun = taken_begun(messages, request.messages[-1].role == "assistant")
     return CallRequest(
-        messages=[*system, *(read for message in request.messages for read in _read(message))],
+        messages=messages,
+        begun=begun,
         tools=tools,
         echoed=frozenset(block.signature for block in blocks if isinstance(block, _Thinking) and block.signature),
         stream=bool(request.stream),

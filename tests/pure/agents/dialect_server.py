@@ -71,7 +71,7 @@ class DialectServer:
 
     def _open(self, asked: CallRequest) -> PreparedCall:
         said = asked.messages or [{"role": "user", "content": str(asked.prompt)}]
-        opened = self.tree.open(said, asked.tools, asked.echoed)
+        opened = self.tree.open(said, asked.tools, asked.echoed, asked.begun)
         return opened if asked.may_call else opened._replace(tools=())
 
 

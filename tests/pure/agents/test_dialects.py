@@ -150,7 +150,7 @@ REFUSED = [
     ("/v1/messages", {"max_tokens": None}, "max_tokens"),
     ("/v1/messages", {"tools": [{"type": 5, "name": "bash", "input_schema": {}}]}, "tools[0].type"),
     ("/v1/messages", {"thread": {"type": "create"}}, "thread"),
-    ("/v1/messages", {"messages": [{"role": "assistant", "content": "The"}]}, "messages[0]"),
+    ("/v1/chat/completions", {"continue_final_message": True}, "messages[0]"),
 ]
 ASKED = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": QUESTION}]},
