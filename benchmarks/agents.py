@@ -2,8 +2,9 @@
 
     clients (a process) --HTTP--> endpoint, engine that sleeps (this one) --Ray--> buffer with its journal (an actor)
 
-Each call of a client is timed from its first byte to its last one; the engine's sleep is taken off. Then, without
-sockets, what a continuation at 20,000 tokens of history takes of the processor, and what an open session keeps.
+Each call of a client is timed from its first byte to its last one; the engine's sleep is taken off. 64 sessions of up
+to 20,000 tokens, then two of 60 turns and 90,000 tokens. Then, without sockets, what a continuation at 20,000 tokens of
+history takes of the processor, and what an open session keeps.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -57,9 +58,25 @@ from service.types import Int32s, PolicyVersion, Step, TrajectoryId
 
 NAME = "benchmarks.agents"
 """This module's, which runs as `__main__` too."""
-SESSIONS, SAMPLES = 64, 8
 TURNS, OPENING_CHARACTERS, RESULT_CHARACTERS = 24, 16_000, 2000
 """A session: its calls, the text of its first request, and what a tool says after each call; some 20,000 tokens."""
+
+
+class Load(NamedTuple):
+    """What the clients do."""
+
+    sessions: int = 64
+    samples: int = 8
+    """Of a group."""
+    turns: int = TURNS
+    result_characters: int = RESULT_CHARACTERS
+    counted: int = TURNS
+    """Calls at the end of each session that are in the figures."""
+
+
+WIDE = Load()
+LONG = Load(2, 2, 60, 5000, 10)
+"""Some 90,000 tokens."""
 SECONDS_PER_TOKEN = 0.02
 VERSION = PolicyVersion(0, 0)
 TEXT = "\n".join(path.read_text(encoding="utf-8") for path in sorted(Path("service").rglob("*.py")))
@@ -112,19 +129,21 @@ class Clients:
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
         self._waiting: dict[str, asyncio.Future[None]] = {}
+        self.load = WIDE
         self.seconds: list[float] = []
 
     async def play(self, base_url: str, key: str, seed: int) -> None:
         """One conversation."""
         waiting = self._waiting[key] = asyncio.get_running_loop().create_future()
-        self._process.stdin.write(json.dumps([base_url, key, seed]).encode() + b"\n")  # type: ignore[union-attr]
+        told = base_url, key, seed, self.load.turns, self.load.result_characters
+        self._process.stdin.write(json.dumps(told).encode() + b"\n")  # type: ignore[union-attr]
         await waiting
 
     async def listen(self) -> None:
         """Take what the process says."""
         while line := await self._process.stdout.readline():  # type: ignore[union-attr]
             key, seconds = json.loads(line)
-            self.seconds += seconds
+            self.seconds += seconds[-self.load.counted :]
             self._waiting.pop(key).set_result(None)
 
 
@@ -139,12 +158,12 @@ async def be_clients() -> None:
             talks.create_task(converse(http, *json.loads(line)))
 
 
-async def converse(http: Any, base_url: str, key: str, seed: int) -> None:
+async def converse(http: Any, base_url: str, key: str, seed: int, turns: int, result_characters: int) -> None:
     """One conversation; prints the seconds of each call without the engine's."""
     drawn, seconds = random.Random(f"{key}{seed}"), []
     await asyncio.sleep(drawn.random() * SECONDS_PER_TOKEN * 128)
     messages = [{"role": "user", "content": excerpt(drawn, OPENING_CHARACTERS)}]
-    for _ in range(TURNS):
+    for _ in range(turns):
         body = json.dumps({"model": "policy", "messages": messages}).encode()
         began = time.perf_counter()
         async with http.post(
@@ -154,7 +173,7 @@ async def converse(http: Any, base_url: str, key: str, seed: int) -> None:
         took = time.perf_counter() - began
         reply = json.loads(raw)
         seconds.append(took - SECONDS_PER_TOKEN * reply["usage"]["completion_tokens"])
-        messages += [reply["choices"][0]["message"], {"role": "user", "content": excerpt(drawn, RESULT_CHARACTERS)}]
+        messages += [reply["choices"][0]["message"], {"role": "user", "content": excerpt(drawn, result_characters)}]
     print(json.dumps([key, seconds]), flush=True)
 
 
@@ -185,21 +204,23 @@ def make_tokenizer(folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def configuration(folder: Path) -> Config:
-    """64 sessions of one mini-batch."""
+def configuration(folder: Path, load: Load = WIDE) -> Config:
+    """All sessions are one mini-batch."""
     return Config(
         run=RunConfig(dir=folder),
         env=EnvConfig(name=f"{NAME}:Outside", trusted_modules=(NAME,)),
-        agents=AgentsConfig(max_tokens=1 << 16),
-        generator=GeneratorConfig(max_input_length=1 << 15, max_generate_length=129),
+        agents=AgentsConfig(max_tokens=1 << 17),
+        generator=GeneratorConfig(max_input_length=1 << 17, max_generate_length=129),
         buffer=BufferConfig(lookahead=0, merge="tree"),
-        algorithm=AlgorithmConfig(n_samples_per_prompt=SAMPLES),
-        trainer=TrainerConfig(mini_batch_size=SESSIONS // SAMPLES, ranks=1, max_tokens_per_micro_batch=1 << 20),
+        algorithm=AlgorithmConfig(n_samples_per_prompt=load.samples),
+        trainer=TrainerConfig(
+            mini_batch_size=load.sessions // load.samples, ranks=1, max_tokens_per_micro_batch=1 << 20
+        ),
         metrics=MetricsConfig(port=0),
     )
 
 
-async def latency(folder: Path, rounds: int) -> dict[str, float]:
+async def latency(folder: Path, rounds: int, load: Load = WIDE) -> dict[str, float]:
     """Seconds of a call beside the engine's, with the buffer's actor and its journal."""
     import ray
 
@@ -208,7 +229,8 @@ async def latency(folder: Path, rounds: int) -> dict[str, float]:
     from actors.generator.outbox import Outbox
     from actors.observe.metrics_hub import MetricsHub
 
-    config, model = configuration(folder / "run"), folder / "model"
+    folder.mkdir()
+    config, model = configuration(folder / "run", load), folder / "model"
     make_tokenizer(model)
     write_rows(
         folder / "rows.jsonl", [{"uid": str(i), "prompt": [{"role": "user", "content": "x"}]} for i in range(512)]
@@ -229,12 +251,13 @@ async def latency(folder: Path, rounds: int) -> dict[str, float]:
         sys.executable, "-m", NAME, "--clients", stdin=-1, stdout=-1, limit=1 << 24
     )
     clients = import_module(NAME).Outside.clients = Clients(process)
+    clients.load = load
     background = [asyncio.create_task(outbox.run()), asyncio.create_task(clients.listen())]
     engine = Sleeper(Chat(PreTrainedTokenizerFast.from_pretrained(model)))
     player = RunPlayer(config, model, engine)
     for i in range(rounds):
         groups = []
-        for _ in range(SESSIONS // SAMPLES):
+        for _ in range(load.sessions // load.samples):
             group = await ask(buffer.claim, Claim("g", incarnation, engine.version), 10.0)
             if not isinstance(group, list):
                 raise RuntimeError(f"no group: {group}")
@@ -245,7 +268,7 @@ async def latency(folder: Path, rounds: int) -> dict[str, float]:
             for sample, attempt in zip(group.samples, group.attempts, strict=True)
         ]
         ends = await asyncio.gather(*trajectories)
-        if {(end.stop_reason, end.n_steps) for end in ends} != {("stop", TURNS)}:
+        if {(end.stop_reason, end.n_steps) for end in ends} != {("stop", load.turns)}:
             raise RuntimeError(f"trajectories failed: {player.failures}")
         await outbox.flush()
         leased = await ask(buffer.lease, trainer, 60.0)
@@ -258,7 +281,7 @@ async def latency(folder: Path, rounds: int) -> dict[str, float]:
     await player.close()
     seconds = np.array(clients.seconds)
     cuts = {f"p{cut}_ms": float(np.percentile(seconds, cut) * 1e3) for cut in (10, 50, 90, 99)}
-    return {"sessions": SESSIONS, "calls": len(seconds), **cuts}
+    return {"sessions": load.sessions, "calls": len(seconds), **cuts}
 
 
 class Alone:
@@ -338,7 +361,7 @@ def main() -> int:
     """Measure, print, write the JSON."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.agents", description=__doc__)
     parser.add_argument("--clients", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--part", choices=["latency", "alone"], help="only with buffer and clients, or without")
+    parser.add_argument("--part", choices=["latency", "long", "alone"], help="only one of the three")
     parser.add_argument("--rounds", type=int, default=2, help="times that 64 sessions are played")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
@@ -347,11 +370,13 @@ def main() -> int:
         return 0
     figures: dict[str, float] = {}
     with tempfile.TemporaryDirectory(prefix="baton-", ignore_cleanup_errors=True) as folder:
-        if arguments.part != "latency":
+        if arguments.part in (None, "alone"):
             figures |= asyncio.run(alone(Path(folder) / "alone"))
-        if arguments.part != "alone":
-            with own_ray(folder):
-                figures |= asyncio.run(latency(Path(folder), arguments.rounds))
+        for part, load, rounds in (("latency", WIDE, arguments.rounds), ("long", LONG, 1)):
+            if arguments.part in (None, part):
+                with own_ray(folder):
+                    measured = asyncio.run(latency(Path(folder) / part, rounds, load))
+                figures |= {f"{part}_{name}": figure for name, figure in measured.items()}
     print(json.dumps(figures, indent=2))
     if arguments.json:
         arguments.json.write_text(json.dumps(figures, indent=2))
