@@ -34,8 +34,10 @@ def test_a_phase_is_said_at_once_again_while_it_lasts_and_no_more_afterwards() -
 
 def test_the_lines_about_a_slow_start_become_fewer_the_longer_it_lasts() -> None:
     backoff = Backoff(SECONDS, MAX_SECONDS)
-    times = list(accumulate(backoff.pause(number) for number in range(1, 31)))
-    assert times[0] == SECONDS and sum(time < 600 for time in times) < 25
+    pauses = [backoff.pause(number) for number in range(1, 61)]
+    times = list(accumulate(pauses))
+    assert times[0] == SECONDS and sum(time < 600 for time in times) <= 600 / MAX_SECONDS + 2
+    assert max(pauses) < 30, "no wait may outlast its cause by 30 s without a line"
 
 
 def test_a_phase_that_is_over_soon_is_not_spoken_of_where_that_is_asked() -> None:
