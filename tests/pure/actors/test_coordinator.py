@@ -105,6 +105,44 @@ def test_a_run_that_is_stopped_while_it_writes_its_final_weights_has_finished(tm
     assert json.loads((tmp_path / "run" / SUMMARY).read_text())["state"] == "finished"
 
 
+def test_every_process_of_a_run_is_asked_whether_it_lives_scorers_and_frozen_roles_included(tmp_path: Path) -> None:
+    settings = ["model.warm_start=null", "trainer.checkpoint_every=0"]
+    settings += ["scorers={judge: {use: 'math:sqrt', workers: 2}}", "roles={critic: {mode: frozen, model: critic}}"]
+    config = load_config(["configs/quickstart.yaml"], settings)
+    asked: set[str] = set()
+
+    def asks(name: str, **methods: Any) -> SimpleNamespace:
+        async def life() -> Life:
+            asked.add(name)
+            return Life(name, is_set_up=True)
+
+        return SimpleNamespace(life=Method(life), ready=Method(answering()), **methods)
+
+    async def weights(*_: Any) -> None:
+        while len(asked) < 7:
+            await asyncio.sleep(0.01)
+        raise RunFailed("all were asked")
+
+    url, pushes = Method(answering("http://127.0.0.1:9400")), SimpleNamespace(remote=lambda *_: None)
+    run = RunWriter(tmp_path / "run")
+    write_address(run.path, "http://127.0.0.1:9400")
+    cluster = Cluster(
+        hub=asks("metrics-hub", start=url, push=pushes),
+        buffer=asks("buffer", join=Method(answering(1))),
+        generators=(),
+        place=answering(),
+        trainer=SimpleNamespace(  # type: ignore[arg-type]
+            named={name: asks(name) for name in ("trainer-0", "trainer-1")}, load=answering(), weights=weights
+        ),
+        scorers=(asks("scorer-judge-0"), asks("scorer-judge-1")),
+        roles=(asks("role-critic"),),
+    )
+    prepared = Prepared(tmp_path / "rows.jsonl", [], tmp_path, 8, None)
+    with pytest.raises(RunFailed, match="all were asked"):
+        asyncio.run(asyncio.wait_for(Coordinator(config, cluster, run, prepared, lambda line: None, None).run(), 30))
+    run.close()
+
+
 class Trainer:
     """Writes down what it was asked."""
 
