@@ -8,6 +8,8 @@ be leased. So a scorer may be asked again after a crash, and what it says then c
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -17,6 +19,7 @@ import numpy as np
 from service.handoff.batches.filters import FilterSettings, examine
 from service.handoff.group_bytes import INFO_BYTES
 from service.handoff.ledger import events
+from service.handoff.ledger.ledger import unrewarded
 from service.handoff.ledger.lifecycle import UNFINISHED, GroupState
 from service.handoff.ledger.record import Record
 from service.handoff.ledger.scores import LOGPROBS
@@ -24,6 +27,8 @@ from service.handoff.status import ScorerStatus
 from service.handoff.steps.reward import NEEDED, is_reward
 from service.handoff.validate import LOGPROB_TOLERANCE, MIN_LOGPROB
 from service.types import Float32s, Refusal, RefusalReason, Sender, StepGroup
+
+log = logging.getLogger(__name__)
 
 REMOVED = "removed"
 """Why a group continues without a scorer: the configuration of a resumed run does not have it any more."""
@@ -95,13 +100,19 @@ class Scoring:
         return self._record.store.scores(group_id) if group_id in self._record.store else ()
 
     def accept(self, group_id: int, scorer: str, answer: Answer) -> Refusal | None:
-        """Journal a scorer's answer about a group. Also returns None if the answer is no longer needed."""
+        """Journal a scorer's answer about a group. Also returns None if the answer is no longer needed.
+
+        A trajectory with a bad reward is lost, and the group continues without it; where that would leave fewer than
+        two trajectories, the answer is refused."""
         if not self.awaits(group_id, scorer):
             return None
         if (wrong := self._wrong(group_id, scorer, answer)) is not None:
             return wrong
-        settings = self._scorers[scorer]
-        rewards = None if answer.rewards is None else tuple(settings.weight * float(r) for r in answer.rewards)
+        settings, rewards = self._scorers[scorer], self._rewards(scorer, answer)
+        for sample in unrewarded(self._record.ledger.state.groups[group_id], rewards or ()):
+            why = f"group={group_id}/sample={sample}: its reward is not {NEEDED}; its group continues without it"
+            log.warning("scorer %s: %s", scorer, why)
+            self.failed(scorer, RefusalReason.REWARD, why)
         teacher = b"" if answer.logprobs is None else np.ascontiguousarray(answer.logprobs, LOGPROBS).tobytes()
         info = tuple(_cut(text) for text in answer.info)
         replaces = rewards is not None and settings.combine == "replace"
@@ -163,11 +174,20 @@ class Scoring:
             return Refusal(RefusalReason.LENGTH_MISMATCH, f"{path}: {len(trajectories)} trajectories", n_given)
         if answer.info and len(answer.info) != len(trajectories):
             return Refusal(RefusalReason.LENGTH_MISMATCH, f"{path}: info of {len(trajectories)}", len(answer.info))
-        weight = self._scorers[scorer].weight
-        for reward in answer.rewards:
-            if not is_reward(weight * reward):
-                return Refusal(RefusalReason.REWARD, f"{path}: {NEEDED}", reward)
+        group, rewards = self._record.ledger.state.groups[group_id], self._rewards(scorer, answer) or ()
+        lost = unrewarded(group, rewards)
+        # A trajectory alone in its group has no baseline.
+        if lost and len(trajectories) - len(group.unrewarded.union(lost)) < 2:
+            reward = next(each for each, of in zip(answer.rewards, rewards, strict=True) if math.isnan(of))
+            return Refusal(RefusalReason.REWARD, f"{path}: {NEEDED}", reward)
         return None
+
+    def _rewards(self, scorer: str, answer: Answer) -> tuple[float, ...] | None:
+        """The weighted rewards; NaN in place of those that the buffer does not accept."""
+        if answer.rewards is None:
+            return None
+        weighted = (self._scorers[scorer].weight * float(reward) for reward in answer.rewards)
+        return tuple(reward if is_reward(reward) else math.nan for reward in weighted)
 
 
 def _cut(text: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Awaitable, Callable, Sequence
 from enum import StrEnum
 from typing import Any
@@ -104,10 +105,18 @@ def answer_of(given: Any, n_trajectories: int) -> Answer:
             raise TypeError(f"{type(rewards).__name__} and {type(info).__name__} are no lists")
         if len(rewards) != n_trajectories or len(info) not in (0, n_trajectories):
             raise TypeError(f"{len(rewards)} rewards and {len(info)} infos of {n_trajectories} trajectories")
-        numbers, texts = [float(reward) for reward in rewards], [_text(each) for each in info]
-    except (TypeError, ValueError, OverflowError) as error:
+        numbers, texts = [_number(reward) for reward in rewards], [_text(each) for each in info]
+    except (TypeError, ValueError) as error:
         raise ScorerFailed(Failure.MALFORMED, str(error)[:200]) from error
     return Answer(numbers, texts)
+
+
+def _number(reward: Any) -> float:
+    """A reward; NaN, which costs its trajectory only, where the scorer has none or it is too large for a float."""
+    try:
+        return math.nan if reward is None else float(reward)
+    except OverflowError:
+        return math.nan
 
 
 def _text(info: object) -> str:

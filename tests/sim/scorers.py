@@ -127,7 +127,9 @@ class FaultyScorers:
             case 1:
                 raise ScorerFailed(Failure.DIED, "killed")
             case 2:
-                return encode_answer(self._answer(name, group, np.nan))
+                answer = self._answer(name, group)
+                rewards = [np.nan if self._rng.random() < 0.5 else reward for reward in answer.rewards or ()]
+                return encode_answer(answer._replace(rewards=rewards or None))
             case 3:
                 return bytes(MAX_REPLY_BYTES + len(data) + 1)
             case 4:
@@ -146,10 +148,9 @@ class FaultyScorers:
 
         host.loop.after(float(self._rng.exponential(LATE_SECONDS)), answer)
 
-    def _answer(self, name: str, group: StepGroup, plus: float = 0.0, too_few: int = 0) -> Answer:
-        """An answer like no other one, to which something is added, without the last numbers."""
-        self._host.answers += 1
-        number = self._host.answers + plus
+    def _answer(self, name: str, group: StepGroup, too_few: int = 0) -> Answer:
+        """An answer like no other one, without the last numbers."""
+        number = self._host.answers = self._host.answers + 1
         if self._settings[name].kind == "teacher":
             n_sampled = int(np.count_nonzero(group.steps.loss_mask_N))
             return Answer(logprobs=np.full(n_sampled - too_few, -number, np.float32))

@@ -8,7 +8,7 @@ import numpy as np
 
 from service.errors import BatonError
 from service.handoff.buffer import Buffer
-from service.handoff.ledger.events import Scored
+from service.handoff.ledger.events import Scored, encode
 from service.handoff.ledger.lifecycle import USED, GroupState
 from service.handoff.steps.stop_reason import FAILURES
 from service.simulate.measurements import Measurements
@@ -88,7 +88,7 @@ class Witness(Measurements):
             if group.scored and group.state in SCORED:
                 for score in buffer.scoring.answers(group_id):
                     before = self._scores.setdefault(group_id, {}).setdefault(score.scorer, score)
-                    if before != score:
+                    if encode(before) != encode(score):  # NaN is not itself
                         raise Broken(f"group={group_id} was scored as {before}, and is now {score}")
 
     def _check_returns(self, batch: MiniBatch) -> None:
@@ -98,7 +98,8 @@ class Witness(Measurements):
             if any(score.replaces for score in said):
                 used = batch.return_G[batch.prompt_of_trajectory_G == place]
                 rewards = [score.rewards for score in said if score.rewards is not None]
-                if not np.allclose(used, np.array(rewards).sum(axis=0), atol=1e-9):
+                expected = np.array(rewards).sum(axis=0)
+                if not np.allclose(used, expected[~np.isnan(expected)], atol=1e-9):
                     raise Broken(f"group={group_id} is trained with {used}, and its scorers said {said}")
 
     def went_back(self, step: int) -> None:
@@ -123,7 +124,9 @@ class Witness(Measurements):
                 continue
             for sample, attempt, index in steps:
                 trajectory = group.trajectories[sample] if group.trajectories else None
-                if trajectory and trajectory.attempt == attempt and index not in trajectory.indices:
+                if trajectory is None or trajectory.given_up:  # for one of the reasons that the end checks
+                    continue
+                if trajectory.attempt == attempt and index not in trajectory.indices:
                     raise Broken(
                         f"step {index} of {TrajectoryId(group_id, sample, attempt)} was acknowledged and is gone"
                     )
@@ -139,7 +142,7 @@ class Witness(Measurements):
             raise Broken(
                 f"groups ended as {strange}, for which there is no reason in a world without deadlines for length"
             )
-        if strange := status.given_up.keys() - FAILURES:
+        if strange := status.given_up.keys() - {*FAILURES, RefusalReason.SCORER}:
             raise Broken(f"trajectories were given up for {strange}")
         if status.ended.get("trained", 0) != len(self.trained):
             raise Broken(f"the trainer used {len(self.trained)} groups, the buffer counts {status.ended}")

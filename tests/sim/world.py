@@ -249,11 +249,12 @@ def _config(rng: np.random.Generator) -> Config:
         "buffer.lease_deadline=20.0",
         "buffer.max_attempts=20",
         "buffer.max_lease_attempts=10",
-        "algorithm.n_samples_per_prompt=2",
         f"algorithm.filter_zero_variance={bool(rng.integers(2))}",
         "trainer.mini_batch_size=2",
         f"trainer.ranks={rng.integers(1, 3)}",
         "trainer.max_tokens_per_micro_batch=1024",
         f"trainer.checkpoint_every={rng.integers(1, 4)}",
     ]
-    return load_config([], [*settings, *_SCORERS[int(rng.integers(len(_SCORERS)))]])
+    scorers = _SCORERS[int(rng.integers(len(_SCORERS)))]
+    samples = 3 if scorers else 2  # a bad reward leaves two
+    return load_config([], [*settings, *scorers, f"algorithm.n_samples_per_prompt={samples}"])

@@ -86,7 +86,8 @@ class Scored(Event, frozen=True):
     group_id: int
     scorer: str
     rewards: tuple[float, ...] | None = None
-    """[G] what joins the reward of each trajectory, by sample; None: nothing."""
+    """[G] what joins the reward of each trajectory, by sample; None: nothing. NaN: the scorer gave the trajectory no
+    reward, and the group continues without it."""
     replaces: bool = False
     """Whether the rewards take the place of the environment's."""
     info: tuple[str, ...] = ()

@@ -5,6 +5,7 @@ It changes only by `apply` and `accept`; the same events make the same ledger. I
 
 from __future__ import annotations
 
+import math
 from bisect import insort
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
@@ -25,7 +26,7 @@ from service.handoff.ledger.state import (
     bucket,
 )
 from service.handoff.ledger.versions import VersionHistory
-from service.types import Sender, TrajectoryId
+from service.types import RefusalReason, Sender, TrajectoryId
 
 Sample = tuple[int, int]
 """(group_id, sample)"""
@@ -229,7 +230,7 @@ class Ledger:
         held = any((group_id, sample) in self.holdings.since for sample in range(self.state.n_samples))
         if group_id not in self.unassigned and not held:
             group.attempts = attempts_of(group)
-            group.lengths = tuple(t.tokens for t in group.trajectories if not t.given_up)
+            group.lengths = _lengths(group)
             if group.awaited:
                 self._enter(group, GroupState.SCORING)
                 self.scoring[group_id] = None
@@ -248,8 +249,12 @@ class Ledger:
             return
         group.scored = (*group.scored, event.scorer)
         group.n_bytes += event.n_bytes
+        group.unrewarded |= set(unrewarded(group, event.rewards or ()))
         if not group.awaited and event.group_id in self.scoring:  # unfinished trajectories continue
             del self.scoring[event.group_id]
+            for sample in group.unrewarded:
+                self._give_up(group, sample, RefusalReason.SCORER)
+            group.lengths = _lengths(group)
             self._finish(event.group_id, group)
 
     def _tried(self, event: events.Tried) -> None:
@@ -283,16 +288,20 @@ class Ledger:
         group = self.state.groups[event.group_id]
         for sample in event.samples:
             trajectory = group.trajectories[sample]
-            group.tokens -= trajectory.tokens
             group.n_bytes -= trajectory.n_bytes
-            self._move_tokens(Fate.OPEN, Fate.EXPIRED, trajectory.tokens)
-            self.state.lengths.given_up[bucket(trajectory.tokens)] += 1
             self.holdings.finish((event.group_id, sample), trajectory)
-            group.trajectories[sample] = Trajectory(None, 0, trajectory.attempt, given_up=True)
+            self._give_up(group, sample, event.reason)
         if event.group_id in self.unassigned:
             self._no_longer_unassigned(event.group_id, event.samples)
-        self.state.given_up[event.reason] = self.state.given_up.get(event.reason, 0) + len(event.samples)
         self._complete_when_all_are(event.group_id, group)
+
+    def _give_up(self, group: Group, sample: int, reason: str) -> None:
+        trajectory = group.trajectories[sample]
+        group.tokens -= trajectory.tokens
+        self._move_tokens(Fate.OPEN, Fate.EXPIRED, trajectory.tokens)
+        self.state.lengths.given_up[bucket(trajectory.tokens)] += 1
+        group.trajectories[sample] = Trajectory(None, 0, trajectory.attempt, given_up=True)
+        self.state.given_up[reason] = self.state.given_up.get(reason, 0) + 1
 
     # -- ends without training ----------------------------------------------------------------------------------------
 
@@ -426,6 +435,16 @@ def _used_fates(group: Group, loss: Fate) -> tuple[tuple[Fate, int], ...]:
     """The fates of a group's tokens once an optimizer step has used the group."""
     masked = (Fate.STALE, group.stale_tokens), (Fate.MASKED, group.masked_tokens)
     return (loss, group.loss_tokens), *masked, *group.untrained.items()
+
+
+def unrewarded(group: Group, rewards: Sequence[float]) -> list[int]:
+    """The samples of a group that a scorer's rewards leave without one (NaN)."""
+    samples = (sample for sample, trajectory in enumerate(group.trajectories) if not trajectory.given_up)
+    return [sample for sample, reward in zip(samples, rewards, strict=False) if math.isnan(reward)]
+
+
+def _lengths(group: Group) -> tuple[int, ...]:
+    return tuple(t.tokens for t in group.trajectories if not t.given_up)
 
 
 def attempts_of(group: Group) -> tuple[int, ...]:

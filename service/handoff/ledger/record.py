@@ -24,7 +24,7 @@ from service.handoff.journal.journal import Journal
 from service.handoff.ledger import events
 from service.handoff.ledger.events import Addition
 from service.handoff.ledger.ledger import Ledger
-from service.handoff.ledger.scores import with_scores
+from service.handoff.ledger.scores import rewarded, with_scores
 from service.handoff.prefixes.prefix_index import PrefixIndex
 from service.handoff.prefixes.sharing import Chain
 from service.handoff.steps.builder import steps_table
@@ -178,9 +178,10 @@ class Store:
         self.n_bytes += held.n_bytes
 
     def whole(self, group_id: int) -> tuple[Steps, Ends, tuple[events.Scored, ...]]:
-        """All steps and ends of a complete group, with its scorers' answers applied."""
+        """All steps and ends of a complete group, with its scorers' answers applied; without the trajectories to which
+        a scorer gave no reward."""
         scores = self.scores(group_id)
-        return *with_scores(*self.unscored(group_id), scores), scores
+        return rewarded(*with_scores(*self.unscored(group_id), scores), scores)
 
     def scores(self, group_id: int) -> tuple[events.Scored, ...]:
         """The answers of a group's scorers so far, by name."""

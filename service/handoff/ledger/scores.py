@@ -3,18 +3,20 @@
     rewards of the environment 1 0; a judge that replaces them says 0.2 0.8; another scorer adds 0.1 0     ->   0.3 0.8
 
 A trajectory's reward stands at its end and at its last step, so that `returns: last` and `returns: sum` count the same.
-It is that of `main`: roles that the configuration names keep what the environment gave them.
+It is that of `main`: roles that the configuration names keep what the environment gave them. A trajectory to which a
+scorer gave NaN is left out of its group.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 
-from service.columns import lengths_of
+from service.columns import lengths_of, select
 from service.handoff.ledger.events import Scored
 from service.handoff.steps.roles import ROLES
 from service.handoff.steps.tables import end_of_items, role_of_steps, without_later_rewards
@@ -64,6 +66,25 @@ def _with_rewards(steps: Steps, ends: Ends, added_E: Float64s, replaces: bool) -
         rewards_N[steps.offsets_K[1:][answered] - 1] += added_E[end_K[answered]].astype(np.float32)
     reward_E = added_E if replaces else ends.reward_E + added_E
     return replace(steps, reward_K=reward_K, token_rewards_N=rewards_N), replace(ends, reward_E=reward_E)
+
+
+def rewarded(steps: Steps, ends: Ends, scores: tuple[Scored, ...]) -> tuple[Steps, Ends, tuple[Scored, ...]]:
+    """The same without the trajectories whose reward is NaN, because a scorer gave them none."""
+    has_reward_E = ~np.isnan(ends.reward_E)
+    if has_reward_E.all():
+        return steps, ends, scores
+    kept_K = np.flatnonzero(has_reward_E[end_of_items(steps, ends)])
+
+    def kept(values: Sequence[Any]) -> tuple[Any, ...]:
+        return tuple(value for value, has_reward in zip(values, has_reward_E, strict=True) if has_reward)
+
+    cut = tuple(
+        msgspec.structs.replace(
+            score, rewards=score.rewards and kept(score.rewards), info=score.info and kept(score.info)
+        )
+        for score in scores
+    )
+    return select(steps, kept_K), select(ends, np.flatnonzero(has_reward_E)), cut
 
 
 def sampled_tokens(steps: Steps) -> Int64s:

@@ -94,6 +94,8 @@ class Group:
     """Those that have to answer before it may be leased."""
     scored: tuple[str, ...] = ()
     """Those that have answered, or that are not waited for any more."""
+    unrewarded: set[int] = field(default_factory=set)
+    """Samples to which a scorer gave no reward: the group continues without them once all scorers have answered."""
 
     @property
     def awaited(self) -> tuple[str, ...]:

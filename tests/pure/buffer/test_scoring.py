@@ -12,6 +12,7 @@ import pytest
 from service.handoff.ledger.compaction import make_room
 from service.handoff.scoring import Answer
 from service.handoff.steps import wire
+from service.handoff.steps.reward import MAX_REWARD
 from service.handoff.verbs import Wait
 from service.run.teachers import teachers_of
 from service.types import MiniBatch, Refusal, RefusalReason
@@ -128,6 +129,71 @@ def test_a_bad_answer_is_refused_with_a_reason_and_nothing_is_journalled(
     revision = world.buffer.revision
     refused = world.buffer.scoring.accept(0, "judge", answer)
     assert isinstance(refused, Refusal) and refused.reason is reason and world.buffer.revision == revision
+
+
+THREE = {"n_samples_per_prompt": 3}
+NO_REWARD = float("nan")
+
+
+@pytest.mark.parametrize("bad", [NO_REWARD, float("inf"), 2 * MAX_REWARD, -1e300])
+def test_a_bad_reward_costs_its_trajectory_only(tmp_path: Path, bad: float, caplog: pytest.LogCaptureFixture) -> None:
+    world = opened(tmp_path, {"judge": JUDGE}, algorithm=THREE)
+    played(world)
+    assert world.buffer.scoring.accept(0, "judge", Answer((0.25, bad, 0.75), ("a", "b", "c"))) is None
+    assert "scorer judge: group=0/sample=1: its reward is not a number from -1e+12 to 1e+12" in caplog.text
+    assert world.buffer.scoring.accept(1, "judge", Answer((0.5, 0.0, 1.0))) is None
+    status = world.buffer.status()
+    assert status.given_up == {"scorer": 1} and status.tokens["expired"] == 4
+    assert status.scorers["judge"].failures == {"reward": 1} and status.scorers["judge"].scored == 2
+    assert violations(world.buffer.ledger) == []
+    [said] = world.buffer.complete_group(0).scores
+    assert (said.rewards, said.info) == ((0.25, 0.75), ("a", "c"))
+    assert world.train().return_G.tolist() == [0.25, 0.75, 0.5, 0.0, 1.0]
+    assert violations(world.buffer.ledger) == [] and world.closes()
+
+
+def test_a_trajectory_without_a_reward_stays_lost_after_crashes_copies_and_a_rollback(tmp_path: Path) -> None:
+    world = opened(
+        tmp_path, {"judge": JUDGE}, algorithm=THREE, trainer={"checkpoint_every": 1}, buffer={"record": True}
+    )
+    played(world, 4)
+    scored(world, "judge", (NO_REWARD, 0.25, 0.75), (0.5, 0.0, 1.0), (0.0, 1.0, NO_REWARD), (0.5, NO_REWARD, 0.25))
+    first = world.train()
+    for _ in range(2):
+        world.buffer._record.begin_segment()
+        world.journal.sync()
+        make_room(world.buffer._record, 1)
+        world.crash()
+        assert violations(world.buffer.ledger) == [] and world.closes()
+    world.trainer_incarnation = world.buffer.join("trainer", "trainer", 0)
+    again = [world.train() for _ in range(2)]
+    assert again[0].return_G.tolist() == first.return_G.tolist() == [0.25, 0.75, 0.5, 0.0, 1.0]
+    assert again[1].return_G.tolist() == [0.0, 1.0, 0.5, 0.25]
+    world.journal.sync()
+    assert world.replayed(2).return_G.tolist() == again[1].return_G.tolist()
+    assert violations(world.buffer.ledger) == [] and world.closes()
+
+
+def test_each_scorer_answers_about_all_trajectories_and_any_of_them_can_cost_one(tmp_path: Path) -> None:
+    world = opened(
+        tmp_path,
+        {"a": JUDGE, "b": JUDGE | {"combine": "add"}, "t": TEACHER},
+        algorithm={"n_samples_per_prompt": 4, "teacher": {}},
+        trainer={"mini_batch_size": 1},
+    )
+    played(world, 1)
+    tokens = -np.arange(16, dtype=np.float32) / 16
+    assert world.buffer.scoring.accept(0, "a", Answer((NO_REWARD, 0.0, 0.25, 0.5))) is None
+    assert len(world.buffer.scoring.group(0)[1].ends) == 4
+    world.crash()
+    assert world.buffer.scoring.accept(0, "t", Answer(logprobs=tokens)) is None
+    alone = world.buffer.scoring.accept(0, "b", Answer((0.0, NO_REWARD, NO_REWARD, 1.0)))
+    assert isinstance(alone, Refusal) and alone.reason is RefusalReason.REWARD
+    assert world.buffer.scoring.accept(0, "b", Answer((0.0, 1.0, NO_REWARD, 1.0))) is None
+    assert world.buffer.status().given_up == {"scorer": 2} and violations(world.buffer.ledger) == []
+    batch = world.batch()
+    assert batch.return_G.tolist() == [1.0, 1.5]
+    assert sorted(teacher_N(batch)) == [round(float(v), 3) for v in tokens[[15, 14, 13, 12, 7, 6, 5, 4]]]
 
 
 def test_without_an_answer_only_the_groups_own_fate_is_refused(tmp_path: Path) -> None:

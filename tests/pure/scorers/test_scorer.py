@@ -85,6 +85,11 @@ def test_rewards_come_in_any_sequence_alone_or_with_infos(given: Any, info: list
     assert answer_of(given, 2) == ([0.5, 1.0], info, None)
 
 
+@pytest.mark.parametrize("nothing", [None, 10**400, float("nan")])
+def test_a_reward_that_no_float_holds_is_none_at_all(nothing: Any) -> None:
+    assert np.isnan(answer_of([0.5, nothing], 2).rewards).tolist() == [False, True]  # type: ignore[arg-type]
+
+
 def test_a_users_class_gets_its_options_and_the_row(tmp_path: Path) -> None:
     assert answered(tmp_path, use=f"{MINE}:Weighed", options={"weight": 0.5}).rewards == [2.5, 2.5]
 
