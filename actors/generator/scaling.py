@@ -56,13 +56,14 @@ class Scaling:
         self._joining: asyncio.Task[None] | None = None
         self._placing = False
         """Whether the joining generator still waits for room."""
-        self._leaving: set[asyncio.Task[None]] = set()
+        self._leaving: dict[str, asyncio.Task[None]] = {}
+        """By generator; the pool learns of it only once the task has begun."""
         self._failures = 0
         self._next_try = 0.0
 
     def stop(self) -> None:
         """Let no generator join or leave any more."""
-        for task in (*self._leaving, *filter(None, [self._joining])):
+        for task in (*self._leaving.values(), *filter(None, [self._joining])):
             may_be_dropped(task)
             task.cancel()
 
@@ -75,10 +76,9 @@ class Scaling:
         """
         if self._fixed:  # an engine that shares the GPU of a rank has no other place
             return
-        for left in [leaving for leaving in self._leaving if leaving.done()]:
-            self._leaving.discard(left)
-            left.result()
-        there = self._pool.nodes()
+        for left in [name for name, leaving in self._leaving.items() if leaving.done()]:
+            self._leaving.pop(left).result()
+        there = {name: node for name, node in self._pool.nodes().items() if name not in self._leaving}
         before, wanted = self._wanted, self._asked_for(self._wanted)
         self._wanted = wanted
         if wanted != before and self._joining is not None and not self._placing and not self._joining.done():
@@ -101,7 +101,7 @@ class Scaling:
 
     def _let_go(self, name: str, why: str, grace: float) -> None:
         self._say(f"{name} leaves: {why}")
-        self._leaving.add(asyncio.ensure_future(self._pool.leave(name, grace)))
+        self._leaving[name] = asyncio.ensure_future(self._pool.leave(name, grace))
 
     def _within(self, ends_at: int) -> float:
         """Return the seconds for which a generator of a drained node may continue."""

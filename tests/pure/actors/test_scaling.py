@@ -218,6 +218,21 @@ async def test_one_that_joins_takes_the_newest_weights_and_one_that_leaves_is_fo
     await running
 
 
+async def test_two_looks_at_once_let_a_generator_leave_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(monkeypatch)
+    running, world.wanted = await world.running(), 2
+    await world.settled("generator-0", "generator-1")
+    world.wanted = 1
+    for _ in range(3):
+        world.scaling.look({})
+    await world.looked(lambda: "generator-1 has left" in world.lines)
+    await world.settled("generator-0")
+    assert world.lines.count("generator-1 leaves: 1 generator is asked for") == 1
+    assert [line for line in world.said if "leaves within" in line] == [f"generator-1 leaves within {GRACE:.0f} s"]
+    world.there[0].ended.set()
+    await running
+
+
 @pytest.mark.parametrize("transport", ["memory", "nccl"])
 async def test_one_that_leaves_holds_up_no_publication(monkeypatch: pytest.MonkeyPatch, transport: str) -> None:
     """Its engine may have stopped in the middle of an update, which then never ends."""
