@@ -125,7 +125,8 @@ BUFFER = (
     ),
     counter(
         "baton_given_up_trajectories_total",
-        "Trajectories whose last attempt failed or came too late, or that a scorer gave no reward; their group goes on without them.",
+        "Trajectories whose last attempt failed or came too late, or that a scorer gave no reward; their group goes on "
+        "without them.",
         ("reason",),
     ),
     counter("baton_completed_trajectories_total", "Completed trajectories, by stop reason.", ("stop_reason",)),
