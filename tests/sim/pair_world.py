@@ -74,17 +74,17 @@ from tests.sim.pairs import CUT_SECONDS, Pair, Told
 from tests.sim.virtual_asyncio import START, VirtualEvent, VirtualLoop, VirtualThread
 from tests.sim.witness import Broken, Witness
 
-STEPS = 4
+STEPS = 3
 VOCABULARY = 100
 END_SECONDS = 900.0
-"""Virtual seconds after which a run counts as hanging; a calm one takes about 40."""
+"""Virtual seconds after which a run counts as hanging; a calm one takes about 20."""
 STOP_SECONDS = 60.0
 
 STRIKES: dict[str, tuple[str, str, int, float]] = {
     "start": ("buffer", "ready", 1, 4.0),
-    "lease": ("buffer", "lease", 3, 0.3),
-    "step": ("trainer-0", "step", 3, 0.3),
-    "publication": ("generator-0", "update_weights", 3, 0.1),
+    "lease": ("buffer", "lease", 2, 0.3),
+    "step": ("trainer-0", "step", 2, 0.3),
+    "publication": ("generator-0", "update_weights", 2, 0.1),
     "checkpoint": ("trainer-0", "finish_save", 2, 0.3),
     "end": ("trainer-0", "export", 1, 0.3),
 }
@@ -321,8 +321,10 @@ class PairWorld:
             (actors.driver.coordinator, "HostWatch", watch),
             (actors.driver.coordinator, "cause_of_death", self.ray.cause_of_death),
             (actors.deaths, "_restarts", self.ray.restarts),
+            (actors.deaths.kernel_kills, "look", lambda: None),
             (actors.buffer.actor, "Journal", journal),
             (actors.buffer.actor, "lock_journal", lambda folder, seconds: io.StringIO()),
+            (actors.generator.actor, "LoopWatch", lambda: None),
             (actors.generator.actor, "VllmEngine", SimEngine),
             (actors.generator.actor, "RunPlayer", partial(SimPlayer, self.workers)),
             (actors.generator.actor, "enter_user_folder", lambda: None),

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-import selectors
 import threading
 import weakref
 from collections.abc import Callable, Coroutine
+from heapq import heappop, heappush
+from itertools import count
 from typing import Any
 
 from service.errors import BatonError
@@ -62,27 +63,31 @@ class SimProcess:
 PROCESS = contextvars.ContextVar[SimProcess | None]("PROCESS", default=None)
 
 
-class VirtualSelector(selectors.SelectSelector):
-    """Waits by moving the loop's clock; no file is ever ready."""
-
-    loop: VirtualLoop
-
-    def select(self, timeout: float | None = None) -> list[Any]:
-        if timeout is None:
-            raise Hung("every task waits, and no timer is set")
-        self.loop.now += max(timeout, 0.0)
-        return []
-
-
-class VirtualLoop(asyncio.SelectorEventLoop):
-    """An event loop whose seconds pass at once."""
+class VirtualLoop(asyncio.BaseEventLoop):
+    """An event loop whose seconds pass at once; no file is ever ready."""
 
     def __init__(self) -> None:
         self.now = START
-        selector = VirtualSelector()
-        selector.loop = self
-        super().__init__(selector)
+        self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
+        """A heap; the second number keeps timers of the same time in their order."""
+        self._numbers = count()
+        super().__init__()
         self.set_task_factory(_task_of_its_process)  # type: ignore[arg-type]
+
+    def _run_once(self) -> None:
+        ready, timers = self._ready, self._timers  # type: ignore[attr-defined]
+        while timers and timers[0][2].cancelled():
+            heappop(timers)
+        if not ready:
+            if not timers:
+                raise Hung("every task waits, and no timer is set")
+            self.now = max(self.now, timers[0][0])
+        while timers and timers[0][0] <= self.now:
+            ready.append(heappop(timers)[2])
+        for _ in range(len(ready)):
+            handle = ready.popleft()
+            if not handle.cancelled():
+                handle._run()
 
     def time(self) -> float:
         """Virtual seconds; `time.monotonic` is patched to it while a world runs."""
@@ -93,10 +98,11 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     ) -> asyncio.Handle:
         """Run a callback next, or when its process goes on."""
         process = PROCESS.get() if context is None else context.get(PROCESS)
-        if process is None or not process.stands_still:
-            return super().call_soon(callback, *args, context=context)  # type: ignore[arg-type]
         handle = asyncio.Handle(callback, args, self, context)
-        process.held.append(handle)
+        if process is None or not process.stands_still:
+            self._ready.append(handle)  # type: ignore[attr-defined]
+        else:
+            process.held.append(handle)
         return handle
 
     def call_at(  # type: ignore[override]
@@ -104,17 +110,15 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     ) -> asyncio.TimerHandle:
         """Run a callback at a time, unless its process has ended; later if its process stands still then."""
         process = PROCESS.get() if context is None else context.get(PROCESS)
-        if process is None:
-            return super().call_at(when, callback, *args, context=context)  # type: ignore[arg-type]
-        timer: asyncio.TimerHandle
 
         def due() -> None:
-            if process.stands_still:
+            if process is not None and process.stands_still:
                 process.held.append(timer)
             else:
                 callback(*args)
 
-        timer = super().call_at(when, due, context=context)
+        timer = asyncio.TimerHandle(when, due, (), self, context)
+        heappush(self._timers, (when, next(self._numbers), timer))
         return timer
 
     def run_in_executor(  # type: ignore[override]
