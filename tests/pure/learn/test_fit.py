@@ -49,7 +49,15 @@ def of_recipe(config: Config, parent: Path) -> Path:
     return model_folder(SIZED_FOR if name == A_MODEL_OF_ONES_OWN else name, parent)
 
 
-@pytest.mark.parametrize("path", ON_GPUS, ids=lambda path: path.stem)
+ONE_OF_A_KIND = ("agent_swe", "gsm8k", "one_gpu")
+"""All layers checkpointed, `auto`, and a GPU that is shared with an engine; an estimate takes about ten seconds."""
+
+
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(path, marks=() if path.stem in ONE_OF_A_KIND else pytest.mark.full) for path in ON_GPUS],
+    ids=lambda path: path.stem,
+)
 def test_a_recipe_fits_gpus_of_80_gb_with_a_tenth_to_spare(path: Path, tmp_path: Path) -> None:
     config = RECIPES[path]
     found = fit(FitSettings.of(config), of_recipe(config, tmp_path), GPU_BYTES["H100"])
