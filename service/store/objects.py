@@ -21,6 +21,10 @@ TIMEOUTS = {"timeout": "120s", "connect_timeout": "10s"}
 """Of one request, which carries one part."""
 RETRIES = {"max_retries": 2, "retry_timeout": timedelta(seconds=60)}
 """Within a request; an upload as a whole is repeated by `Uploads`."""
+CUT_OFF = "Error getting list response body"
+"""What the library says of a listing that broke off half-way, which it does not repeat."""
+LISTINGS = 3
+"""Times that such a listing is tried."""
 SHOWN = 200
 """Characters of the store's answer that a message repeats."""
 
@@ -94,9 +98,17 @@ class Objects:
                 yield bytes(chunk)
 
     def sizes(self) -> dict[str, int]:
-        """The size of every object, by name."""
-        with self._named("listing it"):
-            return {found["path"]: found["size"] for batch in self._obstore.list(self._store) for found in batch}
+        """The size of every object, by name; a listing whose answer is cut off is tried again."""
+        left = LISTINGS
+        while True:
+            try:
+                with self._named("listing it"):
+                    listed = self._obstore.list(self._store)
+                    return {found["path"]: found["size"] for batch in listed for found in batch}
+            except StoreFailed as failed:
+                left -= 1
+                if CUT_OFF not in str(failed) or not left:
+                    raise
 
     def delete(self, names: list[str]) -> None:
         """Delete objects; ignores those that do not exist."""

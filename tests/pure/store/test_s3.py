@@ -14,7 +14,9 @@ from service.errors import StoreFailed, UserError
 from service.run.folder import CONFIG
 from service.run.resuming import resumed
 from service.store import fetch
-from service.store.objects import CHUNK_BYTES, open_store
+from service.store.contents import RUN
+from service.store.objects import CHUNK_BYTES, CUT_OFF, LISTINGS, open_store
+from service.store.uploads import claim_store
 from tests.pure.store.scripted import ScriptedRun, settings
 from tests.s3_server import BUCKET, FAULTS, KEY, SECRET, flaky_s3_server, s3_server
 from tests.waiting import until
@@ -94,6 +96,25 @@ def test_a_run_goes_on_from_an_s3_that_fails_half_of_the_time(tmp_path: Path, mo
         run.end()
         assert {*flaky.met} == {*FAULTS, ""} and not run.uploads.left(), flaky.met
     assert run.history() == whole.history()
+
+
+@pytest.mark.parametrize(("cut", "comes"), [(LISTINGS - 1, True), (LISTINGS, False)])
+def test_a_listing_that_is_cut_off_while_a_run_claims_its_store_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cut: int, comes: bool
+) -> None:
+    url = f"{URL}-cut-{cut}"
+    with flaky_s3_server(share=0.0) as (environment, flaky):
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        faults = ["cut answer"] * cut
+        monkeypatch.setattr(flaky, "fault", lambda path: faults.pop() if "list-type" in path and faults else "")
+        if comes:
+            claim_store(open_store(url), tmp_path, 1, 60.0, print).finish()
+            assert RUN in open_store(url).sizes()
+        else:
+            with pytest.raises(UserError, match=f"^run.store: {url}: listing it: {CUT_OFF}"):
+                claim_store(open_store(url), tmp_path, 1, 60.0, print)
+        assert not faults
 
 
 def insisted(attempt: Callable[[], Result]) -> Result:
