@@ -129,7 +129,7 @@ class Calls:
         """The request with the form that the engine enforces; other forms are among its ignored fields.
 
         Raises:
-            Refused: `agents.structured` refuses a form.
+            Refused: `agents.structured` refuses a form, or it is too large.
         """
         if asked.forms and self._structured == "refuse":
             raise Refused(400, asked.forms[0].field, "answers have no prescribed form; see agents.structured")

@@ -19,13 +19,15 @@ from typing import Any
 from msgspec import Struct
 
 from service.agents.dialects.body import FORMATS, OPTIONS, CommonFields, Name, read_as
-from service.agents.dialects.dialect import AnswerForm
+from service.agents.dialects.dialect import AnswerForm, Refused
 from service.rollout.chat.chat import Tool
 
 FORCES = ("required", "any", "function", "tool", "custom")
 """Kinds of `tool_choice` that force a call of a tool which the client runs."""
 THINKING = {"type": "tag", "begin": "<think>", "content": {"type": "any_text"}, "end": "</think>\n\n"}
 """What an enforced form may follow."""
+MAX_FORM_BYTES = 1 << 16
+"""Of an enforced form as JSON: the time to compile it grows with the square of its size, and is a few seconds here."""
 
 
 class _Format(Struct):
@@ -52,9 +54,16 @@ def forms_of(body: Mapping[str, Any], request: CommonFields, tools: Sequence[Too
 
 
 def structural_tag(form: AnswerForm) -> str:
-    """A form as an engine takes it: JSON of a structural tag of xgrammar."""
+    """A form as an engine takes it: JSON of a structural tag of xgrammar.
+
+    Raises:
+        Refused: the form is too large.
+    """
     elements = [{"type": "optional", "content": THINKING}, form.grammar]
-    return json.dumps({"type": "structural_tag", "format": {"type": "sequence", "elements": elements}})
+    tag = json.dumps({"type": "structural_tag", "format": {"type": "sequence", "elements": elements}})
+    if len(tag) > MAX_FORM_BYTES:
+        raise Refused(400, form.field, f"a form of {len(tag)} bytes; at most {MAX_FORM_BYTES} are enforced")
+    return tag
 
 
 def _forced(choice: Any, kind: str, tools: Sequence[Tool]) -> Iterator[AnswerForm]:

@@ -10,6 +10,7 @@ import pytest
 import xgrammar
 
 from service.agents.conversation_tree import ConversationTree
+from service.agents.dialects.answer_form import MAX_FORM_BYTES
 from service.agents.dialects.dialect import Refused
 from service.agents.policy_calls import IGNORED_HEADER
 from service.agents.reply_parser import JsonCalls
@@ -122,6 +123,26 @@ async def test_a_constrained_answer_is_continued_exactly_and_a_form_that_no_engi
         restored.restore(steps_table(house.steps))
         for call, other in zip(restored.calls, session.tree.calls, strict=True):
             assert (call.n_sampled, call.after) == (other.n_sampled, other.after)
+
+
+async def test_a_form_that_takes_too_long_to_compile_is_refused_with_the_bound_and_ignored_where_none_is_enforced(
+    bytes_chat: Chat,
+) -> None:
+    def asked(values: int) -> dict[str, Any]:
+        schema = {"enum": [f"value-{value}" for value in range(values)]}
+        form = {"type": "json_schema", "json_schema": {"schema": schema}}
+        return {"messages": [{"role": "user", "content": QUESTION}], "response_format": form}
+
+    async with opened(bytes_chat, structured="constrain") as house, client_of(house, house.session()) as client:
+        status, refused = await client.post(CHAT, asked(8_000))
+        assert (status, refused["error"]["param"]) == (400, "response_format")
+        assert refused["error"]["message"].endswith(f" bytes; at most {MAX_FORM_BYTES} are enforced")
+        assert not house.structures
+        house.say = lambda prompt: '"value-7"'
+        status, _ = await client.post(CHAT, asked(2_000))
+        assert status == 200 and len(house.structures) == 1
+    async with opened(bytes_chat, structured="ignore") as house, client_of(house, house.session()) as client:
+        assert (await client.post(CHAT, asked(8_000)))[0] == 200
 
 
 async def test_fields_that_are_ignored_are_named_by_a_bounded_number_of_plain_names(
