@@ -384,7 +384,7 @@ TRAINER = dashboard(
     ),
     graph(
         "Evaluations",
-        "Intervals of `data.eval_every` since the newest evaluated step; above 2 an evaluation takes longer than one.",
+        "Intervals of `data.eval_every` since the newest evaluated step; above 2, evaluations take too long.",
         Query(last("baton_evaluation_lag_intervals"), "behind"),
     ),
     graph(

@@ -179,10 +179,10 @@ class WeightsConfig(Section):
     trainer's first GPU to the GPUs of all engines; `ipc`: by CUDA IPC on a GPU that a rank and an engine share, so that
     `generator.gpu_memory_utilization` must leave room for the rank. `ipc` has run on one H100, `nccl` not yet."""
     delta: bool = False
-    """With `memory`: only elements that changed travel between hosts, which then keep a copy of the weights in shared
-    memory, and each rank a second one of its part."""
+    """With `memory`: only elements that changed are sent between hosts. Each host with engines then keeps a copy of the
+    weights in shared memory, and each rank a second copy of its own part."""
     kv_cache: Literal["recompute", "keep"] = "recompute"
-    """The KV cache of running requests at an update."""
+    """The KV cache of running requests at an update: recomputed with the new weights, or kept."""
     sync_deadline: Seconds = 300.0
     """Seconds in which an update of an engine must end."""
     verify: bool = False

@@ -50,7 +50,7 @@ class CurriculumConfig(Section):
     outside: Fraction = 0.1
     """Fraction of the epochs in which a prompt outside of the band is issued; 0: never again."""
     min_groups: Positive = 1
-    """Groups of a prompt after which its success counts."""
+    """Groups of a prompt after which its success decides; a prompt with fewer groups is issued in any case."""
     success_above: float = 0.0
     """A trajectory succeeds if its return is larger."""
 
@@ -143,7 +143,7 @@ FailureName = Annotated[
 
 
 class AgentsConfig(Section):
-    """The endpoint in each generator, at which agents of any make call the policy; a session is a trajectory."""
+    """The endpoint in each generator, at which agents of any kind call the policy; a session is a trajectory."""
 
     host: Annotated[str, Field(min_length=1, max_length=253, pattern=r"^[0-9A-Za-z:._%-]+$")] = "127.0.0.1"
     """Address of the endpoint. Beyond loopback, keys and texts cross the network unencrypted."""
@@ -156,8 +156,8 @@ class AgentsConfig(Section):
     """File with the key of workers, which claim sessions from other machines; None: the environment variable
     BATON_WORKER_KEY, and no worker may claim where that is not set either."""
     heartbeat_deadline: Seconds = 60.0
-    """Seconds without a call or a heartbeat, after which a worker's session is lost; after a restart of its generator
-    it may be so long until it is heard of again."""
+    """Seconds without a call or a heartbeat, after which a worker's session is lost. After a restart of its generator
+    a session may take the same time until its next call or heartbeat."""
     max_calls: Annotated[int, Field(gt=0, le=4096)] = 64
     """Most calls of a session; further ones are answered with a text that says so, and are no steps."""
     max_tokens: Positive = 1 << 15
@@ -167,11 +167,11 @@ class AgentsConfig(Section):
     beside them, such as one for a title)."""
     structured: Literal["ignore", "constrain", "refuse"] = "ignore"
     """What becomes of a request for a form of answer (a JSON schema, a forced tool): the policy answers freely; the
-    engine enforces it, and the answer carries no loss; or the request is refused. Forced calls are as `tool_parser`
-    json reads them."""
+    engine enforces it, and the answer carries no loss; or the request is refused. A forced call has the form
+    that `tool_parser: json` reads."""
     exit_code_reward: dict[FailureName, Annotated[float, Field(ge=-MAX_REWARD, le=MAX_REWARD)]] = {}
-    """Rewards of agents that failed as the policy made them: by the exit code of the command, as in `{1: 0.0}`, or by
-    the name of the exception that `play` raised. Other failures are attempted again."""
+    """Rewards of agents that failed because of what the policy wrote: by the exit code of the command, as in
+    `{1: 0.0}`, or by the name of the exception that `play` raised. Other failures are attempted again."""
     tool_parser: str = "json"
     """What reads tool calls and thinking in responses: json, as Qwen's and Hermes' models write them; or vLLM's parsers
     by name, such as `hermes` or, with one for the thinking, `hermes+deepseek_r1`."""
@@ -184,7 +184,7 @@ class RoleConfig(Section):
     """`trained`: the policy plays the role and is trained on it; `judge`: the policy plays it and is not; `frozen`:
     another model plays it."""
     url: Annotated[str, Field(pattern=URL)] | None = None
-    """Of a frozen role: address of an OpenAI-compatible endpoint, up to and with `/v1`; None: an engine of this run
+    """Of a frozen role: address of an OpenAI-compatible endpoint, including `/v1`; None: an engine of this run
     serves the model."""
     model: Annotated[str, AfterValidator(os.path.expanduser)] | None = None
     """Of a frozen role: the model's name at `url`; without `url`, its Hugging Face folder."""
@@ -216,8 +216,8 @@ class GeneratorConfig(Section):
     engines: Positive | EnginesRange = 1
     """Generator actors, one engine each: a number, or `{min: 1, max: 8}` for generators that join and leave."""
     leave_grace: Seconds = 20.0
-    """Seconds in which a generator that leaves (`baton scale`, a drained node) plays on; then it hands over what is
-    open, and ends."""
+    """Seconds for which a generator that leaves (`baton scale`, a drained node) continues its trajectories; then it
+    hands over those that are still open, and ends."""
     tensor_parallel_size: Positive = 1
     """GPUs of one engine."""
     concurrent_groups: Positive = 32

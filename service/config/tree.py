@@ -139,11 +139,12 @@ class ModelConfig(Section):
 
 
 class BufferConfig(Section):
-    """Admission, staleness, deadlines, bounds."""
+    """The buffer: admission, staleness, deadlines, and bounds on memory and disk."""
 
     lookahead: NotNegative | Literal["auto"] = 2
-    """Mini-batches that may be generated ahead of the one that the served version trains; 0: strictly on-policy; auto:
-    the smallest number at which the trainer waits less than 5 % of its time, at most `max_staleness`."""
+    """Mini-batches that generators may begin beyond the one that is trained next on the weights that they serve; 0:
+    strictly on-policy; auto: the smallest number at which the trainer waits less than 5 % of its time, at most
+    `max_staleness`."""
     max_staleness: NotNegative = 8
     """Staleness in versions above which a token carries no loss."""
     order: Literal["finished_first", "strict"] = "finished_first"
@@ -179,12 +180,13 @@ class PlacementConfig(Section):
     """Labels of the hosts that hold a part of the run: a value, `!value`, `in(one, other)`, `!in(one, other)`."""
 
     trainer: Labels = {}
-    """Of the hosts of the trainer's ranks."""
+    """Labels of the hosts of the trainer's ranks."""
     generators: Labels = {}
-    """Of the hosts of the generators; `{ray.io/market-type: spot}`: hosts that may be taken away at short notice."""
+    """Labels of the hosts of the generators, such as `{ray.io/market-type: spot}` for hosts that may be taken
+    away at short notice."""
     buffer: Labels = {MARKET: "!spot"}
-    """Of the host that the buffer prefers: the driver's own if it has these labels, else another that has them, else
-    any."""
+    """Labels that the buffer's host should have: the driver's host if it has them, else another host that has them,
+    else any host."""
 
 
 class WandbConfig(Section):

@@ -69,7 +69,7 @@ LENGTHS_AND_PADDING = (
     ),
     histogram(
         "baton_batch_distinct_ratio",
-        "Distinct over all tokens of a mini-batch: what rows that begin alike have in common counts once.",
+        "Distinct tokens of a mini-batch, as a fraction of all: a prefix that several rows share counts once.",
         key="generate/batch_distinct_ratio",
         buckets=FRACTION,
     ),
@@ -91,7 +91,7 @@ LENGTHS_AND_PADDING = (
     ),
     histogram("baton_trajectory_turns", "Turns of a completed trajectory.", buckets=TURNS),
     counter("baton_responses_total", "Responses of the policy, by their turn, counted from 1.", ("turns",)),
-    counter("baton_truncated_responses_total", "Those that were cut at `generator.max_generate_length`.", ("turns",)),
+    counter("baton_truncated_responses_total", "Responses cut at `generator.max_generate_length`.", ("turns",)),
 )
 
 BUFFER = (
@@ -193,7 +193,8 @@ TRAINER = (
     ),
     gauge(
         "baton_fresh_token_kl",
-        "The same divergence over tokens that the current policy sampled: the mismatch of engine and trainer.",
+        "Approximate divergence of trainer and engine over tokens that the current policy sampled; more than noise "
+        "means that they compute differently.",
         key="policy/by_staleness/0/kl",
     ),
     gauge(
@@ -227,7 +228,10 @@ GENERATORS_AND_WEIGHTS = (
     counter("baton_prefix_cached_tokens_total", "Prompt tokens that an engine found in its KV cache."),
     gauge("baton_generator_policy_version", "Optimizer steps of the policy that an engine serves."),
     gauge("baton_generator_evaluating", "1 while the generator evaluates; beside training it keeps older weights."),
-    gauge("baton_generators_expected", "Generators that joined and stay, at least those with which the run starts."),
+    gauge(
+        "baton_generators_expected",
+        "Generators that joined and were not asked to leave; no fewer than the run starts with.",
+    ),
     histogram(
         "baton_trajectory_seconds",
         "Seconds of a trajectory by part: waiting in the engine (`queue`), `prefill`, `decode`, its requests paused "
@@ -243,7 +247,7 @@ GENERATORS_AND_WEIGHTS = (
     ),
     counter(
         "baton_agent_calls_total",
-        "Answered calls of agents, by dialect and by how the prompt came about; `replayed`: an earlier call again.",
+        "Answered calls of agents, by dialect and by how the prompt was made; `replayed`: an earlier answer again.",
         ("dialect", "how"),
     ),
     counter("baton_agent_refused_total", "Requests of agents that were refused, by HTTP status.", ("status",)),
@@ -334,7 +338,7 @@ STEP_KEYS: dict[str, str] = {
     "reward/scored_turns": "With credit by turn: fraction of turns after which the environment scored the state.",
     "reward/groups_without_credit": "With credit by turn: fraction of groups in which every advantage is 0.",
     "role/<role>/reward": "With `roles`: mean return of a role, over the trajectories in which it had a turn.",
-    "role/<role>/turns": "Mean turns of the role in those.",
+    "role/<role>/turns": "With `roles`: mean turns of a role, over the trajectories in which it had a turn.",
     "role/<role>/groups_without_credit": "Fraction of groups in which every advantage of the role is 0.",
     "generate/batch_num_seq": "Rows of the mini-batch.",
     "generate/batch_num_tokens": "Tokens of the mini-batch's rows.",
@@ -346,30 +350,33 @@ STEP_KEYS: dict[str, str] = {
     "generate/steps_reset": "Steps that began another row because they share at most a first prompt.",
     "generate/batch_imbalance": "Cost of the most loaded rank, over the mean cost of a rank.",
     "generate/batch_computed_ratio": (
-        "Computed over all tokens of the rows, where shared prefixes are computed once; more than "
-        "`generate/batch_distinct_ratio` by what ranks and micro-batches compute again."
+        "Computed tokens as a fraction of the tokens of all rows. It is above `generate/batch_distinct_ratio` where "
+        "several ranks or micro-batches compute the same prefix."
     ),
     "generate/batch_num_micro_batches": "Micro-batches of all ranks.",
-    "generate/batch_num_dummies": "Micro-batches without tokens, which give every rank the same number.",
+    "generate/batch_num_dummies": "Micro-batches without rows, added so that all ranks have the same number of them.",
     "generate/filtered_groups": "Groups that filters removed since the mini-batch before.",
-    "generate/filtered_tokens": "Sampled tokens of those groups.",
+    "generate/filtered_tokens": "Sampled tokens of the groups that filters removed since the mini-batch before.",
     "generate/tokens_per_kept_token": "Sampled tokens, those of filtered groups too, over the mini-batch's own.",
     "generate/avg_num_tokens": "Mean tokens of a trajectory after its first prompts, observations included.",
     "generate/avg_assistant_tokens": "Mean tokens of a trajectory that the policy sampled.",
     "generate/avg_num_turns": "Mean turns of a trajectory.",
     "generate/avg_response_length": "Mean tokens of a response; each turn of a trajectory is one.",
-    "generate/std_response_length": "Standard deviation of the same over the mini-batch.",
+    "generate/std_response_length": "Standard deviation of the responses' lengths in tokens.",
     "generate/min_response_length": "Tokens of the shortest response.",
     "generate/max_response_length": "Tokens of the longest response.",
     "generate/truncated_ratio_turn_<turns>": (
-        "The same, of the responses of some turns: `<turns>` is `1`, `2`, `3`, `4`, `5_8`, `9_16`, `17_32` or `33_up`."
+        "Fraction of the responses of some turns that were cut at `generator.max_generate_length`: `<turns>` is `1`, "
+        "`2`, `3`, `4`, `5_8`, `9_16`, `17_32` or `33_up`."
     ),
     "tokens/loss": "Sampled tokens that carry loss.",
     "tokens/untrained": "Sampled tokens without loss because of the role of their step (`agents.train`, `roles`).",
     "tokens/masked": "Sampled tokens that carry no loss for another reason than their staleness or their step's role.",
     "async/staleness_max": "Largest staleness of a token of the mini-batch that a policy sampled.",
     "async/stale_tokens": "Tokens too stale to carry loss.",
-    "async/stale_tokens_quarter_<q>": "The same, of a quarter of the trajectories by length; 4 has the longest.",
+    "async/stale_tokens_quarter_<q>": (
+        "Tokens too stale to carry loss, of a quarter of the trajectories by length; 4 has the longest."
+    ),
     "async/trainer_wait_fraction": "Fraction of the steps' time for which the trainer waited for a mini-batch.",
     "async/generator_wait_fraction": (
         "Fraction of the generators' time without any group to play; waits for one more group do not count."
