@@ -140,7 +140,7 @@ def _check_address(address: str) -> None:
 
 @dataclass(frozen=True)
 class Cluster:
-    """The run's actors."""
+    """Handles of the run's actors: metrics hub, buffer, generators, trainer ranks, scorers, frozen roles."""
 
     hub: Any
     buffer: Any

@@ -297,7 +297,7 @@ class Generator(ImageHolder, Supervised):
         return update._asdict()
 
     async def join_trainer(self, meeting: Meeting, first_rank: int) -> None:
-        """Join a group with the trainer's first rank, which broadcasts weights in it; see `VllmEngine.join`."""
+        """Join a process group with the trainer's first rank, which broadcasts weights in it; see `VllmEngine.join`."""
         self._set_up()
         await self._engine.join(meeting, first_rank)
 

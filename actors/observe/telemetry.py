@@ -49,7 +49,7 @@ class RunTelemetry(Reporter):
         self._states.enter(state, **detail)
 
     def seconds_by_state(self) -> Mapping[str, float]:
-        """Seconds that the trainer as a whole has spent on each of these so far."""
+        """Seconds that the trainer as a whole has spent in each of the states of `doing` so far."""
         return self._states.seconds()
 
     def span(self, row: str, step: int, began: float) -> None:
@@ -96,7 +96,7 @@ class RunTelemetry(Reporter):
         self.metrics.count("baton_weight_sync_failures_total")
 
     def generators(self, expected: int) -> None:
-        """Report the number of generators that are present or about to join."""
+        """Report how many generators should be up: those that joined and stay, at least the configured minimum."""
         self.metrics.set("baton_generators_expected", expected)
         self._report_run(generators=expected)
 

@@ -79,10 +79,10 @@ class Trial:
         print(told(call, roles_of([*before, replace(call, delivered=True)])[-1]), flush=True)
 
     def end(self, end: TrajectoryEnd) -> None:
-        """Ignored: the trajectory goes nowhere."""
+        """Ignored: no buffer receives the trajectory."""
 
     async def accepted(self, trajectory: TrajectoryId) -> bool:
-        """True: each step is accepted at once."""
+        """Whether the trajectory's steps were accepted: always, because no buffer can refuse them."""
         return True
 
 

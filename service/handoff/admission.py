@@ -33,7 +33,7 @@ PATIENT_WINDOWS = 20
 
 
 class Lookahead:
-    """The current number."""
+    """The current lookahead: a constant, or with `auto` a number that is adjusted to the trainer's waits."""
 
     def __init__(self, setting: int | Literal["auto"], minimum: int, maximum: int, clock: Clock) -> None:
         """`minimum` and `maximum` bound the number of `auto`."""

@@ -127,7 +127,7 @@ class Buffer:
         return given or answer  # type: ignore[return-value]
 
     def submit(self, data: bytes) -> Receipt | Refusal:
-        """Accept a step group; its receipt is valid once the journal is synced up to the receipt's position."""
+        """Accept a message (a step group); the receipt is valid once the journal is synced up to its position."""
         message = decode(data, self._limits)
         if isinstance(message, Refusal):
             return self._refuse(message)
@@ -237,12 +237,12 @@ class Buffer:
     def join(
         self, role: Literal["generator", "trainer"], name: str, step: int | None = None, resumes: bool = False
     ) -> int:
-        """Admit a new incarnation; the older one is fenced, and its work is reassigned.
+        """Admit a new incarnation; calls of the older one are refused from now on, and its work is reassigned.
 
         With `resumes` a generator keeps the work of its previous incarnation, see `unfinished`.
 
-        A trainer continues from `step`, or from the newest; groups that were trained after it are leased again, and its
-        versions are (the incarnation that is returned, steps).
+        A trainer continues from `step`, or from the newest step; groups that were trained after that step are leased
+        again. The policy versions of this trainer have the returned incarnation.
         """
         state = self.ledger.state
         if role == "trainer":

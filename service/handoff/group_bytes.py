@@ -20,7 +20,7 @@ from service.types import Steps
 NAME_BYTES = 5 << 10
 """UTF-8 bytes of a generator's name, a prompt's uid, a stop reason and a note together, at most."""
 NOTE_BYTES = 1 << 10
-"""Those of a note; what a longer one has beyond counts by itself."""
+"""The part of NAME_BYTES that is for a note; further bytes of a longer note are counted separately."""
 ITEM_BYTES = (3 << 10) + NAME_BYTES
 """A step or an end beside its tokens: its other columns, and what a message of its own adds (frame, header, names)."""
 TOKEN_BYTES = sum(
@@ -32,7 +32,7 @@ TOKEN_BYTES = sum(
 TEACHER_BYTES = 4
 """The log-probability of a token under the teacher."""
 SCORE_BYTES = 1 << 9
-"""A scorer's answer beside its rewards, what it says about trajectories, and log-probabilities: the journal's frame."""
+"""A scorer's answer without its rewards, texts and log-probabilities: the journal's frame."""
 INFO_BYTES = 1 << 11
 """UTF-8 bytes of what a scorer says about one trajectory, at most."""
 EXPERT_BYTES = 2

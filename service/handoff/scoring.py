@@ -3,7 +3,7 @@
     claim -> Issued(7, scorers=("judge",)) ; .. ; the last end -> SCORING ; accept(7, "judge", ..) -> Scored -> COMPLETE
 
 The scorers of a group are journalled when it is issued, and the first answer of each is journalled before the group can
-be leased. So a scorer may be asked again after a crash, and what it says then counts only if nothing was journalled.
+be leased. So a scorer may be asked again after a crash; its new answer counts only if no earlier one was journalled.
 """
 
 from __future__ import annotations

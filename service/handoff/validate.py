@@ -5,7 +5,8 @@ What one bad number costs:
 - the token, which is masked and counted as such: its log-probability is not finite although the policy sampled it; the
   rest of the step carries loss. The log-probabilities of tokens without loss are not checked.
 - the trajectory, which is refused and may be tried again (`ledger.accept`): more than max(1, 1 %) of its sampled tokens
-  have such a log-probability; a step after the end, a reference that does not hold, two records that differ.
+  have such a log-probability; a step after the end, a reference whose digest does not match, two records that
+  differ.
 - the message: everything else below. A reward that is not finite is never replaced by a number, because the baseline
   of every sibling would be wrong with it.
 

@@ -33,8 +33,8 @@ class Assignment(NamedTuple):
     samples: tuple[int, ...]
     attempts: tuple[int, ...]
     steps: tuple[bytes, ...] = ()
-    """Of each sample its accepted steps, as the wire bytes of a step group: the generator continues after them.
-    Empty where there is none; () where no sample of the group has any."""
+    """The accepted steps of each sample, as the wire bytes of a message: the generator continues after them. Empty
+    bytes for a sample without steps; () if no sample of the group has steps."""
 
     def trajectories(self) -> Iterator[tuple[TrajectoryId, bytes]]:
         """The trajectories of the assignment, each with its steps."""
@@ -73,11 +73,13 @@ class Wait(NamedTuple):
 
 
 class Receipt(NamedTuple):
-    """A step group was accepted (or had been before); valid once the journal is synced up to `position`."""
+    """A message (a step group) was accepted, now or before; valid once the journal is synced up to `position`."""
 
     position: int
     duplicate: bool = False
     superseded: tuple[int, ...] = ()
-    """Groups in the message that need no more work; the generator may stop playing them."""
+    """Groups of which the message had content that came too late: the group has ended, or a newer attempt has replaced
+    the trajectory, or the group continues without it. The generator stops playing these groups."""
     wanted: int = 1
-    """This generator's share of the complete groups that the next mini-batch lacks: fewer can wait for one another."""
+    """This generator's share of the complete groups that the next mini-batch still lacks; the generator sends a message
+    at once when the message completes so many groups."""

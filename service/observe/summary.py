@@ -77,7 +77,7 @@ def _certainty(summary: Mapping[str, Any]) -> str:
 
 
 def fates_in_words(tokens: Mapping[str, int]) -> str:
-    """Tokens by fate; a name that does not explain itself has words beside it.
+    """Tokens by fate, as text; less familiar fates have an explanation in brackets.
 
     >>> fates_in_words({"trained": 51200, "expired": 0, "stepped": 800})
     '51,200 trained, 800 stepped (trained, in no checkpoint yet)'

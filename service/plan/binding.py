@@ -82,7 +82,7 @@ class Demand:
 
     @property
     def arithmetic_seconds(self) -> float:
-        """Seconds of a step by `seconds_of_means`."""
+        """Seconds of a step as `seconds_of_means` computes them from the mean seconds of both sides."""
         generation, training = (self.seconds(side) for side in Side)
         return seconds_of_means(generation, training, self.arrival, self.lookahead, self.concurrency)
 

@@ -56,7 +56,7 @@ class Split:
 
 
 def splits_of(settings: PlanSettings, gpus: int) -> Iterator[tuple[int, int]]:
-    """All numbers of engines and ranks that together use all GPUs.
+    """Yield each (number of engines, number of ranks) that uses all GPUs.
 
     Raises:
         UserError: no split uses all GPUs.

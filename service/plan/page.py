@@ -85,7 +85,7 @@ def _speed(plan: Forecast) -> Iterator[str]:
 
 
 def as_dict(plan: Forecast) -> dict[str, Any]:
-    """The same figures for other programs; lengths in tokens, times in seconds, memory in bytes."""
+    """The figures of the page as JSON values; lengths in tokens, times in seconds, memory in bytes."""
     work = asdict(plan.work)
     sources = work.pop("sources")
     return {

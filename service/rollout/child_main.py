@@ -3,8 +3,8 @@
     parent: SIGTERM, or its death --> keeper --SIGKILL--> the process that answers, and all its descendants
 
 `python -m service.rollout.child_main MODULE` forks. The first process is the keeper; the second calls `MODULE.main()`.
-The keeper is the subreaper (prctl(2)) of its descendants: one that left its process group, its session or its parent
-becomes the keeper's own child, and ends with the others.
+The keeper is the subreaper (prctl(2)) of its descendants: a descendant that leaves its process group or session, or
+whose parent ends, becomes a child of the keeper, which ends it with the others.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ class Note(msgspec.Struct, frozen=True, array_like=True):
 
 
 class EarlierStep(NamedTuple):
-    """A step of an earlier generator."""
+    """An accepted step that another generator sampled before this one took over the trajectory."""
 
     number: int
     token_ids: Int32s

@@ -61,7 +61,7 @@ class Prepared:
 
     @property
     def base(self) -> Path:
-        """The Hugging Face folder from which the trainer starts and with which the engines start."""
+        """The Hugging Face folder whose weights the trainer and the engines load at the start."""
         return self.warmed_model or self.model_folder
 
 

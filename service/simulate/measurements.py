@@ -44,7 +44,7 @@ class Measurements:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Figures of one run since its first second."""
+    """Figures of one simulated run, its start included."""
 
     steps_per_second: float
     tokens_per_second: float

@@ -60,7 +60,7 @@ def claim_store(objects: Objects, run: Path, keep: int, deadline: float, say: Ca
     """Claim a store for the run in the folder `run`, and start the uploads; see `Uploads` for the arguments.
 
     Raises:
-        UserError: the store cannot be used, or is another run's, or the run continued from it elsewhere.
+        UserError: the store cannot be used, or belongs to another run, or another process continued this run from it.
     """
     try:
         return Uploads(objects, run, claimed(objects, run), keep, deadline, say)

@@ -1,7 +1,7 @@
 """A run's timeline as Chrome trace events, which ui.perfetto.dev and chrome://tracing open.
 
 driver        trainer         what the trainer as a whole does
-trainer-0     rank            forward and backward, optimizer, and for what it waits: what the driver did meanwhile
+trainer-0     rank            forward and backward, optimizer, and while it waits, what the driver does
 generator-0   engine          generating, paused, environment, waiting, starting
               trajectories    the sample, each with its turns and tool calls, on as many rows as overlap
 buffer        leases, commits, journal, and counters of its groups

@@ -140,7 +140,7 @@ def _counted(count: int, thing: str) -> str:
 
 
 def number(value: float | None, form: str) -> str:
-    """A number in this format; empty if the record lacks it."""
+    """A number formatted by `form`; `none` if there is no number."""
     return "none" if value is None else format(value, form)
 
 

@@ -130,7 +130,7 @@ def read_request(body: Mapping[str, Any], shape: type[Shape], where: str = "") -
     """Convert a request to its schema; `where` is its place in the body.
 
     Raises:
-        Refused: it does not follow the schema, or it asks for what no session gives.
+        Refused: the request does not follow the schema, or has a field that no session supports.
     """
     request = read_as(body, shape, where)
     given = {name: value for name, value in body.items() if value is not None}

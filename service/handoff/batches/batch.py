@@ -202,9 +202,11 @@ class Masked(NamedTuple):
     staleness_N: Int32s
     """Versions between sampling and training; -1 where no policy sampled the token."""
     sampled_G: Int64s
-    """Tokens of each trajectory that carried loss before; then those that are too stale, and those that carry it."""
+    """Tokens of each trajectory that carried loss before."""
     stale_G: Int64s
+    """Tokens of each trajectory that are too stale to carry loss."""
     loss_G: Int64s
+    """Tokens of each trajectory that still carry loss."""
 
 
 def mask(rows: Rows, trajectory_R: Int32s, count: int, history: VersionHistory, max_staleness: int | None) -> Masked:

@@ -47,7 +47,7 @@ class NewContent(NamedTuple):
 
     additions: list[Addition]
     superseded: tuple[int, ...]
-    """Groups for which the message came too late."""
+    """Groups for which some content of the message came too late."""
 
     def only(self, message: StepGroup, message_bytes: int) -> StepGroup:
         """The message without content that is not new; the message itself if all of it is new.

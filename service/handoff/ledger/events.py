@@ -137,7 +137,8 @@ class Moved(Event, frozen=True):
 
 
 class Truncated(Event, frozen=True):
-    """A group continues without samples that were unfinished at its deadline, or whose last attempts failed."""
+    """A group gives up some samples and continues without them: they were unfinished at its deadline, or their last
+    attempts failed."""
 
     group_id: int
     samples: tuple[int, ...]

@@ -92,7 +92,7 @@ class Objective:
     def prepare(
         self, batch: MiniBatch, micros: Sequence[DeviceBatch], fixed: Sequence[FixedLogprobs]
     ) -> TrajectoryInputs:
-        """The inputs of each trajectory, from all micro-batches of this rank."""
+        """The inputs of the loss that are one per trajectory, computed from all micro-batches of this rank."""
         algorithm = self._algorithm
         temporal = algorithm.estimator == "reinforce++"
         value_G = batch.return_G if temporal else batch.advantage_G
