@@ -254,7 +254,7 @@ class Ends(Table):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepGroup:
-    """One message on the wire, generator -> buffer: any number of steps and ends of one or several trajectories and groups."""
+    """One message, generator -> buffer: any number of steps and trajectory ends, of one or several groups."""
 
     sender: Sender
     steps: Steps

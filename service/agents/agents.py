@@ -42,7 +42,7 @@ from service.types import EvaluationId, Int32s, Step, Steps, TrajectoryEnd, Traj
 log = logging.getLogger(__name__)
 
 AUX_SHARE, AUX_STEPS = 0.2, 32
-"""Share of sampled tokens in calls of the role `aux` from which on a warning says so, after so many calls."""
+"""A warning is logged once this share of the sampled tokens is in calls of the role `aux`, after this many calls."""
 
 
 class Agents:

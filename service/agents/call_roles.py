@@ -7,12 +7,12 @@
     root 6   the system prompt of root 1; its last answer was lost            main; its last call undelivered
     root 7   one call without tools: "Now the answer"                         main: it is the newest call
 
-How long a response is decides nothing, so that all samples of a group are treated alike. If no conversation has tools
-or continues, all are `main`: the steps of a pipeline.
+No rule depends on the length of a response, so that all samples of a group are treated alike. If no conversation has
+tools or continues, all are `main`: the steps of a pipeline.
 
-A root and all that continues it are one conversation. A role that the client names (`X-Baton-Role`), one of these or
-of the configuration, is that of the whole conversation; the newest one counts. A client that brings tokens says nothing
-about its calls: they are `main`.
+A root and all calls that continue it are one conversation. A role that the client names (`X-Baton-Role`), one of these
+or of the configuration, holds for the whole conversation; the last named one counts. Calls whose prompts are token ids
+are `main`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PIECE = 16
 PIECES, FOUND = 8, 2
 """Pieces of a text that are looked for, and how many have to be found: agents leave out parts of a summary."""
 NEXT = 8
-"""Conversations after a summary that may begin with it; to look further takes time that nobody bounds."""
+"""Conversations after a summary that are checked for beginning with it; more would take unbounded time."""
 
 
 class _Conversation(NamedTuple):
@@ -40,7 +40,7 @@ class _Conversation(NamedTuple):
     longest: int
     """Calls of its longest chain."""
     named: str | None
-    """What the client says that it is."""
+    """The role that the client names for the conversation."""
 
     @property
     def has_tools(self) -> bool:

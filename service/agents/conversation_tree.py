@@ -5,8 +5,9 @@
     call 2   user, assistant A, tool: 18   (another branch)     prompt  P A u        sampled  C
     call 3   user, assistant A changed, tool: 17                prompt  Q            (a root: rendered as a whole)
 
-`t` and `u` are what the chat template puts between. A client sends back messages, never tokens; they only select the
-parent. Its tokens count: a response is never tokenised again, so tokens and log-probabilities stay those of the engine.
+`t` and `u` are what the chat template puts between two turns. A client sends back messages, never tokens, and the
+messages only select the parent call. The new prompt begins with the parent's tokens: a response is never tokenised
+again, so tokens and log-probabilities stay those of the engine.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ from service.rollout.environment import Message
 from service.types import NO_VERSION, Bools, Int32s, Step, Steps
 
 How = Literal["root", "appended", "rerendered"]
-"""A new conversation, a continuation of sampled tokens, or one with answers of which no call has the tokens."""
+"""How a prompt was made: for a new conversation, as a continuation of sampled tokens, or rendered as a whole because it
+has answers that no call sampled."""
 
 
 class CallNote(msgspec.Struct, frozen=True, array_like=True):
@@ -50,7 +52,7 @@ class CallNote(msgspec.Struct, frozen=True, array_like=True):
     body: str
     """What identifies the client's request."""
     after: str
-    """Digest, in hex, of the conversation that ends with the reply; empty where the client brought tokens."""
+    """Digest, in hex, of the conversation that ends with the reply; empty where the prompt was given as token ids."""
     system: str | None = None
     """Digest, in hex, of the system messages with which a root begins; None of other calls."""
     has_tools: bool = False
@@ -88,15 +90,16 @@ class Call:
     index: int
     """The call's number in the tree; calls are numbered as they were sampled."""
     after: bytes = b""
-    """What identifies the conversation that ends with the reply; empty where the client brought tokens."""
+    """What identifies the conversation that ends with the reply; empty where the prompt was given as token ids."""
     begun: Beginning | None = None
-    """Of a root, unless its client brought tokens."""
+    """How the client began the conversation; only for a root whose prompt was given as messages."""
     named: str | None = None
     """What the client says that the conversation is for."""
     delivered: bool = False
-    """True where the client has the reply, as far as the server can tell."""
+    """Whether the client has received the reply, as far as the server can tell."""
     is_restored: bool = False
-    """True where an earlier process sampled it: its reply is read when a client asks for it again."""
+    """Whether an earlier process sampled the call: its reply is parsed from its tokens when a client asks for it
+    again."""
 
     @property
     def note(self) -> str:
@@ -251,7 +254,7 @@ class ConversationTree:
     def add(self, opened: PreparedCall, generation: Generation, body: str, is_constrained: bool = False) -> Call:
         """Add a call with the tokens that the engine sampled for it.
 
-        An end token is appended where the policy sampled none; a client that brings tokens appends its own. An answer
+        An end token is appended where the policy sampled none; a client that sends token ids appends its own. An answer
         that a grammar constrained carries no loss: its log-probabilities are not those of the policy alone.
         """
         reply = self._reply(generation.token_ids, opened.digest is None, opened.tools)

@@ -34,7 +34,8 @@ class EndedSessions:
     """Ended sessions, in memory and in a file that the generator's next process reads."""
 
     def __init__(self, file: Path | None) -> None:
-        """`file`: has a line for each; None, or a file whose folder this host lacks: nothing outlives the process."""
+        """`file`: has a line for each ended session; without it, or if this host lacks its folder, nothing outlives the
+        process."""
         self._known: dict[str, Ended] = {}
         self._names: dict[str, str] = {}
         """By the digest of the key."""

@@ -3,8 +3,8 @@
     offered --POST /rl/claim--> claimed --calls, heartbeats--> finished        the end is journalled, then answered
                                    |--no heartbeat, deadline, abort--> lost    attempted again
 
-A session outlives its generator's process: the next one continues it (`Agents.restore`), and waits as long for the
-worker as between two heartbeats.
+A session outlives its generator's process: the next process continues it (`Agents.restore`), and waits for the worker
+for up to `agents.heartbeat_deadline`.
 """
 
 from __future__ import annotations

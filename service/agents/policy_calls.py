@@ -42,11 +42,11 @@ DIALECTS: Mapping[str, Dialect] = {
     "/v1/messages": MESSAGES,
     "/inference/v1/generate": GENERATE,
 }
-"""By the path at which they are spoken."""
+"""The dialects by the path at which clients use them."""
 MODEL = "policy"
 """The name of the only model; requests may name any."""
 IGNORED_HEADER = "X-Baton-Ignored"
-"""Of an answer: the fields of its request that changed nothing."""
+"""Header of an answer that names the fields of its request which changed nothing."""
 SAMPLE_HEADER = "X-Baton-Sample"
 """Tells apart requests with equal bodies that want an answer each."""
 MAX_NOTED = 128

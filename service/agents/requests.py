@@ -1,6 +1,6 @@
 """Reads HTTP requests within bounds: the key of the session, and the body.
 
-    Authorization: Bearer KEY      decides which session; `/s/NAME` in front of the path is for people
+    Authorization: Bearer KEY      decides which session; `/s/NAME` in front of the path is only for human readers
     key unknown, session ended     401, 409; the connection is closed
     body too large, or late        413, 408
     no room for the body           503 with `Retry-After`
@@ -47,9 +47,9 @@ ROOM_BYTES = 4 * MAX_BODY_BYTES
 ROOM_SECONDS = 30.0
 """Seconds that a large body waits for room."""
 THREADS = 2
-"""Threads that parse and render; one at a time has the interpreter, except within the tokenizer."""
+"""Threads that parse and render; only one of them runs Python at a time, but the tokenizer releases the interpreter."""
 ENCODINGS, EITHER_HEADER = ("gzip", "deflate"), 32
-"""Encodings of bodies that are taken, and what has zlib read the header of either."""
+"""Encodings of bodies that are accepted, and the argument with which zlib reads the headers of both."""
 KEY_HEADERS = ("x-api-key", "api-key", "x-goog-api-key")
 """Headers with a key, of Anthropic's, Azure's and Google's clients."""
 NO_WORKERS = "this run has no worker key, so no worker may claim"

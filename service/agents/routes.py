@@ -43,7 +43,7 @@ CLAIM_SECONDS = 20.0
 MAX_CLAIM_BYTES = 1 << 10
 """Bytes of the body of a claim, heartbeat or abort; nothing in it is read."""
 MAX_END_BYTES = 1 << 20
-"""Bytes of what an agent says about its session."""
+"""Maximum bytes of the body with which an agent ends its session."""
 
 
 class _Text(Struct):

@@ -2,8 +2,8 @@
 
 request -> asked before? -> parent and prompt -> room? -> sample -> the buffer accepts the step -> answer
 
-the body of a call whose reply was lost      that call again
-the body of a call that is being sampled     that call, once it is there
+the body of a call whose reply was lost      the reply of that call, again
+the body of a call that is being sampled     the reply of that call, once it is sampled
 a prompt beyond `max_input_length`           400 context_length_exceeded
 no room for tokens or calls                  `Step budget exhausted.`, which is no step
 """
@@ -47,7 +47,7 @@ MAX_LOGGED, SHOWN = 20, 80
 """Different refusals of one session's requests that are logged, and characters of a client's name."""
 SHOWN_REFUSALS = 3
 SPENT = "Step budget exhausted."
-"""The answer where a session has no room left; clients repeat a request that gets status 429 instead."""
+"""The answer if a session has no room left. An error with status 429 would make clients repeat the request."""
 
 State = Literal["open", "finished", "closed"]
 Sample = Callable[[Int32s, int, str, str], Awaitable[Generation]]
@@ -62,7 +62,7 @@ class Outcome(NamedTuple):
     """The result of an agent's run."""
 
     reward: float | None
-    """None: nobody gave one."""
+    """The reward of the trajectory; None if nobody gave one."""
     status: Status = "ok"
     info: Mapping[str, float] = {}
     rewards: Mapping[str, float] = {}
@@ -70,7 +70,7 @@ class Outcome(NamedTuple):
     reason: str = ""
     """Why the run failed."""
     exit_code: int | None = None
-    """Of the agent's process."""
+    """Exit code of the agent's process."""
 
 
 class Session:
@@ -273,7 +273,7 @@ class Session:
             raise Refused(400, "messages", "nested too deep") from error
 
     def note_refusal(self, refused: Refused, client: str) -> None:
-        """Note that the endpoint refused a request of this session; what is new goes to the log."""
+        """Note that the endpoint refused a request of this session; each different refusal is logged once."""
         said = in_one_line(f"{refused.status} {refused} (client {client[:SHOWN]})")
         if said not in self.refusals:
             if len(self.refusals) == MAX_LOGGED:
@@ -283,7 +283,7 @@ class Session:
 
     @property
     def refused_requests(self) -> str:
-        """What was refused most often, for messages; empty where nothing was."""
+        """The most frequent refusals, as text for messages; empty if no request was refused."""
         return "\n".join(f"refused {times} times: {said}" for said, times in self.refusals.most_common(SHOWN_REFUSALS))
 
     def check_open(self) -> None:
@@ -306,7 +306,7 @@ class Session:
         `transcript`: what the run wrote, for people; the middle of a long one is left out. `rewards`: further
         rewards, by the id of a call's reply or by the name of a role, whose newest call gets the reward.
 
-        A value that is not allowed loses the trajectory: it closes the session, for the value's reason.
+        A value that is not allowed closes the session, with that reason, and the trajectory is lost.
 
         Raises:
             Refused: the session was finished otherwise, or is closed.

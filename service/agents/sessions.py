@@ -36,7 +36,7 @@ class Sessions:
         return {"calling": 0, "idle": 0, **open_ones, **self.counts}
 
     def add(self, session: Session) -> None:
-        """Add a session, so that clients can reach it; what was noted under its name is forgotten."""
+        """Add a session, so that clients can reach it; an ended session of the same name is forgotten."""
         self._ended.forget(session.name)
         self._open[_digest(session.key)] = self._named[session.name] = session
 
@@ -78,7 +78,7 @@ class Sessions:
         raise Refused(401, None, "the key is that of no session", "invalid_api_key")
 
     def finished(self, session: Session, body: str) -> None:
-        """Note the digest of the body with which a client finishes a session; empty: no end of it counts."""
+        """Note the digest of the body with which a client finishes a session; empty: the session is not finished."""
         self._ended.note(Ended(session.name, _digest(session.key), body))
 
     def finished_with(self, key: str, name: str | None = None) -> str:

@@ -33,7 +33,7 @@ HOW = {"root": "a new conversation", "rerendered": "a new conversation (it has a
 
 
 class ScriptedPolicy:
-    """An engine that says the texts of a script, and then the last one again and again."""
+    """An engine whose answers are the texts of a script, in order; the last one is repeated."""
 
     def __init__(self, chat: Chat, texts: Sequence[str]) -> None:
         self._chat = chat
@@ -46,7 +46,7 @@ class ScriptedPolicy:
 
 
 class Trial:
-    """A session whose steps go nowhere."""
+    """A session whose steps no buffer receives."""
 
     def __init__(self, agents: Agents) -> None:
         self._agents = agents
@@ -74,7 +74,7 @@ class Trial:
             self.session.ended.result()
 
     def append(self, *step: Any, **columns: Any) -> None:
-        """Print the newest call, with the role that it has so far if it arrives."""
+        """Print the newest call, with the role that it would have if its reply were delivered and no call followed."""
         *before, call = self.session.tree.calls
         print(told(call, roles_of([*before, replace(call, delivered=True)])[-1]), flush=True)
 

@@ -5,7 +5,7 @@
     POST URL/rl/sessions/ID/finish       {reward, status, reason, info, transcript, exit_code}
     POST URL/rl/sessions/ID/abort        {}, when the worker is stopped
 
-A request whose answer is lost is sent again: an endpoint takes equal bodies for one request.
+A request whose answer is lost is sent again: an endpoint treats a request with an equal body as a repetition.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ SHOWN = 200
 OVER = (404, 409, 410)
 """Statuses of a session that is no longer open."""
 SESSION_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
-"""What stands in an address as it is."""
+"""A name that can be part of an address without escapes."""
 MAX_TRANSCRIPT = 64 << 10
-"""Characters of a transcript that is sent, of at most 12 bytes each; of a longer one the end counts."""
+"""Characters of a transcript that is sent, of at most 12 bytes each; of a longer transcript only the end is sent."""
 
 
 class OddClaim(Exception):

@@ -20,7 +20,7 @@ class AlertThresholds:
     max_staleness: int
     stall_deadline: float
     generators: int
-    """Generators at the start; the only one of these that changes in a run."""
+    """Generators at the start; the only threshold that changes during a run."""
 
     @classmethod
     def of(cls, config: Config) -> AlertThresholds:

@@ -18,7 +18,7 @@ BLOCKED_SECONDS = 5.0
 LOOK_SECONDS = 0.5
 """Seconds between two turns that are noted, and between two looks at them."""
 LIBRARIES = (str(Path(asyncio.__file__).parent), str(Path(__file__).parents[2] / "service"), threading.__file__)
-"""Where the frames lie between the event loop and the code of a user."""
+"""Folders of the libraries whose frames lie between the event loop and a user's code."""
 
 
 class LoopWatch:

@@ -24,7 +24,7 @@ class Metric(NamedTuple):
     help: str
     labels: tuple[str, ...] = ()
     key: str = ""
-    """The same quantity in `metrics.jsonl`, from which it is recorded; empty if there is none."""
+    """The key of `metrics.jsonl` with the same quantity, from which the metric is recorded; empty if there is none."""
     buckets: str = ""
     """Of a histogram: the name of its bounds in `service.observe.metrics.bucket_bounds`."""
     in_ray: bool = False

@@ -1,7 +1,7 @@
 """Why a run may not learn: figures of its last steps against thresholds, in the order in which one looks.
 
 Causes come before their effects: where every response is cut no reward is given, so no group has variance and the
-gradient is zero; what is named first is the cut. `docs/not-learning.md` says what to try for each.
+gradient is zero; the cut is named first. `docs/not-learning.md` says what to try for each.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 WINDOW = 5
-"""Steps over which a figure is averaged, and fewest steps after which it is judged."""
+"""Steps over which a figure is averaged; with fewer steps no figure is compared."""
 
 
 class Is(StrEnum):

@@ -26,9 +26,10 @@ MAX_EVENTS = 10_000
 SHORTEST_SECONDS = 0.001
 """A state that was left sooner is counted, but has no span."""
 LONG_SECONDS = 5.0
-"""A stay is recorded in parts of this length, so that a kill costs only the last part."""
+"""A longer state is recorded in parts of this length, so that a killed process loses only the last part."""
 MEASUREMENTS = 6
-"""The newest measurements of the distance to the hub's clock; the one with the shortest round trip holds."""
+"""How many of the newest measurements of the distance to the hub's clock are kept; the one with the shortest round trip
+is used."""
 
 BOOT = Path("/proc/sys/kernel/random/boot_id")
 TIME_NAMESPACE = Path("/proc/self/ns/time")

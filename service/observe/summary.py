@@ -11,7 +11,7 @@ FEWEST_STEPS = 30
 """Steps below which the reward's first and last tenth say nothing: a tenth would be one or two steps."""
 
 FATES_IN_WORDS = {"expired": "not finished in time or not needed", "stepped": "trained, in no checkpoint yet"}
-"""Words beside the fates of tokens whose names do not explain themselves."""
+"""Explanations of the less familiar fates of tokens."""
 
 
 def learning_summary(rewards_S: Sequence[float], staleness_S: Sequence[float]) -> dict[str, Any]:

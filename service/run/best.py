@@ -8,7 +8,8 @@ from service.run.folder import EVALUATIONS, read_lines
 
 
 def is_best(folder: Path, key: str, step: int) -> bool:
-    """Whether the evaluation after `step` has the highest score of the run so far; of equal ones the first is the best.
+    """Whether the evaluation after `step` has the highest score of the run so far; of several with this score the first
+    is the best.
 
     `key` is `eval/<set>/<score>`.
     """

@@ -18,7 +18,7 @@ summary.json        how the run ended
 scale.json          how many generators `baton scale` asked for
 uploads/            links to files that are to be uploaded to `run.store`
 store.json          which run `run.store` holds, and which process wrote into it last
-session_secret      where agents call the policy: what the keys of their sessions derive from
+session_secret      if agents call the policy: the secret from which the keys of their sessions are derived
 ended_sessions_0    which sessions of generator 0 ended most recently, and the digests of the bodies that finished them
 """
 
@@ -41,13 +41,13 @@ IN_RAY_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 """Environment variable that Ray sets for the entry point of a Ray job."""
 
 RUNS = Path("runs")
-"""Where a run is looked for by its name."""
+"""The folder in which a run is looked up by its name."""
 
 CONFIG = "config.yaml"
 METRICS = "metrics.jsonl"
 TRAJECTORIES = "trajectories.jsonl"
 TRAJECTORIES_BYTES = 64 << 20
-"""Size at which that file stops growing."""
+"""Size at which `trajectories.jsonl` stops growing."""
 EVALUATIONS = "evaluations.jsonl"
 TIMELINE = "timeline"
 ADDRESS = "address.json"

@@ -17,11 +17,11 @@ from service.errors import UserError, in_one_line
 
 ADDRESS = re.compile(rf"{HUB}(?P<repo>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?(:(?P<file>[^:]+))?", re.ASCII)
 MODEL_FILES = ("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model")
-"""What a model folder needs; never files of pickled weights."""
+"""Files of a model that are downloaded; never files of pickled weights."""
 
 
 class Downloaded(NamedTuple):
-    """What an address stands for."""
+    """The model or file that an address of a hub names, on this machine."""
 
     path: Path
     revision: str

@@ -57,7 +57,7 @@ class Prepared:
     eval_files: Mapping[str, Path] = field(default_factory=dict)
     """Evaluation sets by name."""
     warmed_model: Path | None = None
-    """Where the warm start leaves the model that the adapter is added to; None: it leaves none."""
+    """The folder to which the warm start writes the model that gets the adapter; None: it writes none."""
 
     @property
     def base(self) -> Path:

@@ -14,7 +14,7 @@ REMEDIES = {
     "scorer": "give the scorer fewer workers or a smaller model",
     "role": "give the role a smaller model",
 }
-"""What needs less memory, by the first word of an actor's name."""
+"""What to change so that an actor needs less memory, by the first word of the actor's name."""
 
 
 class Memory(NamedTuple):

@@ -73,7 +73,7 @@ class Progress:
         """Record the fraction of sampled tasks that was solved after the warm start.
 
         Raises:
-            RunFailed: it is outside of what was expected.
+            RunFailed: the fraction is outside of the expected range.
         """
         self._success = success
         solved = f"warm start: {success:.2f} of sampled tasks solved"

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 GENERATION = "generation"
 """The part of a step for which the trainer waits."""
 PARTS = {"waiting": GENERATION, "step": "training", "evaluating": "evaluation"}
-"""States of the driver -> parts of a step; the others are parts by their own name."""
+"""States of the driver -> parts of a step; any other state is a part of the same name."""
 
 
 class StepTimes:

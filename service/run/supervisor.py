@@ -1,10 +1,10 @@
-"""Knows of each process of a run whether it lives and is set up; its death wakes whoever waits, with the cause.
+"""Checks whether each process of a run is alive and set up; work that waits for a process that died is cancelled.
 
 each second     "which process are you, and are you set up?"
-no process, another process, or one that is not set up      lost: who waited before the question gets `ProcessLost`;
-                                                            if nobody waits, the cause is printed
-no answer       after `SILENT_SECONDS` a line, again after each `AGAIN_SECONDS`; after the actor's own deadline it is
-                lost too
+no process, another process, or one that is not set up      lost: work that waited for it before the question gets
+                                                            `ProcessLost`; if no work waits, the cause is printed
+no answer       after `SILENT_SECONDS` a line, again after each `AGAIN_SECONDS`; after the actor's own deadline the
+                process is lost too
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ AGAIN_SECONDS = 20.0
 CAUSE_SECONDS = 2.5
 """Seconds that a failed call waits for the question that finds the cause: its process may have died."""
 LIVED_SECONDS = 10.0
-"""Life of a process after which its death is always a line; of those that die sooner, one after the other, few are."""
+"""Age of a process from which on its death is always printed; of processes that die younger, one after the other, only
+few deaths are printed."""
 CANCEL_SECONDS = 30.0
 """Seconds within which work that is cancelled has to end."""
 
@@ -42,7 +43,7 @@ class Life(NamedTuple):
     is_set_up: bool
     """Whether it has been given all that its work needs; a process that was restarted has not."""
     memory: Memory | None = None
-    """What it uses, if it has measured that."""
+    """The memory that the process uses, if it has measured that."""
 
 
 Probe = Callable[[], Awaitable[Life | None]]
@@ -80,7 +81,7 @@ class Supervisor:
             self._asking[name].add_done_callback(self._ended)
 
     def forget(self, name: str) -> None:
-        """Ask this actor no more; it has left."""
+        """Stop asking this actor, because it has left the run."""
         self._known.pop(name, None)
         if (asking := self._asking.pop(name, None)) is not None:
             asking.cancel()
@@ -97,7 +98,7 @@ class Supervisor:
             ProcessLost: a process died, was restarted, or was silent for too long.
             RuntimeError: the work did not end when it was cancelled.
 
-        An error of a probe itself is raised here too: whoever needs any actor must not wait for one that nobody asks.
+        An error of a probe itself is raised here too: no work may wait for an actor that is not asked any more.
         """
         working = asyncio.ensure_future(work)
         lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -123,7 +124,7 @@ class Supervisor:
                 raise RuntimeError(f"{working} goes on {CANCEL_SECONDS:.0f} s after it was cancelled")
 
     def report(self, name: str, error: BaseException) -> None:
-        """Give who waits for this actor the error of a call by somebody else, unless a question finds the cause."""
+        """Raise the error of a failed call in all work that waits for this actor, unless a question finds the cause."""
         asyncio.get_running_loop().call_later(CAUSE_SECONDS, _give, error, [*self._waiting[name]])
 
     async def _watch(self, name: str, probe: Probe, deadline: float, hint: str) -> None:

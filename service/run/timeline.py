@@ -1,7 +1,7 @@
 """A run's timeline: the files `timeline/000001.jsonl` and so on, each of bounded size, and their reader.
 
     {"hub": ..}                                    first line of a file: the clock to which all are aligned
-    {"from": "generator/generator-0", "offset": ..} whose the next lines are, and how far that clock is from the hub's
+    {"from": "generator/generator-0", "offset": ..} the process of the next lines, and how its clock differs
     ["span", "engine", "generating", 812.1, 812.5, {}]
 
 All processes of a host have one monotonic clock. A process on another host measures the distance of its clock to the
@@ -35,7 +35,7 @@ TOUCHING = 2e-6
 """Seconds between two spans that are one; times are recorded to 1e-6."""
 HUB = b'{"hub"'
 SLOW = "slow"
-"""Why a trajectory was kept that is not of the sample, so that it would distort quantiles."""
+"""Why a trajectory was kept that is not part of the sample; quantiles leave it out, because it would distort them."""
 
 Number = Annotated[float, msgspec.Meta(ge=-1e11, le=1e11)]
 """Seconds."""
@@ -152,9 +152,9 @@ class Totals(Struct, array_like=True, tag=TOTALS):
     """Sums since the process started."""
 
     played: int
-    """Its trajectories."""
+    """Trajectories that the process has played."""
     every: int
-    """Every how many-th is kept."""
+    """One trajectory of so many is kept."""
     sums: list[tuple[str, str, int, Number, Number]]
     """(environment, part or tool:NAME, number, seconds, longest)."""
 

@@ -11,12 +11,12 @@
 `prompt_ids` of a step that extends the previous step are the new tokens only. `versions` are runs of (tokens, version).
 `row` is the training row of the step; steps of one row were merged. `parent` is the step that it continues; `begins_as`
 (step, tokens) says where it begins like another one without continuing it, and `prompt_ids` leave these tokens out.
-`role` is that of a call, `transcript` what an agent's run wrote, `scores` what each scorer added to the reward and says
-of it, or the reason without (`fallback`). With credit by turn or `roles` each step has an `advantage` of its own, and
-that of the trajectory is their mean. A trajectory that ended without being trained has the `fate` of its group
-(`filtered`, `refused`, `expired`) with the `reason`, no advantage, and as `optimizer_step` the last step before its
-end; its `stop_reason` is `unfinished` if the trajectory was not complete. An attempt that failed has the `fate`
-`failed`, and its transcript begins with why.
+`role` is the role of an agent's call, `transcript` the output of an agent's run, `scores` the reward and the text of
+each scorer, or why the group continued without them (`fallback`). With credit by turn or `roles` each step has an
+`advantage` of its own, and that of the trajectory is their mean. A trajectory that ended without being trained has the
+`fate` of its group (`filtered`, `refused`, `expired`) with the `reason`, no advantage, and as `optimizer_step` the last
+step before its end; its `stop_reason` is `unfinished` if the trajectory was not complete. An attempt that failed has
+the `fate` `failed`, and its transcript begins with the reason.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@
     tool_choice: required, {type: any}                                  a call of any tool
     tool_choice: {type: function, function: {name: f}}                  a call of f
 
-The policy answers freely, unless the run says otherwise (`agents.structured`): learning should see a bad answer.
+The policy answers freely, unless `agents.structured` says otherwise, so that a badly formed answer can be trained on.
 """
 
 from __future__ import annotations

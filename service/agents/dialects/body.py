@@ -65,7 +65,7 @@ class CommonFields(Struct, kw_only=True):
 
     @property
     def choice(self) -> str:
-        """`auto`, `none`, or what else the client wants to be called."""
+        """The kind of `tool_choice`: `auto`, `none`, or a kind that forces a call."""
         return self.tool_choice.type if isinstance(self.tool_choice, ToolChoice) else self.tool_choice or "auto"
 
 
@@ -81,7 +81,7 @@ class _Unless(NamedTuple):
     neutral: tuple[Any, ...]
     reason: str
     code: str | None = None
-    """What makes a client send the same request without the field, where clients know such a code."""
+    """The error code after which clients send the same request without the field, if they know such a code."""
 
 
 ONE = _Unless((1,), "one call gives one answer")

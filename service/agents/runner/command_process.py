@@ -32,13 +32,15 @@ from service.user_code import enter_user_folder, import_user_module
 log = logging.getLogger(__name__)
 
 WORK, TEMPORARY, PROMPT, QUESTION = "work", "tmp", "prompt.txt", "question.json"
-"""In the trajectory's folder: the command's current folder and TMPDIR, its prompt, and the scoring command's input."""
+"""Names in the trajectory's folder: the command's current folder and TMPDIR, its prompt, and the scoring command's
+input."""
 FILES = "files"
 """Column of a row: files by their path in the command's folder."""
 REMOVE_SECONDS = 600.0
 """Seconds in which a folder must be removed."""
 KEPT_VARIABLES = {"PATH": os.defpath, "LANG": "C.UTF-8"}
-"""Environment variables that a command gets from Baton, and what it gets where Baton has none."""
+"""Environment variables that a command gets with Baton's values, and the values if Baton's process does not have
+them."""
 PLACEHOLDER = re.compile(r"\{(\w+)\}")
 SIGNALLED = range(129, 193)
 """Exit codes that stand for signals: 128 + the signal."""

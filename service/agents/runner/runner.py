@@ -44,7 +44,7 @@ class Finished(NamedTuple):
     reward: float | None
     """The score; None where the settings have none, or the run failed."""
     status: str
-    """`ok`, or `failed`: what happened says nothing about the policy."""
+    """`ok`, or `failed`: the run is no evidence about the policy."""
     reason: str
     """Why it failed, or that its time was over; empty otherwise."""
     info: Mapping[str, float]
@@ -52,7 +52,7 @@ class Finished(NamedTuple):
     transcript: str
     """The command's stdout and stderr, without the key; the middle of a long one is left out."""
     exit_code: int | None = None
-    """Of the command; None where it was ended, or did not start."""
+    """The command's exit code; None if the command was ended, or did not start."""
 
 
 class CommandAgent:
