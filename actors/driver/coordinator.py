@@ -354,6 +354,8 @@ class Coordinator:
             self._waits_for = f"a mini-batch: {answer.detail}"
             if down := self._generator_pool.down():
                 self._waits_for += f"; restarting: {', '.join(down)}"
+            elif self._config.env.workers == "outside":
+                self._waits_for += "; an agent worker plays it"
             self._telemetry.doing("waiting", reason=answer.reason, detail=answer.detail)
             statuses = await self._generator_pool.statuses()
             try:
@@ -400,7 +402,9 @@ class Coordinator:
         self._say(f"{error}{unwritten if step < self._version.step else ''}; the trainer restarts from step {step}")
         self._profiles.lost()
         self._weights.source_lost()
-        await self._trainer.restart(self._prepared.base)
+        ranks = ", ".join(self._trainer.named)
+        with phase("restarting the trainer", self._say, lambda: ranks, after=QUIET_SECONDS, seconds=QUIET_SECONDS):
+            await self._trainer.restart(self._prepared.base)
         return manifest
 
     # -- end ----------------------------------------------------------------------------------------------------------

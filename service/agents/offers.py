@@ -63,7 +63,7 @@ class Offers:
             late = f"its worker did not finish it within {self.config.deadline:g} s"
             raise TrajectoryFailed(StopReason.ENVIRONMENT_TIMEOUT, late) from error
         if not session.ended.done():
-            silent = f"nothing was heard of its worker for {self.config.heartbeat_deadline:g} s"
+            silent = f"nothing was heard of its agent worker for {self.config.heartbeat_deadline:g} s"
             raise TrajectoryFailed(StopReason.ENVIRONMENT_TIMEOUT, silent)
 
     async def claim(self, seconds: float) -> Offer | None:

@@ -105,6 +105,13 @@ def runs(number: int = 6) -> list[list[Scenario]]:
     return [[Scenario(STARTS[n]), *way[n::number], Scenario(ENDS[n])] for n in range(number)]
 
 
+def _lives(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 @dataclass
 class PairRun:
     """A run under way, with an agent worker beside it that is started again whenever it dies."""
@@ -218,7 +225,7 @@ class PairRun:
             return next((child.pid for child in cores), 0)
         file = self.run_folder / "logs" / f"{LOGS.get(victim, victim)}.log"
         found = re.findall(r"begins: process (\d+) ", file.read_text()) if file.exists() else []
-        return int(found[-1]) if found and psutil.pid_exists(int(found[-1])) else 0
+        return int(found[-1]) if found and _lives(int(found[-1])) else 0
 
     def _children(self, part: str) -> list[psutil.Process]:
         with suppress(psutil.NoSuchProcess):
@@ -245,14 +252,21 @@ class PairRun:
             time.sleep(0.002)
 
     def strike(self, victim: str, stops: bool = False) -> None:
-        """End a process, or let it stand still for a minute, or cut the driver's connections with its actors."""
-        self.told.deaths.append((self.now(), victim))
+        """End a process, or let it stand still for a minute, or cut the driver's connections with its actors.
+
+        A process that an earlier fault ended is awaited, unless the run ends before.
+        """
         if victim == "connection":
+            self.told.deaths.append((self.now(), victim))
             return self._cut()
-        if not (pid := self.pid(victim)):
-            return  # it has not come back from what was done to it before
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGSTOP if stops else signal.SIGKILL)
+        deadline = time.monotonic() + HEAL_SECONDS
+        while not (pid := self.pid(victim)):
+            if self.process.poll() is not None:
+                return
+            assert time.monotonic() < deadline, f"{victim} is not back:\n{self.tail()}"
+            time.sleep(0.02)
+        os.kill(pid, signal.SIGSTOP if stops else signal.SIGKILL)
+        self.told.deaths.append((self.now(), victim))
         if stops:
             threading.Timer(STOP_SECONDS, self._go_on, (pid,)).start()
 
