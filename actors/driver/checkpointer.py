@@ -65,7 +65,7 @@ class Checkpointer:
         """Let the buffer continue from a checkpoint; its journal must be of the same run and reach to the checkpoint.
 
         Raises:
-            UserError: the journal does not.
+            UserError: the journal is of another run, or ends before the checkpoint.
         """
         status = await call(self._buffer.status, who="the buffer")
         manifest.check_journal(status["journal_synced"], self._run / JOURNAL)

@@ -270,7 +270,7 @@ class Coordinator:
             self._say(str(failed))
 
     async def _through_losses(self, work: Callable[[], Awaitable[None]], lost: BatonError | None = None) -> None:
-        """Do work that needs the trainer; whenever the trainer is lost, restart it and begin the work anew."""
+        """Do work that needs the trainer; whenever the trainer is lost, restart the trainer and begin the work anew."""
         ranks = [TRAINER, *self._trainer.named]
         while True:
             try:

@@ -37,7 +37,7 @@ QUIET_SECONDS = 2.0
 """How long a run waits for room before it says what is missing."""
 
 CALLS = 100_000
-"""The maximum of open calls to the buffer: every waiting claim is one, and steps must not wait behind claims."""
+"""Maximum number of open calls to the buffer: every waiting claim is one, and steps must not wait behind claims."""
 NODE_ID = "ray.io/node-id"
 """Label of every node of Ray."""
 

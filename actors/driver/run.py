@@ -67,7 +67,7 @@ def run(
 
     Raises:
         UserError: the configuration or a file that it names is wrong.
-        RunFailed: progress is impossible.
+        RunFailed: the run cannot make progress.
     """
     check(config)
     if IN_RAY_JOB not in os.environ:  # the next part of a job has another copy of its folder

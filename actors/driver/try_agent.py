@@ -22,7 +22,8 @@ from service.types import PolicyVersion
 def try_agent(config: Config, model: Path | None, script: list[str], record: Path | None) -> None:
     """Serve a session until it ends or a stop signal comes.
 
-    `script`: what the policy says, empty with vLLM; without a `model` its tokens are bytes. `record`: see `Trial.run`.
+    `script`: the answers of the policy, empty if vLLM generates them; without a `model` tokens are bytes. `record`: see
+    `Trial.run`.
 
     Raises:
         UserError: the model cannot be read.

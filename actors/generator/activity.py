@@ -12,7 +12,7 @@ from service.observe.recorder import States, Trace
 STARTING, WAITING, PAUSED, GENERATING = "starting", "waiting", "paused", "generating"
 EVALUATING = "evaluating"
 ENVIRONMENT = "environment"
-"""Groups are open, but the engine has no request: their environments or agents are at work."""
+"""State in which groups are open but the engine has no request: environments or agents are at work."""
 
 
 class Activity:

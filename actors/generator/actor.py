@@ -230,8 +230,8 @@ class Generator(ImageHolder, Supervised):
         return keeps_weights or self._groups >= self._limit.groups
 
     async def _renew(self, incarnation: int, agents: Agents) -> None:
-        """Tell the buffer which sessions are open, because one may wait longer for its agent than the buffer waits
-        for a step."""
+        """Tell the buffer which sessions are open, because a session may wait longer for its agent than the buffer
+        waits for a step."""
         while True:
             await asyncio.sleep(self._config.buffer.step_deadline / RENEWALS)
             open_ones = [session.trajectory for session in agents.sessions.open()]

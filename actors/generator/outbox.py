@@ -24,10 +24,10 @@ from service.types import Refusal, RefusalReason, Sender, Step, StepGroup, Steps
 log = logging.getLogger(__name__)
 
 HOLD_SECONDS = 0.25
-"""The maximum of seconds for which a message accepts further items: the buffer cannot use a part of a group, and a
-message costs more than a step."""
+"""Maximum seconds for which a message accepts further items. Waiting costs little, because the buffer cannot use a part
+of a group; and a message costs more than a step."""
 WINDOW = 4
-"""The maximum of messages in flight."""
+"""Maximum number of messages in flight."""
 MESSAGE_BYTES = 4 << 20
 """A message takes no further item once its token columns have this many bytes."""
 NAME_BYTES = MAX_HEADER_BYTES // 2
@@ -53,7 +53,7 @@ class _Message:
     answered: asyncio.Event = field(default_factory=asyncio.Event)
     refused: set[TrajectoryId] = field(default_factory=set)
     superseded: set[int] = field(default_factory=set)
-    """Groups that need no more work."""
+    """Groups whose trajectories need not be played any more."""
 
 
 @dataclass(eq=False)

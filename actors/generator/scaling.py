@@ -1,9 +1,9 @@
 """Scales the number of generators: they join when there is room, and leave when fewer are asked for or their node
 is drained.
 
-asked for 3, 2 are there    a room of its own -> its engine starts -> newest weights -> claims
-asked for 1, 2 are there    the last one plays on for its grace, hands over, ends
-its node is drained         the same before the node ends; another one joins where there is room
+asked for 3, 2 are there    room for a third one -> its engine starts -> newest weights -> it claims groups
+asked for 1, 2 are there    the last one continues for its grace, hands over its open trajectories, and ends
+a node is drained           its generators do the same before the node ends; others join if there is room
 """
 
 from __future__ import annotations

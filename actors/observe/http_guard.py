@@ -14,7 +14,7 @@ from aiohttp.typedefs import Middleware
 from aiohttp.web_protocol import RequestHandler
 
 MAX_CONNECTIONS = 128
-"""The maximum of simultaneous connections; a further one replaces the oldest."""
+"""Maximum number of simultaneous connections; a further one replaces the oldest."""
 CONNECTION_SECONDS = 30.0
 """The maximum duration of a connection, which has one request: the time to send it and to receive the answer."""
 

@@ -65,7 +65,8 @@ class RunTelemetry(Reporter):
     def stepped(
         self, policy: PolicyVersion, line: Mapping[str, float], seconds_left: float | None, not_learning: str
     ) -> None:
-        """Report an applied optimizer step; `line` is its line of `metrics.jsonl`, for the others see `Progress`."""
+        """Report an applied optimizer step; `line` is its line of `metrics.jsonl`, for the other arguments see
+        `Progress`."""
         now = time.time()
         measure_step(self.metrics, line, now)
         self._report_run(policy_version={"incarnation": policy.incarnation, "step": policy.step}, stepped=now)

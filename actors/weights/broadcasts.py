@@ -25,7 +25,7 @@ from service.types import PolicyVersion
 ANSWER_SECONDS = 30.0
 """Seconds, beyond the deadline of the broadcast, in which an engine must answer."""
 MAX_FUTILE = 2
-"""Broadcasts of one version that are cut off though no engine was lost, after which the run fails."""
+"""The run fails after so many broadcasts of one version that were cut off although no engine was lost."""
 TRIES = 3
 """Broadcasts that fit into `weights.sync_deadline`."""
 

@@ -4,9 +4,8 @@
     rank 1 on node B   --bucket 2--> node B --bucket 1--> node C --bucket 0--> node A
 
 Each rank sends its own part. The network links of the ranks carry one copy of the weights, whatever the number of
-nodes. The last node has the weights a few buckets after the first. A bucket is passed on as an object of the node
-that has just
-received it, because Ray would fetch one object from whichever node holds it, the rank's among them.
+nodes. The last node has the weights a few buckets after the first. A node passes a bucket on as a new object of its
+own, because Ray would fetch the original object from any node that holds it, the rank's among them.
 """
 
 from __future__ import annotations
@@ -30,9 +29,9 @@ TRIES = 3
 BUCKETS = 64
 """Buckets of a publication, within the next two bounds."""
 MIN_BYTES, MAX_BYTES = 1 << 20, 64 << 20
-"""Of a bucket."""
+"""Bounds on the bytes of a bucket."""
 AT_ONCE = 2
-"""Buckets on their way to a node: one that arrives, one that is asked for."""
+"""Buckets on their way to a node at once: one that is arriving and one that was requested."""
 
 NOT_PASSED_ON = (ray.exceptions.ObjectLostError, Starved)
 """Errors of a call that may have failed because its argument did not arrive."""
@@ -70,8 +69,8 @@ class WeightChain:
     async def send(self, version: PolicyVersion, parts: Sequence[WeightPart]) -> tuple[int, float | None]:
         """Send the file of these weights, which has these parts.
 
-        Returns the bytes that left the ranks, and the fraction of the elements that differ from the version before;
-        None where the ranks had none to compare with.
+        Returns the bytes that left the ranks, and the fraction of the elements that differ from the previous version;
+        None if the ranks had no previous version.
 
         Raises:
             Replaced: the trainer has newer ones.

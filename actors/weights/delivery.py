@@ -27,9 +27,9 @@ class Kept(NamedTuple):
 
     version: PolicyVersion
     generators: dict[str, Any]
-    """By name."""
+    """The names of these engines' generators."""
     arriving: asyncio.Task[float] | None
-    """Ends when these engines have the version; None: they have it."""
+    """A task that ends when these engines have the version; None: they have it."""
 
 
 class Delivery:

@@ -122,7 +122,7 @@ def open_image(path: str, size: PolicySize) -> int:
     """Open an image by its path; the new descriptor outlives the process that wrote the image.
 
     Raises:
-        WeightsGone: that process has ended or is about to, or it has another image there.
+        WeightsGone: that process has ended or is about to end, or the path is another image.
         ValueError: the image is not the whole policy.
     """
     at, _, number = path.partition("#")

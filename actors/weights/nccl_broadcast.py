@@ -45,7 +45,7 @@ def decode_announcement(data: WeightBytes, checksum: int, size: PolicySize) -> l
     """Return the tensors that an announcement names.
 
     Raises:
-        ValueError: it differs from the sent announcement, or names more or less than the whole policy.
+        ValueError: the announcement differs from the sent one, or names more or less than the whole policy.
     """
     return size.checked_specs(json.loads(bytes(verify(data, checksum))))
 
@@ -103,7 +103,7 @@ def send(group: WeightGroup, weights: Mapping[str, Tensor], device: torch.device
     """Broadcast these tensors, which may lie in CPU memory; holds two buckets on the device.
 
     Raises:
-        WeightsCutOff: the group ended before all members had them.
+        WeightsCutOff: the group ended before all members had all tensors.
     """
     tensors = list(weights.values())
     sizes = [tensor.nbytes for tensor in tensors]
@@ -125,7 +125,7 @@ def receive(group: WeightGroup, specs: Sequence[TensorSpec], device: torch.devic
     """Yield each announced tensor as soon as it is whole; holds two buckets on the device.
 
     Raises:
-        WeightsCutOff: the group ended before all had arrived.
+        WeightsCutOff: the group ended before all tensors had arrived.
     """
     sizes = [spec.n_bytes for spec in specs]
     buckets = _buckets(group.meeting, sizes, device)

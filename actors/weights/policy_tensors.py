@@ -128,7 +128,7 @@ class PolicySize(NamedTuple):
         missing tensor.
 
         Raises:
-            ValueError: they are more or less than the whole policy, or another adapter's.
+            ValueError: the tensors are more or less than the whole policy, or belong to another adapter.
         """
         shapes = list(shapes)
         if self.adapter is not None:

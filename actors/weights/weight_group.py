@@ -28,12 +28,12 @@ from torch._C._distributed_c10d import Store, TCPStore
 from service.errors import WeightsCutOff
 
 BUCKET_BYTES = 128 << 20
-"""Bytes that are broadcast at once. An end holds two buckets."""
+"""Bytes that are broadcast at once. Each member holds two buckets."""
 
 OVER = "over"
-"""Key of the store: why the group has ended."""
+"""Key of the store under which members write why the group has ended."""
 HERE = "here"
-"""Key of the store: how many members are there."""
+"""Key of the store with the number of members that have joined."""
 
 CHECK_SECONDS = 0.1
 """Seconds between two looks at `OVER`."""
@@ -52,7 +52,7 @@ class Meeting(NamedTuple):
 
     address: str
     port: int
-    """Of the driver's store."""
+    """Port of the driver's store."""
     size: int
     """Members, the trainer's first rank included."""
     within: float
@@ -101,7 +101,7 @@ class WeightGroup:
         """Run one operation of all members, which must end in time; if this member fails, the group is over for all.
 
         Raises:
-            WeightsCutOff: the group is over, or the time.
+            WeightsCutOff: the group has ended, or the deadline has passed.
         """
         self._until = time.monotonic() + self.meeting.within
         self._looked = 0.0
@@ -130,7 +130,7 @@ class WeightGroup:
         """Wait for a broadcast; on a GPU, kernels that this thread queues from now on see its data.
 
         Raises:
-            WeightsCutOff: it failed, the group is over, or the time.
+            WeightsCutOff: the broadcast failed, or the group has ended, or the deadline has passed.
         """
         self._wait(work.is_completed)
         try:

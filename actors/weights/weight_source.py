@@ -13,7 +13,7 @@ from service.errors import BatonError
 from service.types import PolicyVersion
 
 TRAINER = "trainer"
-"""The supervisor's name of all ranks together, for whoever waits for them."""
+"""Name under which the supervisor knows all ranks together."""
 
 
 class TrainerLost(BatonError):
@@ -28,7 +28,7 @@ class PublishedWeights:
     """Ray object reference to `WeightBytes`, which every engine takes."""
     checksum: int
     parts: tuple[WeightPart, ...] = ()
-    """Of the safetensors file whose buckets the ranks give out, that of each rank; none: they give out none."""
+    """The part of the safetensors file that each rank sends in buckets; empty if the ranks send no buckets."""
 
 
 class WeightSource(Protocol):

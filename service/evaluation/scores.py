@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from service.handoff.steps.stop_reason import FAILURES
 
 SAMPLE_SEED = 0
-"""Of all runs, so that their evaluations play the same prompts."""
+"""Seed of the prompts that evaluations play, the same in all runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class EvalTrajectory:
 
     @property
     def is_lost(self) -> bool:
-        """Whether the engine or the environment failed, which says nothing about the policy."""
+        """Whether the engine or the environment failed, so that the trajectory is no evidence about the policy."""
         return self.stop_reason in FAILURES
 
 

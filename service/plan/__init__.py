@@ -4,5 +4,5 @@
     lengths and times, of a run or assumed -> `work` --------------------------------------+-> `forecast` -> `page`
     a GPU's rates, or this machine's -> `machine` -----------------------------------------+
 
-`binding` is the plain model of who waits for whom; it serves measured figures as well.
+`binding` decides from seconds per part which side of a run waits for the other; it is used for measured figures too.
 """

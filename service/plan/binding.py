@@ -5,11 +5,11 @@
     training:   TRAINER, WEIGHTS (sent), EVALUATION, CHECKPOINT, JOURNAL  of the seconds from a mini-batch to the next
                                                                           lease
 
-The two sides run beside each other, and within a side the parts follow one another. The side that needs more time is
-waited for, and its largest part binds. Where both sides wait, it is for an engine or rank that is far slower than the
-others, for new weights if these take longer to arrive than anything else takes, or else for each other: then the
-lookahead binds. The seconds are predicted by `baton plan`, or measured: those of a step, without the time for which the
-side waited.
+The two sides run at the same time, and within a side the parts follow one another. The side that needs less time waits
+for the other one, whose largest part binds (is the bottleneck). If both sides wait, they wait for an engine or rank
+that is far slower than the others; or for new weights, if these take longer to arrive than anything else takes; or else
+for each other, and then the lookahead binds. The seconds are predicted by `baton plan`, or measured as seconds of a
+step without the time for which the side waited.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Side(StrEnum):
 
 
 BOTH_WAIT = 0.15
-"""Both sides wait where each waits for more than this fraction of the time."""
+"""Both sides count as waiting if each waits for more than this fraction of the time."""
 
 BALANCED = 0.1
 """The sides are in balance if one needs at most this fraction less than the other."""
@@ -59,11 +59,12 @@ class Demand:
     lookahead: float = 2.0
     """Mini-batches that may be generated ahead; 0: one side after the other."""
     concurrency: float = 1.0
-    """Groups that are generated at once where admission lets them, in mini-batches."""
+    """Groups that are generated at once if admission allows it, in mini-batches."""
     shares_cores: bool = False
     """Engines and ranks compute on the same CPU cores, so that more of one slows the others."""
     arrival: float = 0.0
-    """From a commit until the engines serve its weights; groups that need these are admitted then."""
+    """Seconds from a commit until the engines serve its weights, when groups that wait for these weights are
+    admitted."""
     seconds_of_step: float | None = None
     """Seconds of a step as measured or simulated; None: by the arithmetic of `arithmetic_seconds`."""
 
@@ -124,17 +125,18 @@ class Binding:
     """The side that the other one waits for."""
     part: Part
     share: float
-    """Fraction of the side's time that the part takes; where both sides wait, for which the side waits too."""
+    """Fraction of the side's time that the part takes; if both sides wait, the fraction for which this side waits."""
     waits: float
     """Fraction of the time for which the other side waits."""
     balanced: bool
     """Neither side waits long for the other."""
     gain: float
-    """Speed with one more of it, or of what needs no more of it with none of its time, over that of now."""
+    """Speed with one more engine, rank or mini-batch of lookahead, over the current speed; for any other part, the
+    speed if it took no time."""
     shares_cores: bool
     """See `Demand`."""
     both_wait: bool = False
-    """For the lookahead, or for weights on their way."""
+    """Whether both sides wait, for the lookahead or for weights on their way."""
 
     @property
     def is_bottleneck(self) -> bool:

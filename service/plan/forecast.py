@@ -22,9 +22,9 @@ from service.plan.weights import Update, update
 from service.plan.work import Work
 
 EVALUATED_ROWS = 512
-"""Rows of an evaluation set whose size nothing says; assumed."""
+"""Assumed rows of an evaluation set of unknown size."""
 MAX_SPLITS = 16
-"""Splits of the GPUs that are compared; of more, these are spread evenly."""
+"""Maximum number of splits of the GPUs that are compared; if there are more, so many evenly spread ones."""
 
 
 @dataclass(frozen=True)

@@ -18,12 +18,12 @@ from service.observe.summary import duration
 from service.plan.binding import Binding, Demand, Part, binding
 
 WINDOW_SECONDS = 600.0
-"""What alerts count: what binds for a moment only, such as an evaluation, is no reason for one."""
+"""The window of alerts: a bottleneck of a moment, such as an evaluation, must not cause one."""
 NOW_SECONDS = 40.0
-"""What status looks back, and further where steps are long: a part that becomes slow is named within a minute."""
+"""The window of the status, longer if steps are long: a part that becomes slow is named within a minute."""
 SAMPLE_SECONDS = 10.0
 MIN_STEPS = 3
-"""Optimizer steps in the window from which a judgement is made."""
+"""Minimum number of optimizer steps in the window for which a bottleneck is named."""
 SLOW = 0.6
 """An engine that samples less than this fraction of the others' tokens a second is named."""
 WAITING = "waiting"
@@ -40,7 +40,7 @@ STATES = {
     "checkpoint": Part.CHECKPOINT,
     "evaluating": Part.EVALUATION,
 }
-"""States of the driver -> what needs the time."""
+"""States of the driver -> the parts that take the time."""
 PARTS = {
     "queue": Part.ENGINES,
     "prefill": Part.ENGINES,
@@ -49,7 +49,7 @@ PARTS = {
     "environment": Part.ENVIRONMENT,
     "other": Part.ENVIRONMENT,
 }
-"""Parts of a trajectory's time -> what needs it; an agent's own work counts as its environment's."""
+"""Parts of a trajectory's time -> parts of the run; an agent's own work counts as its environment's."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ class Live(NamedTuple):
 
     found: Binding
     seconds: float
-    """Over how long that was measured."""
+    """Length of the window that was measured, in seconds."""
     slow: str
     """An engine or rank that is slower than the others, in words; empty without one."""
 

@@ -15,19 +15,19 @@ class PlanSettings:
     """The settings of a plan."""
 
     name: str
-    """Of the run."""
+    """Name of the run."""
     max_steps: int
     fit: FitSettings
     weights: WeightsConfig
     data: DataConfig
     lookahead: int
-    """`buffer.lookahead`; where that is auto, what keeps the trainer's waiting short for moderate tails."""
+    """`buffer.lookahead`; for `auto`, a value with which the trainer waits little if lengths have moderate tails."""
     merges: bool
     """Whether the turns of a trajectory share a row."""
     env_turns: int
     """`env.max_turns`"""
     most_turns: tuple[str, int]
-    """The setting that limits the turns of a trajectory, and what it allows."""
+    """The setting that limits the turns of a trajectory, and its value."""
 
     @classmethod
     def of(cls, config: Config) -> PlanSettings:

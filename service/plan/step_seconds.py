@@ -2,15 +2,17 @@
 
     admission (lookahead, slots) -> trajectories share the engines -> environment -> complete -> trainer -> new version
 
-Three things can hold a step back, and the slowest does: all slots are busy; the trainer is busy; or admission, which
-lets groups of a mini-batch begin when the version `lookahead` + 1 steps before is served. Then of the `lookahead` + 1
-mini-batches that were admitted as many groups may still be open at a lease as make `lookahead` mini-batches:
+The slowest of three limits determines the seconds of a step: busy slots, the busy trainer, or admission, which lets the
+groups of a mini-batch begin when the version `lookahead` + 1 steps before is served. In the last case
+`lookahead` + 1 mini-batches have been admitted at a lease, of which one has to be complete, so groups of `lookahead`
+mini-batches may still be open:
 
     sum over k = 1, 2, ... of  P(a group takes longer than k steps - training - sync)  =  lookahead
 
-On-policy that is the longest group of the mini-batch. Engines iterate the faster the fewer requests run, and how many
-run follows from the seconds of a step (Little's law). `baton simulate` plays the same rule with the buffer's own code;
-this takes milliseconds for a configuration, so that splits can be compared.
+With lookahead 0 a step waits for the longest group of its mini-batch. The fewer requests run, the faster an
+engine iterates, and the number of running requests follows from the seconds of a step (Little's law). `baton simulate`
+uses the buffer's own code for the same rule; this model takes milliseconds for a configuration, so that splits can be
+compared.
 """
 
 from __future__ import annotations
@@ -28,14 +30,15 @@ QUANTILES = 1024
 LONGEST = 0.56
 """The mean of the longest of B groups is about their quantile 1 - 0.56 / B (Gumbel)."""
 SHARPNESS = 17.0
-"""Two sides that need the same time lose 1 - 2 ** (-1 / 17), 4 %, of it to chance: what `baton simulate` finds with a
-lookahead of 4 and lengths of moderate tails."""
+"""Two sides that need the same time lose 1 - 2 ** (-1 / 17), 4 %, of it because their waits vary at random; the figure
+is from `baton simulate` with a lookahead of 4 and lengths of moderate tails."""
 BACKLOG = 40.0
-"""How fast complete groups pile up before the trainer as it becomes the slower side, as events in a simulation do."""
+"""How fast complete groups pile up before the trainer as it becomes the slower side; fitted to simulations."""
 ADMISSION = 1.01
-"""Admission holds a step back that takes this many times what slots and trainer need."""
+"""Admission is the limit of a step that takes this many times the seconds that slots and trainer need."""
 PHASES, HALVINGS, ROUNDS = 16, 40, 100
-"""Moments of a step at which the open groups are counted; rounds of the search for a step and for an iteration."""
+"""Moments of a step at which the open groups are counted; rounds of the searches for the seconds of a step and of an
+iteration."""
 
 
 @dataclass(frozen=True)
@@ -56,12 +59,12 @@ class Setting:
     sigma: float
     most_tokens: float
     environment_seconds: float
-    """Of a whole trajectory."""
+    """Seconds of a whole trajectory in its environment."""
     train_seconds: float
     after_seconds: float = 0.0
-    """Of the trainer after the commit of a step, before it asks for the next mini-batch."""
+    """Seconds of the trainer after the commit of a step, before it asks for the next mini-batch."""
     sync_seconds: float = 0.0
-    """From the commit of a step until the engines serve its weights."""
+    """Seconds from the commit of a step until the engines serve its weights."""
 
 
 @dataclass(frozen=True)
@@ -70,9 +73,9 @@ class Flow:
 
     step_seconds: float
     trainer_waits: float
-    """Fraction of the time."""
+    """Fraction of the time for which the trainer waits."""
     generators_wait: float
-    """Fraction of the slots' time."""
+    """Fraction of the slots' time without a group."""
     engines_idle: float
     """Fraction of the engines' time in which they have no group, as `async/generator_wait_fraction` counts it."""
     staleness: float

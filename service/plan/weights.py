@@ -13,11 +13,11 @@ class Update:
     """Duration of an update of the engines, in seconds."""
 
     trainer: float
-    """While which the trainer does nothing else."""
+    """Seconds in which the trainer does nothing else."""
     pause: float
-    """While which an engine generates nothing."""
+    """Seconds in which an engine generates nothing."""
     arrival: float
-    """From the end of the step until the engines serve the weights."""
+    """Seconds from the end of the step until the engines serve the weights."""
 
 
 def update(transport: str, weight_bytes: float, device: Device, nodes: int, rank_gpus: int, engine_gpus: int) -> Update:

@@ -64,7 +64,7 @@ class Work:
 OPTIONS = {option.name: option for option in fields(Work) if "help" in option.metadata}
 ASSUMED = "assumed"
 SIGMA = 0.6
-"""Spread of lengths where nothing says it: between the moderate and the long tails of docs/staleness.md."""
+"""Assumed spread of lengths if no figure is given: between the moderate and the long tails of docs/staleness.md."""
 
 
 def assumed(settings: PlanSettings) -> Work:

@@ -31,11 +31,11 @@ class Failure(StrEnum):
 
 
 REASONS = (*Failure, RefusalReason.LENGTH_MISMATCH, RefusalReason.REWARD, RefusalReason.LOGPROB)
-"""Why an answer may count as a failure."""
+"""All reasons for which an answer may count as a failure."""
 
 
 Logprobs = Callable[[list[int]], Awaitable[Sequence[float | None]]]
-"""The log-probability of each token given those before it, at temperature 1; that of the first does not count."""
+"""The log-probability of each token given the tokens before it, at temperature 1; the first value is not used."""
 
 
 class ScorerFailed(Exception):
@@ -59,7 +59,7 @@ class ScoreReply(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 MAX_REPLY_BYTES = 1 << 20
-"""Of a reply beside log-probabilities; larger ones are not decoded."""
+"""Maximum bytes of a reply without its log-probabilities; a larger reply is not decoded."""
 
 _replies = msgspec.msgpack.Decoder(ScoreReply)
 

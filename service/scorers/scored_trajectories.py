@@ -19,12 +19,13 @@ class Turn:
     """One call of the policy."""
 
     prompt: str
-    """What is new in the prompt: all of it at the first turn, then what follows the tokens of an earlier turn."""
+    """The new part of the prompt: the whole prompt of the first turn, later the text after the tokens of an earlier
+    turn."""
     response: str
     prompt_ids: list[int]
     response_ids: list[int]
     reward: float
-    """Of the environment, with what it gave to the turn later."""
+    """The environment's reward of the turn, including rewards that it gave the turn later."""
     stop_reason: str
     role: str
     """Who spoke; `main` unless the configuration names `roles`, or an agent has conversations of other kinds."""
@@ -35,16 +36,16 @@ class Trajectory:
     """One trajectory of a group."""
 
     uid: str
-    """The prompt's."""
+    """The uid of the prompt."""
     sample: int
     task: Mapping[str, Any]
     """The row of the dataset: prompt, reward_spec, extra_info, ..."""
     turns: Sequence[Turn]
     reward: float
-    """Of the environment, at the end."""
+    """The environment's reward at the end."""
     stop_reason: str
     transcript: str
-    """What an agent's run wrote."""
+    """The output of an agent's run."""
 
     @property
     def text(self) -> str:

@@ -32,7 +32,7 @@ class Scorer:
         """`roles`: the configured ones; `model_folder`: the policy's; `engine`: the engine of a teacher with `model`.
 
         Raises:
-            UserError: a user's code, a key or a tokenizer is missing or not as it must be.
+            UserError: a user's code, a key or a tokenizer is missing or not valid.
         """
         self._tasks, self._roles = tasks, roles
         address = None if settings.url is None else Address(name, settings)

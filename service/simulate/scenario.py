@@ -24,7 +24,7 @@ class SimulationSettings:
     buffer: BufferSettings
     scorers: Mapping[str, ScorerConfig]
     data: DataConfig
-    """Of it, when and what is evaluated."""
+    """Settings of the data, of which a simulation uses those of evaluations."""
     sync_interval: float
     """Minimum seconds between two syncs of the journal."""
     concurrent_groups: int
@@ -57,7 +57,7 @@ def _option(default: Any, meaning: str) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """The world around the buffer; the buffer's own settings are in `SimulationSettings`."""
+    """The workload and the machines around the buffer; the buffer's own settings are in `SimulationSettings`."""
 
     generators: int = _option(4, "generator actors that share generator.concurrent_groups")
     turns: int = _option(1, "turns of a trajectory")

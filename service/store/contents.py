@@ -149,7 +149,7 @@ class ReachedStep(_Record):
 
     @staticmethod
     def read(objects: Objects, sizes: dict[str, int]) -> ReachedStep | None:
-        """Read the newest step that the run reached; None if unknown."""
+        """Read the newest step that the run reached; None if the store has no record of it."""
         try:
             return ReachedStep.model_validate_json(b"".join(objects.get(REACHED))) if REACHED in sizes else None
         except (ValidationError, StoreFailed):
@@ -170,7 +170,7 @@ class FolderMark(_Record):
     run: str
     owner: str
     previous: str = ""
-    """The owner before; a process may have been killed before it wrote the new one into the store."""
+    """The previous owner: a process may have been killed before it wrote the new owner into the store."""
     lost: LostTokens | None = None
 
     @staticmethod

@@ -130,7 +130,7 @@ def _read_file(objects: Objects, folder: Path, entry: tuple[str, StoredFile]) ->
 def _lost(
     objects: Objects, sizes: dict[str, int], manifest: StoredCheckpoint, say: Callable[[str], None]
 ) -> LostTokens | None:
-    """The run's progress after the checkpoint, as far as the store knows; it counts as rolled back."""
+    """The run's progress after the checkpoint, as far as the store has a record of it; it counts as rolled back."""
     reached = ReachedStep.read(objects, sizes)
     if reached is None or reached.accepted_tokens <= manifest.accepted_tokens or reached.step < manifest.step:
         say(f"if the run did more after step {manifest.step}, the store has no count of it; it is generated again")

@@ -14,13 +14,13 @@ from service.config.store_url import endpoint_problem, store_url_problem
 from service.errors import StoreFailed, UserError
 
 CHUNK_BYTES = 16 << 20
-"""Larger objects go in parts of this size, or of a larger one: S3 takes at most 10,000 parts."""
+"""Larger objects are uploaded in parts of at least this size: S3 accepts at most 10,000 parts."""
 MAX_PARTS = 9_000
 PARTS_AT_ONCE = 8
 TIMEOUTS = {"timeout": "120s", "connect_timeout": "10s"}
-"""Of one request, which carries one part."""
+"""Time limits of one request, which carries one part."""
 RETRIES = {"max_retries": 2, "retry_timeout": timedelta(seconds=60)}
-"""Within a request; an upload as a whole is repeated by `Uploads`."""
+"""Retries of a single request; `Uploads` repeats an upload as a whole."""
 CUT_OFF = "Error getting list response body"
 """What the library says of a listing that broke off half-way, which it does not repeat."""
 LISTINGS = 3
@@ -39,7 +39,7 @@ ANSWERS = {
 ENDPOINTS = ("AWS_ENDPOINT", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3")
 """Variables of the environment that lead to another server than Amazon's."""
 METADATA_SERVICE = "169.254.169.254"
-"""Where the libraries of clouds ask for the role of the machine when the environment has no credentials."""
+"""Address at which the libraries of clouds look up the role of the machine if the environment has no credentials."""
 
 
 def open_store(url: str) -> Objects:

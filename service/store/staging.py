@@ -17,9 +17,9 @@ from service.run.checkpoints import MANIFEST, PREFIX, Manifest
 from service.run.folder import CHECKPOINTS, CONFIG, DATA, EVALUATIONS, JOURNAL, METRICS, MODEL, SCALE, WARM_START
 
 CUT_FILES = (CONFIG, METRICS, EVALUATIONS, SCALE)
-"""Files that a resumed run needs; those of lines grow, so their size now counts."""
+"""Files that a resumed run needs; JSONL files grow, so only their current size is uploaded."""
 MADE = (DATA, MODEL, WARM_START)
-"""Folders of what the run made before its first step."""
+"""Folders of the data and models that the run made before its first step."""
 READ_BYTES = 8 << 20
 
 
@@ -27,15 +27,15 @@ class Staged(NamedTuple):
     """One file to upload."""
 
     path: str
-    """In the run folder."""
+    """Path in the run folder."""
     file: Path
-    """Where its bytes lie."""
+    """The file that has its bytes."""
     size: int
-    """How many of them count."""
+    """Number of its bytes that are uploaded."""
     checksum: str = ""
-    """Of those bytes, where it is known."""
+    """Checksum of those bytes, if it is known."""
     shared: bool = True
-    """Whether its object is named by its content too, so that several checkpoints may need it, and none replaces it."""
+    """Whether the object's name includes the checksum, so that several checkpoints can share the object."""
 
     def chunks(self) -> Iterator[bytes]:
         """The bytes to upload, in chunks."""

@@ -43,9 +43,9 @@ class _Job:
     what: str
     files: list[Staged]
     step: int | None = None
-    """Of a checkpoint."""
+    """The step, if the upload is of a checkpoint."""
     folder: Path | None = None
-    """Its links."""
+    """The folder with the links to its files."""
     accepted_tokens: int = 0
     done: set[str] = field(default_factory=set)
     """Paths of files that are in the store."""

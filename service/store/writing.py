@@ -1,8 +1,8 @@
 """Writes to a run's object store: a checkpoint's files, then its manifest; then deletes old checkpoints.
 
-Two processes may write at once, where a run was resumed elsewhere and the older process still lives. The newer one has
-the store: the older one looks at the store's mark before each write that counts, and deletes nothing that it did not
-list before it looked.
+Two processes may write at once if a run was resumed elsewhere while the older process is still alive. The store belongs
+to the newer process: the older one checks the store's mark before each write that matters, and deletes only objects
+that it listed before that check.
 """
 
 from __future__ import annotations

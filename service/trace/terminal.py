@@ -39,7 +39,7 @@ MARKS = {
 """Around tokens of a kind where the output has no colours, as in a pipe."""
 
 WIDE = 110
-"""Columns from which a list has room for all that it says about a trajectory."""
+"""Columns of a terminal from which on a list shows all fields of a trajectory."""
 
 
 def print_list(console: Console, records: Sequence[Record], kept: int) -> None:

@@ -10,11 +10,11 @@ from service.errors import printable
 from service.run.trajectories import Record
 
 Words = Callable[[Sequence[int]], list[str]]
-"""From token ids to the text that each of them adds."""
+"""A function from token ids to the text that each of them adds."""
 
 PREVIEW_TOKENS = 60
 DEEPEST = 8
-"""Levels of branches that are told apart by their indentation."""
+"""Levels of branches that have different indentation; deeper levels have the last one."""
 CONTEXT_TOKENS = 4
 """Tokens before a token that may decide its text."""
 

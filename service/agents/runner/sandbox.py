@@ -38,12 +38,12 @@ MAX_MESSAGE = 4096
 OUR_PROCESSES = 3
 """Processes of a user namespace beside the command's own."""
 ROOM = 2
-"""The operating system refuses processes beyond so many times `limits.processes`: beyond one time, the command is
-ended, with that limit as the reason."""
+"""A command with more than `limits.processes` processes is ended, with that limit as the reason; beyond this multiple
+of the limit the operating system refuses further processes."""
 RESERVED_IDS = 301
 """Process ids that the kernel does not give again: a namespace's largest id is at least this."""
 PID_MAX_OF_NAMESPACES = (6, 14)
-"""From this kernel on a PID namespace has a largest id of its own; before, the setting was the whole machine's."""
+"""The first kernel in which a PID namespace has a largest id of its own; in older ones the setting is the machine's."""
 KERNEL = tuple(int(part) for part in re.findall(r"\d+", os.uname().release)[:2])
 
 
@@ -62,9 +62,9 @@ class Launch:
     variables: Mapping[str, str]
     """The whole environment."""
     limits: Mapping[str, Any]
-    """Those of `CommandLimits`, as plain values."""
+    """The limits of `CommandLimits`, as plain values."""
     port: int | None
-    """Port of loopback that is forwarded; None: the command reaches the network as it is."""
+    """Port of loopback that is forwarded; None: the command has the machine's network."""
 
 
 class Started(NamedTuple):

@@ -26,7 +26,7 @@ class Device:
     """FLOP/s of causal attention, forward."""
     attention_backward: float
     link: float
-    """Bytes/s to another one of the same machine."""
+    """Bytes/s to another GPU of the same machine."""
     network: float
     host_link: float
     """Bytes/s to the memory of the host."""

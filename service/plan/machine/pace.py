@@ -1,8 +1,8 @@
 """The current speed of the work of a run's processes on this machine: pairs of processes exchange steps, one per core.
 
-One of a pair makes steps of a few tokens, encodes and sends them, as a generator does; the other one keeps them and
-joins their tokens, as the buffer does. So all cores are busy and processes wait for messages, as in a run, and what
-else runs here takes its share of the cores.
+One process of a pair makes steps of a few tokens, encodes and sends them, as a generator does; the other one keeps them
+and joins their tokens, as the buffer does. So all cores are busy and processes wait for messages, as in a run, and
+other programs on this machine take their share of the cores.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ from service.errors import UserError
 
 ROOT = Path(__file__).parents[3]
 WARM_UP, SECONDS = 0.5, 2.0
-"""Seconds of a pair before anything counts, in which the others start, and those that count."""
+"""Seconds for which a pair runs before it is measured, so that all pairs have started; and seconds that are
+measured."""
 MAX_PAIRS = 16
-"""On a machine with more cores, a part of them."""
+"""Maximum number of pairs; a machine with more cores is measured with this number."""
 NICENESS = 15
-"""Of the pairs: that of Ray's workers, to which whatever else runs here goes first."""
+"""Niceness of the pairs, the same as of Ray's workers: all other programs on the machine have priority."""
 KEPT = 256
 """Trajectories that the second of a pair keeps before it begins anew."""
 LENGTH = 4
