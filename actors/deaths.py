@@ -149,7 +149,7 @@ class KernelKills:
         self._seen = count
 
     def clause(self, name: str) -> str:
-        """Return what is likely about an actor that has died now; empty if the kernel killed nothing lately."""
+        """Return a clause that says that this actor was most likely out of memory; empty without a recent kernel kill."""
         self.look()
         if time.monotonic() - self._at > KERNEL_SECONDS:
             return ""
@@ -157,7 +157,7 @@ class KernelKills:
 
 
 kernel_kills = KernelKills()
-"""Of the driver's host."""
+"""The kills of the kernel on the driver's host."""
 
 
 def _memory() -> Memory:

@@ -27,7 +27,7 @@ class Kept(NamedTuple):
 
     version: PolicyVersion
     generators: dict[str, Any]
-    """The names of these engines' generators."""
+    """The generators of these engines, by name."""
     arriving: asyncio.Task[float] | None
     """A task that ends when these engines have the version; None: they have it."""
 

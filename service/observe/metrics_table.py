@@ -137,7 +137,7 @@ BUFFER = (
     ),
     counter(
         "baton_scorer_groups_total",
-        "Groups by what became of them at a scorer: `scored`, `fallback` (it went on without) or `refused`.",
+        "Groups by what became of them at a scorer: `scored`, `fallback` (continued without it) or `refused`.",
         ("scorer", "outcome"),
     ),
     counter(

@@ -12,7 +12,7 @@ from service.learn.settings import FitSettings
 
 @dataclass(frozen=True)
 class PlanSettings:
-    """The settings of a plan."""
+    """The part of a configuration that memory, speed and waiting depend on."""
 
     name: str
     """Name of the run."""

@@ -135,7 +135,7 @@ class EnvGuard:
         await self._ask("restore", _nothing, lambda environment: environment.restore(snapshot))
 
     async def play(self, session: AgentSession, task: Task, seed: int) -> None:
-        """Make the agent and let it play; its result is the session's."""
+        """Make the agent and let it play; it gives its result to the session."""
         await self._ask("play", _nothing, lambda agent: played(agent, session, task, seed))
 
     async def close(self, trajectory: TrajectoryId) -> None:

@@ -128,7 +128,7 @@ class RunMark(_Record):
         """Read the mark of the run that a store holds; None if there is none.
 
         Raises:
-            UserError: it holds something else.
+            UserError: the object is not the mark of a run.
         """
         if RUN not in sizes:
             if sizes:

@@ -64,7 +64,7 @@ def dedupe_prefixes(
     chain_of: Callable[[TrajectoryId], Chain | None],
     index_of: Callable[[TrajectoryId], PrefixIndex],
 ) -> Steps:
-    """The same steps, in which the wanted ones carry only what no earlier step of their trajectory has.
+    """The same steps, of which the wanted ones carry only tokens that no earlier step of their trajectory has.
 
     `chain_of`, `index_of`: a trajectory's known earlier steps. Steps that have values on the tokens of their prompts,
     such as routed experts, stay as they are: a reference to equal token ids would lose those values.
