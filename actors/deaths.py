@@ -149,7 +149,7 @@ class KernelKills:
         self._seen = count
 
     def clause(self, name: str) -> str:
-        """Return a clause that says that this actor was most likely out of memory; empty without a recent kernel kill."""
+        """Return a clause that this actor was most likely out of memory; empty if the kernel killed nothing lately."""
         self.look()
         if time.monotonic() - self._at > KERNEL_SECONDS:
             return ""

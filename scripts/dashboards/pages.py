@@ -242,7 +242,7 @@ GENERATORS = dashboard(
     ),
     graph(
         "Weights sent and loaded",
-        "Bytes a second. Hosts pass weights on to each other, so the trainer sends them once; each engine loads them all.",
+        "Bytes a second. Hosts pass weights on to each other: the trainer sends them once, each engine loads them all.",
         Query(rate("baton_weight_sent_bytes_total"), "left the trainer"),
         Query(rate("baton_weight_sync_bytes_total"), "loaded by engines"),
         unit="Bps",
