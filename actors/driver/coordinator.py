@@ -289,7 +289,7 @@ class Coordinator:
     async def _step(self) -> None:
         """One optimizer step; a step that was not applied releases its mini-batch, which is leased again."""
         step = f"step {self._version.step + 1}"
-        with phase(step, self._say, lambda: self._waits_for, after=QUIET_SECONDS, seconds=QUIET_SECONDS):
+        with phase(step, self._say, self._waited_for, after=QUIET_SECONDS, seconds=QUIET_SECONDS):
             leased = await self._lease()
             if leased is None:
                 return
@@ -352,9 +352,7 @@ class Coordinator:
                 return answer
             accepted(answer)
             self._waits_for = f"a mini-batch: {answer.detail}"
-            if down := self._generator_pool.down():
-                self._waits_for += f"; restarting: {', '.join(down)}"
-            elif self._config.env.workers == "outside":
+            if self._config.env.workers == "outside":
                 self._waits_for += "; an agent worker plays it"
             self._telemetry.doing("waiting", reason=answer.reason, detail=answer.detail)
             statuses = await self._generator_pool.statuses()
@@ -368,6 +366,10 @@ class Coordinator:
             if time.monotonic() - start > self._config.run.stall_deadline:
                 raise RunFailed(f"no mini-batch for {self._config.run.stall_deadline:.0f} s: {answer.detail}")
         return None
+
+    def _waited_for(self) -> str:
+        lost = self._supervisor.lost()
+        return self._waits_for + (f"; restarting: {', '.join(lost)}" if lost else "")
 
     async def _release(self, leased: LeasedBatch, reason: str) -> None:
         self._bad_steps += 1
@@ -402,8 +404,8 @@ class Coordinator:
         self._say(f"{error}{unwritten if step < self._version.step else ''}; the trainer restarts from step {step}")
         self._profiles.lost()
         self._weights.source_lost()
-        ranks = ", ".join(self._trainer.named)
-        with phase("restarting the trainer", self._say, lambda: ranks, after=QUIET_SECONDS, seconds=QUIET_SECONDS):
+        left = partial(", ".join, [*self._trainer.named])
+        with phase("restarting the trainer", self._say, left, after=QUIET_SECONDS, seconds=QUIET_SECONDS):
             await self._trainer.restart(self._prepared.base)
         return manifest
 

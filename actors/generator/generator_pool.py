@@ -264,10 +264,6 @@ class GeneratorPool:
         """Return the generators that are up and do not leave."""
         return {name: one for name, one in self._generators.items() if name not in self._down | self._leaving}
 
-    def down(self) -> list[str]:
-        """Return the names of the generators that restart."""
-        return sorted(self._down - self._leaving)
-
     async def statuses(self) -> list[dict[str, Any]]:
         """Return the status of each generator that answers."""
         answers = await asyncio.gather(*(self._status(g) for g in self._generators.values()))

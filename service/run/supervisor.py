@@ -91,6 +91,10 @@ class Supervisor:
         for name in [*self._asking]:
             self.forget(name)
 
+    def lost(self) -> list[str]:
+        """Return the actors that have no process now, or one that is not set up."""
+        return sorted(name for name, life in [*self._known.items()] if life is None or not life.is_set_up)
+
     async def unless_lost(self, names: Sequence[str], work: Awaitable[Answer]) -> Answer:
         """Do work that needs these actors set up; it is cancelled when one of them is lost.
 

@@ -97,6 +97,19 @@ async def test_a_process_that_answers_but_is_not_set_up_fulfils_no_wait() -> Non
     watching.stop()
 
 
+async def test_who_is_lost_now_is_known() -> None:
+    actor, said = Actor(), list[str]()
+    watching = await supervised(actor, said)
+    assert watching.lost() == []
+    for actor.life in (None, NEXT):
+        await actor.asked_again()
+        assert watching.lost() == ["buffer"]
+    actor.life = NEXT._replace(is_set_up=True)
+    await actor.asked_again()
+    assert watching.lost() == []
+    watching.stop()
+
+
 async def test_an_answer_to_a_question_from_before_the_set_up_wakes_nobody() -> None:
     actor = Actor()
     watching = await supervised(actor, [])
