@@ -31,7 +31,7 @@ SETTINGS = BufferSettings(
 
 
 def main(folder: Path) -> None:
-    """Run one prompt through all verbs: a group of two trajectories, a mini-batch, and the weights of version 1:1."""
+    """Run one prompt through all verbs: a group of two trajectories, a mini-batch, and the commit of version 1:1."""
     buffer = Buffer(SETTINGS, ["what is 1 + 1?"], Journal(folder, SystemClock()), SystemClock())
 
     def show(verb: str) -> None:

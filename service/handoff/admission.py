@@ -1,12 +1,13 @@
-"""Admission: how much work may be open, which bounds both back-pressure and staleness.
+"""Admission: limits the unfinished work, and so the staleness of tokens and the memory and disk that they need.
 
-A group's slot is its rank by admission among groups that did not vacate theirs. With mini-batches of B groups, slot s
-belongs to mini-batch floor(s / B), and is admitted once the claiming engine serves version floor(s / B) - lookahead:
+Groups get numbered slots in the order in which they are admitted; the slot of a group that ends untrained is given to
+a later group. With mini-batches of B groups, slot s belongs to mini-batch floor(s / B), and is admitted once the
+claiming engine serves version floor(s / B) - lookahead:
 
     B = 2, lookahead = 1, the engine serves version 0:  slots 0 1 | 2 3 are admitted, slot 4 waits for version 1
 
-The lookahead is a number, or with `auto` the smallest that keeps the trainer busy: one is added when the trainer waited
-more than the target while claims waited for lookahead; one less is tried when the trainer waited far less.
+The lookahead is a number, or with `auto` the smallest one that keeps the trainer busy. It grows by one when the trainer
+waited longer than the target while claims waited for newer weights; it shrinks by one when the trainer waited far less.
 """
 
 from __future__ import annotations
@@ -25,24 +26,24 @@ from service.handoff.verbs import WaitReason
 from service.types import PolicyVersion
 
 TARGET_FRACTION = 0.05
-"""Fraction of the time that the trainer may wait."""
+"""Fraction of its time that the trainer may spend waiting for a mini-batch."""
 CALM = 0.5
-"""Fraction of the target below which one less is tried."""
+"""The lookahead shrinks when the trainer waited less than this fraction of the target."""
 PATIENT_WINDOWS = 20
-"""Windows after which a number that was too small is tried again, because the work may have changed."""
+"""Measuring windows after which a lookahead that was too small is tried again: the work may have changed."""
 
 
 class Lookahead:
     """The current lookahead: a constant, or with `auto` a number that is adjusted to the trainer's waits."""
 
     def __init__(self, setting: int | Literal["auto"], minimum: int, maximum: int, clock: Clock) -> None:
-        """`minimum` and `maximum` bound the number of `auto`."""
+        """`minimum` and `maximum`: bounds of the lookahead with `auto`."""
         self._auto = setting == "auto"
         self._minimum, self._maximum = minimum, maximum
         self.value = minimum if setting == "auto" else setting
         self._clock = clock
         self._too_small = 0
-        """The largest number with which the trainer was starved; 0 when there is none."""
+        """The largest lookahead with which the trainer waited too long; 0 when there is none."""
         self._windows_since = 0
         self._begin_window()
 
@@ -55,7 +56,7 @@ class Lookahead:
         self._waited += seconds
 
     def committed(self) -> None:
-        """Adjust the number after an optimizer step."""
+        """Adjust the lookahead after an optimizer step."""
         self._steps += 1
         if self._auto and self._steps >= 2 * (self.value + 1):
             self._judge()
@@ -105,7 +106,7 @@ class Admission:
         return record.store.n_bytes + to_read_back + self._to_come(record.ledger)
 
     def journal_limit(self, journal: Journal) -> int:
-        """Bytes of the journal that steps may take; the size of one segment stays free for copies."""
+        """Bytes of the journal that steps may take; one segment's bytes stay free for the copies of `compaction`."""
         return self._max_journal_bytes - journal.segment_bytes
 
     def disk_wait(self, record: Record, n_samples: int) -> tuple[WaitReason, str] | None:
@@ -148,19 +149,19 @@ class Admission:
     def first_to_wait(self, ledger: Ledger, serving: PolicyVersion) -> int:
         """The smallest group_id, among groups not trained yet, that waits for newer weights than `serving`.
 
-        After a trainer went back, the slots of later steps wait for these steps again.
+        After a trainer went back, the slots of the undone steps wait until those steps are repeated.
         """
         batches = effective_step(ledger, serving) + self._lookahead.value + 1
         free = batches * self._mini_batch_size - (ledger.next_slot - len(ledger.slots))
         return next(islice(ledger.slots, max(free, 0), None), ledger.state.next_group_id)
 
     def _to_come(self, ledger: Ledger) -> int:
-        """Maximum bytes that unfinished trajectories and scorers' answers may still add to what was accepted."""
+        """Maximum bytes that unfinished trajectories and scorers' answers may still add to the accepted bytes."""
         scoring = [ledger.state.groups[group_id] for group_id in ledger.scoring]
         answers = sum(len(group.trajectories) * self._score_bytes + group.tokens * TEACHER_BYTES for group in scoring)
         return max(ledger.holdings.count * self._worst_bytes - ledger.holdings.n_bytes, 0) + answers
 
 
 def effective_step(ledger: Ledger, version: PolicyVersion) -> int:
-    """The version's step on the current history: after a trainer went back, at most the step that it continued from."""
+    """The step of a version; for a version of an undone step, the step from which the trainer continued."""
     return min([version.step, *(went_on for _, went_on in ledger.state.branches[version.incarnation :])])

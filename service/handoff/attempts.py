@@ -1,4 +1,4 @@
-"""Restarts or ends trajectories that fail, fall silent, are refused or take too long."""
+"""Restarts or ends trajectories that fail, make no progress, are refused or take too long."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ class AttemptSettings:
     step_deadline: float = 300.0
     """Seconds without progress after which a trajectory is restarted."""
     on_group_deadline: Literal["train_partial", "expire"] | None = None
-    """What becomes of a group at its deadline; None: groups have no deadline."""
+    """How a group ends at its deadline; None: groups have no deadline."""
     group_deadline: float = 3600.0
     """Seconds from a group's claim to its deadline."""
 
 
 class Attempts:
-    """Decides about new attempts; every decision is an event of the record."""
+    """Decides which trajectories restart as new attempts; every decision is an event of the record."""
 
     def __init__(self, settings: AttemptSettings, filters: FilterSettings, record: Record) -> None:
         self._settings, self._filters = settings, filters
@@ -49,8 +49,7 @@ class Attempts:
             self._record.add(events.Restarted(group_id, samples, reason))
 
     def hand_over(self, group_id: int, samples: tuple[int, ...]) -> None:
-        """Give samples whose generator is gone to another one, which continues them if possible and otherwise restarts
-        them."""
+        """Reassign samples whose generator is gone: another generator continues them, or restarts them if it cannot."""
         draining = self._record.ledger.state.draining is not None
         moved = () if draining else tuple(sample for sample in samples if self._can_continue(group_id, sample))
         if moved:
@@ -59,7 +58,7 @@ class Attempts:
             self.restart(group_id, others, "generator_left")
 
     def _can_continue(self, group_id: int, sample: int) -> bool:
-        """Whether another generator may continue a sample: False once its next step has ended too many generators."""
+        """Whether another generator may continue a sample: False once too many generators died during its next step."""
         trajectory = self._record.ledger.state.groups[group_id].trajectories[sample]
         n_steps = len(trajectory.indices)
         if trajectory.n_steps is not None or trajectory.indices != set(range(n_steps)) or not n_steps:
@@ -69,7 +68,7 @@ class Attempts:
         return portable and trajectory.moves + 1 < self._settings.max_attempts
 
     def lose(self, group_id: int, sample: int, reason: str) -> None:
-        """A failed trajectory gets a new attempt; when none is left, the group continues without the trajectory."""
+        """Restart a failed trajectory; when no attempts are left, its group continues without it."""
         trajectories = self._record.ledger.state.groups[group_id].trajectories
         others = [s for s, other in enumerate(trajectories) if s != sample and not other.given_up]
         draining = self._record.ledger.state.draining is not None

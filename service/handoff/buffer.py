@@ -1,6 +1,6 @@
 """The buffer without Ray: the five verbs.
 
-A verb decides, and every decision goes to the record as an event:
+Each verb decides what changes, and adds every change to the record as an event:
 
     claim -> Issued(7) ; submit -> steps and ends of 7, which is then complete ; lease -> Leased(1, (7, ..)) ;
     commit -> Committed(1, version 0.1)
@@ -60,9 +60,9 @@ class Buffer:
         rows_digest: str = "",
         teacher_of_row: Sequence[str] | None = None,
     ) -> None:
-        """`rows_digest`: changes when the rows behind the prompts change; their uids count in any case.
+        """`rows_digest`: a digest of the dataset's rows; a run continues only with the same digest and prompt uids.
 
-        `teacher_of_row`: the name of each row's teacher, empty where it has none; None: every row has the same.
+        `teacher_of_row`: the name of each row's teacher, empty where it has none; None: all rows have the same teacher.
 
         Raises:
             ConfigError: a bound cannot hold one mini-batch.
@@ -87,7 +87,7 @@ class Buffer:
         self._waits = Waits(self._record, self._size, is_strict, settings.attempts.step_deadline)
         self._curriculum = Curriculum(settings.curriculum, prompts, self.ledger)
         self.scoring = Scoring(settings.scorers, self._filters, self._record, teacher_of_row)
-        """Takes the answers of scorers; groups wait there between the last submit and the lease."""
+        """Takes the answers of scorers; groups wait for scorers between their last submit and their lease."""
         self._claims = Claims(self._record, prompts, self._curriculum, self._admission, self._waits, self.scoring)
         self._shares = self._size if is_strict else settings.max_generators
         """Generators that share the groups still missing from the next mini-batch; in strict order each group may be
@@ -107,7 +107,7 @@ class Buffer:
     def claim(self, claim: Claim) -> Assignment | Wait | Refusal:
         """A group for a generator: restarted trajectories first, then the next prompt if it is admitted.
 
-        A claim that is repeated because its answer was lost gets the rest of the same work.
+        A claim that is repeated because its answer was lost gets the unfinished part of the same work.
         """
         if (fenced := self._fenced(claim.generator, claim.incarnation)) is not None:
             return fenced
@@ -221,8 +221,8 @@ class Buffer:
         return None
 
     def release(self, trainer_incarnation: int, lease: int, reason: str) -> Refusal | None:
-        """Give a lease back: its groups wait again, or are refused after `buffer.max_lease_attempts` leases.
-        Idempotent."""
+        """End a lease without an optimizer step: its groups wait to be leased again, or are refused after
+        `buffer.max_lease_attempts` leases. Idempotent."""
         if trainer_incarnation != self.ledger.state.trainer_incarnation:
             return self._refuse(Refusal(RefusalReason.FENCED, "trainer_incarnation", trainer_incarnation))
         state = self.ledger.state
@@ -239,7 +239,7 @@ class Buffer:
     ) -> int:
         """Admit a new incarnation; calls of the older one are refused from now on, and its work is reassigned.
 
-        With `resumes` a generator keeps the work of its previous incarnation, see `unfinished`.
+        With `resumes` a generator keeps the work of its older incarnation, see `unfinished`.
 
         A trainer continues from `step`, or from the newest step; groups that were trained after that step are leased
         again. The policy versions of this trainer have the returned incarnation.
@@ -268,7 +268,7 @@ class Buffer:
         return incarnation
 
     def unfinished(self, generator: str, incarnation: int) -> tuple[Assignment, ...]:
-        """The unfinished trajectories that a generator holds; a new incarnation continues with them."""
+        """The unfinished trajectories of a generator, with which its new incarnation continues."""
         if self._fenced(generator, incarnation) is not None:
             return ()
         return tuple(self._claims.unfinished(generator))
@@ -298,22 +298,21 @@ class Buffer:
         self._record.add(events.Covered(step, step if oldest_kept is None else oldest_kept))
 
     def drain(self, reason: str) -> None:
-        """Issue no more prompts; groups that wait for a new attempt end as `run_end`."""
+        """Stop issuing prompts; groups that wait for a new attempt end with the reason `run_end`."""
         if self.ledger.state.draining is None:
             self._record.add(events.Drained(reason))
             for group_id in list(self.ledger.unassigned):
                 self._record.add(events.Ended(group_id, GroupState.EXPIRED, RUN_END))
 
     def resume(self, lost: events.Lost | None = None) -> None:
-        """Issue prompts again after a drain; `lost`, tokens that another process lost with its disk, is counted
-        once."""
+        """Issue prompts again after a drain; `lost`: tokens that another process lost with its disk, counted once."""
         if lost is not None and lost.owner not in self.ledger.state.lost:
             self._record.add(lost)
         if self.ledger.state.draining is not None:
             self._record.add(events.Drained(None))
 
     def end(self) -> None:
-        """End the run: groups that no optimizer step used expire as `run_end`."""
+        """End the run: groups that no optimizer step used expire with the reason `run_end`."""
         self.drain(RUN_END)
         for lease in list(self.ledger.state.leases):
             self._record.add(events.Released(lease, RUN_END))
@@ -321,7 +320,7 @@ class Buffer:
             self._record.add(events.Ended(group_id, GroupState.EXPIRED, RUN_END))
 
     def tick(self) -> None:
-        """Apply deadlines that have passed."""
+        """Apply the effects of deadlines that have passed."""
         now = self._clock.monotonic()
         self._attempts.restart_silent(now)
         self._leases.release_overdue()
@@ -333,7 +332,7 @@ class Buffer:
 
     @property
     def revision(self) -> int:
-        """Number of events applied so far; answers change only when this number changes or a deadline passes."""
+        """Number of events applied so far; results of the verbs change only when it changes or a deadline passes."""
         return self._record.revision
 
     @property
@@ -342,8 +341,8 @@ class Buffer:
         return self.ledger.history.current
 
     def watch_ends(self, on_end: OnEnd, on_failure: OnFailure | None = None) -> None:
-        """Call `on_end` before every end of a group that was not trained, and `on_failure` before an attempt that
-        failed is dropped."""
+        """Register `on_end`, called before a group ends untrained, and `on_failure`, called before a failed attempt is
+        dropped."""
         self._record.on_end, self._on_failure = on_end, on_failure
 
     def complete_group(self, group_id: int) -> CompleteGroup:

@@ -18,7 +18,7 @@ from service.types import PolicyVersion, Sender, StepGroup, Steps
 
 
 class Claims:
-    """Gives out work; every assignment is an event of the record."""
+    """Assigns groups and restarted samples to generators; every assignment is an event of the record."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class Claims:
         return self._issue(claim) if restarted is None else self._assign_again(claim, restarted)
 
     def _given_before(self, claim: Claim) -> Assignment | Wait:
-        """The part of a claim's first answer that its generator still holds."""
+        """The part of a repeated claim's first answer that its generator has not finished."""
         ledger = self._record.ledger
         group_id, attempts = ledger.state.generators[claim.generator].given[claim.request_id]
         groups = ledger.state.groups
@@ -68,7 +68,7 @@ class Claims:
         return Wait(WaitReason.ANSWERED, detail, self._record.clock.monotonic())
 
     def _restarted_group(self, serving: PolicyVersion) -> int | None:
-        """The oldest group with samples to restart or continue that an engine of this version may play."""
+        """The oldest group with samples to restart or continue, among those that an engine of this version may play."""
         ledger = self._record.ledger
         if not ledger.unassigned:
             return None
@@ -81,8 +81,8 @@ class Claims:
         return self._assignment(group_id, samples)
 
     def _room_is_made(self) -> tuple[WaitReason, str] | None:
-        """Why restarted samples wait: a full journal must first remove their last attempts. Their admission remains
-        valid."""
+        """Why restarted samples have to wait: a full journal must first remove their last attempts; None if they need
+        not wait. They need no new admission."""
         why = self._admission.disk_wait(self._record, 0)
         return why if self._record.journal.reclaims else None
 

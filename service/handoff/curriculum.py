@@ -1,13 +1,14 @@
-"""Which prompt is issued next: prompts that are too easy or too hard so far are passed over.
+"""Curriculum: chooses the next prompt, and skips prompts that have been too easy or too hard so far.
 
-Places of the dataset's order are gone through one by one. With `band: [0.1, 0.9]` and `outside: 0.25`:
+A place is a position in the order in which prompts are issued. Places are visited one by one. With
+`band: [0.1, 0.9]` and `outside: 0.25`:
 
     place            0     1     2     3     4
     success so far   -     1.0   0.5   0.0   0.0
-    issued           yes   no    yes   no    yes     a quarter of the epochs issues each prompt outside of the band
+    issued           yes   no    yes   no    yes     prompts outside the band are issued in a quarter of the epochs
 
-The success of a prompt is a part of the ledger, and the row of every issued group is in the journal, so a run that is
-resumed continues as it would have.
+The success of a prompt is a part of the ledger, and the row of every issued group is in the journal, so a resumed run
+issues the same prompts as a run without an interruption.
 """
 
 from __future__ import annotations
@@ -21,21 +22,21 @@ from service.handoff.ledger.state import Success
 from service.handoff.prompt_order import Prompts
 
 KINDS = ("untried", "below", "inside", "above")
-"""Where the success of a prompt may lie."""
+"""The kinds of prompts: not tried often enough, or with a success below, in or above the band."""
 IN_EVERY_EPOCH = np.array([kind in ("untried", "inside") for kind in KINDS])
 STRETCH = 8192
-"""Places that are looked at together, because there may be many prompts and few in the band."""
+"""Places that are examined at once, because there may be many prompts and few in the band."""
 
 
 class CurriculumSettings(NamedTuple):
-    """Settings of which prompts are passed over."""
+    """Settings that decide which prompts are skipped."""
 
     band: tuple[float, float]
-    """Success between which, inclusive, a prompt is issued in every epoch."""
+    """Lowest and highest success with which a prompt is issued in every epoch."""
     outside: float
-    """Fraction of the epochs in which a prompt outside of the band is issued."""
+    """Fraction of the epochs in which a prompt outside the band is issued."""
     min_groups: int
-    """Groups of a prompt after which its success counts."""
+    """Number of complete groups of a prompt before its success is compared with the band."""
 
 
 class Curriculum:
@@ -46,12 +47,12 @@ class Curriculum:
         self._prompts = prompts
         self._ledger = ledger
         self._kind_P = np.zeros(len(prompts), np.int8)
-        """By row the index of its prompt's kind."""
+        """For each row, the index of its prompt's kind in `KINDS`."""
 
     def next_place(self) -> int:
-        """The next place to issue: the first one in the band or drawn outside of it; the next place if there is none.
+        """The next place to issue: the first one that is issued in every epoch or was drawn for this epoch.
 
-        So if no prompt of the dataset lies in the band, all are issued.
+        If an epoch has no such place, the next place is issued. So if no prompt is in the band, all are issued.
         """
         start = first = self._ledger.state.next_place
         if self._settings is None:
@@ -67,7 +68,7 @@ class Curriculum:
         return first
 
     def _first_drawn(self, start: int, stop: int) -> int:
-        """The first of these places outside of the band that is drawn; `stop` if there is none."""
+        """The first of these places, all outside the band, that is drawn for its epoch; `stop` if there is none."""
         fraction = self._settings.outside if self._settings is not None else 0.0
         drawn = (place for place in range(start, stop) if self._prompts.draw(place) < fraction)
         return next(drawn, stop) if fraction else stop
@@ -80,7 +81,7 @@ class Curriculum:
         return dict(zip(KINDS, np.bincount(self._kind_P, minlength=len(KINDS)).tolist(), strict=True))
 
     def _catch_up(self) -> None:
-        """Update the prompts whose success has changed."""
+        """Update the kind of each prompt whose success has changed."""
         for row in self._ledger.tried:
             self._kind_P[row] = KINDS.index(self._kind(self._ledger.state.successes[row]))
         self._ledger.tried.clear()

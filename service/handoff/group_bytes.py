@@ -1,7 +1,7 @@
-"""Maximum bytes of a group's steps: one formula for every place that reserves memory or refuses a message.
+"""Maximum bytes of a group's steps: one formula for all code that reserves memory or refuses a message.
 
 The configuration check, admission, the store and the journal's bound all count in these bytes. They cover both the
-memory of the accepted steps and their frames in the journal, so a group that was admitted always has its place:
+memory of the accepted steps and their frames in the journal, so there is always room for a group that was admitted:
 
     2 samples of 2 turns of at most 100 tokens, 21 bytes a token:
     each trajectory   2 steps and 1 end   2 * 100 * 21 + 3 * ITEM_BYTES
@@ -22,29 +22,30 @@ NAME_BYTES = 5 << 10
 NOTE_BYTES = 1 << 10
 """The part of NAME_BYTES that is for a note; further bytes of a longer note are counted separately."""
 ITEM_BYTES = (3 << 10) + NAME_BYTES
-"""A step or an end beside its tokens: its other columns, and what a message of its own adds (frame, header, names)."""
+"""Bytes of a step or an end besides its tokens: other columns, and the frame, header and names of its own message."""
 TOKEN_BYTES = sum(
     column.dtype.itemsize
     for column in columns_of(Steps).tokens
     if column.about.ndim == 1 and column.name != "teacher_logprobs_N"
 )
-"""A token in all columns of a generator but the routed experts: id, log-probability, mask, version, reward."""
+"""Bytes of a token in all columns that generators send, except routed experts: id, log-probability, mask, version and
+reward."""
 TEACHER_BYTES = 4
-"""The log-probability of a token under the teacher."""
+"""Bytes of a token's log-probability under the teacher."""
 SCORE_BYTES = 1 << 9
 """A scorer's answer without its rewards, texts and log-probabilities: the journal's frame."""
 INFO_BYTES = 1 << 11
-"""UTF-8 bytes of what a scorer says about one trajectory, at most."""
+"""Maximum UTF-8 bytes of a scorer's text about one trajectory."""
 EXPERT_BYTES = 2
-"""One routed expert of one token."""
+"""Bytes of one routed expert of one token."""
 SAID_BYTES = 9
-"""What an end says about a step at most: a role and a reward."""
+"""Maximum bytes of an end's values about one step: a role and a reward."""
 TRANSCRIPT_BYTES = 1 << 16
 """UTF-8 bytes of the transcript that an end carries, at most."""
 EVENT_BYTES = 1 << 20
 """Room in the journal for events, so that leases continue when no more groups are admitted."""
 JOURNAL_SEGMENTS = 8
-"""Segments of a full journal; what is still needed of the oldest one is copied to the end when the room is needed."""
+"""Segments of a full journal; to free the oldest one, its frames that are still needed are copied to the end."""
 
 
 def item_bytes(n_tokens: int, token_bytes: int, n_items: int) -> int:
@@ -53,7 +54,7 @@ def item_bytes(n_tokens: int, token_bytes: int, n_items: int) -> int:
 
 
 def score_bytes(n_rewards: int, teacher_bytes: int) -> int:
-    """Bytes of a scorer's answer, without its parts about single trajectories."""
+    """Bytes of a scorer's answer, without its texts about trajectories."""
     return SCORE_BYTES + 9 * n_rewards + teacher_bytes
 
 
@@ -95,10 +96,10 @@ class WorstBytes:
 
     @property
     def trajectory(self) -> int:
-        """Bytes of one trajectory, or its part of `buffer.max_group_bytes`.
+        """Maximum bytes of one trajectory; with `buffer.max_group_bytes`, the trajectory's share of those.
 
-        In an environment every turn has maximum length; an agent's calls share `agents.max_tokens` tokens, and its end
-        has a transcript. Every end has a role and a reward for each step.
+        In an environment every turn has maximum length. An agent's calls have at most `agents.max_tokens` tokens
+        together, and its end has a transcript. Every end has a role and a reward for each step.
         """
         everything = self.max_turns * (self.step + SAID_BYTES) + ITEM_BYTES
         if calls := self.max_session_calls:
@@ -112,11 +113,11 @@ class WorstBytes:
         return self.n_samples * self.trajectory
 
     def journal(self, n_groups: int) -> int:
-        """Bytes of the smallest journal that never fills up for good, if `n_groups` are needed at once.
+        """Bytes of the smallest journal that can always make room again, if `n_groups` are needed at once.
 
         The needed groups are those of all optimizer steps since the oldest kept checkpoint, or of one mini-batch if no
         checkpoints are written. The journal also needs room for events, and one segment for copies of needed frames.
-        Other groups and replaced attempts are removed whenever a claim waits for their space; their remains count as
+        Other groups and replaced attempts are removed when a claim waits for space; what is not removed yet counts as
         one more group.
         """
         groups = (n_groups + 1) * self.group

@@ -2,8 +2,8 @@
 
 begin() -> BatchJob -- run() --> Formed -> finish() -> MiniBatch, and the event Leased
 
-The job may run in another thread; its result is leased afterwards. A lease ends by a commit, or is released: by its
-trainer, by a new trainer, or at its deadline (`buffer.lease_deadline`).
+The job may run in another thread; the mini-batch is leased after it. A lease ends with a commit, or it is released: by
+its trainer, by a new trainer, or at its deadline (`buffer.lease_deadline`).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class BatchJob:
     settings: BatchSettings
 
     def run(self) -> Formed | WithoutAdvantage:
-        """Merge, give credit, pack and mask."""
+        """Form the mini-batch: merge steps, compute advantages, pack rows, mask tokens."""
         try:
             return formed(self.lease, self.groups, self.history, self.settings)
         except NoAdvantage as error:
@@ -79,7 +79,7 @@ class Leases:
         """Collect the inputs of the next lease's mini-batch.
 
         Raises:
-            ValueError: a group is not complete; the same mini-batch would be formed again for ever.
+            ValueError: a group is not complete; otherwise the same mini-batch would be formed again for ever.
         """
         state, group_ids = self._record.ledger.state, self._next_groups()
         for group_id in group_ids:
@@ -88,7 +88,7 @@ class Leases:
         return self._job(state.next_lease, trainer_incarnation, group_ids)
 
     def finish(self, job: BatchJob, made: Formed) -> MiniBatch | None:
-        """Lease the mini-batch; None if the version or a group changed while the job ran."""
+        """Lease the mini-batch that the job made; None if the version or a group changed while the job ran."""
         ledger = self._record.ledger
         groups = ledger.state.groups
         if (job.lease, job.version) != (ledger.state.next_lease, ledger.history.current):
@@ -115,7 +115,7 @@ class Leases:
         return self._newest
 
     def release(self, lease: int, reason: str) -> None:
-        """Release an open lease: its groups wait again, or are refused after `max_attempts` leases."""
+        """Release an open lease: its groups wait to be leased again, or are refused after `max_attempts` leases."""
         ledger = self._record.ledger
         group_ids = ledger.state.leases[lease].group_ids
         self._record.add(events.Released(lease, reason))

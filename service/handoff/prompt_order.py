@@ -1,4 +1,4 @@
-"""The order in which prompts are issued: every epoch has another order, which does not change after a restart."""
+"""The order in which prompts are issued: each epoch has its own order, which is the same after a restart."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from service.types import Int64s
 
 
 class Prompts:
-    """Rows in the order of issue; the dataset wraps, and every epoch has its own seeded order.
+    """Rows in the order of issue; after the last row a new epoch begins, and each epoch has its own seeded order.
 
-    With 3 rows, places 0 1 2 are the first epoch, 3 4 5 the second. A group_id never repeats; it is the group's place,
-    unless a curriculum passed over places.
+    With 3 rows, places 0 1 2 are the first epoch, 3 4 5 the second. A group_id never repeats; it is equal to the
+    group's place, unless a curriculum skipped places.
     """
 
     def __init__(self, uids: Sequence[str], seed: int, shuffle: bool) -> None:

@@ -1,4 +1,4 @@
-"""Replaying a recorded run: forms its mini-batches again from its journal, bit by bit."""
+"""Replaying a recorded run: forms its mini-batches again from its journal, bitwise equal."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ class Recorded(NamedTuple):
 
 
 def replayed(limits: Limits, settings: BatchSettings, folder: Path, step: int) -> MiniBatch:
-    """The mini-batch of optimizer step `step`, or of its last try if a trainer had gone back.
+    """The mini-batch of optimizer step `step`; if a trainer repeated the step, the last one.
 
     Raises:
-        UserError: the journal does not hold that step, or not from the beginning.
+        UserError: the journal has no such step, or its first frames were removed.
     """
     found = recorded(limits, folder, step)
     batch = form_mini_batch(found.lease, found.groups, found.history, settings)
@@ -46,7 +46,7 @@ def recorded(limits: Limits, folder: Path, step: int) -> Recorded:
     """The data from which the mini-batch of optimizer step `step` was formed.
 
     Raises:
-        UserError: the journal does not hold that step, or not from the beginning.
+        UserError: the journal has no such step, or its first frames were removed.
     """
     clock = SystemClock()
     record = Record(limits.n_samples_per_prompt, limits, Journal(folder, clock), clock)
@@ -71,7 +71,7 @@ def recorded(limits: Limits, folder: Path, step: int) -> Recorded:
 
 
 def _recorded(folder: Path) -> Iterator[Frame]:
-    """All frames of a run that was recorded from its beginning; no file is changed."""
+    """All frames of a run whose journal is complete from its beginning; no file is changed."""
     kept = folder / KEPT
     found = [*(kept.glob("*.journal") if kept.is_dir() else ()), *folder.glob("*.journal")]
     position = 0

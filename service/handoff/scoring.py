@@ -1,4 +1,4 @@
-"""Which groups wait for which scorers, and how the scorers' answers are handled.
+"""Scoring: which groups wait for which scorers, and what the scorers' answers change.
 
     claim -> Issued(7, scorers=("judge",)) ; .. ; the last end -> SCORING ; accept(7, "judge", ..) -> Scored -> COMPLETE
 
@@ -38,11 +38,11 @@ class Answer(NamedTuple):
     """A scorer's answer about a group."""
 
     rewards: Sequence[float] | None = None
-    """[G] by sample; None of a teacher."""
+    """[G] the reward of each trajectory, by sample; None if the scorer is a teacher."""
     info: Sequence[str] = ()
-    """[G] a text about each trajectory, which its record shows; empty: none."""
+    """[G] a text about each trajectory, shown in the trajectory's record; empty: no texts."""
     logprobs: Float32s | None = None
-    """Of each sampled token of the group, in the order of `service.handoff.ledger.scores.sampled_tokens`."""
+    """A log-probability for each sampled token of the group, in the order of `ledger.scores.sampled_tokens`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +53,13 @@ class ScorerSettings:
     weight: float = 1.0
     """Factor of the reward."""
     combine: Literal["replace", "add"] = "replace"
-    """The reward takes the place of the environment's, or is added to it."""
+    """Whether the reward replaces the environment's reward or is added to it."""
     fallback: Literal["refuse", "environment_reward"] = "refuse"
-    """What becomes of a group without a good answer."""
+    """What happens to a group for which the scorer gave no valid answer."""
 
 
 class Scoring:
-    """Takes the answers of scorers; every decision is an event of the record."""
+    """Handles the answers of scorers; every change is an event of the record."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class Scoring:
         record: Record,
         teacher_of_row: Sequence[str] | None,
     ) -> None:
-        """`teacher_of_row`: the name of each row's teacher, empty where it has none; None: every row has the same."""
+        """`teacher_of_row`: the name of each row's teacher, empty if it has none; None: all rows have the same one."""
         self._scorers, self._filters = scorers, filters
         self._record = record
         self._always = tuple(name for name, scorer in scorers.items() if scorer.kind == "rewards")
@@ -100,10 +100,10 @@ class Scoring:
         return self._record.store.scores(group_id) if group_id in self._record.store else ()
 
     def accept(self, group_id: int, scorer: str, answer: Answer) -> Refusal | None:
-        """Journal a scorer's answer about a group. Also returns None if the answer is no longer needed.
+        """Journal a scorer's answer about a group; does nothing if the answer is no longer needed.
 
-        A trajectory with a bad reward is lost, and the group continues without it; where that would leave fewer than
-        two trajectories, the answer is refused."""
+        The group continues without trajectories that have an invalid reward; if fewer than two trajectories would
+        remain, the answer is refused."""
         if not self.awaits(group_id, scorer):
             return None
         if (wrong := self._wrong(group_id, scorer, answer)) is not None:
@@ -121,7 +121,7 @@ class Scoring:
         return None
 
     def failed(self, scorer: str, reason: str, detail: str) -> None:
-        """Record that a scorer gave no valid answer about a group; it is asked again, or given up."""
+        """Count that a scorer gave no valid answer; the caller asks again or calls `give_up`."""
         self._status[scorer].failures[reason] += 1
         self._status[scorer].last_failure = f"{reason}: {detail}" if detail else reason
 

@@ -1,4 +1,4 @@
-"""The settings of the buffer; `service.config.core_settings` makes them of a configuration."""
+"""The settings of the buffer; `service.config.core_settings` makes them from a configuration."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class BufferSettings:
     scorers: Mapping[str, ScorerSettings] = field(default_factory=dict)
     seed: int = 0
     shuffle: bool = True
-    """Every epoch has an order of its own, by the seed."""
+    """Whether each epoch has an order of its own, drawn with the seed."""
     mini_batch_size: int = 16
     """Groups of a mini-batch."""
     order: Literal["finished_first", "strict"] = "finished_first"
@@ -42,15 +42,15 @@ class BufferSettings:
     """Generators that may play at once."""
     lookahead: int | Literal["auto"] = 2
     min_lookahead: int = 1
-    """Bounds of `auto`."""
+    """Bounds of the lookahead with `lookahead: auto`."""
     max_lookahead: int = 8
     max_bytes: int = 4 << 30
-    """Bytes in memory that admitted groups may need at worst."""
+    """Bytes of memory: groups are admitted only while the worst case of all admitted groups fits."""
     max_journal_bytes: int = 64 << 30
     keep_reclaimed: bool = False
     """Keep segments of the journal that are no longer needed, for `baton replay`."""
     lease_deadline: float = 1800.0
-    """Seconds after which a lease ends."""
+    """Seconds after which a lease is released."""
     max_lease_attempts: int = 3
     has_checkpoints: bool = False
     """Whether a trainer may go back to an earlier step."""

@@ -23,18 +23,18 @@ class ScorerStatus:
     """A scorer's groups, counted since the buffer's process started."""
 
     waiting: int = 0
-    """Groups that wait for it now."""
+    """Groups that wait for the scorer now."""
     scored: int = 0
-    """Groups of which it gave a good answer."""
+    """Groups for which the scorer gave a valid answer."""
     fallbacks: int = 0
     """Groups that continued without an answer (`fallback: environment_reward`)."""
     refused: int = 0
-    """Groups that were refused because there was no good answer."""
+    """Groups that were refused because there was no valid answer."""
     failures: Counter[str] = field(default_factory=Counter)
-    """Times that it was asked and gave no good answer, by reason."""
+    """Requests to which the scorer gave no valid answer, by reason."""
     last_failure: str = ""
     seconds: float = 0.0
-    """In which its workers were busy with groups."""
+    """Seconds for which the scorer's workers were busy, summed over workers."""
 
 
 @dataclass(frozen=True)
@@ -57,17 +57,17 @@ class BufferStatus:
     """Every group with a smaller group_id has ended."""
     next_slot: int
     lookahead: int
-    """Mini-batches that may be open beyond the one that the served version trains."""
+    """Mini-batches beyond the next one whose groups may be generated."""
     lengths: dict[str, list[int]]
-    """Trajectories, and their tokens, by length: see `Lengths`."""
+    """Histograms of trajectories, and of their tokens, by length: see `Lengths`."""
     length_distance: float
     """Distance of the lengths of trained trajectories from those of generated ones, 0 to 1."""
     token_length_distance: float
-    """The same over tokens that carried loss and tokens that were sampled."""
+    """The same distance for tokens: those that carried loss against those that were sampled."""
     n_bytes: int
-    """Bytes that the accepted steps in memory are counted with, see `service.handoff.group_bytes`."""
+    """Bytes of the accepted steps in memory, as `service.handoff.group_bytes` counts them."""
     reserved_bytes: int
-    """The same, and the bytes that open trajectories may still need at worst."""
+    """The same, plus the maximum that open trajectories may still add."""
     waits: tuple[Waiting, ...]
     refused: dict[str, int]
     """Refused messages since this process started, by reason."""
@@ -78,20 +78,20 @@ class BufferStatus:
     moved: int
     """Trajectories that lost their generator and continued with their steps."""
     duplicates: int
-    """Messages since this process started without anything new."""
+    """Messages with nothing new, since this process started."""
     late: int
-    """Messages since this process started with steps of a superseded attempt or of an ended group."""
+    """Messages with steps of a superseded attempt or of an ended group, since this process started."""
     journal_start: int
     """Position of the oldest frame that is kept."""
     journal_position: int
     journal_synced: int
     journal_limit_bytes: int
-    """Bytes of the journal that are for steps: beyond, no more groups are admitted."""
+    """Bytes of the journal that steps may take; when they are used up, no more groups are admitted."""
     draining: str | None
     prompts: dict[str, int]
     """With a curriculum: prompts that are `untried`, or whose success is `below` the band, `inside` or `above`."""
     passed_over: int
-    """Places of the dataset's order that the curriculum passed over."""
+    """Places in the order of prompts that the curriculum skipped."""
     scorers: dict[str, ScorerStatus]
 
     def as_dict(self) -> dict[str, Any]:

@@ -1,16 +1,16 @@
 """Validation: which step groups the buffer accepts, judged by the message alone.
 
-What one bad number costs:
+The effect of an invalid value depends on its kind:
 
-- the token, which is masked and counted as such: its log-probability is not finite although the policy sampled it; the
-  rest of the step carries loss. The log-probabilities of tokens without loss are not checked.
-- the trajectory, which is refused and may be tried again (`ledger.accept`): more than max(1, 1 %) of its sampled tokens
-  have such a log-probability; a step after the end, a reference whose digest does not match, two records that
-  differ.
-- the message: everything else below. A reward that is not finite is never replaced by a number, because the baseline
-  of every sibling would be wrong with it.
+- One token is masked and counted: it was sampled and its log-probability is not finite. The rest of the step carries
+  loss. Log-probabilities of tokens without loss are not checked.
+- One trajectory is refused and may be tried again (`ledger.accept`): more than max(1, 1 %) of its sampled tokens have
+  such a log-probability, a step comes after the end, the digest of a reference does not match, or two records of one
+  step differ.
+- The whole message is refused: every other rule. A reward that is not finite is never replaced by a number, because
+  the number would make the baseline of the other trajectories in the group wrong.
 
-Rules are ordered from cheap to expensive; the first one that fails is the reason.
+Rules are ordered from cheap to expensive; the refusal names the first one that fails.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ MAX_NAME_LENGTH = 1024
 """Characters of a generator's name, a prompt's uid or a stop reason, at most."""
 
 MAX_GROUP_ID = 1 << 53
-"""A group_id stays exact in JSON."""
+"""Largest group_id, so that it is exact as a number in JSON."""
 
 TEMPERATURES = (1e-6, 1e6)
 
 LOGPROB_TOLERANCE = 1e-4
-"""How far above 0 rounding may take a log-probability."""
+"""Largest log-probability, which rounding may move above 0."""
 MIN_LOGPROB = -1e7
-"""Of a sampled token; logits that differ by ten, at the coldest temperature."""
+"""Smallest log-probability of a sampled token: a logit difference of ten, divided by the lowest temperature."""
 
 REWARD_TOLERANCE = 1e-4
-"""How far a step's reward may be from the sum over its tokens, as a share of those."""
+"""Largest difference between a step's reward and the sum of its token rewards, as a fraction of their magnitudes."""
 
 
 def refusal(group: StepGroup, limits: Limits) -> Refusal | None:
@@ -60,7 +60,7 @@ def refusal(group: StepGroup, limits: Limits) -> Refusal | None:
 
 
 def _table(group: StepGroup, limits: Limits) -> Refusal | None:
-    """The refusal of offsets and string indices out of range; the lengths of columns are already correct."""
+    """The refusal of offsets and string indices out of range; decoding has checked the lengths of columns."""
     steps, ends = group.steps, group.ends
     own_K = lengths_of(steps.offsets_K)
     if steps.offsets_K[0] != 0 or steps.offsets_K[-1] != len(steps.token_ids_N) or own_K.min(initial=0) < 0:
@@ -144,8 +144,8 @@ def _order(group: StepGroup, limits: Limits) -> Refusal | None:
 
 
 def _said(group: StepGroup, limits: Limits) -> Refusal | None:
-    """The refusal of an end with unknown roles, rewards that are not numbers, values for too few steps, or a long
-    transcript."""
+    """The refusal of an end with unknown roles, invalid rewards, values for too few steps, or a transcript that is too
+    long."""
     ends = group.ends
     said_E, transcript_E = lengths_of(ends.step_offsets_E), lengths_of(ends.offsets_E)
     wrong_E = (said_E != 0) & (said_E != ends.n_steps_E)
@@ -212,7 +212,7 @@ def _numbers(group: StepGroup, limits: Limits) -> Refusal | None:
 
 
 def _token_rewards(group: StepGroup, limits: Limits) -> Refusal | None:
-    """The refusal of token rewards outside of responses, or whose sum is not their step's reward."""
+    """The refusal of token rewards outside of responses, or with a sum that differs from their step's reward."""
     steps, rewards_N = group.steps, group.steps.token_rewards_N
     if rewards_N is None or not len(steps):
         return None
@@ -243,8 +243,8 @@ def _logprobs(group: StepGroup, limits: Limits) -> Refusal | None:
 
 
 def _versions(group: StepGroup, limits: Limits) -> Refusal | None:
-    """The refusal of a sampled token without a version, another token with one, or a prompt's token marked as
-    sampled."""
+    """The refusal of a sampled token without a version, an unsampled token with a version, or a prompt token that is
+    marked as sampled."""
     steps = group.steps
     wrong_N = steps.loss_mask_N != (steps.versions_N >= 0)
     if wrong_N.any() or steps.versions_N.min(initial=0) < NO_VERSION:

@@ -18,9 +18,9 @@ class Claim(NamedTuple):
     incarnation: int
     """The generator's incarnation, as given by `Buffer.join`."""
     serving: PolicyVersion
-    """The version that the generator's engine serves now; no sample of the group starts on an older one."""
+    """The version that the generator's engine serves now; no sample of the group starts on an older version."""
     request_id: int = 0
-    """The incarnation's own id of this claim: a repeated claim gets the same work; 0: the claim is never repeated."""
+    """The claim's id within its incarnation: a repeated claim gets the same work; 0: the claim is never repeated."""
 
 
 class Assignment(NamedTuple):
@@ -53,7 +53,7 @@ class WaitReason(StrEnum):
     DISK = "disk"
     """claim: the journal's disk is full; journal: events are not on the disk because it is full."""
     ANSWERED = "answered"
-    """claim: it was answered before, and its work is finished or was given to another generator."""
+    """claim: it was answered before, and its work is finished or was reassigned to another generator."""
     DRAINED = "drained"
     """claim: the run ends; no more prompts are issued."""
     GROUPS = "groups"

@@ -1,9 +1,9 @@
 """Claims that wait for a group; after a change of the buffer, one claim is answered per available group.
 
-A claim that has to wait shows that all claims of engines that serve nothing newer have to wait too:
+If a claim has to wait, all claims of engines with the same or an older version have to wait too, so they are not tried:
 
     waiting     g1 serves 4    g2 serves 4    g3 serves 5    g4 serves 4    ...
-    asked       g1: groups 17  g2: wait       g3: wait                            three, however many wait
+    tried       g1: group 17   g2: wait       g3: wait                            three tries, however many claims wait
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from service.types import PolicyVersion, Refusal
 ClaimAnswer = list[Assignment] | Wait | Refusal
 
 FINAL = (WaitReason.DRAINED, WaitReason.ANSWERED)
-"""Reasons that no change of the buffer ends."""
+"""Reasons to wait that no later event ends: a claim with one of them is answered at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,16 +30,16 @@ class WaitingClaim:
     """Claims are served in this order."""
     claim: Claim
     most: int
-    """Groups that it takes."""
+    """Maximum number of groups in its answer."""
     wait: Wait
-    """What it waited for when it came."""
+    """The buffer's answer when the claim arrived."""
     deadline: float
-    """Monotonic seconds at which that is its answer."""
+    """Monotonic seconds at which the claim is answered with a wait."""
     reply: Callable[[ClaimAnswer], None]
 
 
 class WaitingClaims:
-    """Claims that wait, by the version that their engines serve, in the order in which they came."""
+    """Waiting claims, in one queue for each version that engines serve, in order of arrival."""
 
     def __init__(self, ask: Callable[[Claim, int], ClaimAnswer]) -> None:
         """`ask`: returns the buffer's answer to a claim of up to a given number of groups."""
@@ -50,7 +50,7 @@ class WaitingClaims:
     def answer(self, claim: Claim, most: int, deadline: float | None, reply: Callable[[ClaimAnswer], None]) -> None:
         """Reply to a claim as soon as there is a group for it, or at `deadline`; without a deadline, reply at once.
 
-        All claims wait equally long.
+        Deadlines must not decrease from claim to claim, as when all claims wait equally long.
         """
         answer = self._ask(claim, most)
         if deadline is None or not _waits(answer):
@@ -72,7 +72,7 @@ class WaitingClaims:
                 first.reply(answer)
 
     def expire(self, now: float) -> None:
-        """Answer every claim whose deadline has passed; the answer says why it had to wait."""
+        """Answer every claim whose deadline has passed with the wait that it got."""
         for version in list(self._queues):
             while (queue := self._queues.get(version)) and queue[0].deadline <= now:
                 first = queue[0]
@@ -91,7 +91,7 @@ class WaitingClaims:
         return min(heads, key=lambda head: head.number, default=None)
 
     def _drop(self, first: WaitingClaim) -> None:
-        """Remove the first one of a queue."""
+        """Remove a claim that is the first of its queue."""
         queue = self._queues[first.claim.serving]
         queue.popleft()
         if not queue:

@@ -13,8 +13,8 @@ SILENT_FRACTION = 0.5
 
 
 FRUITLESS_GROUPS, FRUITLESS_MINI_BATCHES = 512, 16
-"""Groups that were filtered one after the other, in groups and in mini-batches, after which no lease is to be expected.
-So many are rare even where one group in a hundred is of use."""
+"""After this many groups in a row were filtered, in groups and in mini-batches, no mini-batch is expected any more.
+So many in a row are rare even if only one group in a hundred passes the filters."""
 
 
 class Waits:
@@ -29,19 +29,19 @@ class Waits:
         self._waits: dict[str, Wait] = {}
 
     def begin(self, who: str, reason: WaitReason, detail: str) -> Wait:
-        """Note a wait; one that continues for the same reason keeps its beginning."""
+        """Note a wait; a wait that continues for the same reason keeps its start time."""
         known = self._waits.get(who)
         since = known.since if known is not None and known.reason is reason else self._clock.monotonic()
         self._waits[who] = Wait(reason, detail, since)
         return self._waits[who]
 
     def end(self, who: str) -> float:
-        """Forget a wait; returns how many seconds it took."""
+        """End a wait; returns its length in seconds."""
         known = self._waits.pop(who, None)
         return 0.0 if known is None else self._clock.monotonic() - known.since
 
     def current(self) -> tuple[Waiting, ...]:
-        """All waits, including the trajectory that has been silent longest if that is too long."""
+        """All waits; and the trajectory that has made no progress for the longest time, if that is too long."""
         now = self._clock.monotonic()
         waits = [Waiting(who, str(w.reason), w.detail, now - w.since) for who, w in self._waits.items()]
         for (group_id, sample), since in self._record.ledger.holdings.since.items():

@@ -1,1 +1,1 @@
-"""Makes mini-batches of complete groups: filter, credit, pack."""
+"""Makes mini-batches from complete groups: filters, advantages, packing."""

@@ -12,11 +12,12 @@ and the sample standard deviation of its group's returns, n the size of its grou
 | `reinforce++_baseline` | r - m, then (x - mean) / (std + 1e-8) over the mini-batch | 0 if all are | as others |
 | `reinforce++`        | r; discounted and whitened per token by the learner | r | r |
 
-MaxRL divides by the mean itself, so it is meant for rewards that are not negative: with m < 0 every sign turns over,
-and with m = 0 (rewards 1 and -1) advantages are a million times the rewards, as published.
+MaxRL divides by the mean itself, so it is meant for rewards that are not negative: with m < 0 every advantage has the
+opposite sign, and with m = 0 (rewards 1 and -1) advantages are a million times the rewards, as in the publication.
 
-A partial group (some trajectories refused or still missing) counts with the n that it has. Each estimator names its
-source. Groups of one follow the published definitions, in which nothing is subtracted; the configuration refuses them.
+In a partial group (some trajectories were refused or are missing) n is the number of trajectories that it has. Each
+estimator names its source. Groups of one follow the published definitions, in which nothing is subtracted; the
+configuration refuses groups of one.
 
 **By turn** (`credit`; `T` turns, `K` the turns of all trajectories, one trajectory after the other), with r the reward
 of a turn and phi the score of the state in which a turn begins:
@@ -28,27 +29,28 @@ of a turn and phi the score of the state in which a turn begins:
 | `potential`    | as above, of the rewards r_t + gamma phi_(t+1) - phi_t            | the group's values at turn t |
 
 The baseline of turn t is the mean over the other trajectories of the group; one that has ended before turn t counts
-with 0. It depends on nothing that this trajectory did, so it adds no bias, also where the policy decides when to stop.
-The mean over the trajectories that are still alive does: a longer one is compared with fewer and other trajectories.
+as 0. This mean depends on nothing that the trajectory itself did, so it adds no bias, also where the policy decides
+when to stop. A mean over only those trajectories that have a turn t would add bias: the set of trajectories that a turn
+is compared with would depend on how long the trajectory is.
 
     rewards   a: 0 1    b: 1    gamma 1      values  a: 1 1    b: 1 (0)      rloo  a: 0 1    b: 0
 
 The shaped rewards of `potential` add up to G_t - phi_t, because the score after the last turn counts as 0, however the
-trajectory ended; so shaping does not move the optimum (Ng, Harada and Russell 1999). A state without a score has that
-of the last state before it that has one, 0 at the start: the difference counts at the next score.
+trajectory ended; so shaping does not move the optimum (Ng, Harada and Russell 1999). A state without a score takes the
+score of the last scored state before it, or 0 at the start. So a change of the score counts at the next scored state.
 
-Estimators keep their meaning: `rloo` is the distance from that baseline (arXiv 2402.14740); `grpo_no_std` has the
-trajectory itself in the mean, which only scales by (n - 1) / n (arXiv 2503.20783); `grpo` divides that by the group's
-standard deviation of whole returns (arXiv 2402.03300), and is 0 where these do not vary.
+Estimators by turn: `rloo` is the value minus that baseline (arXiv 2402.14740). `grpo_no_std` includes the trajectory
+itself in the mean, which only scales the advantage by (n - 1) / n (arXiv 2503.20783). `grpo` divides the advantage of
+`grpo_no_std` by the standard deviation of the group's whole returns (arXiv 2402.03300); it is 0 where all are equal.
 
-**By role**: a part is what one role did in one trajectory: its turns in order, and its return. Roles that the
+**By role**: a part consists of one role's turns in one trajectory, in order, and the role's return. Roles that the
 configuration names have rewards, groups and baselines of their own; all other steps are the part of `main`:
 
     turns of a trajectory    main 0   verifier 1   main 0.5         returns: sum     parts  main 0, 0.5   verifier 1
     group of prompt p        the main parts of its trajectories are compared, and the verifier parts are
 
 With `returns: last` a part's return is the reward of its last turn. A trajectory in which a named role had no turn has
-no part of that role. The only part of a role in a group has no baseline, and no advantage.
+no part of that role. If a group has only one part of a role, this part has no baseline, and its advantage is 0.
 """
 
 from __future__ import annotations
@@ -71,19 +73,19 @@ EPSILON = 1e-6
 WHITEN_EPSILON = 1e-8
 
 FINITE = float(np.finfo(np.float32).max)
-"""Advantages are no larger, so that they stay finite in float32."""
+"""Largest magnitude of an advantage, so that it stays finite in float32."""
 
 ReturnRule = Literal["last", "sum"]
 Credit = Literal["trajectory", "return_to_go", "potential"]
 Estimator = Callable[[Float64s, Int64s], Float64s]
-"""(return_G, group_G: the group's number of each trajectory) -> advantage_G"""
+"""Maps `return_G`, and the number of each trajectory's group (`group_G`), to `advantage_G`."""
 
 ESTIMATORS: dict[str, Estimator] = {}
 
 GROUP_ESTIMATORS = ("grpo", "grpo_no_std", "rloo", "maxrl", "reinforce++_baseline")
-"""Those that compare the trajectories of a group."""
+"""Estimators that compare the trajectories of a group."""
 TURN_ESTIMATORS = ("grpo", "grpo_no_std", "rloo")
-"""Those that have a meaning turn by turn."""
+"""Estimators that are defined by turn."""
 
 
 class Rule(NamedTuple):
@@ -108,7 +110,7 @@ class NoAdvantage(UserError):
     def __init__(self, message: str, trajectories: list[int]) -> None:
         super().__init__(message)
         self.trajectories = trajectories
-        """Positions of those in `return_G`."""
+        """Positions of these trajectories in `return_G`."""
 
 
 class Advantages(NamedTuple):
@@ -116,7 +118,7 @@ class Advantages(NamedTuple):
 
     return_G: Float64s
     advantage_G: Float64s
-    """By turn: the mean over a trajectory's turns."""
+    """With credit by turn, the mean over a trajectory's turns."""
     turn_advantage_K: Float32s | None
     """None without advantages by turn."""
     metrics: dict[str, float]
@@ -158,9 +160,9 @@ def teaches(played: Played, rule: Rule, train: Sequence[str]) -> bool:
 
 
 def returns(played: Played, rule: ReturnRule) -> Float64s:
-    """[G] the return of each trajectory: `last`, the end's reward, or `sum`, the rewards of its steps.
+    """[G] the return of each trajectory: with `last` the reward of its end, with `sum` the sum of its steps' rewards.
 
-    Steps of roles that the configuration names count for those roles only.
+    Rewards of named roles count only in the returns of those roles.
     """
     if rule == "last":
         return played.ends.reward_E
@@ -185,7 +187,7 @@ def group_stats(return_G: Float64s, group_G: NDArray[np.integer[Any]]) -> GroupS
 def reward_metrics(trained: GroupStats, filtered: GroupStats | None = None) -> dict[str, float]:
     """Mean return, and the fractions of groups that have a positive return, or returns that are all equal.
 
-    `filtered`: groups that filters removed, which count as if they were trained too.
+    `filtered`: groups that filters removed; they count in these metrics too.
     """
     every = trained if filtered is None else trained + filtered
     if not trained.groups:
@@ -208,11 +210,11 @@ class Part(NamedTuple):
 
     role: str
     number_V: Int64s
-    """The trajectory of each part, by its end's place."""
+    """The trajectory of each part, as the position of its end."""
     return_V: Float64s
     turns: TurnRewards
     place_X: Int64s
-    """The place of each of the turns among those of all roles, on the axis `K`."""
+    """The position of each turn on the axis `K`, which has the turns of all roles."""
 
     def advantages(self, prompt_G: Int32s, rule: Rule) -> Float64s:
         """[X] the advantage of each turn of the role; 0 in a group in which only one trajectory has the role.
@@ -235,7 +237,7 @@ class Part(NamedTuple):
 
 
 def parts(played: Played, rule: Rule) -> Iterator[Part]:
-    """The part of each role that has a turn, in configured order after `main`, which always has a part."""
+    """The part of `main`, then the parts of the named roles that have a turn, in configured order."""
     for code, role in ((0, str(Role.MAIN)), *enumerate(rule.named, len(ROLES))):
         place_X = np.flatnonzero(played.role_K < len(ROLES) if code == 0 else played.role_K == code)
         n_turns_G = np.bincount(played.end_K[place_X], minlength=len(played.ends))
@@ -257,7 +259,7 @@ def _vary(return_V: Float64s) -> bool:
 
 
 def _role_metrics(part: Part, advantage_X: Float64s, prompt_X: Int32s) -> dict[str, float]:
-    """Metrics of a role: its advantages, and its turns per trajectory that has any."""
+    """Metrics of a role: its advantages, and its turns per trajectory, over the trajectories in which it has turns."""
     moved_P = np.bincount(prompt_X[part.place_X], advantage_X[part.place_X] != 0)
     spoke_P = np.bincount(prompt_X[part.place_X])
     return {
@@ -271,7 +273,7 @@ def _role_metrics(part: Part, advantage_X: Float64s, prompt_X: Int32s) -> dict[s
 
 
 def estimator(name: str) -> Callable[[Estimator], Estimator]:
-    """Register an estimator; `algorithm.estimator: your.module:name` imports the module that does so."""
+    """Register an estimator by name; `algorithm.estimator: your.module:name` imports `your.module` first."""
 
     def register(function: Estimator) -> Estimator:
         if name in ESTIMATORS:
@@ -476,7 +478,7 @@ def not_by_turn(estimator: str) -> str:
 
 
 def _scores_before(turns: TurnRewards, alive_GT: Bools) -> Float64s:
-    """[G, T] the score of the state before each turn: the last score so far, or 0 without one; 0 after the end."""
+    """[G, T] the score of the state before each turn: the last score so far, 0 before the first; 0 after the end."""
     score_GT = np.full((alive_GT.shape[0], alive_GT.shape[1] + 1), np.nan)
     score_GT[:, 1:][alive_GT] = turns.score_X
     score_GT[:, 0] = 0.0

@@ -50,9 +50,9 @@ class BatchSettings:
     """How a mini-batch is made."""
 
     ranks: int
-    """Parts of the mini-batch: one a rank, or one a group of ranks with sequence parallelism."""
+    """Parts of the mini-batch: one per rank, or with sequence parallelism one per group of ranks."""
     token_budget: int
-    """Tokens of one micro-batch, at most; a longer row makes a micro-batch of its own."""
+    """Maximum number of tokens in a micro-batch; a longer row gets a micro-batch of its own."""
     estimator: str = "grpo"
     returns: ReturnRule = "last"
     credit: Credit = "trajectory"
@@ -64,7 +64,7 @@ class BatchSettings:
     named_roles: tuple[str, ...] = ()
     """Roles that have rewards and baselines of their own, in the order of their numbers (`steps.roles`)."""
     max_staleness: int | None = None
-    """Versions after which a token carries no loss; None: no bound."""
+    """Staleness, in versions, above which a token carries no loss; None: no bound."""
     layout: Layout = "packed"
 
     def __post_init__(self) -> None:
@@ -84,7 +84,7 @@ class BatchSettings:
 
 
 class Formed(NamedTuple):
-    """A mini-batch, and figures that only its lease needs."""
+    """A mini-batch, and token counts that only its lease needs."""
 
     batch: MiniBatch
     stale_G: Int64s
@@ -96,7 +96,7 @@ class Formed(NamedTuple):
 def form_mini_batch(
     lease: int, groups: Sequence[CompleteGroup], history: VersionHistory, settings: BatchSettings
 ) -> MiniBatch:
-    """The mini-batch of a lease's groups, in their order, for a trainer at the newest version of `history`.
+    """The mini-batch of a lease's groups, in this order, for a trainer at the newest version of `history`.
 
     Raises: see `formed`.
     """
@@ -107,8 +107,8 @@ def formed(lease: int, groups: Sequence[CompleteGroup], history: VersionHistory,
     """Same as `form_mini_batch`, plus the number of stale tokens of each trajectory.
 
     Raises:
-        ValueError: no groups; a sampled token without log-probability, or of a version that is not published yet;
-            a step whose trajectory has no end; a step that came twice.
+        ValueError: there are no groups; a sampled token has no log-probability, or its version is not published;
+            a step's trajectory has no end; a step came twice.
     """
     if not groups:
         raise ValueError("a mini-batch of no groups")
@@ -150,7 +150,7 @@ def formed(lease: int, groups: Sequence[CompleteGroup], history: VersionHistory,
 
 
 def gather(groups: Sequence[CompleteGroup]) -> tuple[Played, Int32s]:
-    """The trajectories by group, then by sample; and the group of each."""
+    """The trajectories, ordered by group, then by sample; and the position of each trajectory's group."""
     steps, ends = concat_steps([group.steps for group in groups]), concat([group.ends for group in groups])
     prompt_G = np.repeat(np.arange(len(groups), dtype=np.int32), [len(group.ends) for group in groups])
     order = np.lexsort((ends.sample_E, prompt_G))

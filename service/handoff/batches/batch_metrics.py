@@ -50,8 +50,8 @@ def length_metrics(length_R: Int64s, placement: Placement, ranks: Sequence[Seque
 
 
 def turn_metrics(rows: Rows, steps: Steps, count: int) -> dict[str, float]:
-    """Per trajectory: turns, tokens after the first prompt of a row, and sampled tokens; the share of truncated
-    responses."""
+    """Means over trajectories: turns, tokens after the first prompt of a row, sampled tokens; and the fraction of
+    responses that were truncated."""
     responses = len(rows.token_ids_N) - int(rows.prompt_length_R.sum())
     return {
         **_response_lengths(steps),
@@ -64,7 +64,7 @@ def turn_metrics(rows: Rows, steps: Steps, count: int) -> dict[str, float]:
 
 
 def _response_lengths(steps: Steps) -> dict[str, float]:
-    """The distribution of the lengths of responses; empty without any."""
+    """Mean, standard deviation, minimum and maximum of response lengths; empty if there are no steps."""
     length_K = np.diff(steps.offsets_K) - steps.prompt_length_K
     if not len(length_K):
         return {}

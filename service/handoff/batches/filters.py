@@ -1,11 +1,11 @@
-"""Filters: complete groups that end untrained, each with a counted reason, and vacate their slot.
+"""Filters: remove complete groups before training, and count them by reason; a removed group frees its slot.
 
 | reason          | setting                | the group                                                     |
 |-----------------|------------------------|---------------------------------------------------------------|
-| `zero_variance` | `filter_zero_variance` | every advantage would be 0, as where all returns are equal    |
+| `zero_variance` | `filter_zero_variance` | every advantage would be 0, as if all returns are equal       |
 | `over_long`     | `filter_over_long`     | more than that fraction of its trajectories are over-long     |
 
-A trajectory is over-long where its next prompt had no room, or its last response was cut (`OVER_LONG`).
+A trajectory is over-long if its next prompt exceeded a length limit, or its last response was cut (`OVER_LONG`).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class FilterSettings:
     """Roles whose steps carry loss."""
     zero_variance: bool = False
     over_long: float | None = None
-    """Fraction of over-long trajectories above which a group is removed; None: any may be."""
+    """Fraction of over-long trajectories above which a group is removed; None: groups are not removed for length."""
     success_above: float | None = None
     """Return above which a trajectory counts as a success for the curriculum; None: there is no curriculum."""
 

@@ -1,23 +1,23 @@
 """Packing: rows onto ranks and into micro-batches.
 
-All rows of a trajectory go to one rank; every rank gets the same number of micro-batches, each within the token budget
-(a longer row fills one alone); a micro-batch that only evens out the number is a dummy. In the padded layout a
-micro-batch takes rows x longest row.
+All rows of a trajectory go to one rank. Every rank gets the same number of micro-batches; a rank with fewer gets dummy
+micro-batches. Each micro-batch fits the token budget, except that a longer row gets a micro-batch of its own. In the
+padded layout the tokens of a micro-batch are its number of rows times its longest row.
 
     trajectories of 6 5 4 3 tokens, 2 ranks, budget 6   ->   rank 0: [6] [3]     rank 1: [5] [4]
 
-Where rows that begin alike share their prefixes, a rank, and a micro-batch, costs its distinct tokens:
+Where rows share prefixes, the cost of a rank or of a micro-batch is the number of its distinct tokens:
 
     8 rows of a prompt of 1500 tokens and responses of 300     14 400 tokens, 3 900 distinct: one micro-batch of 4096
 
-What rows share, by their tokens:
+The rows are sorted by their tokens, and each row shares a prefix with the row before it:
 
     row 0   1 2 3 4          depth-first order   row 1   row 0   row 2
     row 1   1 2 3            shared with before      0       3       2
     row 2   1 2 7 8          new tokens          1 2 3       4     7 8
 
-The rows of a prompt share a rank. Where that leaves ranks unequal, its trajectories are dealt in 2, 4, 8, ...
-parts, if the heaviest rank becomes lighter so; each further part computes the prompt once more.
+All rows of a prompt go to one rank. If that leaves ranks unequal, the prompt's trajectories are divided into 2, 4,
+8, ... parts, as long as this makes the heaviest rank lighter; each further part computes the prompt once more.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from service.types import Int16s, Int32s, Int64s, MicroBatch, Rows, TrainedToken
 Layout = Literal["auto", "packed", "padded", "shared_prefix"]
 
 BALANCED = 1.005
-"""Ratio of the heaviest rank's cost to the best possible one at which balancing stops."""
+"""Balancing stops when the heaviest rank costs at most this many times the lowest possible cost."""
 WORTH_SHARING = 0.1
 """Fraction of a mini-batch's tokens that sharing must save for `layout: auto`."""
 MIN_SHARED, MIN_FRACTION = 16, 0.1
-"""Tokens of a common beginning, and fraction of a row, below which rows share nothing: it would not save time."""
+"""Tokens of a common prefix, and its fraction of a row, below which rows do not share it: it would save no time."""
 
 
 class Placement(NamedTuple):
@@ -51,7 +51,7 @@ class Placement(NamedTuple):
 
     ranks: tuple[tuple[tuple[int, ...], ...], ...]
     imbalance: float
-    """Cost of the heaviest rank over the mean."""
+    """Cost of the heaviest rank divided by the mean cost."""
 
 
 def placed(
@@ -76,7 +76,7 @@ def placed(
 
 
 def place(length_R: Int64s, trajectory_R: Int32s, ranks: int, budget: int, layout: Layout = "packed") -> Placement:
-    """Distribute rows; the estimated cost of a row is its tokens.
+    """Distribute rows over ranks and micro-batches; the estimated cost of a row is its number of tokens.
 
     >>> place(np.array([6, 5, 4, 3]), np.arange(4, dtype=np.int32), ranks=2, budget=6).ranks
     (((0,), (3,)), ((1,), (2,)))
@@ -87,7 +87,7 @@ def place(length_R: Int64s, trajectory_R: Int32s, ranks: int, budget: int, layou
 
 
 def in_bins(costs_of_rank: Sequence[Sequence[int]], budget: int, layout: Layout) -> list[list[list[int]]]:
-    """Each rank's items, by number, in bins within the budget; every rank has the same number of bins."""
+    """Each rank's items, by their indices, in bins within the budget; every rank has the same number of bins."""
     needed = max(max(1, -(-sum(costs) // budget)) for costs in costs_of_rank)
     bins = [_packed(costs, budget, needed, layout) for costs in costs_of_rank]
     count = max(len(of_rank) for of_rank in bins)
@@ -101,7 +101,7 @@ def _evened(bins: list[list[int]], costs: Sequence[int], budget: int, count: int
 
 
 def partition(cost_G: Int64s, parts: int) -> Int64s:
-    """Assign items to parts so that the heaviest part is light.
+    """Assign items to parts so that the heaviest part is as light as two heuristics can make it.
 
     >>> partition(np.array([8, 7, 6, 5, 4]), 2).tolist()  # 14 and 16
     [0, 1, 0, 1, 1]
@@ -154,15 +154,15 @@ def _largest_differencing(cost_G: Int64s, parts: int) -> Int64s:
 
 
 def _packed(costs: Sequence[int], budget: int, count: int, layout: Layout) -> list[list[int]]:
-    """Items in about equally full bins; if that takes more than `count` bins, the better result of both packing
-    methods."""
+    """Items in about equally full bins; if that takes more than `count` bins, `best_fit` is tried, and the result with
+    fewer bins is returned."""
     items = range(len(costs))
     alike = pack_bins(items, costs, budget, count, layout)
     return alike if len(alike) <= count else min(alike, best_fit(items, costs, budget, layout), key=len)
 
 
 def best_fit(rows: Sequence[int], lengths: Sequence[int], budget: int, layout: Layout) -> list[list[int]]:
-    """Rows into few bins within the budget: longest first, into the fullest bin that has room.
+    """Pack rows into few bins within the budget: longest first, into the fullest bin that has room.
 
     >>> best_fit(range(4), [6, 5, 5, 4], 10, "packed")
     [[0, 3], [1, 2]]
@@ -185,7 +185,7 @@ def best_fit(rows: Sequence[int], lengths: Sequence[int], budget: int, layout: L
 
 
 def pack_bins(rows: Sequence[int], lengths: Sequence[int], budget: int, count: int, layout: Layout) -> list[list[int]]:
-    """Rows into at least `count` bins within the budget: longest first, into the lightest bin that has room."""
+    """Pack rows into at least `count` bins within the budget: longest first, into the lightest bin that has room."""
     bins: list[list[int]] = [[] for _ in range(count)]
     loads = [(0, b) for b in range(count)]
     longest = [0] * count
@@ -205,7 +205,7 @@ def pack_bins(rows: Sequence[int], lengths: Sequence[int], budget: int, count: i
 
 
 def in_packing_order(rows: Rows, placement: Placement) -> tuple[Rows, Int64s]:
-    """The rows in the order of the micro-batches, rank by rank; and the index of each."""
+    """The rows in the order of the micro-batches, rank by rank; and the original index of each."""
     order_R = np.array([row for rank in placement.ranks for chosen in rank for row in chosen], np.int64)
     return select(rows, order_R, copy=True), order_R
 
@@ -302,7 +302,8 @@ def _ranks_of_rows(order: PrefixOrder, length_R: Int64s, trajectory_R: Int32s, p
 
 
 def _units(order: PrefixOrder, trajectory_R: Int32s, prompt_G: Int32s) -> Iterator[Int64s]:
-    """Yield [G] the unit in which each trajectory is dealt: its prompt, then half of its prompt, ..., itself alone."""
+    """Yield several groupings of the trajectories, as [G] the number of each one's group: first all trajectories of a
+    prompt together, then halves of a prompt, ..., at last each trajectory alone."""
     first_G = np.full(len(prompt_G), len(trajectory_R))
     np.minimum.at(first_G, trajectory_R[order.row_R], np.arange(len(trajectory_R)))
     by_prompt = np.lexsort((first_G, prompt_G))  # common prefixes are adjacent
@@ -339,7 +340,7 @@ class PrefixOrder(NamedTuple):
     row_R: Int64s
     """The rows, in this order."""
     shared_R: Int64s
-    """Leading tokens that each has in common with the one before it, in this order."""
+    """Leading tokens that each row shares with the row before it in this order."""
 
     def within(self, part_R: Int64s) -> PrefixOrder:
         """The same rows, part by part; rows of different parts share nothing. `part_R`: the part of each row."""

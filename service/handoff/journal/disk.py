@@ -12,7 +12,7 @@ from typing import Protocol
 Buffer = bytes | bytearray | memoryview
 
 MAX_BUFFERS_PER_WRITE = 512
-"""Below the kernel's IOV_MAX of 1024."""
+"""Buffers of one `writev` call; the kernel's IOV_MAX is 1024."""
 
 
 class File(Protocol):
@@ -25,7 +25,7 @@ class File(Protocol):
         """At most `length` bytes from `offset`; fewer at the end of the file."""
 
     def extents(self, offset: int) -> list[tuple[int, int]]:
-        """The stretches (start, stop) from `offset` on that may hold anything but zeros."""
+        """The ranges (start, stop) from `offset` on that may contain other bytes than zeros."""
 
     def write(self, offset: int, buffers: Sequence[Buffer]) -> int:
         """Write the buffers one after the other; returns how many bytes the disk took, which may be fewer."""
@@ -44,7 +44,7 @@ class File(Protocol):
 
 
 class Disk(Protocol):
-    """A folder's worth of file system."""
+    """The operations on files of a folder."""
 
     def names(self, folder: Path) -> list[str]:
         """Names of the folder's files, sorted; the folder is made when it is missing."""
@@ -82,9 +82,10 @@ class LocalFile:
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def extents(self, offset: int) -> list[tuple[int, int]]:
-        """The stretches that were ever written, without merely reserved space.
+        """The ranges from `offset` on that were written; reserved space that was never written is left out.
 
-        All are found before any is read, because reading ahead would make reserved space look written.
+        The list is complete before any range is read, because the kernel's read-ahead would make reserved space look
+        written.
         """
         found: list[tuple[int, int]] = []
         stop = offset

@@ -4,13 +4,13 @@ A frame is a 64-byte header, the payload, and zeros up to a multiple of 64 bytes
 
     magic "BTNJ" | schema | kind | position | length | synced | wall time | checksum | 16 zeros | payload | zeros
 
-`position` is the frame's first byte counted over all segments; `synced` is how far the journal was on the disk when the
-frame was written. Frames lie in segments: files named by the position of their first byte, each but the first beginning
-with a snapshot, so that old ones can be removed.
+`position` is the offset of the frame's first byte, counted over all segments. `synced` is the position up to which the
+journal was on the disk when the frame was written. A segment is a file, named by the position of its first byte. Each
+segment but the first begins with a snapshot, so that older segments can be removed.
 
-Only the last segment can have a torn tail: a frame that cannot be read, behind which no valid frame states that it had
-been synced. The tail is cut off. Every other frame had been synced when a later segment began, or when earlier segments
-were removed: if one of them cannot be read, the file is damaged, and the journal refuses to start and changes nothing.
+Only the last segment can have a torn tail: an unreadable frame that no later valid frame states to have been synced.
+The tail is cut off. Every other frame was synced before a later segment began, or before earlier segments were removed.
+If such a frame cannot be read, the file is damaged: the journal refuses to start, and changes nothing.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ class Frame(NamedTuple):
     kind: int
     payload: bytes
     position: int
-    """Where the frame begins."""
+    """The position of the frame's first byte."""
     end: int
-    """Where the next one begins; what `Journal.append` returned."""
+    """The position of the next frame, which `Journal.append` returned for this one."""
     synced: int
     wall: float
 
@@ -79,7 +79,7 @@ def frames(segment: Segment, start: int | None = None) -> Iterator[Frame]:
 
 
 def synced_later(segment: Segment, offset: int) -> int:
-    """The furthest synced position that a valid frame behind `offset` states; 0 if there is no such frame."""
+    """The highest `synced` of the valid frames after `offset`; 0 if there is no such frame."""
     size = segment.file.size()
     furthest = 0
     for start, chunk in _data_behind(segment.file, offset):
@@ -92,7 +92,7 @@ def synced_later(segment: Segment, offset: int) -> int:
 
 
 def has_data(file: File, offset: int) -> bool:
-    """Whether anything but zeros lies behind `offset`."""
+    """Whether the file has other bytes than zeros after `offset`."""
     return any(True for _ in _data_behind(file, offset))
 
 
@@ -138,7 +138,7 @@ ALLOCATION_BYTES = 1 << 20
 PAGE_BYTES = 1 << 12
 MIN_PIECE_BYTES = 1 << 16
 MAX_PIECES = 256
-"""Pieces in which reserved space is moved from one file to another on a full disk."""
+"""Number of pieces in which reserved space is moved from one file to another on a full disk."""
 FULL = (errno.ENOSPC, errno.EDQUOT)
 KEPT = "reclaimed"
 """Folder of segments that are no longer needed and are kept for `baton replay`."""
@@ -160,7 +160,7 @@ class _Queued(NamedTuple):
 class Journal:
     """Frames on disk; `append` queues, `sync` makes everything queued durable with one fdatasync.
 
-    `append` belongs to one thread; `sync` may run in another.
+    `append` is called by one thread only; `sync` may run in another.
     """
 
     def __init__(
@@ -174,25 +174,25 @@ class Journal:
         self.synced = 0
         """Everything before this position is on the disk."""
         self.position = 0
-        """Where the next frame goes."""
+        """The position of the next frame."""
         self.stalled: str | None = None
-        """Why the last sync left frames in the queue; None when it left none."""
+        """Why the last sync left frames in the queue; None if it wrote all."""
         self.segment_bytes = segment_bytes
         """Bytes after which a segment is full."""
         self._clock = clock
         self._disk: Disk = disk or LocalDisk()
         self._keep_reclaimed = False
         self._segment_position = 0
-        """Where the segment of the next frame begins, behind its snapshot, which may be as long as a segment."""
+        """Position after the snapshot of the next frame's segment: a snapshot may be as long as a segment."""
         self._reclaims: list[tuple[int, int]] = []
-        """(position that has to be synced, position below which nothing is needed once it is), in order."""
+        """Calls of `reclaim` that are not done, as (`once`, `below`), in order."""
         self._queue: list[_Queued] = []
         self._queue_lock = threading.Lock()
         self._sync_lock = threading.Lock()
         self._segments_lock = threading.Lock()
         self._segments: list[Segment] = []
         self._allocated = 0
-        """Bytes of the last segment that have their place on the disk."""
+        """Bytes of the last segment that are reserved on the disk."""
         self._ready = False
 
     def configure(self, segment_bytes: int, keep_reclaimed: bool) -> None:
@@ -272,7 +272,7 @@ class Journal:
             self._reclaims.append((once, below))
 
     def replay(self) -> Iterator[Frame]:
-        """All frames so far, oldest first. Cuts a torn tail; the journal takes new frames once this is exhausted."""
+        """All frames so far, oldest first. Cuts a torn tail; `append` may be called once all frames were yielded."""
         self._open_segments()
         self.position = self.start
         for segment, following in zip(self._segments, [*self._segments[1:], None], strict=True):
@@ -318,7 +318,7 @@ class Journal:
                 raise JournalError(f"{path}: cannot open this segment: {error.strerror or error}") from error
 
     def _check_end(self, segment: Segment, following: Segment) -> None:
-        """Raise unless a segment ends where the next one begins; only reserved space may follow its last frame."""
+        """Raise an error unless a segment's frames end where the next segment begins, apart from reserved space."""
         offset = self.position - segment.start
         if has_data(segment.file, offset):
             raise self._damaged(segment)
@@ -414,8 +414,8 @@ class Journal:
 def _move_reserve(old: File, used: int, new: File, allocated: int) -> int:
     """Move a file's unused reserved space to a new file; returns how many bytes the new file has.
 
-    On a full disk the space is moved piece by piece, except for the page that both files share. Another process may
-    take some of it meanwhile; frames that were to be written there wait until the disk has room again.
+    On a full disk the space is moved piece by piece, except for one page. Another process may take some of the space
+    meanwhile; then frames wait in the queue until the disk has room again.
     """
     wanted = moved = max(allocated - used, 0)
     if not _allocated(new, wanted):

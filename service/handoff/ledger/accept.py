@@ -1,9 +1,9 @@
-"""The new content of a message compared with what was accepted: identity, attempts, versions, duplicates, completeness.
+"""Finds what is new in a message; checks identity, attempts, versions, duplicates and completeness.
 
     accepted   group=7/sample=0: steps 0 and 1
     message    group=7/sample=0: steps 1 and 2 and the end     ->     one Addition: step 2 and the end
 
-Nothing is changed here. Columns are read once for the whole message.
+The ledger is not changed here. Columns are read once for the whole message.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ class NewContent(NamedTuple):
     """Groups for which some content of the message came too late."""
 
     def only(self, message: StepGroup, message_bytes: int) -> StepGroup:
-        """The message without content that is not new; the message itself if all of it is new.
+        """The message cut to its new content; the message itself if all of it is new.
 
-        Repetitions, ends of failed attempts and late items were not checked, so the journal must not contain them. The
-        same holds for a message with more bytes than its steps and ends count, because it contains unused names.
+        Repetitions, ends of failed attempts and late items were not checked, so the journal must not contain them. A
+        message with more bytes than its steps and ends account for is cut too, because it contains unused names.
         """
         n_new = sum(len(new.items) + (new.end is not None) for new in self.additions)
         counted = sum(new.n_bytes for new in self.additions)
@@ -110,9 +110,9 @@ class _Received(NamedTuple):
 
 
 def with_shared_prefixes(ledger: Ledger, store: Store, message: StepGroup) -> StepGroup:
-    """The same message, in which full prompts carry only tokens that no earlier step of their trajectory has.
+    """The same message with full prompts shortened to the tokens that no earlier step of their trajectory has.
 
-    A step that was accepted before stays as it came: it is a repetition, or it is refused.
+    A step that was accepted before is not shortened: it is a repetition, or it is refused.
     """
     steps = message.steps
     wanted_K = (steps.extends_K < 0) & (steps.index_K > 0)
@@ -198,7 +198,7 @@ def items_by_trajectory(message: StepGroup) -> dict[TrajectoryId, tuple[list[int
 
 
 def failed_attempts(ledger: Ledger, message: StepGroup) -> Iterator[TrajectoryEnd]:
-    """The ends in the message that report a failure of a current attempt; lazily."""
+    """Yield the ends in the message that report a failure of a current attempt."""
     if FAILURES.isdisjoint(message.ends.stop_reasons):
         return
     for of, (_, ends) in items_by_trajectory(message).items():
@@ -325,7 +325,7 @@ def _version_refusal(ledger: Ledger, steps: Steps, current: list[tuple[list[int]
 
 
 def _extended_chain(received: _Received, items: list[int]) -> Chain | None:
-    """The trajectory's chain with the new steps; None if they are not the next ones, branch, or extend other tokens."""
+    """The trajectory's chain with the new steps; None if one is not the next step, or does not extend the last step."""
     columns = received.columns
     chain = received.held.chains.get(received.id.sample)
     if chain is None and received.trajectory.indices:
@@ -339,7 +339,7 @@ def _extended_chain(received: _Received, items: list[int]) -> Chain | None:
 
 
 def _whole_refusal(received: _Received, addition: Addition) -> Refusal | None:
-    """Why a trajectory is refused that this addition completes; None if it is accepted."""
+    """Why a trajectory that this addition completes is refused; None if it is accepted."""
     known = received.trajectory
     bad, sampled = known.bad_tokens + addition.bad_tokens, known.tokens + addition.tokens
     if bad > max(1, MAX_FRACTION_NOT_FINITE * sampled):

@@ -1,10 +1,10 @@
-"""Making room in the journal: needed frames of its oldest segments are copied to its end, so that these can be removed.
+"""Making room in the journal: copies needed frames of the oldest segments to its end, then removes these segments.
 
     before   | steps of 7, steps of 8 | steps of 9 | ...                 8 was filtered, 7 and 9 wait to be trained
     after                             | steps of 9 | ... | steps of 7 | snapshot
 
-Without copies, one group that is needed would keep everything behind it: filtered groups and replaced attempts have no
-bound.
+Without copies, one needed group would keep all later segments too, and the number of filtered groups and replaced
+attempts in them has no bound.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """All events of the buffer, as types.
 
-The buffer decides, the journal stores the event, the ledger applies it; the same events applied again give the same
-ledger. The journal stores an accepted step group as its wire bytes, from which its `Addition`s are derived.
+The buffer makes an event, the journal stores it, the ledger applies it; the same events always give the same ledger.
+The journal stores an accepted step group as its wire bytes, from which its `Addition`s are derived.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ EVENT = 1
 STEPS = 2
 """Journal kind of a step group's wire bytes."""
 COPIED = 4
-"""Journal kind of a step group's wire bytes that lay further ahead in the journal before."""
+"""Journal kind of a step group's wire bytes that were copied from an older part of the journal."""
 SCORES = 5
-"""Journal kind of an encoded `Scored`; it may lie in the journal twice, because it is copied as steps are."""
+"""Journal kind of an encoded `Scored`; it may be in the journal twice, because it is copied like steps."""
 SNAPSHOT = 3
 """Journal kind of the ledger's whole state; frames before it are needed only for the steps of its groups."""
 
@@ -40,19 +40,19 @@ class Opened(Event, frozen=True):
     rows: str
     """Digest of the dataset's rows, their order included."""
     settings: dict[str, int]
-    """By name; group_ids, slots and rows would mean something else with another value."""
+    """By name: those whose change would give other meanings to group_ids, slots or rows."""
 
 
 class Joined(Event, frozen=True):
-    """A new incarnation of a generator or of the trainer; its older ones are fenced."""
+    """A new incarnation of a generator or of the trainer; calls of older ones are refused from now on."""
 
     role: str
     name: str
     incarnation: int
     step: int = 0
-    """Of a trainer: the optimizer step that it continues from; groups that were trained after it are leased again."""
+    """For a trainer: the optimizer step from which it continues; groups of later steps are leased again."""
     resumes: bool = False
-    """Of a generator: it continues with the trajectories that its older incarnation plays."""
+    """For a generator: whether it continues the trajectories of its older incarnation."""
 
 
 class Left(Event, frozen=True):
@@ -73,38 +73,38 @@ class Issued(Event, frozen=True):
     incarnation: int
     admitted: PolicyVersion
     request_id: int = 0
-    """The id of the claim that it answers; 0: the claim had none."""
+    """The id of the answered claim; 0: the claim had none."""
     place: int | None = None
     """The row's place in the order of issue; None: the group_id."""
     scorers: tuple[str, ...] = ()
-    """Who has to score the group before it may be leased."""
+    """Names of the scorers that have to answer before the group may be leased."""
 
 
 class Scored(Event, frozen=True):
-    """The answer of a scorer about a group; the first one counts."""
+    """A scorer's answer about a group; only its first answer counts."""
 
     group_id: int
     scorer: str
     rewards: tuple[float, ...] | None = None
-    """[G] what joins the reward of each trajectory, by sample; None: nothing. NaN: the scorer gave the trajectory no
-    reward, and the group continues without it."""
+    """[G] the weighted reward of each trajectory, by sample; None: the scorer gives no rewards. NaN: the trajectory
+    got none, and the group continues without it."""
     replaces: bool = False
-    """Whether the rewards take the place of the environment's."""
+    """Whether the rewards replace the environment's; otherwise they are added."""
     info: tuple[str, ...] = ()
-    """[G] what the scorer said about each trajectory; empty: nothing."""
+    """[G] the scorer's text about each trajectory; empty: no texts."""
     teacher: bytes = b""
     """The log-probability of each sampled token as little-endian float32, by sample, step and place; empty: none."""
     fallback: str = ""
-    """Why the group continues without an answer; empty where there is one."""
+    """Why the group continues without an answer; empty if there is an answer."""
 
     @property
     def n_bytes(self) -> int:
-        """Bytes that count for the answer."""
+        """Bytes of the answer, as `service.handoff.group_bytes` counts them."""
         return score_bytes(len(self.rewards or ()), len(self.teacher)) + sum(len(text.encode()) for text in self.info)
 
 
 class Tried(Event, frozen=True):
-    """The trajectories of a group are complete: how many of them succeeded, for the curriculum."""
+    """A group became complete: how many of its trajectories succeeded, for the curriculum."""
 
     group_id: int
     successes: int
@@ -172,7 +172,7 @@ class Ended(Event, frozen=True):
 
     group_id: int
     state: GroupState
-    """FILTERED: a filter removed it; REFUSED: it is given up because of a fault; EXPIRED: neither."""
+    """FILTERED: a filter removed it; REFUSED: an error ended it; EXPIRED: a deadline or the end of the run did."""
     reason: str
     filtered: GroupStats | None = None
 
@@ -219,12 +219,12 @@ class Lost(Event, frozen=True):
     journal."""
 
     owner: str
-    """The process that had accepted it."""
+    """The process that had accepted the steps."""
     tokens: int
 
 
 class Drained(Event, frozen=True):
-    """No more prompts are issued; or, without a reason, prompts are issued again."""
+    """No more prompts are issued; with an empty reason, prompts are issued again."""
 
     reason: str | None
 
@@ -237,13 +237,13 @@ class Addition(NamedTuple):
     items: tuple[int, ...]
     """Positions in the message of the steps that are new, by step index."""
     indices: tuple[int, ...]
-    """Their step indices."""
+    """The step indices of the new steps."""
     tokens: int
-    """Their tokens that the policy sampled."""
+    """Number of the new steps' sampled tokens."""
     bad_tokens: int
-    """Their sampled tokens whose log-probability is not a finite number."""
+    """Number of the new steps' sampled tokens whose log-probability is not a finite number."""
     n_bytes: int
-    """Bytes that the steps and the end are counted with."""
+    """Bytes of the steps and the end, as `service.handoff.group_bytes` counts them."""
     end: TrajectoryEnd | None
     """The trajectory's end, if it is new."""
     chain: Chain | None

@@ -1,6 +1,7 @@
 """The ledger: the state of every group, trajectory and token.
 
-It changes only by `apply` and `accept`; the same events make the same ledger. Its invariant: `tests.invariant`.
+It changes only by `apply` and `accept`; the same events always give the same ledger. `tests.invariant` checks its
+invariant.
 """
 
 from __future__ import annotations
@@ -33,17 +34,17 @@ Sample = tuple[int, int]
 
 
 class Holdings:
-    """The unfinished samples: those that each generator plays, and counts of played and of waiting samples."""
+    """The unfinished samples: those that each generator plays, and the number and bytes of all."""
 
     def __init__(self) -> None:
         self.since: OrderedDict[Sample, float] = OrderedDict()
-        """When each sample that a generator plays last made progress, longest ago first."""
+        """Time of the last progress of each sample that a generator plays, oldest first."""
         self.count = 0
         """Unfinished samples, played or not."""
         self.n_bytes = 0
-        """Bytes that their accepted steps are counted with."""
+        """Bytes of the unfinished samples' accepted steps, as `service.handoff.group_bytes` counts them."""
         self._of: dict[str, set[Sample]] = {}
-        """By generator."""
+        """The samples that each generator plays."""
 
     def of(self, generator: str) -> dict[int, list[int]]:
         """The unfinished samples that a generator plays, by group_id."""
@@ -80,24 +81,24 @@ class Holdings:
 
 
 class Ledger:
-    """The state, with indexes for fast decisions."""
+    """The state, with indexes that make decisions fast."""
 
     def __init__(self, n_samples: int) -> None:
         self.state = State(n_samples)
         self.history = VersionHistory()
         self.finished: list[tuple[int, int]] = []
-        """(place in the order of completion, group_id) of each complete group, oldest first."""
+        """(number in the order of completion, group_id) of each complete group, oldest first."""
         self.slots: dict[int, None] = {}
         """Groups not yet used, in order of admission."""
         self.unassigned: dict[int, set[int]] = {}
         """Restarted and moved samples that wait for a claim, by group_id."""
         self.holdings = Holdings()
         self.issued_at: OrderedDict[int, float] = OrderedDict()
-        """When each unfinished group was claimed, longest ago first; ended ones too until somebody looks."""
+        """Time at which each unfinished group was claimed, oldest first; ended groups are removed only on access."""
         self.scoring: dict[int, None] = {}
         """Groups that wait for a scorer, in the order in which they were finished."""
         self.tried: set[int] = set()
-        """Rows whose success changed since the curriculum looked."""
+        """Rows whose success changed since the curriculum last read it."""
         self.leased_at: dict[int, float] = {}
         self.groups_by_optimizer_step: dict[int, list[int]] = {}
         """Groups that each optimizer step used."""
@@ -139,7 +140,7 @@ class Ledger:
     def accept(
         self, sender: Sender, additions: Sequence[Addition], position: int, routing: tuple[int, ...] | None, now: float
     ) -> None:
-        """Record the additions of an accepted message; the journal has to be synced up to `position`."""
+        """Record the additions of an accepted message, which is durable once the journal is synced up to `position`."""
         _note_received(self.state.generators[sender.generator], sender.sequence, position)
         self.state.routing = self.state.routing or routing
         for new in additions:
@@ -173,7 +174,7 @@ class Ledger:
         return self.state.next_group_id - self.state.vacated
 
     def received(self, sender: Sender) -> bool:
-        """Whether that message came before. False also for a very old message, whose steps are then compared one by
+        """Whether this message was received before. Very old messages are forgotten; their steps are compared one by
         one."""
         member = self.state.generators[sender.generator]
         return sender.sequence < member.received_below or sender.sequence in member.received
@@ -438,7 +439,7 @@ def _used_fates(group: Group, loss: Fate) -> tuple[tuple[Fate, int], ...]:
 
 
 def unrewarded(group: Group, rewards: Sequence[float]) -> list[int]:
-    """The samples of a group that a scorer's rewards leave without one (NaN)."""
+    """The samples of a group to which a scorer gave no reward (NaN)."""
     samples = (sample for sample, trajectory in enumerate(group.trajectories) if not trajectory.given_up)
     return [sample for sample, reward in zip(samples, rewards, strict=False) if math.isnan(reward)]
 

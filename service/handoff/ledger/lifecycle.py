@@ -22,7 +22,7 @@ class GroupState(StrEnum):
     OPEN = "open"
     """Steps arrive."""
     SCORING = "scoring"
-    """All its trajectories ended and all their steps are here; a scorer has not answered yet."""
+    """All its trajectories ended, and all their steps were accepted; a scorer has not answered yet."""
     COMPLETE = "complete"
     """It may be leased."""
     LEASED = "leased"
@@ -55,7 +55,7 @@ class Fate(StrEnum):
     """The fate of a token that the policy sampled and the buffer accepted; every token has exactly one."""
 
     OPEN = "open"
-    """Its group waits, is leased, or still grows."""
+    """Its group is unfinished, waits to be leased, or is leased."""
     STEPPED = "stepped"
     """It carried loss in an optimizer step that no checkpoint covers yet."""
     TRAINED = "trained"
@@ -63,7 +63,7 @@ class Fate(StrEnum):
     STALE = "stale"
     """It was older than `max_staleness` when it was trained, and carried no loss."""
     MASKED = "masked"
-    """A rule other than staleness took its loss, such as a log-probability that was not finite."""
+    """It carried no loss for another reason than staleness, such as a log-probability that is not finite."""
     SUB = "sub"
     """It is from a sub-agent, whose role is not trained (`agents.train`)."""
     AUX = "aux"
@@ -81,9 +81,9 @@ class Fate(StrEnum):
     SUPERSEDED = "superseded"
     """A newer attempt of its trajectory replaced it."""
     ROLLED_BACK = "rolled_back"
-    """The optimizer step that used it was undone, and its group waits to be trained again; or it was accepted after the
-    checkpoint from which the run continued on an empty disk."""
+    """The optimizer step that used it was undone, and its group waits to be trained again. Or the run continued on an
+    empty disk, from a checkpoint older than the token."""
 
 
 GIVEN_UP = -1
-"""In place of an attempt: the group continues without the sample."""
+"""Stands for the attempt of a sample without which its group continues."""

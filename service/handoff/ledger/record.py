@@ -5,7 +5,7 @@ A change is an event. It goes to the journal, then to the ledger; the store of a
     Record.add     event    -> Journal, Ledger, Store
     Record.accept  message  -> Journal, Ledger, Store       (the message's bytes are the journal's frame)
 
-A replay of the journal (`service.handoff.ledger.replaying`) takes the same way without the journal.
+A replay (`service.handoff.ledger.replaying`) applies the journal's frames to the ledger and the store in the same way.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ from service.types import Ends, PolicyVersion, StepGroup, Steps, TrajectoryEnd
 
 @dataclass(slots=True)
 class Held:
-    """The accepted data of one group, of current attempts only, in the order of arrival."""
+    """The accepted steps, ends and scores of one group, of current attempts only, in the order of arrival."""
 
     steps: list[Steps] = field(default_factory=list)
     ends: dict[int, TrajectoryEnd] = field(default_factory=dict)
     """By sample."""
     chains: dict[int, Chain] = field(default_factory=dict)
-    """By sample, while its steps arrive in order; those of a sample without chain are checked when it is complete."""
+    """By sample, while its steps arrive in order; the steps of other samples are checked when these are complete."""
     places: dict[int, dict[int, tuple[Steps, int]]] | None = None
     """By sample and step index: a step's table and its position there; made when first needed."""
     indices: dict[int, PrefixIndex] = field(default_factory=dict)
-    """By sample, once a full prompt had to be looked up."""
+    """By sample; made when a full prompt of the sample is looked up for the first time."""
     scores: dict[str, events.Scored] = field(default_factory=dict)
     """By scorer."""
     n_bytes: int = 0
@@ -65,7 +65,7 @@ class Held:
                 self.places.setdefault(sample, {})[index] = (table, k)
 
     def index_of(self, sample: int) -> PrefixIndex:
-        """The steps of one sample, indexed by their prefixes to look full prompts up."""
+        """The steps of one sample, indexed by their prefixes, for looking up full prompts."""
         index, places = self.indices.setdefault(sample, PrefixIndex()), self.places_of(sample)
         for table, k in islice(places.values(), index.count, None):
             index.arrived(table, k)
@@ -96,20 +96,20 @@ class Store:
 
     def __init__(self) -> None:
         self.n_bytes = 0
-        """Bytes that everything here is counted with, see `service.handoff.group_bytes`."""
+        """Bytes of all steps, ends and scores, as `service.handoff.group_bytes` counts them."""
         self.expert_bytes = 0
-        """Bytes of a token's routed experts once a step had some: all steps of a group get them when it is whole."""
+        """Bytes of a token's routed experts, 0 until a step has some: then all steps of a group get such a column."""
         self._held: dict[int, Held] = {}
 
     def __contains__(self, group_id: int) -> bool:
         return group_id in self._held
 
     def token_bytes(self, steps: Steps) -> int:
-        """Bytes that count for a token of a table."""
+        """Bytes of a token of a table, as `service.handoff.group_bytes` counts them."""
         return bytes_per_token(steps) + (self.expert_bytes if steps.routed_experts_N is None else 0)
 
     def table_bytes(self, steps: Steps) -> int:
-        """Bytes that count for the steps of a table."""
+        """Bytes of a table's steps, as `service.handoff.group_bytes` counts them."""
         counted = item_bytes(len(steps.token_ids_N), self.token_bytes(steps), len(steps))
         return counted + long_note_bytes(steps, range(len(steps)))
 
@@ -152,19 +152,19 @@ class Store:
             self.n_bytes += event.n_bytes
 
     def completed(self, group_id: int, sample: int) -> None:
-        """Forget data that is needed only to accept more steps of a sample."""
+        """Drop the data that is needed only to accept more steps of a sample."""
         held = self.of(group_id)
         held.chains.pop(sample, None)
         held.indices.pop(sample, None)
 
     def drop(self, group_id: int) -> None:
-        """Forget a group."""
+        """Drop the data of a group."""
         held = self._held.pop(group_id, None)
         if held is not None:
             self.n_bytes -= held.n_bytes
 
     def drop_samples(self, group_id: int, samples: tuple[int, ...]) -> None:
-        """Forget the given samples of a group."""
+        """Drop the data of some samples of a group."""
         held = self._held.get(group_id)
         if held is None:
             return
@@ -198,7 +198,7 @@ class Store:
 
 
 def end_bytes(end: TrajectoryEnd) -> int:
-    """Bytes that count for a trajectory's end."""
+    """Bytes of a trajectory's end, as `service.handoff.group_bytes` counts them."""
     return ITEM_BYTES + said_bytes(end)
 
 
@@ -211,21 +211,21 @@ def cut(steps: Steps, items: Sequence[int]) -> Steps | None:
 
 
 def expert_bytes(ledger: Ledger) -> int:
-    """Bytes of a token's routed experts, as in the run's first steps that had any; 0 before."""
+    """Bytes of a token's routed experts, from the first accepted steps that had any; 0 before."""
     return EXPERT_BYTES * math.prod(ledger.state.routing) if ledger.state.routing else 0
 
 
 OnFailure = Callable[[TrajectoryEnd, Store, PolicyVersion], None]
-"""(end of an attempt that failed, accepted steps, the policy's version)"""
+"""Arguments: the end of the failed attempt, the accepted steps, the newest version."""
 OnEnd = Callable[[events.Ended, str, Store, PolicyVersion], None]
-"""(the event, the prompt's uid, all steps, the newest version)"""
+"""Arguments: the event, the prompt's uid, the accepted steps, the newest version."""
 
 
 class Record:
     """Journal, ledger and store, changed together."""
 
     def __init__(self, n_samples: int, limits: Limits, journal: Journal, clock: Clock) -> None:
-        """Makes an empty record; `service.handoff.ledger.replaying.opened_record` makes one of a journal's frames."""
+        """Make an empty record; `service.handoff.ledger.replaying.opened_record` restores one from a journal."""
         self.journal = journal
         self.limits = limits
         self.clock = clock
@@ -295,7 +295,7 @@ class Record:
     def begin_segment(self) -> None:
         """Begin a new segment of the journal with a snapshot.
 
-        A replay from this snapshot needs the steps that the groups need now, however many of them end meanwhile.
+        A replay from this snapshot needs the steps of all groups that are open now, even if some end later.
         """
         needed = self.needed_from()
         self.snapshot_end = self.journal.append(events.SNAPSHOT, self.ledger.snapshot(), begins_segment=True)

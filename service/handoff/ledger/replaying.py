@@ -95,7 +95,7 @@ def apply_frame(record: Record, frame: Frame) -> None:
     """Apply a frame of the journal.
 
     Raises:
-        JournalError: its step group was accepted, but is refused now.
+        JournalError: the frame has a step group that was accepted, but would be refused now.
     """
     if frame.kind in (events.EVENT, events.SCORES):
         record.apply(events.decode(frame.payload))
@@ -118,7 +118,7 @@ def complete_group(record: Record, group_id: int) -> CompleteGroup:
 
 
 def read_back(record: Record, group_ids: Sequence[int]) -> None:
-    """Read complete groups back from the journal whose optimizer steps were undone and which are not in memory.
+    """Read complete groups whose optimizer steps were undone back from the journal, if they are not in memory.
 
     Raises:
         JournalError: the journal no longer holds one of them.
@@ -136,7 +136,7 @@ class Wanted(NamedTuple):
     """Which data of a group to fetch."""
 
     attempts: Sequence[int]
-    """The attempt of each sample that counts."""
+    """The attempt of each sample whose steps are fetched."""
     scored: Sequence[str]
     """The scorers that answered."""
 

@@ -1,9 +1,9 @@
 """How scorers' answers change a group: rewards, and the teacher's log-probabilities.
 
-    rewards of the environment 1 0; a judge that replaces them says 0.2 0.8; another scorer adds 0.1 0     ->   0.3 0.8
+    rewards of the environment 1 0; a judge replaces them with 0.2 0.8; another scorer adds 0.1 0     ->   0.3 0.8
 
-A trajectory's reward stands at its end and at its last step, so that `returns: last` and `returns: sum` count the same.
-It is that of `main`: roles that the configuration names keep what the environment gave them. A trajectory to which a
+A scorer's reward is set on a trajectory's end and on its last step, so that `returns: last` and `returns: sum` give the
+same return. It counts for the role `main`: named roles keep the rewards of the environment. A trajectory to which a
 scorer gave NaN is left out of its group.
 """
 
@@ -34,7 +34,7 @@ class CompleteGroup(NamedTuple):
     steps: Steps
     ends: Ends
     scores: tuple[Scored, ...] = ()
-    """What scorers said; `steps` and `ends` hold its rewards and log-probabilities already."""
+    """The scorers' answers; their rewards and log-probabilities are already applied to `steps` and `ends`."""
 
 
 def with_scores(steps: Steps, ends: Ends, scores: Sequence[Scored]) -> tuple[Steps, Ends]:
@@ -69,7 +69,7 @@ def _with_rewards(steps: Steps, ends: Ends, added_E: Float64s, replaces: bool) -
 
 
 def rewarded(steps: Steps, ends: Ends, scores: tuple[Scored, ...]) -> tuple[Steps, Ends, tuple[Scored, ...]]:
-    """The same without the trajectories whose reward is NaN, because a scorer gave them none."""
+    """The same steps, ends and scores without the trajectories to which a scorer gave no reward (NaN)."""
     has_reward_E = ~np.isnan(ends.reward_E)
     if has_reward_E.all():
         return steps, ends, scores

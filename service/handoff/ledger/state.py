@@ -16,13 +16,13 @@ MESSAGES_REMEMBERED = 256
 """Out-of-order sequence numbers that are remembered per generator."""
 
 CLAIMS_REMEMBERED = 64
-"""Answered claims that are remembered per generator. One or two are on their way at once; Ray repeats a claim whose
-answer was lost."""
+"""Answered claims that are remembered per generator, because Ray repeats a claim whose answer was lost. A generator has
+one or two open claims at a time."""
 
 BUCKETS = 33
 
 NEWEST_GROUPS = 4
-"""Groups of a prompt over which, about, its success is a mean."""
+"""A prompt's success is about the mean over this number of its newest groups."""
 
 
 @dataclass(slots=True)
@@ -34,7 +34,7 @@ class Trajectory:
     incarnation: int
     attempt: int = 0
     indices: set[int] = field(default_factory=set)
-    """Accepted steps."""
+    """Indices of the accepted steps."""
     n_steps: int | None = None
     """Steps of the whole trajectory; None until its end was accepted."""
     tokens: int = 0
@@ -42,7 +42,7 @@ class Trajectory:
     bad_tokens: int = 0
     """Sampled tokens whose log-probability is not a finite number."""
     n_bytes: int = 0
-    """Bytes that its steps and its end are counted with, see `service.handoff.group_bytes`."""
+    """Bytes of its steps and its end, as `service.handoff.group_bytes` counts them."""
     given_up: bool = False
     """Whether the group continues without it."""
     moves: int = 0
@@ -65,14 +65,14 @@ class Group:
     trajectories: list[Trajectory]
     """By sample; empty once an optimizer step used the group."""
     attempts: tuple[int, ...] = ()
-    """By sample the attempt that was completed, once all are; GIVEN_UP where the group continues without the sample."""
+    """The completed attempt of each sample, once all are complete; GIVEN_UP where the group continues without it."""
     state: GroupState = GroupState.ISSUED
     first_position: int | None = None
     """Journal position of the frame with its first step or end; None before that."""
     finished: int = 0
-    """Its place in the order of completion."""
+    """Its number in the order of completion."""
     lease_count: int = 0
-    """Leases that it was part of."""
+    """Number of leases that had the group."""
     rolled_back: bool = False
     """Whether the optimizer step that used it was undone."""
     step: int = 0
@@ -80,7 +80,7 @@ class Group:
     tokens: int = 0
     """Sampled tokens of all current attempts."""
     n_bytes: int = 0
-    """Bytes that their steps and ends are counted with, see `service.handoff.group_bytes`."""
+    """Bytes of the current attempts' steps and ends, as `service.handoff.group_bytes` counts them."""
     lengths: tuple[int, ...] = ()
     """Sampled tokens of each trajectory that is trained."""
     losses: tuple[int, ...] = ()
@@ -91,9 +91,9 @@ class Group:
     tried: bool = False
     """Whether it counts in its prompt's success."""
     scorers: tuple[str, ...] = ()
-    """Those that have to answer before it may be leased."""
+    """Scorers that have to answer before the group may be leased."""
     scored: tuple[str, ...] = ()
-    """Those that have answered, or that are not waited for any more."""
+    """Scorers that have answered, or whose answer is no longer waited for."""
     unrewarded: set[int] = field(default_factory=set)
     """Samples to which a scorer gave no reward: the group continues without them once all scorers have answered."""
 
@@ -131,7 +131,7 @@ class Member:
     position: int = 0
     """The position to which the journal has to be synced for its last message."""
     given: dict[int, tuple[int, dict[int, int]]] = field(default_factory=dict)
-    """By request_id of its newest claims: the group_id that the claim got, and the attempt of each sample."""
+    """For each of its newest claims, by request_id: the assigned group_id, and the attempt of each sample."""
 
     def note_given(self, request_id: int, group_id: int, attempts: dict[int, int]) -> None:
         """Remember the work that a claim got; claims without a request_id (0) are not remembered."""
@@ -156,7 +156,7 @@ def _zeros() -> list[int]:
 
 @dataclass(slots=True)
 class Lengths:
-    """Lengths of generated and of trained trajectories, which show a length bias of the trained set.
+    """Histograms of the lengths of generated and of trained trajectories: these differ if long ones are lost.
 
     A trajectory of n sampled tokens counts in bucket `n.bit_length()`: 0 | 1 | 2 3 | 4 .. 7 | 8 .. 15 | ..
     """
@@ -179,7 +179,7 @@ class Lengths:
         return {name: of[:used] for name, of in counts.items()}
 
     def trajectory_distance(self) -> float:
-        """The distance of trained lengths from generated ones."""
+        """The distance between the histograms of trained and of generated trajectories."""
         return distance(self.generated, self.trained)
 
     def token_distance(self) -> float:
@@ -193,7 +193,7 @@ def bucket(tokens: int) -> int:
 
 
 def distance(a: list[int], b: list[int]) -> float:
-    """Largest difference of two histograms' distribution functions, 0 (equal) to 1; 0 if one is empty.
+    """Largest difference between the cumulative distributions of two histograms, 0 (equal) to 1; 0 if one is empty.
 
     >>> distance([1, 1, 2], [0, 1, 1])
     0.25
@@ -210,8 +210,8 @@ class Success:
 
     groups: int = 0
     success: float = 0.0
-    """Fraction of trajectories that succeeded: the mean over groups, in which one weighs at least a quarter of all
-    before it, so that what an older policy did is forgotten."""
+    """Fraction of trajectories that succeeded: a running mean over groups, in which each new group has a weight of at
+    least 1 / `NEWEST_GROUPS`, so that results of older policies fade."""
 
     def note(self, success: float) -> None:
         """Add the success of one more group."""
@@ -229,7 +229,7 @@ class State:
     """All groups that may still change, by group_id."""
     next_group_id: int = 0
     vacated: int = 0
-    """Groups that gave their slot back."""
+    """Groups that ended untrained and freed their slot."""
     generators: dict[str, Member] = field(default_factory=dict)
     trainer_incarnation: int = 0
     leases: dict[int, Lease] = field(default_factory=dict)
@@ -238,7 +238,7 @@ class State:
     """The lease of the newest optimizer step."""
     step: int = 0
     branches: list[tuple[int, int]] = field(default_factory=list)
-    """Of each trainer that joined: (the step that had been reached, the step that it continued from)."""
+    """For each trainer that joined: the step that had been reached, and the step from which the trainer continued."""
     covered: int = 0
     """The newest step that a durable checkpoint covers."""
     finals: dict[int, tuple[int, int]] = field(default_factory=dict)
@@ -249,7 +249,7 @@ class State:
     accepted: int = 0
     """Sampled tokens that were accepted."""
     fates: dict[Fate, int] = field(default_factory=lambda: dict.fromkeys(Fate, 0))
-    """Those tokens by fate."""
+    """Number of accepted tokens by fate."""
     ended: dict[str, int] = field(default_factory=dict)
     """Groups that ended, by `state/reason`."""
     restarts: dict[str, int] = field(default_factory=dict)
@@ -259,12 +259,12 @@ class State:
     moved: int = 0
     """Trajectories that lost their generator and continued with their steps."""
     routing: tuple[int, ...] | None = None
-    """(layers, topk) of all routed experts, as the first accepted ones came."""
+    """(layers, topk) of all routed experts, as in the first accepted step that had some."""
     draining: str | None = None
     next_place: int = 0
-    """The next place of the dataset's order of issue."""
+    """The next place in the order in which prompts are issued."""
     successes: dict[int, Success] = field(default_factory=dict)
-    """By row: how its prompt has gone so far; empty without a curriculum."""
+    """The success of each row's prompt so far; empty without a curriculum."""
     lost: dict[str, int] = field(default_factory=dict)
     """By process: tokens that it had accepted and that no journal has any more; they count as rolled back."""
 

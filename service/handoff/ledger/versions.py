@@ -4,8 +4,9 @@ published:  (0,0) (0,1) (0,2) (0,3)      then the trainer goes back to step 1 as
                      \\__ (1,1) (1,2)
 staleness at (1,2):  of a (0,1) token 1; of (1,2) 0; of an abandoned (0,3) token 1, of an abandoned (0,2) token 1
 
-The trainer repeats the undone steps on the same groups, so an abandoned version stands about where the repeated one of
-the same step does: its tokens count the steps between, and at least one, because the weights are not exactly the same.
+The trainer repeats the undone steps on the same groups, so the weights of an abandoned version are close to those of
+the repeated version of the same step. The staleness of its tokens is the number of steps since that step, but at least
+1, because the weights are not exactly the same.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ class VersionHistory:
 
     def __init__(self, start: PolicyVersion | None = None) -> None:
         self.published: dict[PolicyVersion, int] = {}
-        """Every published version, oldest first, and the number by which tokens carry it."""
+        """Every published version, oldest first, with its packed number, which tokens carry."""
         self.numbers: set[int] = set()
-        """Those numbers."""
+        """The packed numbers of all published versions."""
         self._branches: list[tuple[int, int]] = []  # (the incarnation that began, the step that it went back to)
         self._note(start or PolicyVersion(0, 0))
 
@@ -43,7 +44,7 @@ class VersionHistory:
         return incarnation
 
     def known(self, versions_N: Int64s) -> Bools:
-        """True where the version was published."""
+        """[N] whether each token's version was published."""
         heads = np.flatnonzero(changes(versions_N))  # equal versions are adjacent
         known_H = np.array([number in self.numbers for number in versions_N[heads].tolist()], np.bool_)
         return np.repeat(known_H, np.diff(np.append(heads, len(versions_N))))
@@ -67,5 +68,5 @@ class VersionHistory:
 
 
 def version_of(number: int) -> PolicyVersion | None:
-    """The version that a token carries as this number; None if no policy sampled the token."""
+    """The version with this packed number; None for the number of tokens that no policy sampled."""
     return None if number == NO_VERSION else PolicyVersion.unpack(number)

@@ -5,17 +5,17 @@
     row   : prompt [10 20 30]  response [40 50 60 70 80 90]
                                   mask    1  1  0  0  1  1
 
-Steps in shared form lie on the token axis as the row does, so merging a trajectory whose steps each continue the one
-before takes no copy: the row is the steps' tokens, and only the offsets change. The rows of a trajectory that branches
-(forks, resets, trees) are built of segments of the token axis. A segment is live where its tokens keep their loss, or
-context where they stand only so that later tokens follow what the policy saw:
+If each step of a trajectory continues the step before it, the tokens of its steps in shared form are already in the
+order of the row: merging copies nothing and changes only offsets. If a trajectory branches (forks, resets, trees), its
+rows are built from segments of the token axis. The tokens of a live segment keep their loss. The tokens of a context
+segment carry none; they are repeated so that later tokens follow the same context that the policy saw:
 
     step 0: prompt [1 2]        response [3 4]      row 0: live [1 2 3 4]
     step 1: prompt [1 2 3]      response [9]        row 1: context [1 2 3] (of step 0), live [9]
 
-Steps merge only if their temperature is the same and both or neither have log-probabilities, because a row has one of
-each. A step costs what its own tokens cost, and the number of branches between where it branches off and the end of the
-row that it is compared with; not what the trajectory has so far.
+Steps merge only if they have the same temperature, and if both or neither have log-probabilities: a row has one
+temperature, and log-probabilities for all or none of its sampled tokens. The time to merge a step is proportional to
+its own tokens and to the branches between its branching point and the row's end, not to the trajectory's length so far.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ class Merged(NamedTuple):
 
     rows: Rows
     first_R: Int64s
-    """The step with which each row begins, by its place in the table."""
+    """The first step of each row, as its index in the table."""
     counts: dict[str, int]
-    """Steps by outcome (`extended`, `forked`, `reset`), `steps` and `rows`, `tokens_before` (of the steps as rows of
-    their own) and `tokens_after`."""
+    """Numbers of steps by outcome (`extended`, `forked`, `reset`), of all `steps` and of `rows`; `tokens_before` (if
+    each step were a row of its own) and `tokens_after`."""
 
 
 class _Layout(NamedTuple):
@@ -55,19 +55,19 @@ class _Layout(NamedTuple):
     live_S: Bools
     """False where the segment is only context for what follows it."""
     row_S: Int64s
-    """The item that begins the segment's row."""
+    """The first item of the segment's row."""
     last_K: Int64s
-    """[K] at a row's first item, its last item."""
+    """[K] for the first item of a row, the row's last item."""
 
 
 def merge_steps(steps: Iterable[Step], mode: Mode = "linear") -> list[Row]:
-    """The rows of any number of trajectories, in order of each trajectory's first appearance, then of steps.
+    """The rows of any number of trajectories, ordered by the first appearance of the trajectory, then by step.
 
     A reward belongs to its step's last response token, so `Row.rewards` omits rewards of steps without response tokens.
 
     Raises:
-        ValueError: a trajectory has two prompts, or lacks a step before its last; a step came twice with different
-            content; what a step extends is not there; an unknown `mode`.
+        ValueError: a trajectory has two prompts, or lacks a step before its last one; a step came twice with different
+            content; the step that another one extends is missing; `mode` is unknown.
 
     >>> from service.types import TrajectoryId
     >>> def step(index, prompt, response):
@@ -92,7 +92,7 @@ def merge(steps: Steps, mode: Mode = "linear") -> Merged:
 
 
 def merge_in_order(steps: Steps, number_K: Int64s, mode: Mode, by_turn: bool = False) -> Merged:
-    """Merge steps that come by trajectory (`number_K`), then by index, each once.
+    """Merge steps that are sorted by trajectory (`number_K`), then by index, and have no duplicates.
 
     `by_turn`: the rows record the step of each token.
     """
@@ -122,7 +122,7 @@ def check_whole(steps: Steps) -> Steps:
 
 
 def _layout(steps: Steps, number_K: Int64s, mode: Mode, counts: dict[str, int]) -> _Layout:
-    """A layout in which chains of steps stay as they lie; trajectories that branch are laid out one by one."""
+    """A layout that leaves chains of steps where they are, and lays out branching trajectories one by one."""
     first_K, item_K = changes(number_K), np.arange(len(steps))
     begins_K = first_K | (mode == "off")
     chained_K, repeats_K = _chained(steps, number_K, begins_K)
@@ -149,8 +149,8 @@ def _layout(steps: Steps, number_K: Int64s, mode: Mode, counts: dict[str, int]) 
 
 
 def _chained(steps: Steps, number_K: Int64s, begins_K: Bools) -> tuple[Bools, Int64s]:
-    """[K] True for the steps of trajectories in which each step begins a row or continues the whole step before it;
-    and the number of own tokens that repeat that step's."""
+    """[K] True for the steps of trajectories in which each step begins a row or continues the whole step before it; and
+    [K] how many leading own tokens of a step repeat tokens of the step before it."""
     same_kind_K = begins_K | ~changes(steps.temperature_K, steps.has_logprobs_K)
     index_before_K = np.where(begins_K, -1, np.roll(steps.index_K, 1))
     before_K = np.where(begins_K, 0, np.roll(total_lengths(steps), 1))
@@ -254,7 +254,7 @@ class _OpenRow:
     tip: Place
     """Where its tokens end in the trajectory's tree."""
     first_sampled: int
-    """Where the first response stands, in the row's prompt if the row is a fork."""
+    """Position of the first response in the row; it lies in the row's prompt if the row is a fork."""
     steps: list[int] = field(default_factory=list)
     """Items of the table, in order."""
     segments: list[tuple[int, int, bool]] = field(default_factory=list)
@@ -311,7 +311,7 @@ class _RowBuilder:
             run, length = run.above, run.begin
 
     def _first_sampled(self, prompt: Place, prompt_length: int) -> int:
-        """Where the first response of a new row begins; counts why the step begins a new row.
+        """The position of the first response in a new row; also counts why the step begins a new row.
 
         A step that shares sampled tokens with the nearest row but does not continue its end is `forked`; one that
         shares at most a first prompt is `reset`.
@@ -328,7 +328,7 @@ class _RowBuilder:
         return nearest.first_sampled if forked else prompt_length
 
     def _extend(self, row: _OpenRow, k: int, indexed: IndexedStep, length: int) -> None:
-        """Give a row that has the first `length` tokens of a step all of them."""
+        """Extend a row that has the first `length` tokens of a step by the rest of the step."""
         own_start = indexed.own_start
         row.segments += [(*each, each[0] >= own_start) for each in indexed.segments(length, indexed.tip.length)]
         row.steps.append(k)

@@ -1,4 +1,4 @@
-"""Index of one trajectory's steps by prefix: finds the earlier step whose tokens a prompt begins with.
+"""Index of one trajectory's steps by prefix: finds the earlier step that shares the longest prefix with a prompt.
 
     step 0  prompt [10 20 30]                 response [40 50]
     step 1  extends step 0 by 5 tokens, prompt [60 70], response [80 90]
@@ -7,7 +7,8 @@
     tokens of step 2       [10 20 30 40 50] of step 0, [60] of step 1, [71 81] of its own
     prompt [10 20 30 41]   shares 3 tokens with step 0
 
-Adding a step costs what its own tokens cost, wherever it branches off; looking a prompt up costs what the prompt costs.
+The time to add a step is proportional to its own tokens, wherever it branches off; the time to look up a prompt is
+proportional to the prompt.
 
 The tokens lie in a radix tree (`Tree`) in which every step is a path from the root:
 
@@ -16,8 +17,9 @@ The tokens lie in a radix tree (`Tree`) in which every step is a path from the r
     1 2 3 4 5          one run; the third sequence lengthened it
        \\ 7             a run of its own, which branches off at length 2
 
-Equal sequences end at the same place, so comparing two costs the way from their ends up to where they part. Following a
-sequence costs what it shares with the tree, however many other sequences there are.
+Equal sequences end at the same place, so the time to compare two sequences is proportional to the number of runs from
+their ends up to the fork. The time to follow a sequence is proportional to what it shares with the tree, however many
+other sequences there are.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ from service.types import Bools, Extension, Int32s, Steps
 
 
 class PrefixError(ValueError):
-    """A step extends tokens that do not exist, or other tokens than it names."""
+    """Raised if a step extends tokens that do not exist, or whose digest differs from the one in its reference."""
 
 
 class IndexedStep(NamedTuple):
@@ -45,17 +47,17 @@ class IndexedStep(NamedTuple):
 
     steps: Steps
     own_start: int
-    """Where in the table the step's own tokens begin."""
+    """Position of the step's first own token on the table's token axis."""
     cut: int
     """How many tokens of earlier steps it extends."""
     parent: IndexedStep | None
     """The step whose own tokens include the last extended one."""
     branch: Place
-    """Where the step leaves what the tree had before it."""
+    """Where the step's path leaves the paths of earlier steps in the tree."""
     tip: Place
     """Where its prompt and response end."""
     digests: dict[int, xxhash.xxh3_64]
-    """Running digests of the first tokens, by length, as far as they were needed."""
+    """Running digests of the first tokens, by their number; made when first needed."""
 
     def holder(self, length: int) -> IndexedStep:
         """The step that owns the last of the first `length` tokens."""
@@ -90,7 +92,7 @@ class PrefixIndex:
     def __init__(self, arrived: Iterable[tuple[Steps, int]] = ()) -> None:
         """`arrived`: the first steps, as items of tables, in any order."""
         self.count = 0
-        """Steps that arrived."""
+        """Number of steps that arrived."""
         self._tree = Tree()
         self._steps: dict[int, IndexedStep] = {}
         self._waiting: dict[int, list[tuple[Steps, int]]] = {}
@@ -109,7 +111,7 @@ class PrefixIndex:
     def arrived(self, steps: Steps, k: int) -> None:
         """Index item `k` of a table now, or once the step that it extends has arrived.
 
-        A reference that does not hold leaves the step out: the trajectory is refused when it is complete.
+        A step with a wrong reference is left out, and its trajectory is refused when it is complete.
         """
         self.count += 1
         coming = [(steps, k)]
@@ -131,7 +133,7 @@ class PrefixIndex:
     ) -> dict[int, Extension]:
         """The longest prefix that each wanted item shares with an earlier step, or its reference in `known`.
 
-        The items are sorted by index. They are also compared with one another, but none of them stays in the index.
+        The items are sorted by index. Items are also compared with one another, but are not kept in the index.
         """
         found: dict[int, Extension] = {}
         tried = list[int]()
@@ -183,8 +185,8 @@ class PrefixIndex:
         return Extension(step, length, self._steps[step].holder(length).digest(length).intdigest())
 
     def _reached(self, index: int, prompt: Int32s) -> Place:
-        """How much of a prompt the tree contains; tokens that the preceding step also extends are recognised by their
-        digest."""
+        """The longest prefix of a prompt that the tree contains; a prefix that the preceding step also extends is
+        recognised by its digest."""
         before, place = self._steps.get(index - 1), self._tree.root
         if before is None or not 0 < before.cut <= len(prompt):
             return self._tree.follow(place, prompt)
@@ -194,8 +196,8 @@ class PrefixIndex:
 
 
 def check_references(steps: Steps) -> None:
-    """Raise a PrefixError unless the tokens that each step of a trajectory extends exist; the steps are sorted by
-    index."""
+    """Raise a PrefixError unless each step's reference names tokens that exist; the steps are of one trajectory, sorted
+    by index."""
     index = PrefixIndex()
     for k in range(len(steps)):
         index.add(steps, k)
@@ -217,7 +219,8 @@ def check_chain(steps: Steps, first_K: Bools, chain_K: Bools) -> None:
 
 
 class Run:
-    """Tokens that follow one another from length `begin` on; a branch may begin after any of them."""
+    """An edge of the tree: consecutive tokens, the first at depth `begin`; other runs may branch off after any of
+    them."""
 
     __slots__ = ("above", "begin", "branches", "end", "ids", "level", "owners", "starts")
 
@@ -229,13 +232,13 @@ class Run:
         self.ids = ids
         """The tokens, and free space after them."""
         self.branches: dict[int, dict[int, Run]] = {}
-        """By length from the root, then by first token."""
+        """The runs that branch off, by depth, then by first token."""
         self.starts: list[int] = []
-        """Length at which each owner's tokens begin."""
+        """Depth at which each owner's tokens begin."""
         self.owners: list[int] = []
 
     def lengthen(self, ids: Int32s) -> None:
-        """Add tokens at the end; amortised, the cost is that of the new tokens."""
+        """Add tokens at the end, in amortised time proportional to the new tokens."""
         used, needed = self.end - self.begin, self.end - self.begin + len(ids)
         if needed > len(self.ids):
             room = np.empty(max(needed, 2 * used), np.int32)
@@ -246,7 +249,7 @@ class Run:
 
 
 class Place(NamedTuple):
-    """The end of a path's first `length` tokens: inside the run, at its end, or at the root."""
+    """A position in the tree, `length` tokens from the root: inside a run, at its end, or at the root."""
 
     run: Run
     length: int
@@ -269,7 +272,7 @@ class Place(NamedTuple):
 
     @property
     def owner(self) -> int:
-        """The sequence that first brought the last token before this place, which is not the root."""
+        """The sequence that first added the token before this place, which must not be the root."""
         return self.run.owners[bisect_right(self.run.starts, self.length - 1) - 1]
 
     def owned_below(self, bound: int) -> Place:
@@ -282,14 +285,14 @@ class Place(NamedTuple):
 
 
 class Tree:
-    """Sequences of tokens by their prefixes."""
+    """A radix tree of token sequences."""
 
     def __init__(self) -> None:
         self.root = Place(Run(None, 0, np.zeros(0, np.int32)), 0)
         self._grown: list[tuple[Run, int]] | None = None
 
     def follow(self, place: Place, ids: Int32s) -> Place:
-        """Follow these tokens from `place` as far as the tree has them, and return the place reached."""
+        """Follow these tokens from `place` as far as the tree has them; returns the place reached."""
         (run, length), done = place, 0
         while True:
             shared = common_prefix(run.ids[length - run.begin : run.end - run.begin], ids[done:])
@@ -300,7 +303,7 @@ class Tree:
             run = branch
 
     def grow(self, place: Place, ids: Int32s, owner: int) -> Place:
-        """Add the tokens that the tree does not have yet after a place; returns where they end."""
+        """Add a sequence's tokens that the tree does not have after `place`; returns the place at their end."""
         run, length = place
         if not len(ids):
             return place
@@ -331,7 +334,7 @@ class Tree:
 
 
 def common(a: Place, b: Place) -> int:
-    """How many leading tokens two paths share; the cost is the distance from both ends to the fork."""
+    """Number of leading tokens that two paths share; takes time proportional to the runs from both ends to the fork."""
     (run, length), (other, other_length) = a, b
     while run is not other:
         if run.level >= other.level:
@@ -342,7 +345,7 @@ def common(a: Place, b: Place) -> int:
 
 
 def common_prefix(a: NDArray[Any], b: NDArray[Any]) -> int:
-    """How many leading items two sequences share; the cost is proportional to that number.
+    """Number of leading items that two sequences share; the time is proportional to this number.
 
     >>> common_prefix(np.array([1, 2, 3, 4], np.int32), np.array([1, 2, 7], np.int32))
     2

@@ -1,12 +1,12 @@
-"""Full prompts become references to earlier steps, and references are checked.
+"""Prefix sharing: replaces full prompts by references to earlier steps, and checks references.
 
     full form      step 1: prompt [10 20 30 40 50 60 70]                        response [80 90]
     shared form    step 1: extends step 0 by 5 tokens, prompt [60 70]           response [80 90]
 
-The reference carries the digest of the tokens [10 20 30 40 50]. In shared form an episode is kept and journalled in
-O(new tokens), whatever form it was sent in. A step that continues the whole step before it, which is what Baton's own
-generator and an agent endpoint send, is recognised by the running digest of its trajectory (`Chain`); any other full
-prompt is looked up among all earlier steps (`PrefixIndex`).
+The reference carries the digest of the tokens [10 20 30 40 50]. A step may be sent in either form; it is kept and
+journalled in shared form, so memory and journal grow with the new tokens only. A step that continues the whole step
+before it, as steps of environments and of most agents do, is recognised by the running digest of its trajectory
+(`Chain`); any other full prompt is looked up among all earlier steps (`PrefixIndex`).
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from service.handoff.steps.tables import (
 from service.types import Bools, Extension, Steps, TrajectoryId
 
 PROMPT_COLUMNS = tuple(column for column in columns_of(Steps).tokens if column.about.on_prompt and column.optional)
-"""Columns in which tokens of a prompt have values too."""
+"""Optional columns that have values for prompt tokens too."""
 
 
 class Chain(NamedTuple):
-    """A trajectory's steps 0 .. `steps` - 1, each of which is full or extends the whole of the one before."""
+    """A trajectory's steps 0 .. `steps` - 1, each of which is full or extends the whole step before it."""
 
     steps: int
     length: int
@@ -45,7 +45,7 @@ class Chain(NamedTuple):
 
 
 def grown(chain: Chain | None, index: int, extends: Extension, own: memoryview) -> Chain | None:
-    """A chain with one more step, `own` its own tokens as bytes; None if it is not the next step, or branches."""
+    """A chain with one more step, whose own tokens are `own`; None if the step is not the next one, or branches off."""
     if index != (0 if chain is None else chain.steps):
         return None
     if extends.step < 0:
@@ -66,8 +66,8 @@ def dedupe_prefixes(
 ) -> Steps:
     """The same steps, of which the wanted ones carry only tokens that no earlier step of their trajectory has.
 
-    `chain_of`, `index_of`: a trajectory's known earlier steps. Steps that have values on the tokens of their prompts,
-    such as routed experts, stay as they are: a reference to equal token ids would lose those values.
+    `chain_of`, `index_of`: a trajectory's known earlier steps. Steps with values for their prompt tokens, such as
+    routed experts, are not changed: a reference to equal token ids would lose those values.
     """
     if not wanted_K.any() or any(getattr(steps, column.name) is not None for column in PROMPT_COLUMNS):
         return steps
@@ -111,7 +111,7 @@ def share_prefixes(steps: Steps, known: Steps | None = None) -> Steps:
 
 
 def with_references(steps: Steps, found: Mapping[int, Extension]) -> Steps:
-    """The same steps, where the full-prompt steps in `found`, by item, carry only tokens after their reference."""
+    """The same steps, where each item in `found` carries only the tokens after the prefix that its reference names."""
     if not found:
         return steps
     items = np.array(list(found), np.int64)

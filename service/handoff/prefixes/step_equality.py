@@ -1,10 +1,10 @@
-"""Whether two records of one step are equal, even if sent in different forms; lists steps in order without duplicates.
+"""Compares two records of one step, which may have different forms; sorts steps and removes duplicates.
 
     full form      prompt [10 20 30 40 50 60 70]                response [80 90]
     shared form    extends step 0 by 5 tokens, prompt [60 70]   response [80 90]      the same step
 
-A reference names the tokens before it by their digest, so a full record is compared with it without looking at the
-step that it extends. Only two references of different lengths need the tokens that one of them extends.
+A reference has the digest of the tokens that it stands for, so a full record can be compared with a shared one without
+the step that the latter extends. Only two references of different lengths need the tokens that one of them extends.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ TokensOf = Callable[[int], Int32s | None]
 
 
 def same_step(a: Steps, k: int, b: Steps, j: int, tokens_of: TokensOf) -> bool | None:
-    """Whether item `k` of `a` and item `j` of `b` mean the same; None if that cannot be decided yet."""
+    """Whether item `k` of `a` and item `j` of `b` are the same step; None if a step that one extends is not known."""
     if a.extends_length_K[k] > b.extends_length_K[j]:
         a, k, b, j = b, j, a, k
     if not _equal_columns(a, k, b, j):
@@ -47,8 +47,8 @@ def same_step(a: Steps, k: int, b: Steps, j: int, tokens_of: TokensOf) -> bool |
 
 
 def in_order(steps: Steps) -> tuple[Steps, Int64s]:
-    """Steps by trajectory (in order of first appearance), then by index, without duplicates; and the trajectory of
-    each.
+    """Steps by trajectory (in order of first appearance), then by index, without duplicates; and the number of each
+    step's trajectory.
 
     Raises:
         ValueError: a step came twice with different content.
@@ -78,7 +78,7 @@ def in_order(steps: Steps) -> tuple[Steps, Int64s]:
 
 
 def _equal_columns(a: Steps, k: int, b: Steps, j: int) -> bool:
-    """Whether two records agree but for the prefix tokens they refer to; `b` may carry no more tokens than `a`."""
+    """Whether two records are equal except for tokens that `b` refers to; `b` has at most as many tokens as `a`."""
     columns, own = columns_of(Steps), int(b.offsets_K[j + 1] - b.offsets_K[j])
     response = own - int(b.prompt_length_K[j])
     lengths = own + int(b.extends_length_K[j]), response
@@ -108,7 +108,7 @@ def _item(steps: Steps, k: int, column: Column) -> NDArray[Any] | None:
 
 
 def _last(steps: Steps, k: int, column: Column, own: int, response: int) -> NDArray[Any] | None:
-    """A column's values on the last `own` tokens of item `k`, or on its response if prompt tokens have no values."""
+    """A column's values for the last `own` tokens of item `k`, or for its response if prompt tokens have no values."""
     array: NDArray[Any] | None = getattr(steps, column.name)
     stop = int(steps.offsets_K[k + 1])
     return None if array is None else array[stop - (own if column.about.on_prompt else response) : stop]

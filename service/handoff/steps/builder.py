@@ -28,20 +28,20 @@ from service.types import (
 _TOKEN_COLUMNS = {column.name[:-2]: column for column in columns_of(Steps).tokens}
 _OPTIONAL = [name for name, column in _TOKEN_COLUMNS.items() if column.optional]
 _REQUIRED_BYTES = sum(column.dtype.itemsize for column in _TOKEN_COLUMNS.values() if not column.optional)
-"""Of one token."""
+"""Bytes of one token in all required columns."""
 
 
 class StepSink(Protocol):
-    """Takes the steps of trajectories, and their ends: a `StepColumns`, or a generator's outbox."""
+    """Receives the steps and ends of trajectories: a `StepColumns`, or a generator's outbox."""
 
     def append(self, step: Step) -> None:
-        """Take a step."""
+        """Receive a step."""
 
     def end(self, end: TrajectoryEnd) -> None:
-        """Take a trajectory's end."""
+        """Receive a trajectory's end."""
 
     async def accepted(self, trajectory: TrajectoryId) -> bool:
-        """Whether the last step of this trajectory counts; returns once that is certain."""
+        """Wait until the buffer has answered about the trajectory's last step; returns whether it was accepted."""
 
 
 class StepColumns:
@@ -58,11 +58,11 @@ class StepColumns:
 
     def __init__(self) -> None:
         self.n_bytes = 0
-        """Bytes of all token columns, and of what ends say."""
+        """Bytes of all token columns, and of the ends' values."""
         self.name_bytes = 0
-        """Bytes of uids, stop reasons and notes in the message's header, with a length before each, at most."""
+        """Maximum bytes of uids, stop reasons and notes in the message's header, each with its length prefix."""
         self.routing: tuple[int, ...] | None = None
-        """(layers, topk) of the routed experts; one message has one shape of them."""
+        """(layers, topk) of the routed experts, which must be the same for all steps of a message."""
         self.ends: list[TrajectoryEnd] = []
         self._steps: list[Step] = []
 
@@ -116,7 +116,7 @@ def step_group(sender: Sender, steps: Iterable[Step], ends: Iterable[TrajectoryE
 
 
 def steps_table(steps: Iterable[Step]) -> Steps:
-    """Step objects as columns: of each token column what a step's field of that name holds, else the fill value."""
+    """A table of step objects; where a step lacks values for a column, the table has the column's fill value."""
     steps = list(steps)
     items = [_item_values(step) for step in steps]
     offsets_K = offsets_of(np.array([len(step.prompt_ids) + len(step.response_ids) for step in steps], np.int64))

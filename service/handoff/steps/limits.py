@@ -12,7 +12,7 @@ class Routing(NamedTuple):
     """Which routed experts a model can replay; all are 0 or empty for a model without experts."""
 
     layers: tuple[int, ...]
-    """Numbers of layers that a record may have: all of the model's, or those with experts."""
+    """The numbers of layers that a record may have: all layers of the model, or only those with experts."""
     topk: int
     experts: int
 
@@ -38,4 +38,4 @@ class Limits:
     n_named_roles: int = 0
     """Roles that the configuration names."""
     routing: Routing | None = None
-    """What routed experts the model can replay; None: that is not known, so they are not compared with it."""
+    """The routed experts that the model can replay; None: not known, so records are not checked against the model."""

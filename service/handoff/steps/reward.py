@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 MAX_REWARD = 1e12
-"""A reward is no larger, so that squares and sums of rewards stay finite in float32."""
+"""Largest magnitude of a reward, so that squares and sums of rewards stay finite in float32."""
 NEEDED = f"a number from {-MAX_REWARD:g} to {MAX_REWARD:g}"
-"""What a reward has to be, for messages."""
+"""The range of a reward, in words for error messages."""
 
 
 def is_reward(number: float) -> bool:

@@ -23,19 +23,19 @@ class Role(StrEnum):
     SUB = "sub"
     """A conversation under a system prompt of its own: a sub-agent."""
     AUX = "aux"
-    """A single question beside it, such as one for a title."""
+    """A single question beside the agent's conversation, such as a request for a title."""
     RETRY = "retry"
-    """A response that a later one to the same request replaced."""
+    """A response that a later response to the same request replaced."""
     UNDELIVERED = "undelivered"
     """A response that no client received."""
 
 
 ROLES: tuple[str, ...] = tuple(Role)
-"""By number on the wire; the roles that a configuration names follow."""
+"""The kinds of calls, in the order of their numbers on the wire; the configured roles have the next numbers."""
 MAX_NAMED = 16
-"""Most roles that a configuration may name."""
+"""Maximum number of roles that a configuration may name."""
 TRAINED = (Role.MAIN, Role.SUB)
-"""Whose steps carry loss, unless `agents.train` and `roles` say otherwise."""
+"""Roles whose steps carry loss, unless `agents.train` and `roles` set others."""
 
 
 def packed_roles(roles: Iterable[str], named: Sequence[str] = ()) -> bytes:

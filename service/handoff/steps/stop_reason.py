@@ -19,18 +19,18 @@ class StopReason(StrEnum):
     """The engine aborted the request."""
     ENGINE_TIMEOUT = "engine_timeout"
     ENGINE_OUTPUT = "engine_output"
-    """The engine's answer contradicts itself or the request."""
+    """The engine's answer is inconsistent in itself or with the request."""
     ENVIRONMENT_ERROR = "environment_error"
     ENVIRONMENT_TIMEOUT = "environment_timeout"
     ENVIRONMENT_REWARD = "environment_reward"
-    """The reward was no number, or one beyond `MAX_REWARD`."""
+    """The reward was not a number, or its magnitude exceeded `MAX_REWARD`."""
     ENVIRONMENT_OUTPUT = "environment_output"
     """The messages were malformed or too large."""
     ENVIRONMENT_NOT_RESTORED = "environment_not_restored"
-    """The trajectory could not continue in another generator: played again, its environment answered something else."""
+    """The trajectory could not continue in another generator: its environment answered the same texts differently."""
 
 
 OVER_LONG = frozenset({StopReason.LENGTH, StopReason.TRUNCATED})
-"""Reasons that tell of a trajectory at a length limit."""
+"""Reasons with which a trajectory ends at a length limit."""
 FAILURES = frozenset(StopReason) - OVER_LONG - {StopReason.STOP, StopReason.MAX_TURNS}
-"""Reasons that are no result of the policy: the attempt is lost, and the trajectory starts again."""
+"""Reasons that the policy did not cause: the attempt is discarded, and the trajectory starts again."""

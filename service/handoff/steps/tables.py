@@ -1,4 +1,4 @@
-"""Tables of steps and ends: values derived from their columns, and the library's objects made from them."""
+"""Tables of steps and ends: computes values from their columns, and converts tables to objects of the library."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ NO_EXTENSION = Extension(-1, 0, 0)
 """The reference of a step that carries its whole prompt."""
 
 UTF8_BYTES = 4
-"""Most bytes of a character."""
+"""Maximum number of bytes of a character."""
 
 TURN_BOUNDS = (1, 2, 3, 4, 8, 16, 32)
 TURNS = ("1", "2", "3", "4", "5_8", "9_16", "17_32", "33_up")
-"""Classes of turns, counted from 1: few, so that each can be a label of a metric."""
+"""Classes of turn numbers, counted from 1: few, so that each class can be a label of a metric."""
 
 
 def ends_table(ends: Iterable[TrajectoryEnd]) -> Ends:
@@ -91,7 +91,7 @@ def reward_of_steps(steps: Steps, ends: Ends) -> Float64s:
 
 
 def without_later_rewards(steps: Steps, ends: Ends, which_K: Bools) -> Ends:
-    """Copy of `ends` in which the later rewards of the selected steps are 0."""
+    """Copy of `ends` in which rewards that selected steps got after they were sent are 0."""
     k, place_k = _said(steps, ends)
     later_reward_S = ends.later_reward_S.copy()
     later_reward_S[place_k[which_K[k]]] = 0
@@ -99,7 +99,7 @@ def without_later_rewards(steps: Steps, ends: Ends, which_K: Bools) -> Ends:
 
 
 def _said(steps: Steps, ends: Ends) -> tuple[Int64s, Int64s]:
-    """The steps about which their trajectory's end has values, and the position of each on the axis `S`."""
+    """The steps about which their trajectory's end has values (roles, rewards), and each one's position on axis `S`."""
     if not len(ends.role_S):
         return np.zeros(0, np.int64), np.zeros(0, np.int64)
     end_K = end_of_items(steps, ends)
@@ -108,21 +108,21 @@ def _said(steps: Steps, ends: Ends) -> tuple[Int64s, Int64s]:
 
 
 class Played(NamedTuple):
-    """Complete trajectories: their steps in order, and what each step got.
+    """Complete trajectories: their steps in order, with the role, reward and score of each step.
 
     ends a, b; steps of b: 0, of a: 1 0     ->      steps a0 a1 b0     end_K [0 0 1]     first_G [0 2 3]
     """
 
     steps: Steps
-    """By the place of their trajectory's end, then by index."""
+    """Ordered by the position of their trajectory's end in `ends`, then by index."""
     ends: Ends
     end_K: Int64s
-    """The place of the end of each step's trajectory."""
+    """The position in `ends` of the end of each step's trajectory."""
     first_G: Int64s
     """[G + 1] where each trajectory's steps begin."""
     role_K: Uint8s
     reward_K: Float64s
-    """Rewards given after the step was sent included."""
+    """The reward of each step, including rewards given after the step was sent."""
 
     @property
     def score_K(self) -> Float64s:
@@ -132,10 +132,10 @@ class Played(NamedTuple):
 
     @staticmethod
     def of(steps: Steps, ends: Ends) -> Played:
-        """The trajectories of these ends, in their order.
+        """The trajectories of these ends, in this order.
 
         Raises:
-            ValueError: a step whose trajectory has no end, or two; a step that came twice.
+            ValueError: a step's trajectory has no end, or two; a step came twice.
         """
         end_K = end_of_items(steps, ends)
         order = np.lexsort((steps.index_K, end_K))
@@ -156,7 +156,7 @@ def trajectory_ids(table: Steps | Ends | Rows) -> list[TrajectoryId]:
 
 
 def end_of_items(steps: Steps, ends: Ends) -> Int64s:
-    """[K] the place of the end of each step's trajectory.
+    """[K] the position in `ends` of the end of each step's trajectory.
 
     Raises:
         ValueError: a step's trajectory has no end, or two.
@@ -199,7 +199,7 @@ def long_note_bytes(steps: Steps, items: Iterable[int]) -> int:
 
 
 def name_of(steps: Steps, k: int) -> str:
-    """The name of item `k` of a table in messages."""
+    """The name of step `k` of a table, as error messages have it."""
     trajectory = TrajectoryId(int(steps.group_id_K[k]), int(steps.sample_K[k]), int(steps.attempt_K[k]))
     return f"{trajectory}/step={steps.index_K[k]}"
 

@@ -4,8 +4,8 @@
     28  header: msgpack of a fixed structure: names, strings, and (name, dtype, shape) of each array
     ..  the arrays, in that order, each at a multiple of 64 bytes from the start
 
-The checksum covers everything after itself. Decoding reads numbers into arrays and nothing else; the arrays are
-read-only views of the message.
+The checksum covers all bytes after it. Decoding never runs code from the message; the arrays are read-only views of the
+message.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ STEP_GROUP, MINI_BATCH = 1, 2
 PREFIX = struct.Struct("<4sHHIQQ")
 ALIGNMENT = 64
 MAX_HEADER_BYTES = 1 << 20
-"""Of a step group's header, which is mostly uids, stop reasons and notes."""
+"""Maximum bytes of a step group's header, which is mostly uids, stop reasons and notes."""
 
 _COLUMNS = {column.name: column for table in (Steps, Ends, MiniBatch, MicroBatch) for column in columns_of(table).all}
 """Every array that a message may hold, by name."""
@@ -65,7 +65,7 @@ class BatchHead(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     lease: int
     groups: tuple[int, ...]
     micro_batches: tuple[int, ...]
-    """Per rank."""
+    """Number of micro-batches of each rank."""
     metrics: dict[str, float]
     arrays: tuple[ArrayHead, ...]
 
@@ -81,7 +81,7 @@ def encode(group: StepGroup) -> bytes:
     """The bytes of a step group.
 
     Raises:
-        ValueError: its names (uids, stop reasons, notes) take more than the header of a message may hold.
+        ValueError: the group's names (uids, stop reasons, notes) take more bytes than a header may have.
     """
     steps, ends = group.steps, group.ends
     arrays = _arrays_of(steps) | _arrays_of(ends)
@@ -96,7 +96,7 @@ def encode(group: StepGroup) -> bytes:
 
 
 def decode(data: bytes | memoryview, limits: Limits) -> StepGroup | Refusal:
-    """The step group in these bytes, or why they contain none; never raises."""
+    """The step group in these bytes, or why they are not a valid one; never raises."""
     try:
         if len(data) > limits.max_group_bytes:
             raise _Damaged(RefusalReason.TOO_LARGE, "message", len(data))
