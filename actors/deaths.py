@@ -23,6 +23,8 @@ from ray.core.generated.gcs_pb2 import WorkerTableData
 from service.run.memory import Memory, in_gb, remedy
 from service.run.supervisor import CAUSE_SECONDS, Life
 
+WATCHING = "watching"
+"""Ray's concurrency group of questions about a process, which wait for no other call."""
 LOOK_SECONDS = 1.0
 """Seconds without an answer after which Ray is asked whether it restarts the actor."""
 MEMORY_SECONDS = 10.0

@@ -24,6 +24,7 @@ import torch
 from safetensors.torch import load_file
 
 from actors.buffer.actor import BufferActor, LeasedBatch
+from actors.deaths import WATCHING
 from actors.engine.run_player import RunPlayer
 from actors.engine.vllm_engine import VllmEngine, engine_env
 from actors.generator.actor import Generator
@@ -200,7 +201,7 @@ class Road:
             .remote(config_json, len(tokenizer), str(tasks_file), str(folder / "journal"), hub)
         )
         self.generator = (
-            ray.remote(BenchedGenerator)
+            ray.remote(concurrency_groups={WATCHING: 1})(BenchedGenerator)
             .options(num_cpus=1, max_concurrency=1000, runtime_env={"env_vars": engine_env(config.generator)})
             .remote("generator-0", config_json, str(self.model), str(tasks_file), self.buffer, hub)
         )

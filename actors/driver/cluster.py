@@ -21,6 +21,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from actors.buffer.actor import BufferActor
 from actors.calls import in_a_line
 from actors.cuda import refuse_unusable_cuda
+from actors.deaths import WATCHING
 from actors.driver.local_ray import is_failed_start, start_local_ray
 from actors.driver.node_check import RunFiles, check_nodes
 from actors.driver.placement import (
@@ -44,7 +45,7 @@ from actors.observe.actor_logs import log_env
 from actors.observe.metrics_hub import MetricsHub
 from actors.scorers.actor import actor_names, place_scorers, workers
 from actors.scorers.frozen_model import actor_name, ask_role, place_roles
-from actors.trainer.actor import SENDING, WATCHING, TrainerRank
+from actors.trainer.actor import SENDING, TrainerRank
 from actors.trainer.group import TrainerGroup
 from actors.watchdog import MARK, start_watchdog
 from service.agents.session_keys import Keys
@@ -199,7 +200,9 @@ def place_actors(config: Config, prepared: Prepared, journal: Path, keys: Keys |
     def generator(number: int, of: PlacementGroup, bundle: int, max_restarts: int) -> Any:
         name, paths = f"generator-{number}", (str(prepared.model_folder), str(prepared.tasks_file))
         options = engine_options(config, gpus, of, bundle)
-        actor = ray.remote(Generator).options(name=name, max_restarts=max_restarts, **options)
+        actor = ray.remote(concurrency_groups={WATCHING: 1})(Generator).options(
+            name=name, max_restarts=max_restarts, **options
+        )
         return actor.remote(name, config_json, *paths, BUFFER, HUB, keys, number, str(prepared.base), ask_role)
 
     async def place(number: int) -> Placed:

@@ -20,7 +20,7 @@ import ray
 import ray.exceptions
 
 from actors.calls import first_error, resolve_actor
-from actors.deaths import Supervised
+from actors.deaths import WATCHING, Supervised
 from actors.engine.run_player import RunPlayer
 from actors.engine.vllm_engine import VllmEngine
 from actors.engine.vllm_parser import use_parser
@@ -106,6 +106,7 @@ class Generator(ImageHolder, Supervised):
         """Assignments of an earlier process, until `run` continues them."""
         self._room = asyncio.Event()
         self._joined: Membership | None = None
+        self._watch: LoopWatch | None = None
         self._main: asyncio.Task[None] | None = None
         self._stopping = False
         self._counts: Counter[str] = Counter()
@@ -130,7 +131,7 @@ class Generator(ImageHolder, Supervised):
         self._joined = await self._join()
         self._unfinished = await self._taken_over(self._joined)
         self._reporter.start()
-        LoopWatch()
+        self._watch = LoopWatch()
         return str(ray.get_runtime_context().get_node_id())
 
     @property
@@ -346,6 +347,16 @@ class Generator(ImageHolder, Supervised):
             "outbox": dict(joined.outbox.counts) if joined is not None else {},
             "refusals": dict(joined.outbox.refusals) if joined is not None else {},
         }
+
+    @ray.method(concurrency_group=WATCHING)  # type: ignore[untyped-decorator]
+    async def blocked(self) -> str:
+        """Wait until code blocks this generator's event loop; returns which. Answers from an event loop of its own.
+
+        Raises:
+            ProcessLost: this process has not been started.
+        """
+        self._set_up()
+        return await self._watch.blocked()  # type: ignore[union-attr]
 
     async def share(self, groups: int) -> None:
         """Set this generator's share of the groups that all generators play at once."""

@@ -131,6 +131,7 @@ class GeneratorPool:
 
     async def _keep(self, name: str) -> None:
         while not self._ends(name):
+            naming = asyncio.ensure_future(self._name_what_blocks(name))
             try:
                 running = call(self._generators[name].run, who=name, within=None)
                 await self._supervisor.unless_lost([name], running)
@@ -142,6 +143,15 @@ class GeneratorPool:
                 if name in self._rooms:
                     return await self._let_go(name, error)
                 await self._start_again(name, error)
+            finally:
+                naming.cancel()
+
+    async def _name_what_blocks(self, name: str) -> None:
+        """Write to the terminal which code blocks a generator's event loop, until its process ends."""
+        generator = self._generators[name]
+        with suppress(*ACTOR_FAILED):
+            while True:
+                self._say(f"{name}: {await call(generator.blocked, who=name, within=None)}")
 
     def _ends(self, name: str) -> bool:
         """Return whether this generator, or the run, is about to end."""

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from actors.calls import resolve_actor
 from actors.cuda import unusable_cuda
-from actors.deaths import Supervised
+from actors.deaths import WATCHING, Supervised
 from actors.heap import freeze_heap
 from actors.observe.actor_logs import keep_log
 from actors.observe.reporting import Reporter
@@ -51,8 +51,6 @@ MeetingPoint = tuple[str, int]
 
 SENDING = "sending"
 """Ray's concurrency group of the calls that must not wait for an optimizer step."""
-WATCHING = "watching"
-"""Ray's concurrency group of the supervisor's questions, which wait for no other call."""
 
 
 class TrainerRank(Supervised):

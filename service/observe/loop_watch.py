@@ -1,4 +1,4 @@
-"""Names the code that blocks an event loop, in the log: nothing else runs in the process until that code returns."""
+"""Names the code that blocks an event loop: nothing else runs in the process until that code returns."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from traceback import FrameSummary, extract_stack
 
@@ -26,8 +26,17 @@ class LoopWatch:
 
     def __init__(self) -> None:
         self._loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
+        self._places: set[str] = set()
+        self._tell: Callable[[str], object] = lambda line: None
         self._turn()
         threading.Thread(target=self._watch, name="loop-watch", daemon=True).start()
+
+    async def blocked(self) -> str:
+        """Wait until code blocks the loop that was not named before; called in another event loop, which goes on."""
+        loop = asyncio.get_running_loop()
+        line: asyncio.Future[str] = loop.create_future()
+        self._tell = lambda told: loop.call_soon_threadsafe(line.set_result, told)
+        return await line
 
     def _turn(self) -> None:
         self._turned = time.monotonic()
@@ -41,13 +50,16 @@ class LoopWatch:
             now, turned = time.monotonic(), self._turned
             is_blocked = now - turned > BLOCKED_SECONDS > now - looked  # else the whole process was stopped
             if is_blocked and turned != named and (frame := sys._current_frames().get(self._thread)) is not None:
-                named = turned
-                log.warning(
-                    "the event loop has been blocked for %.0f s by %s: until that returns, no agent and no environment "
-                    "goes on; make `play` a plain function (it gets a thread), or await asyncio.to_thread(...)",
-                    now - turned,
-                    _place(extract_stack(frame)),
+                named, place = turned, _place(extract_stack(frame))
+                line = (
+                    f"the event loop has been blocked for {now - turned:.0f} s by {place}: until that returns, no "
+                    "agent and no environment goes on; make `play` a plain function (it gets a thread), or await "
+                    "asyncio.to_thread(...)"
                 )
+                log.warning(line)
+                if place not in self._places:
+                    self._places.add(place)
+                    self._tell(line)
 
 
 def _place(stack: Sequence[FrameSummary]) -> str:

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import actors.generator.claimer
 from actors.buffer.actor import BufferActor, LeasedBatch
+from actors.deaths import WATCHING
 from actors.driver.prepare import prepare
 from actors.engine.vllm_engine import engine_env
 from actors.generator.actor import Generator
@@ -126,7 +127,7 @@ def road(local_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         .remote(config_json, prepared.vocab_size, str(prepared.tasks_file), str(folder / "journal"), hub)
     )
     generator = (
-        ray.remote(Patient)
+        ray.remote(concurrency_groups={WATCHING: 1})(Patient)
         .options(num_cpus=1, max_concurrency=100, runtime_env={"env_vars": engine_env(CONFIG.generator)})
         .remote("generator-0", config_json, str(prepared.model_folder), str(prepared.tasks_file), buffer, hub)
     )

@@ -121,6 +121,9 @@ class FakeGenerator:
         self.update_weights = Method(self._update)
         self.join_trainer = Method(self._join)
         self.life = Method(self._life)
+        self.blocking: asyncio.Queue[str] = asyncio.Queue()
+        """What blocks its event loop."""
+        self.blocked = Method(self.blocking.get)
 
     @property
     def paths(self) -> set[str]:

@@ -458,3 +458,18 @@ async def test_weights_that_nobody_takes_in_time_end_the_run() -> None:
     world.generators[0].loading.clear()
     with pytest.raises(RunFailed, match="did not take new weights within 0 s"):
         await world.publish(1)
+
+
+async def test_code_that_blocks_a_generator_is_named_in_the_terminal_as_often_as_the_generator_says_so() -> None:
+    world = await World("memory", engines=1).started()
+    generator, never = world.generators[0], asyncio.Event()
+
+    async def waits() -> None:
+        await never.wait()
+
+    generator.run = Method(waits)
+    running = asyncio.ensure_future(world.pool.run())
+    for place in ("blocked by a.py:1", "blocked by b.py:2"):
+        generator.blocking.put_nowait(place)
+        await until(lambda place=place: f"generator-0: {place}" in world.told)
+    running.cancel()

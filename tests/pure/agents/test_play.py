@@ -8,6 +8,8 @@ import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import aclosing
 from pathlib import Path
+from queue import Queue
+from threading import Thread
 from typing import Any, ClassVar
 
 import aiohttp
@@ -311,17 +313,18 @@ async def test_code_that_blocks_the_event_loop_is_named_with_its_line(
 ) -> None:
     monkeypatch.setattr("service.observe.loop_watch.BLOCKED_SECONDS", 0.4)
     monkeypatch.setattr("service.observe.loop_watch.LOOK_SECONDS", 0.1)
-    LoopWatch()
+    watch, told = LoopWatch(), Queue[str]()
+    Thread(target=lambda: told.put(asyncio.run(watch.blocked())), daemon=True).start()
     async with aclosing(Playing(model, settings(name))) as agents:
         await agents.one(tasks[0], TrajectoryId(0, 0))
         await asyncio.sleep(0.2)
     blocked = [line for line in caplog.text.splitlines() if "event loop" in line]
     if name.endswith("InAThread"):
-        assert not blocked
+        assert not blocked and told.empty()
     else:
         line = Sleeps.play.__code__.co_firstlineno + 1
         assert f"by test_play.py:{line} play, in test_play.py:{line + 4} sleeps: until that returns" in blocked[0]
-        assert len(blocked) == 1
+        assert len(blocked) == 1 and blocked[0].endswith(told.get(timeout=5.0))
 
 
 class Sleeps:
