@@ -20,8 +20,15 @@ from tests.pure.agents.own_environment import IN_TIME, INSTALL_SECONDS, INSTALLE
 from tests.pure.agents.test_oracles import MINI
 
 CODEX = "@openai/codex@0.169"
-ON_NODE = {"pi": "@mariozechner/pi-coding-agent@0.73.1", "qwen": "@qwen-code/qwen-code@0.15.10"}
-"""Agents that reserve far more address space than memory."""
+ON_NODE = {
+    "pi": ("@mariozechner/pi-coding-agent@0.73.1", "bash"),
+    "qwen": ("@qwen-code/qwen-code@0.15.10", "run_shell_command"),
+    "opencode": ("opencode-ai@1.18.33", "bash"),
+}
+"""Agents that reserve far more address space than memory: their packages, and their tools that run a command."""
+OPENCODE = """printf %s '{"provider": {"b": {"npm": "@ai-sdk/openai-compatible", "options": {"baseURL": "{base_url}",
+"apiKey": "{env:OPENAI_API_KEY}"}, "models": {"policy": {}}}}, "model": "b/policy"}' > opencode.json; exec "$0" run "$1"
+"""
 PI = """mkdir -p ~/.pi/agent; printf %s '{"providers": {"b": {"baseUrl": "{base_url}", "apiKey": "OPENAI_API_KEY",
 "api": "openai-completions", "models": [{"id": "policy", "name": "policy", "input": ["text"]}]}}}
 ' > ~/.pi/agent/models.json; exec "$0" --provider b --model policy --no-session -p "$1"
@@ -56,12 +63,15 @@ def mini() -> Path:
     return python_with(*MINI).with_name("mini")
 
 
-async def played(chat: Chat, replies: Iterator[str], command: list[Any], **settings: Any) -> tuple[Finished, House]:
-    """A run of the command at a real endpoint, whose policy gives these replies."""
+async def played(
+    chat: Chat, replies: Iterator[str], command: list[Any], aside: str = "no such question", **settings: Any
+) -> tuple[Finished, House]:
+    """A run of the command at a real endpoint, whose policy gives these replies, beside others where it is asked for
+    something `aside`."""
     async with opened(chat) as house:
         house.allowed = replace(house.allowed, max_input_length=400_000)
         house.max_tokens = 1_000_000
-        house.say = lambda prompt: next(replies)
+        house.say = lambda prompt: "A title" if aside in prompt else next(replies)
         session = house.session()
         score = ("grep", "-qx", "blue", "colour.txt")
         runner = AgentRunner(CommandConfig(command=tuple(map(str, command)), score=score, **settings))
@@ -89,12 +99,13 @@ async def test_codex_edits_a_file_and_its_calls_are_one_exact_chain(bytes_chat: 
 
 @pytest.mark.parametrize("name", ON_NODE)
 async def test_an_agent_on_node_js_edits_a_file_with_the_default_limits(bytes_chat: Chat, name: str) -> None:
-    program = from_npm(name, ON_NODE[name])
+    package, tool = ON_NODE[name]
+    program = from_npm(name, package)
     command = [program, "--yolo", "--auth-type", "openai", "--model", "policy", "-p", "{prompt}"]
-    if name == "pi":
-        command = ["sh", "-c", PI, program, "{prompt}"]
-    replies = iter([called("bash" if name == "pi" else "run_shell_command", "command", EDIT), *["Done."] * 3])
-    got, house = await played(bytes_chat, replies, command)
+    if name != "qwen":
+        command = ["sh", "-c", PI if name == "pi" else OPENCODE, program, "{prompt}"]
+    replies = iter([called(tool, "command", EDIT), *["Done."] * 3])
+    got, house = await played(bytes_chat, replies, command, "title generator")
     assert (got.reward, got.status) == (1.0, "ok"), got
     assert whole(house.steps) == house.prompts
 
