@@ -2,7 +2,8 @@
 
     clients (a process) --HTTP--> endpoint, engine that sleeps (this one) --Ray--> buffer with its journal (an actor)
 
-Each call of a client is timed from its first byte to its last one; the engine's sleep is taken off. 64 sessions of up
+Each call of a client is timed from its first byte to its last one; the engine's sleep is taken off, and for the figures
+of the endpoint alone also the wait until the buffer has the step on its disk. 64 sessions of up
 to 20,000 tokens, then two of 60 turns and 90,000 tokens. Then, without sockets, what a continuation at 20,000 tokens of
 history takes of the processor, and what an open session keeps.
 """
@@ -18,6 +19,7 @@ import sys
 import tempfile
 import time
 import tracemalloc
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -119,6 +121,7 @@ class Outside:
 
     async def play(self, session: AgentSession, task: Task, seed: int) -> None:
         """Have a conversation."""
+        self.clients.keys[str(session.trajectory)] = session.key  # type: ignore[attr-defined]
         await self.clients.play(session.base_url, session.key, seed)
         session.finish(1.0)
 
@@ -130,7 +133,10 @@ class Clients:
         self._process = process
         self._waiting: dict[str, asyncio.Future[None]] = {}
         self.load = WIDE
-        self.seconds: list[float] = []
+        self.keys: dict[str, str] = {}
+        """By trajectory."""
+        self.seconds: dict[str, list[float]] = {}
+        """Of each session's calls, by its key."""
 
     async def play(self, base_url: str, key: str, seed: int) -> None:
         """One conversation."""
@@ -143,7 +149,7 @@ class Clients:
         """Take what the process says."""
         while line := await self._process.stdout.readline():  # type: ignore[union-attr]
             key, seconds = json.loads(line)
-            self.seconds += seconds[-self.load.counted :]
+            self.seconds[key] = seconds
             self._waiting.pop(key).set_result(None)
 
 
@@ -229,6 +235,15 @@ async def latency(folder: Path, rounds: int, load: Load = WIDE) -> dict[str, flo
     from actors.generator.outbox import Outbox
     from actors.observe.metrics_hub import MetricsHub
 
+    accepting = defaultdict[str, list[float]](list)
+
+    class TimedOutbox(Outbox):
+        async def accepted(self, trajectory: TrajectoryId) -> bool:
+            began = time.perf_counter()
+            is_accepted = await super().accepted(trajectory)
+            accepting[str(trajectory)].append(time.perf_counter() - began)
+            return is_accepted
+
     folder.mkdir()
     config, model = configuration(folder / "run", load), folder / "model"
     make_tokenizer(model)
@@ -246,7 +261,7 @@ async def latency(folder: Path, rounds: int, load: Load = WIDE) -> dict[str, flo
     ask = partial(call, who="the buffer")
     incarnation = await ask(buffer.join, "generator", "g")
     trainer = await ask(buffer.join, "trainer", "trainer")
-    outbox = Outbox("g", incarnation, partial(ask, buffer.submit), 60.0, lambda _: None, lambda _: None)
+    outbox = TimedOutbox("g", incarnation, partial(ask, buffer.submit), 60.0, lambda _: None, lambda _: None)
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", NAME, "--clients", stdin=-1, stdout=-1, limit=1 << 24
     )
@@ -279,8 +294,18 @@ async def latency(folder: Path, rounds: int, load: Load = WIDE) -> dict[str, flo
         task.cancel()
     await process.wait()
     await player.close()
-    seconds = np.array(clients.seconds)
-    cuts = {f"p{cut}_ms": float(np.percentile(seconds, cut) * 1e3) for cut in (10, 50, 90, 99)}
+    pairs = [
+        pair
+        for trajectory, key in clients.keys.items()
+        for pair in list(zip(clients.seconds[key], accepting[trajectory], strict=False))[-load.counted :]
+    ]  # the buffer's last answer is about the trajectory's end
+    seconds, until_accepted = np.array(pairs).T
+    columns = {"": seconds, "until_accepted_": until_accepted, "endpoint_": seconds - until_accepted}
+    cuts = {
+        f"{name}p{cut}_ms": float(np.percentile(of, cut) * 1e3)
+        for name, of in columns.items()
+        for cut in (10, 50, 90, 99)
+    }
     return {"sessions": load.sessions, "calls": len(seconds), **cuts}
 
 
