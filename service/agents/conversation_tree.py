@@ -214,7 +214,7 @@ class ConversationTree:
         read = read_messages(messages)
         said = _without_leading_system(read)
         digest_of = digests(said, tools)
-        begun = self._chat.plain(prefix)
+        begun = [self._chat.plain(prefix)] if prefix else []
         known = {*echoed, *(of.removeprefix("call_").rpartition("_")[0] for of in echoed_ids(messages))}
         for length in range(len(said), 0, -1):
             if found := self._after.get(digest_of[length]):
@@ -222,12 +222,12 @@ class ConversationTree:
                     break
                 parent, received = _best(found, known), self._received(read, known)
                 follows = self._renderer.follow("", parent.response.token_ids, said[length:]).token_ids
-                carried = np.concatenate([follows, begun])
+                carried = np.concatenate([follows, *begun])
                 whole = np.concatenate([parent.token_ids(), carried])
                 about = tools, None, received, None, prefix
                 return PreparedCall(parent, "appended", carried, whole, digest_of[-1], *about)
         how: How = "rerendered" if any(message["role"] == "assistant" for message in said) else "root"
-        prompt_ids = np.concatenate([self._renderer.begin(read, tools).token_ids, begun])
+        prompt_ids = np.concatenate([self._renderer.begin(read, tools).token_ids, *begun])
         first = _beginning(read, said, tools), self._received(read, known), None, prefix
         return PreparedCall(None, how, prompt_ids, prompt_ids, digest_of[-1], tools, *first)
 
