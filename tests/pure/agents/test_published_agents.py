@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 
+from service.agents.call_roles import roles_of
 from service.agents.runner.runner import AgentRunner, Finished
 from service.config.command import CommandConfig
+from service.handoff.steps.roles import Role
 from service.rollout.chat.chat import Chat
 from service.rollout.environment import Message, Task
 from tests.pure.agents.endpoint import House, opened, whole
@@ -65,9 +67,9 @@ def mini() -> Path:
 
 async def played(
     chat: Chat, replies: Iterator[str], command: list[Any], aside: str = "no such question", **settings: Any
-) -> tuple[Finished, House]:
+) -> tuple[Finished, House, list[str]]:
     """A run of the command at a real endpoint, whose policy gives these replies, beside others where it is asked for
-    something `aside`."""
+    something `aside`; also the roles of the calls."""
     async with opened(chat) as house:
         house.allowed = replace(house.allowed, max_input_length=400_000)
         house.max_tokens = 1_000_000
@@ -76,7 +78,7 @@ async def played(
         score = ("grep", "-qx", "blue", "colour.txt")
         runner = AgentRunner(CommandConfig(command=tuple(map(str, command)), score=score, **settings))
         try:
-            return await runner.run(TASK, session.base_url, session.key, 0), house
+            return await runner.run(TASK, session.base_url, session.key, 0), house, roles_of(session.tree.calls)
         finally:
             await runner.close()
 
@@ -89,11 +91,13 @@ async def test_codex_edits_a_file_and_its_calls_are_one_exact_chain(bytes_chat: 
     provider = 'model_providers.b={name="b",base_url="{base_url}",wire_api="responses",env_key="OPENAI_API_KEY"}'
     flags = ["--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox", "-c", "model_provider=b"]
     replies = iter([called("exec_command", "cmd", EDIT), "Done."])
-    got, house = await played(bytes_chat, replies, [codex, "exec", *flags, "-c", provider, "-m", "policy", "{prompt}"])
+    got, house, roles = await played(
+        bytes_chat, replies, [codex, "exec", *flags, "-c", provider, "-m", "policy", "{prompt}"]
+    )
     assert (got.reward, got.status) == (1.0, "ok"), got
     assert "Done." in got.transcript
     first, second = sorted(house.steps, key=lambda step: step.index)
-    assert second.extends is not None and second.extends.step == first.index
+    assert second.extends is not None and second.extends.step == first.index and roles == [Role.MAIN] * 2
     assert whole(house.steps) == house.prompts
 
 
@@ -105,17 +109,19 @@ async def test_an_agent_on_node_js_edits_a_file_with_the_default_limits(bytes_ch
     if name != "qwen":
         command = ["sh", "-c", PI if name == "pi" else OPENCODE, program, "{prompt}"]
     replies = iter([called(tool, "command", EDIT), *["Done."] * 3])
-    got, house = await played(bytes_chat, replies, command, "title generator")
+    got, house, roles = await played(bytes_chat, replies, command, "title generator")
     assert (got.reward, got.status) == (1.0, "ok"), got
     assert whole(house.steps) == house.prompts
+    aside = [Role.AUX] * (name != "pi")  # a title; a summary, because a prompt of so many tokens fills its window
+    assert sorted(roles) == [*aside, Role.MAIN, Role.MAIN]
 
 
 async def test_mini_swe_agent_edits_a_file_and_its_calls_are_one_exact_chain(bytes_chat: Chat, mini: Path) -> None:
     variables = {"MSWEA_CONFIGURED": "true", "MSWEA_COST_TRACKING": "ignore_errors", "MSWEA_SILENT_STARTUP": "true"}
     replies = iter([called("bash", "command", EDIT), called("bash", "command", SUBMIT)])
     flags = ["--yolo", "--exit-immediately", "--model", "openai/policy", "--task", "{prompt}"]
-    got, house = await played(bytes_chat, replies, [mini, *flags], variables=variables)
+    got, house, roles = await played(bytes_chat, replies, [mini, *flags], variables=variables)
     assert (got.reward, got.status) == (1.0, "ok"), got
     first, second = sorted(house.steps, key=lambda step: step.index)
-    assert second.extends is not None and second.extends.step == first.index
+    assert second.extends is not None and second.extends.step == first.index and roles == [Role.MAIN] * 2
     assert whole(house.steps) == house.prompts
