@@ -1,4 +1,4 @@
-"""The buffer's Ray actor: the five verbs with long polls; a call is acknowledged after its events are on disk."""
+"""The buffer's Ray actor: serves the five verbs, and answers a call only after the call's events are on disk."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ from service.types import MiniBatch, PolicyVersion, Refusal, TrajectoryId
 
 TICK_SECONDS = 0.5
 SWITCH_SECONDS = 0.0005
-"""Python's thread switch interval in seconds: how long forming a mini-batch may delay acknowledgements. Python's
-default is ten times as long."""
+"""Python's thread switch interval in seconds, a tenth of the default: forming a mini-batch in a thread may delay other
+calls by this much."""
 LOCK_SECONDS = 15.0
-"""Seconds in which an older buffer must end; the watchdog of its run ends it within two."""
+"""Seconds to wait until an older buffer process has ended; the watchdog of its run ends it within two seconds."""
 
 
 class LeasedBatch(NamedTuple):
@@ -71,7 +71,7 @@ def lock_journal(folder: Path, seconds: float) -> TextIO:
 
 
 class BufferActor(Supervised):
-    """One per run; an asyncio actor, whose calls Ray may deliver late and in any order."""
+    """The buffer of a run, as an asyncio actor; Ray may deliver its calls late and in any order."""
 
     def __init__(
         self,
@@ -116,7 +116,7 @@ class BufferActor(Supervised):
         self._served = 0
         """The buffer's revision when waiting calls were last served."""
         self._changed = asyncio.Condition()
-        """Leases wait for it."""
+        """Notified when the buffer changes; calls of `lease` wait for it."""
         self._queued = asyncio.Event()
         self._flushed = asyncio.Condition()
         self._background = asyncio.ensure_future(self._work())
@@ -156,8 +156,10 @@ class BufferActor(Supervised):
         self._buffer.renew(generator, incarnation, trajectories)
 
     async def leave(self, generator: str, incarnation: int | None, reason: str) -> None:
-        """Handle the end of a generator (with None, of any incarnation of it): its open trajectories continue
-        elsewhere."""
+        """Record that a generator has ended: other generators continue or restart its unfinished trajectories.
+
+        `incarnation`: the incarnation that ended; None: the current one.
+        """
         self._buffer.leave(generator, incarnation, reason)
         await self._settled()
 
@@ -173,7 +175,7 @@ class BufferActor(Supervised):
         return answer
 
     async def submit(self, data: bytes) -> Receipt | Refusal:
-        """Accept a step group; returns when the journal is on disk."""
+        """Accept a step group; returns when the journal has it on disk."""
         answer = self._buffer.submit(data)
         await self._settled()
         return answer
@@ -213,7 +215,7 @@ class BufferActor(Supervised):
         return answer
 
     async def release(self, trainer_incarnation: int, lease: int, reason: str) -> Refusal | None:
-        """Take back a lease whose mini-batch was not trained."""
+        """Release a lease whose mini-batch was not trained."""
         answer = self._buffer.release(trainer_incarnation, lease, reason)
         self._telemetry.batches.released(lease)
         await self._settled()
@@ -242,7 +244,7 @@ class BufferActor(Supervised):
         return self._lost.take()
 
     async def lost(self) -> list[dict[str, Any]]:
-        """Return the trajectories that were lost since the last lease, a bounded number of them."""
+        """Return a bounded number of the trajectories that were lost since the last lease."""
         return self._lost.take()
 
     async def status(self) -> dict[str, Any]:
@@ -256,7 +258,7 @@ class BufferActor(Supervised):
         self._telemetry.stop()
 
     async def _begin_lease(self, incarnation: int, wait_seconds: float) -> MiniBatch | Wait | Refusal | BatchJob:
-        """Try to lease whenever the buffer changes, until the answer is not a `Wait` or the time is over."""
+        """Try to lease whenever the buffer changes, until the answer is not a `Wait` or `wait_seconds` have passed."""
         deadline = time.monotonic() + wait_seconds
         answer = self._buffer.begin_lease(incarnation)
         while isinstance(answer, Wait) and (left := deadline - time.monotonic()) > 0:
@@ -300,7 +302,7 @@ class BufferActor(Supervised):
                 self._flushed.notify_all()
 
     async def _flush(self) -> None:
-        """Group commit: one sync for all events since the last sync."""
+        """Sync the journal once for all events since the last sync."""
         while True:
             await self._queued.wait()
             self._queued.clear()
@@ -313,7 +315,7 @@ class BufferActor(Supervised):
             await asyncio.sleep(next_sync - time.monotonic())
 
     async def _tick(self) -> None:
-        """Check deadlines; sync events that no call waits for, or for which the disk had no room."""
+        """Check deadlines; sync events that no call waits for, and those that did not fit on a full disk before."""
         while True:
             await asyncio.sleep(TICK_SECONDS)
             self._buffer.tick()

@@ -1,1 +1,1 @@
-"""The trainer: one Ray actor a rank."""
+"""The trainer: one Ray actor per rank."""

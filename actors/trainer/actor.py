@@ -47,14 +47,14 @@ from service.types import SupervisedRow
 log = logging.getLogger(__name__)
 
 MeetingPoint = tuple[str, int]
-"""Address and port at which the ranks' process group meets."""
+"""Address and port at which the ranks form their process group."""
 
 SENDING = "sending"
 """Ray's concurrency group of the calls that must not wait for an optimizer step."""
 
 
 class TrainerRank(Supervised):
-    """One rank: holds its shard of the policy and steps on its part of each mini-batch."""
+    """One rank of the trainer: has a shard of the policy, and trains on its part of each mini-batch."""
 
     def __init__(self, config_json: str, rank: int, hub: Any = None, on_gpu: bool = False) -> None:
         keep_log(f"trainer-{rank}")
@@ -64,7 +64,7 @@ class TrainerRank(Supervised):
         self._device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
         self._learner: Learner | None = None
         self._gathered: tuple[int | None, dict[str, torch.Tensor]] = (None, {})
-        """Version and whole weights, for transports from GPU to GPU."""
+        """The version and the whole weights that were gathered last, for transports from GPU to GPU."""
         self._sender: BroadcastSender | None = None
         self._copy: PartCopy | None = None
         """This rank's copy of its part of the newest weights, for transport `memory`."""
@@ -96,7 +96,7 @@ class TrainerRank(Supervised):
 
     @ray.method(concurrency_group=WATCHING)  # type: ignore[untyped-decorator]
     def life(self) -> Life:
-        """Return which process this is, also during a step."""
+        """Return the identity of this process; answers during an optimizer step too."""
         return self._life()
 
     @property
@@ -158,12 +158,12 @@ class TrainerRank(Supervised):
         self._states.enter("waiting")
 
     def warm_start(self, demonstrations: Sequence[SupervisedRow]) -> float:
-        """Supervised steps on demonstrations; returns the last step's cross-entropy per token."""
+        """Take supervised steps on demonstrations; returns the last step's cross-entropy per token."""
         with self._busy("warm_start"):
             return SupervisedSteps(LearnSettings.of(self._config), self.learner.policy).warm_start(demonstrations)
 
     def step(self, batch: bytes) -> StepReport:
-        """One optimizer step on this rank's micro-batches."""
+        """Take one optimizer step on this rank's micro-batches."""
         with self._busy("forward_backward"), nullcontext() if self._profile is None else self._profile.step():
             report = self.learner.step(decode_mini_batch(batch))
         self._steps += 1
@@ -270,7 +270,7 @@ class TrainerRank(Supervised):
         """Return the loaded learner.
 
         Raises:
-            ProcessLost: this process has not been set up; an earlier one was.
+            ProcessLost: this process was not set up, because it replaced an earlier one.
         """
         if self._learner is None:
             raise ProcessLost(f"trainer-{self._rank} was restarted and is not set up")

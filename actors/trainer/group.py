@@ -89,13 +89,13 @@ class TrainerGroup:
             ray.kill(rank)
 
     async def warm_start(self, demonstrations: Sequence[SupervisedRow]) -> float:
-        """Supervised steps on every rank; returns the last loss."""
+        """Take supervised steps on every rank; returns the last loss."""
         # one call for all steps, each of which may take as long as any other step
         within = self._deadline * self._warm_start_steps
         return float((await self._ask_all("warm_start", ray.put(list(demonstrations)), within=within))[0])
 
     async def step(self, batches: Sequence[bytes]) -> StepReport:
-        """One optimizer step; `batches` has a part for each rank, or for each group that shares micro-batches."""
+        """Take one optimizer step; `batches` has a part for each rank, or for each group that shares micro-batches."""
         ranks_of_part = len(self._ranks) // len(batches)
         of_rank = [batch for batch in batches for _ in range(ranks_of_part)]
         reports = await asyncio.gather(*(self._ask(rank, "step", batch) for rank, batch in enumerate(of_rank)))
@@ -172,7 +172,7 @@ class TrainerGroup:
         return list(await asyncio.gather(*(self._ask(number, method, *arguments, within=within) for number in ranks)))
 
     async def _stored(self, number: int, method: str, *arguments: Any) -> tuple[Any, Any]:
-        """Call a rank's method that returns data and their description; the data stay in Ray's object store."""
+        """Call a rank's method that returns data and a description; the data stay in Ray's object store."""
         data, description = getattr(self._ranks[number], method).remote(*arguments)
         with _raises_trainer_lost():
             return data, await answer(description, who=f"trainer-{number}", within=self._deadline)

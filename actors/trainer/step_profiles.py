@@ -11,7 +11,7 @@ from service.run.profiles import MAX_BYTES, PROFILES, ProfileRequest, ProfileReq
 
 
 class Profiles:
-    """Begins a requested profile before a step, and writes its files after the last profiled step."""
+    """Begins a requested profile before a step, and writes the profile's files after the last profiled step."""
 
     def __init__(self, run_folder: Path, ranks: int, trainer: TrainerGroup, say: Callable[[str], None]) -> None:
         self._asked = ProfileRequests(run_folder / PROFILES)

@@ -2,8 +2,8 @@
 
     reset -> prompt -> [length?] -> generate -> step of the environment -> append the step -> next prompt -> ...
 
-Each role has a conversation of its own, and the environment says whose turn is next. The trajectory's end with its
-reason comes last. An unfinished turn appends no step.
+Each role has a conversation of its own, and the environment chooses the role of the next turn. The trajectory's end,
+with its reason, is appended last. An unfinished turn appends no step.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Played(NamedTuple):
     info: Mapping[str, float]
     """The environment's `info`, summed over the steps."""
     failure: str
-    """Why the trajectory is lost; empty where it is not."""
+    """Why the trajectory failed; empty if it did not."""
 
 
 class _Side:
@@ -53,7 +53,7 @@ class _Side:
     def __init__(self, turns: Conversation) -> None:
         self.turns = turns
         self.messages: list[Message] = []
-        """All of it but the role's last response."""
+        """The conversation without the role's last response."""
         self.last_response: tuple[str, Int32s] | None = None
         """Text and tokens of the role's last response."""
 
@@ -209,7 +209,8 @@ def _rendered(make_prompt: Callable[[], Prompt]) -> Prompt:
 
 
 def _text_until_stop(chat: Chat, stop: tuple[str, ...], token_ids: Int32s) -> str:
-    """The text for the environment, up to and including the first stop string; the last token may reach beyond it."""
+    """The text for the environment, up to and including the first stop string; text after it in the last token is
+    dropped."""
     text = chat.text(token_ids)
     ends = [found + len(s) for s in stop if (found := text.find(s)) >= 0]
     return text[: min(ends)] if ends else text

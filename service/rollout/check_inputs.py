@@ -20,7 +20,7 @@ from service.rollout.prompts.published import read_published
 from service.user_code import import_user_module
 
 SYNTHETIC = Path("made")
-"""Stands for the file of synthetic rows in messages."""
+"""Name for the file of synthetic rows in error messages."""
 
 
 def check_inputs(
@@ -66,7 +66,7 @@ def check_score(env: EnvConfig) -> None:
 
 
 def check_environments(config: EnvConfig, tasks: Sequence[Task], path: Path) -> None:
-    """Make each environment that the rows of `path` name, and let it check its rows.
+    """Make each environment that the rows of `path` name, and call its check of these rows, if it has one.
 
     Raises:
         UserError: an environment cannot be made or refuses a row; the message names the first such row.
@@ -101,7 +101,7 @@ def check_environments(config: EnvConfig, tasks: Sequence[Task], path: Path) -> 
 
 
 def _refuse_missing_methods(environment: Environment | Agent, name: str, config: EnvConfig) -> None:
-    """Refuse a class with neither the methods of an environment nor that of an agent, which may be a plain function."""
+    """Refuse a class that has neither the methods of an environment nor `play`, the method of an agent."""
     is_agent = hasattr(environment, "play")
     if is_agent and config.isolation == "process":
         raise UserError(f"env.isolation: {name!r} is an agent, which no process of its own plays; use none")

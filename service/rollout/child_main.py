@@ -25,7 +25,7 @@ from service.rollout.user_errors import describe_error
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 KILL_SECONDS = 10
-"""Seconds in which the descendants must end; the keeper then ends without them."""
+"""Seconds in which the descendants must end; then the keeper ends, even if some are left."""
 
 
 def main() -> None:

@@ -2,8 +2,8 @@
 
     parent --JSON line--> keeper and process (service.rollout.child_main) --JSON line--> parent
 
-A process is reused. It ends, with everything that it started, when no caller waits for its answer any more (deadline,
-cancelled task), and when the parent ends.
+A process is reused for later requests. It is ended, with all processes that it started, if its caller stops waiting for
+an answer (deadline, cancelled task), and when the parent ends.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from service.rollout.environment import OversizedOutput
 from service.user_code import user_folder
 
 STARTED_SECONDS = 20.0
-"""Seconds in which a keeper must have begun to kill."""
+"""Seconds in which a keeper must begin to end processes."""
 
 
 class ChildDied(Exception):
@@ -31,7 +31,7 @@ class ChildDied(Exception):
     def __init__(self, message: str, code: int | None = None) -> None:
         super().__init__(message)
         self.code = code
-        """Its exit code, or minus the signal that ended it; None: it answered out of order."""
+        """The process's exit code, or minus the signal that ended it; None: it answered out of order."""
 
 
 class ChildRaised(Exception):
@@ -63,7 +63,7 @@ class ChildProcesses:
         return child
 
     def give_back(self, child: ChildProcess) -> None:
-        """Keep a process for the next taker, if it is still usable."""
+        """Return a process to the pool if it is still usable."""
         if child.usable:
             self._idle.append(child)
 
@@ -106,12 +106,12 @@ class ChildProcess:
 
     @property
     def usable(self) -> bool:
-        """True where the process can take another request."""
+        """Whether the process can take another request."""
         return not self._broken and not self.has_ended
 
     @property
     def has_ended(self) -> bool:
-        """True where the process has ended and was reaped."""
+        """Whether the process has ended and was reaped."""
         return self._process.returncode is not None
 
     async def ask(self, request: Mapping[str, Any]) -> Any:

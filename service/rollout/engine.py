@@ -30,7 +30,7 @@ class Sampling:
     stop_token_ids: tuple[int, ...] = ()
     """Token ids that end a turn and are part of the response."""
     structure: str = ""
-    """The form of the turn, as JSON of a structural tag of xgrammar; empty: any."""
+    """Constraint on the text of the turn, as the JSON of a structural tag of xgrammar; empty: no constraint."""
 
     @staticmethod
     def of(config: GeneratorConfig, stop_token_ids: tuple[int, ...]) -> Sampling:
@@ -53,11 +53,11 @@ class Generation:
     stop_reason: str
     """`stop`, `length` or `abort`."""
     sampled_end: bool
-    """True where the last token is a sampled end token."""
+    """Whether the last token is a sampled end token."""
     routed_experts: Int16s | None = None
-    """[at most P + T, layers, topk] from the first prompt token on; None where the engine records none."""
+    """[at most P + T, layers, topk] from the first prompt token on; None if the engine records none."""
     seconds: Mapping[str, float] = field(default_factory=dict)
-    """Seconds in the engine's `queue`, of `prefill`, and of the `pause` for new weights, as far as it reports them."""
+    """Seconds spent in the engine's `queue`, in `prefill` and in the `pause` for new weights, as far as reported."""
 
 
 class StructureRefused(ValueError):

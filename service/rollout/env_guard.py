@@ -3,8 +3,8 @@
     agent loop --reset, step, close--> task of the environment: its code, then a copy of the returned value
                <--plain values, or why the trajectory fails--
 
-All code of the environment runs in a task of its own, for the whole episode. The agent loop waits for answers until
-their deadline and never for the task: one that swallows its cancellation is abandoned, and counted.
+All code of the environment runs in its own asyncio task, for the whole episode. The agent loop waits for an answer only
+until its deadline, never for the task: a task that ignores its cancellation is abandoned, and counted.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ log = logging.getLogger(__name__)
 RETURN_SECONDS = 5.0
 """Seconds in which a cancelled call has to return and the environment to close, before its task is abandoned."""
 MAX_LEAKED_TASKS = 100
-"""Maximum number of abandoned tasks of environments in a process; then the process has to be renewed."""
+"""Maximum number of abandoned environment tasks in a process; with more, the process has to be restarted."""
 _TOOL = re.compile(r'<tool_call>\s{0,8}\{\s{0,8}"name"\s{0,8}:\s{0,8}"([\w.-]{1,64})"')
 _NAME = re.compile(r"[\w.-]{1,64}")
 
 
 class LeakedTasks:
-    """The tasks of environments that did not return after they were cancelled; one that returns later is forgotten."""
+    """The environment tasks that did not return after they were cancelled; a task that returns later is removed."""
 
     def __init__(self) -> None:
         self._names: dict[asyncio.Task[None], str] = {}
@@ -73,19 +73,19 @@ class LeakedTasks:
 
 class _Call(NamedTuple):
     method: str
-    """For messages."""
+    """The method's name, for error messages."""
     make: Callable[[Any], Awaitable[Any]]
-    """The call of an environment."""
+    """Makes the call, given the environment."""
     read: Callable[[Any], Any]
     answer: asyncio.Future[Any]
     """The plain result, or a `TrajectoryFailed`."""
 
 
 class EnvGuard:
-    """One trajectory's environment: `make` makes it, `name` names it in messages.
+    """One trajectory's environment, made by `make`; `name` is its name in messages.
 
-    `reset`, `step`, `snapshot`, `restore` and `play` raise TrajectoryFailed where the environment raised, was late, or
-    returned a value that is not allowed.
+    `reset`, `step`, `snapshot`, `restore` and `play` raise TrajectoryFailed if the environment raised an error, missed
+    its deadline, or returned a value that is not allowed.
     """
 
     def __init__(
@@ -105,9 +105,9 @@ class EnvGuard:
         self._calls: asyncio.Queue[_Call | None] = asyncio.Queue()
         self._task: asyncio.Task[None] | None = None
         self._gave_up = False
-        """The task was cancelled during a call, which may still run."""
+        """Whether the task was cancelled during a call, which may still run."""
         self._snapshot: bytes | bool = b""
-        """The environment's last answer; an environment without a snapshot has the same one for all its steps."""
+        """The last result of `snapshot`; a bool, if the environment makes no snapshots, holds for all its steps."""
         self._tools: frozenset[str] = frozenset()
         """Names of the tools that the task describes."""
 
@@ -185,7 +185,7 @@ class EnvGuard:
         return result
 
     async def _serve(self) -> None:
-        """The environment's task: makes one call after the other, then closes the environment."""
+        """The body of the environment's task: makes one call after the other, then closes the environment."""
         contain_exits()
         environment: Any = None
         while (call := await _next(self._calls)) is not None:
@@ -207,7 +207,7 @@ class EnvGuard:
             log.warning("an episode did not close: %s", self._failure("close", error))
 
     def _failure(self, method: str, error: BaseException) -> TrajectoryFailed:
-        """Why the trajectory fails after this error of the environment."""
+        """The `TrajectoryFailed` for this error of the environment."""
         kind = type(error)  # `isinstance` would run code of the error's class
         if kind is NotAllowed:
             return self._failed(error.reason, method, error.detail)  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""The protocol of environments: they get text and return messages and a reward.
+"""The protocol of environments: an environment gets text, and returns messages and a reward.
 
     reset(task, seed) -> first messages     step(text) -> StepResult(messages, reward, done)     close()
 
@@ -22,7 +22,7 @@ MAIN = str(Role.MAIN)
 
 
 def is_text(value: Any) -> bool:
-    """True for a text that can be encoded as UTF-8, which half of a surrogate pair cannot."""
+    """Whether a value is a text that can be encoded as UTF-8; a text with half of a surrogate pair cannot."""
     if not isinstance(value, str):
         return False
     try:
@@ -68,14 +68,13 @@ class StepResult(NamedTuple):
     history: Sequence[Message] | None = None
     """The whole conversation that replaces the history; None: `messages` are appended to the history."""
     score: float | None = None
-    """How good the state after this turn is, in units of the reward still to come; for `algorithm.credit: potential`.
-    None: unknown."""
+    """Estimate of the future reward after this turn, for `algorithm.credit: potential`; None: unknown."""
     role: str = MAIN
-    """Who has the next turn: `main`, or a role of the configuration (`roles`). Each role has a conversation of its own;
-    `messages` are appended to that one, or begin it."""
+    """The role that has the next turn: `main`, or a configured role (`roles`). Each role has a conversation of its own;
+    `messages` are appended to the conversation of this role, or begin it."""
     rewards: Mapping[str, float] = {}
-    """Rewards for roles by name, besides `reward`, which is that of the role whose turn this was. The newest turn of
-    each role gets its reward."""
+    """Rewards for other roles, by name; each is added to the role's newest turn. (`reward` is for the role whose turn
+    this was.)"""
 
 
 class OversizedOutput(Exception):
@@ -83,19 +82,19 @@ class OversizedOutput(Exception):
 
 
 class TrajectoryFailed(Exception):
-    """The trajectory is lost; the others continue."""
+    """Raised if one trajectory has failed; other trajectories continue."""
 
     def __init__(self, reason: StopReason, detail: str, output: str = "", error: str = "") -> None:
-        """`output`: what the agent wrote, whose last lines the message has; `error`: its exit code, or the name of the
-        exception that it raised."""
+        """`output`: the agent's output, of which the message shows the last lines; `error`: its exit code, or the name
+        of the exception that it raised."""
         super().__init__(f"{reason}: {in_one_line(detail)}{last_lines(output)}")
         self.reason, self.error = reason, error
 
 
 class Environment(Protocol):
-    """One episode.
+    """One episode of an environment.
 
-    With one of these two an episode can continue in another generator when its own is lost; otherwise it restarts:
+    With one of these two, an episode continues in another generator if its generator is lost; otherwise it restarts:
 
         async def snapshot(self) -> bytes           the state after a step
         async def restore(self, snapshot) -> None   that state again, in a new instance, after its `reset`
@@ -107,7 +106,7 @@ class Environment(Protocol):
         """Begin the episode and return the prompt."""
 
     async def step(self, text: str) -> StepResult:
-        """Answer one turn of the policy."""
+        """Return the observation and the reward for one turn of the policy."""
 
     async def close(self) -> None:
         """Free the episode's resources; called once, also after a failure."""
@@ -121,16 +120,16 @@ async def snapshot_of(environment: Any) -> Any:
 
 
 Status = Literal["ok", "failed", "aborted"]
-"""How an agent's run ended; only `ok`, or a reward, says something about the policy."""
+"""How an agent's run ended; a run that is not `ok` and has no reward is not trained."""
 
 
 class AgentSession(Protocol):
     """One trajectory of an agent that calls the policy over HTTP: the address and the key."""
 
     base_url: str
-    """As `OPENAI_BASE_URL`: with `/v1` at its end."""
+    """The value for `OPENAI_BASE_URL`; it ends with `/v1`."""
     key: str
-    """As `OPENAI_API_KEY`."""
+    """The value for `OPENAI_API_KEY`."""
 
     def finish(
         self,
@@ -142,16 +141,16 @@ class AgentSession(Protocol):
         reason: str = "",
         exit_code: int | None = None,
     ) -> None:
-        """End the trajectory with its reward; one that failed without a reward is retried.
+        """End the trajectory with its reward; a trajectory that failed without a reward is retried.
 
-        `transcript`: what the run wrote, kept for `baton trajectories show`. `rewards`: for single calls, by the id of
-        the reply, and for roles of the configuration, by name; `reward` is that of `main`. `reason`: why it failed.
-        `exit_code`: that of the agent's process; `agents.exit_code_reward` may give it a reward.
+        `reward`: the reward of the role `main`. `rewards`: rewards of single calls, by the id of the reply, and of
+        configured roles, by name. `transcript`: the run's output, kept for `baton trajectories show`. `reason`: why the
+        run failed. `exit_code`: of the agent's process; `agents.exit_code_reward` may map it to a reward.
         """
 
 
 class Agent(Protocol):
-    """One episode of an agent: in place of `reset` and `step` it calls the policy itself."""
+    """One episode of an agent, which calls the policy itself and so has no `reset` and `step`."""
 
     async def play(self, session: AgentSession, task: Task, seed: int) -> None:
         """Solve the task by calls to the session's address, and finish the session."""

@@ -80,11 +80,11 @@ class Episode:
         self._roles: list[str] = []
         """The role of each step."""
         self._given: dict[int, float] = {}
-        """Rewards that steps were given after they were sent, by the step."""
+        """Rewards that steps got after they were sent, by step index."""
         self._reward = 0.0
-        """Of the newest turn of `main`, with what it was given later."""
+        """The reward of the newest turn of `main`, including rewards that it got later."""
         self._truncated = False
-        """True where the newest response was cut at `max_generate_length`."""
+        """Whether the newest response was cut at `max_generate_length`."""
         self.stop_reason = StopReason.STOP
 
     @property
@@ -157,7 +157,8 @@ class Episode:
         self._turned(MAIN, reward, stop_reason)
 
     def give(self, rewards: Mapping[str, float]) -> list[str]:
-        """Add rewards to the newest turns of roles; returns the roles that have had no turn, or now had too much."""
+        """Add rewards to the newest turns of roles; returns the roles that have no turn, or whose reward would become
+        too large."""
         refused = []
         for role, reward in rewards.items():
             newest = self.n_steps - 1 - self._roles[::-1].index(role) if role in self._roles else -1
@@ -188,7 +189,7 @@ class Episode:
         return end
 
     def is_last(self, done: bool) -> bool:
-        """True where no turn follows the current one."""
+        """Whether no turn follows the current one."""
         return done or self.n_steps + 1 == self._limits.max_turns
 
 

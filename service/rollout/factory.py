@@ -1,4 +1,4 @@
-"""Makes the environments of a run as configured: by the row's class, with its options, isolated or not."""
+"""Makes the environment or agent for each trajectory, by the row's `env_class` and the configured options."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Environments:
         isolated = config.isolation == "process"
         has_process = isolated or (config.name == AGENT and config.workers == "here")
         self.room = Semaphore(config.max_processes) if has_process else nullcontext()
-        """Held during an episode: those with a process of their own wait here for it, before any deadline starts."""
+        """Held during an episode: an episode with its own process waits here for one, before any deadline starts."""
         limit, trusted = config.max_observation_characters, config.trusted_modules
         self._isolated = IsolatedEnvironments(limit, trusted) if isolated else None
 

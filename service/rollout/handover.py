@@ -1,9 +1,9 @@
-"""How another generator continues a trajectory from the last step that the buffer has.
+"""Handover: lets another generator continue a trajectory after its last accepted step.
 
 note of a step                          another generator
 snapshot, the messages after the step   reset, restore(snapshot), the next turn
-played again                            reset, each step's sampled text once more: prompts and rewards must be equal
-done                                    only the end was missing
+no snapshot: it is replayed             reset, each step's sampled text once more: prompts and rewards must be equal
+the episode is done                     only the trajectory's end is sent
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ class Note(msgspec.Struct, frozen=True, array_like=True):
 
     done: bool
     snapshot: bytes | None = None
-    """None: the environment is played again."""
+    """The environment's state after the step; None: the environment is replayed instead."""
     messages: Sequence[Any] = ()
-    """The environment's answer to the step: messages, with all that they hold beside role and content."""
+    """The environment's answer to the step, with all fields of its messages."""
     is_history: bool = False
-    """Whether they are the whole conversation."""
+    """Whether `messages` are the whole conversation."""
     info: dict[str, float] = {}
-    """Summed over the steps so far."""
+    """The environment's `info`, summed over the steps so far."""
 
 
 class EarlierStep(NamedTuple):
@@ -44,11 +44,11 @@ class EarlierStep(NamedTuple):
     token_ids: Int32s
     """[P + T] the whole prompt and the response."""
     prompt_ids: Int32s
-    """[P] of them."""
+    """[P] the whole prompt."""
     response_ids: Int32s
-    """[T] of them."""
+    """[T] the response, including an appended end token."""
     sampled_ids: Int32s
-    """The response without an appended end."""
+    """The response without an appended end token."""
     reward: float
     stop_reason: str
 
@@ -58,10 +58,10 @@ async def write_note(
 ) -> str:
     """The note of the step that the environment has answered; empty if no generator can continue after it.
 
-    `history`: the whole conversation, where the next prompt needs it; `most`: maximum bytes of a note.
+    `history`: the whole conversation, if the next prompt needs it; `most`: maximum bytes of a note.
 
     Raises:
-        TrajectoryFailed: the environment's `snapshot` raised, was late, or gave no bytes.
+        TrajectoryFailed: the environment's `snapshot` raised an error, missed its deadline, or returned no bytes.
     """
     if result.done:
         note = Note(True, info=dict(info))
@@ -102,5 +102,5 @@ def read_note(steps: Steps) -> tuple[Note, list[EarlierStep]]:
 
 
 def not_restored(detail: str) -> TrajectoryFailed:
-    """The error that a trajectory cannot continue and has to restart."""
+    """The error for a trajectory that cannot continue and has to restart."""
     return TrajectoryFailed(StopReason.ENVIRONMENT_NOT_RESTORED, detail)

@@ -1,4 +1,4 @@
-"""Plays an agent whose `play` is a plain function, in a thread of its own: the event loop goes on meanwhile."""
+"""Plays an agent whose `play` is a plain function in a thread of its own, so that the event loop is not blocked."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from typing import Any
 from service.rollout.environment import Agent, AgentSession, Task
 
 FINISH_SECONDS = 60.0
-"""Seconds in which the event loop must take the end of a session."""
+"""Seconds in which the event loop must handle the end of a session."""
 
 
 async def played(agent: Agent, session: AgentSession, task: Task, seed: int) -> None:
-    """Let an agent play: in this task if its `play` is a coroutine function, else in a thread.
+    """Call an agent's `play`: in this task if it is a coroutine function, else in a thread.
 
-    A thread cannot be ended: after a cancellation this waits for its end, until it is cancelled again.
+    A thread cannot be ended from outside: after a first cancellation this waits until the thread ends; a second
+    cancellation ends the wait.
     """
     play: Callable[[AgentSession, Task, int], Any] = agent.play
     if inspect.iscoroutinefunction(play):
@@ -47,14 +48,14 @@ async def played(agent: Agent, session: AgentSession, task: Task, seed: int) -> 
 
 
 class _SessionOfThread:
-    """A session as a thread uses it: it ends in the thread of the event loop."""
+    """A session for use in a thread: its `finish` runs in the thread of the event loop."""
 
     def __init__(self, session: AgentSession, loop: asyncio.AbstractEventLoop) -> None:
         self.base_url, self.key = session.base_url, session.key
         self._session, self._loop = session, loop
 
     def finish(self, *arguments: Any, **named: Any) -> None:
-        """Same as the session's own `finish`, with its errors."""
+        """Call the session's `finish` in the event loop; raises its errors."""
 
         async def finish() -> None:
             self._session.finish(*arguments, **named)

@@ -17,11 +17,11 @@ from service.rollout.environments.registry import Options, make_environment
 BYTES_PER_CHARACTER = 6
 """Maximum bytes of JSON for one character of an observation (`\\u0000`)."""
 ROOM = 1 << 16
-"""Bytes of an answer besides its observation."""
+"""Maximum bytes of an answer besides its observation."""
 
 
 class IsolatedEnvironments:
-    """Environments of one generator, each episode in one of its child processes."""
+    """The isolated environments of one generator: each episode runs in a child process of the generator."""
 
     def __init__(self, max_observation_characters: int, trusted_modules: Sequence[str]) -> None:
         limit = max_observation_characters * BYTES_PER_CHARACTER + ROOM
@@ -84,7 +84,7 @@ class IsolatedEnvironment:
 
 
 class _Episodes:
-    """Inside the child process: serves one episode after the other."""
+    """Serves one episode after the other, inside the child process."""
 
     def __init__(self) -> None:
         self._environment: Environment | None = None

@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # datasets are checked without importing transformers, which 
 
 @dataclass(frozen=True, slots=True)
 class PlaySettings:
-    """The settings of a run's configuration for playing trajectories."""
+    """The settings for playing trajectories, from a run's configuration."""
 
     seed: int
     env: EnvConfig
@@ -40,7 +40,7 @@ class AgentLimits:
     max_observation_characters: int = 1 << 20
     """Maximum characters of one observation, over all texts and names of its messages."""
     max_snapshot_bytes: int = 0
-    """Maximum bytes of a step's note by which another generator continues; 0: it starts anew there."""
+    """Maximum bytes of a step's note (`handover`); 0: no notes, so a trajectory that changes its generator restarts."""
     conversation: Mode = "append"
     roles: Mapping[str, RoleConfig | None] = field(default_factory=lambda: {MAIN: None})
     """The roles that turns may have; `main` has no settings."""

@@ -2,8 +2,8 @@
 
     a mapping, a list subclass, a numpy number, a str subclass   ->   dict, list, float or int, str (and bool, None)
 
-A copy runs methods of the values' own classes, which may raise anything: the caller guards it. The finished copy holds
-nothing of these classes.
+Copying calls methods of the values' own classes, which may raise any error, so the caller has to handle all errors. The
+finished copy contains only plain types.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from service.rollout.limits import AgentLimits
 from service.rollout.user_errors import describe_error, type_name
 
 MAX_DEPTH = 64
-"""Maximum number of lists and mappings around a value."""
+"""Maximum number of lists and mappings that enclose a value."""
 MAX_PLACE_CHARACTERS = 200
-"""Maximum characters of a value's place in a message."""
+"""Maximum characters of a value's place (such as `['hits'][1]`) in an error message."""
 VALUE_CHARACTERS = 8
-"""Counted for every value that is no text, so that numbers and empty lists are bounded too."""
+"""Characters counted for each value other than a text, so that the number of such values is bounded too."""
 NUMBER_CHARACTERS = 1 << 10
 """Maximum characters of a reward."""
 INFO_CHARACTERS = 1 << 16
@@ -34,7 +34,7 @@ INFO_CHARACTERS = 1 << 16
 
 
 class NotPlain(Exception):
-    """A value is not allowed; the message names its place and says what is allowed."""
+    """Raised if a value is not allowed; the message has the value's place and what is allowed."""
 
     def __init__(self, problem: str) -> None:
         super().__init__(problem)
@@ -47,7 +47,7 @@ class NotPlain(Exception):
 class Copier:
     """Copies values with a total of up to `most` characters, counted over all their texts and names.
 
-    Values of the types `also` are kept as they are; with `any_text`, texts may hold half a surrogate pair.
+    Values of the types `also` are not copied; with `any_text`, texts may contain half of a surrogate pair.
 
     >>> Copier(1000).copy({"hits": (np.float32(0.5), None)})
     {'hits': [0.5, None]}
@@ -66,7 +66,7 @@ class Copier:
         """A plain copy of the value.
 
         Raises:
-            NotPlain: the value is of another type, no valid text, nested too deeply or too large.
+            NotPlain: the value has another type, is not a valid text, is nested too deeply or is too large.
         """
         kind = type(value)  # `isinstance` would run code of the value's class
         if issubclass(kind, str):
@@ -147,7 +147,7 @@ def read_step_result(limits: AgentLimits, result: Any) -> StepResult:
     """The answer to one turn, in plain values.
 
     Raises:
-        NotAllowed: it is not a `StepResult`, or a part of it is not allowed.
+        NotAllowed: the answer is not a `StepResult`, or a part of it is not allowed.
     """
     if not issubclass(type(result), StepResult):
         raise NotAllowed(StopReason.ENVIRONMENT_ERROR, f"returned a {type_name(result)}; a StepResult is needed")
@@ -182,7 +182,7 @@ def plain_reward(value: Any, name: str = "reward") -> float:
     """The reward, or another value called `name`, as a number that the buffer accepts.
 
     Raises:
-        NotAllowed: it is something else.
+        NotAllowed: the value is not such a number.
     """
     reason = StopReason.ENVIRONMENT_REWARD
     number = _plain(name, value, NUMBER_CHARACTERS, reason, (int, float), NEEDED)
@@ -195,7 +195,7 @@ def plain_info(value: Any, field: str = "info") -> dict[str, float]:
     """The `info`, or another mapping called `field`, as numbers by name; empty for None.
 
     Raises:
-        NotAllowed: it is something else, or too large.
+        NotAllowed: the value is not such a mapping, or too large.
     """
     if value is None:
         return {}

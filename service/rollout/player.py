@@ -29,7 +29,7 @@ from service.types import Steps, TrajectoryEnd, TrajectoryId
 
 
 class AgentPlayer(Protocol):
-    """Plays the trajectories of agents, which call the policy themselves; optional, and passed in by the actor."""
+    """Plays the trajectories of agents, which call the policy themselves; the actor passes one in if it is needed."""
 
     limits: AgentLimits
 
@@ -42,7 +42,7 @@ class AgentPlayer(Protocol):
         """Play one trajectory with the agent in `guard`; without a guard, a worker on another machine plays it."""
 
     def measure(self, metrics: Metrics) -> None:
-        """Record the metrics."""
+        """Record the metrics of the agents' trajectories and calls."""
 
     async def close(self) -> None:
         """Stop accepting calls of agents."""
@@ -52,7 +52,7 @@ A = TypeVar("A", bound=AgentPlayer)
 
 
 class Player(Generic[A]):
-    """Plays trajectories in the process of their engine."""
+    """Plays trajectories in the process of the engine that samples them."""
 
     def __init__(
         self,
@@ -74,22 +74,22 @@ class Player(Generic[A]):
         self._environments = Environments(settings.env, commands)
         self.agents = agents(self.chat, self._engine, self._limits)
         self.failures: dict[str, str] = {}
-        """By stop reason: why the most recent trajectory was lost for it."""
+        """For each stop reason, the error of the most recent trajectory that failed with it."""
         self.leaked = LeakedTasks()
         self.env_metrics = EnvMetrics()
         """The `info` of the environments, summed over the trajectories played for training."""
         self._ended: list[tuple[TrajectoryEnd, str]] = []
-        """Trajectories of training that ended and are not measured yet, each with its environment."""
+        """Training trajectories that ended and are not measured yet, each with the name of its environment."""
 
     async def play(
         self, trajectory: TrajectoryId, task: Task, sink: StepSink, earlier: Steps | None = None
     ) -> TrajectoryEnd:
         """Play one trajectory for training; its steps and its end go to `sink`.
 
-        `earlier`: its steps by another generator, after which it continues.
+        `earlier`: steps that another generator played; the trajectory continues after them.
 
         Raises:
-            RunFailed: too many environments did not return after they were cancelled; this process has to be renewed.
+            RunFailed: too many environments did not return after they were cancelled; this process has to be restarted.
         """
         # All samples of a group share the environment's seed, so that only the policy differs.
         env = task.env_class or self._settings.env.name
@@ -104,7 +104,8 @@ class Player(Generic[A]):
     def restore(self, trajectory: TrajectoryId, task: Task, steps: Steps, sink: StepSink) -> bool:
         """Prepare to continue a trajectory of an earlier process; `play` then continues it.
 
-        Returns False if that is impossible: its player ended with that process, or its steps are not a session.
+        Returns False if that is impossible: its player ended with that process, or its steps are not of a session that
+        a worker on another machine plays.
         """
         if self.agents is None or not self._environments.is_outside(task):
             return False
@@ -116,7 +117,7 @@ class Player(Generic[A]):
         return (await self._play(trajectory, task, sink, seed, nowhere_else)).end
 
     def measure(self, metrics: Metrics, trace: Trace) -> None:
-        """Record metrics of the trajectories; those of training once, after they end, and also in the timeline."""
+        """Record metrics of trajectories: each training trajectory once, after its end, and in the timeline too."""
         self.timelines.measure(metrics)
         self.timelines.record(trace)
         measure_ended(metrics, self._ended)

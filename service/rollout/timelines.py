@@ -5,8 +5,8 @@
         result = await environment.step(text)          # a call: environment, with the tool's name
     timelines.take()                                   # lines for the timeline: a sample, the slowest, and sums of all
 
-The sample is every n-th trajectory, where n follows from how many end a second. Beside it the slowest of each few
-seconds are recorded, so that bad cases can be inspected.
+The sample is every n-th trajectory, where n depends on how many trajectories end per second. In addition, the slowest
+trajectories of each time window are recorded, so that bad cases can be inspected.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from service.rollout.engine import Engine, Generation, Sampling
 from service.types import Int32s, TrajectoryId
 
 SAMPLED_A_SECOND = 2.0
-"""Trajectories a second whose calls are recorded, by all engines of a run together."""
+"""Trajectories per second whose calls are recorded, over all engines of a run."""
 WINDOW_SECONDS = 10.0
-"""How often the slowest trajectories are chosen, and the rate of the sample is set."""
+"""Length of a time window; at its end the slowest trajectories are chosen and the sampling rate is set."""
 SLOWEST = 2
-"""Slow trajectories that are recorded of each window beside the sample."""
+"""Number of slow trajectories that are recorded per window in addition to the sample."""
 MAX_CALLS = 256
-"""Maximum recorded calls of a trajectory; further ones are in its sums only."""
+"""Maximum number of recorded calls of a trajectory; further calls count only in its sums."""
 
 ENVIRONMENT = "environment"
 PARTS = ("queue", "prefill", "decode", "pause", ENVIRONMENT, "other")
-"""Parts of a trajectory's time. Where the engine reports no queue and no prefill, they count as `decode`."""
+"""Parts of a trajectory's time. If the engine does not report `queue` and `prefill`, their time counts as `decode`."""
 
 
 class Timeline:
@@ -45,9 +45,9 @@ class Timeline:
     def __init__(self, trajectory: TrajectoryId, env: str) -> None:
         self.trajectory, self.env, self.began = trajectory, env, time.monotonic()
         self.calls: list[tuple[str, float, float, dict[str, Any]]] = []
-        """(tool, seconds from `began` to the start and to the end, detail) of each call. The tool is what the
-        environment was asked for, empty for a turn of the engine, whose detail has the seconds of `queue`, `prefill`
-        and `pause` above 0, and the tokens."""
+        """(tool, seconds from `began` to the start and to the end, detail) of each call. The tool is empty for a call
+        of the engine; then the detail has the number of tokens, and those seconds of `queue`, `prefill` and `pause`
+        that are above 0."""
         self.seconds = dict.fromkeys(PARTS, 0.0)
         self.tools: list[tuple[str, float]] = []
         """(tool, seconds) of each call of the environment."""
@@ -76,14 +76,14 @@ class Timelines:
         self._open: dict[str, Timeline] = {}
         self._every = 1
         self._played = self._before = 0
-        """Trajectories that ended: in all, and before this window."""
+        """Number of trajectories that ended: in total, and before this window."""
         self._window = time.monotonic()
         self._finished = False
         self._sampled: list[Timeline] = []
         self._slowest: list[tuple[float, int, Timeline]] = []
         """A heap of (seconds, number among the trajectories of this process, trajectory)."""
         self._sums: dict[tuple[str, str], list[float]] = {}
-        """(environment, part or tool:NAME) -> number, seconds, longest."""
+        """For each (environment, part or tool:NAME): the number of calls, their seconds, and the longest one's."""
         self._parts: dict[tuple[str, str], list[float]] = {}
         self._tools: dict[tuple[str, str], list[float]] = {}
 
@@ -99,7 +99,7 @@ class Timelines:
                 del self._open[key]
 
     def generated(self, request: str, began: float, generation: Generation) -> None:
-        """Record a call of the engine that ended; a request is named `TRAJECTORY/...`."""
+        """Record a finished call of the engine; the request id begins with the trajectory's name and a slash."""
         if (line := self._open.get("/".join(request.split("/", 3)[:3]))) is None:  # the trajectory's name has 3 parts
             return
         seconds = (now := time.monotonic()) - began
@@ -109,7 +109,7 @@ class Timelines:
         line.add("", began, now, parts | {"decode": decode}, detail)
 
     def answered(self, trajectory: TrajectoryId, tool: str, began: float) -> None:
-        """Record a call of the environment that ended."""
+        """Record a finished call of the environment."""
         if (line := self._open.get(str(trajectory))) is not None:
             seconds = (now := time.monotonic()) - began
             line.tools.append((tool, seconds))

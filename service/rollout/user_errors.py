@@ -1,6 +1,7 @@
-"""Errors of users' code: each as one line with the place that raised it; exits become ordinary errors.
+"""Errors of users' code: describes each in one line with its place, and turns exits into ordinary errors.
 
-asyncio passes SystemExit and KeyboardInterrupt of any task on to its event loop, which ends with all trajectories.
+asyncio passes SystemExit and KeyboardInterrupt of any task on to its event loop. This would end the loop, and with it
+all trajectories.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from types import TracebackType
 from typing import Any
 
 MAX_CHARACTERS = 500
-"""Characters of the error's message; the rest is cut."""
+"""Maximum characters of the error's message; the rest is cut."""
 MAX_NAME_CHARACTERS = 80
 
 HERE = os.path.dirname(__file__)
@@ -45,7 +46,7 @@ def type_name(value: object) -> str:
 
 
 _CONTAINED = ContextVar("contained", default=False)
-"""True in the task that called `contain_exits`, and in all that it starts."""
+"""True in the task that called `contain_exits`, and in all tasks that it starts."""
 
 
 def contain_exits() -> None:

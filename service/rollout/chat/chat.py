@@ -30,7 +30,7 @@ from service.rollout.environment import Message
 from service.types import Int32s
 
 MARK = f"baton-marks-the-response-{secrets.token_hex(8)}"
-"""Placeholder for a response, to find the template's text after it; random, so that no message can write it."""
+"""Placeholder for a response, to find the template's text after it; random, so that no message contains it."""
 CACHED_PROMPTS = 4096
 CACHED_CHARACTERS = 4096
 """Longer messages are not cached, so that the cache stays small."""
@@ -54,12 +54,12 @@ class Chat:
         self._prompts = _cached(lambda messages: self._special_tokens.encode(self._render(messages)))
         self._deltas = _cached(lambda messages: self._special_tokens.encode(self._after_mark(messages)))
         self.end_id = self._find_end()
-        """The token that ends a turn; `conversation` appends it where the policy stopped without one."""
+        """The token that ends a turn; `conversation` appends it if the policy stopped without an end token."""
         self.end_ids: tuple[int, ...] = tuple(dict.fromkeys((self.end_id, int(tokenizer.eos_token_id))))
         """All tokens at which the engine should stop."""
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> Int32s:
-        """[P] ids of a whole prompt that ends with the template's opening of the assistant's turn."""
+        """[P] ids of a whole prompt, which ends with the template's opening of the assistant's turn."""
         if tools:
             return self._special_tokens.encode(self._render(messages, tools))
         return self._prompts(messages)
@@ -77,7 +77,7 @@ class Chat:
         """The ids of a text that the template rendered; special tokens in it are special.
 
         Raises:
-            MessagesRefused: the text holds half of a surrogate pair, which no tokenizer takes.
+            MessagesRefused: the text contains half of a surrogate pair, which no tokenizer accepts.
         """
         return self._special_tokens.encode(self._special_tokens.name(text))
 

@@ -7,7 +7,7 @@ inline     all turns form one assistant message; the observation's plain text fo
     append    ... <im_start> asst look fox <im_end> | <im_start> user 17 <im_end> <im_start> asst | answer 17 <im_end>
     inline    ... <im_start> asst look fox | 17 | answer 17 <im_end>
 
-The token that ends a turn is appended where the policy sampled none, and never trained:
+If the policy ended a turn without the end token, that token is appended, and carries no loss:
 
 sampled       appended         columns of the response
 look fox      <|im_end|>       token_ids   [look fox <|im_end|>]
@@ -32,7 +32,7 @@ Mode = Literal["append", "rerender", "inline"]
 
 
 class Response(NamedTuple):
-    """The response of one turn as columns [T]: the sampled tokens, and an appended end."""
+    """The response of one turn as columns [T]: the sampled tokens, and an appended end token if there is one."""
 
     token_ids: Int32s
     logprobs: Float32s
@@ -48,7 +48,7 @@ def as_sampled(generation: Generation) -> Response:
 
 
 def without_loss(response: Response) -> Response:
-    """The response with no loss on its tokens, because the policy alone did not sample them."""
+    """The response with no loss on its tokens, because they are not the policy's own samples."""
     none = np.full_like(response.versions, NO_VERSION)
     return response._replace(loss_mask=np.zeros_like(response.loss_mask), versions=none)
 
@@ -81,7 +81,7 @@ class Conversation:
         self._chat = chat
 
     def begin(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> Prompt:
-        """The first prompt, or a new whole prompt where the environment rewrote the history."""
+        """The first prompt, or a new whole prompt after the environment rewrote the history."""
         return Prompt(self._chat.prompt(messages, tools), whole=True)
 
     def close(self, generation: Generation, last: bool) -> Response:

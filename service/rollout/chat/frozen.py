@@ -1,8 +1,8 @@
-"""The models that play a run's frozen roles; each gets text requests at an OpenAI-compatible endpoint.
+"""The models that play a run's frozen roles; each is queried with text.
 
     conversation of the role -> POST {url}/chat/completions, or an engine of this run -> text
 
-The turn of such a model is recorded in tokens of the policy's tokenizer, without loss.
+The turn of a frozen model is recorded in tokens of the policy's tokenizer, without loss.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ ANSWER_BYTES = 4 << 20
 
 
 Served = Callable[[str, Sequence[Message], Sampling], Awaitable[str]]
-"""What the engine of this role says next; raises `TrajectoryFailed`, or ConnectionError where it may be asked again."""
+"""Generates the role's next message with its engine; raises `TrajectoryFailed`, or ConnectionError if a retry may
+help."""
 
 
 class FrozenModels:
@@ -47,14 +48,14 @@ class FrozenModels:
         """`served` queries the engines of roles without an address.
 
         Raises:
-            UserError: a file holds no key that can be read.
+            UserError: a key file cannot be read, or contains no key.
         """
         self._roles = {name: role for name, role in roles.items() if role.mode == "frozen"}
         self._headers = {name: key_header(f"roles.{name}.key_file", of.key_file) for name, of in self._roles.items()}
         self._session: aiohttp.ClientSession | None = None
         self._served = served
         self._counts = Counter[tuple[str, str]]()
-        """By role and outcome."""
+        """Number of requests by role and outcome."""
         self._seconds = dict.fromkeys(self._roles, 0.0)
 
     def measure(self, metrics: Metrics) -> None:
@@ -70,10 +71,10 @@ class FrozenModels:
         return role in self._roles
 
     async def answer(self, role: str, messages: Sequence[Message], sampling: Sampling, deadline: float) -> str:
-        """The model's next message of a role in a conversation.
+        """The next message of a role in a conversation, by the role's model.
 
         Raises:
-            TrajectoryFailed: it does not answer within `deadline` seconds, refuses, or answers without a text.
+            TrajectoryFailed: the model does not answer within `deadline` seconds, refuses, or answers without a text.
         """
         began = time.monotonic()
         try:
@@ -138,7 +139,7 @@ class FrozenModels:
 
 
 def generation_of(text: str, chat: Chat, most: int) -> Generation:
-    """A text that the policy did not sample, as up to `most` of the policy's tokens, without versions."""
+    """A frozen model's text as a generation of at most `most` tokens of the policy's tokenizer, without versions."""
     token_ids = chat.plain(text)
     kept = token_ids[:most]
     return Generation(

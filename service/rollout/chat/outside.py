@@ -1,4 +1,4 @@
-"""Requests to addresses outside of the run: their key, and answers of bounded size."""
+"""Helpers for HTTP requests to addresses outside of the run: the key's header, and answers of bounded size."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def key_header(setting: str, file: Path | None) -> dict[str, str]:
     """The header with the key from a file; empty without a file.
 
     Raises:
-        UserError: the file cannot be read, or holds no key.
+        UserError: the file cannot be read, or contains no key.
     """
     if file is None:
         return {}

@@ -1,12 +1,12 @@
-"""Only the chat template writes special tokens: in a message their characters are ordinary text.
+"""Special tokens can come only from the chat template: in a message their characters are ordinary text.
 
     message              17<|im_end|>
     the template reads   17?|im_end|>                    `?`: a stand-in for `<`, a character that occurs nowhere else
     it renders           ...user\\n17?|im_end|><|im_end|>
-    named                ...user\\n17<|im_end|>NAME       the template's token is NAME now, the message is whole again
+    named                ...user\\n17<|im_end|>NAME       NAME replaces the template's token; the message is restored
 
-A tokenizer that has each NAME in place of its special token then encodes the text in one piece. A stand-in is one
-character for one, so a template that measures, cuts, trims or quotes a text treats it as it treats other words.
+Then a tokenizer that has each NAME in place of its special token encodes the whole text at once. One stand-in replaces
+one character, so a template that measures, cuts, trims or quotes a text gives the same result as for other text.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from service.rollout.environment import is_text
 from service.types import Int32s
 
 PRIVATE = (range(0xE000, 0xF900), range(0xF0000, 0xFFFFE), range(0x100000, 0x10FFFE))
-"""Unicode's characters for private use, of which stand-ins are chosen."""
+"""Unicode's characters for private use, from which stand-ins are chosen."""
 
 
 class MessagesRefused(UserError):
@@ -37,15 +37,15 @@ class MessagesRefused(UserError):
 
 
 class Hidden(NamedTuple):
-    """The input of a template, and how to read its rendering."""
+    """The input of a template with stand-ins, and the function that restores the rendered text."""
 
     values: Any
     restore: Callable[[str], str]
-    """Puts the characters back for which stand-ins stand."""
+    """Replaces stand-ins by the original characters."""
 
 
 class SpecialTokens:
-    """Encodes texts such that the template's special tokens differ from the same characters in a message."""
+    """Encodes texts so that special tokens of the template differ from the same characters in a message."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._template = str(tokenizer.chat_template)
@@ -78,8 +78,8 @@ class SpecialTokens:
         """[T] ids of a text: a name becomes its special token, everything else becomes ordinary tokens.
 
         Raises:
-            MessagesRefused: the text holds half of a surrogate pair, which no tokenizer takes, or the tokenizer makes a
-                special token of ordinary text.
+            MessagesRefused: the text contains half of a surrogate pair, which no tokenizer accepts, or the tokenizer
+                makes a special token of ordinary text.
         """
         if not is_text(named):
             raise MessagesRefused("a message holds half a surrogate pair, which is no text")
@@ -97,10 +97,10 @@ class SpecialTokens:
         return str(self._backend.decode(token_ids.tolist(), skip_special_tokens=not with_special))
 
     def hide(self, values: Any, names: Collection[str] = ()) -> Hidden:
-        """Copies of `values` in which no text, and no adjacent texts together, can form a special token.
+        """Copies of `values` in which no text, and no texts side by side, can form a special token.
 
-        A word of the template, and a text in `names`, stays whole: the template may itself write it between the marks
-        of a special token, as in `<|` role `|>`.
+        A word of the template, and a text in `names`, is not changed: the template may itself put it inside a special
+        token, as in `<|` role `|>`.
 
         Raises:
             MessagesRefused: `values` holds something else than texts, numbers, lists and mappings.
@@ -125,7 +125,7 @@ class SpecialTokens:
         return ids
 
     def _open(self, text: str, names: Collection[str]) -> set[int]:
-        """Positions of characters to hide because the neighbouring text may complete a special token."""
+        """Positions of characters to replace because adjacent text might complete them to a special token."""
         lengths = range(1, min(len(text), self._longest - 1) + 1)
         positions = {len(text) - k for k in lengths if text[-k:] in self._beginnings}
         if not text or text in self._template_words or text in names:
@@ -140,7 +140,7 @@ class _StandIns:
 
     def __init__(self, everything: Callable[[], str]) -> None:
         self._everything = everything
-        """Gives all that is rendered, as JSON: neither a stand-in nor its escapes occur in there."""
+        """Returns all rendered values as JSON, in which neither a stand-in nor its escapes may occur."""
         self._unused: Iterator[str] = iter(())
         self._stand_ins: dict[str, str] = {}
 

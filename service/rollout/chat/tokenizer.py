@@ -29,7 +29,7 @@ CHAT_TEMPLATE = (
 
 
 def make_tokenizer(folder: Path, vocabulary: Sequence[str]) -> None:
-    """Write a word-level tokenizer with a chat template to a folder; ids in the order special tokens, roles, words."""
+    """Write a word-level tokenizer with a chat template; its ids number special tokens, then roles, then words."""
     words = list(dict.fromkeys((*SPECIALS, *ROLES, *vocabulary)))
     backend = Tokenizer(WordLevel({word: i for i, word in enumerate(words)}, unk_token=UNKNOWN))
     backend.pre_tokenizer = WhitespaceSplit()
@@ -43,7 +43,7 @@ def make_tokenizer(folder: Path, vocabulary: Sequence[str]) -> None:
 
 
 def make_byte_tokenizer(folder: Path) -> None:
-    """Write a tokenizer whose tokens are bytes, with a chat template that leaves out tools."""
+    """Write a tokenizer whose tokens are bytes, with a chat template that does not render tools."""
     backend = Tokenizer(BPE({letter: i for i, letter in enumerate(sorted(ByteLevel.alphabet()))}, []))
     backend.pre_tokenizer, backend.decoder = ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     backend.add_special_tokens([AddedToken(word, special=True, normalized=False) for word in SPECIALS])

@@ -20,7 +20,7 @@ from service.rollout.environment import Message, StepResult, tagged
 Tool = Callable[..., Awaitable[str]]
 
 MAX_DEPTH = 64
-"""Objects and lists inside each other: what writes, compares or renders a deeper value would fail on the way."""
+"""Maximum depth of nested objects and lists; code that writes, compares or renders deeper values would fail."""
 
 
 class ToolCall(NamedTuple):
@@ -42,7 +42,7 @@ def tool_calls(text: str) -> list[ToolCall | BadCall]:
 
 
 def read_call(written: str) -> ToolCall | BadCall:
-    """Parse the call between two tags."""
+    """Parse the text between `<tool_call>` and `</tool_call>`."""
     try:
         call = read_json(written)
     except ValueError as error:

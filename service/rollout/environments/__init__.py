@@ -1,1 +1,1 @@
-"""Environments by name, isolated or not, and the adapters to other libraries."""
+"""Finds environments by name; adapters to environments of other libraries."""

@@ -5,11 +5,11 @@
     env.name: reasoning_gym/chain_sum     procedural tasks (the extra `reasoning-gym`): one question, partial credit
     env.options: {min_terms: 2, max_terms: 3}
 
-With skyrl-gym a row's columns become the environment's `extras`. Its post-processed action does not replace the
-policy's response: the tokens stay those that were sampled, and `rewritten_actions` counts the cases.
+With skyrl-gym a row's columns become the environment's `extras`. If the environment post-processes an action, the
+policy's response keeps the sampled tokens, and `rewritten_actions` counts the case.
 
-With reasoning-gym a row's `extra_info` holds the dataset's seed and size and the question's index; `rows` makes such
-rows. The answer is the text in `<answer>`, or the whole text without the tag.
+With reasoning-gym a row's `extra_info` contains the dataset's seed and size and the question's index; `rows` makes such
+rows. The answer is the text in `<answer>`, or the whole text if there is no such tag.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ P = ParamSpec("P")
 
 
 class OwnThread:
-    """A separate thread, so that a hanging call blocks no thread of the engine or another episode."""
+    """A thread for one episode, so that a hanging call blocks neither the engine nor other episodes."""
 
     def __init__(self) -> None:
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="environment")
 
     async def call(self, function: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
-        """Call in the thread; also waits for a cancelled call, so that a hanging thread is noticed."""
+        """Call a function in the thread; waits for its end even when cancelled, so that a hanging thread is noticed."""
         loop = asyncio.get_running_loop()
         answer = loop.run_in_executor(self._executor, partial(function, *arguments, **named))
         try:
@@ -83,7 +83,7 @@ class SkyRLGym:
         return [Message(role=message["role"], content=message["content"]) for message in messages]
 
     async def step(self, text: str) -> StepResult:
-        """One action; the environment's own metrics become the `info` of the last step."""
+        """Make one action; the environment's own metrics become the `info` of the last step."""
         result = await self._thread.call(self._env.step, text)
         done = bool(result["done"])
         metrics = await self._thread.call(self._env.get_metrics) if done else {}
@@ -129,7 +129,7 @@ class ReasoningGym:
         self._thread = OwnThread()
 
     async def reset(self, task: Task, seed: int) -> Sequence[Message]:
-        """Generate the question again and compare it with the row's."""
+        """Generate the question again, and check that it is equal to the row's question."""
         extra = task.extra_info
         self._dataset = _dataset(self._name, int(extra["seed"]), int(extra["size"]), self._options)
         self._entry = await self._thread.call(self._dataset.__getitem__, int(extra["index"]))

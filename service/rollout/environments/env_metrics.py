@@ -17,7 +17,7 @@ from service.observe.metrics_table import MAX_INFO_NAMES
 TRAJECTORIES = "trajectories"
 
 Sums = dict[str, dict[str, float]]
-"""Environment -> name in its `info` -> sum over trajectories, and the number of trajectories."""
+"""By environment: the sum over trajectories of each name in `info`, and the number of `trajectories`."""
 
 
 class EnvMetrics:

@@ -41,7 +41,7 @@ ADAPTERS = {
     "reasoning_gym": "service.rollout.environments.adapters:ReasoningGym",
     "skyrl_gym": "service.rollout.environments.adapters:SkyRLGym",
 }
-"""By the part of the name before the slash; the part after it is the adapter's first argument."""
+"""Adapters by the part of a name before its slash; the part after the slash is the adapter's first argument."""
 
 
 def make_environment(name: str, options: Options, trusted_modules: Sequence[str] = ()) -> Environment:
@@ -82,8 +82,8 @@ def environment_class(name: str, trusted_modules: Sequence[str] = ()) -> Callabl
 
 @cache
 def registered() -> Mapping[str, str]:
-    """Name -> `module:Class` of the environments that installed packages register; cached, because every trajectory
-    asks."""
+    """`module:Class` by name, of the environments that installed packages register; cached, because every trajectory
+    needs it."""
     return {point.name: point.value for point in entry_points(group=GROUP)}
 
 

@@ -18,7 +18,7 @@ BACKOFF = Backoff(0.2)
 
 
 class RetrievalFailed(Exception):
-    """The server did not answer, or its answer holds no passages."""
+    """The server did not answer, or its answer contains no passages."""
 
 
 class RetrievalClient:
@@ -32,7 +32,7 @@ class RetrievalClient:
         """The contents of the `topk` nearest passages, nearest first.
 
         Raises:
-            RetrievalFailed: the server refuses the query, or answers none of `ATTEMPTS` attempts.
+            RetrievalFailed: the server refuses the query, or all `ATTEMPTS` attempts fail.
         """
         question = {"queries": [query], "topk": topk, "return_scores": True}
         errors = aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, TimeoutError

@@ -5,8 +5,8 @@
 
 `prompt` is required (a plain text is one user message). verl's `reward_model` is read as `reward_spec`. `uid` names the
 row in logs and journals; the default is the file's name and the row's number. `tools` (JSON schemas) go into the chat
-template, and `temperature` replaces the configured one. All other columns join `extra_info`. Texts, depth and size of a
-row are checked as those of an environment's answers are.
+template, and `temperature` replaces the configured one. All other columns are added to `extra_info`. A row's texts,
+depth and size have the same limits as an environment's answers.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from service.rollout.environment import Message, Task, is_text
 from service.rollout.plain_values import Copier, NotPlain
 
 ENCODED = frozenset({"uid", "prompt", "env_class", "tools"})
-"""Columns whose texts go into prompts, logs and journals: UTF-8 has to encode them."""
+"""Columns whose texts go into prompts, logs and journals, and so must be valid UTF-8."""
 COLUMN_CHARACTERS = 1 << 24
 """Maximum characters of one column of a row."""
 COLUMN_TYPES = (bytes, date, time, timedelta, Decimal)
-"""Types of parquet columns beside those of JSON."""
+"""Types of parquet values that are allowed besides those of JSON."""
 MAX_UID_LENGTH = 512
-"""Characters; a message to the buffer has the uid of every step in its header, whose size is limited."""
+"""Maximum characters of a uid; a message to the buffer has the uid of every step in its header of limited size."""
 
 
 def load_tasks(path: Path) -> list[Task]:
@@ -51,10 +51,10 @@ def load_tasks(path: Path) -> list[Task]:
 
 
 def task_of(tasks: Sequence[Task], uid: str, row: int) -> Task:
-    """The task of a row; checks that its prompt is `uid`.
+    """The task of a row; checks that the row has the uid `uid`.
 
     Raises:
-        RunFailed: it is another one.
+        RunFailed: the row has another uid.
     """
     if tasks[row].uid != uid:
         named = f"row {row} of the dataset is {tasks[row].uid}, but the buffer means {uid}"
@@ -137,7 +137,7 @@ def _read_jsonl(path: Path) -> list[Any]:
 
 
 class _Columns(msgspec.Struct):
-    """The columns with a meaning of their own."""
+    """The columns that Baton reads; other columns are added to `extra_info`."""
 
     prompt: str | list[Message]
     uid: Annotated[str, msgspec.Meta(max_length=MAX_UID_LENGTH)] | None = None

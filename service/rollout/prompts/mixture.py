@@ -1,8 +1,8 @@
 """Several datasets mixed into one, in proportion to their weights.
 
-An epoch holds every row at least once. With `a` of 4 rows and weight 1, and `b` of 2 rows and weight 3:
+An epoch contains every row at least once. With `a` of 4 rows and weight 1, and `b` of 2 rows and weight 3:
 
-    fractions 1/4 and 3/4; the 4 rows of `a` are 1/4 of the epoch, which has 16 rows: `a` once, `b` six times over
+    fractions 1/4 and 3/4; the 4 rows of `a` are 1/4 of an epoch of 16 rows: each row of `a` once, of `b` six times
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from service.rollout.prompts.published import read_published
 EVAL_SEED = 1 << 32
 """Added to the seed of synthetic evaluation rows, so that they differ from the training rows."""
 MAX_REPETITIONS = 100
-"""Maximum rows of an epoch, as a multiple of all datasets' rows; beyond that the weights are taken for a mistake."""
+"""Maximum rows of an epoch, as a multiple of all datasets' rows; weights that need more are refused as a mistake."""
 
 
 def train_file(data: DataConfig, env: EnvConfig, folder: Path, seed: int) -> Path:
@@ -72,7 +72,7 @@ def mixed_rows(parts: Mapping[str, MixturePart], columns: ColumnsConfig | None =
     """The rows of one epoch, evenly interleaved; uids become `<set>/<uid>`, plus a count if a row repeats.
 
     Raises:
-        UserError: a dataset is malformed, or the weights ask for too many repetitions.
+        UserError: a dataset is malformed, or the weights need too many repetitions.
     """
     rows = {name: read_published(part.path, columns) for name, part in parts.items()}
     uids = {name: [task.uid for task in tasks_of(rows[name], part.path)] for name, part in parts.items()}

@@ -1,4 +1,4 @@
-"""Rows of published files, whose columns have other names: `data.columns` says which are prompt and right answer.
+"""Reads published datasets with other column names: `data.columns` names the columns of the prompt and the answer.
 
 with {prompt: question, ground_truth: answer, answer: hashes}, a row of GSM8K
 
@@ -20,7 +20,7 @@ BOX = "\\boxed{"
 
 
 def read_published(path: Path, columns: ColumnsConfig | None) -> list[Any]:
-    """The rows of a file with the columns that Baton reads; a row that has these already stays as it is.
+    """The rows of a file with the columns that Baton reads; a row that already has these columns is not changed.
 
     Raises:
         UserError: the file cannot be read, or a row lacks a column or its answer.
@@ -57,7 +57,7 @@ def _row(row: Any, columns: ColumnsConfig, where: str) -> Any:
 
 
 def after_hashes(text: str) -> str | None:
-    """What follows the last `####`; None without it.
+    """The text after the last `####`; None if there is none.
 
     >>> after_hashes("2 + 3 = 5 #### 5")
     '5'

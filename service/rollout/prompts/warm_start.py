@@ -15,7 +15,7 @@ from service.types import NO_VERSION, Int32s, SupervisedRow
 
 
 class _Turn(NamedTuple):
-    """The messages before an assistant's message, and its text."""
+    """One message of the assistant, and the messages before it."""
 
     messages: list[Message]
     text: str
