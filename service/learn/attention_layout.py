@@ -1,4 +1,4 @@
-"""How attention computes rows on one token axis, with or without shared prefixes.
+"""Layout of attention: how it is computed for rows on one token axis, with or without shared prefixes.
 
 Axes: `N` tokens of the rows, `S` slots of the model's input (fewer than `N` where rows share a prefix), `B` tokens of
 a bucket.
@@ -18,9 +18,9 @@ from service.learn.distinct import Branch, DistinctTokens
 from service.types import Int64s
 
 CALL_COST = 256 * 256
-"""Entries of an attention matrix that cost about as much as one more call of the attention kernel."""
+"""Entries of an attention matrix that take about as much time as one more call of the attention kernel."""
 LONG_RUN = 64
-"""Tokens from which a run of shared prefixes has a call of its own on CPU, because copies into lines cost more."""
+"""Length from which a run of the prefix tree has its own kernel call on CPU; copying it to a bucket would be slower."""
 
 
 def to_device(array: NDArray[Any], device: torch.device) -> Tensor:
@@ -38,14 +38,14 @@ def positions_in_rows(lengths_R: Int64s) -> Int64s:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Rows of similar length that one call of the attention kernel computes as padded lines."""
+    """Rows of similar length, padded to lines of one width, which one call of the attention kernel computes."""
 
     rows: int
     width: int
     token_B: Tensor | None
     """Index of the bucket's tokens on the packed axis; None if they are all tokens, in order."""
     slot_B: Tensor
-    """Slot of the same tokens among `rows * width`."""
+    """Position of each of the bucket's tokens among its `rows * width` slots."""
 
     @staticmethod
     def of(bounds: Int64s, rows: Int64s, device: torch.device) -> Bucket:
@@ -60,7 +60,7 @@ class Bucket:
 
 
 class Paths(NamedTuple):
-    """Shared prefixes for the variable-length kernel: a row's new tokens attend to the whole row, aligned at its end.
+    """Shared prefixes for the variable-length kernel: the queries are a row's new tokens, the keys its whole row.
 
     Rows 1 2 3 and 1 2 5 6: queries 1 2 3 | 5 6, keys 1 2 3 | 1 2 5 6.
     """
@@ -72,7 +72,8 @@ class Paths(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Queries in consecutive slots that attend to keys in consecutive slots: to all, or causally to their own."""
+    """A part of attention: queries in consecutive slots that attend to all keys in other slots, or causally to their
+    own."""
 
     queries: slice
     keys: slice
@@ -87,8 +88,8 @@ class Packing:
 
         cu_seqlens [0 3 5 9]  ->  lengths 3 2 4  ->  one bucket of 3 rows, 4 wide; slot_B 0 1 2 | 4 5 | 8 9 10 11
 
-    With shared prefixes these are the bounds of each row's new tokens (`paths`), or of the runs between which rows
-    part (`shared`).
+    With shared prefixes the bounds are those of each row's new tokens (`paths`), or of the runs of the prefix tree
+    (`shared`).
     """
 
     cu_seqlens: Tensor
@@ -99,7 +100,7 @@ class Packing:
     """Index of each packed token in the concatenation of all buckets; None if there is one bucket."""
     paths: Paths | None = None
     shared: tuple[Part, ...] = ()
-    """Parts of attention beside the buckets."""
+    """Further parts of attention, in addition to the buckets."""
 
     @staticmethod
     def of(offsets_R: Int64s, device: torch.device, variable_length: bool = False) -> Packing:
@@ -139,7 +140,7 @@ def _of_paths(slot_N: Int64s, row_R: Int64s, offsets_R: Int64s, device: torch.de
 
 
 def _of_runs(branches: list[Branch], n_slots: int, device: torch.device) -> Packing:
-    """A packing in which every run attends to itself (short runs in buckets), and descendants attend to the run."""
+    """A packing in which the tokens of every run attend to the run itself, and its descendants attend to it."""
     bounds = np.array([*(branch.start for branch in branches), n_slots])
     short = np.flatnonzero(np.diff(bounds) < LONG_RUN)
     own = [slice(run.start, run.stop) for run in branches if run.stop - run.start >= LONG_RUN]
@@ -160,7 +161,7 @@ def _buckets(bounds: Int64s, rows: Int64s, device: torch.device) -> tuple[Bucket
 
 
 def _rows_of_similar_length(lengths_R: Int64s) -> list[list[int]]:
-    """Rows by falling length, in groups; a new group begins where padding would cost more than another kernel call.
+    """Rows sorted from long to short, in groups; a new group begins where padding would cost more than a kernel call.
 
     Lengths 3 2 900 4 -> [[2], [3, 0, 1]]
     """

@@ -1,12 +1,12 @@
-"""Checkpoints of a learner: every rank writes the rows that it holds, and reads the rows that it needs.
+"""Checkpoints of a learner: every rank writes the rows of its shard, and reads the rows that it needs.
 
     learner.json                            step, number of ranks, kinds of frozen weights, shapes
     rank_0_of_2.safetensors                 weights/<name>, exp_avg/<name>, exp_avg_sq/<name>, reference/<name>, ...
     rank_1_of_2.safetensors                 ... and in each header the metadata of learner.json again
 
-Shards are chunks of dimension 0, so a group of another size finds its rows in the files that hold them. No rank waits
-for another: a checkpoint is whole when every rank has finished its part. If the metadata in a part's header differ from
-learner.json, a save into the same folder was cut off.
+Shards are chunks of dimension 0, so another number of ranks can read its rows from the files that have them. No rank
+waits for another: a checkpoint is complete when every rank has finished its part. If the metadata in a part's header
+differ from learner.json, a save into the same folder was interrupted.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ METADATA_FILE = "learner.json"
 
 
 class CheckpointMetadata(BaseModel):
-    """Metadata of a checkpoint: what `learner.json` and the header of every part hold."""
+    """Metadata of a checkpoint, as in `learner.json` and in the header of every part."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     steps: int = Field(ge=0)
-    """Optimizer steps that the weights have had."""
+    """Number of optimizer steps that made the weights."""
     frozen: dict[Literal["proximal", "reference"], int]
     """Optimizer steps of the policy when each kind of frozen weights was copied."""
     shapes: dict[str, tuple[int, ...]]
     """Shape of each whole weight, by name."""
     base: Base | None = None
-    """The model that the weights are an adapter of; None: they are all weights of a model."""
+    """The base model, if the weights are those of an adapter; None: they are all weights of a model."""
     alpha: float | None = None
-    """`model.lora.alpha` of the adapter, which no shape shows; None: unknown, or there is no adapter."""
+    """`model.lora.alpha` of the adapter, which its shapes do not determine; None: unknown, or there is no adapter."""
     world_size: int = Field(ge=1)
-    """Ranks that wrote the checkpoint: those of one copy of the policy."""
+    """Number of ranks that wrote the checkpoint, which are those of one copy of the policy."""
 
     def text(self) -> str:
         """The metadata as written to disk; without a base the format is the same as before adapters existed."""
@@ -122,7 +122,7 @@ def check_parts(
     weights.
 
     Raises:
-        UserError: the checkpoint is another model's, or a part is damaged or of another save.
+        UserError: the checkpoint belongs to another model, or a part is damaged or from another save.
     """
     if (metadata.base is None) != (base is None):
         held, trained = ("all weights", "an adapter") if metadata.base is None else ("an adapter", "all weights")
@@ -170,7 +170,7 @@ def _shapes_of_part(metadata: CheckpointMetadata, writer: int) -> dict[str, tupl
 def read_parts(
     folder: Path, wanted: Mapping[str, Tensor], metadata: CheckpointMetadata, rank: int, world_size: int
 ) -> None:
-    """Fill each tensor, named kind/weight, with this rank's rows from the parts that hold them."""
+    """Fill each tensor, named kind/weight, with this rank's rows from the parts that contain them."""
     with ExitStack() as stack:
         files = [_opened(folder / name, stack) for name in metadata.parts]
         for name, tensor in wanted.items():

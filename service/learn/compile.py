@@ -1,4 +1,4 @@
-"""What is compiled: small functions of elementwise operations, the decoder layers, and Liger's fused kernels."""
+"""Compilation: of small elementwise functions and of the decoder layers; and Liger's fused kernels."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ def on_gpu(device: torch.device) -> bool:
 
 
 def compiled_on_gpu(function: Function) -> Function:
-    """Decorator: compile the function on CUDA, where each pass over memory costs time; on CPU run it unchanged.
+    """Decorator: compile the function for CUDA tensors, to save passes over memory; for CPU tensors run it unchanged.
 
-    The first argument must be a tensor. The plain function stays at `__wrapped__`.
+    The first argument must be a tensor. The plain function is available as `__wrapped__`.
     """
 
     @cache
@@ -87,9 +87,9 @@ def compiles_layers(
     """`trainer.compile` if set; otherwise whether the layers are dense bfloat16 layers on a GPU with a working
     compiler.
 
-    The device None is a GPU of another machine, whose compiler is assumed to work. Such layers share one compiled
-    graph for every number of tokens. Layers that replay the experts of each token would not, nor would float32 ones,
-    whose attention computes another number of buckets for every micro-batch.
+    The device None is a GPU of another machine, whose compiler is assumed to work. Dense bfloat16 layers have one
+    compiled graph for every number of tokens. Layers that replay the experts of each token would need several graphs,
+    and so would float32 layers, in which the number of attention buckets changes with every micro-batch.
     """
     if trainer.compile is not None:
         return trainer.compile
@@ -100,15 +100,15 @@ def compiles_layers(
 
 
 def memory_budget(recompute_elementwise: bool) -> float:
-    """Torch's setting of how much compiled layers keep: 1 is fastest; below 1 they recompute elementwise results, and
-    other results if that does not suffice."""
+    """Torch's setting for how much compiled layers keep in memory: 1 is fastest; below 1 they recompute elementwise
+    results, and further results if that does not save enough."""
     return 0.9 if recompute_elementwise else 1.0
 
 
 def compile_layers(model: PreTrainedModel, trainer: TrainerConfig, recompute_elementwise: bool = False) -> None:
     """Replace modules by Liger's fused kernels and compile the decoder layers, as configured.
 
-    `recompute_elementwise`: what the backward pass can compute again by elementwise operations is not kept for it.
+    `recompute_elementwise`: the backward pass recomputes results of elementwise operations instead of keeping them.
 
     Raises:
         UserError: `trainer.fused_kernels` is set and Liger is not installed.

@@ -7,7 +7,7 @@ Two rows of trajectory 4, two tokens of which carry loss:
     loss_token_M     2 7                      trajectory_M          4 4
     state_M          1 6                      token_ids_M           7 9
 
-`state_M` depends on the layout, in which the two states that predict 7 may be one.
+`state_M` depends on the layout: with shared prefixes, one state predicts the 7 of both rows.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from service.types import NO_VERSION, ROUTE_NATIVELY, MicroBatch, SupervisedRow
 
 
 class DeviceSettings(NamedTuple):
-    """The device of micro-batches, and how they are computed there."""
+    """The device of micro-batches, and settings of the computation on it."""
 
     device: torch.device
     dtype: torch.dtype
@@ -63,7 +63,7 @@ class DeviceBatch(NamedTuple):
     temperature_R: Tensor
     trajectory_of_row_R: Tensor
     teacher_logprob_M: Tensor | None
-    """Log-probability of the token under its teacher; NaN where it has none; None where no token has."""
+    """Log-probability of each token under its teacher; NaN for a token without a teacher; None if no token has one."""
     turn_M: Tensor | None
     """Each loss token's turn, as an index into the mini-batch's `turn_advantage_X`; None without credit by turn."""
 
@@ -117,12 +117,12 @@ class DeviceBatch(NamedTuple):
         )
 
     def trajectory_to_tokens(self, value_G: Tensor) -> Tensor:
-        """[G] -> [M]: each loss token takes its trajectory's value."""
+        """[G] -> [M]: each loss token gets its trajectory's value."""
         value_N = expand_to_tokens(value_G, self.trajectory_of_row_R, self.row_of_token_N, self.loss_mask_N)
         return value_N.index_select(0, self.loss_token_M)
 
     def row_to_tokens(self, value_R: Tensor) -> Tensor:
-        """[R] -> [M]: each loss token takes its row's value."""
+        """[R] -> [M]: each loss token gets its row's value."""
         return value_R.index_select(0, self.row_of_token_N.index_select(0, self.loss_token_M))
 
     @property
@@ -138,7 +138,7 @@ class DeviceBatch(NamedTuple):
 
 
 def unsampled_micro_batch(rows: Sequence[SupervisedRow]) -> MicroBatch:
-    """Rows that no policy sampled as a micro-batch without trajectories and log-probabilities."""
+    """A micro-batch of demonstrations, which has no trajectories and no log-probabilities."""
     lengths = [len(row.token_ids) for row in rows]
     n_tokens = sum(lengths)
     return MicroBatch(

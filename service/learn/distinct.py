@@ -4,7 +4,7 @@
     row 1   1 2 3            shared with before      0       3       2
     row 2   1 2 7 8          new tokens          1 2 3       4     7 8
 
-    slot_N      0 1 2 3 | 0 1 2 | 0 1 4 5        where each token of the rows lies among the distinct ones
+    slot_N      0 1 2 3 | 0 1 2 | 0 1 4 5        for each token of the rows, its number among the distinct tokens
     position_U  0 1 2 3 2 3                      the position of each distinct token in its rows
 
 Axes: `R` rows, `N` their tokens, `U` distinct tokens, in depth-first order of the tree of prefixes.
@@ -24,7 +24,7 @@ class DistinctTokens(NamedTuple):
     """Positions of the distinct tokens of rows."""
 
     slot_N: Int64s
-    """The distinct token that each token of the rows is."""
+    """For each token of the rows, its number among the distinct tokens."""
     position_U: Int64s
 
     @staticmethod
@@ -42,9 +42,9 @@ class DistinctTokens(NamedTuple):
         return DistinctTokens(slot_N, np.concatenate(positions))
 
     def branches(self) -> list[Branch]:
-        """The runs of the prefix tree, each with the tokens below it; a run ends where rows diverge.
+        """The runs of the prefix tree, each with the range of tokens below it; a run ends where rows diverge.
 
-        In the module's example 0:2 with 2:6 below it, 2:4 and 4:6 with nothing.
+        In the module's example: the run 0:2 has the tokens 2:6 below it; the runs 2:4 and 4:6 have none.
         """
         position_U, n_distinct = self.position_U, len(self.position_U)
         if not n_distinct:

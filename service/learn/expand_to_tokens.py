@@ -1,4 +1,4 @@
-"""A scalar per trajectory, expanded to tokens on the device.
+"""Expands a scalar per trajectory to the trajectory's tokens, on the device.
 
     advantage_G           [ 0.5          -1.0 ]
     trajectory_of_row_R   [ 0      0       1  ]          two rows of trajectory 0, one of trajectory 1
@@ -7,7 +7,7 @@
     loss_mask_N           [ 0 0 1  0 1     0 1 1]        each row's own mask
     result_N              [ 0 0 .5 0 .5    0 -1 -1]
 
-Nothing here waits for the device: the number of tokens is known on the host.
+No function here waits for the device, because the host knows the number of tokens.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ def row_of_token(cu_seqlens: Tensor, n_tokens: int) -> Tensor:
 def expand_to_tokens(
     value_G: Tensor, trajectory_of_row_R: Tensor, row_of_token_N: Tensor, loss_mask_N: Tensor
 ) -> Tensor:
-    """[G] -> [N]: each token takes the value of its row's trajectory where the row's own mask is set, else 0.
+    """[G] -> [N]: each token gets the value of its row's trajectory if the loss mask is set, else 0.
 
-    Tokens of a dummy row take 0.
+    Tokens of a dummy row get 0.
     """
     value_R = value_G.index_select(0, trajectory_of_row_R.clamp(min=0))
     value_R = torch.where(trajectory_of_row_R >= 0, value_R, 0)

@@ -7,12 +7,12 @@ Two rows, `1 2 3` and `1 2 5 6`, in the three layouts (`trainer.layout`):
                     1 2 5 6
     shared_prefix   1 2 3 5 6          slot_N 0 1 2 0 1 3 4      a token attends to those before it in its rows
 
-`slot_N` is the slot of each packed token in the input, axis `S`. The state of a token that several rows share has one
-slot: it predicts the next token of each of them.
+`slot_N` is the slot of each packed token in the input, axis `S`. A token that several rows share has one slot; its
+state predicts the next token of each of these rows.
 
 With sequence parallelism (`service.learn.sequence_parallel`) each rank of a group has a slice of the slots:
 
-    rank 0 of 2     1 2 3 1            slots 0 1 2 3      `slot_N` counts the slots of all slices; 0 fills the last one
+    rank 0 of 2     1 2 3 1            slots 0 1 2 3      `slot_N` counts the slots of all slices; 0 pads the last one
     rank 1 of 2     2 5 6 0            slots 4 5 6 7
 """
 
@@ -36,7 +36,7 @@ class Layout(NamedTuple):
     """Positions of the tokens of one micro-batch in the model's input."""
 
     shape: tuple[int, int]
-    """Lines of this rank's input, slots of a line."""
+    """Number of lines of this rank's input, and of slots per line."""
     slot_N: Int64s
     attention: dict[str, Any]
     """Arguments of the model from which its attention is computed."""
@@ -47,7 +47,7 @@ class Layout(NamedTuple):
     def of(
         kind: str, micro: MicroBatch, device: torch.device, variable_length: bool = False, part: Slice = WHOLE
     ) -> Layout:
-        """The plan of a layout by its name; `variable_length`: for the variable-length attention kernel.
+        """The positions for the layout with this name; `variable_length`: for the variable-length attention kernel.
 
         If no rows share a prefix, and on a GPU without the kernel, `shared_prefix` means `packed`. `part`: this rank's
         slice of the slots.

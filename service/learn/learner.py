@@ -1,6 +1,6 @@
-"""The trainer without Ray: one rank's part of mini-batches in, optimizer steps and weights out.
+"""The trainer without Ray: takes one rank's part of each mini-batch, makes optimizer steps, returns weights.
 
-    before            log-probabilities under fixed weights, where the configuration needs them
+    before            log-probabilities under fixed weights, if the configuration needs them
     for micro-batch:  forward -> loss -> backward                 (nothing waits for the device)
     then              collect sums and gradient norm -> finite? -> clip -> optimizer.step
 
@@ -34,7 +34,7 @@ class StepReport(NamedTuple):
 
     applied: bool
     reason: str | None
-    """Why no optimizer step was taken; None when it was."""
+    """Why no optimizer step was taken; None if it was taken."""
     metrics: dict[str, float]
 
 
@@ -50,7 +50,7 @@ class Learner:
         world_size: int,
         policy: Policy | None = None,
     ) -> None:
-        """`policy`: an existing policy to train, instead of loading the folder's."""
+        """`policy`: an existing policy to train; None: the policy is loaded from the folder."""
         self._trainer, self._max_steps = settings.trainer, settings.max_steps
         self.policy = policy or Policy(settings, Path(model_folder), device, rank, world_size)
         self._objective = Objective(settings, device, self.policy.accumulation_dtype, self.policy.slice.group)
@@ -58,12 +58,12 @@ class Learner:
         self._optimizer = Optimizer(self.policy.master_weights, self._trainer.betas, self._trainer.weight_decay)
         self._writer = CheckpointWriter(self.policy.shard, self.policy.n_shards)
         self.began: Callable[[str], None] = lambda part: None
-        """Called when a part of a step begins after the gradient: `optimizer`."""
+        """Called with `optimizer` when the gradient is complete and the optimizer step begins."""
         self.steps = 0
         """Optimizer steps applied so far."""
 
     def step(self, batch: MiniBatch) -> StepReport:
-        """Take exactly one optimizer step over this rank's micro-batches, or none, with the reason."""
+        """Take one optimizer step on this rank's micro-batches; if loss or gradient are not finite, take none."""
         n_tokens = int(batch.loss_tokens_G.sum())
         if n_tokens == 0:
             return StepReport(False, "no token of the mini-batch carries loss", {})
@@ -155,7 +155,7 @@ class Learner:
         """Resume from a checkpoint, possibly written by another number of ranks; every rank must call.
 
         Raises:
-            UserError: the checkpoint is damaged, not whole or another model's; the learner is as it was.
+            UserError: the checkpoint is damaged, incomplete or of another model; the learner is unchanged.
         """
         metadata = read_metadata(folder)
         check_parts(folder, metadata, self._shapes(), self.policy.base, self.policy.alpha)

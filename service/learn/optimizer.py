@@ -12,11 +12,11 @@ from service.config.learn import TrainerConfig
 from service.learn.model.master_weights import MasterWeights
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-"""Adam's state of each weight."""
+"""Names of Adam's two moments of each weight."""
 
 
 class Optimizer:
-    """AdamW; each step gets its learning rate."""
+    """AdamW; the learning rate is an argument of each step."""
 
     def __init__(self, master_weights: MasterWeights, betas: tuple[float, float], weight_decay: float) -> None:
         self._master_weights = master_weights
@@ -47,7 +47,7 @@ class Optimizer:
         return moments
 
     def set_steps(self, steps: int) -> None:
-        """Set the number of past steps for bias correction."""
+        """Set the number of past steps, on which Adam's bias correction depends."""
         for state in self._adam.state.values():
             state["step"].fill_(steps)
 

@@ -12,14 +12,14 @@ from torch.profiler import ProfilerActivity, profile
 
 
 class StepProfile:
-    """Records the next optimizer steps; then `file` is a Chrome trace, compressed by gzip."""
+    """Records the next optimizer steps; after the last one `file` is a Chrome trace, compressed by gzip."""
 
     def __init__(self, steps: int, device: torch.device) -> None:
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
         self._profile = profile(activities=activities)
         self._left = self._steps = steps
         self.file: bytes | None = None
-        """None until all steps were taken."""
+        """The trace; None until all steps were recorded."""
 
     @contextmanager
     def step(self) -> Iterator[None]:

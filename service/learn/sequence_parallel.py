@@ -5,8 +5,8 @@ Two ranks, six tokens, four heads:
     all but attention    rank 0   tokens 0 1 2   all heads       rank 1   tokens 3 4 5   all heads
     attention            rank 0   all tokens     heads 0 1       rank 1   all tokens     heads 2 3
 
-An all-to-all before the attention call and one after it exchange tokens for heads; their backward passes are
-all-to-alls in the other direction. Fewer key heads than ranks are repeated.
+An all-to-all before the attention call exchanges tokens for heads, and one after it exchanges heads for tokens; their
+backward passes are all-to-alls in the other direction. If there are fewer key heads than ranks, key heads are repeated.
 
 Source: Jacobs et al. 2023 (DeepSpeed Ulysses), arXiv:2309.14509.
 """
@@ -31,9 +31,9 @@ class Slice(NamedTuple):
 
     number: int = 0
     of: int = 1
-    """Ranks of the group, which have consecutive numbers."""
+    """Number of ranks in the group; they have consecutive numbers."""
     group: dist.ProcessGroup | None = None
-    """None for a rank that computes whole micro-batches."""
+    """The group of ranks; None for a rank that computes whole micro-batches."""
 
     @staticmethod
     def of_rank(
@@ -42,7 +42,7 @@ class Slice(NamedTuple):
         """The slice of a rank of the trainer; every rank must call.
 
         Raises:
-            UserError: ranks or heads do not divide.
+            UserError: the ranks cannot be divided into groups, or the heads among the ranks of a group.
         """
         if ranks_of_group == 1:
             return WHOLE
@@ -66,7 +66,7 @@ class Exchange(NamedTuple):
 
     group: dist.ProcessGroup
     n_slots: int
-    """Slots of the whole micro-batch. The last slices are filled up to equal size."""
+    """Number of slots of the whole micro-batch; the last slices are padded to equal size."""
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def to_heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""The settings of learning."""
+"""The settings of a learner, and those of its memory estimate."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class LearnSettings:
     longest_row: int
     """Tokens of the longest row that the generator makes."""
     verify_tolerance: float
-    """`weights.verify_tolerance`"""
+    """`weights.verify_tolerance`: log-ratio in nats above which engine and trainer count as different."""
     max_steps: int
     seed: int
 

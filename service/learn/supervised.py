@@ -1,7 +1,7 @@
 """Supervised steps on demonstrations, for the warm start before RL.
 
-The loss is the cross-entropy per token over all ranks. The optimizer is one of its own, so that RL begins without the
-moments of the warm start.
+The loss is the cross-entropy per token over all ranks. The warm start has its own optimizer, so that RL begins with new
+moments.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class SupervisedSteps:
         self._optimizer = Optimizer(policy.master_weights, BETAS, weight_decay=0.0)
 
     def warm_start(self, demonstrations: Sequence[SupervisedRow]) -> float:
-        """All steps of `model.warm_start` on random demonstrations; returns the last step's loss.
+        """Take all steps of `model.warm_start`, on randomly chosen demonstrations; returns the last step's loss.
 
         The learning rate rises linearly over the first tenth of the steps, and falls linearly over all of them.
         """
@@ -56,7 +56,7 @@ class SupervisedSteps:
         With sequence parallelism the ranks of a group give the same rows.
 
         Raises:
-            RunFailed: loss or gradient are not finite.
+            RunFailed: the loss or the gradient is not finite.
         """
         policy, trainer = self._policy, self._settings.trainer
         micros = _pack(rows, trainer.tokens_of_micro_batch)

@@ -1,1 +1,1 @@
-"""Memory, operations and time of a training step, computed from a model's config.json before anything is loaded."""
+"""Estimates of a training step's memory, operations and time, computed from a model's config.json alone."""

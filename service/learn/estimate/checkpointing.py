@@ -1,9 +1,8 @@
-"""How much of the layers is computed again in the backward pass with `trainer.gradient_checkpointing: auto`: as little
-as the memory of a rank's GPU allows.
+"""Chooses the checkpointing with `trainer.gradient_checkpointing: auto`: as little as a GPU's memory allows.
 
-What a layer keeps for the backward pass, beyond its input, decides. In GB of 16,384 tokens, Qwen3-4B:
+The choice depends on what a layer keeps for the backward pass besides its input. In GB, for 16,384 tokens of Qwen3-4B:
 
-    as written 2.70     compiled 1.71     compiled, elementwise results computed again 1.23     checkpointed 0
+    not compiled 2.70     compiled 1.71     compiled, elementwise results recomputed 1.23     checkpointed 0
 """
 
 from __future__ import annotations
@@ -37,8 +36,8 @@ def choose_checkpointing(
 ) -> tuple[Checkpointing, StepEstimate]:
     """Choose the least checkpointing with which a step fits the GPU's memory; also returns that step's estimate.
 
-    `room` is given an estimate whose number of parameters is right. FLOPs, bytes moved and times of the estimate that
-    is returned are those with all layers checkpointed.
+    `room` returns the bytes that the step may use; it may read the number of parameters from the given estimate. FLOPs,
+    bytes moved and times of the returned estimate are those with all layers checkpointed.
     """
     n_layers = read_config(folder).num_hidden_layers
     least = estimate_step(settings, folder, checkpointing=Checkpointing(n_layers))

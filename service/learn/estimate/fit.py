@@ -1,4 +1,4 @@
-"""Whether a rank and an engine fit into the memory of their GPUs."""
+"""Checks whether a rank and an engine fit into the memory of their GPUs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from service.learn.model.policy_model import Checkpointing
 from service.learn.settings import FitSettings
 
 NO_GPU = "H100"
-"""The GPU that is assumed where neither the configuration nor the machine names one."""
+"""The GPU that is assumed if neither the configuration nor the machine determines one."""
 
 GPU_BYTES = {name.upper(): sheet.memory for name, sheet in DATA_SHEETS.items()}
 """Memory of GPUs by Ray's accelerator type, as sold."""
@@ -29,7 +29,7 @@ MARGIN = 0.1
 """Fraction of a GPU's memory that stays free, for CUDA contexts, collectives and fragments."""
 
 ENGINE_BYTES = 3e9
-"""CUDA graphs and buffers of an engine."""
+"""Bytes of CUDA graphs and buffers of an engine."""
 
 
 @dataclass(frozen=True)
@@ -37,13 +37,13 @@ class Fit:
     """The memory of a rank's GPU and of an engine's GPU; with `weights.transport: ipc` this is the same GPU."""
 
     step: StepEstimate
-    """A step, of which this holds the memory."""
+    """The estimate of a step, from which the memory is taken."""
     checkpointing: Checkpointing
-    """The trainer's setting, or what `auto` comes to."""
+    """The trainer's setting, or the result of `auto`."""
     n_layers: int
     gpu_bytes: float
     shared_bytes: float
-    """The engine's part of the rank's GPU, with the weights that it loads from; 0 if it has GPUs of its own."""
+    """The engine's bytes on the rank's GPU, including the gathered weights that it loads; 0 if it has its own GPUs."""
     engine_bytes: float
     """Weights and buffers of an engine on each of its GPUs."""
     kv_bytes: float
@@ -108,7 +108,7 @@ def _gb(held: float) -> str:
 
 
 def known_gpu(trainer: TrainerConfig) -> tuple[str, float] | None:
-    """The GPU that the trainer's settings name, else this machine's, and its memory; None if neither is known."""
+    """Name and memory of the GPU in the trainer's settings, or else of this machine's GPU; None if neither is known."""
     if trainer.accelerator in GPU_BYTES:
         return f"{trainer.accelerator}, as trainer.accelerator says", GPU_BYTES[trainer.accelerator]
     if not torch.cuda.is_available():
@@ -123,7 +123,7 @@ def is_estimable(settings: FitSettings, folder: Path) -> bool:
 
 
 def fit(settings: FitSettings, folder: Path, gpu_bytes: float, device: torch.device | None = None) -> Fit:
-    """How a configuration uses GPUs of `gpu_bytes`; `folder` needs only a `config.json`.
+    """The memory that a configuration needs on GPUs of `gpu_bytes`; `folder` needs only a `config.json`.
 
     `device`: a GPU of this size, whose compiler is tested; None: GPUs of other machines, with a working compiler.
     """
@@ -172,7 +172,7 @@ def refuse_too_large(settings: FitSettings, folder: Path) -> Fit | None:
     """Refuse a model that does not fit its GPUs; returns None if their memory is unknown.
 
     Raises:
-        UserError: with what helps.
+        UserError: the model does not fit; the message says what would help.
     """
     gpu = known_gpu(settings.learn.trainer)
     if gpu is None or not is_estimable(settings, folder):

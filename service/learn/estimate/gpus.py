@@ -1,4 +1,4 @@
-"""Rates and memory of GPUs by their data sheets, and the part that kernels reach; the numbers are in gpus.toml."""
+"""Rates and memory of GPUs from data sheets, and rates that kernels reach in practice; the numbers are in gpus.toml."""
 
 from __future__ import annotations
 

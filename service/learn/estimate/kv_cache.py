@@ -1,4 +1,4 @@
-"""The KV cache of an engine on each of its GPUs, and which models its GPUs can split."""
+"""The KV cache of an engine on each of its GPUs, and the check that its GPUs can split a model."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from service.config.rollout import GeneratorConfig
 from service.errors import UserError
 
 BLOCK_TOKENS = 32
-"""Tokens of a KV cache block on CPU; blocks of vLLM's 128 would rarely be shared in short conversations."""
+"""Tokens of a KV cache block on CPU; with vLLM's default of 128, short conversations would rarely share blocks."""
 
 VOCABULARY_ROWS = 64
-"""Engines fill up the rows of embedding and head to a multiple of it."""
+"""Engines pad the rows of embedding and output head to a multiple of this number."""
 
 DIVIDED = ("num_attention_heads", "intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
-"""Numbers of a model of which each GPU of an engine takes an equal part."""
+"""Dimensions of a model that are divided equally among the GPUs of an engine."""
 
 
 def kv_token_bytes(model: PretrainedConfig, generator: GeneratorConfig, dtype: str) -> int:
@@ -35,7 +35,7 @@ def check_engine(model: PretrainedConfig, generator: GeneratorConfig, dtype: str
     """Check that an engine's GPUs can split the model, and that its KV cache can hold a request.
 
     Raises:
-        UserError: names the setting, with what helps.
+        UserError: one of the two is not possible; the message names the setting and what would help.
     """
     gpus, kv_heads = generator.tensor_parallel_size, model.num_key_value_heads
     numbers = {name: number for name in DIVIDED if (number := getattr(model, name, None))}

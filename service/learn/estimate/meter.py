@@ -18,13 +18,13 @@ from service.learn.estimate.gpus import REACHED
 from service.learn.model.sharding import local_shard
 
 HOST = "host"
-"""The part of what lies in CPU memory; it takes none of the device's."""
+"""The part for tensors in CPU memory, which take no memory of the device."""
 
 ELEMENTWISE = "elementwise"
-"""Kind of the operations that are neither products nor attention, nor over the vocabulary."""
+"""Kind of all operations that are neither products nor attention, and do not involve the vocabulary."""
 
 PRODUCTS = ("mm", "addmm", "addmm_", "bmm", "baddbmm", "_grouped_mm")
-"""Operations [.., m, k] x [.., k, n] of 2 m k n FLOPs; with `add` in the name, a sum stands before the factors."""
+"""Products [.., m, k] x [.., k, n] of 2 m k n FLOPs; if the name has `add`, the first argument is a summand."""
 
 COLLECTIVES = ("_allgather_base_", "_reduce_scatter_base_", "allreduce_", "alltoall_base_")
 
@@ -44,7 +44,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._held: Counter[str] = Counter()
         self._in_one_kernel = False
         self.peak: Counter[str] = Counter()
-        """Bytes by part, when all parts of the device together held most."""
+        """Bytes by part at the moment when the device's parts together were largest."""
         self.flops, self.sent = 0.0, 0.0
         """Floating-point operations of products and attention; bytes that collectives received or sent."""
         self.seconds: dict[str, float] = defaultdict(float)

@@ -1,8 +1,8 @@
-"""A training step under fake tensors: the real modules, FSDP2 and optimizer run on them, and a meter counts.
+"""Estimate of a training step: the real modules, FSDP2 and the optimizer run on fake tensors, and a meter counts.
 
-Fake CPU tensors stand for those of a GPU, because a CPU build of torch has no backward pass for fake CUDA tensors;
-with `as_on_gpu` they take the paths of CUDA tensors. Layers run as written, also where the configuration compiles or
-fuses them: such layers hold less than is estimated here, and `service.learn.estimate.checkpointing` says how much.
+Fake CPU tensors represent those of a GPU, because a CPU build of torch has no backward pass for fake CUDA tensors;
+with `as_on_gpu` they take the code paths of CUDA tensors. Layers run uncompiled and unfused, whatever the configuration
+says. Compiled or fused layers hold less than is estimated here; `service.learn.estimate.checkpointing` has the figures.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from service.learn.settings import LearnSettings
 from service.types import MiniBatch, SupervisedRow
 
 MICRO_BATCHES = 2
-"""Micro-batches of the estimated step: the second one finds gradients of the first."""
+"""Micro-batches of the estimated step: during the second one, the gradients of the first are in memory."""
 
 GPUS_OF_A_NODE = 8
 
@@ -43,18 +43,18 @@ class StepEstimate:
     parameters: int
     """Parameters of the whole model, with its adapter."""
     trained: int
-    """Those that are trained and published: all, or the adapter's."""
+    """Parameters that are trained and published: all of the model, or those of the adapter."""
     peak: Mapping[str, int]
-    """Bytes of the device's memory, when it holds most: weights, gradients, optimizer, activations, logits (with the
+    """Bytes of the device's memory at its peak, by part: weights, gradients, optimizer, activations, logits (with the
     gradient of the output head), gathered (layers of all ranks)."""
     flops: float
     """Floating-point operations of products and attention."""
     model_flops: float
-    """The same without recomputation: three times those of the forward pass."""
+    """FLOPs without recomputation: three times those of the forward pass."""
     sent: float
-    """Bytes that collectives gather and reduce of weights and gradients, and exchange for attention."""
+    """Bytes of collectives: gathered weights, reduced gradients, and exchanges for attention."""
     seconds: Mapping[str, float]
-    """Time on an H100 by kind of operation, layers as written, without gaps and without collectives."""
+    """Time on an H100 by kind of operation, with uncompiled layers, without gaps and without collectives."""
     optimizer_seconds: float
 
     @property
@@ -77,8 +77,8 @@ def estimate_step(
 ) -> StepEstimate:
     """The estimate for a folder with a `config.json`; the weights may be missing.
 
-    Micro-batches are full of rows of `row_tokens` (None: the longest that the generator makes), half of whose tokens
-    carry loss. `checkpointing` takes the place of the trainer's setting. A process group must not exist yet.
+    Micro-batches are filled with rows of `row_tokens` (None: the longest that the generator makes), of which half the
+    tokens carry loss. `checkpointing` replaces the trainer's setting. No process group may exist yet.
 
     Raises:
         UserError: the model cannot be made or run.

@@ -1,1 +1,1 @@
-"""Computes one loss from log-probabilities: terms, advantages, corrections, reduction."""
+"""Computes the loss from log-probabilities: policy terms, advantages, corrections, reduction."""

@@ -1,10 +1,10 @@
 """Off-policy correction: weights and masks of tokens, from the ratio of the anchor to the rollout.
 
     log_ratio_M   anchor - rollout, per loss token (with `anchor: rollout`: trained policy - rollout)
-    trajectory    the same over all rows of a trajectory: sum, mean, smallest, largest
+    trajectory    log-ratios over all rows of a trajectory: sum, mean, smallest, largest
 
 - `truncate: token` weights a token by min(ratio, truncate_at): truncated importance sampling (TIS) [1, 2]
-- `truncate: sequence` weights it by min(product of its trajectory's ratios, truncate_at) [3]
+- `truncate: sequence` weights a token by min(product of its trajectory's ratios, truncate_at) [3]
 - `token_band` masks a token whose ratio is outside: IcePop [4]; with a lower end of 0 masked importance sampling [3]
 - `sequence_band` and `geometric_band` mask a trajectory whose product or geometric mean is outside [3]
 - `outlier_band` masks a trajectory with any single ratio outside [5]
@@ -15,8 +15,8 @@
 4. Ling Team 2025, "Small Leak Can Sink a Great Ship: Boost RL Training on MoE with IcePop!"
 5. SkyRL's outlier_token_is_threshold, github.com/NovaSky-AI/SkyRL/pull/849
 
-Rows of a trajectory share a rank, so its sums need no communication; with sequence parallelism they share a group of
-ranks, over which its sums are added up.
+All rows of a trajectory are on one rank, so sums over the trajectory need no communication. With sequence parallelism
+they are on one group of ranks, and the sums are added up over the group.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Correction(NamedTuple):
 
     weight_M: Tensor
     kept_M: Tensor
-    """False where the token is masked."""
+    """False for masked tokens."""
     truncated_M: Tensor
 
 
@@ -56,7 +56,7 @@ def trajectory_ratios(
     n_trajectories: int,
     group: dist.ProcessGroup | None = None,
 ) -> TrajectoryRatios:
-    """Reduce log-ratios `[M]` of several micro-batches by trajectory (`trajectories`: `[M]`), and over ranks."""
+    """Reduce log-ratios `[M]` of several micro-batches by trajectory (`trajectories`: `[M]`), and over the group."""
     log_ratio, trajectory = torch.cat(list(log_ratios)), torch.cat(list(trajectories))
     counted = torch.stack([log_ratio, torch.ones_like(log_ratio)]).double()
     sums = counted.new_zeros(2, n_trajectories).index_add(1, trajectory, counted)

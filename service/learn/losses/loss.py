@@ -1,7 +1,7 @@
 """Policy losses: computes the loss term of each token, before the reduction.
 
-Written for the axis `M` (tokens that carry loss) alone, so there is no mask to forget. The ratio is
-`exp(logprob - anchor)`; its logarithm is clamped before `exp`, so that a ratio is large but finite.
+All tensors have the axis `M` (only tokens that carry loss), so a loss needs no mask. The ratio is
+`exp(logprob - anchor)`; its logarithm is clamped before `exp`, so that the ratio stays finite.
 
 | name | term of a token with advantage A and ratio r |
 |---|---|
@@ -14,7 +14,8 @@ Written for the axis `M` (tokens that carry loss) alone, so there is no mask to 
 | cross_entropy | `-logprob` |
 
 GRPO is `ppo_clip` with `estimator: grpo`; Dr. GRPO is `estimator: grpo_no_std` with
-`reduction: seq_mean_token_sum_norm`. A loss of your own: decorate it, and name it `your.module:name`.
+`reduction: seq_mean_token_sum_norm`. To add a loss, decorate a function with `policy_loss` and set `algorithm.loss` to
+`your.module:name`.
 
 Sources:
 
@@ -54,7 +55,7 @@ class LossInputs(NamedTuple):
     """Log-probability under the anchor, the denominator of the ratio."""
     advantage_M: Tensor
     trajectory_log_ratio_M: Tensor | None
-    """Mean of `logprob - anchor` over all loss tokens of the token's trajectory, in whatever rows; no gradient."""
+    """Mean of `logprob - anchor` over all loss tokens of the token's trajectory, in all its rows; no gradient."""
 
 
 class LossTerms(NamedTuple):
@@ -100,7 +101,7 @@ def check_terms(setting: str, terms: object, inputs: LossInputs) -> LossTerms:
     """Check and return the result of this loss; a wrong shape would otherwise be broadcast silently.
 
     Raises:
-        ConfigError: it is not one term a token, or has no gradient.
+        ConfigError: the result has not one term per token, or has no gradient.
     """
     if not isinstance(terms, LossTerms):
         raise ConfigError(f"algorithm.loss: {setting!r} must return LossTerms(loss_M, clipped_M), not {_kind(terms)}")
@@ -176,7 +177,7 @@ def rollout_is(inputs: LossInputs, settings: AlgorithmConfig) -> LossTerms:
 
 @policy_loss("importance_sampling")
 def importance_sampling(inputs: LossInputs, settings: AlgorithmConfig) -> LossTerms:
-    """The surrogate without a clip."""
+    """The policy-gradient surrogate `ratio * advantage`, without a clip."""
     ratio_M = _ratio(inputs)
     return LossTerms(-ratio_M * inputs.advantage_M, torch.zeros_like(ratio_M, dtype=torch.bool))
 
@@ -193,7 +194,7 @@ def gspo(inputs: LossInputs, settings: AlgorithmConfig) -> LossTerms:
 
 @policy_loss("cross_entropy")
 def cross_entropy(inputs: LossInputs, settings: AlgorithmConfig) -> LossTerms:
-    """Imitation of every sampled token, regardless of its advantage."""
+    """Cross-entropy of every sampled token, regardless of its advantage."""
     return LossTerms(-inputs.logprob_M, torch.zeros_like(inputs.logprob_M, dtype=torch.bool))
 
 

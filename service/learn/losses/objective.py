@@ -2,8 +2,8 @@
 
     sum over loss tokens of  weight * (correction * policy term + kl_coef * KL + teacher term - entropy_coef * entropy)
 
-`weight` is the reduction's, known beforehand for the whole mini-batch; KL and entropy take the same weight, but no
-off-policy correction. The two ratios of a token:
+`weight` comes from the reduction and is known before the first micro-batch. KL, teacher and entropy terms have the same
+weight, but no off-policy correction. The two ratios of a token:
 
 | | of the policy term | of the correction |
 |---|---|---|
@@ -51,15 +51,15 @@ class TrajectoryInputs(NamedTuple):
     value_G: Tensor
     """The advantage; with a whitening the return."""
     weight_G: Tensor
-    """Weight of each loss token, by the reduction."""
+    """Weight of each loss token of the trajectory, from the reduction."""
     whitening: Whitening | None
     turn_value_X: Tensor | None
     """The advantage of each turn; None without credit by turn."""
     loss_ratios: TrajectoryRatios | None
-    """The policy term's ratios over the trajectories of this rank's micro-batches; None unless the loss or correction
+    """The policy term's ratios by trajectory, over this rank's micro-batches; None unless the loss or the correction
     needs them."""
     correction_ratios: TrajectoryRatios | None
-    """The correction's ratios, likewise."""
+    """The correction's ratios by trajectory; None unless the loss or the correction needs them."""
 
 
 class _Anchor(NamedTuple):

@@ -11,10 +11,11 @@ on all ranks, so the loss does not depend on how a trajectory was cut into rows,
 | seq_mean_token_sum_norm | 1 / (trajectories * constant) |
 | sequence_mean | 1 / (rows * loss tokens of the row): counts rows, hence not split-invariant |
 
-A trajectory (prompt, row) without loss tokens still counts in these denominators: it contributes 0 to a mean over all.
+A trajectory (or prompt, or row) without loss tokens counts in these denominators, and contributes 0 to the mean.
 
-Sources: token_mean: Yu et al. 2025 (DAPO), arXiv:2503.14476, section 3.3; trajectory_mean (a mean over outputs, each by
-its length): Shao et al. 2024 (GRPO), arXiv:2402.03300; a constant norm: Liu et al. 2025 (Dr. GRPO), arXiv:2503.20783.
+Sources: token_mean: Yu et al. 2025 (DAPO), arXiv:2503.14476, section 3.3; trajectory_mean (a mean over outputs, each
+divided by its length): Shao et al. 2024 (GRPO), arXiv:2402.03300; a constant norm: Liu et al. 2025 (Dr. GRPO),
+arXiv:2503.20783.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from service.types import Float64s, MiniBatch
 
 
 def trajectory_weights(batch: MiniBatch, reduction: str, norm_tokens: int) -> Float64s:
-    """[G] the weight of each loss token of a trajectory; with `sequence_mean`, [R] of each row."""
+    """[G] the weight of a loss token of each trajectory; with `sequence_mean` the caller has to divide it by the number
+    of loss tokens of the token's row."""
     tokens_G = batch.loss_tokens_G.astype(np.float64)
     n_trajectories = len(tokens_G)
     match reduction:

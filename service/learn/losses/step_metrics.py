@@ -36,7 +36,7 @@ class Sums:
         self._maxima[name] = torch.maximum(self._maxima[name], value) if name in self._maxima else value
 
     def totals(self) -> dict[str, float]:
-        """All values over all ranks, the same on every rank; one collective, one wait for the device."""
+        """All values over all ranks, equal on every rank; takes one collective and one wait for the device."""
         mine = torch.cat([*self._sums.values(), *self._maxima.values()])
         parts = [mine]
         if self._world_size > 1:
@@ -57,7 +57,7 @@ class RatioMetrics:
     """Importance ratios of the trained policy over the rollout, overall and by staleness."""
 
     def __init__(self, device: torch.device, tolerance: float) -> None:
-        """`tolerance`: absolute log ratio, in nats, beyond which engine and trainer count as differing."""
+        """`tolerance`: absolute log-ratio, in nats, above which engine and trainer count as different for a token."""
         self._tolerance = tolerance
         # allocated once, because copying constants to the device waits for the device
         self._edges = torch.tensor(STALENESS_EDGES, device=device)
@@ -128,7 +128,7 @@ def _ratio_metrics(key: str, mean: float, square: float, largest: float) -> dict
 def not_finite(metrics: dict[str, float]) -> str | None:
     """Why the optimizer step must be skipped; None if it may be taken.
 
-    `policy_kl` shows an infinite rollout log-probability, which clamping keeps out of loss and gradient.
+    An infinite log-probability of the rollout shows only in `policy_kl`, because clamping hides it from the loss.
     """
     for name in ("policy/policy_loss", "policy/grad_norm", "policy/policy_kl"):
         if not math.isfinite(metrics[name]):

@@ -6,11 +6,11 @@ sampled:
 | mode | what is added |
 |---|---|
 | `advantage` | `coef * (T - R)` to the token's advantage |
-| `kl` | `coef` times the estimate of KL(policy, teacher) to the loss, made of P and T as that of `kl_coef` |
+| `kl` | `coef` times an estimate of KL(policy, teacher) to the loss, with the estimator of the `kl_coef` term |
 
-With fresh samples and no clipping the gradient of the first is that of the reverse KL divergence, because the mean of
-`gradient of P * (P - T)` over samples of the policy is it (Schulman 2020; on-policy distillation: Agarwal et al. 2023,
-arXiv:2306.13649). A token without a teacher (NaN) gets nothing.
+With fresh samples and no clipping, `advantage` has the gradient of the reverse KL divergence, which is the mean of
+`gradient of P * (P - T)` over samples of the policy (Schulman 2020; on-policy distillation: Agarwal et al. 2023,
+arXiv:2306.13649). For a token without a teacher (NaN) the term is 0.
 """
 
 from __future__ import annotations

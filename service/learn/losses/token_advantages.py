@@ -1,13 +1,14 @@
 """Advantages of tokens, on the device: one per trajectory or turn, or REINFORCE++ along a trajectory's tokens.
 
-With credit by turn a mini-batch has one scalar per turn of each trajectory, and each loss token the number of its turn:
-the same number in whatever row the turn lies.
+With credit by turn a mini-batch has one scalar per turn of each trajectory, and each loss token has the number of its
+turn, whichever row the turn is in.
 
-REINFORCE++ (one row a trajectory, `step_wise: false`): the return R arrives at the last sampled token and is discounted
-towards the first, then whitened over all loss tokens of the mini-batch. Source: Hu et al. 2025, arXiv:2501.03262.
+REINFORCE++ (one row per trajectory, `step_wise: false`): the last sampled token has the return R, each earlier one the
+value of the next token times gamma. Then the values are whitened over all loss tokens of the mini-batch. Source: Hu et
+al. 2025, arXiv:2501.03262.
 
     loss tokens of a trajectory with R = 1, gamma = 0.5     [0.25  0.5  1]
-    minus mean, over standard deviation                     of all such values of all trajectories and ranks
+    (value - mean) / standard deviation                     over these values of all trajectories and ranks
 
 Mean and variance follow from the trajectories' returns and token counts alone (geometric sums), so every rank computes
 them without communication.
@@ -56,7 +57,7 @@ def turn_advantages(value_X: Tensor, micro: DeviceBatch) -> Tensor:
     """[M] the advantage of each loss token, taken from its turn.
 
     Raises:
-        ValueError: the micro-batch does not say of which turn its loss tokens are.
+        ValueError: the micro-batch has no turn numbers for its loss tokens.
     """
     if micro.turn_M is not None:
         return value_X.index_select(0, micro.turn_M)
@@ -76,7 +77,7 @@ def token_advantages(value_G: Tensor, whitening: Whitening | None, micro: Device
 
 
 def _tokens_after(micro: DeviceBatch) -> Tensor:
-    """[M] how many loss tokens follow in the same row, including those on other ranks."""
+    """[M] how many loss tokens follow in the token's row, including those on other ranks."""
     row_M = micro.row_of_token_N.index_select(0, micro.loss_token_M)
     last_M = torch.searchsorted(micro.row_of_token_N, row_M, right=True) - 1
     until_N = micro.loss_mask_N.cumsum(0)

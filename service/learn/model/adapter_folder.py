@@ -1,4 +1,4 @@
-"""Adapters on disk in PEFT's form, the base that an adapter belongs to, and merging both.
+"""Adapters on disk in PEFT's form: reads, writes and checks them, and merges an adapter into its base.
 
 adapter_config.json          rank, alpha, targets, the base's path
 adapter_model.safetensors    base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight, ...
@@ -32,18 +32,18 @@ Named = TypeVar("Named")
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
-"""What PEFT puts before the names of a model's parameters."""
+"""PEFT's prefix of the names of a model's parameters."""
 
 FINGERPRINT = "base_fingerprint"
 
 PIECES, PIECE_BYTES = 64, 1 << 16
-"""What a fingerprint reads of a file of weights: all bytes would take minutes."""
+"""Number and size of the pieces of a weights file that a fingerprint reads; reading all bytes would take minutes."""
 
 REFUSED = (
     "use_dora", "use_rslora", "use_qalora", "lora_bias", "modules_to_save", "trainable_token_indices", "rank_pattern",
     "alpha_pattern", "layer_replication", "alora_invocation_tokens", "fan_in_fan_out"
 )  # fmt: skip
-"""Settings of PEFT that change what an adapter computes, in a way that is not trained here."""
+"""Settings of PEFT for kinds of adapters that Baton does not train."""
 
 
 class Base(BaseModel):
@@ -52,9 +52,9 @@ class Base(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     path: str
-    """Where it lay when the adapter was trained."""
+    """The model's folder when the adapter was trained."""
     fingerprint: str
-    """Hash of its configuration and of pieces of its weights."""
+    """Hash of the model's configuration and of pieces of its weights."""
 
     @staticmethod
     def of(folder: Path) -> Base:
@@ -141,7 +141,7 @@ def check_adapter(folder: Path, lora: LoraConfig, base: Base, shapes: Mapping[st
     """Check that an adapter can be trained further: its settings, its base, and the shapes of its tensors.
 
     Raises:
-        UserError: names the setting or the tensor that differs.
+        UserError: a setting, the base or a tensor differs; the message names it.
     """
     found = adapter_settings(folder)
     for name in ("rank", "alpha", "targets"):
@@ -156,7 +156,7 @@ def check_adapter(folder: Path, lora: LoraConfig, base: Base, shapes: Mapping[st
 def read_adapter(
     folder: Path, base: Base, masters: Mapping[str, Tensor], parameters: Mapping[str, nn.Parameter]
 ) -> None:
-    """Fill this rank's shards with an adapter's tensors; see `check_adapter` for their form."""
+    """Fill this rank's shards with the adapter's tensors; refuses an adapter with another base or other shapes."""
     tensors = _tensors(folder, base, {name: parameter.shape for name, parameter in parameters.items()})
     for name, parameter in parameters.items():
         masters[name].copy_(tensors[name][shard_rows(parameter)])
@@ -193,7 +193,7 @@ def merge(adapter: Path, base: Path, folder: Path) -> None:
     Each merge starts from the base's weights: merging in place drifts, and merging in bfloat16 loses small updates.
 
     Raises:
-        UserError: the adapter is malformed or of another base.
+        UserError: the adapter is malformed or belongs to another base.
     """
     settings, tensors = adapter_settings(adapter), _tensors(adapter, Base.of(base))
     with atomic_folder(folder) as partial:

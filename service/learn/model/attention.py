@@ -30,12 +30,12 @@ log = logging.getLogger(__name__)
 NAME = "baton_packed"
 
 FLASH_ATTENTION_3 = "flash_attn_interface"
-"""Module of the wheel flash-attn-3."""
+"""Name of the module in the wheel flash-attn-3."""
 HOPPER = 9
 """Major compute capability of the GPUs for which FlashAttention 3 is made."""
 
 _GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
-"""Older torch has no such argument and always allows fewer key heads than query heads."""
+"""Arguments that allow fewer key heads than query heads; older torch always allows them and lacks the argument."""
 
 
 @cache
@@ -70,7 +70,7 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """Attention of one packed batch: [1, heads, S, head_dim] -> [1, S, heads, head_dim].
 
-    `exchange`: where the slots are one rank's slice of the batch, which `packing` describes whole.
+    `exchange`: given if the slots are one rank's slice of the batch; `packing` then describes the whole batch.
     """
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
     if exchange is not None:

@@ -36,8 +36,8 @@ def split_experts(weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def split_expert_rows(weights: Mapping[str, Rows]) -> dict[str, Rows]:
-    """Same as `split_experts`, for a rank's rows: a fused weight has one row per expert, so the rank has complete
-    weights of some experts and none of the others."""
+    """Same as `split_experts`, for a rank's rows: a fused weight has one row per expert, so a rank has the complete
+    weights of some experts and no part of the others."""
     split = dict[str, Rows]()
     for name, (shape, first, rows) in weights.items():
         if not names_on_disk(name, 0):

@@ -1,8 +1,9 @@
 """Frozen weights: copies of the policy at an earlier step, for the KL reference and the proximal anchor.
 
 Each rank copies its shard of the master weights (float32, on the device or in CPU memory). For a forward pass the copy
-is exchanged with the trained weights and then exchanged back, so that no second model is needed. The reference of an
-adapter is its base, with the adapter switched off, unless it is to be renewed; copies are of the adapter alone.
+is exchanged with the trained weights and then exchanged back, so that no second model is needed. If an adapter is
+trained, only the adapter is copied; its KL reference is the base without adapter, unless the reference is renewed
+(`algorithm.reference.refresh_every`).
 """
 
 from __future__ import annotations
@@ -25,16 +26,17 @@ class FrozenWeights:
         self._policy = policy
         self._on_cpu = algorithm.reference.on_cpu
         self._refresh_every: dict[str, int] = {}
-        """Optimizer steps by kind; 0: never. A proximal anchor of every step is the current policy, without a copy."""
+        """Optimizer steps after which each kind of copy is renewed; 0: never. A proximal anchor that would be renewed
+        at every step is the current policy, and needs no copy."""
         if algorithm.anchor == "proximal" and algorithm.anchor_every > 1:
             self._refresh_every["proximal"] = algorithm.anchor_every
         self._reference_is_base = policy.lora is not None and not algorithm.reference.refresh_every
         if algorithm.kl_coef > 0:
             self._refresh_every["reference"] = algorithm.reference.refresh_every
         self.copies: dict[str, dict[str, Tensor]] = {}
-        """Tensors by kind and name of the weight."""
+        """The copied tensors, by kind and by name of the weight."""
         self.taken_at: dict[str, int] = {}
-        """Optimizer steps of the policy when the copy was taken, by kind."""
+        """Number of optimizer steps of the policy when the copy was made, by kind."""
 
     def logprobs(self, kind: str, micros: Sequence[DeviceBatch], step: int) -> list[Tensor] | list[None]:
         """[M] log-probabilities per micro-batch under the frozen weights; None if there is no such copy."""

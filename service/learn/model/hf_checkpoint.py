@@ -23,10 +23,10 @@ from service.learn.model.sharding import shard_rows
 HEAD = "lm_head.weight"
 
 TYPES = ("F64", "F32", "F16", "BF16")
-"""Types of stored weights that can be trained; narrower ones need scales."""
+"""Types of stored weights that can be loaded for training; narrower types would need scales."""
 
 COMPUTED = "rotary_emb.inv_freq"
-"""A buffer that old folders store; every model computes it."""
+"""A buffer that old folders contain; it is not read, because every model computes it."""
 
 ROWS_AT_ONCE = 4096
 
@@ -139,7 +139,7 @@ def _files_of(folder: Path) -> dict[str, Path]:
 
 
 def write_folder(folder: Path, source: Path, weights: dict[str, Tensor]) -> None:
-    """Write a complete Hugging Face folder or none: the weights, and all files of `source` but its weights."""
+    """Write a Hugging Face folder of these weights and all other files of `source`; it appears only when complete."""
     with atomic_folder(folder) as partial:
         save_torch_state_dict(weights, partial, metadata={"format": "pt"})
         write_beside_weights(source, partial, next(iter(weights.values())).dtype)

@@ -14,7 +14,7 @@ from service.config.model_folder import MODEL_CONFIG, model_config, refuse_remot
 from service.errors import UserError
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-"""Position embeddings that are the same for a token whatever row or micro-batch it lies in."""
+"""Position embeddings that do not depend on the row or micro-batch of a token."""
 
 MAX_SHAPE = {
     "num_hidden_layers": 256,
@@ -29,23 +29,23 @@ MAX_SHAPE = {
     "num_experts": 1 << 14,
     "num_experts_per_tok": 1 << 14,
 }
-"""The largest numbers of a shape, above those of published models: larger ones overflow, or take many minutes."""
+"""Largest allowed dimensions, above those of published models: larger ones overflow, or take many minutes."""
 
 POSITIVE = ("rms_norm_eps", "rope_theta")
-"""Numbers by which a model divides."""
+"""Settings that must be positive, because a model divides by them."""
 
 ACTIVATION = "silu"
-"""The activation of every published model of the families, and the only one of their MLPs in vLLM."""
+"""The only activation that vLLM supports in the MLPs of the supported families; all their published models have it."""
 
 MAX_CHARACTERS = 200
-"""Of what transformers says of a configuration."""
+"""Maximum characters of an error message of transformers."""
 
 
 def read_config(folder: Path) -> PretrainedConfig:
     """Read the model's configuration.
 
     Raises:
-        UserError: the file is missing or malformed, names code of its own, or describes a model that is not supported.
+        UserError: the file is missing or malformed, refers to custom code, or describes a model that is not supported.
     """
     require_files(folder, MODEL_CONFIG)
     refuse_remote_code(folder)
@@ -64,10 +64,10 @@ def read_config(folder: Path) -> PretrainedConfig:
 
 @contextmanager
 def code_of_the_model(folder: Path) -> Iterator[None]:
-    """Within the block, turn errors of the model's modules into one line; they depend on the numbers in `config.json`.
+    """Within the block, turn errors of the model's modules, such as for impossible dimensions, into a `UserError`.
 
     Raises:
-        UserError: names the file and the error, which is its cause.
+        UserError: the modules raised an error; the message names `config.json` and the error.
     """
     try:
         yield

@@ -14,7 +14,7 @@ from torch import Tensor
 from service.learn.compile import compiled_on_gpu, on_gpu
 
 CHUNK_ENTRIES = {"cpu": 1 << 23, "cuda": 1 << 28}
-"""Logits held at once: 32 MiB in float32 on CPU, 1 GiB on a GPU, whose products need many rows to be fast."""
+"""Logits of one chunk: 32 MiB in float32 on CPU; 1 GiB on a GPU, where products are fast only with many rows."""
 
 
 class TokenLogprobs(NamedTuple):
@@ -33,7 +33,7 @@ def token_logprobs(
 ) -> TokenLogprobs:
     """Log-probabilities of tokens and entropies of their distributions `softmax(logits / temperature)`, differentiable.
 
-    Reduced in float32 (float64 for a float64 model), whatever type the logits are computed in.
+    Sums are taken in float32 (float64 for a float64 model), whatever the type of the logits.
     """
     entries = chunk_entries or CHUNK_ENTRIES["cuda" if on_gpu(hidden_MD.device) else "cpu"]
     rows = max(1, entries // head_VD.shape[0])
@@ -48,7 +48,7 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def _product(left: Tensor, right: Tensor) -> Tensor:
-    """A matrix product in the accumulation type; on a GPU it is not rounded to bfloat16 in between."""
+    """A matrix product in the accumulation type; on a GPU the result is not rounded to bfloat16 first."""
     if on_gpu(left.device) and left.dtype == torch.bfloat16:
         return torch.mm(left, right, out_dtype=torch.float32)
     return (left @ right).to(accumulation_dtype(left.dtype))

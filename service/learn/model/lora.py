@@ -2,14 +2,15 @@
 
     y = x W^T + bias + alpha / rank (x A^T) B^T        W [out, in]      A [rank, in]      B [out, rank]
 
-A target keeps its place and the names of its parameters, and gets two more, which PEFT names alike:
+A target layer keeps its place and the names of its parameters. It gets two more parameters, with the names that PEFT
+uses:
 
     model.layers.0.self_attn.q_proj.weight             frozen
     model.layers.0.self_attn.q_proj.lora_A.weight      trained
-    model.layers.0.self_attn.q_proj.lora_B.weight      trained; 0 at first, so that the adapter begins as nothing
+    model.layers.0.self_attn.q_proj.lora_B.weight      trained; 0 at first, so that the adapter starts without effect
 
-The adapter goes into the model before the model is sharded. Sharded A and B are float32 and are gathered in the compute
-type, as an engine holds them; one rank computes with copies of float32 master weights.
+The adapter is added before the model is sharded. Sharded A and B are float32 and are gathered in the compute type,
+which engines use too. A single rank computes with copies of the float32 master weights.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ from service.errors import UserError
 from service.learn.model.sharding import shard_rows
 
 A, B = ".lora_A.weight", ".lora_B.weight"
-"""Ends of the names of an adapter's parameters."""
+"""Suffixes of the names of an adapter's parameters."""
 
 
 class LoraLinear(nn.Linear):
     """A frozen linear layer with a trained low-rank update."""
 
     def __init__(self, base: nn.Linear, lora: LoraConfig, dtype: torch.dtype) -> None:
-        """`dtype`: type of A and B. The layer takes over the parameters of `base`."""
+        """`dtype`: type of A and B. The layer uses the parameters of `base` itself, not copies."""
         device = base.weight.device
         super().__init__(base.in_features, base.out_features, bias=False, device="meta", dtype=base.weight.dtype)
         self.weight, self.bias = base.weight, base.bias
@@ -41,7 +42,7 @@ class LoraLinear(nn.Linear):
         self.lora_B = nn.Linear(lora.rank, base.out_features, bias=False, device=device, dtype=dtype)
         self.scale = lora.alpha / lora.rank
         self.is_on = True
-        """Whether the update is added; without it the layer computes exactly what its base does."""
+        """Whether the update is added; if not, the output equals that of the base layer."""
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] -> [..., out]."""
@@ -50,7 +51,7 @@ class LoraLinear(nn.Linear):
 
 
 def add_adapter(model: nn.Module, layers: nn.ModuleList, lora: LoraConfig, dtype: torch.dtype) -> None:
-    """Freeze the model, and give the targets in its layers an adapter with parameters of this type.
+    """Freeze the model, and add an adapter with parameters of type `dtype` to the target modules of its layers.
 
     Raises:
         UserError: the model lacks a target, or has experts, whose weights are not in linear layers.
@@ -74,7 +75,7 @@ def add_adapter(model: nn.Module, layers: nn.ModuleList, lora: LoraConfig, dtype
 
 @contextmanager
 def adapter_off(model: nn.Module) -> Iterator[None]:
-    """Within the block, the model computes as without the adapter."""
+    """Within the block, the model computes without the adapter."""
     adapted = [module for module in model.modules() if isinstance(module, LoraLinear)]
     for module in adapted:
         module.is_on = False

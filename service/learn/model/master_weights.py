@@ -1,13 +1,13 @@
 """Master weights: the tensors that the optimizer updates, one per trained parameter.
 
-The optimizer works on the local shards as plain tensors: the same arithmetic as on distributed tensors, without the
-cost of dispatching each operation.
+The optimizer works on the local shards as plain tensors, which gives the same result as with distributed tensors and
+saves the cost of dispatching each operation.
 
 | | parameters | master weights |
 |---|---|---|
 | sharded (FSDP2) | float32 shards; gathered in the compute type | the same storage |
 | one rank, float32 | float32 | the same storage |
-| one rank, bfloat16 or offloaded | compute type | float32 copies, maybe on the CPU; gradients add up there |
+| one rank, bfloat16 or offloaded | compute type | float32 copies (on the CPU if offloaded); gradients add up in them |
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class MasterWeights:
     def __init__(self, model: nn.Module, compute: torch.dtype, world_size: int, cpu_offload: bool) -> None:
         named = model.named_parameters()
         self.parameters: dict[str, nn.Parameter] = {name: p for name, p in named if p.requires_grad}
-        """Those that are trained: all, or the adapter's."""
+        """The trained parameters: all of the model, or those of the adapter."""
         self._copied = world_size == 1 and (cpu_offload or compute == torch.bfloat16)
         self._on_cpu = cpu_offload
         self.tensors: dict[str, Tensor] = {name: self._master(p) for name, p in self.parameters.items()}

@@ -41,8 +41,8 @@ class Policy:
         nodes: Sequence[str] | None = None,
         checkpointing: Checkpointing | None = None,
     ) -> None:
-        """`random_weights`: draw them instead of reading them, where only the model's shape matters; `nodes`: the node
-        of each rank, None if all are on one; `checkpointing`: overrides `trainer.gradient_checkpointing`."""
+        """`random_weights`: whether weights are random instead of read, if only the model's shape matters; `nodes`: the
+        node of each rank, None if all are on one; `checkpointing`: overrides `trainer.gradient_checkpointing`."""
         self.device = device
         self.rank = rank
         self.world_size = world_size
@@ -53,7 +53,7 @@ class Policy:
         trainer = settings.trainer
         copies = [list(range(world_size))] if nodes is None or trainer.shard_within == "all" else ranks_by_node(nodes)
         self.n_copies, self.n_shards = len(copies), len(copies[0])
-        """Whole copies of the policy among the ranks; shards of each."""
+        """Number of complete copies of the policy among the ranks, and number of shards of each copy."""
         self.copy = next(number for number, ranks in enumerate(copies) if rank in ranks)
         self.shard = copies[self.copy].index(rank)
         """Number of this rank's shard in its copy."""
@@ -61,7 +61,7 @@ class Policy:
         with unset_fake_temporarily():  # a mesh of ranks cannot be made of fake tensors
             self.slice = Slice.of_rank(rank, world_size, trainer.sequence_parallel, hf_config, device)
         self.batch_part, self.n_batch_parts = rank // self.slice.of, world_size // self.slice.of
-        """Which part of each mini-batch this rank's group trains, and of how many."""
+        """Number of the part of each mini-batch that this rank's group trains, and number of parts."""
         self._device_settings = DeviceSettings(
             device,
             self.accumulation_dtype,
@@ -130,7 +130,7 @@ class Policy:
 
     def weights(self, everywhere: bool = False) -> dict[str, Tensor] | None:
         """Copies of the trained weights in the model's type: all weights under their Hugging Face names, or the adapter
-        under PEFT's names, B without its factor; every rank must call.
+        under PEFT's names, with B not multiplied by alpha / rank; every rank must call.
 
         Rank 0 has them in CPU memory and the other ranks get None; with `everywhere` every rank has them on its device.
         """
@@ -148,8 +148,8 @@ class Policy:
     def export(self, folder: Path) -> None:
         """Write a Hugging Face folder of the weights, or the float32 adapter in PEFT's form; every rank must call.
 
-        Rank 0 writes. The other ranks return at once: a collective operation that waited for the disk would run into
-        the deadline of collectives.
+        Rank 0 writes. The other ranks return at once: if they waited for the disk in a collective, the collective could
+        exceed its deadline.
         """
         if self.lora is None:
             whole = self.weights()

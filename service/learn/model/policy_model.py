@@ -1,7 +1,7 @@
 """The policy's model: a Hugging Face backbone that returns log-probabilities of packed or padded rows.
 
-Parameters keep their Hugging Face names (`model.layers.0...`, `lm_head.weight`); with tied embeddings there is no
-`lm_head` at all, so nothing has to be untied, dropped or saved twice.
+Parameters keep their Hugging Face names (`model.layers.0...`, `lm_head.weight`). With tied embeddings the model has no
+`lm_head`, so the shared weight exists once, in memory and in saved files.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class Checkpointing(NamedTuple):
     """Which values the backward pass recomputes instead of keeping them in memory."""
 
     layers: int
-    """How many layers keep their input only."""
+    """How many layers keep only their input."""
     elementwise: bool = False
-    """Whether the other layers, where they are compiled, keep no results of elementwise operations."""
+    """Whether the other layers, if they are compiled, recompute the results of elementwise operations."""
 
     @staticmethod
     def of(setting: bool | int | str, n_layers: int) -> Checkpointing:
@@ -71,7 +71,7 @@ class PolicyModel(nn.Module):
 def empty_model(
     config: PretrainedConfig, dtype: torch.dtype, trainer: TrainerConfig, checkpointing: Checkpointing | None = None
 ) -> PolicyModel:
-    """The model without memory for its parameters (meta device); `checkpointing` overrides the trainer's setting."""
+    """The model on the meta device, without memory for parameters; `checkpointing` overrides the trainer's setting."""
     implementation = "sdpa" if trainer.layout == "padded" else attention.NAME
     if dtype == torch.float64 and hasattr(config, "num_experts"):
         config._experts_implementation = "eager"  # grouped products, the default, do not support float64

@@ -23,7 +23,7 @@ def routing_of_model(config: PretrainedConfig) -> Routing:
 
 
 class RouterReplay:
-    """Makes routers choose the experts recorded for each token; for -1 the router chooses itself.
+    """Makes routers use the experts that were recorded for each token; where -1 is recorded, the router chooses.
 
     The weights of the chosen experts still come from the trained router, so gradients reach it.
     """

@@ -1,21 +1,21 @@
 """FSDP2 over the policy: sharded float32 weights, computed in the model's type, gradients summed in float32.
 
-Weights of the loss are counted over the whole mini-batch beforehand, so gradients of the ranks are summed, not
-averaged. Every micro-batch reduces its gradients, so a rank holds gradients of its shard only: 4 bytes a parameter over
-the ranks, where whole gradients that wait for the last micro-batch would take 4 bytes a parameter on every rank. The
-price is 4 bytes sent a parameter and micro-batch, beside the 4 that gathering bfloat16 weights twice sends anyway.
+Token weights of the loss count tokens of the whole mini-batch, so gradients of the ranks are summed, not averaged. The
+gradients are reduced after every micro-batch, so a rank keeps only those of its shard: 4 bytes per parameter, divided
+by the number of ranks. Without that, every rank would keep 4 bytes per parameter until the last micro-batch. The
+reduction sends 4 bytes per parameter and micro-batch, in addition to 4 for gathering bfloat16 weights twice.
 
 Shards are chunks of dimension 0, all of one size but the last:
 
     5 rows on 2 ranks       rank 0 holds rows 0 1 2      rank 1 holds rows 3 4
 
-With `trainer.shard_within: node` each node holds a whole copy in shards: weights are gathered within nodes only, and
+With `trainer.shard_within: node` each node has a complete copy in shards: weights are gathered within nodes only, and
 gradients of shards are summed over nodes.
 
-Layers are gathered one at a time. Those of a model so small that a message costs more than its bytes are gathered with
-the rest of it.
+Layers are gathered one at a time. Small layers, for which the latency of a message costs more than its bytes, are
+gathered together with the rest of the model.
 
-`full_state_dict` gathers the whole weights again, `local_rows` copies what this rank has of them.
+`full_state_dict` gathers the whole weights, `local_rows` copies this rank's rows of them.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from service.learn.model.logprob import accumulation_dtype
 SMALL_LAYER = 1 << 20
 """Parameters below which a layer is gathered with the rest of the model."""
 MESSAGE_BYTES = 32 << 20
-"""Bytes of parameters from which they are gathered together in one message."""
+"""Bytes of parameters that are collected before they are gathered in one message."""
 
 
 def ranks_by_node(nodes: Sequence[str]) -> list[list[int]]:
@@ -86,13 +86,13 @@ def shard(
 
 
 def reshard(model: nn.Module) -> None:
-    """Free the gathered weights after a forward pass without a backward pass; otherwise the next one would use them."""
+    """Free the gathered weights after a forward pass without a backward pass; the next pass would use them again."""
     if isinstance(model, FSDPModule):
         model.reshard()
 
 
 def shard_bounds(length: int, rank: int, world_size: int) -> tuple[int, int]:
-    """First row and end of a rank's shard of a dimension 0 of this length, split like FSDP2."""
+    """Start and end of a rank's rows if a dimension 0 of this length is split as by FSDP2."""
     size = -(-length // world_size)
     start = min(rank * size, length)
     return start, min(start + size, length)
@@ -110,7 +110,7 @@ def shard_rows(parameter: Tensor) -> slice:
 
 
 def local_shard(tensor: Tensor) -> Tensor:
-    """This rank's shard of a tensor, which shares its storage."""
+    """This rank's shard of a tensor; the result shares the tensor's storage."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -118,18 +118,18 @@ class Rows(NamedTuple):
     """Consecutive rows of a weight."""
 
     shape: tuple[int, ...]
-    """Of the whole weight."""
+    """Shape of the whole weight."""
     first: int
     """Number of the first row."""
     rows: Tensor
-    """[R, ...] of them, maybe none."""
+    """[R, ...] the rows; R may be 0."""
 
 
 @torch.no_grad()
 def local_rows(parameters: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Rows]:
     """Copies of this rank's rows of all parameters, as `dtype` and in CPU memory.
 
-    Where nodes hold copies of the model, the ranks of the first copy have all rows and the other ranks none.
+    If there are several copies of the model, the ranks of the first copy return all rows and the other ranks none.
     """
     copies = {
         name: Rows(tuple(parameter.shape), shard_rows(parameter).start or 0, begin_host_copy(_held(parameter), dtype))
@@ -140,7 +140,7 @@ def local_rows(parameters: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str
 
 
 def _held(parameter: Tensor) -> Tensor:
-    """This rank's rows; none if another copy of the model has the same rows."""
+    """This rank's rows; none if the rank belongs to another copy of the model than the first."""
     rows = local_shard(parameter.detach())
     if not isinstance(parameter, DTensor):
         return rows
@@ -155,7 +155,7 @@ def full_state_dict(
     """Copies of all whole parameters, as `dtype`; every rank must call.
 
     Rank 0 has them in CPU memory and the other ranks get None; with `everywhere` every rank has them on its device.
-    Shards are cast before they are sent, from this device.
+    Shards are cast to `dtype` before they are sent.
     """
     whole: dict[str, Tensor] = {}
     for name, tensor in _whole_tensors(parameters, dtype, device):
@@ -208,8 +208,8 @@ def _gathered(
 def begin_host_copy(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Begin to copy a tensor to CPU memory as `dtype`; the copy is complete after `finish_host_copies`.
 
-    Copies of a GPU's tensors are pinned: into pageable memory they would go through a buffer of the driver, a small
-    piece at a time. Torch keeps pinned memory that is given back for the next copies of the same sizes.
+    A GPU's tensors are copied to pinned memory, because a copy to pageable memory goes through a small buffer of the
+    driver. Torch reuses freed pinned memory for later copies of the same sizes.
     """
     source = tensor.detach().to(dtype or tensor.dtype)
     copy = torch.empty(source.shape, dtype=source.dtype, pin_memory=source.is_cuda)

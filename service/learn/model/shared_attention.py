@@ -2,11 +2,12 @@
 
     rows 1 2 3 and 1 2 5 6      runs  1 2 | 3 | 5 6
 
-    part 1    every run attends to itself, causally           a kernel call a run, or a bucket of short runs
-    part 2    3 5 6 attend to 1 2, which they all follow      a kernel call for each run that others follow
+    part 1    every run attends to itself, causally           a kernel call per run, or per bucket of short runs
+    part 2    3 5 6 attend to 1 2, which they all follow      a kernel call per run that other runs follow
 
-Each part returns the logarithm of its sum of weights; the parts are joined with weights `exp(part's - whole's)`. The
-kernel's backward pass, given output and logarithm of the whole, returns the gradient that the part has in the whole.
+Each part returns the logarithm of its sum of weights; its output has the weight `exp(log_sum of the part - log_sum of
+all parts)` in the total. If the kernel's backward pass gets the output and the logarithm of all parts together, it
+returns the part's contribution to the total gradient.
 
 Source: Dao et al. 2022 (FlashAttention), arXiv:2205.14135, sections 3.1 and B.2; joined parts: Liu et al. 2023 (Ring
 Attention), arXiv:2310.01889.
