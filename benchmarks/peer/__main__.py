@@ -1,7 +1,8 @@
-"""Baton and TRL's `GRPOTrainer` on the quick start's task, in turns: seconds and CPU seconds a step, final reward.
+"""Baton and TRL's `GRPOTrainer` on the same task, in turns: seconds and CPU seconds a step, reward.
 
-Both begin with the same weights, play the same task on the same cores with the same settings, and take the same number
-of optimizer steps. The second part is the same with an environment whose calls take time. The first steps do not count.
+All begin with the same weights, play the same task on the same cores with the same settings, and take the same number
+of optimizer steps: the quick start's made model, its environment with calls that take time, and a pretrained model on
+a game in several turns (`make real` prepares it). The first steps do not count.
 """
 
 from __future__ import annotations
@@ -13,75 +14,114 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from actors.driver.prepare import prepare
 from benchmarks import own_environment
 from benchmarks.in_process import warm_started
 from benchmarks.peer.baton_side import trained
+from benchmarks.peer.trl_side import Way
 from service.config import load
 
 FOLDER = own_environment.ROOT / "build" / "bench-peer"
-RECIPE = own_environment.ROOT / "configs" / "quickstart.yaml"
-FIRST = 5
-"""Steps that do not count."""
+PEERS = Path(__file__).parent / "peers.txt"
+CONFIGS = own_environment.ROOT / "configs"
 LAST = 10
 """Steps whose mean reward is the final one."""
 MAX_DIFFERENCE = 1e-3
 """Between a log-probability of TRL's engine and of its trainer, both in float32."""
+
+
+class Part(NamedTuple):
+    """What is trained, and by which sides."""
+
+    recipe: str
+    settings: Sequence[str]
+    """Over the recipe, in all sides."""
+    sides: Sequence[str]
+    steps: int
+    first: int
+    """Steps that do not count."""
+    threads: int
+    """Of TRL's process; of the made model, operations are so small that with two threads a step takes 2.35 s."""
+    made: bool
+    """Whether the recipe makes its model and warms it up."""
+
+
+NO_EVALUATION = ("data.eval_every=0", "data.eval_make_rows=null")
+SLOW = ("env.name=benchmarks.peer.slow_lookup:SlowLookup", "env.trusted_modules=[benchmarks.peer.slow_lookup]")
 PARTS = {
-    "calm": [],
-    "slow": ["env.name=benchmarks.peer.slow_lookup:SlowLookup", "env.trusted_modules=[benchmarks.peer.slow_lookup]"],
+    "calm": Part("quickstart.yaml", (), ("baton", "trl"), 100, 5, 1, True),
+    "slow": Part("quickstart.yaml", SLOW, ("baton", "trl"), 100, 5, 1, True),
+    "game": Part("smollm2_guess.yaml", NO_EVALUATION, ("baton", "trl", "trl-own"), 4, 1, 2, False),
 }
-"""The settings of each part, besides those of the quick start."""
+NAMES = {
+    "baton": "Baton",
+    "trl": "TRL with vLLM in its process",
+    "trl-own": "TRL with its own generate",
+}
 
 
-def compare(part: str, seed: int, steps: int, cores: int) -> dict[str, Any]:
-    """One run of each; figures a step."""
-    settings = [*PARTS[part], f"run.max_steps={steps}", f"run.seed={seed}"]
+def compare(part: Part, side: str, seed: int, steps: int, cores: int) -> dict[str, Any]:
+    """Figures a step of one side."""
+    settings = [*part.settings, f"run.max_steps={steps}", f"run.seed={seed}"]
     with tempfile.TemporaryDirectory(prefix="bench-peer-") as name:
         folder = Path(name)
-        config = load([RECIPE], settings).config
+        config = load([CONFIGS / part.recipe], settings).config
         torch.set_num_threads(1)  # on busy cores several wait for each other
-        prepared, model = warm_started(config, folder)
+        prepared, model = prepare(config, folder), config.model.path
+        if part.made:
+            prepared, model = warm_started(config, folder)
+        assert model is not None
         (folder / "config.json").write_text(config.model_dump_json())
-        sides = {
-            "baton": lambda: baton([*settings, f"model.path={model}"], folder),
-            "trl": lambda: trl(folder / "config.json", model, prepared.tasks_file, folder),
-        }
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:cores])
-        order = list(sides) if seed % 2 == 0 else list(reversed(sides))
-        return {"part": part, "seed": seed, "steps": steps} | {side: sides[side]() for side in order}
+        if side == "baton":
+            return baton(part, [*settings, f"model.path={model}"], folder)
+        way: Way = "own" if side == "trl-own" else "vllm"
+        return trl(part, folder / "config.json", model, prepared.tasks_file, folder, way)
 
 
-def baton(settings: list[str], folder: Path) -> dict[str, Any]:
+def baton(part: Part, settings: list[str], folder: Path) -> dict[str, Any]:
     """Figures of a run of Baton."""
-    words = ["--config", str(RECIPE), "model.make=null", "model.warm_start=null", "metrics.port=0", *settings]
-    looks, rewards = trained(words, folder)
-    begin = next(look for look in looks if look.step >= FIRST)
-    end = next(look for look in looks if look.step >= len(rewards) - 1)
+    made = ["model.make=null", "model.warm_start=null"] if part.made else []
+    words = ["--config", str(CONFIGS / part.recipe), *made, "metrics.port=0", *settings]
+    looks, lines = trained(words, folder)
+    # the last step does not count: nothing is generated for a step after it
+    begin = next(look for look in looks if look.step >= part.first)
+    end = next(look for look in looks if look.step >= len(lines) - 1)
     counted = end.step - begin.step
-    by_part = {part: (end.cpu[part] - begin.cpu.get(part, 0.0)) / counted for part in end.cpu}
+    by_part = {name: (end.cpu[name] - begin.cpu.get(name, 0.0)) / counted for name in end.cpu}
     return {
         "seconds": (end.wall - begin.wall) / counted,
         "cpu_seconds": sum(by_part.values()),
-        "reward": statistics.fmean(rewards[-LAST:]),
+        "reward": statistics.fmean(line["reward/avg_raw_reward"] for line in lines[-LAST:]),
         "by_part": by_part,
+        "timing": {name: statistics.fmean(line.get(name, 0.0) for line in lines[begin.step : -1]) for name in TIMING},
     }
 
 
-def trl(config: Path, model: Path, tasks: Path, work: Path) -> dict[str, Any]:
+TIMING = {
+    "timing/wait_for_generation_buffer": "trainer waits for a mini-batch",
+    "timing/sync_weights": "weights, until the engines serve them",
+}
+"""Measures of the run, and what they are."""
+
+
+def trl(part: Part, config: Path, model: Path, tasks: Path, work: Path, way: Way) -> dict[str, Any]:
     """Figures of a run of TRL."""
-    python = own_environment.own_python(FOLDER, Path(__file__).parent / "peers.txt", None)
-    command = [str(python), "-m", "benchmarks.peer.trl_side", *map(str, (config, model, tasks, work))]
+    python = own_environment.own_python(FOLDER, PEERS, None)
+    words = map(str, (config, model.resolve(), tasks, work, way, part.threads))
+    command = [str(python), "-m", "benchmarks.peer.trl_side", *words]
     subprocess.run(command, cwd=own_environment.ROOT, check=True)
     found = json.loads((work / "found.json").read_text())
-    if not found["difference"] <= MAX_DIFFERENCE:
+    if way == "vllm" and not found["difference"] <= MAX_DIFFERENCE:
         raise SystemExit(f"TRL's engine and trainer differ by {found['difference']}: its weights are not in step")
     looks = found["looks"]
-    begin, end = looks[FIRST - 1], looks[-2]
+    begin, end = looks[part.first - 1], looks[-2]
     counted = end["step"] - begin["step"]
     return {
         "seconds": (end["wall"] - begin["wall"]) / counted,
@@ -91,40 +131,58 @@ def trl(config: Path, model: Path, tasks: Path, work: Path) -> dict[str, Any]:
 
 
 def table(found: list[dict[str, Any]]) -> str:
-    """The means over all seeds of each part."""
-    lines = ["| environment | | s a step | CPU s a step | final reward |", "|---|---|---|---|---|"]
-    for part in PARTS:
-        if some := [each for each in found if each["part"] == part]:
-            for side in ("trl", "baton"):
-                means = [statistics.fmean(e[side][key] for e in some) for key in ("seconds", "cpu_seconds", "reward")]
-                lines.append(f"| {part}, {len(some)} seeds | {side} | " + " | ".join(f"{m:.3f}" for m in means) + " |")
-            ratio = statistics.median(each["baton"]["seconds"] / each["trl"]["seconds"] for each in some)
-            lines.append(f"| | Baton's seconds over TRL's, median | {ratio:.2f} | | |")
-            shares = {name: statistics.fmean(e["baton"]["by_part"].get(name, 0.0) for e in some) for name in NAMES}
-            lines.append("CPU ms a step: " + ", ".join(f"{name} {1000 * s:.0f}" for name, s in shares.items()))
-    return "\n".join(lines)
+    """The means over all seeds of each part and side."""
+    lines = ["| task | | s a step | CPU s a step | reward of the last steps |", "|---|---|---|---|---|"]
+    notes = []
+    for name, part in PARTS.items():
+        of_side = {side: {e["seed"]: e for e in found if (e["part"], e["side"]) == (name, side)} for side in part.sides}
+        for side, by_seed in of_side.items():
+            if by_seed:
+                means = [statistics.fmean(e[k] for e in by_seed.values()) for k in ("seconds", "cpu_seconds", "reward")]
+                figures = " | ".join(f"{mean:.3f}" for mean in means)
+                lines.append(f"| {name}, seeds {sorted(by_seed)} | {NAMES[side]} | {figures} |")
+        of_baton = of_side.pop("baton")
+        for side, by_seed in of_side.items():
+            if ratios := [of_baton[seed]["seconds"] / by_seed[seed]["seconds"] for seed in of_baton.keys() & by_seed]:
+                each = ", ".join(f"{ratio:.2f}" for ratio in ratios)
+                lines.append(f"| | Baton's seconds over those of {NAMES[side]}: {each} | | | |")
+        if of_baton:
+            notes += [
+                f"{name}, Baton's CPU s a step: {_means(of_baton, 'by_part')}",
+                f"{name}, seconds a step: {_means(of_baton, 'timing')}",
+            ]
+    return "\n".join([*lines, "", *notes])
 
 
-NAMES = ("engine core", "generator", "ranks", "buffer", "driver", "the rest")
+def _means(by_seed: Mapping[int, dict[str, Any]], key: str) -> str:
+    names = dict.fromkeys(name for each in by_seed.values() for name in each[key])
+    means = {name: statistics.fmean(each[key].get(name, 0.0) for each in by_seed.values()) for name in names}
+    return ", ".join(f"{TIMING.get(name, name)} {mean:.3f}" for name, mean in means.items())
 
 
 def main() -> int:
     """Run what was asked for, print the table over everything in the file of figures."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.peer", description=__doc__)
     parser.add_argument("--part", choices=(*PARTS, "all"), default="all")
+    parser.add_argument("--sides", nargs="+", choices=list(NAMES), help="some of the sides only")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--steps", type=int, default=100, help="optimizer steps of each run")
+    parser.add_argument("--steps", type=int, help="optimizer steps of each run")
     parser.add_argument("--cores", type=int, default=2, help="cores that each side may use")
-    parser.add_argument("--json", type=Path, default=FOLDER / "figures.json", help="takes the figures of each pair")
+    parser.add_argument("--json", type=Path, default=FOLDER / "figures.json", help="takes the figures of each run")
     arguments = parser.parse_args()
-    own_environment.own_python(FOLDER, Path(__file__).parent / "peers.txt", None)
+    own_environment.own_python(FOLDER, PEERS, None)
     found = json.loads(arguments.json.read_text()) if arguments.json.exists() else []
-    for part in PARTS if arguments.part == "all" else (arguments.part,):
+    for name in PARTS if arguments.part == "all" else (arguments.part,):
+        part = PARTS[name]
+        steps = arguments.steps or part.steps
         for seed in arguments.seeds:
-            found = [each for each in found if (each["part"], each["seed"]) != (part, seed)]
-            found.append(compare(part, seed, arguments.steps, arguments.cores))
-            arguments.json.write_text(json.dumps(found, indent=2))
-            print(json.dumps(found[-1]), flush=True)
+            asked = [side for side in part.sides if side in (arguments.sides or part.sides)]
+            for side in asked if seed % 2 == 0 else reversed(asked):
+                found = [each for each in found if (each["part"], each["seed"], each["side"]) != (name, seed, side)]
+                figures = compare(part, side, seed, steps, arguments.cores)
+                found.append({"part": name, "seed": seed, "side": side, "steps": steps} | figures)
+                arguments.json.write_text(json.dumps(found, indent=2))
+                print(json.dumps(found[-1]), flush=True)
     print(table(found))
     return 0
 

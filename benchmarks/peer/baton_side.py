@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import psutil
 
@@ -35,8 +35,8 @@ class Look(NamedTuple):
     """CPU seconds of each part of the run so far."""
 
 
-def trained(words: Sequence[str], folder: Path) -> tuple[list[Look], list[float]]:
-    """Run with these settings; what was found while it ran, and the mean reward of each step."""
+def trained(words: Sequence[str], folder: Path) -> tuple[list[Look], list[dict[str, Any]]]:
+    """Run with these settings; what was found while it ran, and the measures of each step."""
     command = [sys.executable, "-m", "service", "run", *words, f"run.dir={folder}", "run.name=run"]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
     metrics, found, spent = folder / "run" / METRICS, list[Look](), dict[psutil.Process, tuple[str, float]]()
@@ -53,7 +53,7 @@ def trained(words: Sequence[str], folder: Path) -> tuple[list[Look], list[float]
         time.sleep(LOOK_SECONDS)
     if process.returncode:
         raise SystemExit(f"baton run ended with exit code {process.returncode}")
-    return found, _rewards(metrics)
+    return found, list(read_lines(metrics))
 
 
 def _rewards(metrics: Path) -> list[float]:

@@ -1,10 +1,10 @@
 """TRL's side, which runs in the peers' environment: `GRPOTrainer` with a `rollout_func` of batched turns.
 
-All open trajectories take their next turn together: one call of the engine in this process, then their environments
-at once. What the trainer is given are the settings of the quick start: the tokens of each prompt and turn, limits,
-sampling, estimator, clipping, learning rate; one micro-batch a step, the same engine settings. It leaves out the
-correction for engines that differ from the trainer, which would cost another forward pass; only the last step, which
-does not count, has it, because TRL compares the log-probabilities of both there.
+All open trajectories take their next turn together: one call of vLLM in this process, or of the trainer's own
+`generate`, then their environments at once. What the trainer is given are the settings of the recipe: the tokens of
+each prompt and turn, limits, sampling, estimator, clipping, learning rate; the same engine settings. With vLLM it
+leaves out the correction for engines that differ from the trainer, which would cost another forward pass; only the
+last step, which does not count, has it, because TRL compares the log-probabilities of both there.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import math
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -29,12 +29,14 @@ from service.rollout.environment import Environment, Task
 from service.rollout.factory import Environments
 from service.rollout.prompts.dataset import load_tasks
 
+Way = Literal["vllm", "own"]
+"""How TRL samples."""
+
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
-    "OMP_NUM_THREADS": "1",
     "TORCHDYNAMO_DISABLE": "1",
     "TRL_EXPERIMENTAL_SILENCE": "1",
 }
@@ -64,41 +66,74 @@ class Episode:
         self.sampled += [int(sampled)] * len(token_ids)
 
 
+class Turn(NamedTuple):
+    """What was sampled for one trajectory."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    """Zeros where `generate` gives none; TRL takes the trainer's then."""
+    ended: bool
+    """Whether the policy ended its turn."""
+
+
+Sampler = Callable[[list[list[int]]], list[Turn]]
+"""The next turn of each of these token lists."""
+
+
 class Rollouts:
     """The `rollout_func`."""
 
-    def __init__(self, config: Config, model_folder: Path, tasks: Sequence[Task]) -> None:
+    def __init__(self, config: Config, model_folder: Path, tasks: Sequence[Task], way: Way = "vllm") -> None:
         self._config = config
+        self._way = way
         self._chat = load_chat(model_folder, config.generator)
         self._environments = Environments(config.env)
         self._tasks = {task.uid: task for task in tasks}
 
     def __call__(self, uids: list[str], trainer: Any) -> dict[str, list[Any]]:
         """Play a trajectory for each uid."""
-        return asyncio.run(self._play(uids, trainer.vllm_generation.llm))
+        return asyncio.run(self._play(uids, self._own(trainer) if self._way == "own" else self._vllm(trainer)))
 
-    async def _play(self, uids: list[str], llm: Any) -> dict[str, list[Any]]:
+    def _own(self, trainer: Any) -> Sampler:
+        def turns(prompts: list[list[int]]) -> list[Turn]:
+            sampled, _ = trainer._generate_single_turn(prompts, None, {}, 1)
+            return [Turn(ids, [0.0] * len(ids), ids[-1] in self._chat.end_ids) for ids in sampled]
+
+        return turns
+
+    def _vllm(self, trainer: Any) -> Sampler:
         from vllm import SamplingParams
 
-        generator = self._config.generator
         sampling = SamplingParams(
-            max_tokens=generator.max_generate_length - 1,  # leaves room for an appended end
-            temperature=generator.temperature,
+            max_tokens=self._config.generator.max_generate_length - 1,  # leaves room for an appended end
+            temperature=self._config.generator.temperature,
             stop_token_ids=list(self._chat.end_ids),
             logprobs=0,
             detokenize=False,
         )
+
+        def turn(output: Any) -> Turn:
+            token_ids = list(output.token_ids)
+            logprobs = [at[token].logprob for at, token in zip(output.logprobs, token_ids, strict=True)]
+            return Turn(token_ids, logprobs, output.finish_reason == "stop")
+
+        def turns(prompts: list[list[int]]) -> list[Turn]:
+            asked = [{"prompt_token_ids": prompt} for prompt in prompts]
+            outputs = trainer.vllm_generation.llm.generate(asked, sampling, use_tqdm=False)
+            return [turn(output.outputs[0]) for output in outputs]
+
+        return turns
+
+    async def _play(self, uids: list[str], sampled: Sampler) -> dict[str, list[Any]]:
         tasks = [self._tasks[uid] for uid in uids]
         episodes = [Episode(task, self._environments.make(task), self._chat) for task in tasks]
         await asyncio.gather(*(e.environment.reset(task, 0) for e, task in zip(episodes, tasks, strict=True)))
         for turn in range(self._config.env.max_turns):
             if not (open_ones := [episode for episode in episodes if not episode.done]):
                 break
-            prompts = [{"prompt_token_ids": e.prompt_ids + e.token_ids} for e in open_ones]
-            outputs = llm.generate(prompts, sampling, use_tqdm=False)
+            turns = sampled([episode.prompt_ids + episode.token_ids for episode in open_ones])
             last = turn == self._config.env.max_turns - 1
-            turns = (self._turn(e, output.outputs[0], last) for e, output in zip(open_ones, outputs, strict=True))
-            await asyncio.gather(*turns)
+            await asyncio.gather(*(self._turn(e, one, last) for e, one in zip(open_ones, turns, strict=True)))
         return {
             "prompt_ids": [episode.prompt_ids for episode in episodes],
             "completion_ids": [episode.token_ids for episode in episodes],
@@ -107,14 +142,12 @@ class Rollouts:
             "reward": [episode.reward for episode in episodes],
         }
 
-    async def _turn(self, episode: Episode, output: Any, last: bool) -> None:
+    async def _turn(self, episode: Episode, turn: Turn, last: bool) -> None:
         """Take a response and the environment's answer to it."""
-        token_ids = list(output.token_ids)
-        logprobs = [at[token].logprob for at, token in zip(output.logprobs, token_ids, strict=True)]
-        episode.take(token_ids, logprobs, sampled=True)
-        if output.finish_reason != "stop":
+        episode.take(turn.token_ids, turn.logprobs, sampled=True)
+        if not turn.ended:
             episode.take([self._chat.end_id], [0.0], sampled=False)
-        result = await episode.environment.step(self._chat.text(np.array(token_ids, np.int32)))
+        result = await episode.environment.step(self._chat.text(np.array(turn.token_ids, np.int32)))
         episode.reward, episode.done = result.reward, result.done
         if not (last or result.done):
             delta = self._chat.delta(result.messages, episode.token_ids[-1]).tolist()
@@ -129,6 +162,20 @@ def sync_weights(generation: Any) -> None:
     runner.reload_weights(weights_iterator=generation._iter_named_params())
     repack_for_cpu(runner.model)
     generation.llm.reset_prefix_cache()
+
+
+def _fit_vllm(config: Config) -> None:
+    """Give TRL's engine what TRL does not pass on; of a float32 model, vLLM would make one of 16 bits."""
+    import trl.generation.vllm_generation as generation
+
+    generation.LLM = partial(
+        generation.LLM,
+        dtype=config.model.dtype,
+        hf_overrides={"head_dtype": "float32"},
+        enforce_eager=config.generator.enforce_eager,
+        kv_cache_memory_bytes=config.generator.kv_cache_bytes,
+    )
+    generation.VLLMGeneration.sync_weights = sync_weights
 
 
 class Look(NamedTuple):
@@ -149,31 +196,23 @@ class Found(NamedTuple):
     """Largest, between a log-probability of the engine and of the trainer, in the last step; it does not count."""
 
 
-def trained(config: Config, model_folder: Path, tasks_file: Path, work: Path) -> Found:
+def trained(config: Config, model_folder: Path, tasks_file: Path, work: Path, way: Way, threads: int) -> Found:
     """Train for `run.max_steps`."""
-    os.environ |= ENVIRONMENT
+    os.environ |= ENVIRONMENT | {"OMP_NUM_THREADS": str(threads)}
     import torch
-    import trl.generation.vllm_generation as generation
     from datasets import Dataset
     from transformers import PrinterCallback, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
-    torch.set_num_threads(1)  # with two, operations this small wait for each other: a step takes three times as long
+    torch.set_num_threads(threads)
     tasks, found = load_tasks(tasks_file), Found([], math.nan)
-    # TRL passes none of these on; of a float32 model, vLLM would make one of 16 bits
-    generation.LLM = partial(
-        generation.LLM,
-        dtype=config.model.dtype,
-        hf_overrides={"head_dtype": "float32"},
-        enforce_eager=config.generator.enforce_eager,
-        kv_cache_memory_bytes=config.generator.kv_cache_bytes,
-    )
-    generation.VLLMGeneration.sync_weights = sync_weights
+    if way == "vllm":
+        _fit_vllm(config)
 
     class Watch(TrainerCallback):  # type: ignore[misc]
         def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             # TRL compares the log-probabilities with this only; it costs a forward pass
-            grpo.vllm_importance_sampling_correction = state.global_step == state.max_steps - 1
+            grpo.vllm_importance_sampling_correction = way == "vllm" and state.global_step == state.max_steps - 1
 
         def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **_: Any) -> None:
             nonlocal found
@@ -207,7 +246,8 @@ def trained(config: Config, model_folder: Path, tasks_file: Path, work: Path) ->
         epsilon_high=algorithm.clip_high,
         loss_type="dapo",  # the mean over tokens
         temperature=config.generator.temperature,
-        use_vllm=True,
+        max_completion_length=config.generator.max_generate_length - 1,  # of one turn
+        use_vllm=way == "vllm",
         vllm_mode="colocate",
         vllm_max_model_length=config.generator.max_input_length + config.generator.max_generate_length,
         vllm_importance_sampling_correction=False,
@@ -217,7 +257,7 @@ def trained(config: Config, model_folder: Path, tasks_file: Path, work: Path) ->
         reward_funcs=lambda reward, **_: reward,
         args=settings,
         train_dataset=Dataset.from_dict({"prompt": [task.uid for task in tasks]}),
-        rollout_func=Rollouts(config, model_folder, tasks),
+        rollout_func=Rollouts(config, model_folder, tasks, way),
         callbacks=[Watch()],
     )
     grpo.remove_callback(PrinterCallback)
@@ -225,13 +265,13 @@ def trained(config: Config, model_folder: Path, tasks_file: Path, work: Path) ->
     return found
 
 
-def main(config_file: str, model_folder: str, tasks_file: str, work: str) -> None:
+def main(config_file: str, model_folder: str, tasks_file: str, work: str, way: Way, threads: str) -> None:
     """Train, and write what was found to `work`/found.json."""
     config = Config.model_validate_json(Path(config_file).read_text())
-    looks, difference = trained(config, Path(model_folder), Path(tasks_file), Path(work))
+    looks, difference = trained(config, Path(model_folder), Path(tasks_file), Path(work), way, int(threads))
     found = {"looks": [look._asdict() for look in looks], "difference": difference}
     (Path(work) / "found.json").write_text(json.dumps(found))
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(*sys.argv[1:])  # type: ignore[arg-type]

@@ -16,8 +16,8 @@ from actors.engine.run_player import RunPlayer
 from baton.examples import lookup
 from benchmarks import own_environment
 from benchmarks.peer import slow_lookup
-from benchmarks.peer.__main__ import MAX_DIFFERENCE, trl
-from benchmarks.peer.trl_side import Look, Rollouts
+from benchmarks.peer.__main__ import MAX_DIFFERENCE, PARTS, trl
+from benchmarks.peer.trl_side import Look, Rollouts, Way
 from service.config import Config
 from service.handoff.steps.builder import StepColumns
 from service.rollout.chat.chat import Chat, load_chat
@@ -68,8 +68,19 @@ class Llm:
         )
         return [SimpleNamespace(outputs=[output]) for _ in prompts]
 
+    def generate_ids(
+        self, prompts: list[list[int]], images: None, fields: dict[str, Any], n: int
+    ) -> tuple[list[Any], None]:
+        """What TRL's trainer does with the model's own `generate`."""
+        token_ids, _ = said(self._chat, self.turns)
+        self.turns += 1
+        return [token_ids.tolist() for _ in prompts], None
 
-def test_both_sides_make_the_same_tokens_of_the_same_responses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+
+@pytest.mark.parametrize("way", ["vllm", "own"])
+def test_all_sides_make_the_same_tokens_of_the_same_responses(
+    way: Way, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(SamplingParams=dict))
     make_tokenizer(tmp_path, lookup.vocabulary())
     write_rows(tmp_path / "train.jsonl", lookup.rows(1, 0))
@@ -79,8 +90,8 @@ def test_both_sides_make_the_same_tokens_of_the_same_responses(tmp_path: Path, m
     engine = Engine(chat)
     end = asyncio.run(RunPlayer(config, tmp_path, engine).play(TrajectoryId(0, 0), task, StepColumns()))
     llm = Llm(chat)
-    trainer = SimpleNamespace(vllm_generation=SimpleNamespace(llm=llm))
-    rollouts = Rollouts(config, tmp_path, [task])([task.uid, task.uid], trainer)
+    trainer = SimpleNamespace(vllm_generation=SimpleNamespace(llm=llm), _generate_single_turn=llm.generate_ids)
+    rollouts = Rollouts(config, tmp_path, [task], way)([task.uid, task.uid], trainer)
 
     assert end.n_steps == engine.turns == llm.turns == 3
     assert rollouts["reward"] == [end.reward] * 2
@@ -126,7 +137,7 @@ def test_figures_of_trl_are_refused_where_its_engine_has_other_weights_than_its_
 
     def found(difference: float) -> dict[str, float]:
         (tmp_path / "found.json").write_text(json.dumps({"looks": looks, "difference": difference}))
-        return trl(tmp_path / "config.json", tmp_path, tmp_path, tmp_path)
+        return trl(PARTS["calm"], tmp_path / "config.json", tmp_path, tmp_path, tmp_path, "vllm")
 
     assert found(MAX_DIFFERENCE / 10) == {"seconds": 1.0, "cpu_seconds": 2.0, "reward": 0.5}
     with pytest.raises(SystemExit, match="differ"):
