@@ -85,7 +85,8 @@ def validate(arguments: argparse.Namespace, overrides: list[str]) -> int:
 
 def _estimates(config: Config) -> list[str]:
     """Estimates of the GPU memory that the configuration needs, after the GPU and the type that they are for; empty if
-    the model is unknown here, or is a mixture of experts in float32.
+    the model is unknown here, or is a mixture of experts in float32. In float32 without a GPU, that of a recipe for
+    CPUs, there is none: it would take half a minute.
 
     Raises:
         UserError: it is too large for GPUs whose memory is known, or no engine can be made of it.
@@ -103,7 +104,10 @@ def _estimates(config: Config) -> list[str]:
     settings = FitSettings.of(config)
     if not is_estimable(settings, config.model.path):
         return []
-    gpu, _ = known_gpu(config.trainer) or (f"{NO_GPU}, because neither trainer.accelerator nor this machine has one", 0)
+    known = known_gpu(config.trainer)
+    if known is None and config.model.dtype == "float32":
+        return [f"estimate: none for a CPU; with trainer.accelerator={NO_GPU}, the memory of that GPU"]
+    gpu, _ = known or (f"{NO_GPU}, because neither trainer.accelerator nor this machine has one", 0)
     found = refuse_too_large(settings, config.model.path) or fit(settings, config.model.path, GPU_BYTES[NO_GPU])
     problem = found.problem()
     return [

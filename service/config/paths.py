@@ -60,7 +60,7 @@ def with_absolute_paths(config: Config) -> Config:
 
 def hub_addresses(config: Config) -> list[tuple[str, Named, Path]]:
     """(setting, kind, address) of each path that is an address of a model hub."""
-    return [found for found in _paths(config) if _is_on_hub(found[2])]
+    return [found for found in _paths(config) if is_on_hub(found[2])]
 
 
 def with_downloads(config: Config, local: Mapping[Path, Path]) -> Config:
@@ -69,7 +69,8 @@ def with_downloads(config: Config, local: Mapping[Path, Path]) -> Config:
     return changed
 
 
-def _is_on_hub(path: Path) -> bool:
+def is_on_hub(path: Path) -> bool:
+    """Whether a path is an address of a model hub."""
     return str(path).startswith(HUB)
 
 
@@ -93,7 +94,7 @@ def _refuse(problems: Iterable[_Problem]) -> None:
 
 def _problems(config: Config) -> Iterator[_Problem]:
     for setting, named, path in _paths(config):
-        if _is_on_hub(path):  # looked for when a run starts
+        if is_on_hub(path):  # looked for when a run starts
             continue
         wrong = list(_path_problems(setting, named, path))
         yield from wrong

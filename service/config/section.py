@@ -66,7 +66,8 @@ class Named(NamedTuple):
 
 Dataset = Annotated[UserPath, Named("dataset", hint="give a JSONL or parquet file")]
 KeyFile = Annotated[UserPath, Named("key")]
-ModelFolder = Annotated[UserPath, Named("model folder", "folder", "give a Hugging Face folder", holds_model=True)]
+MODEL_FOLDER = Named("model folder", "folder", "give a Hugging Face folder", holds_model=True)
+ModelFolder = Annotated[UserPath, MODEL_FOLDER]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 
 

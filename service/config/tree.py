@@ -38,6 +38,9 @@ _VALUE = r"[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?"
 _NAME = re.compile(rf"([a-z0-9]([a-z0-9.-]{{0,251}}[a-z0-9])?/)?{_VALUE}")
 _CHOICE = re.compile(rf"!?({_VALUE}|in\({_VALUE}(, ?{_VALUE})*\))")
 
+SHORT_ANSWER = 16
+"""Fewer tokens than this cut most answers of a pretrained model."""
+
 MARKET = "ray.io/market-type"
 """The label by which Ray names a host `spot` that may be taken away at short notice."""
 
@@ -270,9 +273,14 @@ class Config(Section):
     @property
     def notes(self) -> list[str]:
         """A line for each allowed setting with an effect that the user may not expect."""
-        if self.run.store is None or self.trainer.checkpoint_every:
-            return []
-        return [
-            "run.store: only the end of the run is uploaded (final weights, metrics, summary), since "
-            "trainer.checkpoint_every is 0; set it, so that the run can go on from the store"
-        ]
+        notes = []
+        if self.model.path is not None and (most := self.generator.max_generate_length - 1) < SHORT_ANSWER:
+            notes.append(
+                f"generator.max_generate_length: every answer is cut after {most} tokens, since one is kept for its end"
+            )
+        if self.run.store is not None and not self.trainer.checkpoint_every:
+            notes.append(
+                "run.store: only the end of the run is uploaded (final weights, metrics, summary), since "
+                "trainer.checkpoint_every is 0; set it, so that the run can go on from the store"
+            )
+        return notes

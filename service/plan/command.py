@@ -11,9 +11,13 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
+from huggingface_hub import constants
+
 from service.config import EnvConfig, ModelConfig
 from service.config.command_line import checked_config
 from service.config.model_folder import MODEL_CONFIG, is_model_folder
+from service.config.paths import is_on_hub
+from service.config.section import MODEL_FOLDER
 from service.errors import UserError
 from service.learn.estimate.gpus import DATA_SHEETS
 from service.learn.estimate.kv_cache import check_engine
@@ -24,12 +28,15 @@ from service.plan.page import as_dict, lines
 from service.plan.settings import PlanSettings
 from service.plan.work import OPTIONS, work_of
 from service.run.folder import run_folder
+from service.run.hub import download
 from service.run.inputs import make_policy
 from service.run.lengths import lengths_of_run
 from service.run.phases import phase
 
 MODEL = "model"
 """The folder in a run folder of the model that the run made."""
+
+_say = partial(print, file=sys.stderr, flush=True)
 
 MAX_GPUS = 1_000_000
 QUIET_SECONDS = 2.0
@@ -72,7 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
     """Predict memory, speed and waiting of a configuration; returns the exit code."""
     config, source = checked_config(arguments, overrides)
-    with source.named_in_errors(), phase("planning", partial(print, file=sys.stderr, flush=True), after=QUIET_SECONDS):
+    with source.named_in_errors(), phase("planning", _say, after=QUIET_SECONDS):
         measured = lengths_of_run(arguments.lengths) if arguments.lengths else {}
         with planned_model(config.model, config.env, config.run.seed, arguments.lengths) as folder:
             return print_plan(PlanSettings.of(config), folder, arguments, measured)
@@ -94,12 +101,17 @@ def print_plan(
 
 @contextmanager
 def planned_model(model: ModelConfig, env: EnvConfig, seed: int, run: str | None = None) -> Iterator[Path]:
-    """A folder with the model's config.json: `model.path`, the model of a run, or a new one for `model.make`.
+    """A folder with the model's config.json: `model.path`, of a hub this file only, the model of a run, or a new one
+    for `model.make`.
 
     Raises:
         UserError: the configuration names no model.
     """
     path = model.path
+    if path is not None and is_on_hub(path):
+        path = download(
+            "model.path", MODEL_FOLDER, str(path), constants.HF_HUB_OFFLINE, _say, model_files=[MODEL_CONFIG]
+        ).path
     if path is None and run is not None and is_model_folder(run_folder(run) / MODEL):
         path = run_folder(run) / MODEL
     if path is not None and not is_model_folder(path):

@@ -7,7 +7,7 @@ data.train: hf:org/name@revision:file.parquet       a file of a dataset
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -28,8 +28,16 @@ class Downloaded(NamedTuple):
     """The commit."""
 
 
-def download(setting: str, named: Named, address: str, offline: bool, say: Callable[[str], None]) -> Downloaded:
-    """The model or the file at an address, from the cache where it has it; `offline`: from nowhere else.
+def download(
+    setting: str,
+    named: Named,
+    address: str,
+    offline: bool,
+    say: Callable[[str], None],
+    model_files: Sequence[str] = MODEL_FILES,
+) -> Downloaded:
+    """The model or the file at an address, from the cache where it has it; `offline`: from nowhere else;
+    `model_files`: what is needed of a model.
 
     Raises:
         UserError: the address is malformed, the hub does not have it, or there is neither a network nor a cached copy.
@@ -49,7 +57,7 @@ def download(setting: str, named: Named, address: str, offline: bool, say: Calla
     )
 
     say(f"{setting}: looking for {address} on the hub and in its cache")
-    files = [file] if file else list(MODEL_FILES)
+    files = [file] if file else list(model_files)
     kind, ignored = ("dataset", None) if of_dataset else ("model", "*/*")
     try:
         with _asking_the_hub(offline):

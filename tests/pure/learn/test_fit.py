@@ -17,6 +17,7 @@ from service.cli.parser import main
 from service.config import Config, load
 from service.config.learn import TrainerConfig
 from service.config.rollout import GeneratorConfig
+from service.config.tree import SHORT_ANSWER
 from service.errors import UserError
 from service.learn import estimate
 from service.learn.estimate.fit import GPU_BYTES, MARGIN, fit, is_estimable
@@ -137,9 +138,9 @@ def test_fp8_without_correction_is_one_line_of_the_validation(capsys: pytest.Cap
 def test_a_model_too_large_is_one_line_of_the_validation(
     model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert validated(model, "model.dtype=float32") == 0
-    assumed, needed, *_ = capsys.readouterr().out.splitlines()
-    assert "80 GB of GPU memory (H100, because neither" in assumed and " and float32; not for a CPU" in assumed
+    assert validated(model, "model.dtype=float32", "trainer.accelerator=H100") == 0
+    _, named, needed, *_ = capsys.readouterr().out.splitlines()
+    assert "80 GB of GPU memory (H100, as trainer.accelerator says) and float32; not for a CPU" in named
     assert needed.startswith("estimate: the GPU of a rank needs 0.")
     monkeypatch.setitem(GPU_BYTES, "H100", 1e6)
     assert validated(model, "trainer.accelerator=H100") == 2
@@ -150,6 +151,18 @@ def test_a_model_too_large_is_one_line_of_the_validation(
 def test_only_a_mixture_in_float32_has_no_estimate(kind: str, dtype: str, tmp_path: Path) -> None:
     settings = FitSettings.of(load([], [f"model.dtype={dtype}"]).config)
     assert is_estimable(settings, folder_of(kind, tmp_path)) is ((kind, dtype) != ("mixture", "float32"))
+
+
+def test_without_a_gpu_a_recipe_in_float32_has_no_estimate_and_a_cut_of_answers_is_named(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert validated(model, "model.dtype=float32", f"generator.max_generate_length={SHORT_ANSWER}") == 0
+    noted, none, fine = capsys.readouterr().out.splitlines()
+    assert noted.startswith("note: generator.max_generate_length: every answer is cut after 15 tokens")
+    assert none == "estimate: none for a CPU; with trainer.accelerator=H100, the memory of that GPU"
+    assert fine.endswith("fine")
+    assert validated(model, "model.dtype=float32", f"generator.max_generate_length={SHORT_ANSWER + 1}") == 0
+    assert "note:" not in capsys.readouterr().out
 
 
 def validated(folder: Path, *more: str) -> int:
