@@ -1,6 +1,7 @@
 """SmolLM2-135M-Instruct, which `make real` prepares: `python -m benchmarks.real_model agreement` or `... games FOLDER`.
 
-agreement    log-probabilities of sampled turns: by the engine, by the trainer, and by transformers, row by row
+agreement    games by the engine: their log-probabilities by engine, trainer and transformers, row by row; loss and
+             gradient of the mini-batch by the trainer and by a forward pass of each row, in float64 and in float32
 games        how many games of `guess_number` a Hugging Face folder wins in transformers, without Baton's engine
 """
 
@@ -9,23 +10,35 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import tempfile
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import torch
+from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from actors.engine.run_player import RunPlayer
 from baton.examples.guess_number import LARGEST, GuessNumber, rows
-from benchmarks.gpu.small_engine import serving, settings
-from service.config.tree import Config
+from benchmarks.gpu.small_engine import serving
+from benchmarks.in_process import played
+from service.config import Config, load
+from service.config.core_settings import batch_settings
+from service.handoff.batches.batch import form_mini_batch
+from service.handoff.ledger.versions import VersionHistory
+from service.learn.learner import Learner
+from service.learn.model.logprob import accumulation_dtype
 from service.learn.model.policy import Policy
 from service.learn.settings import LearnSettings
-from service.rollout.engine import Sampling
 from service.rollout.environment import Message, Task
-from service.types import MicroBatch
+from service.rollout.prompts.dataset import load_tasks, write_rows
+from service.types import MicroBatch, MiniBatch, PolicyVersion
 
-MODEL = Path("models/SmolLM2-135M-Instruct")
-TURNS, TOKENS, TEMPERATURE = 32, 24, 1.0
+MODEL, RECIPE = Path("models/SmolLM2-135M-Instruct"), Path("configs/smollm2_guess.yaml")
+GROUPS = 3
+"""Of the mini-batch; the samples of a group are the recipe's."""
 
 
 def main() -> None:
@@ -36,6 +49,7 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--sampled", type=int, default=0, help="sampled games beside the greedy ones")
     arguments = parser.parse_args()
+    torch.set_num_threads(1)  # on busy cores several wait for each other
     for folder in arguments.folders:
         if arguments.what == "agreement":
             found = agreement(folder, arguments.dtype)
@@ -45,53 +59,86 @@ def main() -> None:
 
 
 def agreement(folder: Path, dtype: str) -> dict[str, float]:
-    """Nats between the log-probabilities of the same sampled tokens, as absolute values."""
-    config = settings("float32" if dtype == "float32" else "bfloat16")
-    (row,) = rows(1, 0)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    prompt = tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, return_dict=False)
-    sampled, of_engine = asyncio.run(_sampled(config, folder, np.array(prompt, np.int32)))
+    """Nats between the log-probabilities of the same sampled tokens, as absolute values; and what `learning` finds."""
+    overrides = [f"model.path={folder}", f"model.dtype={dtype}", "trainer.ranks=1", f"trainer.mini_batch_size={GROUPS}"]
+    config = load([RECIPE], overrides).config
+    batch = asyncio.run(_played(config, folder))
+    (micros,) = batch.ranks
     policy = Policy(LearnSettings.of(config), folder, torch.device("cpu"), 0, 1)
-    of_trainer = policy.logprobs([policy.to_device(sampled)])[0].numpy()
-    of_rows = _by_row(folder, sampled, getattr(torch, dtype))
+    of_engine = np.concatenate([micro.logprobs_N[micro.loss_mask_N] for micro in micros])
+    of_trainer = torch.cat(policy.logprobs([policy.to_device(micro) for micro in micros])).numpy()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
+    with torch.no_grad():
+        of_rows = torch.cat([logprob_M for _, _, logprob_M in _by_row(model, micros)]).numpy()
     compared = {"engine_trainer": of_engine - of_trainer, "trainer_transformers": of_trainer - of_rows}
-    return {"tokens": float(len(of_engine))} | {
+    found = {"tokens": float(len(of_engine))} | {
         f"{name}_{kind}": float(take(np.abs(differences)))
         for name, differences in compared.items()
         for kind, take in (("mean", np.mean), ("largest", np.max))
     }
+    del policy, model
+    for kind in ("float64", "float32") if dtype == "float32" else ():
+        found |= {f"{name}_{kind}": value for name, value in learning(config, folder, batch, kind).items()}
+    return found
 
 
-async def _sampled(config: Config, folder: Path, prompt: np.ndarray) -> tuple[MicroBatch, np.ndarray]:
-    """Turns as rows of one micro-batch, and the engine's log-probabilities of the sampled tokens."""
-    sampling = Sampling(max_tokens=TOKENS, temperature=TEMPERATURE)
+async def _played(config: Config, folder: Path) -> MiniBatch:
+    """A mini-batch of games that the engine played."""
+    with tempfile.TemporaryDirectory() as name:
+        write_rows(Path(name) / "rows.jsonl", rows(GROUPS, 0))
+        tasks = load_tasks(Path(name) / "rows.jsonl")
     async with serving(config, folder) as engine:
-        turns = await asyncio.gather(*(engine.generate(prompt, sampling, str(number)) for number in range(TURNS)))
-    sequences = [np.concatenate([prompt, turn.token_ids]) for turn in turns]
-    mask_N = np.concatenate([np.arange(len(tokens)) >= len(prompt) for tokens in sequences])
-    batch = MicroBatch(
-        token_ids_N=np.concatenate(sequences),
-        offsets_R=np.cumsum([0, *map(len, sequences)], dtype=np.int64),
-        loss_mask_N=mask_N,
-        logprobs_N=np.zeros(len(mask_N), np.float32),
-        staleness_N=np.where(mask_N, 0, -1).astype(np.int32),
-        temperature_R=np.full(TURNS, TEMPERATURE, np.float32),
-        trajectory_of_row_R=np.arange(TURNS, dtype=np.int32),
-    )
-    return batch, np.concatenate([turn.logprobs for turn in turns if turn.logprobs is not None])
+        player = RunPlayer(config, folder, engine)
+        groups = await asyncio.gather(*(played(player, o, task, config) for o, task in enumerate(tasks)))
+        await player.close()
+    history = VersionHistory()
+    history.publish(PolicyVersion(1, 0))  # the engine's
+    return form_mini_batch(0, groups, history, batch_settings(config))
 
 
-@torch.no_grad()
-def _by_row(folder: Path, batch: MicroBatch, dtype: torch.dtype) -> np.ndarray:
-    """The same log-probabilities by transformers' own forward pass of each row alone."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
-    found = []
-    for start, stop in zip(batch.offsets_R[:-1], batch.offsets_R[1:], strict=True):
-        ids_T = torch.from_numpy(batch.token_ids_N[start:stop]).long()
-        table_TV = (model(ids_T[None]).logits[0, :-1].float() / TEMPERATURE).log_softmax(-1)
-        of_T = table_TV.gather(1, ids_T[1:, None])[:, 0]
-        found.append(of_T[torch.from_numpy(batch.loss_mask_N[start + 1 : stop])].numpy())
-    return np.concatenate(found)
+def learning(config: Config, folder: Path, batch: MiniBatch, dtype: str) -> dict[str, float]:
+    """How far the loss and the gradient of a mini-batch are from those of forward passes of each row alone.
+
+    The loss as a difference; the gradient as the largest difference of an element, over the largest element.
+    """
+    config = config.model_copy(update={"model": config.model.model_copy(update={"dtype": dtype})})
+    learner = Learner(LearnSettings.of(config), folder, torch.device("cpu"), 0, 1)
+    loss = learner.accumulate(batch).totals()["loss"]
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
+    own = _own_loss(config, model, batch)
+    theirs = {name: parameter.grad for name, parameter in model.named_parameters()}
+    ours = {name: parameter.grad for name, parameter in learner.policy.model.named_parameters()}
+    if ours.keys() != theirs.keys():
+        raise SystemExit(f"other weights: {ours.keys() ^ theirs.keys()}")
+    largest = max(float(gradient.abs().max()) for gradient in theirs.values())
+    apart = max(float((ours[name] - theirs[name]).abs().max()) for name in ours)
+    return {"loss": loss, "loss_difference": abs(loss - own), "gradient_difference": apart / largest}
+
+
+def _own_loss(config: Config, model: PreTrainedModel, batch: MiniBatch) -> float:
+    """PPO's clipped loss, a mean over tokens; its gradient is left in the model."""
+    algorithm, n_tokens, loss = config.algorithm, int(batch.loss_tokens_G.sum()), 0.0
+    for micro, row, logprob_M in _by_row(model, batch.ranks[0]):
+        at = slice(micro.offsets_R[row], micro.offsets_R[row + 1])
+        sampled_M = torch.from_numpy(micro.logprobs_N[at][micro.loss_mask_N[at]])
+        advantage = float(batch.advantage_G[micro.trajectory_of_row_R[row]])
+        ratio_M = (logprob_M - sampled_M).exp()
+        clipped_M = ratio_M.clamp(1 - algorithm.clip_low, 1 + algorithm.clip_high)
+        part = -torch.minimum(ratio_M * advantage, clipped_M * advantage).sum() / n_tokens
+        part.backward()  # type: ignore[no-untyped-call]
+        loss += float(part.detach())
+    return loss
+
+
+def _by_row(model: PreTrainedModel, micros: Sequence[MicroBatch]) -> Iterator[tuple[MicroBatch, int, Tensor]]:
+    """The log-probabilities of each row's sampled tokens, by transformers' own forward pass of the row alone."""
+    for micro in micros:
+        for row, (start, stop) in enumerate(pairwise(micro.offsets_R)):
+            ids_T = torch.from_numpy(micro.token_ids_N[start:stop]).long()
+            logits_TV = model(ids_T[None]).logits[0, :-1]
+            logits_TV = logits_TV.to(accumulation_dtype(logits_TV.dtype)) / float(micro.temperature_R[row])
+            of_T = logits_TV.log_softmax(-1).gather(1, ids_T[1:, None])[:, 0]
+            yield micro, row, of_T[torch.from_numpy(micro.loss_mask_N[start + 1 : stop])]
 
 
 async def games(folder: Path, n_sampled: int) -> dict[str, float]:
