@@ -13,6 +13,8 @@ from traceback import FrameSummary, extract_stack
 
 log = logging.getLogger(__name__)
 
+WATCH = "loop-watch"
+"""Name of the thread that watches."""
 BLOCKED_SECONDS = 5.0
 """Seconds without a turn of the event loop after which the code that runs is named."""
 LOOK_SECONDS = 0.5
@@ -29,7 +31,7 @@ class LoopWatch:
         self._places: set[str] = set()
         self._tell: Callable[[str], object] = lambda line: None
         self._turn()
-        threading.Thread(target=self._watch, name="loop-watch", daemon=True).start()
+        threading.Thread(target=self._watch, name=WATCH, daemon=True).start()
 
     async def blocked(self) -> str:
         """Wait until code blocks the loop that was not named before; called in another event loop, which goes on."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import threading
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -33,6 +34,7 @@ from service.handoff.steps.builder import steps_table
 from service.handoff.steps.tables import end_objects, ends_table, trajectory_ids
 from service.handoff.steps.wire import decode, encode
 from service.handoff.verbs import Assignment, Claim, Receipt, Wait, WaitReason
+from service.observe.loop_watch import WATCH
 from service.observe.metrics import Metrics
 from service.rollout import env_guard
 from service.rollout.chat.chat import load_chat
@@ -449,3 +451,23 @@ async def test_an_update_that_is_refused_leaves_the_generator_at_work(
         await generator.update_weights(PolicyVersion(2, 3).pack(), "/path", 0)
     await asyncio.sleep(0)
     assert (exits, generator._counts["updates"]) == ([], 0)
+
+
+async def test_a_generator_that_has_started_watches_its_event_loop(
+    generator: Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def joined(self: Generator) -> Any:
+        return SimpleNamespace()
+
+    async def started(*_: Any) -> Any:
+        return {}
+
+    monkeypatch.setattr(Generator, "_join", joined)
+    monkeypatch.setattr(Generator, "_taken_over", started)
+    monkeypatch.setattr(generator._engine, "start", started, raising=False)
+    monkeypatch.setattr(generator._reporter, "start", lambda: None)
+    context = SimpleNamespace(get_node_id=lambda: "node")
+    monkeypatch.setattr(actors.generator.actor.ray, "get_runtime_context", lambda: context)
+    before = {thread for thread in threading.enumerate() if thread.name == WATCH}
+    await generator.start()
+    assert {thread for thread in threading.enumerate() if thread.name == WATCH} - before

@@ -208,7 +208,8 @@ async def test_a_finish_is_answered_once_the_buffer_has_the_end_and_a_repetition
         finishing = [asyncio.create_task(served.post("/rl/sessions/5-1-0/finish", said)) for _ in range(2)]
         while not served.sink.ends:
             await asyncio.sleep(0.01)
-        assert (await served.post("/rl/sessions/5-1-0/finish", {"reward": 1.0}))[0] == 409
+        async with asyncio.timeout(30):  # it does not wait for the buffer
+            assert (await served.post("/rl/sessions/5-1-0/finish", {"reward": 1.0}))[0] == 409
         assert (await served.post("/s/5-1-0" + CHAT, asked(tasks[0]), KEYS.of("5-1-0")))[0] == 409
         assert not any(finish.done() for finish in finishing)
         served.sink.answers.set()

@@ -268,7 +268,7 @@ class Plays:
         self.how = how
 
     def play(self, session: AgentSession, task: Task, seed: int) -> None:
-        with OpenAI(base_url=session.base_url, api_key=session.key) as client:
+        with OpenAI(base_url=session.base_url, api_key=session.key, timeout=30.0, max_retries=0) as client:
             said: Any = dict(task.prompt[0])
             client.chat.completions.create(model="policy", messages=[said])
         match self.how:

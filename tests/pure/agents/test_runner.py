@@ -148,7 +148,7 @@ async def test_a_command_gets_no_environment_variable_of_baton_but_those_that_it
     assert expected == {*got.transcript.split()} - {"LC_CTYPE"}  # Python's own
 
 
-SLEEP = "import time; time.sleep(600)"
+SLEEP = "import time; time.sleep(60)"
 HOSTILE = {
     "is silent for ever": (SLEEP, {"seconds": 2.0}, "ended at limits.seconds"),
     "ignores SIGTERM": (
