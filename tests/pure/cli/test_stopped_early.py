@@ -1,12 +1,16 @@
 """A run that is stopped before Ray is up says so, in its folder too, and exits as one that was stopped later."""
 
+import asyncio
+import ctypes
 import json
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +18,7 @@ from typing import Any
 import psutil
 import pytest
 
+from actors.driver import cluster
 from actors.driver import run as running
 from actors.driver.signals import FORCING, STOP_SIGNALS
 from service.config import Config, load_config, resolved_yaml
@@ -21,6 +26,7 @@ from service.errors import RunFailed
 from service.run.folder import CONFIG
 from service.run.inputs import Prepared
 from service.run.writer import RunWriter
+from tests.pure.forked import Forked
 from tests.waiting import PAUSE, until
 
 
@@ -105,169 +111,130 @@ def test_a_stop_signal_is_heard_where_the_main_thread_waits(
         assert process.stdout.read() == printed
 
 
-ENDLESS = """
-import contextlib, sys, time
-from actors.driver import run as running
-from service.config import load_config
-from service.run.inputs import Prepared
+def ready() -> None:
+    """Nothing of a run is real but its signals, its folder and its end."""
+    running.prepare = lambda config, path: Prepared(path, [], path, 8, None)  # type: ignore[arg-type]
+    running.keep_token_private = lambda *words: None
+    running.place_actors = lambda *words: None  # type: ignore[assignment,return-value]
 
 
-class Coordinator:
-    stopped_by = None
+def endless(folder: Path, blocked: int) -> int:
+    """A run that goes on for a minute, whatever it is told."""
 
-    def __init__(self, config, cluster, folder, *rest):
-        folder.step = 7
+    class Coordinator:
+        stopped_by = None
 
-    def stop(self, number):
-        time.sleep({blocked})
+        def __init__(self, config: Config, cluster: object, folder: RunWriter, *rest: object) -> None:
+            folder.step = 7
 
-    async def run(self):
-        print("begun", flush=True)
-        await running.asyncio.sleep(60)
+        def stop(self, number: int) -> None:
+            time.sleep(blocked)
 
+        async def run(self) -> None:
+            print("begun", flush=True)
+            await asyncio.sleep(60)
 
-running.Coordinator = Coordinator
-running.prepare = lambda config, path: Prepared(path, [], path, 8, None)
-running.keep_token_private = lambda environment, home: None
-running.ray_session = lambda *words: contextlib.nullcontext()
-running.place_actors = lambda *words: None
-settings = ["run.dir=" + sys.argv[1], "metrics.port=0", "run.stop_grace=0.2"]
-sys.exit(running.run(load_config(["configs/quickstart.yaml"], settings)))
-"""
+    ready()
+    running.Coordinator = Coordinator  # type: ignore[assignment,misc]
+    running.ray_session = lambda *words: nullcontext()
+    settings = [f"run.dir={folder}", "metrics.port=0", "run.stop_grace=0.2"]
+    return running.run(load_config(["configs/quickstart.yaml"], settings))
 
 
 @pytest.mark.parametrize("blocked", [0, 60], ids=["the event loop runs", "the event loop is blocked"])
 def test_a_stopped_run_that_does_not_end_in_time_is_ended_by_force(tmp_path: Path, blocked: int) -> None:
-    command = [sys.executable, "-c", ENDLESS.format(blocked=blocked), str(tmp_path)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        try:
-            assert "begun\n" in iter(process.stdout.readline, "")
-            process.terminate()
-            assert process.wait(60) == 128 + signal.SIGTERM
-        finally:
-            process.kill()
-        assert "run.stop_grace" in process.stdout.read()
+    with Forked(endless, tmp_path, blocked) as run:
+        run.read_to("begun")
+        run.send_signal(signal.SIGTERM)
+        assert run.wait() == 128 + signal.SIGTERM
+        assert "run.stop_grace" in run.stdout.read()
     summary = json.loads((tmp_path / "quickstart" / "summary.json").read_text())
     assert (summary["state"], summary["steps"]) == ("stopped", 7) and "ended by force" in summary["reason"]
 
 
-ENDING = """
-import asyncio, ctypes, signal, sys, tempfile
-from pathlib import Path
-from actors.driver import cluster, local_ray, run as running
-from service.config import load_config
-from service.run.inputs import Prepared
+def ends_ray(folder: Path, fails: bool) -> int:
+    """A run that ends once it was told to; each line that it reads lets it end something more."""
 
+    class Coordinator:
+        stopped_by: int | None = None
 
-class Coordinator:
-    stopped_by = None
+        def __init__(self, *rest: object) -> None:
+            self.stopping = asyncio.Event()
 
-    def __init__(self, *rest):
-        self.stopping = asyncio.Event()
+        def stop(self, number: int) -> None:
+            self.stopped_by = number
+            self.stopping.set()
 
-    def stop(self, number):
-        self.stopped_by = number
-        self.stopping.set()
+        async def run(self) -> None:
+            print("begun", flush=True)
+            await self.stopping.wait()
+            if fails:
+                raise RunFailed("the disk is full")
 
-    async def run(self):
-        print("begun", flush=True)
-        await self.stopping.wait()
-        if {fails}:
-            raise running.RunFailed("the disk is full")
+    def shutdown() -> None:
+        # Ray gives it the default action back, unknown to Python
+        ctypes.CDLL(None).signal(signal.SIGTERM, 0)
+        status, bit = Path("/proc/self/status"), 1 << signal.SIGTERM - 1
+        while not any(int(line[7:], 16) & bit for line in status.read_text().splitlines() if line[:7] == "SigCgt:"):
+            pass
+        print("Ray ends", flush=True)
+        sys.stdin.readline()
 
-
-def shutdown():
-    ctypes.CDLL(None).signal(signal.SIGTERM, 0)  # Ray gives it the default action back, unknown to Python
-    bit = 1 << signal.SIGTERM - 1
-    while not any(int(line.split()[1], 16) & bit for line in open("/proc/self/status") if line.startswith("SigCgt")):
-        pass
-    print("Ray ends", flush=True)
+    ready()
+    running.Coordinator = Coordinator  # type: ignore[assignment,misc]
+    cluster.start_watchdog = lambda *words: None
+    cluster.ray.init, cluster.ray.shutdown = lambda *words, **settings: None, shutdown
+    try:
+        code = running.run(load_config(["configs/quickstart.yaml"], [f"run.dir={folder}", "metrics.port=0"]))
+    except RunFailed as failure:
+        code = failure.exit_code
+    print("Ray has ended", flush=True)
     sys.stdin.readline()
-
-
-running.Coordinator = Coordinator
-running.prepare = lambda config, path: Prepared(path, [], path, 8, None)
-running.keep_token_private = lambda environment, home: None
-running.place_actors = lambda *words: None
-cluster.start_watchdog = lambda *words: None
-cluster.ray.init, cluster.ray.shutdown = lambda *words, **settings: None, shutdown
-settings = ["run.dir=" + sys.argv[1], "metrics.port=0"]
-try:
-    code = running.run(load_config(["configs/quickstart.yaml"], settings))
-except running.RunFailed as failure:
-    code = failure.exit_code
-print("Ray has ended", flush=True)
-sys.stdin.readline()
-sys.exit(code)
-"""
+    return code
 
 
 @pytest.fixture
-def ending(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[subprocess.Popen[str]]:
-    """A run that was stopped by SIGTERM and now ends Ray; each line that it reads lets it end something more."""
-    fails = getattr(request, "param", False)
-    command = [sys.executable, "-c", ENDING.format(fails=fails), str(tmp_path)]
-    environment = {**os.environ, "TMPDIR": str(tmp_path)}
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
-    ) as process:
-        try:
-            read_to("begun", process)
-            process.terminate()
-            read_to("Ray ends", process)
-            yield process
-        finally:
-            process.kill()
-
-
-def read_to(words: str, process: subprocess.Popen[str]) -> str:
-    """The next line of a process with these words."""
-    assert process.stdout is not None
-    return next(line for line in process.stdout if words in line)
-
-
-def go_on(process: subprocess.Popen[str]) -> None:
-    assert process.stdin is not None
-    process.stdin.write("\n")
-    process.stdin.flush()
+def ending(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Forked]:
+    """A run that was stopped by SIGTERM and now ends Ray."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with Forked(ends_ray, tmp_path, getattr(request, "param", False)) as run:
+        run.read_to("begun")
+        run.send_signal(signal.SIGTERM)
+        run.read_to("Ray ends")
+        yield run
 
 
 @pytest.mark.parametrize("number", STOP_SIGNALS)
 def test_a_second_stop_signal_while_ray_is_ended_is_answered_with_a_line_and_changes_nothing(
-    ending: subprocess.Popen[str], number: signal.Signals
+    ending: Forked, number: signal.Signals
 ) -> None:
     ending.send_signal(number)
-    assert f"number {FORCING} " in read_to("already stopping", ending)
-    go_on(ending)
-    read_to("Ray has ended", ending)
+    assert f"number {FORCING} " in ending.read_to("already stopping")
+    ending.go_on()
+    ending.read_to("Ray has ended")
     for _ in range(FORCING):
         ending.send_signal(number)
-    go_on(ending)
-    assert ending.wait(60) == 128 + signal.SIGTERM
+    ending.go_on()
+    assert ending.wait() == 128 + signal.SIGTERM
 
 
-def test_a_third_stop_signal_while_ray_is_ended_ends_the_run_by_force(
-    ending: subprocess.Popen[str], tmp_path: Path
-) -> None:
-    ending.terminate()
-    read_to("already stopping", ending)
+def test_a_third_stop_signal_while_ray_is_ended_ends_the_run_by_force(ending: Forked, tmp_path: Path) -> None:
+    ending.send_signal(signal.SIGTERM)
+    ending.read_to("already stopping")
     ending.send_signal(signal.SIGINT)
-    assert f"{FORCING} stop signals" in read_to("ended by force", ending)
-    assert ending.wait(60) == 128 + signal.SIGINT
+    assert f"{FORCING} stop signals" in ending.read_to("ended by force")
+    assert ending.wait() == 128 + signal.SIGINT
     summary = json.loads((tmp_path / "quickstart" / "summary.json").read_text())
     assert summary["state"] == "stopped" and f"{FORCING} stop signals" in summary["reason"]
 
 
 @pytest.mark.parametrize("ending", [True], indirect=True)
-def test_a_second_stop_signal_while_a_failed_run_ends_ray_leaves_why_it_failed(
-    ending: subprocess.Popen[str], tmp_path: Path
-) -> None:
-    ending.terminate()
-    read_to("already stopping", ending)
-    go_on(ending)
-    go_on(ending)
-    assert ending.wait(60) == RunFailed.exit_code
+def test_a_second_stop_signal_while_a_failed_run_ends_ray_leaves_why_it_failed(ending: Forked, tmp_path: Path) -> None:
+    ending.send_signal(signal.SIGTERM)
+    ending.read_to("already stopping")
+    ending.go_on()
+    ending.go_on()
+    assert ending.wait() == RunFailed.exit_code
     summary = json.loads((tmp_path / "quickstart" / "summary.json").read_text())
     assert (summary["state"], summary["reason"]) == ("failed", "the disk is full")
 
