@@ -5,11 +5,13 @@ import re
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
 from benchmarks.estimates import SHAPES
 from service.cli.parser import main
 from service.config import load
 from service.errors import UserError
+from service.learn.estimate.gpus import DATA_SHEETS, H100
 from service.plan.command import DOES_NOT_FIT
 from service.plan.forecast import splits_of
 from service.plan.settings import PlanSettings
@@ -80,9 +82,10 @@ def test_ranks_that_share_micro_batches_stay_together() -> None:
 
 
 def test_what_does_not_fit_is_an_answer_with_an_exit_code_of_its_own(
-    recipe: list[str], capsys: pytest.CaptureFixture[str]
+    recipe: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    words = [*recipe, "trainer.max_tokens_per_micro_batch=1048576", "trainer.gradient_checkpointing=false"]
+    monkeypatch.setitem(DATA_SHEETS, "small", structs.replace(H100, memory=1e9))
+    words = [*recipe, "--gpu", "small"]
     found = planned(words, capsys, DOES_NOT_FIT)
     assert not found["fits"] and "trainer." in str(found["problem"])
     assert main(["plan", *words]) == DOES_NOT_FIT
