@@ -87,7 +87,7 @@ def printable(text: str, keep: str = "\n\t") -> str:
 
 
 def last_lines(text: str) -> str:
-    """The last lines of a text, each printable and indented below the line before it; empty without a line.
+    """The last lines of a text, made printable, each on an indented line of its own; empty for an empty text.
 
     >>> print("It failed:" + last_lines("...\\nNo space left on device\\n"))
     It failed:

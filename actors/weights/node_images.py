@@ -1,11 +1,11 @@
 """Each node has one image of the newest weights: one generator writes it as the weights arrive, and all engines of
 the node load it.
 
-    node A   generator-0  writes /proc/71/fd/40#7 <- ranks     generator-1  loads it
+    node A   generator-0  writes /proc/71/fd/40#7 <- ranks     generator-1  loads it          (`#7`: inode 7)
     node B   generator-2  writes /proc/35/fd/40#9 <- node A    generator-3  loads it
 
-An image has no name and vanishes with the process that holds it, so no file remains. A process that has opened it
-can still use it. With `weights.delta` a node keeps its image, and the next update changes it.
+An image is a file without a name: it disappears when the process that made it has ended, and when no other process has
+it open. With `weights.delta` a node keeps its image, and the next update changes the image in place.
 """
 
 from __future__ import annotations

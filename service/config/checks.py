@@ -1,7 +1,7 @@
 """Refuses combinations of settings that would deadlock, lose data or be wrong; each message names the consequence.
 
-The types of a section check its own values; this module has the rules that involve several sections. A rule yields
-`setting: consequence and what to do`.
+The field types of a section check single values; this module has the rules about several settings. A rule yields lines
+of the form `setting: consequence and what to do`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LOSSES = (
 )  # fmt: skip
 LAST_PORT = 65535
 KEPT_BYTES = 1 << 10
-"""A prompt, a demonstration or a trajectory takes at least as much memory."""
+"""Minimum bytes of memory that a prompt, a demonstration or a trajectory takes."""
 NEUTRAL = {
     "top_p": (1.0,),
     "top_k": (-1, 0),
@@ -39,7 +39,7 @@ NEUTRAL = {
     "presence_penalty": (0.0,),
     "frequency_penalty": (0.0,),
 }
-"""Settings of sampling -> their values that leave the distribution as it is."""
+"""The values of sampling settings that do not change the sampling distribution."""
 
 
 def check(config: Config, source: Source | None = None) -> None:
@@ -52,7 +52,7 @@ def check(config: Config, source: Source | None = None) -> None:
 
 
 def check_command_only(config: Config, source: Source) -> None:
-    """Same as `check`, but only for the settings of a command that is run as an agent."""
+    """Refuse wrong settings of a command that is run as an agent; see `check`."""
     _refuse(_command(config), source)
 
 
@@ -77,7 +77,7 @@ def _refuse(lines: Iterable[str], source: Source | None = None) -> None:
 
 
 def too_many(config: Config, memory: int = LARGEST_HOST) -> Iterator[str]:
-    """Numbers of things that one process keeps, and that do not fit into so many bytes of memory."""
+    """Settings whose number of items, all kept in one process, does not fit into this many bytes of memory."""
     data, generator, warm_start = config.data, config.generator, config.model.warm_start
     trajectories = generator.concurrent_groups * config.algorithm.n_samples_per_prompt // generator.max_engines
     for setting, number, things in (
@@ -553,4 +553,4 @@ RULES: tuple[Callable[[Config], Iterator[str]], ...] = (
     too_many, _store, _model, _adapter, _data, _evaluation, _agents, _roles, _command, _generator, _scorers,
     _staleness, _bytes, _merge, _estimator, _algorithm, _teacher, _packing, _weights, _shared_gpus,
 )  # fmt: skip
-"""One rule a subject, in the order of the tree."""
+"""One rule per subject, in the order of the configuration tree."""

@@ -1,4 +1,4 @@
-"""Loads the configuration that a command line names."""
+"""Loads the configuration from a command line's arguments."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def checked_config(arguments: argparse.Namespace, overrides: list[str]) -> Loade
 
 
 def no_more_words(arguments: argparse.Namespace) -> None:
-    """Raises `UserError` where a word is neither an argument nor a setting."""
+    """Raises `UserError` if a word of the command line is neither an argument nor a setting."""
     if arguments.overrides:
         word = arguments.overrides[0]
         hint = f"; did you mean --config {word}?" if word.endswith((".yaml", ".yml")) else ""

@@ -1,6 +1,7 @@
-"""The settings of the core's parts; only this module makes them from a configuration.
+"""Makes the settings of the core's parts from a configuration.
 
-The core (`service.handoff`) knows no configuration: its parts take the frozen values that these functions return.
+The core (`service.handoff`) does not import the configuration: its parts take the frozen values that these functions
+return.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from service.handoff.steps.limits import Limits, Routing
 from service.user_code import registered
 
 ANY_VOCABULARY = 1 << 31
-"""In place of a model's vocabulary where the tokens were checked before."""
+"""Stands for the size of the vocabulary when tokens need no check because they were checked before."""
 
 
 def estimator_name(config: Config) -> str:
@@ -33,7 +34,7 @@ def estimator_name(config: Config) -> str:
 
 
 def batch_settings(config: Config) -> BatchSettings:
-    """Settings of how mini-batches are formed.
+    """Settings for forming mini-batches.
 
     Raises:
         ConfigError: there is no such estimator.
@@ -54,7 +55,7 @@ def batch_settings(config: Config) -> BatchSettings:
 
 
 def filter_settings(config: Config) -> FilterSettings:
-    """Settings of which complete groups are removed, and of what the curriculum counts.
+    """Settings of the filters, which remove complete groups, and of what counts as a success for the curriculum.
 
     Raises:
         ConfigError: there is no such estimator.
@@ -86,7 +87,7 @@ def message_limits(config: Config, vocab_size: int = ANY_VOCABULARY, routing: Ro
 
 
 def buffer_settings(config: Config, vocab_size: int, routing: Routing | None = None) -> BufferSettings:
-    """The settings of the buffer; `routing`: which routed experts the model can replay, None if unknown."""
+    """The settings of the buffer; `routing`: the routed experts that the model can replay, None if unknown."""
     buffer, min_lookahead = config.buffer, max(config.weights.sync_every - 1, 1)
     return BufferSettings(
         limits=message_limits(config, vocab_size, routing),
@@ -120,7 +121,7 @@ def buffer_settings(config: Config, vocab_size: int, routing: Routing | None = N
 
 
 def curriculum_settings(config: Config) -> CurriculumSettings | None:
-    """Settings of which prompts are passed over; None without a curriculum."""
+    """Settings of the curriculum, which skips prompts; None without a curriculum."""
     if (curriculum := config.data.curriculum) is None:
         return None
     return CurriculumSettings(curriculum.band, curriculum.outside, curriculum.min_groups)

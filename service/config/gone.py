@@ -8,7 +8,7 @@ GONE = {
     "env.retrieval": "start a server beside the run (`python -m baton.examples.search_server --corpus FILE`) and give "
     "its address as env.options.url; without one search_r1 searches env.options.corpus in its own process",
 }
-"""Path of a setting that an earlier version had -> what to do, for the line that refuses it."""
+"""By path of a removed setting: what to do instead, for the error message."""
 
 MOVED_MODULES = {"examples": "baton.examples"}
-"""A package that an earlier version had -> where its modules are now."""
+"""By name of a removed package: the package that has its modules now."""

@@ -12,14 +12,15 @@ from service.config.section import MOST, Band, Decay, Fraction, NotNegative, Pos
 class CorrectionConfig(Section):
     """Off-policy correction for tokens that another policy than the trained one sampled; see docs/learning.md.
 
-    A ratio is the anchor's probability over the rollout's; with `anchor: rollout`, the trained policy's over it.
-    A masked token has no loss and still counts in the denominator of the loss.
+    A ratio is the token's probability under the anchor divided by that under the rollout; with `anchor: rollout`, that
+    under the trained policy divided by that under the rollout. A masked token has no loss, but counts in the
+    denominator of the loss.
     """
 
     truncate: Literal["off", "token", "sequence"] = "off"
     """Multiply the loss by the ratio of the token, or of the whole trajectory, truncated at `truncate_at` (TIS)."""
     truncate_at: Annotated[float, Field(gt=0)] = 2.0
-    """Largest factor of `truncate`."""
+    """Upper bound of the factor that `truncate` applies."""
     token_band: Band | None = None
     """Mask tokens whose ratio lies outside the band (IcePop; with a lower end of 0, MIS)."""
     sequence_band: Band | None = None
@@ -31,7 +32,7 @@ class CorrectionConfig(Section):
 
     @property
     def is_on(self) -> bool:
-        """Whether anything is truncated or masked."""
+        """Whether the correction truncates or masks anything."""
         bands = (self.token_band, self.sequence_band, self.geometric_band, self.outlier_band)
         return self.truncate != "off" or any(band is not None for band in bands)
 
@@ -46,7 +47,7 @@ class ReferenceConfig(Section):
 
 
 class TeacherConfig(Section):
-    """On-policy distillation: a term that draws the policy towards a teacher; see docs/scorers.md."""
+    """On-policy distillation: a loss term that pulls the policy towards a teacher; see docs/scorers.md."""
 
     coef: Annotated[float, Field(gt=0)] = 1.0
     """Weight of the term."""
@@ -54,7 +55,8 @@ class TeacherConfig(Section):
     """`advantage`: each token's advantage grows by the weighted log-ratio of teacher to rollout; `kl`: the loss grows
     by the weighted KL term (`kl_estimator`) against the teacher."""
     column: str | None = None
-    """Column of the dataset that names each row's teacher, if any; None: the only teacher teaches every row."""
+    """Column of the dataset with the name of each row's teacher, if any; None: the only teacher is used for every
+    row."""
 
 
 class AlgorithmConfig(Section):
@@ -70,8 +72,8 @@ class AlgorithmConfig(Section):
     returns: Literal["last", "sum"] = "last"
     """The return of a trajectory: the reward at its end, or the sum of the rewards of its steps."""
     credit: Literal["trajectory", "return_to_go", "potential"] = "trajectory"
-    """What the advantage of a turn counts: the whole return; the rewards from that turn on; or those, shaped by the
-    environment's scores of states. The last two need `returns: sum`; see docs/credit.md."""
+    """Rewards that the advantage of a turn is computed from: the whole return; the rewards from that turn on; or these,
+    shaped by the environment's scores of states. The last two need `returns: sum`; see docs/credit.md."""
     filter_zero_variance: bool = False
     """Filter groups whose returns are all equal, or with credit by turn those in which every advantage is 0: they are
     not trained, and other groups take their slots."""
@@ -137,8 +139,8 @@ class TrainerConfig(Section):
     in every n-th layer only, which takes more memory and less time. auto: on a GPU as little of it as the estimate of
     memory allows, for bfloat16 models; on a CPU none."""
     shard_within: Literal["all", "node"] = "all"
-    """Shard the policy over all ranks, or over the ranks of each node: then nodes send each other gradients only, and a
-    rank holds a larger part of weights, gradients and optimizer state."""
+    """Shard the policy over all ranks (`all`), or over the ranks of each node (`node`): then nodes send each other only
+    gradients, and each rank holds a larger part of weights, gradients and optimizer state."""
     cpu_offload: bool = False
     """Keep weights, gradients and optimizer state in CPU memory."""
     compile: bool | None = None
@@ -152,7 +154,7 @@ class TrainerConfig(Section):
     start_deadline: Seconds = 600.0
     """Seconds in which the ranks must restart after a failure."""
     max_bad_steps: Positive = 10
-    """Aborted optimizer steps in a row after which the run fails."""
+    """Optimizer steps in a row that are skipped, for example because the loss is not finite, before the run fails."""
     accelerator: str | None = None
     """Ray accelerator type of the ranks' nodes, such as H100."""
     collective_deadline: Seconds = 120.0

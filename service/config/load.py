@@ -20,11 +20,11 @@ from service.config.tree import Config
 from service.errors import ConfigError
 
 BOUNDS = {"gt", "ge", "lt", "le", "multiple_of"}
-"""Pydantic's names of bounds: an error of one says more than that the value is of no other type either."""
+"""Pydantic's names of bounds; for a union, an error about a bound is more helpful than one about a type."""
 
 
 INPUT = "Input should be "
-"""How pydantic begins most of its messages."""
+"""The beginning of most of pydantic's messages."""
 
 
 class Loaded(NamedTuple):
@@ -35,7 +35,7 @@ class Loaded(NamedTuple):
 
 
 def load_config(files: Sequence[Path], overrides: Sequence[str] = ()) -> Config:
-    """The configuration of YAML files merged deep in order, then of `section.key=value` overrides."""
+    """The configuration from YAML files, deep-merged in order, and then from `section.key=value` overrides."""
     return load(files, overrides).config
 
 
@@ -68,7 +68,7 @@ def resolved_yaml(config: Config) -> str:
 
 
 def key_paths(model: type[BaseModel] = Config, prefix: KeyPath = ()) -> list[KeyPath]:
-    """Every path of the tree, sections and leaves."""
+    """Every key path of the configuration tree, of sections and of leaves."""
     paths: list[KeyPath] = []
     for name, field in model.model_fields.items():
         paths.append((*prefix, name))
@@ -79,7 +79,7 @@ def key_paths(model: type[BaseModel] = Config, prefix: KeyPath = ()) -> list[Key
 
 
 def section_of(annotation: Any) -> type[BaseModel] | None:
-    """The section behind a field's type, also behind `Section | None`; None for a leaf."""
+    """The section class in a field's type, such as `Section` or `Section | None`; None for a leaf."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     if get_origin(annotation) in (Union, types.UnionType):
@@ -99,8 +99,7 @@ def _tree_path(detail: ErrorDetails, source: Source) -> KeyPath:
 
 
 def _message(details: Sequence[ErrorDetails], path: KeyPath) -> str:
-    """What is wrong with the value at a path; for a union, all allowed kinds, or the bound that the value just
-    violates."""
+    """What is wrong with the value at a path; for a union, all allowed kinds, or the bound that the value violates."""
     bounds = [detail for detail in details if BOUNDS & detail.get("ctx", {}).keys()]
     details = bounds[:1] or details
     kind, value, context = details[0]["type"], details[0]["input"], details[0].get("ctx", {})

@@ -9,14 +9,14 @@ from pydantic import Field
 from service.config.section import Section
 
 Target = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-"""A linear layer inside of a decoder layer. Others would untie output head and embedding, so that no log-probability of
-a prompt would hold in the engine."""
+"""A linear layer inside a decoder layer. An adapter on the output head or the embedding would untie the two, and engine
+and trainer would disagree on log-probabilities."""
 
 LINEAR: tuple[Target, ...] = get_args(Target)
 ATTENTION = LINEAR[:4]
 
 SLOT_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Ranks of the slots that an engine can be started with; a slot takes adapters of its rank and of lower ones."""
+"""Ranks of the adapter slots that an engine can be started with; a slot takes adapters of its rank or a lower one."""
 
 
 class LoraConfig(Section):
@@ -27,7 +27,7 @@ class LoraConfig(Section):
     alpha: Annotated[float, Field(gt=0, le=1e6)] = 32.0
     """Factor of the update, divided by `rank`."""
     targets: Annotated[tuple[Target, ...], Field(min_length=1)] = LINEAR
-    """Linear layers that get an update, in every decoder layer; all of them where it is left out."""
+    """Linear layers that get an update, in every decoder layer; default: all of them."""
 
     @property
     def slot_rank(self) -> int:

@@ -27,12 +27,12 @@ EMBEDDING = "model.embed_tokens.weight"
 
 
 def is_model_folder(folder: Path) -> bool:
-    """Whether a folder holds a model."""
+    """Whether a folder contains a model."""
     return (folder / MODEL_CONFIG).is_file()
 
 
 def is_adapter_folder(folder: Path) -> bool:
-    """Whether a folder holds an adapter in PEFT's form."""
+    """Whether a folder contains an adapter in PEFT's form."""
     return (folder / ADAPTER_CONFIG).is_file()
 
 
@@ -69,7 +69,7 @@ def require_files(folder: Path, *names: str) -> None:
 
 
 def refuse_remote_code(folder: Path) -> None:
-    """Raises `UserError` if a model folder names code of its own, which transformers or vLLM might run."""
+    """Raises `UserError` if a model folder refers to custom code, which transformers or vLLM might run."""
     for file in sorted(folder.glob("*config*.json")):
         try:
             settings = json.loads(file.read_text(encoding="utf-8"))
@@ -156,7 +156,7 @@ def weight_index(folder: Path) -> dict[str, Path]:
     """The file of each weight according to the index; empty if all weights are in `SINGLE`.
 
     Raises:
-        UserError: there are no safetensors, or the index is malformed or leads out of the folder.
+        UserError: there are no safetensors, or the index is malformed or names a file outside the folder.
     """
     index = folder / INDEX
     if not index.is_file():
@@ -186,7 +186,7 @@ def open_weights(file: Path, framework: Literal["numpy", "pt"]) -> Any:
 
 
 def _check_header(file: Path, names: set[str], vocab_size: int) -> None:
-    """Compare the header of a file with the names that the index looks for in it, and with the vocabulary."""
+    """Check that a file's header has the weights that the index expects in it, with rows for the whole vocabulary."""
     with open_weights(file, "numpy") as weights:
         held = set(weights.keys())
         rows = weights.get_slice(EMBEDDING).get_shape()[0] if EMBEDDING in held else vocab_size
@@ -200,7 +200,7 @@ def _check_header(file: Path, names: set[str], vocab_size: int) -> None:
 
 
 def _no_number(word: str) -> float:
-    """Raise for NaN and Infinity, which Python's JSON reader would accept as numbers of a model."""
+    """Raise an error for NaN and Infinity, which Python's JSON reader would accept as numbers."""
     raise ValueError(f"{word} is no number")
 
 

@@ -29,7 +29,7 @@ SERVED_MODEL = get_args(ModelFolder)[-1]
 class _Problem(NamedTuple):
     line: str
     is_missing: bool = False
-    """This machine lacks it: a file, a program, a module, memory; another one may have it."""
+    """Whether this machine lacks a file, a program, a module or memory that another machine may have."""
 
 
 def check_paths(config: Config) -> None:
@@ -38,10 +38,10 @@ def check_paths(config: Config) -> None:
 
 
 def elsewhere(config: Config) -> list[str]:
-    """A line for each file, folder or module that this machine does not have; it may lie on another machine.
+    """A line for each file, folder or module that this machine lacks and another machine may have.
 
     Raises:
-        UserError: a file or folder exists and is of the wrong kind or damaged.
+        UserError: a file or folder that exists has the wrong kind or is damaged.
     """
     problems = list(_problems(config))
     _refuse(problem for problem in problems if not problem.is_missing)
@@ -171,7 +171,7 @@ def _module_problems(config: Config) -> Iterator[_Problem]:
 
 
 def near(path: Path) -> str:
-    """In brackets, the path with the most similar name beside a missing one; empty if there is none."""
+    """In brackets, the path in the same folder with the name most similar to a missing path; empty without one."""
     names = [entry.name for entry in path.parent.glob("[!.]*")] if path.parent.is_dir() else []
     near = difflib.get_close_matches(path.name, names, n=1)
     return f" (there is {path.parent / near[0]})" if near else ""

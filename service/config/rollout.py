@@ -46,7 +46,7 @@ class CurriculumConfig(Section):
     """Pass over prompts by their success so far; see docs/environments.md."""
 
     band: Range = (0.1, 0.9)
-    """Success between which, inclusive, a prompt is issued in every epoch."""
+    """Lowest and highest success with which a prompt is issued in every epoch."""
     outside: Fraction = 0.1
     """Fraction of the epochs in which a prompt outside of the band is issued; 0: never again."""
     min_groups: Positive = 1
@@ -80,8 +80,8 @@ class DataConfig(Section):
     """Several datasets by name instead of `train`, mixed in proportion to their weights; an epoch has each row at least
     once."""
     columns: ColumnsConfig | None = None
-    """Columns of `train`, `mixture` and `eval` where these are files as they were published; None: those that Baton,
-    SkyRL and verl write."""
+    """Columns of `train`, `mixture` and `eval` if these files have other columns than those that Baton, SkyRL and verl
+    write; None: they have these."""
     eval: dict[str, Dataset] = {}
     """Evaluation sets by name: JSONL or parquet files."""
     eval_make_rows: Positive | None = None
@@ -96,12 +96,12 @@ class DataConfig(Section):
     eval_samples: Positive = 1
     """Trajectories of each evaluation prompt."""
     eval_rows: Positive | None = 512
-    """Rows of each set that evaluations while training play, drawn once for all runs; None: all. After the last step of
-    the run, and by `baton eval`, every row is played."""
+    """Rows of each set that are played in evaluations during training, the same ones in all runs; None: all rows. After
+    the last step of the run, and by `baton eval`, every row is played."""
     eval_temperature: Annotated[float, Field(ge=0)] | None = None
     """Sampling temperature of evaluations, 0 for greedy decoding; None: as in training."""
     eval_deadline: Seconds = 3600.0
-    """Seconds after which an evaluation is given up; the run goes on without its results."""
+    """Seconds after which an evaluation is cancelled; the run continues without its results."""
     shuffle: bool = True
     """Shuffle each epoch with the run's seed."""
     curriculum: CurriculumConfig | None = None
@@ -132,8 +132,8 @@ class EnvConfig(CommandConfig):
     max_observation_characters: Positive = 1 << 20
     """Most characters of one observation, over all texts and names of its messages; with more the trajectory fails."""
     max_snapshot_bytes: Annotated[int, Field(ge=0, le=1 << 18)] = 4096
-    """Most bytes that a step keeps, so that its trajectory goes on elsewhere when its generator goes away: the
-    environment's snapshot in base64 and the messages after the step. With more the trajectory starts anew."""
+    """Most bytes of the data with which another generator can continue after a step: the environment's snapshot in
+    base64 and the messages after the step. A trajectory that needs more restarts if its generator is lost."""
 
 
 FailureName = Annotated[
@@ -159,9 +159,9 @@ class AgentsConfig(Section):
     """Seconds without a call or a heartbeat, after which a worker's session is lost. After a restart of its generator
     a session may take the same time until its next call or heartbeat."""
     max_calls: Annotated[int, Field(gt=0, le=4096)] = 64
-    """Most calls of a session; further ones are answered with a text that says so, and are no steps."""
+    """Most calls of a session; a further call is answered with a text that says so, and makes no step."""
     max_tokens: Positive = 1 << 15
-    """Most tokens of all steps of a session, those that calls share counted once."""
+    """Most tokens of all steps of a session; tokens that several calls share count once."""
     train: tuple[Literal["main", "sub", "aux"], ...] = ("main", "sub")
     """Roles of conversations that are trained: main, sub (under a system prompt of its own), aux (a single question
     beside them, such as one for a title)."""
@@ -181,8 +181,8 @@ class RoleConfig(Section):
     """A role that an environment, or an agent, names in its turns besides `main`; see docs/roles.md."""
 
     mode: Literal["trained", "frozen", "judge"] = "trained"
-    """`trained`: the policy plays the role and is trained on it; `judge`: the policy plays it and is not; `frozen`:
-    another model plays it."""
+    """`trained`: the policy plays the role and is trained on it; `judge`: the policy plays the role, untrained;
+    `frozen`: another model plays the role."""
     url: Annotated[str, Field(pattern=URL)] | None = None
     """Of a frozen role: address of an OpenAI-compatible endpoint, including `/v1`; None: an engine of this run
     serves the model."""
@@ -193,7 +193,7 @@ class RoleConfig(Section):
     gpus: Annotated[float, Field(ge=0)] = 0.0
     """GPUs that Ray reserves for the engine of a frozen role without `url`."""
     start_deadline: Seconds = 600.0
-    """Seconds in which that engine must start."""
+    """Seconds in which the engine of a frozen role must start."""
 
     @property
     def is_served(self) -> bool:
@@ -205,9 +205,9 @@ class EnginesRange(Section):
     """How many generators a run has."""
 
     min: Positive = 1
-    """The run starts once there is room for so many."""
+    """The run starts once the cluster has room for this many generators."""
     max: Positive = 1
-    """More join, up to so many, as the cluster has room; `baton scale` asks for fewer or more."""
+    """More generators join, up to this many, when the cluster has room; `baton scale` changes the number."""
 
 
 class GeneratorConfig(Section):
@@ -291,9 +291,9 @@ class ScorerConfig(Section):
     key_file: KeyFile | None = None
     """File with a key that is sent to the address as `Authorization: Bearer`."""
     options: dict[str, str | int | float | bool] = {}
-    """Passed to the constructor of the class."""
+    """Arguments for the constructor of the class in `use`."""
     combine: Literal["replace", "add"] = "replace"
-    """The reward takes the place of the environment's, or is added to it."""
+    """Whether the reward replaces the environment's reward or is added to it."""
     weight: float = 1.0
     """Factor of the reward."""
     workers: Positive = 1
@@ -301,9 +301,9 @@ class ScorerConfig(Section):
     deadline: Seconds = 60.0
     """Seconds in which a group must be scored."""
     attempts: Positive = 3
-    """Times that a group is given to the scorer, until it gives a good answer."""
+    """Most times that the scorer is asked about a group, until it gives a valid answer."""
     fallback: Literal["refuse", "environment_reward"] = "refuse"
-    """Without a good answer: the group is refused, or goes on as if there were no such scorer."""
+    """If there is no valid answer: the group is refused, or continues as if there were no such scorer."""
     cpus: Annotated[float, Field(ge=0)] = 0.0
     """CPUs that Ray reserves for each process of the scorer."""
     gpus: Annotated[float, Field(ge=0)] = 0.0

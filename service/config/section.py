@@ -9,13 +9,13 @@ from typing import Annotated, Literal, NamedTuple
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 MOST = 10**15
-"""No setting counts further: every type that a number is kept in holds it."""
+"""Largest value of an integer setting, which fits into all types that are used for numbers."""
 LARGEST_HOST = 1 << 45
-"""Bytes of memory; no host has more."""
+"""Bytes of memory that no host exceeds."""
 Positive = Annotated[int, Field(gt=0, le=MOST)]
 NotNegative = Annotated[int, Field(ge=0, le=MOST)]
 Seconds = Annotated[float, Field(gt=0, le=1e9)]
-"""At most thirty years: clocks and timers of the operating system overflow beyond."""
+"""At most thirty years, because clocks and timers of the operating system overflow with longer times."""
 Fraction = Annotated[float, Field(ge=0, le=1)]
 MergeMode = Literal["off", "linear", "tree"]
 NAME, URL = r"^[a-z][a-z0-9_]{0,31}$", r"^https?://[^/:\s]"
@@ -23,7 +23,7 @@ PATTERNS = {
     NAME: "be lower-case letters, digits and _, a letter first, 32 at most",
     URL: "begin with http:// or https://",
 }
-"""What a text must be or do, for an error."""
+"""What a text must be or do to match each pattern, for error messages."""
 Name = Annotated[str, Field(pattern=NAME)]
 
 
@@ -51,7 +51,7 @@ UserPath = Annotated[Path, AfterValidator(_from_home)]
 
 
 HUB = "hf:"
-"""What an address of a model hub begins with, which may stand for the path of a model or a dataset."""
+"""Prefix of an address of a model hub, which can replace the path of a model or a dataset."""
 
 
 class Named(NamedTuple):

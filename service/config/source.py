@@ -19,13 +19,13 @@ import yaml
 from service.errors import ConfigError, UserError
 
 MAX_FILE_BYTES = 1 << 16
-"""A configuration is written by hand; a larger file is the wrong file."""
+"""Maximum bytes of a configuration file, which is written by hand; a larger file must be a wrong one."""
 
 MAX_DEPTH = 32
-"""Deeper than any setting lies; PyYAML takes seconds over thousands of brackets."""
+"""Maximum nesting of YAML values, more than any setting needs; PyYAML takes seconds for thousands of brackets."""
 
 SHOWN = 120
-"""Characters of the input that an error repeats."""
+"""Maximum characters of the input that an error message shows."""
 
 KeyPath = tuple[str, ...]
 
@@ -72,13 +72,13 @@ _Loader.add_constructor("tag:yaml.org,2002:float", lambda _, node: float(node.va
 
 @dataclass
 class Source:
-    """Merged values, and for every key path the file and line, or the override, that set its value last."""
+    """Merged values, and for every key path the file and line or the override that set the final value."""
 
     values: dict[str, Any] = field(default_factory=dict)
     places: dict[KeyPath, str] = field(default_factory=dict)
 
     def place(self, path: KeyPath) -> str | None:
-        """Where the value at `path` was set, or the nearest parent's place."""
+        """The place where the value at `path` was set; else the place of its nearest parent that has one."""
         return next((self.places[path[:n]] for n in range(len(path), 0, -1) if path[:n] in self.places), None)
 
     def line(self, path: KeyPath, message: str) -> str:
@@ -126,7 +126,7 @@ class Source:
 
 
 def read_sources(files: Sequence[Path], overrides: Sequence[str]) -> Source:
-    """Files merged deep, in order; then the overrides, in order.
+    """Deep-merge the files in order, then the overrides in order.
 
     Raises:
         ConfigError: a file cannot be read, or a file or an override has the wrong form.

@@ -8,12 +8,12 @@ SCHEMES = ("s3", "gs", "az", "abfss", "file")
 
 
 def is_store_url(word: str) -> bool:
-    """Whether a word is an address, as opposed to a path or a name."""
+    """Whether a word is the address of an object store, as opposed to a path or a name."""
     return "://" in word
 
 
 def store_url_problem(url: str) -> str | None:
-    """What is wrong with an address, without possible secrets in it; None if it is valid."""
+    """What is wrong with a store's address, in a text without the address's possible secrets; None if it is valid."""
     try:
         parts = urlsplit(url)
         _ = parts.port
@@ -31,7 +31,7 @@ def store_url_problem(url: str) -> str | None:
 
 
 def endpoint_problem(url: str) -> str | None:
-    """What is wrong with the address of a store's server, without possible secrets in it; None if it is valid."""
+    """Same as `store_url_problem`, for the address of a store's server."""
     try:
         parts = urlsplit(url)
         is_server = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0

@@ -42,7 +42,7 @@ SHORT_ANSWER = 16
 """Fewer tokens than this cut most answers of a pretrained model."""
 
 MARKET = "ray.io/market-type"
-"""The label by which Ray names a host `spot` that may be taken away at short notice."""
+"""Ray's label for the kind of host; a host with the value `spot` may be taken away at short notice."""
 
 
 def _label(name: str) -> str:
@@ -58,7 +58,7 @@ def _choice(text: str) -> str:
 
 
 Labels = dict[Annotated[str, AfterValidator(_label)], Annotated[str, AfterValidator(_choice)]]
-"""Ray's label selector: what each of these labels of a host must be."""
+"""Ray's label selector: the required value of each label of a host."""
 
 
 class RunConfig(Section):
@@ -76,8 +76,8 @@ class RunConfig(Section):
     """Failures of a generator, or of the trainer, that a run survives without an optimizer step in between. Steps that
     a trainer repeats after a failure do not count."""
     trajectories_per_step: NotNegative = 2
-    """Trajectories of each mini-batch that are kept in `trajectories.jsonl`, and as many of groups that ended
-    untrained, until the file is full."""
+    """Number of trajectories of each mini-batch that are kept in `trajectories.jsonl`, and of trajectories that ended
+    untrained since the previous one; until the file is full."""
     keep_best: Annotated[str, Field(pattern=r"^eval/.+/avg_score$")] | None = None
     """Score of an evaluation set, such as `eval/made/avg_score`: the weights with the highest one are kept in `best/`
     of the run folder; None: none are."""
@@ -119,8 +119,8 @@ class WarmStartConfig(Section):
     probe_prompts: NotNegative = 64
     """Prompts on which the success rate after the warm start is measured; 0: it is not measured."""
     expected_success: Range | None = (0.02, 0.9)
-    """Expected success rate after the warm start, lowest and highest; outside of it the run ends before its first
-    optimizer step. None: it goes on whatever the rate is."""
+    """Lowest and highest expected success rate after the warm start; with another rate the run ends before its first
+    optimizer step. None: any rate is accepted."""
 
 
 class ModelConfig(Section):
@@ -151,30 +151,31 @@ class BufferConfig(Section):
     max_staleness: NotNegative = 8
     """Staleness in versions above which a token carries no loss."""
     order: Literal["finished_first", "strict"] = "finished_first"
-    """Groups of a mini-batch: those that finished first, or strictly in the order of admission."""
+    """Which groups a mini-batch takes: those that became complete first, or strictly those that were issued first."""
     step_deadline: Seconds = 300.0
     """Seconds without progress after which a trajectory is restarted as its next attempt."""
     max_attempts: Positive = 3
     """Attempts of a trajectory. If its environment failed each time, the trajectory is lost; if its generators crashed
     or timed out, its group is refused."""
     on_group_deadline: Literal["train_partial", "expire"] | None = None
-    """At a group's deadline: train its finished trajectories, or none of them; None: groups have no deadline."""
+    """At a group's deadline: train its complete trajectories, or none of them; None: groups have no deadline."""
     group_deadline: Seconds = 3600.0
     """Seconds from a group's claim to its deadline."""
     lease_deadline: Seconds = 1800.0
     """Seconds after which the lease of a mini-batch ends, and the mini-batch is leased again."""
     max_lease_attempts: Positive = 3
-    """Leases of a group, after which it is refused."""
+    """Number of leases after which an untrained group is refused."""
     max_bytes: Annotated[int, Field(gt=0, le=LARGEST_HOST)] = 4 << 30
-    """Bytes in memory that admitted groups may need at worst."""
+    """Bytes of memory: groups are admitted only while the worst case of all admitted groups fits."""
     max_group_bytes: Annotated[int, Field(gt=0, le=1 << 40)] = 256 << 20
-    """Bytes of one group, in equal parts for its trajectories; a message beyond its trajectory's part is refused."""
+    """Bytes of one group, divided equally among its trajectories; a message is refused if a trajectory exceeds its
+    part."""
     max_journal_bytes: Positive = 64 << 30
     """Bytes of the journal on disk."""
     record: bool = False
     """Keep old parts of the journal, so that `baton replay` can form every mini-batch again."""
     sync_interval: Seconds = 0.005
-    """Least seconds between two syncs of the journal."""
+    """Minimum seconds between two syncs of the journal."""
     merge: MergeMode = "linear"
     """Steps that share a row: none, those that continue the previous step, or those that continue any earlier row."""
 

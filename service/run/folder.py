@@ -106,7 +106,7 @@ def newest_run(runs: Path = RUNS) -> Path:
 
 
 def no_such_run(run: str | Path, runs: Path = RUNS, besides: str = "") -> UserError:
-    """The error for a name without a run; `besides` lists other valid inputs, such as "a URL, "."""
+    """The error for a word that is neither a run's folder nor name; `besides`: other valid words, as in "a URL, "."""
     return UserError(f"{run}: neither {besides}a run folder (with {CONFIG}) nor the name of a run in {runs}/")
 
 

@@ -87,7 +87,7 @@ class Supervisor:
             asking.cancel()
 
     def stop(self) -> None:
-        """Ask no actor any more, because the run ends."""
+        """Stop the health checks of all actors, because the run ends."""
         for name in [*self._asking]:
             self.forget(name)
 

@@ -222,7 +222,7 @@ class LostTrajectories:
             self._failed.append(record | _untrained(FAILED, end.stop_reason, end, at))
 
     def take(self) -> list[Record]:
-        """Return and clear the records: at most `run.trajectories_per_step` of either kind."""
+        """Return and clear the records: at most `run.trajectories_per_step` of ended groups, and of failed attempts."""
         records, self._records, self._failed = self._records + self._failed, [], []
         return records
 
@@ -369,9 +369,9 @@ def _checked(record: RecordShape) -> Record:
 
 
 def find_record(records: Sequence[Record], wanted: str | None) -> Record:
-    """The record with this id, or whose id begins like this (`812` is the first kept sample of that group).
+    """The record whose id is `wanted` or begins with it: `812` gives the first kept sample of group 812.
 
-    Without an id, the newest trained record, or else the newest of all: records from the end of a run carry no loss.
+    Without an id, the newest trained record; if none is trained, the newest record.
 
     Raises:
         UserError: no record has that id.

@@ -1,4 +1,5 @@
-"""The objects in a run's object store: the mark of the run, and for each checkpoint a manifest that is written last."""
+"""The objects in a run's object store: one that identifies the run, and per checkpoint its files and a manifest, which
+is written last."""
 
 from __future__ import annotations
 
