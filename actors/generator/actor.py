@@ -155,7 +155,7 @@ class Generator(ImageHolder, Supervised):
         claim, submit = partial(self._ask, self._buffer.claim), partial(self._ask, self._buffer.submit)
         return Membership(
             Claimer(self._name, incarnation, claim, lambda: self._engine.serving, deadline),
-            Outbox(self._name, incarnation, submit, deadline, self._close, self._cancel, self._unmeasured.append),
+            Outbox(self._name, incarnation, submit, deadline, self._cancel, self._unmeasured.append),
         )
 
     async def _taken_over(self, joined: Membership) -> list[Assignment]:
@@ -260,10 +260,6 @@ class Generator(ImageHolder, Supervised):
     async def _play(self, outbox: Outbox, trajectory: TrajectoryId, task: Task, left: Steps | None) -> None:
         end = await self._player.play(trajectory, task, outbox, left)
         self._counts.update(("trajectories", f"end_{end.stop_reason}"))
-
-    def _close(self, group_id: int) -> None:
-        for trajectory in [t for t in self._playing if t.group_id == group_id]:
-            self._cancel(trajectory)
 
     def _cancel(self, trajectory: TrajectoryId) -> None:
         if (playing := self._playing.get(trajectory)) is not None:

@@ -52,8 +52,8 @@ class _Message:
     """Groups that the message completes."""
     answered: asyncio.Event = field(default_factory=asyncio.Event)
     refused: set[TrajectoryId] = field(default_factory=set)
-    superseded: set[int] = field(default_factory=set)
-    """Groups whose trajectories need not be played any more."""
+    superseded: set[TrajectoryId] = field(default_factory=set)
+    """Trajectories that need not be played any more."""
 
 
 @dataclass(eq=False)
@@ -65,8 +65,6 @@ class Outbox:
     submit: Callable[[bytes], Awaitable[Receipt | Refusal]]
     deadline: float
     """Seconds without an answer after which the run fails."""
-    on_closed: Callable[[int], None]
-    """Called with each group_id that needs no more work."""
     on_refused: Callable[[TrajectoryId], None]
     """Called with each trajectory that needs no more work."""
     on_sent: Callable[[Steps], None] = lambda steps: None
@@ -102,7 +100,7 @@ class Outbox:
             raise RuntimeError("nothing is queued")
         self.hurry()
         await message.answered.wait()
-        return trajectory not in message.refused and trajectory.group_id not in message.superseded
+        return trajectory not in message.refused | message.superseded
 
     def group_complete(self, last: bool) -> None:
         """Note that the queued items complete a group; `last`: no other group is being played whose items could be
@@ -193,8 +191,8 @@ class Outbox:
         self._wanted = answer.wanted
         if self._open is not None and self._open.complete >= self._wanted:
             self.hurry()
-        for group_id in answer.superseded:
-            self.on_closed(group_id)
+        for trajectory in answer.superseded:
+            self.on_refused(trajectory)
         return None
 
     async def _answered(self, data: bytes) -> Receipt | Refusal:

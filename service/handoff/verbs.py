@@ -77,9 +77,9 @@ class Receipt(NamedTuple):
 
     position: int
     duplicate: bool = False
-    superseded: tuple[int, ...] = ()
-    """Groups of which the message had content that came too late: the group has ended, or a newer attempt has replaced
-    the trajectory, or the group continues without it. The generator stops playing these groups."""
+    superseded: tuple[TrajectoryId, ...] = ()
+    """Trajectories whose content in the message came too late: the group has ended, or a newer attempt has replaced the
+    trajectory, or the group continues without it. The generator stops playing these trajectories."""
     wanted: int = 1
     """This generator's share of the complete groups that the next mini-batch still lacks; the generator sends a message
     at once when the message completes so many groups."""

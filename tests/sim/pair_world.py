@@ -292,7 +292,7 @@ class PairWorld:
             message = decode(arguments[0], self._limits)
             assert isinstance(message, StepGroup)
             for of, index in zip(trajectory_ids(message.steps), message.steps.index_K.tolist(), strict=True):
-                if of.group_id not in answer.superseded:
+                if of not in answer.superseded:
                     self.witness.acknowledged(of, index)
 
     # -- in the place of the world --------------------------------------------------------------------------------

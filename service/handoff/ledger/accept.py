@@ -46,8 +46,8 @@ class NewContent(NamedTuple):
     """The new content of a message."""
 
     additions: list[Addition]
-    superseded: tuple[int, ...]
-    """Groups for which some content of the message came too late."""
+    superseded: tuple[TrajectoryId, ...]
+    """Trajectories whose content in the message came too late."""
 
     def only(self, message: StepGroup, message_bytes: int) -> StepGroup:
         """The message cut to its new content; the message itself if all of it is new.
@@ -161,7 +161,7 @@ def new_content(
         return Refusal(RefusalReason.LENGTH_MISMATCH, path)
     additions: list[Addition] = []
     columns = _Columns.of(message.steps, store.token_bytes(message.steps))
-    late: dict[int, None] = {}
+    late: list[TrajectoryId] = []
     current: list[tuple[list[int], Group]] = []
     for of, (items, ends) in items_by_trajectory(message).items():
         uids = {message.steps.uids[columns.uid[k]] for k in items} | {end.prompt_uid for end in ends}
@@ -169,7 +169,7 @@ def new_content(
         if isinstance(group, Refusal):
             return group
         if group is None:
-            late[of.group_id] = None
+            late.append(of)
             continue
         current.append((items, group))
         trajectory, held = group.trajectories[of.sample], store.of(of.group_id)

@@ -149,7 +149,7 @@ def join(generator: Generator, config: Config, folder: Path, buffer: FakeBuffer)
     engine = AnsweringEngine(load_chat(folder, config.generator).end_id)
     generator._engine = engine  # type: ignore[assignment]
     generator._player = RunPlayer(config, folder, engine)
-    outbox = Outbox("g", 1, buffer.submit, 60.0, generator._close, generator._cancel, generator._unmeasured.append)
+    outbox = Outbox("g", 1, buffer.submit, 60.0, generator._cancel, generator._unmeasured.append)
     generator._joined = Membership(Claimer("g", 1, buffer.claim, lambda: engine.serving, 60.0), outbox)
     return engine
 

@@ -46,7 +46,6 @@ class FakeBuffer:
     def __init__(self, answer: Callable[[StepGroup], Answer] = lambda group: Receipt(0)) -> None:
         self.answer = answer
         self.sent: list[bytes] = []
-        self.closed: list[int] = []
         self.refused: list[TrajectoryId] = []
         self.fail_first: list[BaseException] = []
 
@@ -72,7 +71,7 @@ def play(buffer: FakeBuffer, scene: Callable[[Outbox], Awaitable[Any]]) -> Any:
     """Do the scene with an outbox that sends to the buffer."""
 
     async def main() -> Any:
-        outbox = Outbox("g", 3, buffer.submit, 120.0, buffer.closed.append, buffer.refused.append)
+        outbox = Outbox("g", 3, buffer.submit, 120.0, buffer.refused.append)
         running = asyncio.ensure_future(outbox.run())
         try:
             return await scene(outbox)
@@ -84,7 +83,7 @@ def play(buffer: FakeBuffer, scene: Callable[[Outbox], Awaitable[Any]]) -> Any:
 
 def deliver(buffer: FakeBuffer, items: list[Step | TrajectoryEnd], deadline: float = 120.0) -> Outbox:
     async def main() -> Outbox:
-        outbox = Outbox("g", 3, buffer.submit, deadline, buffer.closed.append, buffer.refused.append)
+        outbox = Outbox("g", 3, buffer.submit, deadline, buffer.refused.append)
         running = asyncio.ensure_future(outbox.run())
         for item in items:
             outbox.append(item) if isinstance(item, Step) else outbox.end(item)
@@ -173,7 +172,7 @@ def test_who_waits_for_a_step_gets_the_answer_to_its_own_trajectory_without_the_
     def answer(group: StepGroup) -> Answer:
         if 1 in group.steps.group_id_K:
             return Refusal(RefusalReason.EMPTY, "poison")
-        return Receipt(0, superseded=(2,) if 2 in group.steps.group_id_K else ())
+        return Receipt(0, superseded=(TrajectoryId(2, 0),) if 2 in group.steps.group_id_K else ())
 
     async def scene(outbox: Outbox) -> list[bool]:
         waiting = []
@@ -187,7 +186,7 @@ def test_who_waits_for_a_step_gets_the_answer_to_its_own_trajectory_without_the_
 
     buffer = FakeBuffer(answer)
     assert play(buffer, scene) == [True, False, False, True]
-    assert (buffer.refused, buffer.closed) == ([TrajectoryId(1, 0)], [2])
+    assert buffer.refused == [TrajectoryId(1, 0), TrajectoryId(2, 0)]
 
 
 def test_long_messages_are_split_and_numbered(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -272,10 +271,11 @@ def test_a_refused_trajectory_does_not_take_the_others_of_its_message_with_it() 
     assert outbox.refusals[RefusalReason.LOGPROB] == 2 and outbox.counts["steps"] == 2
 
 
-def test_group_ids_that_need_no_more_work_are_passed_on() -> None:
-    buffer = FakeBuffer(lambda group: Receipt(0, superseded=(4, 5)))
+def test_trajectories_that_need_no_more_work_are_passed_on() -> None:
+    late = TrajectoryId(4, 0), TrajectoryId(5, 0)
+    buffer = FakeBuffer(lambda group: Receipt(0, superseded=late))
     deliver(buffer, [step(4), step(5), step(6)])
-    assert buffer.closed == [4, 5]
+    assert buffer.refused == [*late]
 
 
 def test_a_fenced_incarnation_fails() -> None:

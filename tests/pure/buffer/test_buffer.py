@@ -360,14 +360,17 @@ def test_a_silent_trajectory_alone_restarts_as_its_next_attempt(world: World) ->
 
 
 def test_late_steps_of_a_replaced_attempt_are_acknowledged_and_not_used(world: World) -> None:
+    """The generator stops that attempt, and goes on with the other trajectories of the group."""
     work = world.generator.claimed()
-    of = TrajectoryId(work.group_id, 1)
+    of, sibling = TrajectoryId(work.group_id, 1), TrajectoryId(work.group_id, 0, 1)
     world.generator.send([step(of, work.prompt_uid, 0)])
     world.later(11)
-    answer = world.generator.send([step(of, work.prompt_uid, 1)])
-    assert isinstance(answer, Receipt) and answer.superseded == (work.group_id,)
+    again = world.generator.claimed()
+    assert again.trajectories
+    answer = world.generator.send([step(of, work.prompt_uid, 1), step(sibling, work.prompt_uid, 0)])
+    assert isinstance(answer, Receipt) and answer.superseded == (of,)
     status = world.buffer.status()
-    assert (status.tokens["superseded"], status.tokens["open"], status.late) == (2, 0, 1)
+    assert (status.tokens["superseded"], status.tokens["open"], status.late) == (2, 2, 1)
     assert consistent(world)
 
 
@@ -575,7 +578,7 @@ def test_a_new_message_for_a_group_that_waits_to_be_trained_again_comes_too_late
     world.train()
     world.trainer_incarnation = world.buffer.join("trainer", "trainer", step=0)
     answer = world.generator.send([step(TrajectoryId(0, 0), works[0].prompt_uid, 0)])
-    assert isinstance(answer, Receipt) and answer.superseded == (0,)
+    assert isinstance(answer, Receipt) and answer.superseded == (TrajectoryId(0, 0),)
 
 
 def test_going_back_without_checkpoints_is_impossible_and_says_so(world: World) -> None:
