@@ -22,8 +22,9 @@ VICTIMS = (
 _RANK = re.compile(r"trainer-\d|the trainer (failed|is silent)")
 NAMED = {"trainer-0": _RANK, "trainer-1": _RANK, "engine": re.compile("generator-0")}
 NAMED |= {"scorer-judge-0": re.compile("scorer"), "metrics-hub": re.compile("metrics.hub")}
-NAMED |= {"connection": re.compile("contact|cannot be reached|unavailable")}
-"""What names a victim in a line, where that is not its name."""
+NAMED |= {"generator-0": re.compile("generator-0|the generators")}
+NAMED |= {"connection": re.compile("contact|cannot be reached|unavailable|restarting: ")}
+"""What names a victim in a line, where that is not its name; an actor whose connection was cut restarts."""
 OUTSIDE = ("agent worker", "connection")
 """No actors: a run learns of their end only by what it waits for."""
 MOMENTS = ("start", "lease", "step", "publication", "checkpoint", "end")
