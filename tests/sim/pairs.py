@@ -19,7 +19,7 @@ VICTIMS = (
     "connection",
 )
 """`engine`: the engine core of generator-0; `connection`: the driver's with its actors."""
-_RANK = re.compile(r"trainer-\d|the trainer (failed|is silent)")
+_RANK = re.compile(r"trainer-\d|the trainer\b")
 NAMED = {"trainer-0": _RANK, "trainer-1": _RANK, "engine": re.compile("generator-0")}
 NAMED |= {"scorer-judge-0": re.compile("scorer"), "metrics-hub": re.compile("metrics.hub")}
 NAMED |= {"generator-0": re.compile("generator-0|the generators")}
