@@ -134,6 +134,7 @@ def assert_kept_as_estimated(config: LearnSettings, folder: Path, elementwise: b
     assert sum(kept.values()) == pytest.approx(kept_by_compiled_layer(config, folder, elementwise), rel=0.02)
 
 
+@pytest.mark.full
 def test_at_16k_tokens_a_model_of_1_7_billion_parameters_computes_nothing_again(tmp_path: Path) -> None:
     found = fit(as_estimated(4, 2048), benchmark_folder("Qwen3-1.7B", tmp_path), GPU_BYTES["H100"])
     print(*found.lines(), sep="\n")
