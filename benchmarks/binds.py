@@ -34,10 +34,6 @@ WITHIN = 0.15
 FIRST = 8
 """Steps that do not count."""
 LOOK_SECONDS = 2.0
-    "one more engine": Part.ENGINES,
-    "one more rank": Part.TRAINER,
-    "a buffer.lookahead of one more": Part.LOOKAHEAD,
-}
 
 
 class Setting(NamedTuple):
