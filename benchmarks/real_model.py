@@ -1,7 +1,7 @@
 """SmolLM2-135M-Instruct, which `make real` prepares: `python -m benchmarks.real_model agreement` or `... games FOLDER`.
 
-agreement    games by the engine: their log-probabilities by engine, trainer and transformers, row by row; loss and
-             gradient of the mini-batch by the trainer and by a forward pass of each row, in float64 and in float32
+agreement    games by the engine: their log-probabilities by engine, trainer and transformers, row by row
+learning     games without it: loss and gradient of a mini-batch by the trainer, and by a forward pass of each row alone
 games        how many games of `guess_number` a Hugging Face folder wins in transformers, without Baton's engine
 """
 
@@ -12,6 +12,7 @@ import asyncio
 import json
 import tempfile
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -23,7 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from actors.engine.run_player import RunPlayer
 from baton.examples.guess_number import LARGEST, GuessNumber, rows
 from benchmarks.gpu.small_engine import serving
-from benchmarks.in_process import played
+from benchmarks.in_process import BatchedEngine, played
 from service.config import Config, load
 from service.config.core_settings import batch_settings
 from service.handoff.batches.batch import form_mini_batch
@@ -32,38 +33,39 @@ from service.learn.learner import Learner
 from service.learn.model.logprob import accumulation_dtype
 from service.learn.model.policy import Policy
 from service.learn.settings import LearnSettings
+from service.rollout.engine import Engine
 from service.rollout.environment import Message, Task
 from service.rollout.prompts.dataset import load_tasks, write_rows
 from service.types import MicroBatch, MiniBatch, PolicyVersion
 
 MODEL, RECIPE = Path("models/SmolLM2-135M-Instruct"), Path("configs/smollm2_guess.yaml")
-GROUPS = 3
-"""Of the mini-batch; the samples of a group are the recipe's."""
+GROUPS, SAMPLES, FEW_SAMPLES = 3, 8, 4
+"""Of a mini-batch; fewer where it is trained in float64."""
 
 
 def main() -> None:
     """Print one line of JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=("agreement", "games"))
+    parser.add_argument("what", choices=("agreement", "learning", "games"))
     parser.add_argument("folders", nargs="*", type=Path, default=[MODEL])
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float64"), default="float32")
     parser.add_argument("--sampled", type=int, default=0, help="sampled games beside the greedy ones")
     arguments = parser.parse_args()
     torch.set_num_threads(1)  # on busy cores several wait for each other
     for folder in arguments.folders:
         if arguments.what == "agreement":
             found = agreement(folder, arguments.dtype)
+        elif arguments.what == "learning":
+            found = learning(folder, arguments.dtype)
         else:
             found = asyncio.run(games(folder, arguments.sampled))
         print(json.dumps({"folder": str(folder), **found}), flush=True)
 
 
 def agreement(folder: Path, dtype: str) -> dict[str, float]:
-    """Nats between the log-probabilities of the same sampled tokens, as absolute values; and what `learning` finds."""
-    overrides = [f"model.path={folder}", f"model.dtype={dtype}", "trainer.ranks=1", f"trainer.mini_batch_size={GROUPS}"]
-    config = load([RECIPE], overrides).config
-    batch = asyncio.run(_played(config, folder))
-    (micros,) = batch.ranks
+    """Nats between the log-probabilities of the same sampled tokens, as absolute values."""
+    config = recipe(folder, dtype, GROUPS, SAMPLES)
+    (micros,) = asyncio.run(_served(config, folder)).ranks
     policy = Policy(LearnSettings.of(config), folder, torch.device("cpu"), 0, 1)
     of_engine = np.concatenate([micro.logprobs_N[micro.loss_mask_N] for micro in micros])
     of_trainer = torch.cat(policy.logprobs([policy.to_device(micro) for micro in micros])).numpy()
@@ -71,37 +73,49 @@ def agreement(folder: Path, dtype: str) -> dict[str, float]:
     with torch.no_grad():
         of_rows = torch.cat([logprob_M for _, _, logprob_M in _by_row(model, micros)]).numpy()
     compared = {"engine_trainer": of_engine - of_trainer, "trainer_transformers": of_trainer - of_rows}
-    found = {"tokens": float(len(of_engine))} | {
+    return {"tokens": float(len(of_engine))} | {
         f"{name}_{kind}": float(take(np.abs(differences)))
         for name, differences in compared.items()
         for kind, take in (("mean", np.mean), ("largest", np.max))
     }
-    del policy, model
-    for kind in ("float64", "float32") if dtype == "float32" else ():
-        found |= {f"{name}_{kind}": value for name, value in learning(config, folder, batch, kind).items()}
-    return found
 
 
-async def _played(config: Config, folder: Path) -> MiniBatch:
-    """A mini-batch of games that the engine played."""
-    with tempfile.TemporaryDirectory() as name:
-        write_rows(Path(name) / "rows.jsonl", rows(GROUPS, 0))
-        tasks = load_tasks(Path(name) / "rows.jsonl")
+def recipe(folder: Path, dtype: str, groups: int, samples: int) -> Config:
+    """The game's configuration for one rank and a mini-batch of this size; float64 is for comparisons only."""
+    settings = [f"model.path={folder}", "trainer.ranks=1", f"trainer.mini_batch_size={groups}"]
+    config = load([RECIPE], [*settings, f"algorithm.n_samples_per_prompt={samples}"]).config
+    return config.model_copy(update={"model": config.model.model_copy(update={"dtype": dtype})})
+
+
+async def _served(config: Config, folder: Path) -> MiniBatch:
+    """A mini-batch of games that vLLM played."""
     async with serving(config, folder) as engine:
-        player = RunPlayer(config, folder, engine)
-        groups = await asyncio.gather(*(played(player, o, task, config) for o, task in enumerate(tasks)))
-        await player.close()
+        return await _played(config, folder, engine, PolicyVersion(1, 0))
+
+
+async def _played(config: Config, folder: Path, engine: Engine, version: PolicyVersion) -> MiniBatch:
+    """A mini-batch of games that an engine of this version played."""
+    with tempfile.TemporaryDirectory() as name:
+        write_rows(Path(name) / "rows.jsonl", rows(config.trainer.mini_batch_size, 0))
+        tasks = load_tasks(Path(name) / "rows.jsonl")
+    player = RunPlayer(config, folder, engine)
+    groups = await asyncio.gather(*(played(player, o, task, config) for o, task in enumerate(tasks)))
+    await player.close()
     history = VersionHistory()
-    history.publish(PolicyVersion(1, 0))  # the engine's
+    if version > history.current:
+        history.publish(version)
     return form_mini_batch(0, groups, history, batch_settings(config))
 
 
-def learning(config: Config, folder: Path, batch: MiniBatch, dtype: str) -> dict[str, float]:
+def learning(folder: Path, dtype: str) -> dict[str, float]:
     """How far the loss and the gradient of a mini-batch are from those of forward passes of each row alone.
 
-    The loss as a difference; the gradient as the largest difference of an element, over the largest element.
+    The loss as a difference; the gradient as the largest difference of an element, over the largest element. In
+    float32 both have the noise of float32. Advantages are made, since all of a few games may be lost.
     """
-    config = config.model_copy(update={"model": config.model.model_copy(update={"dtype": dtype})})
+    config = recipe(folder, dtype, 1, FEW_SAMPLES)
+    batch = asyncio.run(_played(config, folder, BatchedEngine(folder, 0), PolicyVersion(0, 0)))
+    batch = replace(batch, advantage_G=np.linspace(-1.0, 1.5, len(batch.advantage_G), dtype=np.float32))
     learner = Learner(LearnSettings.of(config), folder, torch.device("cpu"), 0, 1)
     loss = learner.accumulate(batch).totals()["loss"]
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
