@@ -168,12 +168,15 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, help="optimizer steps of each run")
     parser.add_argument("--cores", type=int, default=2, help="cores that each side may use")
+    parser.add_argument(
+        "--set", nargs="+", default=[], metavar="KEY=VALUE", help="settings over the recipe; with --json"
+    )
     parser.add_argument("--json", type=Path, default=FOLDER / "figures.json", help="takes the figures of each run")
     arguments = parser.parse_args()
     own_environment.own_python(FOLDER, PEERS, None)
     found = json.loads(arguments.json.read_text()) if arguments.json.exists() else []
     for name in PARTS if arguments.part == "all" else (arguments.part,):
-        part = PARTS[name]
+        part = PARTS[name]._replace(settings=[*PARTS[name].settings, *arguments.set])
         steps = arguments.steps or part.steps
         for seed in arguments.seeds:
             asked = [side for side in part.sides if side in (arguments.sides or part.sides)]
