@@ -39,7 +39,7 @@ quickstart: venv ## train a small model through vLLM, the buffer and FSDP (minut
 	@$(BIN)/baton run --config configs/quickstart.yaml $(FIT_$(GPUS)) $(SET)
 
 .PHONY: real
-real: venv ## prepare SmolLM2-135M-Instruct and train it on a game in several turns (half an hour on two cores)
+real: venv ## prepare SmolLM2-135M-Instruct and train it on a game in several turns (a quarter of an hour on two cores)
 	@$(BIN)/python scripts/real_model.py
 	@echo "baton: training; configuration configs/smollm2_guess.yaml"
 	@$(BIN)/baton run --config configs/smollm2_guess.yaml $(SET)
