@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import re
 from collections.abc import Awaitable, Callable
 from textwrap import shorten
@@ -65,13 +66,15 @@ async def answer(called: Awaitable[Any], *, who: str, within: float | None) -> A
         raise Starved(f"no answer of {who} for {within:.0f} s") from None
 
 
-async def started(start: Callable[[], Awaitable[Answer]], within: float = CALL_SECONDS) -> Answer:
+async def started(
+    start: Callable[[], Awaitable[Answer]], within: float = CALL_SECONDS, tries: float = math.inf
+) -> Answer:
     """Call the method that starts an actor, and again in its next process if one is lost meanwhile.
 
     Raises:
-        RayActorError: a process was lost more than `within` seconds after the first call.
+        RayActorError: a process was lost at the last of `tries` calls, or more than `within` seconds after the first.
     """
-    return await retried(start, ray.exceptions.RayActorError, RESTARTING, within=within)
+    return await retried(start, ray.exceptions.RayActorError, RESTARTING, within=within, tries=tries)
 
 
 def accepted(answer: object) -> None:

@@ -205,7 +205,9 @@ class Coordinator:
         made_base = self._prepared.warmed_model is not None and self._resume_from is None
         load = self._trainer.restart if made_base else self._trainer.load
         starting: dict[str, Awaitable[Any]] = {
-            "the metrics hub": started(partial(call, self._hub.start, who="the metrics hub")),
+            "the metrics hub": started(
+                partial(call, self._hub.start, who="the metrics hub"), tries=self._config.run.max_restarts + 1
+            ),
             "the trainer": load(self._prepared.base),
             "the generators": self._generator_pool.start(),
         }

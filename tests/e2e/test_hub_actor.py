@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import os
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from actors.observe.metrics_hub import MetricsHub, serving
+from actors.calls import call, started
+from actors.observe.metrics_hub import MetricsHub
 from service.config import Config, MetricsConfig
 from service.run.folder import read_address
 
@@ -35,7 +37,7 @@ def test_a_hub_that_dies_while_the_run_starts_is_started_again(tmp_path: Path) -
 
     config = Config(metrics=MetricsConfig(port=0))
     hub = ray.remote(DyingHub).options(num_cpus=0, max_restarts=-1).remote(config.model_dump_json(), str(tmp_path))
-    assert asyncio.run(serving(hub, max_restarts=3)) == read_address(tmp_path)
+    assert asyncio.run(started(partial(call, hub.start, who="the hub"), tries=4)) == read_address(tmp_path)
     ray.kill(hub)
 
 
@@ -50,4 +52,4 @@ def test_a_hub_that_dies_again_and_again_ends_the_start(tmp_path: Path) -> None:
         .remote(Config.model_validate({"metrics": {"port": 0}}).model_dump_json(), str(tmp_path))
     )
     with pytest.raises(ray.exceptions.RayActorError):
-        asyncio.run(serving(hub, max_restarts=1))
+        asyncio.run(started(partial(call, hub.start, who="the hub"), tries=2))
