@@ -161,7 +161,7 @@ class Supervisor:
         try:
             while not (await asyncio.wait([asking], timeout=step))[0]:
                 seconds += step
-                if (seconds - step) % AGAIN_SECONDS < step and self._known.get(name):
+                if (seconds - step) % AGAIN_SECONDS < step and name in self._known:
                     self._say(f"{name} has not answered for {seconds:.0f} s")
                 if seconds >= deadline and self._waiting[name]:
                     raise Starved(f"no answer of {name} for {seconds:.0f} s")

@@ -185,6 +185,20 @@ async def test_silence_is_named_repeatedly_and_ends_a_wait_at_the_deadline_of_th
     watching.stop()
 
 
+async def test_silence_after_a_cut_connection_is_named_though_no_process_was_there_at_the_last_answer() -> None:
+    actor, said = Actor(), list[str]()
+    watching = await supervised(actor, said)
+    actor.life = None
+    await actor.asked_again()
+    before = len(said)
+    actor.may_answer.clear()
+    async with asyncio.timeout(30):
+        while len(said) == before:
+            await asyncio.sleep(0.001)
+    assert said[-1] == "buffer has not answered for 0 s"
+    watching.stop()
+
+
 async def test_a_failure_that_somebody_else_met_reaches_who_waits() -> None:
     actor = Actor()
     watching = await supervised(actor, [])
