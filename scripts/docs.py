@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
@@ -14,6 +15,7 @@ from pydantic.fields import FieldInfo
 from scripts.dashboards.grafana import dashboards_page, grafana_json
 from scripts.dashboards.pages import DASHBOARDS
 from service.columns import columns_of
+from service.config.engine_options import JUDGED
 from service.config.load import section_of
 from service.config.section import MOST
 from service.config.tree import Config
@@ -38,6 +40,37 @@ lists, also serve IN_RAY, with the run's name as a label.
 
 | metric | kind | labels | meaning |
 |---|---|---|---|
+"""
+
+OPTIONS_INTRO = """\
+# Options of vLLM's engines
+
+Made from `service/config/engine_options.toml` by `python -m scripts.docs`.
+
+`generator.engine_options` sets any argument of vLLM's `AsyncEngineArgs` (0.32.0) by its name:
+
+```yaml
+generator:
+  engine_options: {max_num_batched_tokens: 16384, pipeline_parallel_size: 2}
+```
+
+`baton config validate` compares names and plain types (numbers, texts, lists) with the vLLM that is installed; vLLM
+checks other values when an engine starts, and a refusal ends the run with a line that says so. An engine has
+`generator.tensor_parallel_size` times `pipeline_parallel_size` GPUs, and Ray places it on a node with that many;
+`enable_expert_parallel` divides the experts among the same GPUs. The engines of frozen roles, teachers and judges do
+not get these options.
+
+What becomes of each argument:
+
+- **owned**: Baton sets it; the reason names the setting to use instead.
+- **passed**: vLLM gets it as it is.
+- **warned**: vLLM gets it, and the run begins with the reason as a note.
+- **refused**: the run does not start, with the reason.
+
+An argument of a newer vLLM that this table does not have is passed on with a warning.
+
+| arguments | what becomes of them | why |
+|---|---|---|
 """
 
 KEYS_INTRO = """
@@ -189,12 +222,23 @@ def prometheus_rule() -> str:
     return head + text
 
 
+def engine_options_page() -> str:
+    """The page about `generator.engine_options`: a row for all arguments of one judgement."""
+    order = ("owned", "warned", "refused", "passed")
+    rows = sorted(JUDGED.items(), key=lambda row: order.index(row[1].verdict))
+    return OPTIONS_INTRO + "".join(
+        f"| {', '.join(f'`{name}`' for name, _ in group)} | {judged.verdict} | {judged.reason} |\n"
+        for judged, group in groupby(rows, key=lambda row: row[1])
+    )
+
+
 FILES: dict[str, Callable[[], str]] = {
     "docs/metrics.md": metrics_page,
     "docs/configuration.md": configuration_page,
     "docs/formats.md": formats_page,
     "docs/not-learning.md": not_learning_page,
     "docs/dashboards.md": dashboards_page,
+    "docs/engine-options.md": engine_options_page,
     "deploy/kuberay/base/prometheusrule.yaml": prometheus_rule,
     **{f"deploy/grafana/dashboards/{d.uid}.json": partial(grafana_json, d) for d in DASHBOARDS},
 }

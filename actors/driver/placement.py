@@ -84,7 +84,7 @@ def rank_bundle(config: Config, gpus: int) -> Bundle:
 
 def engine_bundle(config: Config, gpus: int) -> Bundle:
     """Return the bundle of one engine."""
-    return Bundle(_resources(gpus * config.generator.tensor_parallel_size), config.placement.generators)
+    return Bundle(_resources(gpus * config.generator.engine_gpus), config.placement.generators)
 
 
 def _resources(gpus: int) -> dict[str, float]:
@@ -165,7 +165,7 @@ def refuse_too_few_gpus(config: Config, gpus: int) -> None:
         UserError: the message names settings that would fit.
     """
     generator, ranks = config.generator, config.trainer.ranks
-    each = generator.tensor_parallel_size
+    each = generator.engine_gpus
     engines = 0 if config.weights.transport == "ipc" else generator.min_engines
     scorers = [scorer for scorer in config.scorers.values() for _ in range(scorer.workers if scorer.use else 1)]
     others = sum(math.ceil(scorer.gpus) for scorer in scorers)
@@ -218,7 +218,7 @@ def engine_options(config: Config, gpus: int, room: PlacementGroup, bundle: int)
     shares = config.weights.transport == "ipc"
     return {
         "num_cpus": _resources(gpus)["CPU"],
-        "num_gpus": SHARED_GPU if gpus and shares else gpus * config.generator.tensor_parallel_size,
+        "num_gpus": SHARED_GPU if gpus and shares else gpus * config.generator.engine_gpus,
         "max_concurrency": 1000,
         "runtime_env": {"env_vars": engine_env(config.generator)},
         "scheduling_strategy": PlacementGroupSchedulingStrategy(room, placement_group_bundle_index=bundle),

@@ -95,7 +95,7 @@ def engine_env(generator: GeneratorConfig) -> dict[str, str]:
     }
     if scratch := os.environ.get(SCRATCH):
         env["TMPDIR"] = scratch  # a killed vLLM leaves its sockets there
-    if generator.tensor_parallel_size == 1:
+    if generator.engine_gpus == 1:
         env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the worker runs inside the engine core: one process less
     if not on_gpu():
         # If there are more OpenMP threads than free cores, they slow each other down; on CPU compiling takes
@@ -146,7 +146,7 @@ def engine_arguments(settings: EngineSettings, model_folder: Path) -> dict[str, 
     else:
         arguments |= {"enforce_eager": True, "block_size": BLOCK_TOKENS}
         arguments["kv_cache_memory_bytes"] = _cpu_kv_cache_bytes(settings, model_folder)
-    return arguments
+    return arguments | generator.engine_options
 
 
 def has_experts(model_folder: Path) -> bool:

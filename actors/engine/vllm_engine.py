@@ -118,6 +118,10 @@ class VllmEngine:
         except pydantic.ValidationError as error:  # it holds objects that cannot be sent to the driver
             why = "; ".join(problem["msg"].removeprefix("Value error, ") for problem in error.errors())
             raise UserError(f"generator: vLLM refuses the settings for {self._model_folder}: {why}") from error
+        except (ValueError, TypeError, AssertionError, NotImplementedError) as error:
+            if not self._config.generator.engine_options:
+                raise
+            raise UserError(f"generator.engine_options: vLLM does not start with them: {error!r}") from error
         except RuntimeError as error:
             raise RunFailed(f"vLLM did not start on {self._model_folder}; its log says why: {error}") from error
         self._llm = llm

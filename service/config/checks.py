@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from service.config.command import AGENT, OWN_VARIABLES, PLACEHOLDERS
 from service.config.core_settings import worst_bytes
+from service.config.engine_options import refusals
 from service.config.model_folder import undivided_heads
 from service.config.rollout import MADE_SET
 from service.config.section import LARGEST_HOST
@@ -296,6 +297,7 @@ def _generator(config: Config) -> Iterator[str]:
                 f"generator.{name}: {value:g} changes the sampling distribution in a way that the trainer cannot "
                 f"recompute, so every importance ratio would be wrong; use {values[0]:g} while training"
             )
+    yield from refusals(generator.engine_options)
     concurrent, engines = generator.concurrent_groups, generator.max_engines
     if concurrent < size:
         yield (
@@ -530,9 +532,9 @@ def _shared_gpus(config: Config) -> Iterator[str]:
             "generator.engines: with weights.transport=ipc each engine shares the GPU of a rank, so that none can join "
             "or leave; give a number, or another transport"
         )
-    if generator.tensor_parallel_size > 1:
+    if generator.engine_gpus > 1:
         yield (
-            f"generator.tensor_parallel_size: {generator.tensor_parallel_size} GPUs make up an engine, but "
+            f"generator.tensor_parallel_size: {generator.engine_gpus} GPUs make up an engine, but "
             "weights.transport=ipc hands weights over within one GPU: the engine's other GPUs would keep old ones; use "
             "1, or another transport"
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field, JsonValue
 
 from service.config.command import CommandConfig
 from service.config.section import (
@@ -219,7 +219,7 @@ class GeneratorConfig(Section):
     """Seconds for which a generator that leaves (`baton scale`, a drained node) continues its trajectories; then it
     hands over those that are still open, and ends."""
     tensor_parallel_size: Positive = 1
-    """GPUs of one engine."""
+    """GPUs that share each layer of an engine."""
     concurrent_groups: Positive = 32
     """Groups that all engines together generate at once."""
     max_input_length: Positive = 1024
@@ -250,12 +250,21 @@ class GeneratorConfig(Section):
     quantization: Literal["fp8"] | None = None
     """`fp8`: a GPU engine computes with 8-bit weights, quantised again at every update. It samples from another
     distribution than the trainer computes, so `algorithm.correction` must be on."""
+    engine_options: dict[str, JsonValue] = {}
+    """Further arguments of vLLM's engines by the names of `AsyncEngineArgs`, such as `max_num_batched_tokens` or
+    `pipeline_parallel_size`; docs/engine-options.md says of each whether it is passed on."""
     start_deadline: Seconds = 600.0
     """Seconds in which an engine must start."""
     request_deadline: Seconds = 300.0
     """Seconds in which the engine must generate one turn."""
     silent_deadline: Seconds = 60.0
     """Seconds without an answer after which a generator counts as frozen and is restarted."""
+
+    @property
+    def engine_gpus(self) -> int:
+        """GPUs of one engine: those of a layer, times the stages of a pipeline."""
+        stages = self.engine_options.get("pipeline_parallel_size", 1)
+        return self.tensor_parallel_size * (stages if isinstance(stages, int) else 1)
 
     @property
     def longest_row(self) -> int:

@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field
 
 from service.config.command import AGENT
+from service.config.engine_options import warnings
 from service.config.learn import AlgorithmConfig, TrainerConfig, WeightsConfig
 from service.config.lora import LoraConfig
 from service.config.rollout import (
@@ -284,4 +285,4 @@ class Config(Section):
                 "run.store: only the end of the run is uploaded (final weights, metrics, summary), since "
                 "trainer.checkpoint_every is 0; set it, so that the run can go on from the store"
             )
-        return notes
+        return [*notes, *warnings(self.generator.engine_options)]

@@ -64,7 +64,7 @@ def splits_of(settings: PlanSettings, gpus: int) -> Iterator[tuple[int, int]]:
     if settings.fit.shares_gpus:
         yield gpus, gpus
         return
-    each, together = settings.generator.tensor_parallel_size, settings.trainer.sequence_parallel
+    each, together = settings.generator.engine_gpus, settings.trainer.sequence_parallel
     found = [engines for engines in range(1, (gpus - 1) // each + 1) if (gpus - engines * each) % together == 0]
     if not found:
         raise UserError(
@@ -93,7 +93,7 @@ class Planner:
         self._engine = Engine(
             self.shape,
             device,
-            settings.generator.tensor_parallel_size,
+            settings.generator.engine_gpus,
             self.memory.kv or device.memory,
             CPU["iteration"] * pace if self._on_cpu else GPU["iteration"],
             token * pace if self._on_cpu else GPU["request"],
@@ -212,7 +212,7 @@ class Planner:
 
     def update(self, transport: str, engines: int, ranks: int) -> Update:
         """Seconds of an update of the engines by a transport."""
-        gpus, trainer = self.settings.generator.tensor_parallel_size, self.settings.trainer
+        gpus, trainer = self.settings.generator.engine_gpus, self.settings.trainer
         nodes = -(-(engines * gpus + ranks) // GPUS_OF_A_NODE)
         lora = self.settings.fit.learn.model.lora  # only the adapter is sent
         sent = self.shape.parameters if lora is None else self.shape.adapter_parameters(lora.rank)
@@ -271,7 +271,7 @@ def forecast(settings: PlanSettings, folder: Path, device: Device, work: Work, g
     Raises:
         UserError: the model cannot be made or run, or there are too few GPUs.
     """
-    each, transport = settings.generator.tensor_parallel_size, settings.weights.transport
+    each, transport = settings.generator.engine_gpus, settings.weights.transport
     engines, ranks = settings.generator.max_engines, settings.trainer.ranks
     used = ranks if settings.fit.shares_gpus else engines * each + ranks
     gpus = gpus or used

@@ -21,7 +21,7 @@ def lines(plan: Forecast) -> Iterator[str]:
     """The lines of the page."""
     split, settings = plan.chosen, plan.settings
     unit = "processes" if plan.device.cores is not None else "GPUs"
-    parallel = settings.generator.tensor_parallel_size
+    parallel = settings.generator.engine_gpus
     engines = _count(split.engines, "engine") + (f" of {parallel} GPUs" if parallel > 1 else "")
     where = f"{settings.name} on {plan.gpus} {unit} ({plan.device.name})"
     yield f"{where}; configured: {engines}, {_count(split.ranks, 'rank')}"

@@ -132,7 +132,7 @@ def fit(settings: FitSettings, folder: Path, gpu_bytes: float, device: torch.dev
     width, n_layers = torch.finfo(dtype).bits / 8, hf_config.num_hidden_layers
 
     def engine_and_kv(step: StepEstimate) -> tuple[float, float]:
-        engine = step.parameters * width / generator.tensor_parallel_size + ENGINE_BYTES
+        engine = step.parameters * width / generator.engine_gpus + ENGINE_BYTES
         return engine, generator.kv_cache_bytes or gpu_bytes * generator.gpu_memory_utilization - engine
 
     def shared(step: StepEstimate) -> float:

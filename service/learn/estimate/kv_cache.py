@@ -19,10 +19,11 @@ DIVIDED = ("num_attention_heads", "intermediate_size", "moe_intermediate_size", 
 
 
 def kv_token_bytes(model: PretrainedConfig, generator: GeneratorConfig, dtype: str) -> int:
-    """Bytes of a token's keys and values in all layers on each GPU of an engine; each GPU has at least one key head."""
+    """Bytes of a token's keys and values in the layers that a GPU of an engine has; each has at least one key head."""
     head_dim = getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads
     heads = max(1, model.num_key_value_heads // generator.tensor_parallel_size)
-    return int(2 * model.num_hidden_layers * heads * head_dim * getattr(torch, dtype).itemsize)
+    stages = generator.engine_gpus // generator.tensor_parallel_size
+    return int(2 * -(-model.num_hidden_layers // stages) * heads * head_dim * getattr(torch, dtype).itemsize)
 
 
 def request_bytes(model: PretrainedConfig, generator: GeneratorConfig, dtype: str) -> int:

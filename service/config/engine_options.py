@@ -1,0 +1,97 @@
+"""Judges `generator.engine_options`: each field of vLLM's engine arguments is owned by Baton, passed on, passed on with
+a warning, or refused; engine_options.toml has the fields and the reasons."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+from collections.abc import Iterator, Mapping
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+from pydantic import TypeAdapter, ValidationError
+
+
+class Judgement(NamedTuple):
+    """What becomes of a field that a user sets."""
+
+    verdict: Literal["owned", "passed", "warned", "refused"]
+    reason: str
+
+
+class _Fields(msgspec.Struct, forbid_unknown_fields=True):
+    """Fields of the same judgement, as in the file."""
+
+    verdict: Literal["owned", "passed", "warned", "refused"]
+    reason: str
+    fields: list[str]
+
+
+_FILE = msgspec.toml.decode(Path(__file__).with_suffix(".toml").read_bytes(), type=dict[str, list[_Fields]])
+JUDGED: Mapping[str, Judgement] = {
+    field: Judgement(group.verdict, group.reason) for group in _FILE["judged"] for field in group.fields
+}
+"""Of each field of the vLLM that the lock files name."""
+
+PLAIN: Mapping[str, Any] = {
+    "int": int, "float": float, "bool": bool, "str": str, "list": list, "dict": dict, "None": None
+}  # fmt: skip
+"""The types whose values are checked; vLLM checks the others when an engine starts."""
+
+
+def refusals(options: Mapping[str, Any]) -> Iterator[str]:
+    """A line for each option that cannot be set, or has a value of the wrong type."""
+    fields = installed_fields()
+    for name, value in options.items():
+        setting, judged = f"generator.engine_options.{name}", JUDGED.get(name)
+        if name not in (fields or JUDGED):
+            near = difflib.get_close_matches(name, fields or JUDGED, n=1)
+            yield f"{setting}: vLLM has no such engine argument" + (f"; did you mean {near[0]}?" if near else "")
+        elif judged is not None and judged.verdict == "owned":
+            yield f"{setting}: Baton sets it: {judged.reason}"
+        elif judged is not None and judged.verdict == "refused":
+            yield f"{setting}: is refused: {judged.reason}"
+        elif (kind := fields.get(name)) is not None and not _fits(value, kind):
+            yield f"{setting}: must be {kind.replace(' | ', ' or ')}, not {value!r}"
+
+
+def warnings(options: Mapping[str, Any]) -> Iterator[str]:
+    """A line for each option that can be set but may make a run wrong."""
+    for name in options:
+        judged = JUDGED.get(name, Judgement("warned", "this vLLM is newer than Baton's table of its options"))
+        if judged.verdict == "warned":
+            yield f"generator.engine_options.{name}: {judged.reason}"
+
+
+@cache
+def installed_fields() -> Mapping[str, str]:
+    """Name -> type, as written, of each engine argument of the installed vLLM, which is read, not imported; empty
+    without vLLM."""
+    found = find_spec("vllm")
+    if found is None or found.origin is None:
+        return {}
+    source = (Path(found.origin).parent / "engine" / "arg_utils.py").read_text()
+    return {
+        field.target.id: ast.unparse(field.annotation)
+        for node in ast.parse(source).body
+        if isinstance(node, ast.ClassDef) and node.name in ("EngineArgs", "AsyncEngineArgs")
+        for field in node.body
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+    }
+
+
+def _fits(value: Any, kind: str) -> bool:
+    """Return False if the type names plain types only, and the value is of none of them."""
+    names = [name.partition("[")[0] for name in kind.split(" | ")]
+    return not PLAIN.keys() >= set(names) or any(_is(value, PLAIN[name]) for name in names)
+
+
+def _is(value: Any, kind: Any) -> bool:
+    try:
+        TypeAdapter(kind).validate_python(value, strict=True)
+    except ValidationError:
+        return False
+    return True
