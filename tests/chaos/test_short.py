@@ -14,7 +14,7 @@ STEPS = 12
 
 
 def test_kills_at_named_seams_leave_the_history_as_it_is_without_them(staged: Callable[[str], Play]) -> None:
-    calm = staged("calm").tell(settings(steps=STEPS)).start().ended(150)
+    undisturbed = staged("calm").tell(settings(steps=STEPS)).start()
     dooms = {
         "buffer": [
             ("append.torn", 10),
@@ -27,7 +27,7 @@ def test_kills_at_named_seams_leave_the_history_as_it_is_without_them(staged: Ca
         "trainer": [("commit.before", 2), ("manifest.half", 1), ("manifest.after", 1)],
     }
     play = staged("chaos").tell(settings(steps=STEPS), dooms).start()
-    report = play.ended(240)
+    calm, report = undisturbed.ended(150), play.ended(240)
     assert report["history"] == calm["history"]
     # Where Ray takes a slow generator for dead, some of its work is done again: superseded, not trained twice.
     assert report["status"]["tokens"]["trained"] == calm["status"]["tokens"]["trained"]
