@@ -345,14 +345,15 @@ class Generator(ImageHolder, Supervised):
         }
 
     @ray.method(concurrency_group=WATCHING)  # type: ignore[untyped-decorator]
-    async def blocked(self) -> str:
-        """Wait until code blocks this generator's event loop; returns which. Answers from an event loop of its own.
+    async def blocked(self, known: int) -> str:
+        """Wait until more than `known` places have blocked this generator's event loop, and return the line about the
+        next one. Answers from an event loop of its own.
 
         Raises:
             ProcessLost: this process has not been started.
         """
         self._set_up()
-        return await self._watch.blocked()  # type: ignore[union-attr]
+        return await self._watch.blocked(known)  # type: ignore[union-attr]
 
     async def share(self, groups: int) -> None:
         """Set this generator's share of the groups that all generators play at once."""

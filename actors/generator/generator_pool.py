@@ -7,6 +7,8 @@ separate placement group, and both are removed when it fails.
 from __future__ import annotations
 
 import asyncio
+import itertools
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -18,18 +20,21 @@ import ray
 import ray.exceptions
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 
-from actors.calls import ACTOR_FAILED, CALL_SECONDS, call, in_a_line, started
+from actors.calls import ACTOR_FAILED, CALL_SECONDS, RESTARTING, call, in_a_line, started
 from actors.deaths import kernel_kills, life_of
 from actors.observe.telemetry import RunTelemetry
 from actors.weights.broadcasts import Broadcasts
 from actors.weights.delivery import Delivery
 from actors.weights.weight_source import TRAINER, WeightSource
+from service.backoff import retried
 from service.config import RunConfig, WeightsConfig
 from service.config.rollout import GeneratorConfig
 from service.errors import BatonError, ProcessLost, RunFailed, Starved, UserError
 from service.run.memory import advice
 from service.run.supervisor import Supervisor
 from service.types import PolicyVersion
+
+log = logging.getLogger(__name__)
 
 STOP_SECONDS = 10.0
 """Seconds that a generator may take to stop before its process is ended."""
@@ -147,11 +152,14 @@ class GeneratorPool:
                 naming.cancel()
 
     async def _name_what_blocks(self, name: str) -> None:
-        """Write to the terminal which code blocks a generator's event loop, until its process ends."""
-        generator = self._generators[name]
-        with suppress(*ACTOR_FAILED):
-            while True:
-                self._say(f"{name}: {await call(generator.blocked, who=name, within=None)}")
+        """Write to the terminal which code blocks a generator's event loop, until this is cancelled."""
+        for known in itertools.count():
+            ask = partial(call, self._generators[name].blocked, known, who=name, within=None)
+            try:
+                self._say(f"{name}: {await retried(ask, ACTOR_FAILED, RESTARTING)}")
+            except Exception:
+                log.exception(f"what blocks {name} is not named any more")
+                return
 
     def _ends(self, name: str) -> bool:
         """Return whether this generator, or the run, is about to end."""

@@ -7,7 +7,7 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from traceback import FrameSummary, extract_stack
 
@@ -28,17 +28,17 @@ class LoopWatch:
 
     def __init__(self) -> None:
         self._loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
-        self._places: set[str] = set()
-        self._tell: Callable[[str], object] = lambda line: None
+        self._blocked: dict[str, str] = {}
+        """The first line about each place that has blocked the loop."""
         self._turn()
         threading.Thread(target=self._watch, name=WATCH, daemon=True).start()
 
-    async def blocked(self) -> str:
-        """Wait until code blocks the loop that was not named before; called in another event loop, which goes on."""
-        loop = asyncio.get_running_loop()
-        line: asyncio.Future[str] = loop.create_future()
-        self._tell = lambda told: loop.call_soon_threadsafe(line.set_result, told)
-        return await line
+    async def blocked(self, known: int) -> str:
+        """Wait until more than `known` places have blocked the loop, and return the line about the next one; called
+        in another event loop, which goes on."""
+        while len(self._blocked) <= known:
+            await asyncio.sleep(LOOK_SECONDS)
+        return [*self._blocked.values()][known]
 
     def _turn(self) -> None:
         self._turned = time.monotonic()
@@ -59,13 +59,13 @@ class LoopWatch:
                     "asyncio.to_thread(...)"
                 )
                 log.warning(line)
-                if place not in self._places:
-                    self._places.add(place)
-                    self._tell(line)
+                self._blocked.setdefault(place, line)
 
 
 def _place(stack: Sequence[FrameSummary]) -> str:
     """The user's outermost frame, and the innermost one: `my_agent.py:12 play, in socket.py:720 readinto`."""
     frames = [f"{Path(frame.filename).name}:{frame.lineno} {frame.name}" for frame in stack]
-    started = max((at for at, frame in enumerate(stack, start=1) if frame.filename.startswith(LIBRARIES)), default=0)
+    is_library = [frame.filename.startswith(LIBRARIES) for frame in stack]
+    starts = [at for at in range(1, len(stack)) if is_library[at - 1] and not is_library[at]]
+    started = starts[-1] if starts else 0
     return ", in ".join(dict.fromkeys((*frames[started : started + 1], frames[-1])))

@@ -118,6 +118,14 @@ def pair_config(engines: int = 1) -> Config:
     )
 
 
+class NeverBlocked:
+    """In place of the watch of an event loop, which lives by the clock of the machine."""
+
+    async def blocked(self, known: int) -> str:
+        await asyncio.Event().wait()
+        return ""
+
+
 class PairWorld:
     """One run."""
 
@@ -324,7 +332,7 @@ class PairWorld:
             (actors.deaths.kernel_kills, "look", lambda: None),
             (actors.buffer.actor, "Journal", journal),
             (actors.buffer.actor, "lock_journal", lambda folder, seconds: io.StringIO()),
-            (actors.generator.actor, "LoopWatch", lambda: None),
+            (actors.generator.actor, "LoopWatch", NeverBlocked),
             (actors.generator.actor, "VllmEngine", SimEngine),
             (actors.generator.actor, "RunPlayer", partial(SimPlayer, self.workers)),
             (actors.generator.actor, "enter_user_folder", lambda: None),

@@ -121,9 +121,11 @@ class FakeGenerator:
         self.update_weights = Method(self._update)
         self.join_trainer = Method(self._join)
         self.life = Method(self._life)
-        self.blocking: asyncio.Queue[str] = asyncio.Queue()
-        """What blocks its event loop."""
-        self.blocked = Method(self.blocking.get)
+        self.blocking: asyncio.Queue[str | BaseException] = asyncio.Queue()
+        """What blocks its event loop, or what the question raises."""
+        self.places_known: list[int] = []
+        """How many places each question knew."""
+        self.blocked = Method(self._blocked)
 
     @property
     def paths(self) -> set[str]:
@@ -156,6 +158,12 @@ class FakeGenerator:
 
     async def _life(self) -> Life:
         return Life(self.name, is_set_up=True)
+
+    async def _blocked(self, known: int) -> str:
+        self.places_known.append(known)
+        if isinstance(place := await self.blocking.get(), BaseException):
+            raise place
+        return place
 
     async def _join(self, meeting: Any, first_rank: int) -> None:
         self._fail("join")

@@ -460,7 +460,10 @@ async def test_weights_that_nobody_takes_in_time_end_the_run() -> None:
         await world.publish(1)
 
 
-async def test_code_that_blocks_a_generator_is_named_in_the_terminal_as_often_as_the_generator_says_so() -> None:
+async def test_code_that_blocks_a_generator_is_named_in_the_terminal_as_often_as_the_generator_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(actors.generator.generator_pool, "RESTARTING", Backoff(0.0))
     world = await World("memory", engines=1).started()
     generator, never = world.generators[0], asyncio.Event()
 
@@ -470,6 +473,11 @@ async def test_code_that_blocks_a_generator_is_named_in_the_terminal_as_often_as
     generator.run = Method(waits)
     running = asyncio.ensure_future(world.pool.run())
     for place in ("blocked by a.py:1", "blocked by b.py:2"):
+        generator.blocking.put_nowait(died())  # a connection was cut, and the process lives
         generator.blocking.put_nowait(place)
         await until(lambda place=place: f"generator-0: {place}" in world.told)
+    assert generator.places_known [:4] == [0, 0, 1, 1] and not caplog.records
+    generator.blocking.put_nowait(ZeroDivisionError("a bug of the watch"))
+    await until(lambda: "ZeroDivisionError: a bug of the watch" in caplog.text)
+    assert not running.done(), "the run does not depend on it"
     running.cancel()

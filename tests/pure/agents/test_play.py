@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import sys
+import threading
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import aclosing
 from pathlib import Path
-from queue import Queue
-from threading import Thread
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import aiohttp
@@ -33,11 +34,12 @@ from service.handoff.group_bytes import ITEM_BYTES, SAID_BYTES, TOKEN_BYTES, TRA
 from service.handoff.steps.builder import StepColumns
 from service.handoff.steps.tables import step_objects
 from service.handoff.validate import refusal
-from service.observe.loop_watch import LoopWatch
+from service.observe.loop_watch import BLOCKED_SECONDS, LoopWatch
 from service.rollout.chat.chat import Chat
 from service.rollout.chat.tokenizer import load_tokenizer
 from service.rollout.check_inputs import check_inputs
 from service.rollout.environment import AgentSession, Task
+from service.rollout.in_thread import played
 from service.rollout.prompts.dataset import load_tasks, write_rows
 from service.types import Sender, Step, TrajectoryEnd, TrajectoryId
 from tests.pure.agents.endpoint import whole
@@ -313,18 +315,67 @@ async def test_code_that_blocks_the_event_loop_is_named_with_its_line(
 ) -> None:
     monkeypatch.setattr("service.observe.loop_watch.BLOCKED_SECONDS", 0.4)
     monkeypatch.setattr("service.observe.loop_watch.LOOK_SECONDS", 0.1)
-    watch, told = LoopWatch(), Queue[str]()
-    Thread(target=lambda: told.put(asyncio.run(watch.blocked())), daemon=True).start()
+    watch = LoopWatch()
     async with aclosing(Playing(model, settings(name))) as agents:
         await agents.one(tasks[0], TrajectoryId(0, 0))
         await asyncio.sleep(0.2)
     blocked = [line for line in caplog.text.splitlines() if "event loop" in line]
     if name.endswith("InAThread"):
-        assert not blocked and told.empty()
+        assert not blocked
     else:
         line = Sleeps.play.__code__.co_firstlineno + 1
         assert f"by test_play.py:{line} play, in test_play.py:{line + 4} sleeps: until that returns" in blocked[0]
-        assert len(blocked) == 1 and blocked[0].endswith(told.get(timeout=5.0))
+        assert len(blocked) == 1 and blocked[0].endswith(await watch.blocked(0))
+
+
+class MadeTime:
+    """Time that stands still, except while `blocks` runs: then each look takes `step` seconds."""
+
+    def __init__(self) -> None:
+        self.now, self.step, self.is_blocking = 1.0, 1.0, False
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        time.sleep(0.005)
+        self.now += self.step * self.is_blocking
+
+    def blocks(self) -> None:
+        looks, self.is_blocking = self.now + 20 * self.step, True
+        while self.now < looks:
+            threading.Event().wait(0.01)
+        self.is_blocking = False
+
+    def blocks_too(self) -> None:
+        self.blocks()
+
+    async def passes(self, block: Callable[[], None]) -> None:
+        """The event loop turns, calls this, and turns again."""
+        await asyncio.sleep(0.1)
+        asyncio.get_running_loop().call_soon(block)
+        await asyncio.sleep(0.1)
+
+
+async def test_each_place_that_blocks_is_told_once_to_whoever_asks_and_none_while_the_process_was_stopped(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = MadeTime()
+    monkeypatch.setattr("service.observe.loop_watch.time", made)
+    monkeypatch.setattr("service.observe.loop_watch.LOOK_SECONDS", 0.01)
+    watch = LoopWatch()
+    made.step = 2 * BLOCKED_SECONDS
+    await made.passes(made.blocks)
+    assert not caplog.messages
+    made.step = BLOCKED_SECONDS / 5
+    for block in (made.blocks, made.blocks_too, made.blocks):
+        await made.passes(block)
+    for known, name in enumerate(["blocks", "blocks_too"]):
+        line = await asyncio.wait_for(watch.blocked(known), 5.0)
+        assert re.search(rf"by test_play.py:\d+ {name}, in threading.py:\d+ wait:", line)
+    assert len([line for line in caplog.messages if "event loop" in line]) == 3
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(watch.blocked(2), 0.1)
 
 
 class Sleeps:
@@ -334,6 +385,27 @@ class Sleeps:
 
     def sleeps(self) -> None:
         time.sleep(1.2)
+
+
+class WaitsInAThread:
+    def __init__(self) -> None:
+        self.returns = threading.Event()
+
+    def play(self, session: AgentSession, task: Task, seed: int) -> None:
+        self.returns.wait(60.0)
+
+
+async def test_a_cancelled_thread_is_waited_for_until_it_returns_or_is_cancelled_again(tasks: list[Task]) -> None:
+    for times in (1, 2):
+        agent, session = WaitsInAThread(), SimpleNamespace(base_url="", key="")
+        playing = asyncio.ensure_future(played(agent, session, tasks[0], 0))  # type: ignore[arg-type]
+        for _ in range(times):
+            assert not (await asyncio.wait([playing], timeout=0.1))[0]
+            playing.cancel()
+        assert bool((await asyncio.wait([playing], timeout=0.1))[0]) == (times == 2)
+        agent.returns.set()
+        await asyncio.wait([playing], timeout=60.0)
+        assert playing.cancelled()
 
 
 class SleepsInAThread(Sleeps):
