@@ -23,7 +23,7 @@ from pathlib import Path
 import psutil
 
 from service.config import Config, load
-from service.plan.command import planned_model
+from service.plan.planning import planned_model
 from service.plan.forecast import Forecast, forecast
 from service.plan.live_binding import WAITING
 from service.plan.machine.device import Device

@@ -79,7 +79,7 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
 
         with source.named_in_errors():
             code = run(config, resume, manifest, revisions)
-    say(f"{time.time() - psutil.Process().create_time():.0f} s in all, from the start of the command to its end")
+    say(f"{time.time() - psutil.Process().create_time():.0f} s since the command was started")
     return code
 
 
@@ -157,7 +157,7 @@ def agent_try(arguments: argparse.Namespace, overrides: list[str]) -> int:
     config = load_config(arguments.config, [*settings, *overrides])
     if not texts:
         refuse_missing_vllm()
-    with phase(LOADING, after=SHORT_SECONDS):
+    with phase("loading transformers" if texts else LOADING, after=SHORT_SECONDS):
         from actors.driver.try_agent import try_agent
 
     try_agent(config, arguments.model, texts or [], arguments.record)

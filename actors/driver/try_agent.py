@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import signal
@@ -10,12 +11,12 @@ import tempfile
 from pathlib import Path
 
 from actors.engine.run_player import RunPlayer
-from actors.engine.vllm_engine import VllmEngine, engine_env
 from actors.engine.vllm_parser import use_parser
 from service.agents.trial import ScriptedPolicy, Trial
 from service.config import Config
 from service.rollout.chat.chat import load_chat
 from service.rollout.chat.tokenizer import make_byte_tokenizer
+from service.rollout.engine import Engine
 from service.types import PolicyVersion
 
 
@@ -30,7 +31,6 @@ def try_agent(config: Config, model: Path | None, script: list[str], record: Pat
         RunFailed: the engine did not start.
     """
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    os.environ.update(engine_env(config.generator))
     with tempfile.TemporaryDirectory(prefix="baton-try-") as folder:
         if model is None:
             make_byte_tokenizer(Path(folder))
@@ -38,12 +38,12 @@ def try_agent(config: Config, model: Path | None, script: list[str], record: Pat
 
 
 async def _serve(config: Config, model: Path, script: list[str], record: Path | None) -> None:
-    engine = VllmEngine(config, model)
-    scripted = ScriptedPolicy(load_chat(model, config.generator), script) if script else None
-    player = RunPlayer(config, model, scripted or engine)
-    try:
-        if scripted is None:
-            await engine.start(PolicyVersion(0, 0))
+    async with contextlib.AsyncExitStack() as held:
+        policy = (
+            ScriptedPolicy(load_chat(model, config.generator), script) if script else await _vllm(config, model, held)
+        )
+        player = RunPlayer(config, model, policy)
+        held.push_async_callback(player.close)
         use_parser(player, config.endpoint, model)
         if player.agents is None:
             raise RuntimeError("the configuration has no endpoint")
@@ -51,6 +51,13 @@ async def _serve(config: Config, model: Path, script: list[str], record: Path | 
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, trial.session.close)
         await trial.run(record)
-    finally:
-        await player.close()
-        await asyncio.to_thread(engine.stop)
+
+
+async def _vllm(config: Config, model: Path, held: contextlib.AsyncExitStack) -> Engine:
+    from actors.engine.vllm_engine import VllmEngine, engine_env  # with Ray and PyTorch, which takes seconds
+
+    os.environ.update(engine_env(config.generator))
+    engine = VllmEngine(config, model)
+    held.push_async_callback(asyncio.to_thread, engine.stop)
+    await engine.start(PolicyVersion(0, 0))
+    return engine

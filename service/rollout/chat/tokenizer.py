@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders
 from tokenizers.models import BPE, WordLevel
 from tokenizers.pre_tokenizers import ByteLevel, WhitespaceSplit
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from service.config.model_folder import TOKENIZER, require_files
+from service.config.model_folder import TOKENIZER, is_model_folder, require_files
 from service.errors import UserError
 
 PAD = "<|pad|>"
@@ -57,8 +57,13 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     if not folder.is_dir():
         raise UserError(f"model.path: {folder} is no folder; give a Hugging Face folder with tokenizer.json")
     require_files(folder, TOKENIZER)
+    read: Callable[..., PreTrainedTokenizerBase] = PreTrainedTokenizerFast.from_pretrained
+    if is_model_folder(folder):
+        from transformers import AutoTokenizer  # with PyTorch, which takes seconds
+
+        read = AutoTokenizer.from_pretrained
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+        tokenizer = read(str(folder), local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         # What transformers raises depends on which of its assumptions about the files is broken.
         raise UserError(f"model.path: no tokenizer can be read from {folder}: {error}") from error

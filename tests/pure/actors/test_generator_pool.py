@@ -476,7 +476,7 @@ async def test_code_that_blocks_a_generator_is_named_in_the_terminal_as_often_as
         generator.blocking.put_nowait(died())  # a connection was cut, and the process lives
         generator.blocking.put_nowait(place)
         await until(lambda place=place: f"generator-0: {place}" in world.told)
-    assert generator.places_known [:4] == [0, 0, 1, 1] and not caplog.records
+    assert generator.places_known[:4] == [0, 0, 1, 1] and not caplog.records
     generator.blocking.put_nowait(ZeroDivisionError("a bug of the watch"))
     await until(lambda: "ZeroDivisionError: a bug of the watch" in caplog.text)
     assert not running.done(), "the run does not depend on it"

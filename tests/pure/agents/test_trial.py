@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
 import sys
 from pathlib import Path
@@ -25,8 +26,9 @@ async def test_an_agent_is_tried_with_a_script_and_its_traffic_is_kept_without_k
     script.write_text("\n".join((called().replace("\n", " "), "Fox ages", "it is 17")))
     command = [sys.executable, "-m", "service", "agent-try", "--scripted", str(script), "--record", str(record)]
     process = await asyncio.create_subprocess_exec(
-        *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
-    )
+        *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
+        env={**os.environ, "PYTHONPROFILEIMPORTTIME": "1"},
+    )  # fmt: skip
     assert process.stdout is not None
     printed = ""
     try:
@@ -54,6 +56,7 @@ async def test_an_agent_is_tried_with_a_script_and_its_traffic_is_kept_without_k
     finally:
         if process.returncode is None:
             process.kill()
+    assert not re.search(r"\| +(torch|ray|vllm)$", printed, re.MULTILINE), "a script needs none of them"
     shown, at_the_end = printed.split("at the end:")
     assert re.search(
         r'call 0: main, a new conversation, \d+ tokens -> \d+ sampled, calls search\({"query": "marn"}\)', shown

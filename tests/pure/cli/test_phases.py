@@ -71,20 +71,25 @@ def test_a_reader_that_is_gone_stops_nothing(monkeypatch: pytest.MonkeyPatch) ->
         say("two")
 
 
-def test_a_run_says_what_it_does_before_it_loads_what_takes_seconds(tmp_path: Path) -> None:
-    # An open Ray is refused after all imports and before anything starts.
+@pytest.mark.parametrize(
+    ("command", "says", "slow"),
+    [
+        # An open Ray is refused after all imports and before anything starts.
+        (["run", "metrics.port=0"], "loading Ray, PyTorch and vLLM ...", {"ray", "torch"}),
+        (["plan", "--gpus", "0"], "loading PyTorch ...", {"torch"}),
+    ],
+)
+def test_a_command_says_what_it_does_before_it_loads_what_takes_seconds(
+    tmp_path: Path, command: list[str], says: str, slow: set[str]
+) -> None:
     done = subprocess.run(
-        [sys.executable, "-X", "importtime", "-m", "service", "run", "--config", "configs/quickstart.yaml",
-         f"run.dir={tmp_path}", "metrics.port=0"],
+        [sys.executable, "-X", "importtime", "-m", "service", *command, "--config", "configs/quickstart.yaml",
+         f"run.dir={tmp_path}"],
         cwd=ROOT, env={**os.environ, "RAY_AUTH_MODE": "disabled"}, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT, text=True, timeout=400, check=False,
     )  # fmt: skip
     assert done.returncode == 2, done.stdout[-2000:]
-    lines = done.stdout.splitlines()
-    at = {name: number for number, line in enumerate(lines) if (name := line.rpartition("|")[2].strip()) in SLOW}
-    assert at.keys() == SLOW
-    assert min(at.values()) > lines.index("loading Ray, PyTorch and vLLM ...")
-
-
-SLOW = {"ray", "torch"}
-"""Imports that take a second or more where the disk is cold; a line of `-X importtime` comes when one is done."""
+    lines = done.stdout.splitlines()  # a line of `-X importtime` comes when an import is done
+    at = {name: number for number, line in enumerate(lines) if (name := line.rpartition("|")[2].strip()) in slow}
+    assert at.keys() == slow
+    assert min(at.values()) > lines.index(says)

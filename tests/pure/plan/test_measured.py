@@ -11,7 +11,7 @@ from service.cli.parser import main
 from service.config import load
 from service.errors import UserError
 from service.observe.recorder import TRAJECTORY, Trace
-from service.plan.command import planned_model
+from service.plan.planning import planned_model
 from service.plan.forecast import Forecast, forecast
 from service.plan.machine.costs import CPU
 from service.plan.machine.device import Device, profile
