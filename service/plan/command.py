@@ -54,8 +54,10 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
     config, source = checked_config(arguments, overrides)
     say = partial(print, file=sys.stderr, flush=True)
     with phase("loading PyTorch", say):
-        from service.plan.planning import print_plan
+        from service.plan.planning import planned_model, print_plan
+        from service.plan.settings import PlanSettings
 
     with source.named_in_errors(), phase("planning", say, after=QUIET_SECONDS):
         measured = lengths_of_run(arguments.lengths) if arguments.lengths else {}
-        return 0 if print_plan(config, arguments, measured) else DOES_NOT_FIT
+        with planned_model(config.model, config.env, config.run.seed, arguments.lengths) as folder:
+            return 0 if print_plan(PlanSettings.of(config), folder, arguments, measured) else DOES_NOT_FIT

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from huggingface_hub import constants
 
-from service.config import Config, EnvConfig, ModelConfig
+from service.config import EnvConfig, ModelConfig
 from service.config.model_folder import MODEL_CONFIG, is_model_folder
 from service.config.paths import is_on_hub
 from service.config.section import MODEL_FOLDER
@@ -37,16 +37,16 @@ MAX_GPUS = 1_000_000
 _say = partial(print, file=sys.stderr, flush=True)
 
 
-def print_plan(config: Config, arguments: argparse.Namespace, measured: Mapping[str, tuple[float, str]]) -> bool:
+def print_plan(
+    settings: PlanSettings, folder: Path, arguments: argparse.Namespace, measured: Mapping[str, tuple[float, str]]
+) -> bool:
     """Print the plan; `measured`: figures of a run, each with its source. Returns whether the configuration fits."""
     if arguments.gpus is not None and not 1 <= arguments.gpus <= MAX_GPUS:
         raise UserError(f"--gpus {arguments.gpus}: give a number from 1 to {MAX_GPUS}")
     device = named(arguments.gpu)
-    settings = PlanSettings.of(config)
     work = work_of(settings, measured, {name: getattr(arguments, name) for name in OPTIONS})
-    with planned_model(config.model, config.env, config.run.seed, arguments.lengths) as folder:
-        check_engine(read_config(folder), settings.generator, settings.fit.learn.model.dtype)
-        plan = forecast(settings, folder, device, work, arguments.gpus)
+    check_engine(read_config(folder), settings.generator, settings.fit.learn.model.dtype)
+    plan = forecast(settings, folder, device, work, arguments.gpus)
     print(json.dumps(as_dict(plan), indent=2) if arguments.json else "\n".join(lines(plan)))
     return plan.problem is None
 
