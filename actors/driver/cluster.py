@@ -111,7 +111,7 @@ def _connect(config: Config, mark: str, logs: Path | None) -> None:
         "logging_level": "error",
     }
     if address := os.environ.get("RAY_ADDRESS"):
-        _check_address(address)
+        check_address(address)
         os.environ.pop(SCRATCH, None)
         start_watchdog(mark)
         ray.init(**settings)
@@ -126,7 +126,7 @@ def _connect(config: Config, mark: str, logs: Path | None) -> None:
         start_local_ray(mark, folder, logs, num_cpus=max(os.cpu_count() or 1, needed_cpus), **settings)
 
 
-def _check_address(address: str) -> None:
+def check_address(address: str) -> None:
     """Raises `UserError` if nothing listens at host:port; Ray would retry for ever and ignore stop signals."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():

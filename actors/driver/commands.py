@@ -164,4 +164,11 @@ def agent_try(arguments: argparse.Namespace, overrides: list[str]) -> int:
     return 0
 
 
-COMMANDS = {"run": run, "eval": evaluate, "submit": submit, "agent-try": agent_try}
+def doctor(arguments: argparse.Namespace, overrides: list[str]) -> int:
+    """Measure the machines of a cluster: the command `baton doctor`."""
+    from actors.driver.doctor import doctor
+
+    return doctor(arguments, overrides)
+
+
+COMMANDS = {"run": run, "eval": evaluate, "submit": submit, "agent-try": agent_try, "doctor": doctor}

@@ -136,6 +136,8 @@ def engine_arguments(settings: EngineSettings, model_folder: Path) -> dict[str, 
                 "the CPU build; set null"
             )
         arguments["quantization"] = generator.quantization
+    if generator.engine_gpus > generator.tensor_parallel_size and not on_gpu():
+        raise UserError("generator.engine_options.pipeline_parallel_size: vLLM's CPU build has no pipelines; use 1")
     if on_gpu():
         arguments["gpu_memory_utilization"] = generator.gpu_memory_utilization
         arguments["max_num_batched_tokens"] = GPU_BATCHED_TOKENS

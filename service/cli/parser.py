@@ -31,6 +31,7 @@ examples:
   baton submit --config configs/quickstart.yaml          # the same as a job on a Ray cluster
   baton eval runs/quickstart data.eval_make_rows=200     # evaluates a run, a checkpoint or a model
   baton config validate --config mine.yaml               # reports mistakes, starts nothing
+  baton doctor                                           # what is wrong with this machine, or with a cluster's
   baton plan --config mine.yaml --gpu h100 --gpus 8      # whether it fits, how fast it would be, what would bind
   baton config show --config mine.yaml buffer.lookahead=0
   baton config schema > config.schema.json               # for completion in an editor
@@ -69,6 +70,7 @@ COMMANDS = (
     Command("replay", "form a mini-batch of a run again from the run's journal", "service.cli.replay"),
     Command("logs", "what the parts of a run print", "service.cli.logs"),
     Command("profile", "profile the next optimizer steps of a running run", "service.cli.profile"),
+    Command("doctor", "measure the machines of a cluster, and say what is wrong", "service.cli.doctor"),
     # Optional: without its line and its folder everything else works.
     Command("plan", "whether a configuration fits, how fast it is, what binds", "service.plan.command", True),
     Command("simulate", "predict what a configuration would do, without GPUs", "service.simulate.command", True),

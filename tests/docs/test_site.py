@@ -99,6 +99,9 @@ def test_a_command_of_the_pages_is_one_that_there_is(
     elif words[:2] == ["baton", "init"]:
         monkeypatch.chdir(tmp_path)
         assert main(words[1:]) == 0 and any(tmp_path.iterdir())
+    elif words == ["baton", "doctor"]:
+        faults = main(words[1:])
+        assert capsys.readouterr().out.splitlines()[-1].endswith(("fault", "faults")) and faults in (0, 1)
     elif words[0] == "baton":
         # Here is neither a file nor a run, so a command that is written rightly gets as far as missing them.
         monkeypatch.chdir(tmp_path)

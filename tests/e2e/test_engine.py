@@ -26,7 +26,7 @@ from actors.weights.delta import WeightBucket
 from actors.weights.image import Image
 from actors.weights.part import PartCopy, WeightPart
 from service.config import AlgorithmConfig, Config, GeneratorConfig, ModelConfig, WeightsConfig
-from service.errors import RunFailed
+from service.errors import RunFailed, UserError
 from service.rollout.engine import Generation, Sampling, validate_generation
 from service.types import PolicyVersion
 from tests.pure.actors.fakes import all_rows
@@ -434,6 +434,25 @@ def test_ten_updates_under_load_are_no_overflow_of_the_kv_cache(local_ray: None,
     assert limit.observe(ray.get(engine.look.remote()), open_groups=8) == 8
     ray.get(engine.stop.remote())
     ray.kill(engine)
+
+
+@pytest.mark.full
+def test_an_engine_with_options_of_the_user_computes_the_same(local_ray: None, tmp_path: Path) -> None:
+    options = {"max_num_batched_tokens": 64, "async_scheduling": False, "optimization_level": 0}
+    config = CONFIG.model_copy(update={"generator": CONFIG.generator.model_copy(update={"engine_options": options})})
+    engine = started(tmp_path, dense(0), config)
+    ray.get(update(engine, 1, weights_of(dense(1))))
+    after = ray.get(engine.generate.remote(prompt(0), Sampling(max_tokens=40), "r"))
+    assert difference(dense(1), prompt(0), after, 1.0) < ATOL
+    ray.get(engine.stop.remote())
+    ray.kill(engine)
+
+
+@pytest.mark.full
+def test_a_value_that_vllm_refuses_is_named(local_ray: None, tmp_path: Path) -> None:
+    generator = CONFIG.generator.model_copy(update={"engine_options": {"attention_backend": "NONE_SUCH"}})
+    with pytest.raises(UserError, match=r"generator\.engine_options: vLLM does not start with them: .*NONE_SUCH"):
+        started(tmp_path, dense(0), CONFIG.model_copy(update={"generator": generator}))
 
 
 def test_a_core_that_dies_amid_an_update_is_said_at_once(small_engine: Any) -> None:

@@ -10,7 +10,7 @@ from actors.engine.vllm_arguments import EngineSettings, engine_arguments
 from service.config import Config, engine_options, load
 from service.config.checks import check
 from service.config.engine_options import JUDGED, installed_fields
-from service.errors import ConfigError
+from service.errors import ConfigError, UserError
 
 
 def configured(*settings: str) -> Config:
@@ -31,6 +31,12 @@ def test_an_option_reaches_the_engine_over_what_baton_would_set(tmp_path: Path) 
     )
     arguments = engine_arguments(EngineSettings.of(config), tmp_path)
     assert arguments["max_num_batched_tokens"] == 512
+
+
+def test_stages_of_a_pipeline_are_refused_on_a_cpu(tmp_path: Path) -> None:
+    settings = EngineSettings.of(configured("generator.engine_options.pipeline_parallel_size=2"))
+    with pytest.raises(UserError, match="CPU build has no pipelines"):
+        engine_arguments(settings, tmp_path)
 
 
 @pytest.mark.parametrize("name", [name for name, judged in JUDGED.items() if judged.verdict in ("owned", "refused")])

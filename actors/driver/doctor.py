@@ -1,0 +1,84 @@
+"""`baton doctor`: measures every node of a Ray cluster, or this machine, and says what is wrong."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from service.doctor.facts import Facts, Places, measure
+from service.doctor.findings import findings
+from service.errors import RunFailed, UserError
+from service.run.phases import phase, say
+from service.store.objects import open_store
+
+SECONDS = 30.0
+"""In which every node must answer."""
+
+
+def doctor(arguments: argparse.Namespace, overrides: list[str]) -> int:
+    """Print a line for each fault; returns 1 if there is one.
+
+    Raises:
+        UserError: a setting was given, or no cluster answers at the address.
+    """
+    if overrides:
+        raise UserError(f"{overrides[0]}: baton doctor takes no settings; see baton doctor --help")
+    address = arguments.address or os.environ.get("RAY_ADDRESS")
+    folder, store = arguments.folder.absolute(), arguments.store
+    if store is not None:
+        open_store(store)  # refuses a wrong address here, once
+    with phase("measuring the nodes of the cluster" if address else "measuring this machine"):
+        machines = _of_cluster(address, folder, store) if address else [(look(folder, store), 0.0)]
+    found = findings(machines)
+    for line in found:
+        say(line)
+    say(f"{_count(len(machines), 'machine')}, {_count(len(found), 'fault')}")
+    return int(bool(found))
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
+def look(folder: Path, store: str | None) -> Facts:
+    """Measure the machine on which this runs."""
+    return measure(Places(folder), None if store is None else open_store(store).sizes)
+
+
+def _of_cluster(address: str, folder: Path, store: str | None) -> list[tuple[Facts, float]]:
+    """The facts of each node, with the seconds by which its clock is behind this machine's.
+
+    Raises:
+        UserError: no cluster answers.
+        RunFailed: a node does not answer, or fails.
+    """
+    from actors.driver.cluster import check_address
+
+    check_address(address)
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    ray.init(address=address, log_to_driver=False, logging_level="error")
+    try:
+        nodes = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
+        remote: Any = ray.remote(look)
+        asked = {
+            remote.options(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(
+                folder, store
+            ): where
+            for node, where in nodes.items()
+        }
+        found, deadline = [], time.monotonic() + SECONDS
+        while asked:
+            ready, _ = ray.wait(list(asked), timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                raise RunFailed(f"no answer within {SECONDS:.0f} s from {', '.join(asked.values())}: is Ray up there?")
+            facts: Facts = ray.get(ready[0])
+            found.append((facts, time.time() - facts.clock))
+            del asked[ready[0]]
+        return found
+    finally:
+        ray.shutdown()

