@@ -247,6 +247,10 @@ class BufferActor(Supervised):
         """Return a bounded number of the trajectories that were lost since the last lease."""
         return self._lost.take()
 
+    async def scorer_failures(self) -> dict[tuple[str, str], str]:
+        """The first failure of each scorer for each reason, in words."""
+        return self._buffer.scoring.failures
+
     async def status(self) -> dict[str, Any]:
         """The status of the buffer."""
         return self._buffer.status().as_dict()

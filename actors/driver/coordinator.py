@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import ray.exceptions
@@ -208,7 +209,7 @@ class Coordinator:
             "the metrics hub": started(
                 partial(call, self._hub.start, who="the metrics hub"), tries=self._config.run.max_restarts + 1
             ),
-            "the trainer": load(self._prepared.base),
+            "the trainer": self._trainer_up(load),
             "the generators": self._generator_pool.start(),
         }
         if self._scorers:
@@ -229,6 +230,13 @@ class Coordinator:
         with phase("loading the model: engines and trainer ranks start", self._say, lambda: ", ".join([*waited_for])):
             url, lost, *_ = await asyncio.gather(*(up(name) for name in starting))
         return str(url), lost if isinstance(lost, TrainerLost) else None
+
+    async def _trainer_up(self, load: Callable[[Path], Awaitable[None]]) -> None:
+        """Let the ranks load the model; ranks that are lost meanwhile restart once while the engines still start."""
+        try:
+            await load(self._prepared.base)
+        except TrainerLost as lost:
+            await self._restart_trainer(lost)
 
     async def _first_weights(self) -> None:
         """Publish the weights with which the run begins or continues, and evaluate them."""
@@ -350,6 +358,8 @@ class Coordinator:
         self._telemetry.doing("waiting")
         while not self._stopping:
             answer = await ask_buffer(self._buffer.lease, self._version.incarnation, POLL_SECONDS)
+            if self._config.scorers:
+                self._failures.name_scorers(await ask_buffer(self._buffer.scorer_failures))
             if isinstance(answer, LeasedBatch):
                 return answer
             accepted(answer)

@@ -97,7 +97,6 @@ class Buffer:
         self._late = 0
         self._one_row = None if settings.step_wise else settings.batches.mode
         self._examines = self._filters.any
-        self._on_failure: OnFailure | None = None
         groups = self.ledger.state.groups.items()
         unused = [o for o, group in groups if not group.lease_count and not group.rolled_back]
         examine(self._record, self._filters, unused)
@@ -166,8 +165,7 @@ class Buffer:
         """Restart failed attempts; returns the journal's position afterwards, 0 if none failed."""
         position = 0
         for end in failed_attempts(self.ledger, message):
-            if self._on_failure is not None:
-                self._on_failure(end, self._record.store, self.ledger.history.current)
+            self._record.lost(end, end.stop_reason)
             self._attempts.lose(end.trajectory.group_id, end.trajectory.sample, end.stop_reason)
             position = self._record.journal.position
         return position
@@ -341,9 +339,8 @@ class Buffer:
         return self.ledger.history.current
 
     def watch_ends(self, on_end: OnEnd, on_failure: OnFailure | None = None) -> None:
-        """Register `on_end`, called before a group ends untrained, and `on_failure`, called before a failed attempt is
-        dropped."""
-        self._record.on_end, self._on_failure = on_end, on_failure
+        """Register what `Record.on_end` and `Record.on_failure` call."""
+        self._record.on_end, self._record.on_failure = on_end, on_failure
 
     def complete_group(self, group_id: int) -> CompleteGroup:
         """The steps and ends of a group that is complete or leased."""

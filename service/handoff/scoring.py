@@ -75,6 +75,8 @@ class Scoring:
         self._teacher_of_row = teacher_of_row
         self._only_teacher = tuple(name for name, scorer in scorers.items() if scorer.kind == "teacher")[:1]
         self._status = {name: ScorerStatus() for name in scorers}
+        self.failures: dict[tuple[str, str], str] = {}
+        """The first failure of each scorer for each reason, in words."""
         for group_id, group in list(record.ledger.state.groups.items()):
             for name in group.awaited:  # also of groups that are not finished yet
                 if name not in scorers and group.state in (*UNFINISHED, GroupState.SCORING):
@@ -102,17 +104,20 @@ class Scoring:
     def accept(self, group_id: int, scorer: str, answer: Answer) -> Refusal | None:
         """Journal a scorer's answer about a group; does nothing if the answer is no longer needed.
 
-        The group continues without trajectories that have an invalid reward; if fewer than two trajectories would
-        remain, the answer is refused."""
+        The group continues without trajectories that have an invalid reward, or whose rewards add up to one; if fewer
+        than two trajectories would remain, the answer is refused."""
         if not self.awaits(group_id, scorer):
             return None
         if (wrong := self._wrong(group_id, scorer, answer)) is not None:
             return wrong
-        settings, rewards = self._scorers[scorer], self._rewards(scorer, answer)
-        for sample in unrewarded(self._record.ledger.state.groups[group_id], rewards or ()):
-            why = f"group={group_id}/sample={sample}: its reward is not {NEEDED}; its group continues without it"
-            log.warning("scorer %s: %s", scorer, why)
-            self.failed(scorer, RefusalReason.REWARD, why)
+        settings, rewards = self._scorers[scorer], self._rewards(group_id, scorer, answer)
+        group, ends = self._record.ledger.state.groups[group_id], self._record.store.of(group_id).ends
+        for sample in unrewarded(group, rewards or ()):
+            if sample not in group.unrewarded:
+                why = f"group={group_id}/sample={sample}: its reward is not {NEEDED}; its group continues without it"
+                log.warning("scorer %s: %s", scorer, why)
+                self.failed(scorer, RefusalReason.REWARD, why)
+                self._record.lost(ends[sample], RefusalReason.SCORER)
         teacher = b"" if answer.logprobs is None else np.ascontiguousarray(answer.logprobs, LOGPROBS).tobytes()
         info = tuple(_cut(text) for text in answer.info)
         replaces = rewards is not None and settings.combine == "replace"
@@ -123,6 +128,7 @@ class Scoring:
     def failed(self, scorer: str, reason: str, detail: str) -> None:
         """Count that a scorer gave no valid answer; the caller asks again or calls `give_up`."""
         self._status[scorer].failures[reason] += 1
+        self.failures.setdefault((scorer, reason), detail)
         self._status[scorer].last_failure = f"{reason}: {detail}" if detail else reason
 
     def took(self, scorer: str, seconds: float) -> None:
@@ -174,7 +180,7 @@ class Scoring:
             return Refusal(RefusalReason.LENGTH_MISMATCH, f"{path}: {len(trajectories)} trajectories", n_given)
         if answer.info and len(answer.info) != len(trajectories):
             return Refusal(RefusalReason.LENGTH_MISMATCH, f"{path}: info of {len(trajectories)}", len(answer.info))
-        group, rewards = self._record.ledger.state.groups[group_id], self._rewards(scorer, answer) or ()
+        group, rewards = self._record.ledger.state.groups[group_id], self._rewards(group_id, scorer, answer) or ()
         lost = unrewarded(group, rewards)
         # A trajectory alone in its group has no baseline.
         if lost and len(trajectories) - len(group.unrewarded.union(lost)) < 2:
@@ -182,12 +188,17 @@ class Scoring:
             return Refusal(RefusalReason.REWARD, f"{path}: {NEEDED}", reward)
         return None
 
-    def _rewards(self, scorer: str, answer: Answer) -> tuple[float, ...] | None:
-        """The weighted rewards; NaN in place of those that the buffer does not accept."""
+    def _rewards(self, group_id: int, scorer: str, answer: Answer) -> tuple[float, ...] | None:
+        """The weighted rewards; NaN in place of those that the buffer does not accept, alone or with those so far."""
         if answer.rewards is None:
             return None
-        weighted = (self._scorers[scorer].weight * float(reward) for reward in answer.rewards)
-        return tuple(reward if is_reward(reward) else math.nan for reward in weighted)
+        settings, earlier = self._scorers[scorer], [each for each in self.answers(group_id) if each.rewards]
+        added = settings.combine == "add" and not any(each.replaces for each in earlier)
+        ends = self._record.store.of(group_id).ends
+        so_far = [ends[sample].reward if added else 0.0 for sample in sorted(ends)]
+        columns = zip(answer.rewards, so_far, *(each.rewards or () for each in earlier), strict=True)
+        weighted = [(settings.weight * float(reward), sum(others)) for reward, *others in columns]
+        return tuple(own if is_reward(own) and is_reward(own + others) else math.nan for own, others in weighted)
 
 
 def _cut(text: str) -> str:

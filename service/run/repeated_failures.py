@@ -74,6 +74,13 @@ class FailureWatch:
         details = {why for status in statuses for why in status["failures"].values()}
         raise RunFailed(f"every trajectory since the last step failed ({_listed(ended)}): {'; '.join(sorted(details))}")
 
+    def name_scorers(self, failures: Mapping[tuple[str, str], str]) -> None:
+        """Write one line to the terminal for the first failure of each scorer with each reason."""
+        for (scorer, reason), why in failures.items():
+            if (key := f"{scorer}: {reason}") not in self._said:
+                self._said.add(key)
+                self._say(f"scorer {scorer} gave no good answer, the first time for this reason: {reason}: {why}")
+
     def _look(self, statuses: Statuses) -> None:
         """Count, and write one line to the terminal for the first failure with each reason."""
         self._now = Counter()

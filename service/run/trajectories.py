@@ -47,7 +47,7 @@ from service.types import Extension, Int64s, MiniBatch, PolicyVersion, Step, Tra
 
 Record = dict[str, Any]
 FAILED = "failed"
-"""The fate of an attempt that was lost, and started again where attempts were left."""
+"""The fate of an attempt that was lost: started again where attempts were left, or without a scorer's reward."""
 SHOWN = 200
 """Characters of what is wrong with a line that are shown."""
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
@@ -214,12 +214,12 @@ class LostTrajectories:
         record = _record(trajectory, uid, steps, last, at, self._settings)
         self._records.append(record | _untrained(str(end.state), end.reason, last, at))
 
-    def failed(self, end: TrajectoryEnd, store: Store, at: PolicyVersion) -> None:
-        """Keep an attempt that failed; its steps are read from the store."""
+    def failed(self, end: TrajectoryEnd, reason: str, store: Store, at: PolicyVersion) -> None:
+        """Keep an attempt that failed or got no reward; its steps are read from the store."""
         if len(self._failed) < self._settings.per_step:
             steps, _ = _stored(store.of(end.trajectory.group_id), end.trajectory.sample)
             record = _record(end.trajectory, end.prompt_uid, steps, end, at, self._settings)
-            self._failed.append(record | _untrained(FAILED, end.stop_reason, end, at))
+            self._failed.append(record | _untrained(FAILED, reason, end, at))
 
     def take(self) -> list[Record]:
         """Return and clear the records: at most `run.trajectories_per_step` of ended groups, and of failed attempts."""

@@ -215,8 +215,8 @@ def expert_bytes(ledger: Ledger) -> int:
     return EXPERT_BYTES * math.prod(ledger.state.routing) if ledger.state.routing else 0
 
 
-OnFailure = Callable[[TrajectoryEnd, Store, PolicyVersion], None]
-"""Arguments: the end of the failed attempt, the accepted steps, the newest version."""
+OnFailure = Callable[[TrajectoryEnd, str, Store, PolicyVersion], None]
+"""Arguments: the end of the lost attempt, why it was lost, the accepted steps, the newest version."""
 OnEnd = Callable[[events.Ended, str, Store, PolicyVersion], None]
 """Arguments: the event, the prompt's uid, the accepted steps, the newest version."""
 
@@ -235,6 +235,8 @@ class Record:
         """Events applied so far."""
         self.on_end: OnEnd | None = None
         """Called before a group ends untrained, while the store still has its steps; never on a replay."""
+        self.on_failure: OnFailure | None = None
+        """Called before a failed attempt is dropped, or one to which a scorer gave no reward; never on a replay."""
         self.snapshot_end = 0
 
     def add(self, event: events.Event) -> None:
@@ -246,6 +248,11 @@ class Record:
         self.journal.append(kind, events.encode(event))
         self.apply(event)
         self._rotate()
+
+    def lost(self, end: TrajectoryEnd, reason: str) -> None:
+        """Report an attempt that failed, or to which a scorer gave no reward."""
+        if self.on_failure is not None:
+            self.on_failure(end, reason, self.store, self.ledger.history.current)
 
     def accept(self, data: bytes, message: StepGroup, additions: Sequence[Addition]) -> int:
         """Append a step group to the journal and apply it; returns the position to which the journal must be synced."""

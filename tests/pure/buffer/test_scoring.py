@@ -14,7 +14,9 @@ from service.handoff.scoring import Answer
 from service.handoff.steps import wire
 from service.handoff.steps.reward import MAX_REWARD
 from service.handoff.verbs import Wait
+from service.run.repeated_failures import FailureWatch
 from service.run.teachers import teachers_of
+from service.run.trajectories import LostTrajectories, RecordSettings
 from service.types import MiniBatch, Refusal, RefusalReason
 from tests.invariant import violations
 from tests.pure.buffer.world import World, config
@@ -132,6 +134,7 @@ def test_a_bad_answer_is_refused_with_a_reason_and_nothing_is_journalled(
 
 
 THREE = {"n_samples_per_prompt": 3}
+ONE_GROUP: dict[str, Any] = {"trainer": {"mini_batch_size": 1}}
 NO_REWARD = float("nan")
 
 
@@ -150,6 +153,40 @@ def test_a_bad_reward_costs_its_trajectory_only(tmp_path: Path, bad: float, capl
     assert (said.rewards, said.info) == ((0.25, 0.75), ("a", "c"))
     assert world.train().return_G.tolist() == [0.25, 0.75, 0.5, 0.0, 1.0]
     assert violations(world.buffer.ledger) == [] and world.closes()
+
+
+@pytest.mark.parametrize("crashes", [False, True])
+def test_rewards_that_add_up_to_more_than_the_bound_cost_their_trajectory_only(tmp_path: Path, crashes: bool) -> None:
+    more = JUDGE | {"combine": "add"}
+    world = opened(tmp_path, {"a": more, "b": more, "c": more}, algorithm={"n_samples_per_prompt": 4}, **ONE_GROUP)
+    played(world, 1, rewards=(MAX_REWARD, 0.0, 1.0, 0.5))
+    scored(world, "a", (-1.0, MAX_REWARD, 0.25, 0.5))
+    if crashes:
+        world.crash()
+    scored(world, "b", (0.5, MAX_REWARD, 0.25, 0.5))
+    scored(world, "c", (-MAX_REWARD, -MAX_REWARD, 0.25, 0.5))
+    status = world.buffer.status()
+    assert status.given_up == {"scorer": 1}
+    assert [status.scorers[name].failures for name in "bc"] == [{"reward": 1}, {}]
+    assert world.train().return_G.tolist() == [-0.5, 1.75, 2.0]
+    assert violations(world.buffer.ledger) == [] and world.closes()
+
+
+def test_a_trajectory_without_a_reward_is_in_the_record_with_its_steps_and_named_once(tmp_path: Path) -> None:
+    world = opened(tmp_path, {"judge": JUDGE}, algorithm=THREE)
+    lost = LostTrajectories(RecordSettings(8, (), (), "linear"))
+    world.buffer.watch_ends(lost.ended, lost.failed)
+    played(world)
+    scored(world, "judge", (0.25, NO_REWARD, 0.75), (NO_REWARD, 0.0, 1.0))
+    first, second = lost.take()
+    assert [first["id"], second["id"]] == ["group=0/sample=1/attempt=0", "group=1/sample=0/attempt=0"]
+    assert (first["fate"], first["reason"], len(first["steps"])) == ("failed", "scorer", 2)
+    said: list[str] = []
+    watch = FailureWatch(1, said.append, lambda text: None)
+    for _ in range(2):
+        watch.name_scorers(world.buffer.scoring.failures)
+    [line] = said
+    assert "scorer judge" in line and "group=0/sample=1: its reward is not a number" in line
 
 
 def test_a_trajectory_without_a_reward_stays_lost_after_crashes_copies_and_a_rollback(tmp_path: Path) -> None:
