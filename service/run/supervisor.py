@@ -187,7 +187,8 @@ class Supervisor:
         if life is not None:
             self._count_life(name, is_same=before is not None and life.process == before.process)
         if before is not None and (life is None or life.process != before.process):
-            cause = await self._cause(name, before) or ("was ended by the run" if waits else None)
+            ended = "cannot be reached" if life is None else "was ended by the run"
+            cause = await self._cause(name, before) or (ended if waits else None)
             return None if cause is None else f"the process of {name} {cause}"
         if life is None and is_new:
             return f"the process of {name} died as it started"

@@ -123,7 +123,7 @@ class MadeActor:
         self.process, self._was_made, self._began = SimProcess(self.name), True, self.ray.loop.time()
         self._locks = defaultdict(asyncio.Lock)
         self.body = self.process.context().run(self.make)
-        self.ray.processes[self.body._process] = ""
+        self.ray.processes[self.body._process] = "cannot be reached"
         waiting, self._waiting = self._waiting, []
         for call in waiting:
             self._begin(call)
@@ -285,7 +285,7 @@ class MadeRay:
         self.loop = loop
         self.actors: dict[str, MadeActor] = {}
         self.processes: dict[str, str | None] = {}
-        """Why each process ended, by its id; None: the run has ended it; empty: it has not ended."""
+        """Why each process ended, by its id; None: the run has ended it."""
         self.is_cut = False
         """Whether the driver has no connection."""
         self.called: Callable[[str, str], None] = lambda actor, method: None

@@ -49,3 +49,14 @@ def test_an_actor_that_stands_still_is_named_because_the_supervisor_asks_it(
     watched = Supervisor.watch
     monkeypatch.setattr(Supervisor, "watch", watch)
     assert seconds_to_name(victim, tmp_path) > SILENT_SECONDS + NAMING_SECONDS
+
+
+def test_a_trainer_that_is_lost_while_engines_start_restarts_at_once(tmp_path: Path) -> None:
+    said = PairWorld(tmp_path, [("trainer-0", -1.0)], "start").run().said
+    restarts, all_up = (next(at for at, line in said if words in line) for words in ("restarts from", "status page"))
+    assert restarts < all_up - 1.0
+
+
+def test_six_cuts_of_the_connection_at_the_end_are_each_named(tmp_path: Path) -> None:
+    cuts = [("connection", at) for at in (1.5, 2.0, 3.3, 12.4, 15.3, 22.6)]
+    assert PairWorld(tmp_path, cuts, "end").run().wrong() == []
