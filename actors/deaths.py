@@ -6,6 +6,7 @@ import asyncio
 import math
 import re
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
@@ -27,8 +28,8 @@ WATCHING = "watching"
 """Ray's concurrency group of questions about a process, which wait for no other call."""
 LOOK_SECONDS = 1.0
 """Seconds without an answer after which Ray is asked whether it restarts the actor."""
-MEMORY_SECONDS = 10.0
-"""Seconds between two measurements of a process's memory."""
+FAMILY_SECONDS = 10.0
+"""Seconds between two searches for the children of a process, whose memory counts as the process's own."""
 REPORT_TRIES, REPORT_SECONDS = 5, 0.2
 """How often Ray is asked for its record of a death, which comes later than the end of a connection, and the pause."""
 
@@ -41,8 +42,8 @@ _HOST_MEMORY = re.compile(r"was (\S+) used / (\S+) limit")
 class Supervised:
     """An actor that answers which process it is."""
 
-    _memory: Memory | None = None
-    _measured_at = -math.inf
+    _family: Sequence[psutil.Process] = ()
+    _found_at = -math.inf
 
     @cached_property
     def _process(self) -> str:
@@ -61,9 +62,10 @@ class Supervised:
 
     def _life(self) -> Life:
         now = time.monotonic()
-        if ray.is_initialized() and now - self._measured_at > MEMORY_SECONDS:
-            self._measured_at, self._memory = now, _memory()
-        return Life(self._process, self._is_set_up, self._memory)
+        if ray.is_initialized() and now - self._found_at > FAMILY_SECONDS:
+            process = psutil.Process()
+            self._found_at, self._family = now, (process, *process.children(recursive=True))
+        return Life(self._process, self._is_set_up, _memory(self._family) if self._family else None)
 
 
 async def life_of(actor: Any) -> Life | None:
@@ -162,11 +164,10 @@ kernel_kills = KernelKills()
 """The kills of the kernel on the driver's host."""
 
 
-def _memory() -> Memory:
-    """Measure this process and its children, without the memory that they share with others."""
-    process = psutil.Process()
+def _memory(family: Sequence[psutil.Process]) -> Memory:
+    """Measure processes, without the memory that they share with others."""
     n_bytes = 0
-    for each in (process, *process.children(recursive=True)):
+    for each in family:
         with suppress(psutil.NoSuchProcess):
             used = each.memory_info()
             n_bytes += used.rss - used.shared

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -25,6 +26,8 @@ from service.plan.live_binding import Window
 from service.run.folder import ADDRESS, TIMELINE, read_address, write_address
 from service.run.metrics_port import listening_socket
 from service.run.timeline import TimelineFiles
+
+log = logging.getLogger(__name__)
 
 TARGETS_SECONDS = 30.0
 """Seconds after which the nodes of the Ray cluster, which come and go, are looked up again."""
@@ -109,7 +112,10 @@ class MetricsHub(Supervised):
         if timeline and self._timeline is not None:
             self._timeline.append(timeline)
         if self._runner is None and not self._refused:
-            await self.start()
+            try:
+                await self.start()
+            except OSError as error:  # say a full disk; the caller of `push` does not wait for the answer
+                log.warning("cannot start to serve: %s", error)
         return came
 
     async def forget(self, source: str) -> None:

@@ -12,9 +12,9 @@ differ from learner.json, a save into the same folder was interrupted.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -61,6 +61,15 @@ class CheckpointMetadata(BaseModel):
         return [_file_name(rank, self.world_size) for rank in range(self.world_size)]
 
 
+@contextmanager
+def written(folder: Path) -> Iterator[None]:
+    """Raises an OSError that names the folder if files in it cannot be written, say because the disk is full."""
+    try:
+        yield
+    except (SafetensorError, OSError) as error:
+        raise OSError(f"{folder} cannot be written: {error}") from error
+
+
 class CheckpointWriter:
     """Copies this rank's part at once and writes the copy in the background."""
 
@@ -84,15 +93,16 @@ class CheckpointWriter:
             writing.result()
 
     def _write(self, folder: Path, copies: dict[str, Tensor], metadata: str) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
         file = folder / _file_name(self._rank, self._world_size)
-        with atomic_file(file) as partial:
-            save_file(copies, partial, {METADATA_FILE: metadata})
-            if self._rank == 0:
-                write_atomic(folder / METADATA_FILE, metadata + "\n")
-                # safetensors creates files that only their owner may read
-                shutil.copymode(folder / METADATA_FILE, partial)
-        sync(folder)
+        with written(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            with atomic_file(file) as partial:
+                save_file(copies, partial, {METADATA_FILE: metadata})
+                if self._rank == 0:
+                    write_atomic(folder / METADATA_FILE, metadata + "\n")
+                    # safetensors creates files that only their owner may read
+                    shutil.copymode(folder / METADATA_FILE, partial)
+            sync(folder)
 
 
 def read_metadata(folder: Path) -> CheckpointMetadata:

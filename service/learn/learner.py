@@ -17,7 +17,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from service.learn.checkpoint import CheckpointMetadata, CheckpointWriter, check_parts, read_metadata, read_parts
+from service.learn.checkpoint import (
+    CheckpointMetadata,
+    CheckpointWriter,
+    check_parts,
+    read_metadata,
+    read_parts,
+    written,
+)
 from service.learn.device_batch import DeviceBatch
 from service.learn.losses.objective import FixedLogprobs, Objective
 from service.learn.losses.step_metrics import Sums, not_finite, step_metrics
@@ -187,4 +194,5 @@ class Learner:
 
     def export(self, folder: Path) -> None:
         """Write the final weights; see `Policy.export`. Every rank must call."""
-        self.policy.export(folder)
+        with written(folder):
+            self.policy.export(folder)

@@ -33,9 +33,16 @@ SUFFIX = ".log"
 CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f-\x9f]")
 
 
+class _LogHandler(RotatingFileHandler):
+    """A full disk loses messages; it must not stop the part that writes them, nor fill the terminal."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Ignore that a message was not written."""
+
+
 def log_handler(file: Path, message: str = "%(message)s") -> RotatingFileHandler:
     """A handler that appends to a log; each message begins with the time in UTC, such as 2026-05-04T03:02:01.000Z."""
-    handler = RotatingFileHandler(file, maxBytes=LOG_BYTES, backupCount=OLDER_FILES, encoding="utf-8", errors="replace")
+    handler = _LogHandler(file, maxBytes=LOG_BYTES, backupCount=OLDER_FILES, encoding="utf-8", errors="replace")
     formatter = logging.Formatter(f"%(asctime)s.%(msecs)03dZ {message}", "%Y-%m-%dT%H:%M:%S")
     formatter.converter = time.gmtime
     handler.setFormatter(formatter)
@@ -81,7 +88,6 @@ def main() -> None:
         os._exit(0)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    logging.raiseExceptions = False  # a full disk loses lines, and must not stop the part that writes them
     while line := sys.stdin.buffer.readline(LINE_BYTES):
         if not line.startswith(RAYS_MARK):
             handler.emit(logging.makeLogRecord({"msg": plain(line)}))
