@@ -23,11 +23,11 @@ from pathlib import Path
 import psutil
 
 from service.config import Config, load
-from service.plan.planning import planned_model
 from service.plan.forecast import Forecast, forecast
 from service.plan.live_binding import WAITING
 from service.plan.machine.device import Device
 from service.plan.machine.measure import measured, pace
+from service.plan.planning import planned_model
 from service.plan.settings import PlanSettings
 from service.plan.work import OPTIONS, work_of
 from service.run.folder import METRICS, read_lines

@@ -113,7 +113,38 @@ def provisioning(file: Path, document: Any, folder: Path) -> bool:
     return jsonschema.Draft202012Validator(PROVISIONING[file.parent.name]).is_valid(document)
 
 
+SERVICE: dict[str, Any] = {
+    "type": "object",
+    "additionalProperties": False,
+    "properties": {
+        "image": {"type": "string", "pattern": r":v?[0-9.]+$"},
+        "network_mode": {"const": "host"},
+        "command": {"type": "array", "items": {"type": "string", "pattern": "^--[a-z.-]+="}},
+        "volumes": {"type": "array", "items": {"type": "string", "pattern": ":/"}},
+        "extra_hosts": {"type": "array", "items": {"const": "prometheus:127.0.0.1"}},
+        "environment": {
+            "type": "object",
+            "propertyNames": {"pattern": "^GF_(SERVER|AUTH_ANONYMOUS|ANALYTICS)_[A-Z_]+$"},
+            "additionalProperties": TEXT,
+        },
+        "restart": {"const": "unless-stopped"},
+    },
+    "required": ["image", "network_mode", "volumes", "restart"],
+}
+"""The fields of a service that are used here, as in https://github.com/compose-spec/compose-spec."""
+COMPOSE = strict(
+    name=TEXT,
+    services=strict(prometheus=SERVICE, alertmanager=SERVICE, grafana=SERVICE),
+    volumes=strict(prometheus={"const": {}}, alertmanager={"const": {}}, grafana={"const": {}}),
+)
+
+
+def compose(file: Path, document: Any, folder: Path) -> bool:
+    return jsonschema.Draft202012Validator(COMPOSE).is_valid(document)
+
+
 CHECKS: dict[str, Check] = {
+    "monitoring/compose.yaml": compose,
     "prometheus/prometheus.yaml": prometheus,
     "prometheus/rules.yaml": rules,
     "prometheus/rules_test.yaml": rules_test,

@@ -121,6 +121,8 @@ def test_a_command_of_the_pages_is_one_that_there_is(
     elif words[:2] == ["hf", "download"]:
         to = [word for word in words[3:] if word != "config.json"]
         assert to == ["--local-dir", f"models/{words[2].rpartition('/')[2]}"]
+    elif words[:2] == ["docker", "compose"]:
+        assert (ROOT / words[3]).is_file()  # its contents: tests/deploy/test_compose.py
     elif words[:2] == ["mkdir", "-p"]:
         assert f"runs/{TARGETS}" in words
     elif words[0] in SERVERS:

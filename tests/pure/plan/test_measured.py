@@ -11,11 +11,11 @@ from service.cli.parser import main
 from service.config import load
 from service.errors import UserError
 from service.observe.recorder import TRAJECTORY, Trace
-from service.plan.planning import planned_model
 from service.plan.forecast import Forecast, forecast
 from service.plan.machine.costs import CPU
 from service.plan.machine.device import Device, profile
 from service.plan.machine.pace import message_seconds
+from service.plan.planning import planned_model
 from service.plan.settings import PlanSettings
 from service.plan.weights import update
 from service.plan.work import OPTIONS, work_of
