@@ -274,7 +274,8 @@ class Session:
 
     def note_refusal(self, refused: Refused, client: str) -> None:
         """Note that the endpoint refused a request of this session; each different refusal is logged once."""
-        said = in_one_line(f"{refused.status} {refused} (client {client[:SHOWN]})")
+        said = f"{refused.status} {refused} (client {client[:SHOWN]})".replace(self.key, "[key]")
+        said = in_one_line(said)
         if said not in self.refusals:
             if len(self.refusals) == MAX_LOGGED:
                 return

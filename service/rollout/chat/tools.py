@@ -47,12 +47,12 @@ def read_call(written: str) -> ToolCall | BadCall:
         call = read_json(written)
     except ValueError as error:
         return BadCall(f"the call is no JSON: {error}")
-    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+    if not isinstance(call, dict) or not isinstance(name := call.get("name"), str) or not name:
         return BadCall('give {"name": ..., "arguments": {...}}')
     arguments = call.get("arguments", {})
     if not isinstance(arguments, dict):
         return BadCall("arguments is an object with a value for each name")
-    return ToolCall(call["name"], arguments)
+    return ToolCall(name, arguments)
 
 
 def read_json(written: str | bytes) -> Any:

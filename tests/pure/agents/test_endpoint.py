@@ -529,7 +529,12 @@ async def test_no_key_reaches_a_log(
         writer.write(f"POST {CHAT} HTTP/1.1\r\nHost: x\r\n{line}\r\n\r\n".encode())
         await reader.read()
         writer.close()
-    assert "a bug" in caplog.text and session.key not in caplog.text
+    other = house.session(1)
+    async with client_of(house, other) as http:
+        assert (await http.post(CHAT, {"messages": [{"role": other.key, "content": "age ?"}]}))[0] == 400
+        assert (await http.post(CHAT, {}, User_Agent=f"an agent with {other.key}"))[0] == 400
+    assert "Invalid enum value '[key]'" in caplog.text and "(client an agent with [key])" in caplog.text
+    assert "a bug" in caplog.text and "key-of-session-" not in caplog.text
 
 
 async def test_a_body_that_is_no_json_object_is_refused(session: Session, client: Client) -> None:

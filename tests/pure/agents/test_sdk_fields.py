@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -45,23 +46,25 @@ def fate(path: str, field: str) -> str:
     return fates.pop() if len(fates) == 1 else "honoured"
 
 
-def check(path: str, fields: set[str]) -> None:
-    """Each field is in one list of the page, and the dialect treats it so."""
+@pytest.mark.parametrize("path", [*SDK, "/v1/messages"])
+def test_every_field_of_a_request_is_honoured_ignored_or_refused_as_it_is_listed(path: str) -> None:
     honoured, ignored, refused = listed(path)
-    assert fields == honoured | ignored | refused
-    assert len(fields) == len(honoured) + len(ignored) + len(refused)
-    for name in fields - ASKED[path].keys() - {"messages", "tools"}:
+    names = honoured | ignored | refused
+    assert len(names) == len(honoured) + len(ignored) + len(refused)
+    for name in names - ASKED[path].keys() - {"messages", "tools"}:
         expected = "honoured" if name in honoured else "ignored" if name in ignored else "refused"
         assert fate(path, name) == expected, name
 
 
 @pytest.mark.parametrize("path", SDK)
-def test_every_field_of_openais_requests_is_listed_and_treated_so(path: str) -> None:
-    check(path, {*get_type_hints(SDK[path]), "stream"})
+def test_every_field_of_the_installed_sdk_is_listed(path: str) -> None:
+    assert {*get_type_hints(SDK[path]), "stream"} <= set[str]().union(*listed(path))
 
 
 @IN_TIME
 @pytest.mark.full
 @pytest.mark.slow
-async def test_every_field_of_anthropics_requests_is_listed_and_treated_so() -> None:
-    check("/v1/messages", set(await printed_by(python_with(ANTHROPIC), "sdk_fields_program.py")))
+@pytest.mark.parametrize(("package", "paths"), [("openai==3.54.0", SDK), (ANTHROPIC, ["/v1/messages"])])
+async def test_the_lists_have_the_fields_of_the_newest_sdks_and_no_others(package: str, paths: Iterable[str]) -> None:
+    found = await printed_by(python_with(package), "sdk_fields_program.py", package.partition("==")[0])
+    assert [set(fields) for fields in found] == [set[str]().union(*listed(path)) for path in paths]

@@ -37,6 +37,7 @@ def test_every_call_of_a_response_is_read_in_its_order() -> None:
         (written([]), "give"),
         (written({"arguments": {}}), "give"),
         (written({"name": 3}), "give"),
+        (written({"name": ""}), "give"),
         (written({"name": "search", "arguments": ["marn"]}), "arguments is an object"),
     ],
 )
