@@ -69,7 +69,7 @@ worlds: dev ## five thousand simulated runs with injected faults, on one core (a
 soak: dev ## the buffer under load for twenty minutes
 	@$(BIN)/python -m benchmarks.soak
 
-.PHONY: lint types check docs dist format
+.PHONY: lint types check docs dist release format
 lint: dev ## ruff, and the contracts of import-linter: who may import whom
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
@@ -83,6 +83,14 @@ docs: dev ## the documentation as a site in build/site
 dist: dev ## the package as sdist and wheel in dist/
 	@rm -rf dist
 	@$(BIN)/hatchling build
+release: dev ## the package, built twice and compared, and the list of what it needs (build/sbom.json)
+	@rm -rf dist build/again
+	@$(BIN)/hatchling build
+	@$(BIN)/hatchling build -d build/again
+	@diff -r dist build/again
+	@$(BIN)/python -m pip install --quiet --upgrade --no-warn-conflicts --target build/cyclonedx cyclonedx-bom==7.5.0
+	@PYTHONPATH=build/cyclonedx $(BIN)/python -m cyclonedx_py requirements requirements/cuda.txt --output-file build/sbom.json
+	@echo "baton: dist/ holds the package, build/sbom.json what it needs"
 format: dev ## format and fix with ruff
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .

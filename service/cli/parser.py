@@ -60,6 +60,7 @@ class Command(NamedTuple):
 
 COMMANDS = (
     Command("init", "write a folder to begin a task of your own", "service.cli.init"),
+    Command("quickstart", "train a small model, in some minutes", "service.cli.quickstart"),
     Command("run", "run a training", "service.cli.train", True),
     Command("eval", "evaluate a model, a run or a checkpoint", "service.cli.evaluate", True),
     Command("export", "write the weights of a run or a checkpoint as a Hugging Face folder", "service.cli.export"),

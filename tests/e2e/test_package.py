@@ -77,6 +77,17 @@ def test_the_wheel_holds_code_recipes_and_data_and_nothing_else(wheel: Path) -> 
     assert {top for top in tops if not top.endswith(".dist-info")} == {"service", "actors", "baton"}
 
 
+def test_the_wheel_is_the_same_each_time_it_is_built(wheel: Path, tmp_path: Path) -> None:
+    said_by(sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", tmp_path, folder=ROOT)
+    (again,) = tmp_path.glob("*.whl")
+    assert again.read_bytes() == wheel.read_bytes()
+
+
+def test_the_quick_start_trains_in_an_empty_folder(programs: Path, tmp_path: Path) -> None:
+    assert "finished after 3 optimizer steps" in said_by(programs / "baton", "quickstart", *FEW_STEPS, folder=tmp_path)
+    assert (tmp_path / "runs" / "quickstart" / "final" / "model.safetensors").is_file()
+
+
 def test_a_task_of_ones_own_trains_where_only_the_wheel_is_installed(programs: Path, tmp_path: Path) -> None:
     found = said_by(programs / "python", "-c", "import service; print(service.__file__)", folder=tmp_path)
     assert Path(found.strip()).is_relative_to(programs.parent)

@@ -78,7 +78,7 @@ def test_workflows_call_what_there_is_with_few_rights_and_a_deadline() -> None:
         for step in job["steps"]:
             if "uses" in step:
                 # A tag can be moved to other code, the name of a commit cannot.
-                assert re.fullmatch(r"actions/[\w-]+@[0-9a-f]{40}", step["uses"])
+                assert re.fullmatch(r"(actions|pypa)/[\w-]+@[0-9a-f]{40}", step["uses"])
             else:
                 command = step["run"].split()
                 assert command == [".ci/run"] or (command[0] == "make" and set(command[1:]) <= targets)
