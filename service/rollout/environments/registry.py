@@ -105,7 +105,7 @@ def _path(name: str, trusted_modules: Sequence[str]) -> str:
     if name not in paths:
         near = difflib.get_close_matches(name, paths, n=1, cutoff=0.0)[0]
         raise UserError(
-            f"env.name: there is no environment {name!r}; the nearest is {near!r}. "
+            f"env.name: there is no environment {name!r:.80}; the nearest is {near!r}. "
             "A class of your own is named module:Class, with its module under env.trusted_modules"
         )
     return paths[name]

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from pydantic import BaseModel
 
 from service.cli import main
-from service.config import Config, load, load_config, resolved_yaml
+from service.config import Config, check, load, load_config, resolved_yaml
 from service.config.gone import GONE
 from service.config.load import key_paths, section_of
 from service.config.paths import with_absolute_paths
@@ -225,6 +225,7 @@ def test_a_nest_of_brackets_is_read_no_further_than_needed(tmp_path: Path) -> No
         "run.name=" + "a b" * 5000,
         "run.seed=" + "9" * 6000,
         "trainer.layout=" + "x" * 5000,
+        "algorithm.estimator=" + "x" * 5000 + ":",
         "run.name='a\nb'",
         "run.name=[a\n]",
         "run=" + "x" * 5000,
@@ -237,6 +238,13 @@ def test_a_nest_of_brackets_is_read_no_further_than_needed(tmp_path: Path) -> No
 def test_a_mistake_is_one_line_that_repeats_only_the_beginning_of_a_long_value(override: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config([], [override])
+    assert len(str(caught.value).splitlines()) == 1 and len(str(caught.value)) < 800
+
+
+@pytest.mark.parametrize("setting", ["algorithm.loss", "algorithm.estimator"])
+def test_an_unknown_name_is_one_line_that_repeats_only_its_beginning(setting: str) -> None:
+    with pytest.raises(UserError, match="there is no") as caught:
+        check(load_config([Path("configs/quickstart.yaml")], [f"{setting}={'x' * 5000}"]))
     assert len(str(caught.value).splitlines()) == 1 and len(str(caught.value)) < 800
 
 
