@@ -81,7 +81,7 @@ def malformed_name(kind: str, setting: str, built_in: Sequence[str]) -> str | No
     "there is no loss 'ppo_clop'; did you mean ppo_clip? One that your own module registers is named your.module:name"
     """
     if setting.rpartition(":")[0]:
-        return None if is_module_and_name(setting) else f"{setting!r:.80} is no module:name, so nothing could be imported"
+        return None if is_module_and_name(setting) else f"{setting!r:.80} is no module:name: nothing can be imported"
     if setting in built_in:
         return None
     near = nearest(setting, built_in)

@@ -186,7 +186,7 @@ class Coordinator:
             self._folder.begin(resolved_yaml(self._config), self._config.metrics.wandb, self._prepared.model_folder)
         elif self._prepared.warmed_model is not None:
             await self._warm_start.make_base(self._prepared.warmed_model, self._config.run.max_restarts)
-        url, lost = await self._all_up()
+        url = await self._all_up()
         await self._hosts.begin()
         logged = parts(self._config.generator.min_engines, self._config.trainer.ranks)
         say_which_are_elsewhere(logged, self._folder.path / LOGS, self._say)
@@ -195,14 +195,13 @@ class Coordinator:
         if self._config.metrics.port is None and not url.endswith(f":{DEFAULT_PORT}"):
             self._say(f"port {DEFAULT_PORT} is taken; this run has the next free one")
         self._say(f"status page: {url} (in a terminal: baton status {self._folder.path})")
-        await self._through_losses(self._first_weights, lost)
+        await self._through_losses(self._first_weights)
         self._starting = None  # from now on a stop signal ends the run after its current step
         self._progress.begin()
         self._telemetry.state("training")
 
-    async def _all_up(self) -> tuple[str, TrainerLost | None]:
-        """Let every actor load the model or start its server; returns the address of the metrics hub, and how the
-        trainer was lost meanwhile."""
+    async def _all_up(self) -> str:
+        """Let every actor load the model or start its server; returns the address of the metrics hub."""
         made_base = self._prepared.warmed_model is not None and self._resume_from is None
         load = self._trainer.restart if made_base else self._trainer.load
         starting: dict[str, Awaitable[Any]] = {
@@ -218,25 +217,25 @@ class Coordinator:
             starting["the frozen roles' models"] = all_up(self._roles, self._config.served_roles, "a role's model")
         waited_for = dict.fromkeys(starting)
 
-        async def up(name: str) -> str | TrainerLost | None:
+        async def up(name: str) -> Any:
             try:
-                answer: str | None = await starting[name]
-                return answer
-            except TrainerLost as lost:
-                return lost
+                return await starting[name]
             finally:
                 del waited_for[name]
 
         with phase("loading the model: engines and trainer ranks start", self._say, lambda: ", ".join([*waited_for])):
-            url, lost, *_ = await asyncio.gather(*(up(name) for name in starting))
-        return str(url), lost if isinstance(lost, TrainerLost) else None
+            url, *_ = await asyncio.gather(*(up(name) for name in starting))
+        return str(url)
 
     async def _trainer_up(self, load: Callable[[Path], Awaitable[None]]) -> None:
-        """Let the ranks load the model; ranks that are lost meanwhile restart once while the engines still start."""
-        try:
-            await load(self._prepared.base)
-        except TrainerLost as lost:
-            await self._restart_trainer(lost)
+        """Let the ranks load the model; ranks that are lost meanwhile restart while the engines still start."""
+        starting: Awaitable[Any] = load(self._prepared.base)
+        while True:
+            try:
+                await starting
+                return
+            except TrainerLost as lost:
+                starting = self._restart_trainer(lost)
 
     async def _first_weights(self) -> None:
         """Publish the weights with which the run begins or continues, and evaluate them."""
@@ -279,9 +278,9 @@ class Coordinator:
                 raise
             self._say(str(failed))
 
-    async def _through_losses(self, work: Callable[[], Awaitable[None]], lost: BatonError | None = None) -> None:
+    async def _through_losses(self, work: Callable[[], Awaitable[None]]) -> None:
         """Do work that needs the trainer; whenever the trainer is lost, restart the trainer and begin the work anew."""
-        ranks = [TRAINER, *self._trainer.named]
+        ranks, lost = [TRAINER, *self._trainer.named], None
         while True:
             try:
                 if lost is not None:
