@@ -49,7 +49,7 @@ cluster-demo: venv ## the same over four Ray hosts on this machine (root, Linux)
 	@$(BIN)/python -m tests.hosts.demo $(SET)
 
 .PHONY: servers test test-fast test-edges test-full test-chaos worlds soak
-servers: dev ## Prometheus, Alertmanager and Chromium for the tests, as root with apt-get (BATON_SERVERS=no: never)
+servers: dev ## Prometheus, Alertmanager, Chromium and Slurm for the tests, as root with apt-get (BATON_SERVERS=no: never)
 	@$(BIN)/python scripts/servers.py
 test: dev ## the test suite on CPU, real Ray, vLLM and FSDP included
 	@echo "baton: testing"

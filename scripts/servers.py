@@ -21,6 +21,7 @@ PROGRAMS = {
     "prometheus": ("prometheus",),
     "prometheus-alertmanager": ("prometheus-alertmanager", "alertmanager"),
     "chromium": ("chromium", "chromium-browser", "google-chrome"),
+    "slurm-wlm": ("slurmctld",),
 }
 """Debian package -> names of its program; one of them is enough."""
 

@@ -29,6 +29,7 @@ examples:
   baton run --config configs/quickstart.yaml trainer.lr=1e-4 run.seed=1
   baton run --config base.yaml --config mine.yaml        # the second file is merged over the first
   baton submit --config configs/quickstart.yaml          # the same as a job on a Ray cluster
+  baton slurm --config mine.yaml -- --nodes 4            # ... on nodes of a Slurm cluster
   baton eval runs/quickstart data.eval_make_rows=200     # evaluates a run, a checkpoint or a model
   baton config validate --config mine.yaml               # reports mistakes, starts nothing
   baton doctor                                           # what is wrong with this machine, or with a cluster's
@@ -65,6 +66,7 @@ COMMANDS = (
     Command("eval", "evaluate a model, a run or a checkpoint", "service.cli.evaluate", True),
     Command("export", "write the weights of a run or a checkpoint as a Hugging Face folder", "service.cli.export"),
     Command("submit", "run a training as a job on a Ray cluster", "service.cli.submit", True),
+    Command("slurm", "run a training as a job on a Slurm cluster", "service.cli.slurm", True),
     Command("config", "show or check a configuration, or print its schema", "service.cli.configuration"),
     Command("status", "what a run is doing now, or how it ended", "service.cli.status"),
     Command("scale", "ask a running run for more or fewer generators", "service.cli.scale"),
@@ -133,8 +135,8 @@ def split_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
             words.append(_from_home(word))
         elif word == "--config":
             words += [word, *map(_from_home, islice(rest, 1))]
-        elif word == "--command":
-            words += [word, *rest]  # words after it belong to the command of `agent-worker`
+        elif word in ("--command", "--"):
+            words += [word, *rest]  # words after it belong to the command of `agent-worker`, or to sbatch
         elif _OVERRIDE_KEY.fullmatch(word):
             overrides += [word, *islice(rest, 1)]
         elif _OVERRIDE.fullmatch(word):

@@ -51,7 +51,7 @@ def test_where_everything_is_there_nothing_is_run(
     servers: ModuleType, bare: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     program(bare, "apt-get", f"echo > {tmp_path}/ran")
-    for name in ("prometheus", "alertmanager", "chromium-browser"):
+    for name in ("prometheus", "alertmanager", "chromium-browser", "slurmctld"):
         program(bare, name)
     assert servers.main() == 0
     assert not (tmp_path / "ran").exists() and capsys.readouterr().out == ""
@@ -62,12 +62,14 @@ def test_what_is_missing_is_installed_and_no_service_is_started(
 ) -> None:
     program(bare, "prometheus")
     log, policy = tmp_path / "log", tmp_path / "policy-rc.d"
-    links = "".join(f"{link()} -sf {bare}/prometheus {bare}/{name};" for name in ("alertmanager", "chromium"))
+    links = "".join(
+        f"{link()} -sf {bare}/prometheus {bare}/{name};" for name in ("alertmanager", "chromium", "slurmctld")
+    )
     program(bare, "apt-get", f'echo "$@" >> {log}; [ -x {policy} ] && echo policy >> {log}; {links}')
     assert servers.main() == 0
     said = log.read_text().splitlines()
     assert said[0].endswith(" update") and said[2].endswith(
-        " install -y --no-install-recommends prometheus-alertmanager chromium"
+        " install -y --no-install-recommends prometheus-alertmanager chromium slurm-wlm"
     )
     assert said[1] == said[3] == "policy" and not policy.exists()
     assert "skipped" not in capsys.readouterr().out
@@ -97,7 +99,10 @@ def test_an_apt_that_refuses_or_hangs_is_no_error(
     assert servers.main() == 0
     assert time.monotonic() - began < 400
     said = capsys.readouterr().out
-    assert "without prometheus, prometheus-alertmanager, chromium, whose tests are skipped" in said and reason in said
+    assert (
+        "without prometheus, prometheus-alertmanager, chromium, slurm-wlm, whose tests are skipped" in said
+        and reason in said
+    )
     assert not (tmp_path / "policy-rc.d").exists()
 
 

@@ -86,6 +86,8 @@ def test_the_examples_of_a_page_give_what_they_show(page: Path) -> None:
 
 SERVERS = {"prometheus", "prometheus-alertmanager", "kubectl"}
 """Programs of others; that they take the files is tested in `tests/e2e/test_monitoring.py` and `tests/deploy`."""
+SLURM = {"srun", "scontrol", "scancel"}
+"""Programs of Slurm, which `tests/hosts/test_slurm.py` calls as the page has them."""
 
 
 @pytest.mark.parametrize("command", sorted(set(commands())))
@@ -110,7 +112,7 @@ def test_a_command_of_the_pages_is_one_that_there_is(
         simulates = words[1] == "simulate" and "--config" not in words
         assert main([*words[1:], *(["--steps", "2"] if simulates else [])]) == (0 if simulates else 2)
         said = capsys.readouterr().err
-        named = r"hangman\.yaml|mine\.yaml|none/|quickstart|smollm2|RUN|no run in runs"
+        named = r"hangman\.yaml|mine\.yaml|none/|quickstart|mine-4711|smollm2|RUN|no run in runs"
         assert simulates or re.search(named, said), said
     elif words[:2] == ["python", "-m"]:
         assert (ROOT / words[2].replace(".", "/")).with_suffix(".py").is_file()
@@ -129,6 +131,8 @@ def test_a_command_of_the_pages_is_one_that_there_is(
         assert words[0] == "kubectl" or any(word.startswith("--storage.") and "HOME" in word for word in words)
         named = [word.rpartition("=")[2] for word in words if "deploy/" in word]
         assert named and [name for name in named if not (ROOT / name).exists()] == []
+    elif words[0] in SLURM:
+        assert command in (DOCS / "slurm.md").read_text() and "4711" in command
     elif words[0] == "export":
         assert all(word.startswith("AWS_") and word.endswith(("=...", "=eu-central-1")) for word in words[1:])
     else:

@@ -1,0 +1,229 @@
+"""`baton slurm`: writes and submits one batch file that runs a training on nodes of a Slurm cluster."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from service.errors import UserError
+from service.run.phases import say
+
+if TYPE_CHECKING:
+    from service.config import Config
+
+ABOUT = """\
+Submit `baton run` as a Slurm job: Ray's head on its first node, a worker on each other node. Near the time limit the
+run is stopped, and the job requeues itself and resumes the run; it also does so if a node is lost that the run needs.
+"""
+
+EXAMPLES = """\
+examples:
+  baton slurm --config mine.yaml -- --nodes 4 --partition gpu --gpus-per-node 8 --exclusive --time 1-0
+  baton slurm --config mine.yaml --print -- --nodes 4            # shows the batch file, submits nothing
+  baton slurm --config mine.yaml -- --nodes 1 --partition train : --nodes 4 --partition spot
+  baton slurm --resume runs/mine-4711 -- --nodes 4               # a new job continues the run of an old one
+
+What follows -- are options of sbatch. With : between two groups of options the ranks run on the nodes of the first
+one and the generators on those of the second one (a heterogeneous job).
+
+Submit from a folder that all nodes share; Python's environment, the model and the data must lie on them, too. The run
+folder is run.dir/NAME-JOB, the job's output run.dir/slurm/JOB.log. Each node's log is logs/node-NAME.log in the run.
+
+run.stop_grace + 60 seconds before the time limit the run gets its stop signal; lower run.stop_grace for short limits.
+`scancel --batch --signal=TERM JOB` ends the run in order, with its final weights; `scancel JOB` does so, too, but Slurm
+kills what is left after its KillWait (30 s, if your site has not changed it).
+"""
+
+TEMPLATE = "slurm_job.sh"
+STOP_SECONDS = 60
+"""Seconds between the end of `run.stop_grace` and the time limit: Slurm sends the signal at about its time."""
+MOST_SIGNAL_SECONDS = 65_535
+"""sbatch accepts no larger number in --signal."""
+SUBMIT_SECONDS = 60.0
+
+_OWNED = {
+    "Ray needs one task a node": "--ntasks --ntasks-per-node -n",
+    "the job's output is run.dir/slurm/JOB.log": "--output --error --open-mode -o -e",
+    "the job has to survive the loss of a node, and to requeue itself": "--requeue --no-requeue --no-kill -k",
+    "run.stop_grace says how long before the time limit the run is stopped": "--signal",
+    "the job works in the current folder": "--chdir -D",
+    "a job is one run; submit one job for each run": "--array -a",
+    "the job's command is `baton run`": "--wrap",
+}
+OWNED = {option: reason for reason, options in _OWNED.items() for option in options.split()}
+"""Options of sbatch that Baton sets or that a run cannot have, with the reason."""
+PARTS = ("trainer", "generators")
+"""Which part of `placement` runs on the nodes of each component of a heterogeneous job."""
+OWN_FOLDERS = tuple(map(Path, ("/tmp", "/var/tmp", "/dev/shm", "/run")))
+"""Folders of which each node has its own."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command, other than those of its configuration."""
+    parser.usage = "baton slurm --config FILE [section.key=value ...] [--print] -- OPTION OF SBATCH ..."
+    parser.add_argument("--resume", metavar="RUN", type=Path, help="continue this run, whose job has ended")
+    parser.add_argument("--print", action="store_true", help="print the batch file, and submit nothing")
+
+
+def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
+    """Print or submit the job.
+
+    Raises:
+        UserError: the configuration or an option is wrong, a folder is not shared, or Slurm refuses the job.
+    """
+    from service.config.command_line import checked_config
+    from service.run.folder import CONFIG, run_folder
+
+    words = arguments.overrides
+    first = next((number for number, word in enumerate(words) if word.startswith("-")), len(words))
+    arguments.overrides, components = words[:first], split(words[first:])
+    files = [file.resolve() for file in arguments.config]
+    resume = None if arguments.resume is None else run_folder(arguments.resume).resolve()
+    if resume is not None:
+        arguments.config.insert(0, resume / CONFIG)
+    settings = [*overrides, *(placed(overrides) if len(components) > 1 else [])]
+    config = checked_config(arguments, settings).config
+    refuse_unfit(config, [Path.cwd(), *files, config.run.dir.resolve()])
+    script = batch_file(config, files, settings, components, resume)
+    if arguments.print:
+        print(script, end="")
+        return 0
+    submit(config, script, resume)
+    return 0
+
+
+def split(options: Sequence[str]) -> list[list[str]]:
+    """The options of each component of the job.
+
+    >>> split(["--nodes", "1", ":", "--nodes=4"])
+    [['--nodes', '1'], ['--nodes=4']]
+
+    Raises:
+        UserError: there are no options, there are too many components, or an option is Baton's own.
+    """
+    components: list[list[str]] = [[]]
+    for word in options:
+        if word == ":":
+            components.append([])
+        else:
+            components[-1].append(word)
+    if not all(components):
+        raise UserError("give sbatch's options after --, such as: -- --nodes 4 --partition gpu")
+    if len(components) > len(PARTS):
+        raise UserError("a job has at most two groups of nodes: that of the ranks : that of the generators")
+    for word in options:
+        name = word.partition("=")[0] if word.startswith("--") else word[:2]
+        # sbatch accepts the beginning of a long option's name, too.
+        owned = next((own for own in OWNED if own == name or (len(name) > 3 and own.startswith(name))), None)
+        if owned is not None:
+            raise UserError(f"{word}: leave it out; {OWNED[owned]}")
+        if not word.isprintable():
+            raise UserError(f"{word!r}: an option of sbatch is one line")
+    return components
+
+
+def placed(overrides: Sequence[str]) -> list[str]:
+    """Settings that place ranks and generators on the nodes of their component, where the user has set none."""
+    wanted = {f"placement.{part}": f"placement.{part}={{part: {part}}}" for part in PARTS}
+    return [setting for key, setting in wanted.items() if not any(key in word for word in overrides)]
+
+
+def refuse_unfit(config: Config, paths: Sequence[Path]) -> None:
+    """Refuse what could not be continued by a requeued job.
+
+    Raises:
+        UserError: there are no checkpoints, or a path lies where each node has its own folder.
+    """
+    if not config.trainer.checkpoint_every:
+        raise UserError(
+            "trainer.checkpoint_every: with 0 there is no checkpoint from which a requeued job could continue; "
+            "set the number of optimizer steps between two, such as trainer.checkpoint_every=20"
+        )
+    for path in paths:
+        if own := next((folder for folder in OWN_FOLDERS if path.is_relative_to(folder)), None):
+            raise UserError(
+                f"{path}: each node has its own {own}; submit from a folder that all nodes share, with run.dir, "
+                "configuration, model and data in such folders"
+            )
+
+
+def batch_file(
+    config: Config,
+    files: Sequence[Path],
+    settings: Sequence[str],
+    components: Sequence[Sequence[str]],
+    resume: Path | None = None,
+) -> str:
+    """The text of the batch file."""
+    runs = config.run.dir.resolve() if resume is None else resume.parent
+    quoted = shlex.quote(str(runs))
+    configs = shlex.join([word for file in files for word in ("--config", str(file))])
+    values = {
+        "HEADER": "\n".join(header(config, runs / "slurm", components)),
+        "BIN": shlex.quote(str(Path(sys.executable).parent)),
+        "RUN": f"{quoted}/{config.run.name}-$SLURM_JOB_ID" if resume is None else shlex.quote(str(resume)),
+        "LOGS": f"{quoted}/slurm",
+        "SETTINGS": shlex.join(settings),
+        "CONFIGS": configs,
+        "RESUMED": configs if resume is not None else "",
+        "IS_RESUMED": str(int(resume is not None)),
+        "DIR": quoted,
+        "PARTS": " ".join(PARTS if len(components) > 1 else ()),
+    }
+    text = (resources.files("service.cli") / TEMPLATE).read_text("utf-8")
+    for name, value in values.items():
+        text = text.replace(f"@{name}@", value)
+    return text
+
+
+def header(config: Config, logs: Path, components: Sequence[Sequence[str]]) -> list[str]:
+    """The lines #SBATCH of the batch file."""
+    seconds = min(int(config.run.stop_grace) + STOP_SECONDS, MOST_SIGNAL_SECONDS)
+    own = [
+        ["--job-name", config.run.name, "--open-mode=append", f"--signal=B:USR1@{seconds}", "--requeue"],
+        ["--chdir", str(Path.cwd()), "--output", str(logs).replace("%", "%%") + "/%j.log"],
+    ]
+    each = [[["--ntasks-per-node=1", "--no-kill"], component] for component in components]
+    lines = [*own, *each[0], *(line for more in each[1:] for line in (["hetjob"], *more))]
+    return [f"#SBATCH {shlex.join(line)}" for line in lines]
+
+
+def submit(config: Config, script: str, resume: Path | None) -> None:
+    """Submit the batch file, and say where its run and its output will be.
+
+    Raises:
+        UserError: there is no sbatch, or it refuses the job.
+    """
+    if shutil.which("sbatch") is None:
+        raise UserError("there is no sbatch here; submit on a login node of a Slurm cluster (--print shows the file)")
+    runs = config.run.dir.resolve() if resume is None else resume.parent
+    (runs / "slurm").mkdir(parents=True, exist_ok=True)
+    try:
+        done = subprocess.run(
+            ["sbatch", "--parsable"],
+            input=script,
+            # Slurm may keep a job's environment; the job makes a token of its own.
+            env={name: value for name, value in os.environ.items() if name != "RAY_AUTH_TOKEN"},
+            capture_output=True,
+            text=True,
+            timeout=SUBMIT_SECONDS,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise UserError(
+            f"sbatch has not answered for {SUBMIT_SECONDS:.0f} s; is the cluster's controller up?"
+        ) from None
+    if done.returncode:
+        raise UserError(" ".join(done.stderr.split()) or f"sbatch ended with exit code {done.returncode}")
+    job = done.stdout.strip().partition(";")[0]
+    say(f"submitted job {job}: run folder {resume or runs / f'{config.run.name}-{job}'}")
+    say(f"its output: tail -F {shlex.quote(str(runs / 'slurm' / f'{job}.log'))}")
+    say(f"end it in order: scancel --batch --signal=TERM {job}")
