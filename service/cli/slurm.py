@@ -89,14 +89,19 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
     resume = None if arguments.resume is None else run_folder(arguments.resume).resolve()
     if resume is not None:
         arguments.config.insert(0, resume / CONFIG)
-    settings = [*overrides, *(placed(overrides) if len(components) > 1 else [])]
-    config = checked_config(arguments, settings).config
-    refuse_unfit(config, [Path.cwd(), *files, config.run.dir.resolve()])
-    script = batch_file(config, files, settings, components, resume)
+    config = checked_config(arguments, overrides).config
+    runs = config.run.dir.resolve() if resume is None else resume.parent
+    refuse_unfit(config, [Path.cwd(), *files, runs])
+    apart = [part for part in PARTS if len(components) > 1 and not getattr(config.placement, part)]
+    settings = [*overrides, *(f"placement.{part}={{part: {part}}}" for part in apart)]
+    script = batch_file(config, runs, files, settings, components, resume)
     if arguments.print:
         print(script, end="")
-        return 0
-    submit(config, script, resume)
+    else:
+        job = submit(script, runs)
+        say(f"submitted job {job}: run folder {resume or runs / f'{config.run.name}-{job}'}")
+        say(f"its output: tail -F {shlex.quote(str(runs / 'slurm' / f'{job}.log'))}")
+        say(f"end it in order: scancel --batch --signal=TERM {job}")
     return 0
 
 
@@ -130,12 +135,6 @@ def split(options: Sequence[str]) -> list[list[str]]:
     return components
 
 
-def placed(overrides: Sequence[str]) -> list[str]:
-    """Settings that place ranks and generators on the nodes of their component, where the user has set none."""
-    wanted = {f"placement.{part}": f"placement.{part}={{part: {part}}}" for part in PARTS}
-    return [setting for key, setting in wanted.items() if not any(key in word for word in overrides)]
-
-
 def refuse_unfit(config: Config, paths: Sequence[Path]) -> None:
     """Refuse what could not be continued by a requeued job.
 
@@ -157,13 +156,13 @@ def refuse_unfit(config: Config, paths: Sequence[Path]) -> None:
 
 def batch_file(
     config: Config,
+    runs: Path,
     files: Sequence[Path],
     settings: Sequence[str],
     components: Sequence[Sequence[str]],
     resume: Path | None = None,
 ) -> str:
     """The text of the batch file."""
-    runs = config.run.dir.resolve() if resume is None else resume.parent
     quoted = shlex.quote(str(runs))
     configs = shlex.join([word for file in files for word in ("--config", str(file))])
     values = {
@@ -196,15 +195,14 @@ def header(config: Config, logs: Path, components: Sequence[Sequence[str]]) -> l
     return [f"#SBATCH {shlex.join(line)}" for line in lines]
 
 
-def submit(config: Config, script: str, resume: Path | None) -> None:
-    """Submit the batch file, and say where its run and its output will be.
+def submit(script: str, runs: Path) -> str:
+    """Submit the batch file; returns the job's number.
 
     Raises:
         UserError: there is no sbatch, or it refuses the job.
     """
     if shutil.which("sbatch") is None:
         raise UserError("there is no sbatch here; submit on a login node of a Slurm cluster (--print shows the file)")
-    runs = config.run.dir.resolve() if resume is None else resume.parent
     (runs / "slurm").mkdir(parents=True, exist_ok=True)
     try:
         done = subprocess.run(
@@ -218,12 +216,7 @@ def submit(config: Config, script: str, resume: Path | None) -> None:
             check=False,
         )
     except subprocess.TimeoutExpired:
-        raise UserError(
-            f"sbatch has not answered for {SUBMIT_SECONDS:.0f} s; is the cluster's controller up?"
-        ) from None
+        raise UserError(f"sbatch has not answered for {SUBMIT_SECONDS:.0f} s; is Slurm's controller up?") from None
     if done.returncode:
         raise UserError(" ".join(done.stderr.split()) or f"sbatch ended with exit code {done.returncode}")
-    job = done.stdout.strip().partition(";")[0]
-    say(f"submitted job {job}: run folder {resume or runs / f'{config.run.name}-{job}'}")
-    say(f"its output: tail -F {shlex.quote(str(runs / 'slurm' / f'{job}.log'))}")
-    say(f"end it in order: scancel --batch --signal=TERM {job}")
+    return done.stdout.strip().partition(";")[0]

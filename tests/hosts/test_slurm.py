@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import shutil
@@ -29,6 +30,8 @@ from tests.waiting import until
 pytestmark = [pytest.mark.slow, pytest.mark.full, pytest.mark.timeout(1800)]
 
 PAGE = (ROOT / "docs" / "slurm.md").read_text()
+NODES = [f"bed{os.getpid()}n{number}" for number in (1, 2, 3)]
+"""Slurm's cgroups on this machine have the names of its nodes."""
 WAIT_SECONDS = 900
 """For what a job does next; starting takes minutes on a loaded machine."""
 FIRST = EVERY + 1
@@ -109,7 +112,7 @@ def submit() -> Iterator[Submit]:
     jobs: list[Job] = []
     with ExitStack() as held:
         held.callback(shutil.rmtree, shared, ignore_errors=True)
-        bed = held.enter_context(Bed(shared, [Host("ctl", cpus=0), Host("n1"), Host("n2"), Host("n3")]))
+        bed = held.enter_context(Bed(shared, [Host("ctl", cpus=0), *map(Host, NODES)]))
         slurm = held.enter_context(Slurm(bed, shared / "slurm"))
 
         def start(options: list[str], *settings: str, resume: Job | None = None) -> Job:
@@ -168,12 +171,15 @@ def test_a_job_trains_with_one_command_is_requeued_in_the_middle_and_no_step_is_
     print(f"FIGURE requeued: {time.monotonic() - began:.0f} s to the next optimizer step")
     assert job.end() == "COMPLETED"
     judged(job.folder, STEPS)
-    assert (job.folder / "logs" / "node-n1.log").read_text() and (job.folder / "final" / "config.json").is_file()
+    assert (job.folder / "logs" / f"node-{NODES[0]}.log").read_text() and (
+        job.folder / "final" / "config.json"
+    ).is_file()
 
 
-def test_near_the_time_limit_a_job_stops_in_order_and_goes_on_and_scancel_ends_it(submit: Submit) -> None:
-    grace = 60
-    job = submit(["--nodes=2"], "run.max_steps=100000", f"run.stop_grace={grace}")
+def test_near_the_time_limit_a_job_stops_in_order_and_goes_on_and_scancel_ends_it_and_a_new_job_resumes(
+    submit: Submit,
+) -> None:
+    job = submit(["--nodes=2"], "run.max_steps=100000", "run.stop_grace=60")
     job.until_started(1)
     job.until(lambda: job.step() >= FIRST)
     elapsed = int(job.slurm.call("squeue", "--noheader", "--format=%M").split(":")[0])
@@ -184,27 +190,40 @@ def test_near_the_time_limit_a_job_stops_in_order_and_goes_on_and_scancel_ends_i
     job.until(lambda: job.slurm.state(job.number) == "PENDING")
     job.slurm.call("scontrol", "update", f"JobId={job.number}", "TimeLimit=UNLIMITED")
     job.until_started(2)
-    job.until(lambda: f"resuming after step {stopped}" in job.said() and job.step() > stopped)
-    shutil.rmtree(job.folder / "final")
-    began = time.monotonic()
-    job.slurm.call(*command("scancel 4711", job=job.number))
-    assert job.end() == "CANCELLED"
-    print(f"FIGURE scancel: {time.monotonic() - began:.0f} s until nothing is left (KillWait {KILL_WAIT_SECONDS} s)")
-    assert (job.folder / "final" / "config.json").is_file(), "the final weights"
+    job.until(lambda: f"resuming after step {stopped}" in job.said())
+    assert ends(job, "scancel --batch") == "FAILED", "its exit code is that of `baton run`"
+    again = submit(["--nodes=2"], resume=job)
+    assert again.folder == job.folder
+    again.until_started(1)
+    assert ends(again, "scancel 4711") == "CANCELLED"
     steps = job.step() + EVERY
-    again = submit(["--nodes=2"], f"run.max_steps={steps}", resume=job)
-    assert again.folder == job.folder and again.end() == "COMPLETED"
+    last = submit(["--nodes=2"], f"run.max_steps={steps}", resume=job)
+    last.until_started(1)
+    assert last.end() == "COMPLETED"
     judged(job.folder, steps)
+
+
+def ends(job: Job, how: str) -> str:
+    """End a job after its next step by a command of the page; its state. Its final weights are there then."""
+    before = job.step()
+    job.until(lambda: job.step() > before)
+    shutil.rmtree(job.folder / "final", ignore_errors=True)
+    began = time.monotonic()
+    job.slurm.call(*command(how, job=job.number))
+    state = job.end()
+    print(f"FIGURE {how}: {time.monotonic() - began:.0f} s until nothing is left (KillWait {KILL_WAIT_SECONDS} s)")
+    assert (job.folder / "final" / "config.json").is_file(), "the final weights"
+    return state
 
 
 @pytest.mark.parametrize("lost", ["the second node", "the first node"])
 def test_a_node_that_the_run_needs_is_lost_and_another_one_takes_its_place(lost: str, submit: Submit) -> None:
     # Two ranks and an engine, half a processor each: what was on one node has no room on the other one.
-    deadlines = ["trainer.start_deadline=90", "generator.start_deadline=90"]
+    deadlines = ["trainer.start_deadline=90", "run.stall_deadline=150"]
     job = submit(["--nodes=2"], f"run.max_steps={STEPS}", "trainer.ranks=2", *deadlines)
     head = job.until_started(1)
     job.until(lambda: job.step() >= FIRST)
-    node = head if lost == "the first node" else next(word for word in ("n1", "n2") if word != head)
+    node = head if lost == "the first node" else next(word for word in NODES[:2] if word != head)
     assert node in (holder(job, "trainer-0"), holder(job, "generator-0"))
     began = time.monotonic()
     job.slurm.bed.kill(node)

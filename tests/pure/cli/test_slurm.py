@@ -83,7 +83,7 @@ def test_every_setting_of_a_rays_environment_is_in_the_file(place: Place, capsys
 
 
 def test_ranks_and_generators_are_placed_on_the_two_groups_of_nodes(
-    place: Place, capsys: pytest.CaptureFixture[str]
+    place: Place, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = batch_file(capsys, "--", "--nodes", "1", ":", "--nodes", "4", "-p", "spot")
     head = [line for line in text.splitlines() if line.startswith("#SBATCH")]
@@ -91,6 +91,8 @@ def test_ranks_and_generators_are_placed_on_the_two_groups_of_nodes(
     assert "'placement.trainer={part: trainer}' 'placement.generators={part: generators}'" in text
     own = batch_file(capsys, "placement.trainer={a: b}", "--", "--nodes=1", ":", "--nodes=4")
     assert "'placement.trainer={a: b}' 'placement.generators={part: generators}')" in own
+    (tmp_path / "placed.yaml").write_text("placement: {trainer: {a: b}, generators: {c: d}}")
+    assert "placement." not in batch_file(capsys, "--config", "placed.yaml", "--", "--nodes=1", ":", "--nodes=4")
 
 
 @pytest.mark.parametrize(
