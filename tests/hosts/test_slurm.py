@@ -236,14 +236,13 @@ def test_a_node_that_the_run_needs_is_lost_and_another_one_takes_its_place(lost:
     judged(job.folder, STEPS)
 
 
-def test_a_run_goes_on_without_a_lost_node_of_generators_in_a_heterogeneous_job(submit: Submit) -> None:
+def test_a_run_goes_on_without_a_lost_node_of_generators(submit: Submit) -> None:
     steps = STEPS + EVERY
-    settings = ["trainer.ranks=1", "generator.engines={min: 1, max: 2}"]
-    job = submit(["--nodes=1", ":", "--nodes=2"], f"run.max_steps={steps}", *settings)
+    # A rank and an engine share a node; the other engine is on another one.
+    job = submit(["--nodes=3"], f"run.max_steps={steps}", "trainer.ranks=1", "generator.engines=2")
     head = job.until_started(1)
     job.until(lambda: job.step() >= FIRST)
-    assert holder(job, "trainer-0") == head
-    node = holder(job, "generator-0")
+    node = next(n for n in (holder(job, "generator-0"), holder(job, "generator-1")) if n != holder(job, "trainer-0"))
     assert node != head
     began = time.monotonic()
     job.slurm.bed.kill(node)
@@ -253,6 +252,20 @@ def test_a_run_goes_on_without_a_lost_node_of_generators_in_a_heterogeneous_job(
     print(f"FIGURE a generator's node lost: {time.monotonic() - began:.0f} s to the next optimizer step")
     assert job.end() == "COMPLETED" and len(job.starts()) == 1
     judged(job.folder, steps)
+
+
+def test_a_heterogeneous_job_has_ranks_and_generators_on_nodes_of_their_own_and_replaces_a_lost_one(
+    submit: Submit,
+) -> None:
+    job = submit(["--nodes=1", ":", "--nodes=1"], f"run.max_steps={STEPS}", "trainer.ranks=1")
+    head = job.until_started(1)
+    job.until(lambda: job.step() >= FIRST)
+    assert holder(job, "trainer-0") == head != holder(job, "generator-0")
+    job.slurm.bed.kill(holder(job, "generator-0"))
+    job.until_started(2)
+    assert job.end() == "COMPLETED"
+    assert holder(job, "trainer-0") == head != holder(job, "generator-0")
+    judged(job.folder, STEPS)
 
 
 def holder(job: Job, part: str) -> str:
