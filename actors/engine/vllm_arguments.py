@@ -14,7 +14,7 @@ import psutil
 from actors.weights.cuda_ipc import IPC_BACKEND
 from actors.weights.nccl_broadcast import BROADCAST_BACKEND
 from service.config import Config, LoraConfig, ModelConfig
-from service.config.model_folder import model_config
+from service.config.model_folder import EXPERTS, model_config, text_part
 from service.config.rollout import GeneratorConfig
 from service.errors import UserError
 from service.learn.estimate.kv_cache import BLOCK_TOKENS, request_bytes
@@ -153,7 +153,7 @@ def engine_arguments(settings: EngineSettings, model_folder: Path) -> dict[str, 
 
 def has_experts(model_folder: Path) -> bool:
     """Return True if the model is a mixture of experts."""
-    return any(map(model_config(model_folder).get, ("num_experts", "num_local_experts", "n_routed_experts")))
+    return any(map(text_part(model_config(model_folder)).get, EXPERTS))
 
 
 def _adapter_arguments(lora: LoraConfig, dtype: str, model_folder: Path) -> dict[str, Any]:

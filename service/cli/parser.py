@@ -33,6 +33,7 @@ examples:
   baton eval runs/quickstart data.eval_make_rows=200     # evaluates a run, a checkpoint or a model
   baton config validate --config mine.yaml               # reports mistakes, starts nothing
   baton doctor                                           # what is wrong with this machine, or with a cluster's
+  baton models check MODEL                               # whether its family is trained rightly, and what fails
   baton plan --config mine.yaml --gpu h100 --gpus 8      # whether it fits, how fast it would be, what would bind
   baton config show --config mine.yaml buffer.lookahead=0
   baton config schema > config.schema.json               # for completion in an editor
@@ -68,6 +69,7 @@ COMMANDS = (
     Command("submit", "run a training as a job on a Ray cluster", "service.cli.submit", True),
     Command("slurm", "run a training as a job on a Slurm cluster", "service.cli.slurm", True),
     Command("config", "show or check a configuration, or print its schema", "service.cli.configuration"),
+    Command("models", "check that a model's family is trained rightly", "service.cli.models"),
     Command("status", "what a run is doing now, or how it ended", "service.cli.status"),
     Command("scale", "ask a running run for more or fewer generators", "service.cli.scale"),
     Command("replay", "form a mini-batch of a run again from the run's journal", "service.cli.replay"),

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from difflib import SequenceMatcher
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -15,8 +17,15 @@ from service.errors import UserError
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-FAMILIES = ("llama", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
-"""Model types for which tests show that the packed forward pass equals the row-by-row one."""
+FAMILIES = (
+    "arcee", "cohere", "cohere2", "ernie4_5", "exaone4", "flex_olmo", "gemma", "gemma3", "glm", "glm4", "glm4_moe",
+    "gpt_oss", "granite", "hunyuan_v1_dense", "llama", "ministral3", "mistral", "olmo2", "olmo3", "olmoe", "phi3",
+    "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3", "starcoder2",
+)  # fmt: skip
+"""Model types for which the proof holds (`service.learn.proof`) and for which vLLM has a model."""
+
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Names that families give the number of experts of a layer."""
 
 MODEL_CONFIG = "config.json"
 ADAPTER_CONFIG = "adapter_config.json"
@@ -45,9 +54,9 @@ def check_model_folder(folder: Path, longest: int, sequence_parallel: int = 1) -
     """
     require_files(folder, MODEL_CONFIG, TOKENIZER)
     refuse_remote_code(folder)
-    config = model_config(folder)
+    config = text_part(model_config(folder))
     vocab_size = config.get("vocab_size")
-    if reason := unsupported(config.get("model_type"), config.get("quantization_config")):
+    if reason := unsupported(model_config(folder)):
         raise UserError(f"model.path: {folder} cannot be trained: {reason}")
     if type(vocab_size) is not int:
         raise UserError(f"model.path: {folder / MODEL_CONFIG} describes no model: vocab_size is {vocab_size!r:.80}")
@@ -95,12 +104,34 @@ def model_config(folder: Path) -> dict[str, Any]:
     return _json(folder / MODEL_CONFIG)
 
 
-def unsupported(model_type: str | None, quantization: object) -> str | None:
-    """Return why a model of this type and quantization cannot be trained; None if it can."""
+def text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The settings of the language model in a config.json, which multimodal models keep in `text_config`."""
+    text = config.get("text_config")
+    return {**config, **text} if isinstance(text, Mapping) else config
+
+
+def experts_of(config: object) -> int:
+    """Number of experts in a layer, from a configuration that transformers has read; 0 for a dense model."""
+    return next((number for name in EXPERTS if (number := getattr(config, name, None))), 0)
+
+
+def unsupported(config: Mapping[str, Any]) -> str | None:
+    """Return why a model with this config.json cannot be trained, by its type and quantization; None if it can."""
+    given, settings = config.get("model_type"), text_part(config)
+    model_type = str(settings.get("model_type")).removesuffix("_text")
     if model_type not in FAMILIES:
-        return f"model type {model_type!r:.80} is not one of {', '.join(FAMILIES)}"
-    if quantization:
-        return "its weights are quantised (quantization_config); name the folder that it was quantised from"
+        nearest = min(FAMILIES, key=lambda name: -SequenceMatcher(None, name, model_type).ratio())
+        written = config.get("transformers_version")
+        by = f", its config.json was written by {written!r:.20}" if written else ""
+        return (
+            f"model type {given!r:.80} is none of the {len(FAMILIES)} families in docs/models.md, the nearest is "
+            f"{nearest}; `baton models check` on this folder tells what fails with transformers "
+            f"{version('transformers')}{by}"
+        )
+    if quantization := settings.get("quantization_config"):
+        method = quantization.get("quant_method") if isinstance(quantization, Mapping) else None
+        hint = ", or load it with Mxfp4Config(dequantize=True) and save it" if method == "mxfp4" else ""
+        return f"its weights are quantised (quantization_config); name the folder that it was quantised from{hint}"
     return None
 
 

@@ -71,6 +71,24 @@ class Paths(NamedTuple):
     longest: int
 
 
+class WholeRows(NamedTuple):
+    """Shared prefixes for what cannot be computed in parts: every row once more, whole.
+
+    Rows 1 2 3 and 1 2 5 6 in the slots 1 2 3 5 6: slot_N 0 1 2 0 1 3 4, first_S 0 1 2 5 6.
+    """
+
+    packing: Packing
+    slot_N: Tensor
+    """The slot of each token of the rows."""
+    first_S: Tensor
+    """For each slot, the first token of the rows that has it."""
+
+    def repeat(self, x: Tensor) -> Tensor:
+        """[S, ...] -> [N, ...], with gradients that are summed in the accumulation type."""
+        wide = torch.promote_types(x.dtype, torch.float32)
+        return x.to(wide).index_select(0, self.slot_N).to(x.dtype)
+
+
 class Part(NamedTuple):
     """A part of attention: queries in consecutive slots that attend to all keys in other slots, or causally to their
     own."""
@@ -101,6 +119,15 @@ class Packing:
     paths: Paths | None = None
     shared: tuple[Part, ...] = ()
     """Further parts of attention, in addition to the buckets."""
+    whole: WholeRows | None = None
+    """The rows of a tree on CPU, for attention in a window; None without shared prefixes."""
+
+    @property
+    def longest_row(self) -> int:
+        """Tokens of the longest row."""
+        if self.whole is not None:
+            return self.whole.packing.max_length
+        return self.max_length if self.paths is None else self.paths.longest
 
     @staticmethod
     def of(offsets_R: Int64s, device: torch.device, variable_length: bool = False) -> Packing:
@@ -123,7 +150,10 @@ class Packing:
         depth-first order."""
         if variable_length:
             return _of_paths(distinct.slot_N, row_R, offsets_R, device)
-        return _of_runs(distinct.branches(), len(distinct.position_U), device)
+        first_S = np.unique(distinct.slot_N, return_index=True)[1]
+        rows = Packing.of(offsets_R, device)
+        whole = WholeRows(rows, to_device(distinct.slot_N, device), to_device(first_S, device))
+        return replace(_of_runs(distinct.branches(), len(distinct.position_U), device), whole=whole)
 
 
 def _of_paths(slot_N: Int64s, row_R: Int64s, offsets_R: Int64s, device: torch.device) -> Packing:

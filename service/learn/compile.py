@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from service.config.learn import TrainerConfig
+from service.config.model_folder import experts_of
 from service.errors import UserError
 
 if TYPE_CHECKING:
@@ -93,7 +94,7 @@ def compiles_layers(
     """
     if trainer.compile is not None:
         return trainer.compile
-    is_dense = not getattr(config, "num_experts", 0)
+    is_dense = not experts_of(config)
     if not is_dense or compute != torch.bfloat16:
         return False
     return device is None or (device.type == "cuda" and compiler_works(device))

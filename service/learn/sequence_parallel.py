@@ -13,6 +13,7 @@ Source: Jacobs et al. 2023 (DeepSpeed Ulysses), arXiv:2309.14509.
 
 from __future__ import annotations
 
+import threading
 from typing import Any, NamedTuple
 
 import torch
@@ -32,8 +33,8 @@ class Slice(NamedTuple):
     number: int = 0
     of: int = 1
     """Number of ranks in the group; they have consecutive numbers."""
-    group: dist.ProcessGroup | None = None
-    """The group of ranks; None for a rank that computes whole micro-batches."""
+    group: Any = None
+    """The group of ranks (a process group); None for a rank that computes whole micro-batches."""
 
     @staticmethod
     def of_rank(
@@ -61,12 +62,39 @@ WHOLE = Slice()
 """The slice of a rank that computes whole micro-batches."""
 
 
+class ThreadGroup:
+    """A rank of a group whose ranks are threads of this process, for proofs; it takes the place of a process group."""
+
+    def __init__(self, rank: int, meeting: threading.Barrier, parts: dict[int, Tensor]) -> None:
+        """`meeting` and `parts`: the same ones for all ranks; the meeting has a deadline."""
+        self._rank, self._meeting, self._parts = rank, meeting, parts
+
+    def size(self) -> int:
+        """Number of ranks."""
+        return self._meeting.parties
+
+    def rank(self) -> int:
+        """Number of this rank."""
+        return self._rank
+
+    def all_to_all(self, received: Tensor, sent: Tensor) -> None:
+        """Fill `received` with the part for this rank of each rank's `sent`."""
+        self._parts[self._rank] = sent
+        self._meeting.wait()
+        received.copy_(torch.stack([self._parts[rank][self._rank] for rank in range(self.size())]))
+        self._meeting.wait()
+
+
 class Exchange(NamedTuple):
     """The all-to-all exchanges around the attention of a micro-batch, among the ranks of a group."""
 
-    group: dist.ProcessGroup
+    group: dist.ProcessGroup | ThreadGroup
     n_slots: int
     """Number of slots of the whole micro-batch; the last slices are padded to equal size."""
+
+    def own(self, value: Tensor) -> Tensor:
+        """[heads, ...] -> [own heads, ...], of a weight."""
+        return value.chunk(self.group.size())[self.group.rank()]
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def to_heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -89,22 +117,29 @@ class Exchange(NamedTuple):
         return received.transpose(0, 1).flatten(1, 2)
 
 
-def _all_to_all(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+def _all_to_all(x: Tensor, group: dist.ProcessGroup | ThreadGroup) -> Tensor:
     """Exchange parts: [ranks, ...] a part for each rank -> [ranks, ...] a part from each rank."""
     received: Tensor = _AllToAll.apply(x, group)  # type: ignore[no-untyped-call]
     return received
 
 
+def _meet(received: Tensor, sent: Tensor, group: dist.ProcessGroup | ThreadGroup) -> None:
+    if isinstance(group, ThreadGroup):
+        group.all_to_all(received, sent)
+    else:
+        dist.all_to_all_single(received, sent, group=group)
+
+
 class _AllToAll(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, sent: Tensor, group: dist.ProcessGroup) -> Tensor:
+    def forward(ctx: Any, sent: Tensor, group: dist.ProcessGroup | ThreadGroup) -> Tensor:
         ctx.group = group
         received = torch.empty_like(sent, memory_format=torch.contiguous_format)
-        dist.all_to_all_single(received, sent.contiguous(), group=group)
+        _meet(received, sent.contiguous(), group)
         return received
 
     @staticmethod
     def backward(ctx: Any, of_received: Tensor) -> tuple[Tensor, None]:
         of_sent = torch.empty_like(of_received, memory_format=torch.contiguous_format)
-        dist.all_to_all_single(of_sent, of_received.contiguous(), group=ctx.group)
+        _meet(of_sent, of_received.contiguous(), ctx.group)
         return of_sent, None

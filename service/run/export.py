@@ -14,8 +14,7 @@ from service.errors import UserError
 from service.files import atomic_folder
 from service.learn.checkpoint import read_metadata, read_parts
 from service.learn.model.adapter_folder import Base, merge, write_adapter
-from service.learn.model.experts import split_experts
-from service.learn.model.hf_checkpoint import write_folder
+from service.learn.model.hf_checkpoint import stored_names, write_folder
 from service.run.checkpoints import MANIFEST, TRAINER, Manifest
 from service.run.eval_target import EvalTarget
 
@@ -33,8 +32,9 @@ def export(
         if model.lora is not None and target.model is None:
             _export_adapter(model.lora, target, target.begun_with(model), manifest, folder, merged)
         elif manifest is not None:
-            weights = split_experts(_weights(target, manifest, getattr(torch, model.dtype)))
-            write_folder(folder, target.begun_with(model), weights)
+            base = target.begun_with(model)
+            weights = stored_names(base).split(_weights(target, manifest, getattr(torch, model.dtype)))
+            write_folder(folder, base, weights)
         else:
             _copy(target.weights(None), folder)
     except SafetensorError as error:  # all inputs were checked before, so this is an output error such as a full disk

@@ -24,8 +24,8 @@ from service.handoff.steps.limits import Routing
 from service.learn.checkpoint import check_parts, read_metadata
 from service.learn.model.adapter_folder import Base, check_adapter
 from service.learn.model.hf_checkpoint import check_weights
-from service.learn.model.hf_config import code_of_the_model, read_config
-from service.learn.model.policy_model import trained_shapes
+from service.learn.model.hf_config import code_of_the_model, read_config, unread_weights
+from service.learn.model.policy_model import stored_shapes, trained_shapes
 from service.learn.model.tiny_model import count_parameters, make_model
 from service.rollout.chat.chat import load_chat
 from service.rollout.chat.tokenizer import load_tokenizer, make_tokenizer
@@ -97,8 +97,8 @@ def checked_model(folder: Path) -> tuple[PretrainedConfig, PreTrainedTokenizerBa
     tokenizer = load_tokenizer(folder)
     check_vocabulary(folder, len(tokenizer), hf_config.vocab_size)
     with code_of_the_model(folder):
-        shapes = trained_shapes(hf_config)
-    check_weights(folder, shapes)
+        shapes = stored_shapes(hf_config)
+    check_weights(folder, shapes, unread_weights(hf_config))
     return hf_config, tokenizer
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from service.config.learn import TrainerConfig
+from service.config.model_folder import experts_of
 from service.errors import UserError
 from service.learn.compile import compiles_layers
 from service.learn.estimate.checkpointing import choose_checkpointing
@@ -119,7 +120,7 @@ def known_gpu(trainer: TrainerConfig) -> tuple[str, float] | None:
 
 def is_estimable(settings: FitSettings, folder: Path) -> bool:
     """Whether a step can be estimated: products of experts on fake tensors support only bfloat16."""
-    return settings.learn.model.dtype == "bfloat16" or not getattr(read_config(folder), "num_experts", 0)
+    return settings.learn.model.dtype == "bfloat16" or not experts_of(read_config(folder))
 
 
 def fit(settings: FitSettings, folder: Path, gpu_bytes: float, device: torch.device | None = None) -> Fit:

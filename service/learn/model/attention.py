@@ -20,9 +20,11 @@ from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
+from service.errors import UserError
 from service.learn.attention_layout import Bucket, Packing
 from service.learn.model.logprob import accumulation_dtype
-from service.learn.model.shared_attention import SharedAttention, as_lines, from_lines
+from service.learn.model.shared_attention import Form, SharedAttention, as_lines, from_lines
+from service.learn.model.sinks import with_sinks
 from service.learn.sequence_parallel import Exchange
 
 log = logging.getLogger(__name__)
@@ -57,6 +59,13 @@ def use_fastest_attention(device: torch.device) -> str:
     return "FA3"
 
 
+WINDOW = "sliding_window"
+"""Name of the number of tokens that a token attends to, itself included; 0 or None: all before it."""
+
+IGNORED = frozenset({WINDOW, "dropout", "position_ids", "use_cache", "output_attentions", "output_router_logits"})
+"""Arguments of a family's attention that change nothing here: engines sample without dropout, and nothing is cached."""
+
+
 def packed_attention(
     module: torch.nn.Module,
     query: Tensor,
@@ -66,29 +75,47 @@ def packed_attention(
     packing: Packing,
     scaling: float | None = None,
     exchange: Exchange | None = None,
-    **_: Any,
+    s_aux: Tensor | None = None,
+    **others: Any,
 ) -> tuple[Tensor, None]:
     """Attention of one packed batch: [1, heads, S, head_dim] -> [1, S, heads, head_dim].
 
     `exchange`: given if the slots are one rank's slice of the batch; `packing` then describes the whole batch.
+    `s_aux` [heads]: logits of attention sinks. The window is that which the family gives with the call or, if it gives
+    none, that of its module.
+
+    Raises:
+        UserError: the family's attention needs something else.
     """
+    if unknown := sorted(name for name, value in others.items() if value is not None and name not in IGNORED):
+        raise UserError(f"its attention needs {', '.join(unknown)}, which packed rows do not support")
+    if not getattr(module, "is_causal", True):
+        raise UserError("its attention is not causal, which packed rows do not support")
+    window = others.get(WINDOW, getattr(module, WINDOW, None)) or None
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
     if exchange is not None:
         query, key, value = exchange.to_heads(query, key, value)
-    out = _attended(query, key, value, packing, scaling)
+        s_aux = None if s_aux is None else exchange.own(s_aux)
+    out = _attended(query, key, value, packing, Form(scaling, window, s_aux))
     return (out if exchange is None else exchange.to_slots(out)).unsqueeze(0), None
 
 
-def _attended(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scaling: float | None) -> Tensor:
-    if packing.shared:
-        return cast(Tensor, _in_parts(query, key, value, packing, scaling))
-    if not packing.buckets:
-        return _variable_length(query, key, value, packing, scaling)
-    parts = [_padded(query, key, value, bucket, scaling) for bucket in packing.buckets]
+def _attended(query: Tensor, key: Tensor, value: Tensor, packing: Packing, form: Form) -> Tensor:
+    if form.window is not None and form.window >= packing.longest_row:
+        form = form._replace(window=None)
+    if packing.shared and form.window is not None and packing.whole is not None:
+        rows = packing.whole
+        out = _attended(rows.repeat(query), rows.repeat(key), rows.repeat(value), rows.packing, form)
+        return out.index_select(0, rows.first_S)
+    if not packing.buckets and not packing.shared:
+        return _variable_length(query, key, value, packing, form)
+    if packing.shared or form.sinks is not None:
+        return cast(Tensor, _in_parts(query, key, value, packing, form))
+    parts = [_padded(query, key, value, bucket, form) for bucket in packing.buckets]
     return parts[0] if packing.order_N is None else torch.cat(parts).index_select(0, packing.order_N)
 
 
-def _variable_length(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scaling: float | None) -> Tensor:
+def _variable_length(query: Tensor, key: Tensor, value: Tensor, packing: Packing, form: Form) -> Tensor:
     cu_queries, longest_query = packing.cu_seqlens, packing.max_length
     cu_keys, longest_key = cu_queries, longest_query
     if packing.paths is not None:
@@ -98,19 +125,27 @@ def _variable_length(query: Tensor, key: Tensor, value: Tensor, packing: Packing
         key, value = (x.to(wide).index_select(0, slot_N).to(x.dtype) for x in (key, value))
     query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
     bounds = (cu_queries, cu_keys, longest_query, longest_key)
-    out = varlen_attn(query, key, value, *bounds, scale=scaling, window_size=(-1, 0), **_GROUPED)
+    window = (-1 if form.window is None else form.window - 1, 0)
+    if form.sinks is not None:
+        return cast(Tensor, with_sinks(query, key, value, bounds, window, form))
+    out = varlen_attn(query, key, value, *bounds, scale=form.scaling, window_size=window, **_GROUPED)
     return cast(Tensor, out)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _in_parts(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scaling: float | None) -> Tensor:
-    out: Tensor = SharedAttention.apply(query, key, value, packing, scaling)  # type: ignore[no-untyped-call]
+def _in_parts(query: Tensor, key: Tensor, value: Tensor, packing: Packing, form: Form) -> Tensor:
+    if query.is_cuda:
+        raise UserError("model.dtype: on a GPU the attention sinks of this model need bfloat16")
+    out: Tensor = SharedAttention.apply(query, key, value, form.sinks, packing, form)  # type: ignore[no-untyped-call]
     return out
 
 
-def _padded(query: Tensor, key: Tensor, value: Tensor, bucket: Bucket, scaling: float | None) -> Tensor:
+def _padded(query: Tensor, key: Tensor, value: Tensor, bucket: Bucket, form: Form) -> Tensor:
     query, key, value = (as_lines(x, bucket) for x in (query, key, value))
-    out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=True)
+    mask = form.mask(bucket.width, query)
+    out = F.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, is_causal=mask is None, scale=form.scaling, enable_gqa=True
+    )
     return from_lines(out, bucket)
 
 

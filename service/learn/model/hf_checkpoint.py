@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -12,15 +13,13 @@ from typing import Any
 import torch
 from huggingface_hub import save_torch_state_dict
 from safetensors import SafetensorError
-from torch import Tensor, nn
+from torch import Tensor
 
 from service.config.model_folder import EMBEDDING, INDEX, MODEL_CONFIG, SINGLE, open_weights, weight_index
 from service.errors import UserError
 from service.files import atomic_folder, sync
-from service.learn.model.experts import names_on_disk
+from service.learn.model.names import HEAD, Names
 from service.learn.model.sharding import shard_rows
-
-HEAD = "lm_head.weight"
 
 TYPES = ("F64", "F32", "F16", "BF16")
 """Types of stored weights that can be loaded for training; narrower types would need scales."""
@@ -38,20 +37,23 @@ class StoredWeights:
         self._folder = folder
         self._stack = stack
         self._file_of = _files_of(folder)
+        self.names = Names.of(self._file_of)
+        """The names of the folder's weights."""
         self._open: dict[Path, Any] = {}
 
     def read(self, name: str, rows: slice, into: Tensor, shape: Sequence[int]) -> None:
         """Fill `into` with some rows of a weight that must have this shape."""
-        if name not in self._file_of and names_on_disk(name, 0):
+        if self.names.of_expert(name, 0):
             for row, expert in enumerate(range(*rows.indices(shape[0]))):
-                parts = names_on_disk(name, expert)
+                parts = self.names.of_expert(name, expert)
                 for part, values in zip(parts, into[row].chunk(len(parts)), strict=True):
                     values.copy_(self._slice(part, values.shape)[:])
         else:
-            into.copy_(self._slice(name, shape)[rows])
+            into.copy_(self._slice(self.names.stored(name), shape)[rows])
 
-    def check(self, shapes: Mapping[str, Sequence[int]]) -> None:
-        """Compare the headers of all files with these weights.
+    def check(self, shapes: Mapping[str, Sequence[int]], unread: Sequence[str] = ()) -> None:
+        """Compare the headers of all files with these weights; `unread`: patterns of names that may be there beside
+        them.
 
         Raises:
             UserError: a weight is missing, superfluous, or of another shape or type.
@@ -61,27 +63,36 @@ class StoredWeights:
             for part, part_shape in self._parts(name, shape):
                 self._slice(part, part_shape)
                 expected.add(part)
-        superfluous = {name for name in self._file_of if not name.endswith(COMPUTED)} - expected
-        if HEAD in superfluous:
-            self._check_tied_head(shapes[EMBEDDING])
-        if superfluous - {HEAD}:
+        known = re.compile("|".join([*unread, rf".*{re.escape(COMPUTED)}$"]))
+        superfluous = {name for name in self._file_of.keys() - expected if not known.match(name)}
+        head = self.names.stored(HEAD)
+        if head in superfluous:
+            self._check_tied_head(head, shapes[EMBEDDING])
+        superfluous = {name for name in superfluous - {head} if not self.names.is_other(name)}
+        if superfluous:
             raise UserError(
-                f"model.path: {self._folder} has a weight {min(superfluous - {HEAD})!r}, which its config.json does "
-                f"not ask for ({len(superfluous - {HEAD})} such weights); the two do not belong together"
+                f"model.path: {self._folder} has a weight {min(superfluous)!r}, which its config.json does "
+                f"not ask for ({len(superfluous)} such weights); the two do not belong together"
             )
+
+    def others(self, written: Collection[str]) -> dict[str, Tensor]:
+        """The folder's weights that are not among these and are not computed: of other parts, or not trained."""
+        head = self.names.stored(HEAD)
+        others = [name for name in self._file_of if name not in written and not name.endswith(COMPUTED)]
+        return {name: self._opened(name).get_tensor(name) for name in others if name != head}
 
     def _parts(self, name: str, shape: Sequence[int]) -> Iterator[tuple[str, Sequence[int]]]:
         """Names and shapes of a weight on disk: itself, or one per expert and projection."""
-        if name in self._file_of or not names_on_disk(name, 0):
-            yield name, shape
+        if not self.names.of_expert(name, 0):
+            yield self.names.stored(name), shape
             return
         for expert in range(shape[0]):
-            parts = names_on_disk(name, expert)
+            parts = self.names.of_expert(name, expert)
             yield from ((part, (shape[1] // len(parts), *shape[2:])) for part in parts)
 
-    def _check_tied_head(self, shape: Sequence[int]) -> None:
+    def _check_tied_head(self, name: str, shape: Sequence[int]) -> None:
         """Check the output head of tied embeddings if the folder stores it: it must equal the embedding."""
-        head, embedding = self._slice(HEAD, shape), self._slice(EMBEDDING, shape)
+        head, embedding = self._slice(name, shape), self._slice(self.names.stored(EMBEDDING), shape)
         for start in range(0, shape[0], ROWS_AT_ONCE):
             rows = slice(start, start + ROWS_AT_ONCE)
             if not torch.equal(head[rows], embedding[rows]):
@@ -94,10 +105,8 @@ class StoredWeights:
         file = self._file_of.get(name)
         if file is None:
             raise UserError(f"model.path: {self._folder} has no weight {name!r}, which its config.json asks for")
-        if file not in self._open:
-            self._open[file] = self._stack.enter_context(open_weights(file, "pt"))
         try:
-            stored = self._open[file].get_slice(name)
+            stored = self._opened(name).get_slice(name)
         except SafetensorError as error:
             raise UserError(f"model.path: {file} has no weight {name!r}, which {INDEX} looks for there") from error
         found, wanted = tuple(stored.get_shape()), tuple(shape)
@@ -110,25 +119,40 @@ class StoredWeights:
             )
         return stored
 
+    def _opened(self, name: str) -> Any:
+        file = self._file_of[name]
+        if file not in self._open:
+            self._open[file] = self._stack.enter_context(open_weights(file, "pt"))
+        return self._open[file]
+
 
 @torch.no_grad()
-def load_weights(folder: Path, masters: Mapping[str, Tensor], parameters: Mapping[str, nn.Parameter]) -> None:
-    """Fill each master weight with this rank's shard of the weights on disk; reads only the shard."""
+def load_weights(
+    folder: Path, masters: Mapping[str, Tensor], parameters: Mapping[str, Tensor], unread: Sequence[str] = ()
+) -> None:
+    """Fill each master weight with this rank's shard of the weights on disk; reads only the shard. `unread`: patterns
+    of names of weights that may be there beside them."""
     with ExitStack() as stack:
         stored = StoredWeights(folder, stack)
-        stored.check({name: parameter.shape for name, parameter in parameters.items()})
+        stored.check({name: parameter.shape for name, parameter in parameters.items()}, unread)
         for name, parameter in parameters.items():
             stored.read(name, shard_rows(parameter), masters[name], parameter.shape)
 
 
-def check_weights(folder: Path, shapes: Mapping[str, Sequence[int]]) -> None:
-    """Compare a folder's weights with the shapes of its config.json; reads headers, and a tied head.
+def stored_names(folder: Path) -> Names:
+    """The names of the weights in a folder; those of a model alone if it has none yet."""
+    return Names.of(_files_of(folder)) if (folder / SINGLE).is_file() or (folder / INDEX).is_file() else Names()
+
+
+def check_weights(folder: Path, shapes: Mapping[str, Sequence[int]], unread: Sequence[str] = ()) -> None:
+    """Compare a folder's weights with the shapes of its config.json; reads headers, and a tied head. `unread`: patterns
+    of names of weights that may be there beside them.
 
     Raises:
         UserError: a file is missing, cut short or not safetensors, or the weights differ from the shapes.
     """
     with ExitStack() as stack:
-        StoredWeights(folder, stack).check(shapes)
+        StoredWeights(folder, stack).check(shapes, unread)
 
 
 def _files_of(folder: Path) -> dict[str, Path]:
@@ -139,8 +163,10 @@ def _files_of(folder: Path) -> dict[str, Path]:
 
 
 def write_folder(folder: Path, source: Path, weights: dict[str, Tensor]) -> None:
-    """Write a Hugging Face folder of these weights and all other files of `source`; it appears only when complete."""
-    with atomic_folder(folder) as partial:
+    """Write a Hugging Face folder of these weights, under the names in `source`, with all other weights and files of
+    `source`; it appears only when complete."""
+    with atomic_folder(folder) as partial, ExitStack() as stack:
+        weights = weights | StoredWeights(source, stack).others(weights.keys())
         save_torch_state_dict(weights, partial, metadata={"format": "pt"})
         write_beside_weights(source, partial, next(iter(weights.values())).dtype)
 

@@ -8,9 +8,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, PretrainedConfig
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PretrainedConfig
 
-from service.config.model_folder import MODEL_CONFIG, model_config, refuse_remote_code, require_files, unsupported
+from service.config.model_folder import (
+    MODEL_CONFIG,
+    model_config,
+    refuse_remote_code,
+    require_files,
+    text_part,
+    unsupported,
+)
 from service.errors import UserError
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -31,35 +38,63 @@ MAX_SHAPE = {
 }
 """Largest allowed dimensions, above those of published models: larger ones overflow, or take many minutes."""
 
+ACTIVATIONS = ("hidden_act", "hidden_activation")
+"""Settings of the MLPs' activation; an engine computes the one that all published models of a family have."""
+
+REFUSED = ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention")
+"""Settings that change the attention or the logits in a way that neither packed rows nor the chunked head compute."""
+
+LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "linear_attention"})
+
 POSITIVE = ("rms_norm_eps", "rope_theta")
 """Settings that must be positive, because a model divides by them."""
-
-ACTIVATION = "silu"
-"""The only activation that vLLM supports in the MLPs of the supported families; all their published models have it."""
 
 MAX_CHARACTERS = 200
 """Maximum characters of an error message of transformers."""
 
 
-def read_config(folder: Path) -> PretrainedConfig:
-    """Read the model's configuration.
+def read_config(folder: Path, proven: bool = True) -> PretrainedConfig:
+    """Read the model's configuration, of a multimodal model that of its language model; `proven`: refuse families for
+    which nothing shows that they are trained rightly.
 
     Raises:
         UserError: the file is missing or malformed, refers to custom code, or describes a model that is not supported.
     """
     require_files(folder, MODEL_CONFIG)
     refuse_remote_code(folder)
-    if problem := _impossible(model_config(folder)):
+    settings = model_config(folder)
+    if problem := _impossible(text_part(settings)):
         raise UserError(f"model.path: {folder / MODEL_CONFIG} describes no model: {problem}")
+    if proven and (reason := unsupported(settings)):
+        raise UserError(f"model.path: {folder} cannot be trained: {reason}")
     try:
-        config = AutoConfig.from_pretrained(folder)
+        config = text_config(AutoConfig.from_pretrained(folder))
     except Exception as error:  # what transformers raises depends on which of its assumptions about the file is broken
         told = " ".join(str(error).split())[:MAX_CHARACTERS]
         raise UserError(f"model.path: {folder / MODEL_CONFIG} describes no model: {told}") from error
-    reason = _unsupported(config)
-    if reason:
+    if reason := _unsupported(config):
         raise UserError(f"model.path: {folder} cannot be trained: {reason}")
     return config
+
+
+def text_config(config: PretrainedConfig) -> PretrainedConfig:
+    """The part of a multimodal model's configuration that describes its language model; other models' as it is."""
+    text: PretrainedConfig = config.get_text_config()
+    if text is not config:
+        text.tie_word_embeddings = text.tie_word_embeddings or config.tie_word_embeddings
+    return text
+
+
+def logit_scale(config: PretrainedConfig) -> float:
+    """The factor by which the family multiplies logits."""
+    return getattr(config, "logit_scale", None) or 1 / (getattr(config, "logits_scaling", None) or 1)
+
+
+def unread_weights(config: PretrainedConfig) -> list[str]:
+    """Patterns of the names of weights that folders of the family may have and its model does not, such as those that
+    predict several tokens at once."""
+    family = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    return list(family._keys_to_ignore_on_load_unexpected or ())
 
 
 @contextmanager
@@ -101,25 +136,32 @@ def _impossible(settings: Mapping[str, Any]) -> str | None:
 
 def _unsupported(config: PretrainedConfig) -> str | None:
     """Return why a model of this configuration cannot be trained; None if it can."""
-    if reason := unsupported(config.model_type, getattr(config, "quantization_config", None)):
-        return reason
-    if config.hidden_act != ACTIVATION:
-        return f"its activation is {config.hidden_act!r:.40} (hidden_act); engines compute {ACTIVATION} only"
+    usual = type(config)()
+    for name in ACTIVATIONS:
+        if (given := getattr(config, name, None)) != (computed := getattr(usual, name, None)):
+            return f"its activation is {given!r:.40} ({name}); engines compute {computed} only"
+    for name in REFUSED:
+        if getattr(config, name, None):
+            return f"its configuration sets {name}, which is not computed"
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     if heads % kv_heads:
         return f"its {heads} attention heads (num_attention_heads) are no multiple of num_key_value_heads, {kv_heads}"
     if getattr(config, "head_dim", None) is None and config.hidden_size % heads:
         return f"its hidden_size {config.hidden_size} is no multiple of num_attention_heads, {heads}"
-    layer_types = set(getattr(config, "layer_types", None) or ())
-    if layer_types - {"full_attention"}:
-        return f"it has {', '.join(sorted(layer_types - {'full_attention'}))} layers; only full attention is supported"
-    # not every family has layer types, and an engine reads the window by itself
-    if getattr(config, "sliding_window", None):
-        return (
-            f"it attends in a sliding window (sliding_window {config.sliding_window}); only full attention is supported"
-        )
-    rope_type = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
-    if rope_type not in ROPE_TYPES:
-        # dynamic and longrope pick frequencies by the longest row of a forward pass
-        return f"its RoPE is of type {rope_type!r}; supported are {', '.join(ROPE_TYPES)}"
+    unknown = set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES
+    if unknown:
+        return f"it has {', '.join(sorted(unknown))} layers; supported are {', '.join(sorted(LAYER_TYPES))}"
+    window = getattr(config, "sliding_window", None)
+    if window is not None and not (type(window) is int and window >= 0):
+        return f"its sliding_window is {window!r:.40}; it must be a whole number"
+    rope = getattr(config, "rope_parameters", None) or {}
+    for rope_type in {of_layers.get("rope_type", "default") for of_layers in _ropes(rope)}:
+        if rope_type not in ROPE_TYPES:
+            # dynamic and longrope pick frequencies by the longest row of a forward pass
+            return f"its RoPE is of type {rope_type!r}; supported are {', '.join(ROPE_TYPES)}"
     return None
+
+
+def _ropes(rope: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The settings of RoPE: of all layers, or of each type of layers."""
+    return [of_layers for of_layers in rope.values() if isinstance(of_layers, Mapping)] or [rope]

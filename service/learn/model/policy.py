@@ -14,13 +14,13 @@ from service.learn.compile import compiles_layers, on_gpu
 from service.learn.device_batch import DeviceBatch, DeviceSettings
 from service.learn.model.adapter_folder import Base, peft_names, read_adapter, write_adapter
 from service.learn.model.attention import use_fastest_attention
-from service.learn.model.experts import split_expert_rows, split_experts
-from service.learn.model.hf_checkpoint import load_weights, write_folder
-from service.learn.model.hf_config import read_config
+from service.learn.model.hf_checkpoint import load_weights, stored_names, write_folder
+from service.learn.model.hf_config import read_config, unread_weights
 from service.learn.model.logprob import accumulation_dtype
 from service.learn.model.lora import adapter_off, add_adapter, begin_adapter
 from service.learn.model.master_weights import MasterWeights, randomize
-from service.learn.model.policy_model import Checkpointing, allocate, empty_model
+from service.learn.model.names import Names
+from service.learn.model.policy_model import Checkpointing, allocate, empty_model, stored_buffers
 from service.learn.model.sharding import Rows, full_state_dict, local_rows, local_shard, ranks_by_node, reshard, shard
 from service.learn.sequence_parallel import Slice
 from service.learn.settings import LearnSettings
@@ -57,7 +57,7 @@ class Policy:
         self.copy = next(number for number, ranks in enumerate(copies) if rank in ranks)
         self.shard = copies[self.copy].index(rank)
         """Number of this rank's shard in its copy."""
-        hf_config = read_config(folder)
+        self._hf_config = hf_config = read_config(folder)
         with unset_fake_temporarily():  # a mesh of ranks cannot be made of fake tensors
             self.slice = Slice.of_rank(rank, world_size, trainer.sequence_parallel, hf_config, device)
         self.batch_part, self.n_batch_parts = rank // self.slice.of, world_size // self.slice.of
@@ -89,13 +89,13 @@ class Policy:
     def _fill(self, settings: LearnSettings, random_weights: bool) -> None:
         """Fill all weights: random ones, or those on disk; an adapter without a file on disk starts without effect."""
         masters, trained = self.master_weights.tensors, self.master_weights.parameters
-        whole = dict(self.model.named_parameters())
-        base = {name: parameter for name, parameter in whole.items() if self.lora is None or name not in trained}
+        whole = dict(self.model.named_parameters()) | stored_buffers(self.model)
+        base = {name: weight for name, weight in whole.items() if self.lora is None or name not in trained}
         shards = {name: masters.get(name, local_shard(parameter.detach())) for name, parameter in base.items()}
         if random_weights:
             randomize(shards.values())
         else:
-            load_weights(self._folder, shards, base)
+            load_weights(self._folder, shards, base, unread_weights(self._hf_config))
         if settings.model.adapter is not None and self.base is not None and not random_weights:
             read_adapter(settings.model.adapter, self.base, masters, trained)
         elif self.lora is not None:
@@ -106,6 +106,11 @@ class Policy:
     def base(self) -> Base | None:
         """The model that the adapter belongs to; None if all weights are trained."""
         return None if self.lora is None else Base.of(self._folder)
+
+    @cached_property
+    def _names(self) -> Names:
+        """How the engines, which load the same folder, name the weights."""
+        return stored_names(self._folder)
 
     @property
     def alpha(self) -> float | None:
@@ -138,12 +143,12 @@ class Policy:
         whole = full_state_dict(parameters, self.dtype, self.device, self.rank, everywhere)
         if whole is None:
             return None
-        return split_experts(whole) if self.lora is None else peft_names(whole)
+        return self._names.split(whole) if self.lora is None else peft_names(whole)
 
     def shards(self) -> dict[str, Rows]:
         """Copies in CPU memory of this rank's part of the weights that `weights` gathers, under the same names."""
         rows = local_rows(self.master_weights.parameters, self.dtype)
-        return split_expert_rows(rows) if self.lora is None else peft_names(rows)
+        return self._names.split_rows(rows) if self.lora is None else peft_names(rows)
 
     def export(self, folder: Path) -> None:
         """Write a Hugging Face folder of the weights, or the float32 adapter in PEFT's form; every rank must call.

@@ -9,17 +9,22 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from torch import Tensor, nn
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from service.config.learn import TrainerConfig
 from service.config.lora import LoraConfig
+from service.errors import UserError
 from service.learn.compile import compile_layers
 from service.learn.device_batch import DeviceBatch
 from service.learn.model import attention
+from service.learn.model.hf_config import logit_scale
 from service.learn.model.logprob import TokenLogprobs, token_logprobs
 from service.learn.model.lora import add_adapter
 from service.learn.model.router_replay import RouterReplay
+
+DROPOUT = ("dropout", "pdrop")
+"""Ends of the names of settings that are probabilities of dropout."""
 
 
 class Checkpointing(NamedTuple):
@@ -44,10 +49,11 @@ class Checkpointing(NamedTuple):
 class PolicyModel(nn.Module):
     """A causal language model over the rows of a micro-batch."""
 
-    def __init__(self, backbone: nn.Module, lm_head: nn.Linear | None) -> None:
+    def __init__(self, backbone: PreTrainedModel, lm_head: nn.Linear | None) -> None:
         super().__init__()
         self.model: Any = backbone
         self.lm_head = lm_head
+        self._logit_scale = logit_scale(backbone.config)
         self._replay = RouterReplay(self.layers)
 
     def forward(self, micro: DeviceBatch) -> TokenLogprobs:
@@ -59,7 +65,8 @@ class PolicyModel(nn.Module):
         # the position before a token predicts it
         hidden_MD = output.last_hidden_state.flatten(0, 1).index_select(0, micro.state_M)
         head = self.model.embed_tokens if self.lm_head is None else self.lm_head
-        return token_logprobs(hidden_MD, head.weight, micro.token_ids_M, micro.row_to_tokens(micro.temperature_R))
+        temperature_M = micro.row_to_tokens(micro.temperature_R) / self._logit_scale
+        return token_logprobs(hidden_MD, head.weight, micro.token_ids_M, temperature_M)
 
     @property
     def layers(self) -> nn.ModuleList:
@@ -72,13 +79,18 @@ def empty_model(
     config: PretrainedConfig, dtype: torch.dtype, trainer: TrainerConfig, checkpointing: Checkpointing | None = None
 ) -> PolicyModel:
     """The model on the meta device, without memory for parameters; `checkpointing` overrides the trainer's setting."""
-    implementation = "sdpa" if trainer.layout == "padded" else attention.NAME
-    if dtype == torch.float64 and hasattr(config, "num_experts"):
+    own = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]._supports_sdpa
+    implementation = ("sdpa" if own else "eager") if trainer.layout == "padded" else attention.NAME
+    if dtype == torch.float64:
         config._experts_implementation = "eager"  # grouped products, the default, do not support float64
     # the engine samples without dropout, and ratios compare with its samples
-    config.attention_dropout = 0.0
+    for name in config.to_dict():
+        if name.endswith(DROPOUT):
+            setattr(config, name, 0.0)
     with torch.device("meta"):
         whole = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=implementation)
+    if getattr(whole.lm_head, "bias", None) is not None:
+        raise UserError("its output head has a bias, which is not computed")
     layers = whole.model.layers
     chosen = checkpointing or Checkpointing.of(trainer.gradient_checkpointing, len(layers))
     compile_layers(whole, trainer, chosen.elementwise)
@@ -99,9 +111,32 @@ def trained_shapes(config: PretrainedConfig, lora: LoraConfig | None = None) -> 
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
+def stored_shapes(config: PretrainedConfig) -> dict[str, tuple[int, ...]]:
+    """The shape of each weight that a folder of the model has, trained or not; allocates no memory."""
+    model = empty_model(config, torch.float32, TrainerConfig())
+    return {name: tuple(weight.shape) for name, weight in [*model.named_parameters(), *stored_buffers(model).items()]}
+
+
+def stored_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """The buffers that folders contain, by name; they are read and not trained."""
+    computed = {
+        f"{path}.{name}".removeprefix(".")
+        for path, module in model.named_modules()
+        for name in module._non_persistent_buffers_set
+    }
+    return {name: buffer for name, buffer in model.named_buffers() if name not in computed}
+
+
 def allocate(model: PolicyModel, config: PretrainedConfig, device: torch.device, on_cpu: bool = False) -> None:
     """Allocate memory for an empty model; parameters are uninitialised until they are loaded."""
     rotary = type(model.model.rotary_emb)
     model.to_empty(device="cpu" if on_cpu else device)
-    # the model's buffers are computed, not loaded
+    # buffers that folders lack are computed
     model.model.rotary_emb = rotary(config=config).to(device)
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(device))
+        if module._non_persistent_buffers_set and module is not model.model.rotary_emb:
+            for parameter in module.parameters(recurse=False):
+                parameter._is_hf_initialized = True  # type: ignore[attr-defined]
+            model.model._init_weights(module)

@@ -1,40 +1,46 @@
-"""Router replay: a mixture of experts trains with the experts that the sampler chose for each token."""
+"""Router replay: a mixture of experts trains with the experts that the sampler chose for each token.
+
+The router is the family's own code: softmax or sigmoid, groups, a bias that only the choice sees, normalised weights or
+not. Only its choice of the best experts is replaced, so the weights of the chosen ones follow the family's rule, and
+gradients reach the router.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from transformers import PretrainedConfig
 
+from service.config.model_folder import experts_of
 from service.handoff.steps.limits import Routing
 
 
 def routing_of_model(config: PretrainedConfig) -> Routing:
     """The routed experts that a model of this configuration can replay: layers, experts per token, experts per
     layer."""
-    experts, n_layers = getattr(config, "num_experts", 0) or 0, config.num_hidden_layers
+    experts, n_layers = experts_of(config), config.num_hidden_layers
     if not experts:
         return Routing((), 0, 0)
     dense, every = getattr(config, "mlp_only_layers", None) or (), getattr(config, "decoder_sparse_step", 1)
-    with_experts = [n for n in range(n_layers) if n not in dense and (n + 1) % every == 0]
+    first = getattr(config, "first_k_dense_replace", 0)
+    with_experts = [n for n in range(first, n_layers) if n not in dense and (n + 1) % every == 0]
     return Routing((n_layers, len(with_experts)), config.num_experts_per_tok, experts)
 
 
 class RouterReplay:
-    """Makes routers use the experts that were recorded for each token; where -1 is recorded, the router chooses.
-
-    The weights of the chosen experts still come from the trained router, so gradients reach it.
-    """
+    """Makes routers use the experts that were recorded for each token; where -1 is recorded, the router chooses."""
 
     def __init__(self, layers: nn.ModuleList) -> None:
-        found: dict[int, Any] = {number: getattr(layer.mlp, "gate", None) for number, layer in enumerate(layers)}
-        self._routers = {number: router for number, router in found.items() if hasattr(router, "top_k")}
+        blocks = {number: getattr(layer, "mlp", None) for number, layer in enumerate(layers)}
+        self._blocks: dict[int, Any] = {n: block for n, block in blocks.items() if hasattr(block, "experts")}
         self._n_layers = len(layers)
-        self._recorded: dict[Any, Tensor] = {}
-        for router in self._routers.values():
-            router.register_forward_hook(self._choose)
+        self._recorded: dict[int, Tensor] = {}
+        for number, block in self._blocks.items():
+            block.forward = self._replaying(number, block.forward)
 
     def set(self, experts_NLK: Tensor | None) -> None:
         """Set the experts for the next forward pass, for all layers or only for those with experts; None: no replay."""
@@ -42,22 +48,45 @@ class RouterReplay:
         if experts_NLK is None:
             return
         n_layers = experts_NLK.shape[1]
-        if n_layers not in (self._n_layers, len(self._routers)):
+        if n_layers not in (self._n_layers, len(self._blocks)):
             raise ValueError(
-                f"routed experts of {n_layers} layers do not fit a model with {len(self._routers)} "
+                f"routed experts of {n_layers} layers do not fit a model with {len(self._blocks)} "
                 f"expert layers among {self._n_layers}"
             )
-        for position, (number, router) in enumerate(self._routers.items()):
-            self._recorded[router] = experts_NLK[:, number if n_layers == self._n_layers else position]
+        for position, number in enumerate(self._blocks):
+            self._recorded[number] = experts_NLK[:, number if n_layers == self._n_layers else position]
 
-    def _choose(self, router: Any, _: Any, output: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        recorded_NK = self._recorded.get(router)
-        if recorded_NK is None:
+    def _replaying(self, number: int, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def replaying(*arguments: Any, **named: Any) -> Any:
+            recorded_NK = self._recorded.get(number)
+            if recorded_NK is None:
+                return forward(*arguments, **named)
+            with _Recorded(recorded_NK, self._blocks[number].experts.num_experts) as choice:
+                output = forward(*arguments, **named)
+            if not choice.is_made:
+                raise ValueError(f"the router of layer {number} chooses experts in a way that cannot be replayed")
             return output
-        logits, _, native_NK = output
-        recorded_N = (recorded_NK >= 0).all(-1, keepdim=True)
-        chosen_NK = torch.where(recorded_N, recorded_NK, native_NK)
-        weights_NK = logits.softmax(-1, dtype=torch.float).gather(1, chosen_NK)
-        if router.norm_topk_prob:
-            weights_NK = weights_NK / weights_NK.sum(-1, keepdim=True)
-        return logits, weights_NK.to(logits.dtype), chosen_NK
+
+        return replaying
+
+
+class _Recorded(TorchFunctionMode):
+    """Within the block, `topk` of as many values per token as were recorded returns the recorded ones."""
+
+    def __init__(self, recorded_NK: Tensor, experts: int) -> None:
+        super().__init__()
+        self._recorded_NK, self._experts = recorded_NK, experts
+        self.is_made = False
+
+    def __torch_function__(
+        self, function: Callable[..., Any], types: Any, arguments: Any = (), named: Mapping[str, Any] | None = None
+    ) -> Any:
+        output = function(*arguments, **(named or {}))
+        if function not in (torch.topk, Tensor.topk) or arguments[0].shape[-1] != self._experts:
+            return output  # routers with groups choose the groups by calls of their own
+        if output[1].shape == self._recorded_NK.shape:
+            self.is_made = True
+            known_N = (self._recorded_NK >= 0).all(-1, keepdim=True)
+            chosen_NK = torch.where(known_N, self._recorded_NK, output[1])
+            return arguments[0].gather(-1, chosen_NK), chosen_NK
+        return output

@@ -21,41 +21,46 @@ class Row(NamedTuple):
     queries: Tensor
     keys: Tensor
     values: Tensor
-    weights: Tensor
+    scores: Tensor
 
 
-def attended(query: Tensor, key: Tensor, value: Tensor, bounds: tuple[Tensor, Tensor], scale: float) -> Iterator[Row]:
-    """The rows one by one, by the bounds of queries and keys."""
+def attended(query: Tensor, key: Tensor, value: Tensor, bounds: Any, scale: float, window: list[int]) -> Iterator[Row]:
+    """The rows one by one, by the bounds of queries and keys; `window`: keys before a query's own that it sees."""
     for of_queries, of_keys in zip(*([slice(*ends) for ends in pairwise(b.tolist())] for b in bounds), strict=True):
         each = query.shape[1] // key.shape[1]
         queries = query[of_queries].transpose(0, 1)
         keys, values = (x[of_keys].transpose(0, 1).repeat_interleave(each, 0) for x in (key, value))
         n_queries, n_keys = queries.shape[1], keys.shape[1]
-        hidden = torch.ones(n_queries, n_keys, dtype=torch.bool).triu(1 + n_keys - n_queries)
-        weights = (queries @ keys.mT * scale).masked_fill(hidden, -math.inf).softmax(-1)
-        yield Row(of_queries, of_keys, queries, keys, values, weights)
+        own = n_keys - n_queries
+        hidden = torch.ones(n_queries, n_keys, dtype=torch.bool).triu(1 + own)
+        if window[0] >= 0:
+            hidden |= torch.ones_like(hidden).tril(own - window[0] - 1)
+        scores = (queries @ keys.mT * scale).masked_fill(hidden, -math.inf)
+        yield Row(of_queries, of_keys, queries, keys, values, scores)
 
 
 def register() -> None:
     """Give the two operators of the variable-length kernel an implementation on CPU."""
 
     def forward(query: Tensor, key: Tensor, value: Tensor, *others: Any, **named: Any) -> Any:
-        scale = next(other for other in (*others, *named.values()) if isinstance(other, float))
-        out = torch.zeros_like(query)
-        for row in attended(query, key, value, others[:2], scale):
-            out[row.of_queries] = (row.weights @ row.values).transpose(0, 1)
-        statistics = query.new_zeros(query.shape[1], query.shape[0], dtype=torch.float32)
-        return out, statistics, torch.zeros(2, dtype=torch.uint64)
+        given = (*others, *named.values())
+        scale, window = (next(other for other in given if isinstance(other, kind)) for kind in (float, list))
+        out, log_sum = torch.zeros_like(query), query.new_zeros(query.shape[1], query.shape[0])
+        for row in attended(query, key, value, others[:2], scale, window):
+            out[row.of_queries] = (row.scores.softmax(-1) @ row.values).transpose(0, 1)
+            log_sum[:, row.of_queries] = row.scores.logsumexp(-1)
+        return out, log_sum, torch.zeros(2, dtype=torch.uint64)
 
-    def backward(of_out: Tensor, query: Tensor, key: Tensor, value: Tensor, *others: Any) -> Any:
-        scale = next(other for other in others if isinstance(other, float))
+    def backward(of_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, *others: Any) -> Any:
+        scale, window = (next(other for other in others if isinstance(other, kind)) for kind in (float, list))
         of_query, of_key, of_value = (torch.zeros_like(x) for x in (query, key, value))
-        for row in attended(query, key, value, others[2:4], scale):
-            of_row = of_out[row.of_queries].transpose(0, 1)
-            of_weights = of_row @ row.values.mT
-            of_scores = row.weights * (of_weights - (of_weights * row.weights).sum(-1, keepdim=True)) * scale
+        log_sum, *bounds = others[:3]
+        for row in attended(query, key, value, bounds, scale, window):
+            of_row, out_row = (x[row.of_queries].transpose(0, 1) for x in (of_out, out))
+            weights = (row.scores - log_sum[:, row.of_queries, None]).exp()
+            of_scores = weights * (of_row @ row.values.mT - (of_row * out_row).sum(-1, keepdim=True)) * scale
             of_query[row.of_queries] = (of_scores @ row.keys).transpose(0, 1)
-            for total, grouped in ((of_key, of_scores.mT @ row.queries), (of_value, row.weights.mT @ of_row)):
+            for total, grouped in ((of_key, of_scores.mT @ row.queries), (of_value, weights.mT @ of_row)):
                 total[row.of_keys] = grouped.unflatten(0, (key.shape[1], -1)).sum(1).transpose(0, 1)
         return of_query, of_key, of_value
 

@@ -1,0 +1,91 @@
+"""Names of weights: those of the model's parameters, and those in a folder.
+
+    in the model    model.layers.0.mlp.experts.gate_up_proj [E, 2 I, H]      ...experts.down_proj [E, H, I]
+    in a folder     model.layers.0.mlp.experts.0.gate_proj.weight [I, H], ...0.up_proj.weight [I, H], ...
+                    or as in the model, in families whose folders store experts in one weight
+    multimodal      model.language_model.layers.0.mlp..., beside the weights of other parts
+
+What a folder does is read from the names of its weights, and what is written for it does the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import NamedTuple
+
+from torch import Tensor
+
+from service.config.model_folder import EMBEDDING
+from service.learn.model.sharding import Rows
+
+HEAD = "lm_head.weight"
+BACKBONE = "model."
+PROJECTIONS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+
+
+class Names(NamedTuple):
+    """The names of weights in a folder."""
+
+    prefix: str = BACKBONE
+    """What a folder's names have in place of `model.`."""
+    fused: bool = False
+    """Whether one weight holds all experts of a layer."""
+
+    @classmethod
+    def of(cls, stored: Collection[str]) -> Names:
+        """The names of a folder that has these weights."""
+        last = EMBEDDING.removeprefix(BACKBONE)
+        prefixes = [name.removesuffix(last) for name in stored if name.endswith("." + last)]
+        fused = any(name.endswith(f".experts.{projection}") for name in stored for projection in PROJECTIONS)
+        return cls(min(prefixes, key=len, default=BACKBONE), fused)
+
+    def stored(self, name: str) -> str:
+        """The name in the folder of a weight of the model.
+
+        >>> Names("model.language_model.").stored("model.norm.weight")
+        'model.language_model.norm.weight'
+        """
+        if name.startswith(BACKBONE):
+            return self.prefix + name.removeprefix(BACKBONE)
+        # older folders have the head inside the language model, too
+        outer = self.prefix.removesuffix(BACKBONE)
+        return outer + name if outer != self.prefix else name
+
+    def is_other(self, stored: str) -> bool:
+        """Whether a folder's weight is of another part of a multimodal model."""
+        return self.prefix != BACKBONE and not stored.startswith(self.prefix) and not stored.endswith(HEAD)
+
+    def of_expert(self, name: str, expert: int) -> list[str]:
+        """The weights in the folder that make up one expert's part of a fused weight; empty if there are none.
+
+        >>> Names().of_expert("model.layers.0.mlp.experts.gate_up_proj", 3)
+        ['model.layers.0.mlp.experts.3.gate_proj.weight', 'model.layers.0.mlp.experts.3.up_proj.weight']
+        """
+        path, _, last = self.stored(name).rpartition(".")
+        if self.fused or not path.endswith(".experts"):
+            return []
+        return [f"{path}.{expert}.{projection}.weight" for projection in PROJECTIONS.get(last, ())]
+
+    def split(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The weights of a model under the folder's names, fused ones split if the folder has them so."""
+        whole = {name: Rows(tuple(weight.shape), 0, weight) for name, weight in weights.items()}
+        kept = {self.stored(name) for name in weights}
+        # safetensors refuses tensors that share memory
+        return {name: rows if name in kept else rows.clone() for name, (_, _, rows) in self.split_rows(whole).items()}
+
+    def split_rows(self, weights: Mapping[str, Rows]) -> dict[str, Rows]:
+        """Same as `split`, for a rank's rows: a fused weight has one row per expert, so a rank has the complete weights
+        of some experts and no part of the others."""
+        split = dict[str, Rows]()
+        for name, (shape, first, rows) in weights.items():
+            if not self.of_expert(name, 0):
+                split[self.stored(name)] = Rows(shape, first, rows)
+                continue
+            for expert in range(shape[0]):
+                names = self.of_expert(name, expert)
+                of_shape = (shape[1] // len(names), *shape[2:])
+                is_held = first <= expert < first + len(rows)
+                values = rows[expert - first] if is_held else rows.new_empty((0, *shape[2:]))
+                of_names = values.chunk(len(names)) if is_held else [values] * len(names)
+                split |= {part: Rows(of_shape, 0, of_part) for part, of_part in zip(names, of_names, strict=True)}
+        return split

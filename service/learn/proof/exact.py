@@ -1,0 +1,44 @@
+"""Computation in float64 throughout, for proofs: the norms and routers of families round to float32 otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+CASTS = (Tensor.to, Tensor.type)
+
+
+class Exact(TorchFunctionMode):
+    """Within the block, float64 tensors are not converted to float32."""
+
+    def __torch_function__(
+        self, function: Callable[..., Any], types: Any, arguments: Any = (), named: Mapping[str, Any] | None = None
+    ) -> Any:
+        options = dict(named or {})
+        if any(isinstance(x, Tensor) and x.dtype == torch.float64 for x in arguments):
+            if function is Tensor.float:
+                return arguments[0]
+            if function in CASTS:
+                arguments = tuple(_wide(x) for x in arguments)
+            options = {name: _wide(x) for name, x in options.items()}
+        return function(*arguments, **options)
+
+
+def exactly(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, computed in float64 throughout wherever it is called."""
+
+    @wraps(function)
+    def exact(*arguments: Any, **named: Any) -> Any:
+        with Exact():
+            return function(*arguments, **named)
+
+    return exact
+
+
+def _wide(x: Any) -> Any:
+    return torch.float64 if x is torch.float32 else x

@@ -1,0 +1,274 @@
+"""Proves that a small random model of a family is trained as the family's own code computes it, in float64.
+
+The family's code in transformers computes every row by itself, with its plain ("eager") attention. Everything that
+training may do instead has to give the same loss and the same gradient of every weight.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PretrainedConfig
+
+from service.config.learn import TrainerConfig
+from service.config.lora import LINEAR, LoraConfig
+from service.config.model_folder import experts_of
+from service.learn.device_batch import DeviceBatch, DeviceSettings
+from service.learn.model.hf_checkpoint import load_weights, stored_names, write_folder
+from service.learn.model.hf_config import read_config, unread_weights
+from service.learn.model.lora import LoraLinear, add_adapter
+from service.learn.model.policy_model import PolicyModel, allocate, empty_model, stored_buffers
+from service.learn.proof.exact import Exact, exactly
+from service.learn.proof.rows import ProofRows
+from service.learn.sequence_parallel import WHOLE, Slice, ThreadGroup
+from service.types import MicroBatch
+
+TOLERANCE = 1e-9
+CPU = torch.device("cpu")
+RANKS = 2
+PATIENCE = 120.0
+"""Seconds after which a rank that waits for another one gives up."""
+SMALL_GRADIENT = 1e-3
+"""Fraction of the whole gradient's norm below which a weight's gradient is compared with that fraction."""
+
+Outcome = tuple[float, dict[str, Tensor]]
+"""A loss and the gradient of each weight."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What one comparison found."""
+
+    name: str
+    difference: float
+    """Largest relative difference of the loss and of any gradient; infinite if nothing could be computed."""
+    reason: str = ""
+    """What failed, if anything did."""
+
+    @property
+    def holds(self) -> bool:
+        """Whether both sides are equal up to rounding."""
+        return self.difference <= TOLERANCE
+
+
+def prove(config: PretrainedConfig) -> list[Finding]:
+    """Compare all ways to train a small model of this configuration with the family's own code."""
+    with tempfile.TemporaryDirectory(prefix="baton-proof-") as parent, torch.random.fork_rng(devices=[]), Exact():
+        folder = Path(parent) / "model"
+        torch.manual_seed(0)
+        try:
+            _write(config, folder)
+            proof = _Proof(folder, ProofRows.of(config.vocab_size))
+        except Exception as error:  # noqa: BLE001 - a family may break anything; what it breaks is the finding
+            return [Finding("loads", float("inf"), _told(error))]
+        return [Finding("loads", 0.0), *(proof.finding(name, way) for name, way in proof.ways().items())]
+
+
+def _write(config: PretrainedConfig, folder: Path) -> None:
+    """Write a model whose weights all matter: biases, norms and corrections are random, too."""
+    model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float64)
+    with torch.no_grad():
+        for weight in [*model.parameters(), *stored_buffers(model).values()]:
+            weight.add_(torch.randn_like(weight), alpha=0.1)
+    model.save_pretrained(folder)
+
+
+class _Proof:
+    """The comparisons for one folder."""
+
+    def __init__(self, folder: Path, rows: ProofRows) -> None:
+        self._folder, self._rows, self._micro = folder, rows, rows.packed()
+        self._config = read_config(folder, proven=False)
+        self._own = self._by_row(folder)
+        self._packed: Outcome | None = None
+
+    def ways(self) -> dict[str, Callable[[], float]]:
+        """The comparisons by name; each returns the largest relative difference."""
+        ways: dict[str, Callable[[], float]] = {
+            "packed": partial(self._compared, "packed"),
+            "padded": partial(self._compared, "padded"),
+            "shared prefixes": partial(self._compared, "shared_prefix"),
+            "sequence parallel": self._split,
+            "split and shared": partial(self._split, "shared_prefix"),
+            "checkpointing": partial(self._compared, "shared_prefix", gradient_checkpointing=True),
+            "rows apart": self._perturbed,
+            "adapter": self._merged,
+            "saved": self._saved,
+        }
+        if experts_of(self._config):
+            ways["replay"] = self._replayed
+        return ways
+
+    def finding(self, name: str, way: Callable[[], float]) -> Finding:
+        """What a comparison finds; an error is a finding, too."""
+        try:
+            difference = way()
+        except Exception as error:  # noqa: BLE001 - see `prove`
+            return Finding(name, float("inf"), _told(error))
+        return Finding(name, difference, "" if difference <= TOLERANCE else f"differs by {difference:.1e}")
+
+    def _by_row(self, folder: Path) -> Outcome:
+        """The family's own code, a row at a time."""
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float64, attn_implementation="eager", experts_implementation="eager"
+        )
+        model.eval()
+        total = torch.zeros((), dtype=torch.float64)
+        rows = zip(self._rows.token_ids, self._micro.temperature_R.tolist(), self._rows.factors, strict=True)
+        for ids, temperature, factors in rows:
+            table = (model(ids[None], use_cache=False).logits[0, :-1] / temperature).log_softmax(-1)
+            total = total + (table.gather(1, ids[1:, None])[:, 0] * torch.from_numpy(factors[1:])).sum()
+        return _outcome(total, dict(model.named_parameters()))
+
+    def _model(self, **trainer: Any) -> PolicyModel:
+        model = empty_model(self._config, torch.float64, TrainerConfig(**trainer))
+        allocate(model, self._config, CPU)
+        for layer in model.layers:
+            layer.forward = exactly(layer.forward)  # again when it is recomputed: no mode holds in a backward pass
+        weights = dict(model.named_parameters()) | stored_buffers(model)
+        load_weights(self._folder, {n: w.detach() for n, w in weights.items()}, weights, unread_weights(self._config))
+        return model
+
+    def _total(self, model: PolicyModel, layout: str, part: Slice = WHOLE, micro: MicroBatch | None = None) -> Tensor:
+        """The loss of a rank's part of the rows."""
+        settings = DeviceSettings(CPU, torch.float64, layout, part=part)
+        batch = DeviceBatch.of(micro or self._micro, settings)
+        if layout == "shared_prefix" and batch.input_ids.numel() * part.of >= len(self._micro.token_ids_N):
+            raise RuntimeError("no prefix is shared")
+        logprob_M: Tensor = model(batch).logprob_M
+        return (logprob_M * self._rows.factor_N[batch.loss_token_M]).sum()
+
+    def _compared(self, layout: str, **trainer: Any) -> float:
+        model = self._model(layout=layout, **trainer)
+        return _difference(_outcome(self._total(model, layout), dict(model.named_parameters())), self._own)
+
+    def _split(self, layout: str = "packed") -> float:
+        """Two ranks, as threads, of which each has half of the tokens."""
+        model = self._model(layout=layout)
+        weights = dict(model.named_parameters())
+        meeting, parts = threading.Barrier(RANKS, timeout=PATIENCE), dict[int, Tensor]()
+        found: list[Outcome | Exception] = [RuntimeError("a rank did not end")] * RANKS
+
+        def run(rank: int) -> None:
+            try:
+                with Exact():
+                    part = Slice(rank, RANKS, ThreadGroup(rank, meeting, parts))
+                    found[rank] = _outcome(self._total(model, layout, part), weights)
+            except Exception as error:  # noqa: BLE001 - raised again in the thread that waits
+                found[rank] = error
+                meeting.abort()
+
+        threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(RANKS)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(2 * PATIENCE)
+        errors = [of_rank for of_rank in found if isinstance(of_rank, Exception)]
+        if errors:
+            raise next((error for error in errors if not isinstance(error, threading.BrokenBarrierError)), errors[0])
+        outcomes = [of_rank for of_rank in found if not isinstance(of_rank, Exception)]
+        gradients = {name: sum((of_rank[1][name] for of_rank in outcomes), torch.zeros(())) for name in weights}
+        return _difference((sum(of_rank[0] for of_rank in outcomes), gradients), self._own)
+
+    @torch.no_grad()
+    def _perturbed(self) -> float:
+        """Other tokens in one row change no log-probability of the other rows."""
+        model, offsets_R = self._model(), self._micro.offsets_R
+        settings = DeviceSettings(CPU, torch.float64)
+        plain = model(DeviceBatch.of(self._micro, settings)).logprob_M
+        token_ids_N = self._micro.token_ids_N.copy()
+        row = slice(int(offsets_R[1]), int(offsets_R[2]))
+        token_ids_N[row] = (token_ids_N[row] + 1) % self._config.vocab_size
+        batch = DeviceBatch.of(replace(self._micro, token_ids_N=token_ids_N), settings)
+        others_M = batch.row_of_token_N[batch.loss_token_M] != 1
+        changes_M = (model(batch).logprob_M - plain).abs()
+        if not changes_M[~others_M].any():
+            raise RuntimeError("other tokens in a row do not change its own log-probabilities")
+        return float(changes_M[others_M].max())
+
+    @torch.no_grad()
+    def _merged(self) -> float:
+        """An adapter gives the log-probabilities of the weights that it is merged into."""
+        model = self._model()
+        linear = [name for name, layer in model.named_modules() if isinstance(layer, torch.nn.Linear)]
+        present = {name.rpartition(".")[2] for name in linear}
+        experts = any(hasattr(layer.mlp, "experts") for layer in model.layers)
+        targets = tuple(name for name in (LINEAR[:4] if experts else LINEAR) if name in present)
+        add_adapter(model, model.layers, LoraConfig(rank=4, targets=targets), torch.float64)
+        adapted = [module for module in model.modules() if isinstance(module, LoraLinear)]
+        for module in adapted:
+            for part in (module.lora_A, module.lora_B):
+                part.weight.normal_(std=0.1)
+        with_adapter = self._total(model, "packed")
+        for module in adapted:
+            module.is_on = False
+        without = self._total(model, "packed")
+        for module in adapted:
+            module.weight.add_(module.lora_B.weight @ module.lora_A.weight, alpha=module.scale)
+        merged = self._total(model, "packed")
+        if abs(float(with_adapter - without)) <= TOLERANCE * abs(float(without)):
+            raise RuntimeError("the adapter changes nothing")
+        return abs(float(with_adapter - merged)) / abs(float(merged))
+
+    def _saved(self) -> float:
+        """What is written can be loaded by transformers, without a rest."""
+        out = self._folder.parent / "saved"
+        weights = {name: weight.detach().clone() for name, weight in self._model().named_parameters()}
+        write_folder(out, self._folder, stored_names(self._folder).split(weights))
+        _, info = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float64, output_loading_info=True)
+        if rest := sorted(str(name) for kind in info.values() for name in kind):
+            raise RuntimeError(f"transformers does not find or does not know {rest[0]} in what is written")
+        return _difference(self._by_row(out), self._own)
+
+    def _replayed(self) -> float:
+        """The router's own choice, replayed for most tokens, changes nothing."""
+        model, chosen = self._model(), list[Tensor]()
+        blocks: list[Any] = [layer.mlp for layer in model.layers if hasattr(layer.mlp, "experts")]
+        hooks = [
+            block.experts.register_forward_pre_hook(lambda _, arguments: chosen.append(arguments[1]))
+            for block in blocks
+        ]
+        with torch.no_grad():
+            self._total(model, "packed")
+        for hook in hooks:
+            hook.remove()
+        experts_NLK = torch.stack(chosen, 1).sort(-1).values
+        experts_NLK[::3] = -1
+        micro = replace(self._micro, routed_experts_N=experts_NLK.numpy().astype("int16"))
+        total = self._total(model, "packed", micro=micro)
+        return _difference(_outcome(total, dict(model.named_parameters())), self._own)
+
+
+def _outcome(total: Tensor, weights: Mapping[str, Tensor]) -> Outcome:
+    found = torch.autograd.grad(total, list(weights.values()), allow_unused=True)
+    zeros = (torch.zeros_like(weight) if of is None else of for of, weight in zip(found, weights.values(), strict=True))
+    return float(total.detach()), dict(zip(weights, zeros, strict=True))
+
+
+def _difference(ours: Outcome, own: Outcome) -> float:
+    """The largest relative difference of loss and gradients.
+
+    Raises:
+        RuntimeError: the two do not have the same weights.
+    """
+    if unknown := ours[1].keys() ^ own[1].keys():
+        raise RuntimeError(f"the weight {min(unknown)} is not in both models")
+    least = SMALL_GRADIENT * float(torch.stack([g.norm() for g in own[1].values()]).norm())
+    differences = [
+        float((gradient - own[1][name]).norm()) / max(float(own[1][name].norm()), least)
+        for name, gradient in ours[1].items()
+    ]
+    return max(abs(ours[0] - own[0]) / abs(own[0]), *differences)
+
+
+def _told(error: Exception) -> str:
+    """The first line of an error."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]

@@ -1,0 +1,57 @@
+"""The table of families in docs/models.md, made from the proof."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from transformers import PretrainedConfig
+
+from service.config.model_folder import experts_of
+from service.learn.model.hf_config import logit_scale
+from service.learn.proof.prove import Finding, prove
+from service.learn.proof.small import small_config
+
+HEADING = """\
+| family | layers | what is read from its configuration | comparisons | largest difference |
+|---|---|---|---|---|
+"""
+
+
+def families_table(families: Iterable[str]) -> str:
+    """A Markdown table with a line for each family."""
+    return HEADING + "".join(family_line(family, *_proved(family)) for family in families)
+
+
+def family_line(family: str, config: PretrainedConfig, findings: list[Finding]) -> str:
+    """The line of a family."""
+    passed = sum(finding.holds for finding in findings)
+    worst = max(finding.difference for finding in findings)
+    cells = (f"`{family}`", _layers(config), ", ".join(_traits(config)) or "-", f"{passed} of {len(findings)}")
+    return f"| {' | '.join(cells)} | {worst:.0e} |\n"
+
+
+def _proved(family: str) -> tuple[PretrainedConfig, list[Finding]]:
+    config = small_config(family)
+    return config, prove(config)
+
+
+def _layers(config: PretrainedConfig) -> str:
+    kinds = {kind.removesuffix("_attention") for kind in getattr(config, "layer_types", None) or ()}
+    if not kinds:
+        kinds = {"sliding" if getattr(config, "sliding_window", None) else "full"}
+    return ", ".join(sorted(kinds))
+
+
+def _traits(config: PretrainedConfig) -> list[str]:
+    """What differs from Llama, by the settings of the configuration."""
+    settings = config.to_dict()
+    no_rope = 0 in (settings.get("no_rope_layers") or ())
+    partial_rope = (settings.get("rope_parameters") or {}).get("partial_rotary_factor", 1.0) != 1.0
+    found = {
+        "experts": experts_of(config) > 0,
+        "tied head": config.tie_word_embeddings,
+        "scaled logits": logit_scale(config) != 1,
+        "layers without RoPE": no_rope,
+        "RoPE on a part of each head": partial_rope,
+    }
+    return [trait for trait, has in found.items() if has]

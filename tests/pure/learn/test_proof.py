@@ -1,0 +1,129 @@
+"""Families are taken because a small model of each is trained as the family's own code computes it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers.utils import logging
+
+from service.cli.models import run_check
+from service.config.model_folder import FAMILIES
+from service.learn.device_batch import DeviceBatch
+from service.learn.model import router_replay, shared_attention
+from service.learn.model.shared_attention import Form
+from service.learn.proof.prove import Finding, prove
+from service.learn.proof.small import small_config
+from service.learn.proof.table import HEADING, family_line
+from tests.pure.learn.test_shared_prefix import of_gpu
+
+PAGE = Path(__file__).parents[3] / "docs" / "models.md"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quietly() -> None:
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+
+
+def failed(findings: list[Finding]) -> dict[str, str]:
+    return {finding.name: finding.reason for finding in findings if not finding.holds}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_way_to_train_a_family_equals_its_own_code_and_the_page_tells_so(family: str) -> None:
+    config = small_config(family)
+    findings = prove(config)
+    assert not failed(findings)
+    assert len(findings) >= 10
+    line = family_line(family, config, findings).rpartition("| ")[0].rpartition("| ")[0]
+    assert line in PAGE.read_text()
+
+
+def test_the_page_lists_the_families_that_runs_take_and_no_other() -> None:
+    table = PAGE.read_text().partition(HEADING)[2].partition("\n\n")[0]
+    assert [line.split("`")[1] for line in table.splitlines()] == list(FAMILIES)
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
+        ("qwen2", {"use_sliding_window": True, "max_window_layers": 1}),
+        ("qwen3", {"use_sliding_window": True, "max_window_layers": 1, "attention_bias": True}),
+        ("qwen2_moe", {"use_sliding_window": True}),
+        ("qwen3_moe", {"use_sliding_window": True, "mlp_only_layers": [1], "norm_topk_prob": True}),
+        ("phi3", {"sliding_window": 9, "resid_pdrop": 0.5}),
+        ("smollm3", {"use_sliding_window": True, "sliding_window": 9}),
+        ("granite", {"logits_scaling": 8.0, "residual_multiplier": 0.3, "attention_multiplier": 0.1}),
+        ("glm4_moe", {"n_group": 4, "topk_group": 2, "use_qk_norm": True, "attention_bias": True}),
+        ("gemma3", {"rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        }}),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_published_models_set_is_honoured(family: str, settings: dict[str, Any]) -> None:
+    sizes = {} if family != "gemma3" else {"text_config": settings}
+    assert not failed(prove(small_config(family, **(sizes or settings))))
+
+
+@pytest.mark.parametrize(
+    ("family", "comparison", "reason"),
+    [
+        ("gemma2", "loads", "attn_logit_softcapping"),
+        ("phi", "packed", "its output head has a bias"),
+        ("mixtral", "packed", "has no weight 'model.layers.0.mlp.gate.weight'"),
+        ("stablelm", "packed", "missing 1 required positional argument: 'packing'"),
+    ],
+)
+def test_a_family_that_cannot_be_trained_is_told_what_fails(family: str, comparison: str, reason: str) -> None:
+    assert reason in failed(prove(small_config(family)))[comparison]
+
+
+def without_window(_: Form, width: int, like: torch.Tensor) -> None:
+    return None
+
+
+@pytest.mark.parametrize(
+    ("family", "place", "name", "broken", "comparisons"),
+    [
+        ("olmo3", Form, "mask", without_window, {"packed", "shared prefixes", "sequence parallel"}),
+        ("gpt_oss", shared_attention, "join_sinks", lambda *_: None, {"packed", "shared prefixes"}),
+        ("gpt_oss", shared_attention, "gradient_of_sinks", lambda *x: torch.zeros_like(x[-1]), {"packed"}),
+        ("qwen3_moe", router_replay.RouterReplay, "set", lambda replay, _: replay._recorded.update(
+            dict.fromkeys(replay._blocks, torch.zeros(262, 2, dtype=torch.int64))), {"packed"}),
+    ],
+    ids=["window", "sinks", "gradient of sinks", "router"],
+)  # fmt: skip
+def test_the_proof_finds_what_is_broken(
+    monkeypatch: pytest.MonkeyPatch, family: str, place: Any, name: str, broken: Any, comparisons: set[str]
+) -> None:
+    monkeypatch.setattr(place, name, broken)
+    assert comparisons <= failed(prove(small_config(family))).keys()
+
+
+@pytest.mark.usefixtures("varlen_on_cpu")
+@pytest.mark.parametrize("family", ["mistral", "gpt_oss", "glm4_moe"])
+def test_windows_and_sinks_are_those_of_the_family_with_the_kernel_of_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    monkeypatch.setattr(DeviceBatch, "of", staticmethod(of_gpu))
+    assert not failed(prove(small_config(family)))
+
+
+def test_a_folder_of_an_unknown_family_gets_a_line_for_each_comparison(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small_config("olmo").save_pretrained(tmp_path)
+
+    class Arguments:
+        model = str(tmp_path)
+
+    assert run_check(Arguments(), []) in (0, 1)  # type: ignore[arg-type]
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split()[0] == "loads"
+    assert lines[-1].startswith("olmo ")
