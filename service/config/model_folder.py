@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 FAMILIES = (
     "arcee", "cohere", "cohere2", "ernie4_5", "exaone4", "flex_olmo", "gemma", "gemma3", "glm", "glm4", "glm4_moe",
     "gpt_oss", "granite", "hunyuan_v1_dense", "llama", "ministral3", "mistral", "olmo2", "olmo3", "olmoe", "phi3",
-    "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3", "starcoder2",
+    "qwen2", "qwen2_moe", "qwen3", "qwen3_5", "qwen3_5_moe", "qwen3_moe", "qwen3_next", "seed_oss",
+    "smollm3", "starcoder2",
 )  # fmt: skip
 """Model types for which the proof holds (`service.learn.proof`) and for which vLLM has a model."""
 
@@ -61,8 +62,7 @@ def check_model_folder(folder: Path, longest: int, sequence_parallel: int = 1) -
     if type(vocab_size) is not int:
         raise UserError(f"model.path: {folder / MODEL_CONFIG} describes no model: vocab_size is {vocab_size!r:.80}")
     _check_length(config, folder, longest)
-    heads = config.get("num_attention_heads")
-    if reason := undivided_heads(heads, config.get("num_key_value_heads", heads), sequence_parallel):
+    if reason := undivided(config, sequence_parallel):
         raise UserError(f"trainer.sequence_parallel: {reason}")
     check_vocabulary(folder, read_tokenizer(folder / TOKENIZER).get_vocab_size(), vocab_size)
     index = weight_index(folder)
@@ -133,6 +133,14 @@ def unsupported(config: Mapping[str, Any]) -> str | None:
         hint = ", or load it with Mxfp4Config(dequantize=True) and save it" if method == "mxfp4" else ""
         return f"its weights are quantised (quantization_config); name the folder that it was quantised from{hint}"
     return None
+
+
+def undivided(config: Mapping[str, Any], ranks: int) -> str | None:
+    """Return why `ranks` ranks cannot divide the heads of a model with these settings; None if they can."""
+    heads, linear = config.get("num_attention_heads"), config.get("linear_num_key_heads")
+    if type(linear) is int and linear % ranks:
+        return f"{ranks} ranks cannot divide the model's {linear} key heads of linear attention; use a divisor"
+    return undivided_heads(heads, config.get("num_key_value_heads", heads), ranks)
 
 
 def undivided_heads(heads: object, key_heads: object, ranks: int) -> str | None:

@@ -7,6 +7,7 @@ a bucket.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from service.learn.chunk_layout import Chunks
 from service.learn.distinct import Branch, DistinctTokens
 from service.types import Int64s
 
@@ -83,6 +85,13 @@ class WholeRows(NamedTuple):
     first_S: Tensor
     """For each slot, the first token of the rows that has it."""
 
+    @staticmethod
+    def of(offsets_R: Int64s, slot_N: Int64s, device: torch.device, variable_length: bool = False) -> WholeRows:
+        """The rows with these bounds, whose tokens are in these slots."""
+        first_S = np.unique(slot_N, return_index=True)[1]
+        packing = Packing.of(offsets_R, device, variable_length)
+        return WholeRows(packing, to_device(slot_N, device), to_device(first_S, device))
+
     def repeat(self, x: Tensor) -> Tensor:
         """[S, ...] -> [N, ...], with gradients that are summed in the accumulation type."""
         wide = torch.promote_types(x.dtype, torch.float32)
@@ -120,7 +129,16 @@ class Packing:
     shared: tuple[Part, ...] = ()
     """Further parts of attention, in addition to the buckets."""
     whole: WholeRows | None = None
-    """The rows of a tree on CPU, for attention in a window; None without shared prefixes."""
+    """The rows of a tree, for linear attention and on CPU for attention in a window; None without shared prefixes."""
+    offsets_R: Int64s | None = None
+    """Bounds of the rows, without empty ones; None for a tree."""
+
+    @property
+    def chunks(self) -> Chunks:
+        """The chunks of the rows, for linear attention."""
+        if self.offsets_R is None:
+            raise ValueError("the parts of a tree have no chunks, its whole rows have")
+        return _chunks(tuple(self.offsets_R.tolist()), self.cu_seqlens.device)
 
     @property
     def longest_row(self) -> int:
@@ -137,10 +155,11 @@ class Packing:
         cu_seqlens = to_device(bounds.astype(np.int32), device)
         max_length = int(lengths_R.max(initial=0))
         if variable_length:
-            return Packing(cu_seqlens, max_length)
+            return Packing(cu_seqlens, max_length, offsets_R=bounds)
         buckets = _buckets(bounds, np.arange(len(bounds) - 1), device)
         token_N = [bucket.token_B for bucket in buckets if bucket.token_B is not None]
-        return Packing(cu_seqlens, max_length, buckets, torch.argsort(torch.cat(token_N)) if token_N else None)
+        order_N = torch.argsort(torch.cat(token_N)) if token_N else None
+        return Packing(cu_seqlens, max_length, buckets, order_N, offsets_R=bounds)
 
     @staticmethod
     def of_tree(
@@ -150,9 +169,7 @@ class Packing:
         depth-first order."""
         if variable_length:
             return _of_paths(distinct.slot_N, row_R, offsets_R, device)
-        first_S = np.unique(distinct.slot_N, return_index=True)[1]
-        rows = Packing.of(offsets_R, device)
-        whole = WholeRows(rows, to_device(distinct.slot_N, device), to_device(first_S, device))
+        whole = WholeRows.of(offsets_R, distinct.slot_N, device)
         return replace(_of_runs(distinct.branches(), len(distinct.position_U), device), whole=whole)
 
 
@@ -165,8 +182,10 @@ def _of_paths(slot_N: Int64s, row_R: Int64s, offsets_R: Int64s, device: torch.de
             keys.append(keys[-1] + len(path))
             paths.append(path)
     cu_keys = to_device(np.array(keys, np.int32), device)
-    along = Paths(to_device(np.concatenate(paths), device), cu_keys, int(np.diff(keys).max()))
-    return replace(Packing.of(np.array(queries), device, variable_length=True), paths=along)
+    path_N = np.concatenate(paths)
+    along = Paths(to_device(path_N, device), cu_keys, int(np.diff(keys).max()))
+    whole = WholeRows.of(np.array(keys), path_N, device, variable_length=True)
+    return replace(Packing.of(np.array(queries), device, variable_length=True), paths=along, whole=whole)
 
 
 def _of_runs(branches: list[Branch], n_slots: int, device: torch.device) -> Packing:
@@ -183,6 +202,12 @@ def _of_runs(branches: list[Branch], n_slots: int, device: torch.device) -> Pack
         buckets=_buckets(bounds, short, device),
         shared=(*(Part(run, run, True) for run in own), *below),
     )
+
+
+@lru_cache(maxsize=4)
+def _chunks(offsets_R: tuple[int, ...], device: torch.device) -> Chunks:
+    """The chunks of rows, made once for all layers of a micro-batch."""
+    return Chunks.of(np.array(offsets_R), device)
 
 
 def _buckets(bounds: Int64s, rows: Int64s, device: torch.device) -> tuple[Bucket, ...]:

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import PretrainedConfig
 
-from service.config.model_folder import undivided_heads
+from service.config.model_folder import undivided
 from service.errors import UserError
 
 
@@ -51,7 +51,7 @@ class Slice(NamedTuple):
             raise UserError(
                 f"trainer.sequence_parallel: {world_size} ranks do not divide into groups of {ranks_of_group}"
             )
-        if why := undivided_heads(config.num_attention_heads, config.num_key_value_heads, ranks_of_group):
+        if why := undivided(config.to_dict(), ranks_of_group):
             raise UserError(f"trainer.sequence_parallel: {why}")
         shape = world_size // ranks_of_group, ranks_of_group
         group = init_device_mesh(device.type, shape, mesh_dim_names=("batch", "sequence")).get_group("sequence")
@@ -95,6 +95,13 @@ class Exchange(NamedTuple):
     def own(self, value: Tensor) -> Tensor:
         """[heads, ...] -> [own heads, ...], of a weight."""
         return value.chunk(self.group.size())[self.group.rank()]
+
+    def to_channels(self, values: list[Tensor]) -> list[Tensor]:
+        """[own slots, channels] -> [all slots, own channels], of several values that ranks divide by heads."""
+        ranks = self.group.size()
+        by_rank = [x.view(len(x), ranks, -1).transpose(0, 1) for x in values]
+        received = _all_to_all(torch.cat(by_rank, 2), self.group).flatten(0, 1)[: self.n_slots]
+        return list(torch.split(received, [x.shape[2] for x in by_rank], 1))
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def to_heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:

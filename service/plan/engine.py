@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from service.config.model_folder import experts_of
 from service.plan.machine.costs import GPU
 from service.plan.machine.device import Device
 
@@ -42,8 +43,9 @@ class Shape:
         """Read the shape from a `config.json` as loaded by transformers."""
         hidden, heads = model.hidden_size, model.num_attention_heads
         head_dim = getattr(model, "head_dim", None) or hidden // heads
-        experts = getattr(model, "num_experts", 0) or 0
-        mlp = 3 * hidden * model.intermediate_size
+        experts = experts_of(model)
+        width_of_mlp = getattr(model, "intermediate_size", 0)
+        mlp = 3 * hidden * width_of_mlp
         shared = 3 * hidden * (getattr(model, "shared_expert_intermediate_size", 0) or 0)
         head = float(model.vocab_size * hidden)
         return cls(
@@ -51,7 +53,7 @@ class Shape:
             hidden=hidden,
             attention=2.0 * hidden * head_dim * (heads + model.num_key_value_heads),
             shared=shared if experts else mlp,
-            expert=3.0 * hidden * model.moe_intermediate_size if experts else 0.0,
+            expert=3.0 * hidden * getattr(model, "moe_intermediate_size", width_of_mlp) if experts else 0.0,
             experts=experts,
             experts_of_token=getattr(model, "num_experts_per_tok", 0) or 0,
             embedding=head if model.tie_word_embeddings else 2 * head,

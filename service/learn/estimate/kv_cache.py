@@ -19,11 +19,14 @@ DIVIDED = ("num_attention_heads", "intermediate_size", "moe_intermediate_size", 
 
 
 def kv_token_bytes(model: PretrainedConfig, generator: GeneratorConfig, dtype: str) -> int:
-    """Bytes of a token's keys and values in the layers that a GPU of an engine has; each has at least one key head."""
+    """Bytes of a token's keys and values in the layers that a GPU of an engine has; each has at least one key head.
+    Linear attention keeps a state for each request instead."""
     head_dim = getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads
     heads = max(1, model.num_key_value_heads // generator.tensor_parallel_size)
     stages = generator.engine_gpus // generator.tensor_parallel_size
-    return int(2 * -(-model.num_hidden_layers // stages) * heads * head_dim * getattr(torch, dtype).itemsize)
+    linear = (getattr(model, "layer_types", None) or []).count("linear_attention")
+    layers = min(-(-model.num_hidden_layers // stages), model.num_hidden_layers - linear)
+    return int(2 * layers * heads * head_dim * getattr(torch, dtype).itemsize)
 
 
 def request_bytes(model: PretrainedConfig, generator: GeneratorConfig, dtype: str) -> int:

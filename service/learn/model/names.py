@@ -48,8 +48,7 @@ class Names(NamedTuple):
         if name.startswith(BACKBONE):
             return self.prefix + name.removeprefix(BACKBONE)
         # older folders have the head inside the language model, too
-        outer = self.prefix.removesuffix(BACKBONE)
-        return outer + name if outer != self.prefix else name
+        return self.prefix.removesuffix(BACKBONE) + name if self.prefix.endswith(f".{BACKBONE}") else name
 
     def is_other(self, stored: str) -> bool:
         """Whether a folder's weight is of another part of a multimodal model."""

@@ -18,6 +18,7 @@ from service.errors import UserError
 from service.learn.compile import compile_layers
 from service.learn.device_batch import DeviceBatch
 from service.learn.model import attention
+from service.learn.model.delta_net import use_packed_rows
 from service.learn.model.hf_config import logit_scale
 from service.learn.model.logprob import TokenLogprobs, token_logprobs
 from service.learn.model.lora import add_adapter
@@ -92,6 +93,8 @@ def empty_model(
     if getattr(whole.lm_head, "bias", None) is not None:
         raise UserError("its output head has a bias, which is not computed")
     layers = whole.model.layers
+    if trainer.layout != "padded":
+        use_packed_rows(layers)
     chosen = checkpointing or Checkpointing.of(trainer.gradient_checkpointing, len(layers))
     compile_layers(whole, trainer, chosen.elementwise)
     if chosen.layers:

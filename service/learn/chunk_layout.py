@@ -1,0 +1,49 @@
+"""Chunks of rows: the order in which linear attention computes tokens.
+
+Every row begins a chunk of its own, so no state can pass from one row to another. Chunks are sorted by their number in
+their row, rows from long to short, so that a step of the scan takes the next chunk of every row that has one:
+
+    rows of 5, 9 and 2 tokens, chunks of 4 tokens     chunks     row 1  row 0  row 2 | row 1  row 0 | row 1
+                                                      active_T   3                     2              1
+
+Axes: `N` tokens of the rows, `C` chunks, `T` steps of the scan.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from service.types import Int64s
+
+CHUNK = 64
+"""Tokens of a chunk: inside it the cost is quadratic, from chunk to chunk a state is handed on."""
+
+
+class Chunks(NamedTuple):
+    """The place of each token among the slots of all chunks."""
+
+    slot_N: Tensor
+    row_N: Tensor
+    """The row of each token."""
+    active_T: tuple[int, ...]
+    """Number of rows that have a chunk at each step of the scan."""
+
+    @staticmethod
+    def of(offsets_R: Int64s, device: torch.device) -> Chunks:
+        """The chunks of rows with these bounds, none of which is empty."""
+        lengths_R = np.diff(offsets_R)
+        chunks_R = -(-lengths_R // CHUNK)
+        place_R = np.empty(len(chunks_R), np.int64)
+        place_R[np.argsort(-chunks_R, kind="stable")] = np.arange(len(chunks_R))
+        active_T = np.bincount(chunks_R)[::-1].cumsum()[::-1][1:]
+        first_T = np.cumsum(active_T) - active_T
+        row_N = np.repeat(np.arange(len(lengths_R)), lengths_R)
+        position_N = np.arange(len(row_N)) - (offsets_R[:-1] - offsets_R[0])[row_N]
+        chunk_N = first_T[position_N // CHUNK] + place_R[row_N]
+        slot_N = chunk_N * CHUNK + position_N % CHUNK
+        on_device = [torch.from_numpy(x).to(device) for x in (slot_N, row_N)]
+        return Chunks(on_device[0], on_device[1], tuple(active_T.tolist()))

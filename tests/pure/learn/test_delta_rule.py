@@ -1,0 +1,76 @@
+"""Linear attention of packed rows is that of each row by itself, and its cost is linear."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from service.learn.chunk_layout import CHUNK, Chunks
+from service.learn.model.delta_rule import EPSILON, causal_convolution, gated_delta_rule
+from tests.pure.learn.builders import CPU
+
+HEADS, KEYS, VALUES, TAPS = 2, 6, 5, 4
+
+
+def made(n_tokens: int, seed: int) -> list[Tensor]:
+    """Queries, keys, values, log decay and beta."""
+    random = torch.Generator().manual_seed(seed)
+    shapes = [(n_tokens, HEADS, KEYS)] * 2 + [(n_tokens, HEADS, VALUES)] + [(n_tokens, HEADS)] * 2
+    query, key, value, g, beta = (torch.randn(s, generator=random, dtype=torch.float64) for s in shapes)
+    return [query, key, value, -g.exp(), beta.sigmoid()]
+
+
+def token_by_token(query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+    """The recurrence of one row."""
+    query, key = (x / (x.square().sum(-1, keepdim=True) + EPSILON).sqrt() for x in (query, key))
+    state, out = query.new_zeros(HEADS, KEYS, VALUES), []
+    for t in range(len(query)):
+        state = state * g[t, :, None, None].exp()
+        missing = value[t] - (state * key[t, :, :, None]).sum(1)
+        state = state + key[t, :, :, None] * (missing * beta[t, :, None])[:, None]
+        out.append((state * query[t, :, :, None]).sum(1) * KEYS**-0.5)
+    return torch.stack(out)
+
+
+@pytest.mark.parametrize("lengths", [[5, CHUNK, 70, 1, 2 * CHUNK + 2], [1], [CHUNK - 1, CHUNK + 1], [3] * 9], ids=str)
+def test_output_and_gradients_are_those_of_the_recurrence_row_by_row(lengths: list[int]) -> None:
+    offsets = np.cumsum([0, *lengths])
+    ours, own = ([x.requires_grad_() for x in made(int(offsets[-1]), 1)] for _ in range(2))
+    found = gated_delta_rule(*ours, Chunks.of(offsets, CPU))
+    expected = torch.cat([token_by_token(*(x[start:stop] for x in own)) for start, stop in pairwise(offsets.tolist())])
+    torch.testing.assert_close(found, expected, atol=1e-12, rtol=1e-12)
+    weight = torch.randn(found.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    gradients = [torch.autograd.grad((out * weight).sum(), x) for out, x in ((found, ours), (expected, own))]
+    torch.testing.assert_close(*gradients, atol=1e-11, rtol=1e-11)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_other_values_in_a_row_leave_the_other_rows_equal_to_the_last_bit(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(1, 3 * CHUNK, int(rng.integers(2, 6)))
+    offsets = np.cumsum([0, *lengths])
+    chunks, row = Chunks.of(offsets, CPU), int(rng.integers(len(lengths)))
+    plain, other = made(int(offsets[-1]), seed), made(int(offsets[-1]), seed)
+    for x, different in zip(other, made(int(offsets[-1]), seed + 1000), strict=True):
+        x[offsets[row] : offsets[row + 1]] = different[offsets[row] : offsets[row + 1]]
+    weight = torch.randn(HEADS * VALUES, TAPS, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    for of in (
+        lambda x: gated_delta_rule(*x, chunks),
+        lambda x: causal_convolution(x[2].flatten(1), weight, chunks),
+    ):
+        same = (of(plain) == of(other)).flatten(1).all(1)
+        assert same[chunks.row_N != row].all()
+        assert not same[chunks.row_N == row].any()
+
+
+def test_a_convolution_sees_zeros_before_a_row() -> None:
+    x, weight = made(9, 3)[2].flatten(1), torch.randn(HEADS * VALUES, TAPS, dtype=torch.float64)
+    found = causal_convolution(x, weight, Chunks.of(np.array([0, 2, 9]), CPU))
+    for start, stop in ((0, 2), (2, 9)):
+        for t in range(start, stop):
+            taps = [weight[:, TAPS - 1 - back] * x[t - back] for back in range(TAPS) if t - back >= start]
+            torch.testing.assert_close(found[t], torch.stack(taps).sum(0))
