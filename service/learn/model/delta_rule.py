@@ -66,19 +66,21 @@ def gated_delta_rule(query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta:
     from_state = query * decay.exp()[..., None]
     to_state = key * (decay[..., -1:] - decay).exp()[..., None]
     kept = decay[..., -1, None, None].exp()
-    state, outputs, first = None, [], 0
-    for active in chunks.active_T:
-        now = slice(first, first + active)
-        first += active
+    # `split`, because the gradient of a slice is as large as the whole, and there is one a step
+    steps = zip(
+        *(torch.split(x, list(chunks.active_T)) for x in (u, w, from_state, within, kept, to_state)), strict=True
+    )
+    state, outputs = None, []
+    for added, reads, queries, inside, fraction, writes in steps:
         if state is None:
-            added = u[now]
-            outputs.append(within[now] @ added)
-            state = to_state[now].mT @ added
-        else:
-            state = state[:active]
-            added = u[now] - w[now] @ state
-            outputs.append(from_state[now] @ state + within[now] @ added)
-            state = kept[now] * state + to_state[now].mT @ added
+            outputs.append(inside @ added)
+            state = writes.mT @ added
+            continue
+        if len(state) > len(added):
+            state = state[: len(added)]
+        added = added - reads @ state
+        outputs.append(queries @ state + inside @ added)
+        state = fraction * state + writes.mT @ added
     out = torch.cat(outputs).transpose(1, 2).flatten(0, 1)
     return out.index_select(0, chunks.slot_N)
 
