@@ -143,7 +143,7 @@ def submit(arguments: argparse.Namespace, overrides: list[str]) -> int:
 def agent_try(arguments: argparse.Namespace, overrides: list[str]) -> int:
     """Try an agent."""
     from service.config import load_config
-    from service.config.model_folder import MODEL_CONFIG, TOKENIZER, require_files
+    from service.config.model_folder import MODEL_CONFIG, TOKENIZER, model_config, require_files, text_part, tools_note
     from service.evaluation.report import check_output
 
     texts = arguments.scripted and arguments.scripted.read_text("utf-8", "replace").splitlines()
@@ -157,6 +157,14 @@ def agent_try(arguments: argparse.Namespace, overrides: list[str]) -> int:
     config = load_config(arguments.config, [*settings, *overrides])
     if not texts:
         refuse_missing_vllm()
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # the terminal is the agent's author's
+        window = text_part(model_config(arguments.model)).get("max_position_embeddings")
+        longest = config.generator.longest_row
+        if not arguments.config and isinstance(window, int) and window < longest:
+            fitting = f"generator.max_input_length={max(1, window - config.generator.max_generate_length)}"
+            config = load_config([], [*settings, fitting, *overrides])
+        if note := tools_note(arguments.model):
+            say(f"note: {note}")
     with phase("loading transformers" if texts else LOADING, after=SHORT_SECONDS):
         from actors.driver.try_agent import try_agent
 

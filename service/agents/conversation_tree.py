@@ -195,6 +195,11 @@ class ConversationTree:
         self._newest_of: dict[str, Call] = {}
         """The newest call of each request's body."""
 
+    @property
+    def shows_tools(self) -> bool:
+        """Whether the chat template puts a request's tools into the prompt."""
+        return self._chat.shows_tools
+
     def open(
         self,
         messages: Sequence[Mapping[str, Any]],

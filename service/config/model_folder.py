@@ -57,6 +57,8 @@ def check_model_folder(folder: Path, longest: int, sequence_parallel: int = 1) -
     refuse_remote_code(folder)
     config = text_part(model_config(folder))
     vocab_size = config.get("vocab_size")
+    if config.get("model_type") is None:
+        raise UserError(f"model.path: {folder / MODEL_CONFIG} describes no model: it has no model_type")
     if reason := unsupported(model_config(folder)):
         raise UserError(f"model.path: {folder} cannot be trained: {reason}")
     if type(vocab_size) is not int:
@@ -68,6 +70,17 @@ def check_model_folder(folder: Path, longest: int, sequence_parallel: int = 1) -
     index = weight_index(folder)
     for file in sorted({*index.values()} or {folder / SINGLE}):
         _check_header(file, {name for name, where in index.items() if where == file}, vocab_size)
+
+
+def tools_note(folder: Path) -> str | None:
+    """A line that says that the folder's chat template leaves out the tools of a request; None if it may show them."""
+    file = folder / "chat_template.jinja"
+    if not file.is_file() or "tools" in file.read_text(encoding="utf-8", errors="replace"):
+        return None
+    return (
+        f"agents: {file} does not show tools: the policy does not see the tools that an agent gives; describe them in "
+        "the messages, or use a model whose template shows them"
+    )
 
 
 def require_files(folder: Path, *names: str) -> None:

@@ -12,6 +12,7 @@ from service.config.command import AGENT
 from service.config.engine_options import warnings
 from service.config.learn import AlgorithmConfig, TrainerConfig, WeightsConfig
 from service.config.lora import LoraConfig
+from service.config.model_folder import tools_note
 from service.config.rollout import (
     AgentsConfig,
     DataConfig,
@@ -285,4 +286,6 @@ class Config(Section):
                 "run.store: only the end of the run is uploaded (final weights, metrics, summary), since "
                 "trainer.checkpoint_every is 0; set it, so that the run can go on from the store"
             )
+        if self.endpoint is not None and self.model.path is not None and (note := tools_note(self.model.path)):
+            notes.append(note)
         return [*notes, *warnings(self.generator.engine_options)]

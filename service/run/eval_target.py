@@ -115,7 +115,7 @@ def _checkpoint(path: Path, step: int) -> EvalTarget:
             f"RUN/{CHECKPOINTS}/{path.name}"
         )
     if not folder.is_dir():
-        raise UserError(f"{path}: there is no checkpoint of step {step}; there are {_listed(folder.parent, step)}")
+        raise UserError(f"{path}: there is no checkpoint of step {step}; nearest: {_listed(folder.parent, step)}")
     return EvalTarget(path, run, None, step)
 
 

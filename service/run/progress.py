@@ -216,8 +216,9 @@ def step_line(
     """The progress line of a step; `mean`: seconds of the last steps; `shares`: of all steps' time, largest first."""
     bound = "".join(f", bound by {part} ({share:.0%})" for part, share in [*shares.items()][:1])
     until = "" if not left else f", {duration(left)} left"
+    pace = f"{mean:.2g}" if mean < 100 else f"{mean:.0f}"
     return (
         f"step {line['trainer/global_step']:>4}/{max_steps}  reward {line['reward/avg_raw_reward']:.3f}"
-        f"  staleness {line['async/staleness_mean']:.2f}  {mean:.2g} s a step{bound}"
+        f"  staleness {line['async/staleness_mean']:.2f}  {pace} s a step{bound}"
         f"  {duration(seconds)}{until}"
     )

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +57,12 @@ class Chat:
         """The token that ends a turn; `conversation` appends it if the policy stopped without an end token."""
         self.end_ids: tuple[int, ...] = tuple(dict.fromkeys((self.end_id, int(tokenizer.eos_token_id))))
         """All tokens at which the engine should stop."""
+
+    @cached_property
+    def shows_tools(self) -> bool:
+        """Whether the template puts a request's tools into the prompt."""
+        tool = {"type": "function", "function": {"name": "f", "description": "", "parameters": {"type": "object"}}}
+        return self._render(ASKED[:1], [tool]) != self._render(ASKED[:1])
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> Int32s:
         """[P] ids of a whole prompt, which ends with the template's opening of the assistant's turn."""

@@ -83,8 +83,8 @@ def test_a_whole_run_and_its_checkpoints_and_model_are_evaluated(run: Path, said
 
 def test_paths_that_are_nothing_are_named_with_what_is_near(run: Path, said: Said, tmp_path: Path) -> None:
     assert f"there is no such folder (there is {run})" in said(tmp_path / "runn")
-    assert "there is no checkpoint of step 30; there are step_20, step_40" in said(run / "checkpoints/step_30")
-    assert "there is no checkpoint of step 50; there are step_40" in said(run / "checkpoints/step_50")
+    assert "there is no checkpoint of step 30; nearest: step_20, step_40" in said(run / "checkpoints/step_30")
+    assert "there is no checkpoint of step 50; nearest: step_40" in said(run / "checkpoints/step_50")
     assert "one of its checkpoints: step_20, step_40" in said(run / "checkpoints")
     assert "no model (config.json), no run folder" in said(run / "logs")
     assert "no model (config.json), no run folder" in said(run / "config.yaml")
