@@ -57,8 +57,6 @@ def check_model_folder(folder: Path, longest: int, sequence_parallel: int = 1) -
     refuse_remote_code(folder)
     config = text_part(model_config(folder))
     vocab_size = config.get("vocab_size")
-    if config.get("model_type") is None:
-        raise UserError(f"model.path: {folder / MODEL_CONFIG} describes no model: it has no model_type")
     if reason := unsupported(model_config(folder)):
         raise UserError(f"model.path: {folder} cannot be trained: {reason}")
     if type(vocab_size) is not int:

@@ -80,6 +80,7 @@ def test_an_adapter_to_begin_with_is_refused_by_the_validation_in_the_line_of_a_
 
 CUT = r"the weights .*model\.safetensors cannot be read"
 NO_MODEL = r"^model\.path: .*config\.json (describes no model: .+|holds no object|is no JSON: .+)$"
+NO_TYPE = r"^model\.path: .* cannot be trained: model type None is none of the \d+ families"
 INDEX, WEIGHTS = "model.safetensors.index.json", "model.safetensors"
 
 
@@ -87,7 +88,7 @@ INDEX, WEIGHTS = "model.safetensors.index.json", "model.safetensors"
     ("file", "text", "wrong"),
     [
         *(
-            ("config.json", text, NO_MODEL)
+            ("config.json", text, NO_TYPE if text == "{}" else NO_MODEL)
             for text in ("[]", "{}", '"qwen3"', "{", '{"model_type": "qwen3", "vocab_size": "many"}', "")
         ),
         (WEIGHTS, "no safetensors", CUT),
