@@ -101,6 +101,10 @@ def test_a_command_of_the_pages_is_one_that_there_is(
     elif words[:2] == ["baton", "init"]:
         monkeypatch.chdir(tmp_path)
         assert main(words[1:]) == 0 and any(tmp_path.iterdir())
+    elif words == ["baton", "quickstart"]:
+        # That it trains is tested in `tests/e2e/test_package.py`.
+        assert main(["quickstart", "run.no_such_setting=1"]) == 2
+        assert "no_such_setting" in capsys.readouterr().err
     elif words == ["baton", "doctor"]:
         faults = main(words[1:])
         assert capsys.readouterr().out.splitlines()[-1].endswith(("fault", "faults")) and faults in (0, 1)
