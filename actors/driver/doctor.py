@@ -55,13 +55,19 @@ def _of_cluster(address: str, folder: Path, store: str | None) -> list[tuple[Fac
         UserError: no cluster answers.
         RunFailed: a node does not answer, or fails.
     """
-    from actors.driver.cluster import check_address
-
-    check_address(address)
+    os.environ.setdefault("RAY_AUTH_MODE", "token")  # Ray reads it when it is imported
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    ray.init(address=address, log_to_driver=False, logging_level="error")
+    from actors.calls import in_a_line
+    from actors.driver.cluster import check_address
+
+    check_address(address)
+    try:
+        ray.init(address=address, log_to_driver=False, logging_level="error")
+    except (RuntimeError, ConnectionError, ValueError, ray.exceptions.RayError) as error:
+        token = "RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH must have the cluster's token"
+        raise UserError(f"--address {address}: {in_a_line(error)}; {token}") from error
     try:
         nodes = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
         remote: Any = ray.remote(look)
@@ -76,9 +82,12 @@ def _of_cluster(address: str, folder: Path, store: str | None) -> list[tuple[Fac
             ready, _ = ray.wait(list(asked), timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
                 raise RunFailed(f"no answer within {SECONDS:.0f} s from {', '.join(asked.values())}: is Ray up there?")
-            facts: Facts = ray.get(ready[0])
+            where = asked.pop(ready[0])
+            try:
+                facts: Facts = ray.get(ready[0])
+            except ray.exceptions.RayError as error:
+                raise RunFailed(f"node {where} did not answer: {in_a_line(error)}") from error
             found.append((facts, time.time() - facts.clock))
-            del asked[ready[0]]
         return found
     finally:
         ray.shutdown()

@@ -118,7 +118,7 @@ class VllmEngine:
         except pydantic.ValidationError as error:  # it holds objects that cannot be sent to the driver
             why = "; ".join(problem["msg"].removeprefix("Value error, ") for problem in error.errors())
             raise UserError(f"generator: vLLM refuses the settings for {self._model_folder}: {why}") from error
-        except (ValueError, TypeError, AssertionError, NotImplementedError) as error:
+        except (ValueError, TypeError, AssertionError, NotImplementedError) as error:  # vLLM refuses values with these
             if not self._config.generator.engine_options:
                 raise
             raise UserError(f"generator.engine_options: vLLM does not start with them: {error!r}") from error

@@ -158,8 +158,9 @@ class GeneratorPool:
             try:
                 self._say(f"{name}: {await retried(ask, ACTOR_FAILED, RESTARTING)}")
             except Exception:
+                # Nothing awaits this task, so the error would appear nowhere else.
                 log.exception(f"what blocks {name} is not named any more")
-                return
+                raise
 
     def _ends(self, name: str) -> bool:
         """Return whether this generator, or the run, is about to end."""

