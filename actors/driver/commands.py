@@ -142,8 +142,7 @@ def submit(arguments: argparse.Namespace, overrides: list[str]) -> int:
 
 def agent_try(arguments: argparse.Namespace, overrides: list[str]) -> int:
     """Try an agent."""
-    from service.config import load_config
-    from service.config.model_folder import MODEL_CONFIG, TOKENIZER, model_config, require_files, text_part, tools_note
+    from service.config.model_folder import MODEL_CONFIG, TOKENIZER, require_files, tools_note
     from service.evaluation.report import check_output
 
     texts = arguments.scripted and arguments.scripted.read_text("utf-8", "replace").splitlines()
@@ -153,16 +152,10 @@ def agent_try(arguments: argparse.Namespace, overrides: list[str]) -> int:
         require_files(arguments.model, TOKENIZER, *(() if texts else (MODEL_CONFIG,)))
     if arguments.record is not None:
         check_output(arguments.record, "--record")
-    settings = ["agents={}"] if arguments.config else TRY_SETTINGS
-    config = load_config(arguments.config, [*settings, *overrides])
+    config = trial_config(arguments.config, overrides, None if texts else arguments.model)
     if not texts:
         refuse_missing_vllm()
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # the terminal is the agent's author's
-        window = text_part(model_config(arguments.model)).get("max_position_embeddings")
-        longest = config.generator.longest_row
-        if not arguments.config and isinstance(window, int) and window < longest:
-            fitting = f"generator.max_input_length={max(1, window - config.generator.max_generate_length)}"
-            config = load_config([], [*settings, fitting, *overrides])
         if note := tools_note(arguments.model):
             say(f"note: {note}")
     with phase("loading transformers" if texts else LOADING, after=SHORT_SECONDS):
@@ -170,6 +163,21 @@ def agent_try(arguments: argparse.Namespace, overrides: list[str]) -> int:
 
     try_agent(config, arguments.model, texts or [], arguments.record)
     return 0
+
+
+def trial_config(files: list[Path], overrides: list[str], model: Path | None) -> Config:
+    """The configuration of a trial; without files, prompts may be as long as the model's window allows."""
+    from service.config import load_config
+    from service.config.model_folder import model_config, text_part
+
+    if files:
+        return load_config(files, ["agents={}", *overrides])
+    config = load_config([], [*TRY_SETTINGS, *overrides])
+    window = None if model is None else text_part(model_config(model)).get("max_position_embeddings")
+    if not isinstance(window, int) or window >= config.generator.longest_row:
+        return config
+    fitting = f"generator.max_input_length={max(1, window - config.generator.max_generate_length)}"
+    return load_config([], [*TRY_SETTINGS, fitting, *overrides])
 
 
 def doctor(arguments: argparse.Namespace, overrides: list[str]) -> int:

@@ -13,6 +13,7 @@ from typing import Any
 import aiohttp
 import pytest
 
+from actors.driver.commands import trial_config
 from service.cli import main
 from tests.pure.agents.endpoint import CHAT, MESSAGES
 from tests.pure.agents.talks import called
@@ -89,3 +90,22 @@ def test_a_folder_that_is_missing_or_no_model_is_refused_in_one_line_before_vllm
             assert main(["agent-try", str(folder), *words]) == 2
             (line,) = capsys.readouterr().err.splitlines()
             assert str(folder) in line
+
+
+@pytest.mark.parametrize(
+    ("window", "overrides", "longest"),
+    [
+        (8192, [], 8192 - 2048),
+        (8192, ["generator.max_generate_length=512"], 8192 - 512),
+        (8192, ["generator.max_input_length=300"], 300),
+        (1 << 20, [], 16384),
+        (100, [], 1),
+    ],
+)
+def test_without_a_configuration_prompts_are_as_long_as_the_window_of_the_model_allows(
+    tmp_path: Path, window: int, overrides: list[str], longest: int
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "max_position_embeddings": window}))
+    assert trial_config([], overrides, tmp_path).generator.max_input_length == longest
+    (file := tmp_path / "mine.yaml").write_text("generator: {max_input_length: 9999}\nenv: {name: lookup}")
+    assert trial_config([file], [], tmp_path).generator.max_input_length == 9999, "a configuration is taken as it is"

@@ -20,6 +20,7 @@ from service.types import NO_VERSION
 from tests.pure.agents.dialect_clients import QUESTION, SEARCH
 from tests.pure.agents.dialect_server import DialectServer, events_of
 from tests.pure.agents.endpoint import CHAT, COMPLETIONS, MESSAGES, RESPONSES, client_of, opened, whole
+from tests.pure.rollout.test_special_tokens import tokenizer_of
 
 SCHEMA = {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}
 ASKED: dict[str, dict[str, Any]] = {
@@ -178,3 +179,22 @@ def test_a_call_where_no_tool_may_be_called_is_text_and_the_conversation_goes_on
         follow = [{"role": "user", "content": QUESTION}, answer, {"role": "user", "content": "and?"}]
         assert server.post(path, json.dumps({**ASKED[path], **more, name: follow}).encode()).status == 200
         assert server.tree.calls[1].parent is call
+
+
+SILENT = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "<|im_start|>assistant\n"
+)
+REFUSING = "{% if tools and not tools[0].function.description %}{{ raise_exception('?') }}{% endif %}" + SILENT
+SHOWING = "{{ tools }}" + SILENT
+TOOL = {"type": "function", "function": {"name": "search", "description": "Searches.", "parameters": {}}}
+
+
+@pytest.mark.parametrize(("template", "ignored"), [(SILENT, "tools"), (SHOWING, None), (REFUSING, None)])
+async def test_tools_that_the_chat_template_does_not_show_are_named_as_ignored(
+    template: str, ignored: str | None
+) -> None:
+    async with opened(Chat(tokenizer_of(template))) as house, client_of(house, house.session()) as client:
+        answer = await client.answer(CHAT, {**ASKED[CHAT], "tools": [TOOL]})
+        assert (answer.status, answer.headers.get(IGNORED_HEADER)) == (200, ignored)
+        assert IGNORED_HEADER not in (await client.answer(CHAT, ASKED[CHAT])).headers
