@@ -23,7 +23,7 @@ from tests.chaos.theatre import ROOT, SEED, merge_figures
 
 ROUNDS = (
     (["tests/chaos/test_kills.py"], ["tests/chaos/test_moments.py", "tests/chaos/test_disturbances.py"]),
-    (["tests/chaos/test_pairs.py"],),
+    (["tests/chaos/test_pairs.py", "tests/chaos/test_out_of_memory.py"],),
 )
 """The lanes that run beside each other, one round after the other."""
 MIN_KILLS = 350

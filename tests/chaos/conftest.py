@@ -11,7 +11,10 @@ from typing import Any
 
 import pytest
 
-from tests.chaos.theatre import STEPS, Play, settings
+from actors.driver.prepare import prepare
+from service.config import load_config
+from tests.chaos.real_pairs import PairRun
+from tests.chaos.theatre import STEPS, Play, merge_figures, settings
 
 FIGURES_FILE = "BATON_CHAOS_FIGURES"
 """Environment variable that names a file for the figures of a session, beside what is printed."""
@@ -38,6 +41,28 @@ def staged(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Callable[
 def calm(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What happens when nothing fails."""
     return Play(tmp_path_factory.mktemp("calm"), Counter()).tell(settings(steps=STEPS)).start().ended(300)
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An untrained model with the quick start's words."""
+    return prepare(load_config(["configs/quickstart.yaml"]), tmp_path_factory.mktemp("model")).model_folder
+
+
+@pytest.fixture
+def started(tmp_path: Path, model: Path, request: pytest.FixtureRequest) -> Iterator[Callable[[], PairRun]]:
+    """Starts runs; ends what a failed test left, and counts."""
+    made, figures = list[PairRun](), request.config.stash.setdefault(FIGURES, Counter())
+
+    def start() -> PairRun:
+        made.append(PairRun(tmp_path, model))
+        return made[-1]
+
+    yield start
+    for run in made:
+        print(run.tail())
+        run.close()
+        merge_figures(figures, run.figures)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -33,6 +33,7 @@ from tests.waiting import free_port
 ROOT = Path(__file__).parents[2]
 TABLE = "BATON_PAIRS_TABLE"
 """Environment variable that names a file to which a line for each pair is appended."""
+START_SECONDS = 300.0
 STOP_SECONDS = 60.0
 HEAL_SECONDS = 300.0
 """In which a run goes on after two deaths, on a loaded machine too."""

@@ -4,46 +4,18 @@ from __future__ import annotations
 
 import random
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 
 import pytest
 
-from actors.driver.prepare import prepare
-from service.config import load_config
-from tests.chaos.conftest import FIGURES
-from tests.chaos.real_pairs import DELAYS, ENDS, PairRun, Scenario, runs
-from tests.chaos.theatre import SEED, merge_figures
+from tests.chaos.real_pairs import DELAYS, ENDS, START_SECONDS, PairRun, Scenario, runs
+from tests.chaos.theatre import SEED
 from tests.sim.pairs import MOMENTS, VICTIMS
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(3600)]
 
 TRIPLES = 20
 THREE = ("trainer-0", "generator-0", "buffer")
-START_SECONDS = 300.0
-
-
-@pytest.fixture(scope="session")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An untrained model with the quick start's words."""
-    return prepare(load_config(["configs/quickstart.yaml"]), tmp_path_factory.mktemp("model")).model_folder
-
-
-@pytest.fixture
-def started(tmp_path: Path, model: Path, request: pytest.FixtureRequest) -> Iterator[Callable[[], PairRun]]:
-    """Starts runs; ends what a failed test left, and counts."""
-    made, figures = list[PairRun](), request.config.stash.setdefault(FIGURES, Counter())
-
-    def start() -> PairRun:
-        made.append(PairRun(tmp_path, model))
-        return made[-1]
-
-    yield start
-    for run in made:
-        print(run.tail())
-        run.close()
-        merge_figures(figures, run.figures)
 
 
 def test_the_pairs_have_each_victim_first_and_second_each_moment_and_each_delay() -> None:
