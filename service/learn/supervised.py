@@ -1,7 +1,7 @@
-"""Supervised steps on demonstrations, for the warm start before RL.
+"""Supervised steps on conversations: the warm start before RL, and `baton sft`.
 
-The loss is the cross-entropy per token over all ranks. The warm start has its own optimizer, so that RL begins with new
-moments.
+The loss is the cross-entropy per token that carries loss, over all ranks. Supervised steps have an optimizer of their
+own, so that RL begins with new moments.
 """
 
 from __future__ import annotations
@@ -28,10 +28,12 @@ WARM_UP_FRACTION = 0.1
 class SupervisedSteps:
     """Steps on one rank; every rank must call the same methods."""
 
-    def __init__(self, settings: LearnSettings, policy: Policy) -> None:
+    def __init__(
+        self, settings: LearnSettings, policy: Policy, betas: tuple[float, float] = BETAS, weight_decay: float = 0.0
+    ) -> None:
         self._settings = settings
         self._policy = policy
-        self._optimizer = Optimizer(policy.master_weights, BETAS, weight_decay=0.0)
+        self._optimizer = Optimizer(policy.master_weights, betas, weight_decay)
 
     def warm_start(self, demonstrations: Sequence[SupervisedRow]) -> float:
         """Take all steps of `model.warm_start`, on randomly chosen demonstrations; returns the last step's loss.
@@ -45,34 +47,45 @@ class SupervisedSteps:
         loss = float("nan")
         for step in range(start.steps):
             chosen = rng.choice(len(demonstrations), size=start.batch_size, replace=False)
-            mine = [demonstrations[i] for i in chosen[self._policy.batch_part :: self._policy.n_batch_parts]]
             rise = min(1.0, (step + 1) / (WARM_UP_FRACTION * start.steps))
-            loss = self.step(mine, lr=start.lr * min(rise, 1.0 - step / start.steps))
+            loss = self.step([demonstrations[i] for i in chosen], lr=start.lr * min(rise, 1.0 - step / start.steps))
         return loss
 
     def step(self, rows: Sequence[SupervisedRow], lr: float) -> float:
-        """Take one step on this rank's rows; returns the mean loss per token over all ranks.
-
-        With sequence parallelism the ranks of a group give the same rows.
+        """Take one step on these rows, of which each rank computes its part; returns the mean loss per token.
 
         Raises:
             RunFailed: the loss or the gradient is not finite.
         """
-        policy, trainer = self._policy, self._settings.trainer
-        micros = _pack(rows, trainer.tokens_of_micro_batch)
-        n_tokens, n_micros = self._count(micros)
-        if n_tokens == 0:
-            raise ValueError("no token of the supervised rows is to be learned")
-        micros += [unsampled_micro_batch([])] * (n_micros - len(micros))
-        with policy.master_weights.dropped_on_error():
+        micros, n_tokens = self._packed(rows)
+        with self._policy.master_weights.dropped_on_error():
             totals = self._accumulate(micros, n_tokens)
             if not math.isfinite(totals["loss"] + totals["grad_square"]):
                 raise RunFailed(
                     f"supervised step: the loss is {totals['loss']} and the squared gradient norm "
-                    f"{totals['grad_square']}; lower model.warm_start.lr"
+                    f"{totals['grad_square']}; lower model.warm_start.lr, or trainer.lr of baton sft"
                 )
-            self._optimizer.step(lr, math.sqrt(totals["grad_square"]), trainer.max_grad_norm)
+            self._optimizer.step(lr, math.sqrt(totals["grad_square"]), self._settings.trainer.max_grad_norm)
         return totals["loss"]
+
+    def loss(self, rows: Sequence[SupervisedRow]) -> float:
+        """The mean loss per token of these rows, without a step."""
+        micros, n_tokens = self._packed(rows)
+        policy = self._policy
+        sums = Sums(policy.device, policy.world_size)
+        for logprob in policy.logprobs([policy.to_device(micro) for micro in micros]):
+            sums.add("loss", -logprob.sum() / n_tokens)
+        return sums.totals()["loss"]
+
+    def _packed(self, rows: Sequence[SupervisedRow]) -> tuple[list[MicroBatch], int]:
+        """This rank's micro-batches, as many as every other rank has, and the number of loss tokens on all ranks."""
+        policy = self._policy
+        mine = rows[policy.batch_part :: policy.n_batch_parts]
+        micros = _pack(mine, self._settings.trainer.tokens_of_micro_batch)
+        n_tokens, n_micros = self._count(micros)
+        if n_tokens == 0:
+            raise ValueError("no token of the supervised rows is to be learned")
+        return micros + [unsampled_micro_batch([])] * (n_micros - len(micros)), n_tokens
 
     def _count(self, micros: Sequence[MicroBatch]) -> tuple[int, int]:
         """The number of loss tokens on all ranks together, and the largest number of micro-batches on any rank."""

@@ -116,7 +116,7 @@ def test_a_command_of_the_pages_is_one_that_there_is(
         simulates = words[1] == "simulate" and "--config" not in words
         assert main([*words[1:], *(["--steps", "2"] if simulates else [])]) == (0 if simulates else 2)
         said = capsys.readouterr().err
-        named = r"hangman\.yaml|mine\.yaml|none/|quickstart|mine-4711|smollm2|RUN|no run in runs"
+        named = r"hangman\.yaml|mine\.jsonl|mine\.yaml|none/|quickstart|mine-4711|smollm2|RUN|no run in runs"
         assert simulates or re.search(named, said), said
     elif words[:2] == ["python", "-m"]:
         assert (ROOT / words[2].replace(".", "/")).with_suffix(".py").is_file()

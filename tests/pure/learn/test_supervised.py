@@ -5,6 +5,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from transformers import AutoModelForCausalLM
 
 from service.config.tree import WarmStartConfig
 from service.errors import RunFailed
@@ -30,6 +34,32 @@ def test_supervised_rows_beyond_the_token_budget_make_the_same_step(model_folder
     whole, cut = (SupervisedSteps(config, Policy(config, model_folder, CPU, 0, 1)) for config in configs)
     for _ in range(3):
         assert cut.step(rows, 1e-3) == pytest.approx(whole.step(rows, 1e-3), rel=1e-5)
+
+
+def test_losses_and_steps_are_those_of_transformers_and_adam(model_folder: Path) -> None:
+    reference = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float64, attn_implementation="eager")
+    adam = torch.optim.AdamW(reference.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
+    config = settings(trainer={"max_tokens_per_micro_batch": 40}, dtype="float64")
+    supervised = SupervisedSteps(config, Policy(config, model_folder, CPU, 0, 1), (0.9, 0.95), 0.1)
+    rows = [SupervisedRow(row.token_ids, row.loss_mask) for row in made_rows(6, seed=12)]
+
+    def expected() -> Tensor:
+        """The mean over all learned tokens, each row alone."""
+        losses = []
+        for token_ids, mask in rows:
+            ids = torch.as_tensor(token_ids, dtype=torch.int64)
+            logits = reference(ids[None]).logits[0, :-1]
+            losses.append(cross_entropy(logits, ids[1:], reduction="none")[torch.as_tensor(mask[1:])])
+        return torch.cat(losses).mean()
+
+    for _ in range(3):
+        loss = expected()
+        assert supervised.loss(rows) == pytest.approx(loss.item(), abs=1e-7)
+        assert supervised.step(rows, lr=1e-3) == pytest.approx(loss.item(), abs=1e-7)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(reference.parameters(), config.trainer.max_grad_norm)
+        adam.step()
+        adam.zero_grad()
 
 
 def test_a_supervised_loss_that_is_not_finite_ends_the_run(model_folder: Path) -> None:

@@ -1,0 +1,151 @@
+"""`baton sft`: supervised training on conversations by the trainer's ranks, without engines and buffer."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from functools import partial
+from itertools import chain, count, islice
+from pathlib import Path
+
+import numpy as np
+
+from actors.driver.authentication import keep_token_private, refuse_open_ray
+from actors.driver.cluster import place_trainer, ray_session
+from actors.driver.node_check import RunFiles, check_nodes
+from actors.driver.placement import gpus_each, rank_bundle, reserve
+from actors.driver.run import guarded
+from actors.driver.signals import on_stop_signal
+from actors.trainer.group import TrainerGroup
+from actors.weights.weight_source import TrainerLost
+from service.config import Config, resolved_yaml
+from service.errors import RunFailed
+from service.learn.optimizer import learning_rate
+from service.run.conversations import Conversations
+from service.run.folder import CHECKPOINTS, FINAL, LOGS, lock_run, new_run_folder, runs_folder
+from service.run.phases import phase, say
+from service.run.writer import RunWriter
+from service.types import SupervisedRow
+
+LINES = 100
+"""Most lines about steps; every step is in `metrics.jsonl`."""
+QUIET_SECONDS = 2.0
+"""Seconds after which a line says what takes time."""
+
+
+def sft(config: Config, model: Path, data: Conversations) -> int:
+    """Train the model to the end, to a stop signal or to a failure; returns the exit code.
+
+    Raises:
+        UserError: the environment or a node is wrong.
+        RunFailed: a rank failed.
+    """
+    refuse_open_ray(os.environ, config.run.insecure_local)
+    keep_token_private(os.environ, Path.home())
+    path = new_run_folder(runs_folder(config.run.dir), config.run.name)
+    folder = RunWriter(path)
+    with lock_run(path):
+        return guarded(folder, partial(_sft, config, model, data, folder))
+
+
+def _sft(config: Config, model: Path, data: Conversations, folder: RunWriter) -> int:
+    folder.begin(resolved_yaml(config), config.metrics.wandb, model)
+    steps, batch, rows = config.run.max_steps, config.trainer.mini_batch_size, len(data.train)
+    say(f"run folder: {folder.path}")
+    say(f"{steps} steps of {batch} out of {rows} conversations: {steps * batch / rows:.2f} epochs")
+    with ExitStack() as held:
+        with phase("starting Ray"):
+            held.enter_context(ray_session(config, uuid.uuid4().hex[:12], folder.path / LOGS))
+        try:
+            return asyncio.run(_until_stopped(config, model, data, folder))
+        except TrainerLost as lost:
+            raise RunFailed(f"{lost}; {folder.path / LOGS} has what each rank printed") from lost
+        finally:
+            folder.close()
+
+
+async def _until_stopped(config: Config, model: Path, data: Conversations, folder: RunWriter) -> int:
+    stopped: list[int] = []
+    with on_stop_signal(stopped.append, lambda number: os._exit(128 + number)):
+        trainer = await _placed(config, model, folder.path)
+        with phase("loading the model: trainer ranks start"):
+            await trainer.load(model)
+        training = _Training(config, data, trainer, folder)
+        await training.evaluate()
+        for rows in _batches(data.train, config):
+            if stopped or folder.step == config.run.max_steps:
+                break
+            await training.step(rows)
+        return await training.end(stopped)
+
+
+async def _placed(config: Config, model: Path, folder: Path) -> TrainerGroup:
+    """Create the trainer's ranks, as soon as the cluster has room for them."""
+    gpus = gpus_each()
+    bundles = [rank_bundle(config, gpus)] * config.trainer.ranks
+    room = await reserve(bundles, config.trainer.start_deadline, say)
+    await asyncio.to_thread(check_nodes, room, bundles, RunFiles.of(model, (), folder))
+    return place_trainer(config, gpus, room, hub=None)
+
+
+def _batches(rows: Sequence[SupervisedRow], config: Config) -> Iterator[list[SupervisedRow]]:
+    """The rows of each step, for ever: one epoch after another, each in an order of its own with `data.shuffle`."""
+    rng, number = np.random.default_rng(config.run.seed), len(rows)
+    epochs = (rng.permutation(number) if config.data.shuffle else range(number) for _ in count())
+    order = chain.from_iterable(epochs)
+    while True:
+        yield [rows[i] for i in islice(order, config.trainer.mini_batch_size)]
+
+
+class _Training:
+    """Takes the steps, measures the evaluation sets, and writes what comes of it."""
+
+    def __init__(self, config: Config, data: Conversations, trainer: TrainerGroup, folder: RunWriter) -> None:
+        self._config, self._data, self._trainer, self._folder = config, data, trainer, folder
+        self._losses: dict[str, float] = {}
+
+    async def evaluate(self) -> None:
+        """Measure the loss per token of every evaluation set."""
+        for name, rows in self._data.held_out.items():
+            with phase(f"evaluating {name}", after=QUIET_SECONDS):
+                self._losses[f"eval/{name}/loss"] = await self._trainer.supervised(rows, lr=None)
+        if losses := ", ".join(f"{name} {loss:.4f}" for name, loss in self._losses.items()):
+            say(f"after step {self._folder.step}: {losses}")
+
+    async def step(self, rows: Sequence[SupervisedRow]) -> None:
+        """Take an optimizer step, and what is due after it: an evaluation, a checkpoint."""
+        config, began, step = self._config, time.monotonic(), self._folder.step + 1
+        steps, lr = config.run.max_steps, learning_rate(config.trainer, step - 1, config.run.max_steps)
+        loss = await self._trainer.supervised(rows, lr)
+        seconds, tokens = time.monotonic() - began, sum(len(row.token_ids) for row in rows)
+        numbers = {"trainer/global_step": step, "sft/loss": loss, "policy/policy_lr": lr, "timing/step": seconds}
+        self._folder.step = step
+        if step % max(1, steps // LINES) == 0:
+            say(f"step {step} of {steps}: loss {loss:.4f}, {tokens / seconds:.0f} tokens/s")
+        if step == steps or (config.data.eval_every and step % config.data.eval_every == 0):
+            await self.evaluate()
+            numbers |= self._losses
+        self._folder.log_step(numbers | {"sft/tokens": tokens})
+        every, kept = config.trainer.checkpoint_every, config.trainer.keep_checkpoints
+        if every and step % every == 0 and step < steps:
+            await self._export(f"{CHECKPOINTS}/step_{step}")
+            shutil.rmtree(self._folder.path / CHECKPOINTS / f"step_{step - every * kept}", ignore_errors=True)
+
+    async def end(self, stopped: Sequence[int]) -> int:
+        """Write the final weights and the summary; returns the exit code."""
+        if self._folder.step:
+            await self._export(FINAL)
+        state, steps = "stopped" if stopped else "finished", self._folder.step
+        self._folder.write_summary({"state": state, "steps": steps, **self._losses})
+        say(f"{state} after {steps} steps")
+        return 128 + stopped[0] if stopped else 0
+
+    async def _export(self, where: str) -> None:
+        with phase(f"writing {where}", after=QUIET_SECONDS):
+            await self._trainer.export(self._folder.path / where)
+        say(f"wrote {self._folder.path / where}")

@@ -1,0 +1,80 @@
+"""Conversations for `baton sft`, one a row, in JSONL or parquet, with the column of the field.
+
+    {"messages": [{"role": "user", "content": "2 + 3 ?"}, {"role": "assistant", "content": "5"}]}
+
+Every message of the assistant is learned, with the end of its turn. Other columns of a row are not read. Fields of a
+message besides role and content are refused unless they are null, because they would change what is learned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from service.errors import UserError
+from service.rollout.chat.chat import Chat
+from service.rollout.chat.conversation import Mode
+from service.rollout.chat.special_tokens import MessagesRefused
+from service.rollout.environment import Message, is_text
+from service.rollout.prompts.dataset import read_rows
+from service.rollout.prompts.warm_start import demonstration_rows
+from service.types import SupervisedRow
+
+FORM = 'a row is {"messages": [{"role": "system, user, assistant or tool", "content": "a text"}, ...]}'
+
+
+class _Message(msgspec.Struct, forbid_unknown_fields=True):
+    role: Literal["system", "user", "assistant", "tool"]
+    content: str
+
+
+class _Conversation(msgspec.Struct):
+    messages: Annotated[list[_Message], msgspec.Meta(min_length=2)]
+    tools: None = None
+
+
+def conversation_rows(path: Path, chat: Chat, mode: Mode, longest: int) -> list[SupervisedRow]:
+    """The supervised rows of every conversation in a file, in order.
+
+    Raises:
+        UserError: the file or a row is malformed, or has more than `longest` tokens; the message names file and row.
+    """
+    rows = []
+    for number, columns in enumerate(read_rows(path)):
+        try:
+            shown = demonstration_rows(chat, mode, [_messages(columns)])
+        except (MessagesRefused, ValueError) as error:
+            raise UserError(f"dataset {path}, row {number}: {error}") from error
+        tokens = max(len(row.token_ids) for row in shown)
+        if tokens > longest:
+            raise UserError(
+                f"dataset {path}, row {number}: {tokens} tokens, but a row may have {longest} "
+                "(generator.max_input_length + generator.max_generate_length); raise these, or shorten the conversation"
+            )
+        rows += shown
+    if not rows:
+        raise UserError(f"dataset {path}: there are no rows; give at least one conversation")
+    return rows
+
+
+def _messages(columns: Any) -> list[Message]:
+    """The messages of a row; raises `ValueError` with what is wrong."""
+    given = columns.get("messages") if isinstance(columns, dict) else None
+    if isinstance(given, Sequence) and all(isinstance(message, dict) for message in given):
+        columns |= {"messages": [{key: of for key, of in one.items() if of is not None} for one in given]}
+    try:
+        row = msgspec.convert(columns, _Conversation)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"{error}; {FORM}") from error
+    roles = [message.role for message in row.messages]
+    if "assistant" not in roles:
+        raise ValueError("no message is the assistant's, so there is nothing to learn")
+    if roles[0] == "assistant" or ("assistant", "assistant") in pairwise(roles):
+        raise ValueError("each message of the assistant must follow a message of another role")
+    if not all(is_text(message.content) for message in row.messages):
+        raise ValueError("a message contains half of a surrogate pair, which no tokenizer accepts")
+    return [Message(role=message.role, content=message.content) for message in row.messages]

@@ -1,0 +1,54 @@
+"""`baton sft` refuses wrong input in one line, before Ray is loaded."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from baton.examples import lookup
+from service.cli.parser import main
+from service.learn.model.tiny_model import make_model
+from service.rollout.chat.tokenizer import load_tokenizer, make_tokenizer
+from tests.pure.learn.builders import SHAPE
+
+ROWS = [{"messages": [{"role": "user", "content": "look fox"}, {"role": "assistant", "content": "17"}]}] * 3
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder: Path = tmp_path_factory.mktemp("sft") / "model"
+    make_tokenizer(folder, lookup.vocabulary())
+    tokenizer = load_tokenizer(folder)
+    make_model(folder, SHAPE, len(tokenizer), tokenizer.eos_token_id, tokenizer.pad_token_id, seed=0)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("rows", "settings", "why"),
+    [
+        (ROWS, [], "trainer.mini_batch_size: 16 conversations a step, but"),
+        ([*ROWS, {"prompt": "?"}], [], "rows.jsonl, row 3: Object missing required field `messages`"),
+        (ROWS, ["model.warm_start={}"], "add model.make=null model.warm_start=null"),
+        (ROWS, ["data.train=null", "data.make_rows=8"], "there are no conversations; give a JSONL"),
+        (ROWS, ["run.store=s3://bucket/run"], "baton sft uploads nothing"),
+        (ROWS, ["data.eval.held=none.jsonl"], "none.jsonl does not exist"),
+    ],
+)
+def test_wrong_input_is_one_line_and_code_2(
+    model: Path,
+    rows: list[object],
+    settings: list[str],
+    why: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ["sft", f"model.path={model}", "data.train=rows.jsonl", *settings]
+    assert main(words) == 2
+    said = capsys.readouterr().err
+    assert why in said and said.count("\n") == 1
+    assert not (tmp_path / "runs").exists()

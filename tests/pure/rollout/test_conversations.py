@@ -1,0 +1,61 @@
+"""Conversations of `baton sft`: which tokens are learned, and how a wrong row is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from service.errors import UserError
+from service.rollout.chat.chat import Chat
+from service.rollout.prompts.conversations import conversation_rows
+from tests.pure.rollout.conftest import QUESTION
+
+USER, ANSWER = {"role": "user", "content": "look fox age"}, {"role": "assistant", "content": "answer 17"}
+
+
+def written(folder: Path, *rows: object) -> Path:
+    (file := folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+def test_every_message_of_the_assistant_is_learned_with_its_end_and_nothing_else(chat: Chat, tmp_path: Path) -> None:
+    messages = [*QUESTION.prompt, ANSWER, USER, {**ANSWER, "content": "17", "name": None}]
+    (row,) = conversation_rows(written(tmp_path, {"messages": messages, "source": "x"}), chat, "append", 100)
+    whole = chat.prompt(messages[:-1])  # type: ignore[arg-type]
+    last = np.append(chat.plain("17"), chat.end_id)
+    assert row.token_ids.tolist() == [*whole, *last]
+    learned = [*chat.plain("answer 17"), chat.end_id, *last]
+    assert row.token_ids[row.loss_mask].tolist() == learned
+
+
+@pytest.mark.parametrize(
+    ("row", "why"),
+    [
+        ({"text": "x"}, "missing required field `messages`"),
+        ([1], "Expected `object`"),
+        ({"messages": 3}, "Expected `array`"),
+        ({"messages": [USER, {"role": "gpt", "content": "y"}]}, r"'gpt' - at `\$.messages\[1\].role`; a row is"),
+        ({"messages": [USER, {**ANSWER, "weight": 0}]}, r"unknown field `weight` - at `\$.messages\[1\]`"),
+        ({"messages": [USER, ANSWER], "tools": [{}]}, r"`\$.tools`"),
+        ({"messages": [USER, USER]}, "nothing to learn"),
+        ({"messages": [ANSWER, USER]}, "must follow a message of another role"),
+        ({"messages": [USER, ANSWER, ANSWER]}, "must follow a message of another role"),
+        ({"messages": [USER, {**ANSWER, "content": "\ud800"}]}, "surrogate"),
+        ({"messages": [USER, {**ANSWER, "content": "look " * 40}]}, "a row may have 40 .*max_input_length"),
+    ],
+)  # fmt: skip
+def test_a_wrong_row_is_refused_with_its_file_and_number(chat: Chat, tmp_path: Path, row: object, why: str) -> None:
+    file = written(tmp_path, {"messages": [USER, ANSWER]}, row)
+    with pytest.raises(UserError, match=rf"rows\.jsonl, row 1: .*{why}"):
+        conversation_rows(file, chat, "append", 40)
+
+
+def test_no_json_and_no_rows_are_refused(chat: Chat, tmp_path: Path) -> None:
+    (file := tmp_path / "rows.jsonl").write_text('{"messages": []}\nx{\n')
+    with pytest.raises(UserError, match=r"rows\.jsonl, row 1: no JSON"):
+        conversation_rows(file, chat, "append", 40)
+    with pytest.raises(UserError, match="there are no rows"):
+        conversation_rows(written(tmp_path), chat, "append", 40)
