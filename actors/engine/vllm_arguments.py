@@ -124,6 +124,7 @@ def engine_arguments(settings: EngineSettings, model_folder: Path) -> dict[str, 
         # The trainer computes logits in float32; rounded logits would make the engine's log-probabilities differ.
         "hf_overrides": {"head_dtype": "float32"},
         "weight_transfer_config": {"backend": settings.backend},
+        "language_model_only": "text_config" in model_config(model_folder),
     }
     if settings.has_grammars and find_spec("lmformatenforcer") is None:
         raise UserError("agents.structured: for constrain vLLM needs a package; pip install lm-format-enforcer")
@@ -146,6 +147,10 @@ def engine_arguments(settings: EngineSettings, model_folder: Path) -> dict[str, 
         if generator.kv_cache_bytes is not None:
             arguments["kv_cache_memory_bytes"] = generator.kv_cache_bytes
     else:
+        if model.dtype != "bfloat16" and "linear_key_head_dim" in text_part(model_config(model_folder)):
+            raise UserError(
+                f"model.dtype: on CPU vLLM computes linear attention in bfloat16, not in {model.dtype}; use bfloat16"
+            )
         arguments |= {"enforce_eager": True, "block_size": BLOCK_TOKENS}
         arguments["kv_cache_memory_bytes"] = _cpu_kv_cache_bytes(settings, model_folder)
     return arguments | generator.engine_options

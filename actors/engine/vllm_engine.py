@@ -28,7 +28,7 @@ import pydantic
 
 from actors.engine.engine_load import EngineLoad, EngineTimes
 from actors.engine.expected_warnings import ANSWERS, not_of_the_end
-from actors.engine.vllm_arguments import OWNER_PID, EngineSettings, can_overflow, engine_arguments
+from actors.engine.vllm_arguments import OWNER_PID, EngineSettings, can_overflow, engine_arguments, on_gpu
 from actors.engine.vllm_arguments import engine_env as engine_env
 from actors.heap import freeze_heap
 from actors.weights.cuda_ipc import ipc_update_info
@@ -359,7 +359,10 @@ def _build(arguments: dict[str, Any], with_load: bool) -> tuple[AsyncLLM, LoadRe
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from actors.engine.stats import LoadRecorder
+    from actors.engine.text_models import register
 
+    if not on_gpu():
+        register()
     llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), stat_loggers=[LoadRecorder] if with_load else None)
     loggers = llm.logger_manager.stat_loggers if llm.logger_manager is not None else []
     return llm, next((logger for logger in loggers if isinstance(logger, LoadRecorder)), None)

@@ -34,6 +34,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.platforms import current_platform
 from vllm.utils.nccl import unpinned_nccl_env
 
+from actors.engine import text_models
 from actors.engine.cpu_lora import use_runs_of_rows
 from actors.engine.expected_warnings import (
     LOADS,
@@ -281,6 +282,7 @@ class WorkerExtension:
 allow_amx()
 if current_platform.is_cpu():
     use_runs_of_rows()
+    text_models.register()
 end_with_owner()
 getLogger(LOADS).addFilter(not_of_rounding)
 getLogger(RELOADS).addFilter(not_of_a_rotary_embedding)

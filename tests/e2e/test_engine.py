@@ -94,7 +94,7 @@ def logprobs(
     """What the model gives the response, in one forward pass over all of it."""
     token_ids = torch.from_numpy(np.concatenate([prompt_ids, response_ids]).astype(np.int64))
     with torch.no_grad():
-        logits = model(token_ids[None]).logits[0, len(prompt_ids) - 1 : -1] / temperature
+        logits = model(token_ids[None]).logits[0, len(prompt_ids) - 1 : -1].float() / temperature
     return logits.log_softmax(-1).gather(1, token_ids[len(prompt_ids) :, None])[:, 0].numpy()
 
 

@@ -32,7 +32,15 @@ def kv_token_bytes(model: PretrainedConfig, generator: GeneratorConfig, dtype: s
 def request_bytes(model: PretrainedConfig, generator: GeneratorConfig, dtype: str) -> int:
     """Bytes of the longest request on each GPU of an engine, in whole blocks."""
     blocks = -(-generator.longest_row // BLOCK_TOKENS) + 1
-    return blocks * BLOCK_TOKENS * kv_token_bytes(model, generator, dtype)
+    tokens = blocks * BLOCK_TOKENS * kv_token_bytes(model, generator, dtype)
+    linear: int = (getattr(model, "layer_types", None) or []).count("linear_attention")
+    if not linear:
+        return tokens
+    # two states in float32 for each layer of linear attention, and blocks of full attention are as large as a state
+    values: int = model.linear_num_value_heads * model.linear_value_head_dim
+    state: int = 4 * values * (model.linear_key_head_dim + 3 * model.linear_conv_kernel_dim)
+    layers: int = model.num_hidden_layers
+    return tokens + (layers + linear) * state
 
 
 def check_engine(model: PretrainedConfig, generator: GeneratorConfig, dtype: str) -> None:

@@ -3,12 +3,14 @@
 from pathlib import Path
 
 import pytest
+from transformers import AutoConfig
 
 from actors.driver.prepare import prepare
 from actors.engine import vllm_arguments as arguments_module
 from actors.engine.vllm_arguments import GPU_BATCHED_TOKENS, EngineSettings, engine_arguments
 from service.config import load_config
 from service.errors import UserError
+from service.learn.proof.small import small_config
 
 QUICKSTART = "configs/quickstart.yaml"
 
@@ -39,6 +41,18 @@ def test_a_step_of_a_gpu_engine_has_room_for_prompts_beside_all_that_decodes(
     )
     assert arguments["max_num_batched_tokens"] >= max(GPU_BATCHED_TOKENS, 4 * arguments["max_num_seqs"])
     assert GPU_BATCHED_TOKENS >= 8192
+
+
+def test_linear_attention_in_float32_is_refused_on_cpu_and_of_a_multimodal_folder_only_the_language_model_is_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = small_config("qwen3_5")
+    AutoConfig.for_model("qwen3_5", text_config=model.to_dict()).save_pretrained(tmp_path)
+    linear = load_config([QUICKSTART], [f"model.path={tmp_path}", "model.make=null", "model.warm_start=null"])
+    with pytest.raises(UserError, match=r"model\.dtype: on CPU .* in bfloat16, not in float32"):
+        engine_arguments(EngineSettings.of(linear), tmp_path)
+    monkeypatch.setattr(arguments_module, "on_gpu", lambda: True)
+    assert engine_arguments(EngineSettings.of(linear), tmp_path)["language_model_only"] is True
 
 
 def test_quantized_weights_are_for_gpu_engines_and_refused_elsewhere(

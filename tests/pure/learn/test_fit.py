@@ -25,6 +25,7 @@ from service.learn.estimate.kv_cache import check_engine, kv_token_bytes, reques
 from service.learn.estimate.step import StepEstimate
 from service.learn.model.hf_config import MAX_SHAPE, read_config
 from service.learn.model.policy_model import Checkpointing, trained_shapes
+from service.learn.proof.small import small_config
 from service.learn.settings import FitSettings
 from tests.pure.learn.builders import fitting
 from tests.pure.learn.test_estimate import MICRO_BATCH_TOKENS, configured, folder_of
@@ -259,6 +260,14 @@ def test_each_gpu_of_an_engine_holds_its_part_of_the_key_heads_and_one_at_least(
     generator = GeneratorConfig(tensor_parallel_size=gpus)
     check_engine(model, generator, "bfloat16")
     assert kv_token_bytes(model, generator, "bfloat16") == 2 * model.num_hidden_layers * heads * model.head_dim * 2
+
+
+def test_a_request_of_a_model_with_linear_attention_takes_its_states_besides_the_tokens() -> None:
+    model, generator = small_config("qwen3_5"), GeneratorConfig(max_input_length=64, max_generate_length=31)
+    state = 4 * 8 * 16 * 4  # value heads, dimensions of keys and values, float32
+    linear, full = model.layer_types.count("linear_attention"), model.layer_types.count("full_attention")
+    takes = request_bytes(model, generator, "bfloat16") - 128 * kv_token_bytes(model, generator, "bfloat16")
+    assert (2 * linear + full) * state < takes < 4 * (2 * linear + full) * state
 
 
 def test_a_copy_a_node_is_estimated_for_nodes_of_any_size(tmp_path: Path) -> None:
