@@ -7,6 +7,7 @@ templates, selectors) is held against the published schemas too.
 """
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -150,6 +151,7 @@ ELASTIC = list(yaml.safe_load_all((FOLDER / "elastic/networkpolicy.yaml").read_t
 MADE = [
     *BASE,
     *ELASTIC,
+    yaml.safe_load((FOLDER / "fill.yaml").read_text()),
     *[document for document in documents(FOLDER / "job") if document["kind"] in ("RayJob", "PodMonitor")],
 ]
 needs_kubectl = pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")
@@ -174,7 +176,7 @@ def pod_templates(document: Document) -> list[Document]:
     if document["kind"] in ("RayCluster", "RayJob"):
         groups = [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]
         return [*(group["template"] for group in groups), *autoscaler(cluster)]
-    return [spec["template"]] if document["kind"] == "StatefulSet" else []
+    return {"StatefulSet": lambda: [spec["template"]], "Pod": lambda: [document]}.get(document["kind"], list)()
 
 
 def autoscaler(cluster: Document) -> list[Document]:
@@ -201,6 +203,35 @@ def test_a_misspelt_field_anywhere_in_it_is_found(document: Document) -> None:
     for path in paths if len(paths) <= 25 else paths[:: len(paths) // 25]:
         with pytest.raises((jsonschema.ValidationError, kubernetes_validate.ValidationError)):
             validate(misspelt(document, path))
+
+
+CRDS = os.environ.get("BATON_KUBERAY_CRDS")
+"""A folder with KubeRay's `ray.io_rayclusters.yaml` and `ray.io_rayjobs.yaml`."""
+
+
+def as_strict(schema: Any) -> Any:
+    """The schema of a CRD, in which a field that it does not list is an error."""
+    if isinstance(schema, list):
+        return [as_strict(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    made = {key: as_strict(each) for key, each in schema.items()}
+    if isinstance(schema.get("properties"), dict) and schema.get("type") == "object":
+        made.setdefault("additionalProperties", False)
+    return made
+
+
+@pytest.mark.skipif(CRDS is None, reason="BATON_KUBERAY_CRDS names no folder")
+@pytest.mark.parametrize("document", [d for d in MADE if d["apiVersion"] == "ray.io/v1"], ids=name_of)
+def test_the_document_is_valid_by_kuberays_own_schema(document: Document) -> None:
+    crd = yaml.safe_load((Path(CRDS or "") / f"ray.io_{document['kind'].lower()}s.yaml").read_text())
+    (schema,) = [v["schema"]["openAPIV3Schema"] for v in crd["spec"]["versions"] if v["name"] == "v1"]
+    schema = as_strict(schema)
+    schema["properties"]["metadata"] = META
+    jsonschema.validate(document, schema)
+    for path in (("spec",), ("spec", "rayClusterSpec", "headGroupSpec")[: 1 + 2 * (document["kind"] == "RayJob")]):
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate(misspelt(document, path), schema)
 
 
 @pytest.mark.parametrize("document", [d for d in MADE if pod_templates(d)], ids=name_of)
