@@ -132,7 +132,9 @@ def test_a_command_of_the_pages_is_one_that_there_is(
     elif words[:2] == ["mkdir", "-p"]:
         assert f"runs/{TARGETS}" in words
     elif words[0] == "kubectl":
-        assert "baton" in command  # in the page's order, against a stand-in: tests/deploy/test_commands.py
+        # In the page's order, against a stand-in: `tests/deploy/test_commands.py`.
+        assert command in (DOCS / "operations.md").read_text()
+        assert [word for word in words if word.startswith("deploy/") and not (ROOT / word).exists()] == []
     elif words[0] in SERVERS:
         assert any(word.startswith("--storage.") and "HOME" in word for word in words)
         named = [word.rpartition("=")[2] for word in words if "deploy/" in word]
