@@ -20,13 +20,14 @@ from scripts.docs import FILES
 from service.config import load_config
 from service.errors import UserError
 from tests.deploy.spoilt import mappings, misspelt
+from tests.deploy.test_launch import check_cluster, check_task
 from tests.deploy.test_manifests import MADE
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
 MOST = 12
 """Places of a file that are spoilt, spread evenly."""
-FREE = {"labels", "annotations", "matchers", "exp_labels", "exp_annotations"}
+FREE = {"envs", "file_mounts", "labels", "annotations", "matchers", "exp_labels", "exp_annotations"}
 """Mappings whose keys are anybody's choice."""
 
 Check = Callable[[Path, Any, Path], bool]
@@ -46,6 +47,22 @@ def written(folder: Path, file: Path, document: Any) -> Path:
     target = folder / file.parent.name / file.name
     target.write_text(yaml.safe_dump(document))
     return target
+
+
+def accepted(check: Callable[[Any], None], document: Any) -> bool:
+    try:
+        check(document)
+    except jsonschema.ValidationError:
+        return False
+    return True
+
+
+def ray_up(file: Path, document: Any, folder: Path) -> bool:
+    return accepted(check_cluster, document)
+
+
+def skypilot(file: Path, document: Any, folder: Path) -> bool:
+    return accepted(check_task, document)
 
 
 def prometheus(file: Path, document: Any, folder: Path) -> bool:
@@ -144,6 +161,8 @@ def compose(file: Path, document: Any, folder: Path) -> bool:
 
 
 CHECKS: dict[str, Check] = {
+    "ray/*.yaml": ray_up,
+    "skypilot/*.yaml": skypilot,
     "monitoring/compose.yaml": compose,
     "prometheus/prometheus.yaml": prometheus,
     "prometheus/rules.yaml": rules,

@@ -131,6 +131,13 @@ def test_a_command_of_the_pages_is_one_that_there_is(
         assert (ROOT / words[3]).is_file()  # its contents: tests/deploy/test_compose.py
     elif words[:2] == ["mkdir", "-p"]:
         assert f"runs/{TARGETS}" in words
+    elif words[0] in ("ray", "sky"):
+        named = [word for word in words if word.startswith("deploy/")]
+        assert words[1:] == ["get-auth-token", "--generate"] or all((ROOT / word).is_file() for word in named), named
+        assert "launch" not in words or set(yaml.safe_load((ROOT / named[0]).read_text())["envs"]) == {
+            "RECIPE",
+            "STORE",
+        }
     elif words[0] == "kubectl":
         # In the page's order, against a stand-in: `tests/deploy/test_commands.py`.
         assert command in (DOCS / "operations.md").read_text()
