@@ -48,7 +48,7 @@ real: venv ## prepare SmolLM2-135M-Instruct and train it on a game in several tu
 cluster-demo: venv ## the same over four Ray hosts on this machine (root, Linux); says how to look and disturb
 	@$(BIN)/python -m tests.hosts.demo $(SET)
 
-.PHONY: servers test test-fast test-edges test-full test-chaos worlds soak
+.PHONY: servers test test-fast test-edges test-slurm test-full test-chaos worlds soak
 servers: dev ## Prometheus, Alertmanager, Chromium and Slurm for the tests, as root with apt-get (BATON_SERVERS=no: never)
 	@$(BIN)/python scripts/servers.py
 test: dev ## the test suite on CPU, real Ray, vLLM and FSDP included
@@ -59,6 +59,8 @@ test-fast: dev ## only the quick tests, which need neither Ray nor vLLM (about a
 	@$(PYTEST) -m "not slow and not full" -n logical --maxprocesses 8 tests/pure
 test-edges: dev servers ## documentation, deployment files, Prometheus, pages in a browser; .ci/run calls it if they changed
 	@$(PYTEST) -m "not full" $(EDGES)
+test-slurm: dev servers ## `baton slurm` on a real Slurm, as root; .ci/run calls it if the job's script changed
+	@$(PYTEST) tests/hosts/test_slurm.py
 test-full: dev servers ## all tests that run on CPU, except test-chaos
 	@$(PYTEST) --hypothesis-profile=fresh $(AT_ONCE)
 	@$(PYTEST) -m "not chaos" --hypothesis-profile=fresh $(IN_TURN) $(EDGES)
