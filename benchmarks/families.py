@@ -1,8 +1,8 @@
 """Small random models of several families: `python -m benchmarks.families agreement gemma3 olmo3`.
 
 agreement    nats between the log-probabilities of the same sampled tokens, by engine, trainer and transformers
-model        writes a model for a recipe: `... model gemma3 --folder FOLDER`, and then
-             `baton run --config configs/gsm8k_tiny.yaml model.make=null model.path=FOLDER`
+model        writes one in place of the Qwen3 that the quick start makes: `... model gemma3 --folder FOLDER`, and then
+             `baton run --config configs/quickstart.yaml model.make=null model.path=FOLDER`
 """
 
 from __future__ import annotations
@@ -41,6 +41,8 @@ SIZES = {
     "vocab_size": 512,
     "hidden_size": 128,
     "head_dim": 32,
+    "query_pre_attn_scalar": 32,
+    "sliding_window": 16,
     "intermediate_size": 256,
     "moe_intermediate_size": 64,
     "linear_key_head_dim": 128,
@@ -58,7 +60,7 @@ VISION = {
     "image_size": 28,
     "patch_size": 14,
 }
-RECIPE = Path("configs/gsm8k_tiny.yaml")
+RECIPE = Path("configs/quickstart.yaml")
 LENGTHS = (5, 40, 70, 33, 100, 64, 17, 90)
 """Of prompts, in tokens."""
 SAMPLING = Sampling(max_tokens=40, temperature=0.9)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from difflib import SequenceMatcher
 from importlib.metadata import version
@@ -132,18 +133,22 @@ def unsupported(config: Mapping[str, Any]) -> str | None:
     model_type = str(settings.get("model_type")).removesuffix("_text")
     if model_type not in FAMILIES:
         nearest = min(FAMILIES, key=lambda name: -SequenceMatcher(None, name, model_type).ratio())
-        written = config.get("transformers_version")
-        by = f", its config.json was written by {written!r:.20}" if written else ""
         return (
             f"model type {given!r:.80} is none of the {len(FAMILIES)} families in docs/models.md, the nearest is "
-            f"{nearest}; `baton models check` on this folder tells what fails with transformers "
-            f"{version('transformers')}{by}"
+            f"{nearest}; `baton models check` on this folder tells what fails with {transformers_of(config)}"
         )
     if quantization := settings.get("quantization_config"):
         method = quantization.get("quant_method") if isinstance(quantization, Mapping) else None
         hint = ", or load it with Mxfp4Config(dequantize=True) and save it" if method == "mxfp4" else ""
         return f"its weights are quantised (quantization_config); name the folder that it was quantised from{hint}"
     return None
+
+
+def transformers_of(config: Mapping[str, Any]) -> str:
+    """The installed version of transformers, and the one that the model needs, by which its config.json was written."""
+    written, installed = str(config.get("transformers_version", "")), version("transformers")
+    needed, given = ([int(part) for part in re.findall(r"\d+", number[:20])[:2]] for number in (written, installed))
+    return f"transformers {installed}" + (f" (it needs {written:.20})" if needed > given else "")
 
 
 def undivided(config: Mapping[str, Any], ranks: int) -> str | None:

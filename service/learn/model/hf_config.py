@@ -16,6 +16,7 @@ from service.config.model_folder import (
     refuse_remote_code,
     require_files,
     text_part,
+    transformers_of,
     unsupported,
 )
 from service.errors import UserError
@@ -71,7 +72,9 @@ def read_config(folder: Path, proven: bool = True) -> PretrainedConfig:
         config = text_config(AutoConfig.from_pretrained(folder))
     except Exception as error:  # what transformers raises depends on which of its assumptions about the file is broken
         told = " ".join(str(error).split())[:MAX_CHARACTERS]
-        raise UserError(f"model.path: {folder / MODEL_CONFIG} describes no model: {told}") from error
+        raise UserError(
+            f"model.path: {folder / MODEL_CONFIG} describes no model: {told}; {transformers_of(settings)}"
+        ) from error
     if reason := _unsupported(config):
         raise UserError(f"model.path: {folder} cannot be trained: {reason}")
     return config
