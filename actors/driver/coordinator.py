@@ -375,7 +375,13 @@ class Coordinator:
             if answer.reason is WaitReason.FILTERED:
                 raise RunFailed(f"{answer.detail}; nothing is left to learn from")
             if time.monotonic() - start > self._config.run.stall_deadline:
-                raise RunFailed(f"no mini-batch for {self._config.run.stall_deadline:.0f} s: {answer.detail}")
+                gone = ", ".join(self._supervisor.lost())
+                back = (
+                    f"; {gone} did not come back: where its host is lost, no other has room (`ray status`)"
+                    if gone
+                    else ""
+                )
+                raise RunFailed(f"no mini-batch for {self._config.run.stall_deadline:.0f} s: {answer.detail}{back}")
         return None
 
     def _waited_for(self) -> str:

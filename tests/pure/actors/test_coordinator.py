@@ -27,7 +27,7 @@ from service.handoff.verbs import Wait, WaitReason
 from service.learn.learner import StepReport
 from service.run.folder import SUMMARY, TARGETS, warmed_model, write_address
 from service.run.inputs import Prepared
-from service.run.supervisor import Life
+from service.run.supervisor import Life, Supervisor
 from service.run.writer import RunWriter
 from tests.pure.actors.fakes import Method
 
@@ -103,6 +103,27 @@ def test_a_run_that_is_stopped_while_it_writes_its_final_weights_has_finished(tm
     assert "stopping: all 2 steps are done, the final weights are still written ..." in said
     assert any(line.startswith("finished after 2 optimizer steps") for line in said)
     assert json.loads((tmp_path / "run" / SUMMARY).read_text())["state"] == "finished"
+
+
+@pytest.mark.parametrize("lost", [[], ["generator-0"]])
+def test_a_run_that_gets_no_mini_batch_ends_and_names_the_generators_that_did_not_come_back(
+    lost: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = ["model.warm_start=null", "trainer.checkpoint_every=0", "run.stall_deadline=0.05"]
+    waiting = Wait(WaitReason.GROUPS, "0 of 16 groups are complete", 0.0)
+    buffer = {"ready": None, "join": 1, "lease": waiting}
+    cluster = cluster_of(tmp_path / "run", buffer, {"load": answering(), "weights": answering()})
+    run, prepared = RunWriter(tmp_path / "run"), Prepared(tmp_path / "rows.jsonl", [], tmp_path, 8, None)
+    coordinator = Coordinator(
+        load_config(["configs/quickstart.yaml"], settings), cluster, run, prepared, lambda line: None, None
+    )
+    monkeypatch.setattr(Supervisor, "lost", lambda self: lost)
+    named = "; generator-0 did not come back: .*no other has room .*" if lost else ""
+    try:
+        with pytest.raises(RunFailed, match=f"^no mini-batch for 0 s: 0 of 16 groups are complete{named}$"):
+            asyncio.run(asyncio.wait_for(coordinator.run(), 30))
+    finally:
+        run.close()
 
 
 def test_every_process_of_a_run_is_asked_whether_it_lives_scorers_and_frozen_roles_included(tmp_path: Path) -> None:
