@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -178,9 +179,7 @@ def batch_file(
         "PARTS": " ".join(PARTS if len(components) > 1 else ()),
     }
     text = (resources.files("service.cli") / TEMPLATE).read_text("utf-8")
-    for name, value in values.items():
-        text = text.replace(f"@{name}@", value)
-    return text
+    return re.sub("@([A-Z_]+)@", lambda found: values[found[1]], text)
 
 
 def header(config: Config, logs: Path, components: Sequence[Sequence[str]]) -> list[str]:

@@ -3,6 +3,7 @@
 each second     "which process are you, and are you set up?"
 no process, another process, or one that is not set up      lost: work that waited for it before the question gets
                                                             `ProcessLost`; if no work waits, the cause is printed
+no process      after `AGAIN_SECONDS` a line, as often as they pass
 no answer       after `SILENT_SECONDS` a line, again after each `AGAIN_SECONDS`; after the actor's own deadline the
                 process is lost too
 """
@@ -68,6 +69,8 @@ class Supervisor:
         """When each actor's present process answered first."""
         self._deaths: Counter[str] = Counter()
         """Deaths in a row of processes that lived for less than `LIVED_SECONDS`."""
+        self._absent: dict[str, float] = {}
+        """Since when each actor without a process has had none, or when that was printed last."""
         self._bug: BaseException | None = None
         """What ended the questions to an actor."""
 
@@ -137,6 +140,7 @@ class Supervisor:
             try:
                 life = await self._answer(name, probe, deadline)
                 why = await self._why_lost(name, life, waits=any(not each.done() for each in waiting))
+                self._say_if_absent(name, life)
             except Starved as silent:
                 why, waiting = f"{silent}{hint}", [*self._waiting[name]]
             self._check_memory(self._known.get(name))
@@ -145,6 +149,15 @@ class Supervisor:
                 if self._deaths[name].bit_count() == 1:  # of deaths in a row the 1st, the 2nd, the 4th ...
                     self._say(f"{why}; Ray starts it again")
             await asyncio.sleep(PROBE_SECONDS)
+
+    def _say_if_absent(self, name: str, life: Life | None) -> None:
+        """Print that an actor still has no process: its next one died too before it answered, or does not come."""
+        now = asyncio.get_running_loop().time()
+        if life is not None:
+            self._absent.pop(name, None)
+        elif now - self._absent.setdefault(name, now) >= AGAIN_SECONDS:
+            self._absent[name] = now
+            self._say(f"{name} still has no process")
 
     def _ended(self, asking: asyncio.Task[None]) -> None:
         if not asking.cancelled() and (bug := asking.exception()) is not None:

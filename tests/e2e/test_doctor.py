@@ -62,3 +62,9 @@ def test_every_node_is_measured_within_the_deadline(cluster: tuple[str, dict[str
     assert wrong.returncode == 2, wrong.stdout + wrong.stderr
     last = wrong.stderr.splitlines()[-1]  # Ray's own lines come before
     assert last.startswith(f"baton: --address {address}: ") and "RAY_AUTH_TOKEN" in last
+
+
+@pytest.mark.parametrize("address", ["nonsense", "127.0.0.1:1"])
+def test_an_address_without_a_cluster_is_refused_in_one_line(address: str, tmp_path: Path) -> None:
+    said = doctor(address, {**os.environ}, tmp_path)
+    assert said.returncode == 2 and address in said.stderr.splitlines()[-1] and "Traceback" not in said.stderr

@@ -171,6 +171,24 @@ async def test_a_process_that_dies_before_it_has_answered_is_named() -> None:
     watching.stop()
 
 
+async def test_an_actor_that_has_no_process_for_long_is_named_again_until_it_has_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(supervisor, "AGAIN_SECONDS", 0.05)
+    actor, said = Actor(), list[str]()
+    watching = await supervised(actor, said)
+    actor.life = None
+    async with asyncio.timeout(30):
+        while said[1:] != ["buffer still has no process"] * 2:
+            await asyncio.sleep(0.001)
+    actor.life = FIRST
+    await actor.asked_again()
+    assert "died" in said[0] and len(said) == 3
+    await asyncio.sleep(0.1)
+    assert len(said) == 3
+    watching.stop()
+
+
 async def test_silence_is_named_repeatedly_and_ends_a_wait_at_the_deadline_of_the_actor(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

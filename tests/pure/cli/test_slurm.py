@@ -77,6 +77,13 @@ def test_the_options_of_the_user_and_those_of_baton_are_in_the_file(
     assert re.findall(r"@[A-Z_]+@", text) == [], "nothing is left to be filled in"
 
 
+def test_words_of_the_user_that_look_like_places_of_the_template_stay_as_they_are(
+    place: Place, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = batch_file(capsys, "--", "--nodes=2", "--comment", "@SETTINGS@ @DIR@")
+    assert "#SBATCH --nodes=2 --comment '@SETTINGS@ @DIR@'" in text
+
+
 def test_every_setting_of_a_rays_environment_is_in_the_file(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
     text = batch_file(capsys, *NODES)
     assert [setting for setting in (f"{name}={value}" for name, value in RAY_ENV.items()) if setting not in text] == []
