@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from service.learn.estimate.fit import MARGIN
+from service.observe.summary import duration
 from service.plan.binding import Part, Side
 from service.plan.forecast import Forecast, Split
 from service.plan.work import lines_of
@@ -40,7 +41,7 @@ def lines(plan: Forecast) -> Iterator[str]:
         )
     best = plan.best
     speed = f"{best.step_seconds:.2f} s a step, {split.step_seconds / best.step_seconds:.2f} times as fast as"
-    name = "best split" if best.fits else "no split fits; the fastest if they did"
+    name = "best split (*)" if best.fits else "no split fits; the fastest (*) if they did"
     yield f"{name}: {_count(best.engines, 'engine')}, {_count(best.ranks, 'rank')}, {speed} the configuration's"
     yield ""
     yield "assumptions"
@@ -80,8 +81,8 @@ def _speed(plan: Forecast) -> Iterator[str]:
             f"{update.pause:.2f} s, served after {update.arrival:.2f} s"
         )
     steps = plan.settings.max_steps
-    rented = "" if plan.gpu_hours is None else f", {plan.gpu_hours:.2f} GPU-hours"
-    yield f"the run: {steps} steps, {steps * flow.step_seconds / 3600:.2f} hours{rented}"
+    rented = "" if plan.gpu_hours is None else f", {plan.gpu_hours:.2g} GPU-hours"
+    yield f"the run: {steps} steps, {duration(steps * flow.step_seconds)} without its start{rented}"
 
 
 def as_dict(plan: Forecast) -> dict[str, Any]:

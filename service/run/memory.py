@@ -9,7 +9,7 @@ FULL = 0.85
 """Fraction of a host's memory above which the run warns; Ray ends processes at 0.95."""
 REMEDIES = {
     "trainer": "lower trainer.max_tokens_per_micro_batch, set trainer.gradient_checkpointing, or take more ranks",
-    "generator": "lower generator.kv_cache_bytes, generator.gpu_memory_utilization or generator.concurrent_groups",
+    "generator": "lower generator.concurrent_groups, or kv_cache_bytes (on a GPU gpu_memory_utilization)",
     "buffer": "lower buffer.max_bytes",
     "scorer": "give the scorer fewer workers or a smaller model",
     "role": "give the role a smaller model",

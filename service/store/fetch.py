@@ -20,7 +20,7 @@ from service.errors import StoreFailed, UserError
 from service.files import sync
 from service.run.checkpoints import Checkpoints
 from service.run.folder import CHECKPOINTS, CONFIG, JOURNAL, STORE_MARK, new_run_folder, runs_folder
-from service.run.phases import say
+from service.run.phases import SECONDS, phase, say
 from service.run.resuming import Load
 from service.store.contents import (
     Damaged,
@@ -37,11 +37,14 @@ from service.store.objects import Objects, open_store
 
 AT_ONCE = 8
 """Files that are read at once."""
+READS = 3
+"""How often a file is read whose bytes are others than were written: they may have changed on the way only."""
 
 
 def from_store(url: str, load: Load, into: Path | None = None) -> Path:
     """Same as `fetched`, from the store at an address."""
-    return fetched(open_store(url), load, say, into)
+    with phase(f"reading {url}", after=SECONDS):
+        return fetched(open_store(url), load, say, into)
 
 
 def fetched(objects: Objects, load: Load, say: Callable[[str], None], into: Path | None = None) -> Path:
@@ -110,7 +113,16 @@ def _fetched_step(
 
 
 def _read_file(objects: Objects, folder: Path, entry: tuple[str, StoredFile]) -> None:
-    """Write one file of the manifest to a folder, and verify its checksum."""
+    """Write one file of the manifest to a folder, and verify its checksum.
+
+    Raises:
+        Damaged: the file in the store is another one.
+    """
+    if all(_digest_of_copy(objects, folder, entry) != entry[1].xxh3_64 for _ in range(READS)):
+        raise Damaged(f"{entry[1].object} has other bytes than were written")
+
+
+def _digest_of_copy(objects: Objects, folder: Path, entry: tuple[str, StoredFile]) -> str:
     path, stored = entry
     file, hasher = folder / path, xxhash.xxh3_64()
     private = path.startswith(f"{JOURNAL}/")
@@ -123,8 +135,7 @@ def _read_file(objects: Objects, folder: Path, entry: tuple[str, StoredFile]) ->
         sync(file)
     except OSError as error:  # an error of a full disk, which names no file
         raise OSError(error.errno, error.strerror, str(file)) from None
-    if hasher.hexdigest() != stored.xxh3_64:
-        raise Damaged(f"{stored.object} has other bytes than were written")
+    return hasher.hexdigest()
 
 
 def _lost(

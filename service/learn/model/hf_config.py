@@ -142,7 +142,8 @@ def _unsupported(config: PretrainedConfig) -> str | None:
     usual = type(config)()
     for name in ACTIVATIONS:
         if (given := getattr(config, name, None)) != (computed := getattr(usual, name, None)):
-            return f"its activation is {given!r:.40} ({name}); engines compute {computed} only"
+            only = f"engines compute {computed} only" if computed else "its family has no such setting"
+            return f"its activation is {given!r:.40} ({name}); {only}"
     for name in REFUSED:
         if getattr(config, name, None):
             return f"its configuration sets {name}, which is not computed"

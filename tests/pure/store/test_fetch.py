@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import errno
 import json
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
 
@@ -154,6 +155,25 @@ def test_a_damaged_checkpoint_is_passed_over_and_without_another_one_refused(
         gone_on(tmp_path / "third", objects)
     assert "every checkpoint is damaged (step 4: " in str(refused.value) and why in str(refused.value)
     assert not list((tmp_path / "third" / "runs").glob("*")), "a part of a run is left"
+
+
+def test_bytes_that_change_on_the_way_are_read_again(tmp_path: Path, history: list[str]) -> None:
+    objects, said, reads = MemoryObjects(), list[str](), Counter[str]()
+    begun(tmp_path / "first", objects, 5)
+
+    class Flipping(MemoryObjects):
+        def get(self, name: str) -> Iterator[bytes]:
+            reads[name] += 1
+            whole = b"".join(super().get(name))
+            yield (
+                whole
+                if reads[name] >= fetch.READS or not name.startswith("files/")
+                else bytes([whole[0] ^ 1]) + whole[1:]
+            )
+
+    assert gone_on(tmp_path / "second", Flipping(dict(objects.held)), said).history() == history
+    assert not [line for line in said if "passed over" in line]
+    assert min(count for name, count in reads.items() if name.startswith("files/")) == fetch.READS
 
 
 def test_a_run_that_ended_before_its_first_checkpoint_was_uploaded_is_refused(tmp_path: Path) -> None:
