@@ -150,13 +150,12 @@ def sft(arguments: argparse.Namespace, overrides: list[str]) -> int:
         from service.run.conversations import read_conversations
 
         config = with_absolute_paths(config)
-        batch = config.trainer.mini_batch_size
-        model, data = read_conversations(config.model, config.data, config.generator, batch)
+        model, train, held_out = read_conversations(config.model, config.data, config.generator)
     with phase("loading Ray and PyTorch"):
         from actors.driver.sft import sft
 
     with source.named_in_errors():
-        return sft(config, model, data)
+        return sft(config, model, train, held_out)
 
 
 def submit(arguments: argparse.Namespace, overrides: list[str]) -> int:

@@ -7,7 +7,7 @@ import os
 import shutil
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from itertools import chain, count, islice
@@ -26,19 +26,19 @@ from actors.weights.weight_source import TrainerLost
 from service.config import Config, resolved_yaml
 from service.errors import RunFailed
 from service.learn.optimizer import learning_rate
-from service.run.conversations import Conversations
 from service.run.folder import CHECKPOINTS, FINAL, LOGS, lock_run, new_run_folder, runs_folder
 from service.run.phases import phase, say
 from service.run.writer import RunWriter
 from service.types import SupervisedRow
 
-LINES = 100
-"""Most lines about steps; every step is in `metrics.jsonl`."""
+Rows = Sequence[SupervisedRow]
+Held = Mapping[str, Rows]
+"""The rows of each evaluation set by its name."""
 QUIET_SECONDS = 2.0
 """Seconds after which a line says what takes time."""
 
 
-def sft(config: Config, model: Path, data: Conversations) -> int:
+def sft(config: Config, model: Path, train: Rows, held_out: Held) -> int:
     """Train the model to the end, to a stop signal or to a failure; returns the exit code.
 
     Raises:
@@ -50,34 +50,35 @@ def sft(config: Config, model: Path, data: Conversations) -> int:
     path = new_run_folder(runs_folder(config.run.dir), config.run.name)
     folder = RunWriter(path)
     with lock_run(path):
-        return guarded(folder, partial(_sft, config, model, data, folder))
+        return guarded(folder, partial(_sft, config, model, train, held_out, folder))
 
 
-def _sft(config: Config, model: Path, data: Conversations, folder: RunWriter) -> int:
+def _sft(config: Config, model: Path, train: Rows, held_out: Held, folder: RunWriter) -> int:
     folder.begin(resolved_yaml(config), config.metrics.wandb, model)
-    steps, batch, rows = config.run.max_steps, config.trainer.mini_batch_size, len(data.train)
+    steps, batch, rows = config.run.max_steps, config.trainer.mini_batch_size, len(train)
     say(f"run folder: {folder.path}")
     say(f"{steps} steps of {batch} out of {rows} conversations: {steps * batch / rows:.2f} epochs")
     with ExitStack() as held:
         with phase("starting Ray"):
             held.enter_context(ray_session(config, uuid.uuid4().hex[:12], folder.path / LOGS))
         try:
-            return asyncio.run(_until_stopped(config, model, data, folder))
+            return asyncio.run(_until_stopped(config, model, train, held_out, folder))
         except TrainerLost as lost:
             raise RunFailed(f"{lost}; {folder.path / LOGS} has what each rank printed") from lost
         finally:
             folder.close()
 
 
-async def _until_stopped(config: Config, model: Path, data: Conversations, folder: RunWriter) -> int:
+async def _until_stopped(config: Config, model: Path, train: Rows, held_out: Held, folder: RunWriter) -> int:
     stopped: list[int] = []
     with on_stop_signal(stopped.append, lambda number: os._exit(128 + number)):
         trainer = await _placed(config, model, folder.path)
         with phase("loading the model: trainer ranks start"):
             await trainer.load(model)
-        training = _Training(config, data, trainer, folder)
-        await training.evaluate()
-        for rows in _batches(data.train, config):
+        training = _Training(config, held_out, trainer, folder)
+        if not stopped:
+            await training.evaluate()
+        for rows in _batches(train, config):
             if stopped or folder.step == config.run.max_steps:
                 break
             await training.step(rows)
@@ -93,7 +94,7 @@ async def _placed(config: Config, model: Path, folder: Path) -> TrainerGroup:
     return place_trainer(config, gpus, room, hub=None)
 
 
-def _batches(rows: Sequence[SupervisedRow], config: Config) -> Iterator[list[SupervisedRow]]:
+def _batches(rows: Rows, config: Config) -> Iterator[list[SupervisedRow]]:
     """The rows of each step, for ever: one epoch after another, each in an order of its own with `data.shuffle`."""
     rng, number = np.random.default_rng(config.run.seed), len(rows)
     epochs = (rng.permutation(number) if config.data.shuffle else range(number) for _ in count())
@@ -105,19 +106,19 @@ def _batches(rows: Sequence[SupervisedRow], config: Config) -> Iterator[list[Sup
 class _Training:
     """Takes the steps, measures the evaluation sets, and writes what comes of it."""
 
-    def __init__(self, config: Config, data: Conversations, trainer: TrainerGroup, folder: RunWriter) -> None:
-        self._config, self._data, self._trainer, self._folder = config, data, trainer, folder
+    def __init__(self, config: Config, held_out: Held, trainer: TrainerGroup, folder: RunWriter) -> None:
+        self._config, self._held_out, self._trainer, self._folder = config, held_out, trainer, folder
         self._losses: dict[str, float] = {}
 
     async def evaluate(self) -> None:
         """Measure the loss per token of every evaluation set."""
-        for name, rows in self._data.held_out.items():
+        for name, rows in self._held_out.items():
             with phase(f"evaluating {name}", after=QUIET_SECONDS):
                 self._losses[f"eval/{name}/loss"] = await self._trainer.supervised(rows, lr=None)
         if losses := ", ".join(f"{name} {loss:.4f}" for name, loss in self._losses.items()):
             say(f"after step {self._folder.step}: {losses}")
 
-    async def step(self, rows: Sequence[SupervisedRow]) -> None:
+    async def step(self, rows: Rows) -> None:
         """Take an optimizer step, and what is due after it: an evaluation, a checkpoint."""
         config, began, step = self._config, time.monotonic(), self._folder.step + 1
         steps, lr = config.run.max_steps, learning_rate(config.trainer, step - 1, config.run.max_steps)
@@ -125,8 +126,7 @@ class _Training:
         seconds, tokens = time.monotonic() - began, sum(len(row.token_ids) for row in rows)
         numbers = {"trainer/global_step": step, "sft/loss": loss, "policy/policy_lr": lr, "timing/step": seconds}
         self._folder.step = step
-        if step % max(1, steps // LINES) == 0:
-            say(f"step {step} of {steps}: loss {loss:.4f}, {tokens / seconds:.0f} tokens/s")
+        say(f"step {step} of {steps}: loss {loss:.4f}, {tokens / seconds:.0f} tokens/s")
         if step == steps or (config.data.eval_every and step % config.data.eval_every == 0):
             await self.evaluate()
             numbers |= self._losses

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from service.config import DataConfig, GeneratorConfig, ModelConfig
 from service.errors import UserError
@@ -14,17 +12,10 @@ from service.run.inputs import checked_model, checked_shapes
 from service.types import SupervisedRow
 
 
-class Conversations(NamedTuple):
-    """The rows to learn, and those of each evaluation set."""
-
-    train: Sequence[SupervisedRow]
-    held_out: Mapping[str, Sequence[SupervisedRow]]
-
-
 def read_conversations(
-    model: ModelConfig, data: DataConfig, generator: GeneratorConfig, batch: int
-) -> tuple[Path, Conversations]:
-    """The model's folder, checked, and the conversations as token ids; `batch`: conversations of a step.
+    model: ModelConfig, data: DataConfig, generator: GeneratorConfig
+) -> tuple[Path, list[SupervisedRow], dict[str, list[SupervisedRow]]]:
+    """The model's folder, checked, the rows to learn, and those of each evaluation set.
 
     Raises:
         UserError: the model or a row is malformed, or the configuration has what supervised training cannot do.
@@ -36,10 +27,5 @@ def read_conversations(
         raise UserError("data.train: there are no conversations; give a JSONL or parquet file of them")
     checked_shapes(model, model.path, checked_model(model.path)[0])
     how = load_chat(model.path, generator), generator.conversation, generator.longest_row
-    train = conversation_rows(data.train, *how)
-    if len(train) < batch:
-        raise UserError(
-            f"trainer.mini_batch_size: {batch} conversations a step, but {data.train} has only {len(train)}; lower it"
-        )
     held_out = {name: conversation_rows(file, *how)[: data.eval_rows] for name, file in data.eval.items()}
-    return model.path, Conversations(train, held_out)
+    return model.path, conversation_rows(data.train, *how), held_out

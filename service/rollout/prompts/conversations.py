@@ -19,7 +19,7 @@ from service.errors import UserError
 from service.rollout.chat.chat import Chat
 from service.rollout.chat.conversation import Mode
 from service.rollout.chat.special_tokens import MessagesRefused
-from service.rollout.environment import Message, is_text
+from service.rollout.environment import Message
 from service.rollout.prompts.dataset import read_rows
 from service.rollout.prompts.warm_start import demonstration_rows
 from service.types import SupervisedRow
@@ -75,6 +75,4 @@ def _messages(columns: Any) -> list[Message]:
         raise ValueError("no message is the assistant's, so there is nothing to learn")
     if roles[0] == "assistant" or ("assistant", "assistant") in pairwise(roles):
         raise ValueError("each message of the assistant must follow a message of another role")
-    if not all(is_text(message.content) for message in row.messages):
-        raise ValueError("a message contains half of a surrogate pair, which no tokenizer accepts")
     return [Message(role=message.role, content=message.content) for message in row.messages]

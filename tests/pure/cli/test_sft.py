@@ -28,7 +28,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("rows", "settings", "why"),
     [
-        (ROWS, [], "trainer.mini_batch_size: 16 conversations a step, but"),
+        ([], [], "rows.jsonl: there are no rows"),
         ([*ROWS, {"prompt": "?"}], [], "rows.jsonl, row 3: Object missing required field `messages`"),
         (ROWS, ["model.warm_start={}"], "add model.make=null model.warm_start=null"),
         (ROWS, ["data.train=null", "data.make_rows=8"], "there are no conversations; give a JSONL"),
