@@ -124,7 +124,6 @@ def engine_arguments(settings: EngineSettings, model_folder: Path) -> dict[str, 
         # The trainer computes logits in float32; rounded logits would make the engine's log-probabilities differ.
         "hf_overrides": {"head_dtype": "float32"},
         "weight_transfer_config": {"backend": settings.backend},
-        "language_model_only": "text_config" in model_config(model_folder),
     }
     if settings.has_grammars and find_spec("lmformatenforcer") is None:
         raise UserError("agents.structured: for constrain vLLM needs a package; pip install lm-format-enforcer")
@@ -139,6 +138,7 @@ def engine_arguments(settings: EngineSettings, model_folder: Path) -> dict[str, 
         arguments["quantization"] = generator.quantization
     if generator.engine_gpus > generator.tensor_parallel_size and not on_gpu():
         raise UserError("generator.engine_options.pipeline_parallel_size: vLLM's CPU build has no pipelines; use 1")
+    arguments["language_model_only"] = "text_config" in model_config(model_folder)
     if on_gpu():
         arguments["gpu_memory_utilization"] = generator.gpu_memory_utilization
         arguments["max_num_batched_tokens"] = GPU_BATCHED_TOKENS
