@@ -9,7 +9,9 @@ import logging
 import os
 import signal
 import tempfile
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from actors.engine.run_player import RunPlayer
 from actors.engine.vllm_parser import use_parser
@@ -17,8 +19,10 @@ from service.agents.trial import ScriptedPolicy, Trial
 from service.config import Config
 from service.rollout.chat.chat import load_chat
 from service.rollout.chat.tokenizer import make_byte_tokenizer
-from service.rollout.engine import Engine
 from service.types import PolicyVersion
+
+if TYPE_CHECKING:
+    from actors.engine.vllm_engine import VllmEngine
 
 
 def try_agent(config: Config, model: Path | None, script: list[str], record: Path | None) -> None:
@@ -53,10 +57,10 @@ async def _serve(config: Config, model: Path, script: list[str], record: Path | 
         trial = Trial(player.agents)
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, trial.session.close)
-        await trial.run(record)
+        await trial.run(record, partial(policy.check, config.generator.request_deadline))
 
 
-async def _vllm(config: Config, model: Path, held: contextlib.AsyncExitStack) -> Engine:
+async def _vllm(config: Config, model: Path, held: contextlib.AsyncExitStack) -> VllmEngine:
     from actors.engine.vllm_engine import VllmEngine, engine_env  # with Ray and PyTorch, which takes seconds
 
     os.environ.update(engine_env(config.generator))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from itertools import chain, repeat
 from pathlib import Path
@@ -27,6 +27,8 @@ from service.rollout.engine import Generation, Sampling
 from service.rollout.environment import Task
 from service.types import Int32s, TrajectoryEnd, TrajectoryId
 
+CHECK_SECONDS = 2.0
+"""Seconds between two looks at the engine."""
 SHOWN = 60
 """Characters of a text or of arguments that are printed."""
 HOW = {"root": "a new conversation", "rerendered": "a new conversation (it has an answer that the policy did not give)"}
@@ -38,6 +40,9 @@ class ScriptedPolicy:
     def __init__(self, chat: Chat, texts: Sequence[str]) -> None:
         self._chat = chat
         self._texts = chain(texts, repeat(texts[-1]))
+
+    async def check(self, deadline: float) -> None:
+        """Nothing: a script never fails."""
 
     async def generate(self, prompt_ids: Int32s, sampling: Sampling, request_id: str) -> Generation:
         """The next text, whatever the prompt is."""
@@ -52,8 +57,9 @@ class Trial:
         self._agents = agents
         self.session = agents.session(TrajectoryId(0, 0), Task("try", (), ""), self)
 
-    async def run(self, record: Path | None) -> None:
-        """Serve until the session ends; `record`: where the traffic is kept. The engine's errors propagate."""
+    async def run(self, record: Path | None, check: Callable[[], Awaitable[None]]) -> None:
+        """Serve until the session ends, or `check` finds that the engine has died; `record`: where the traffic is
+        kept."""
         await self._agents.listen()
         address, key = self._agents.address, self.session.key
         if record is not None:
@@ -61,7 +67,8 @@ class Trial:
         url = f"{address}/s/{self.session.name}"
         print(f"export OPENAI_BASE_URL={url}/v1 OPENAI_API_KEY={key}")
         print(f"export ANTHROPIC_BASE_URL={url} ANTHROPIC_API_KEY={key}", flush=True)
-        await asyncio.wait({self.session.ended})
+        while not (await asyncio.wait({self.session.ended}, timeout=CHECK_SECONDS))[0]:
+            await check()
         if self.session.recorded is not None:
             self.session.recorded.set_result(True)  # who finished it gets an answer
         calls, trained = self.session.tree.calls, self._agents.trained
