@@ -78,10 +78,18 @@ def test_an_upload_that_fails_is_repeated_and_said_once_while_training_goes_on(
 def test_training_never_waits_for_the_store_and_a_newer_checkpoint_takes_the_place_of_one_that_waits(
     tmp_path: Path,
 ) -> None:
-    objects, goes_on = MemoryObjects(), threading.Event()
+    objects, under_way, goes_on = MemoryObjects(), threading.Event(), threading.Event()
     run = run_in(tmp_path, objects)
-    objects.fails = lambda doing, name: doing == "put" and not goes_on.wait(10)
-    run.settles = lambda: None
+
+    def fails(doing: str, name: str) -> bool:
+        if doing == "put":
+            under_way.set()
+            return not goes_on.wait(60)
+        return False
+
+    objects.fails, run.settles = fails, lambda: None
+    run.train(EVERY)
+    assert under_way.wait(60)
     run.train()
     assert run.step == STEPS
     assert len(list((run.folder / UPLOADS).iterdir())) == 2  # one under way, one that waits
