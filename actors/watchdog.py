@@ -60,9 +60,9 @@ def marked_processes(mark: str, known: Set[tuple[int, str]] = frozenset()) -> se
             with contextlib.suppress(OSError):
                 # The format is "id (name) state parent ..."; the start time is field 22, and distinguishes a
                 # reused id from the old one.
-                state, parent, *rest = (entry / "stat").read_text().rpartition(")")[2].split()
-                if state != "Z":
-                    living[int(entry.name)] = (int(parent), rest[17])
+                state, parent, *rest = (entry / "stat").read_bytes().rpartition(b")")[2].split()
+                if state != b"Z":
+                    living[int(entry.name)] = (int(parent), rest[17].decode())
                     if needle in (entry / "environ").read_bytes().split(b"\0"):
                         found.add(int(entry.name))
     found |= {process for process, (_, start) in living.items() if (process, start) in known}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -132,7 +132,7 @@ class Planner:
                 sync_seconds=update.arrival,
             )
         )
-        demand = self._demand(engines, ranks, flow, training, pause)
+        demand = replace(self._demand(engines, ranks, flow, training, pause), arrival=update.arrival)
         generation = max(flow.step_seconds * (1 - flow.generators_wait), 1e-9)
         held = self._rank_bytes(ranks, rows)
         return Split(

@@ -71,7 +71,7 @@ def _speed(plan: Forecast) -> Iterator[str]:
         yield f"{side}: {split.demand.seconds(side):.2f} s of a step ({parts})"
     yield (
         f"a step: {flow.step_seconds:.2f} s, {plan.on_policy.step_seconds / flow.step_seconds:.2f} times as fast as "
-        f"on-policy; staleness {flow.staleness:.1f} versions; {flow.running:.0f} requests run in an engine"
+        f"on-policy; staleness {flow.staleness:.1f} versions; {_count(round(flow.running), 'request')} in an engine"
     )
     yield f"what binds: {split.binding.sentence()}"
     for transport, update in plan.updates.items():

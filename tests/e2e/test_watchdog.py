@@ -77,3 +77,18 @@ def test_processes_of_another_run_are_left_alone(tmp_path: Path) -> None:
     finally:
         other.kill()
         other.wait(timeout=SECONDS)
+
+
+def test_a_process_with_a_name_that_is_no_text_does_not_hide_the_others() -> None:
+    rename = "import ctypes, sys, time; ctypes.CDLL(None).prctl(15, b'bad\\xff) 1'); print(flush=True); time.sleep(600)"
+    mark = f"named-{os.getpid()}"
+    odd = subprocess.Popen(
+        [sys.executable, "-c", rename], env={**os.environ, "BATON_RUN_MARK": mark}, stdout=subprocess.PIPE
+    )
+    try:
+        assert odd.stdout is not None and odd.stdout.readline()
+        assert b"bad\xff) 1" in Path(f"/proc/{odd.pid}/stat").read_bytes()
+        assert [process for process, _ in marked_processes(mark)] == [odd.pid]
+    finally:
+        odd.kill()
+        odd.communicate()
