@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import logging
 import os
 import signal
@@ -40,8 +39,6 @@ def try_agent(config: Config, model: Path | None, script: list[str], record: Pat
         if model is None:
             make_byte_tokenizer(Path(folder))
         asyncio.run(_serve(config, model or Path(folder), script, record))
-    gc.unfreeze()
-    gc.collect()  # vLLM's engine frees itself, which it cannot do any more while Python ends
 
 
 async def _serve(config: Config, model: Path, script: list[str], record: Path | None) -> None:

@@ -147,7 +147,7 @@ class Calls:
         new = [name for name in ignored if (dialect.name, name) not in self._noted]
         if new and len(self._noted) < MAX_NOTED:
             self._noted.update((dialect.name, name) for name in new)
-            log.info("calls of dialect %s have fields that change nothing: %s", dialect.name, ", ".join(new))
+            log.info("calls of dialect %s have fields that do not reach the policy: %s", dialect.name, ", ".join(new))
 
 
 def _names(dialect: Dialect, request: web.Request, raw: bytes, n: int) -> Iterator[str]:

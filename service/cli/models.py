@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from service.config.model_folder import FAMILIES, MODEL_CONFIG
+from service.config.model_folder import FAMILIES, MODEL_CONFIG, nearest_family
 from service.errors import UserError
 
 if TYPE_CHECKING:
@@ -81,11 +81,16 @@ def _small(model: str) -> PretrainedConfig:
 
     path = Path(model)
     folder = path.parent if path.name == MODEL_CONFIG else path
-    if (folder / MODEL_CONFIG).is_file():
-        return shrunk(read_config(folder, proven=False))
     try:
+        if (folder / MODEL_CONFIG).is_file():
+            return shrunk(read_config(folder, proven=False))
         return small_config(model)
     except ValueError as error:
         raise UserError(
-            f"{model}: neither a folder with a {MODEL_CONFIG} nor a model type of the installed transformers"
+            f"{model}: neither a folder with a {MODEL_CONFIG} nor a model type of the installed transformers; the "
+            f"nearest family is {nearest_family(path.name)}"
+        ) from error
+    except (AttributeError, KeyError) as error:
+        raise UserError(
+            f"{model} cannot be trained: its configuration lacks what all families have: {error}"
         ) from error

@@ -153,7 +153,7 @@ def _read_summary(folder: Path) -> dict[str, Any] | None:
 def _no_address(folder: Path) -> str:
     """The reason why a run without a summary serves no status."""
     if is_locked(folder):
-        return f"{folder}: the run is starting; its status is there as soon as its actors are"
+        return f"{folder}: the run is starting, and its status is there as soon as its actors are (baton sft has none)"
     return (
         f"{folder}: no process of this machine runs it, and it did not say how it ended: it was killed, or runs "
         f"elsewhere; logs/ has what its parts printed, `baton run --resume {folder}` goes on from its newest "

@@ -132,16 +132,21 @@ def unsupported(config: Mapping[str, Any]) -> str | None:
     given, settings = config.get("model_type"), text_part(config)
     model_type = str(settings.get("model_type")).removesuffix("_text")
     if model_type not in FAMILIES:
-        nearest = min(FAMILIES, key=lambda name: -SequenceMatcher(None, name, model_type).ratio())
         return (
             f"model type {given!r:.80} is none of the {len(FAMILIES)} families in docs/models.md, the nearest is "
-            f"{nearest}; `baton models check` on this folder tells what fails with {transformers_of(config)}"
+            f"{nearest_family(model_type)}; `baton models check` on this folder tells what fails with "
+            f"{transformers_of(config)}"
         )
     if quantization := settings.get("quantization_config"):
         method = quantization.get("quant_method") if isinstance(quantization, Mapping) else None
         hint = ", or load it with Mxfp4Config(dequantize=True) and save it" if method == "mxfp4" else ""
         return f"its weights are quantised (quantization_config); name the folder that it was quantised from{hint}"
     return None
+
+
+def nearest_family(model_type: str) -> str:
+    """The family whose name is most like a model type."""
+    return max(FAMILIES, key=lambda name: SequenceMatcher(None, name, model_type).ratio())
 
 
 def transformers_of(config: Mapping[str, Any]) -> str:

@@ -73,7 +73,7 @@ def resumed(run: RunConfig, trainer: TrainerConfig, path: Path) -> Iterator[Mani
         recover_folder(path / FINAL)
         manifest = checkpoints.newest()
         if manifest is None:
-            raise UserError(f"{path}: {_why_none(trainer, checkpoints)}; begin a new run")
+            raise UserError(f"{path}: {_why_none(path, trainer, checkpoints)}; begin a new run")
         left = run.max_steps - manifest.step
         if left < 0 or (left == 0 and _is_finished(path)):
             raise UserError(f"{path}: the run has all of its {manifest.step} steps; raise run.max_steps to continue")
@@ -104,7 +104,9 @@ def _is_finished(path: Path) -> bool:
     return isinstance(summary, dict) and summary.get("state") == "finished"
 
 
-def _why_none(trainer: TrainerConfig, checkpoints: Checkpoints) -> str:
+def _why_none(path: Path, trainer: TrainerConfig, checkpoints: Checkpoints) -> str:
+    if not (path / JOURNAL).is_dir():
+        return "a training by baton sft is not resumed: its models in checkpoints/ are for model.path"
     if damaged := checkpoints.steps():
         return f"every checkpoint is damaged (of step {', '.join(map(str, damaged))})"
     if not trainer.checkpoint_every:

@@ -9,6 +9,7 @@ import re
 import shlex
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -161,6 +162,32 @@ def test_the_configuration_of_ones_own_is_right(tmp_path: Path) -> None:
     config = load([file]).config
     assert problems(config) == []
     assert set(yaml.safe_load(text)["env"]["options"]) == {"lives"}
+
+
+def test_the_class_of_the_agents_page_is_tried_as_the_page_says(tmp_path: Path) -> None:
+    agent, trial = (
+        next(block for block in blocks(DOCS / "agents.md", "python") if words in block)
+        for words in ("class MyAgent", "SimpleNamespace")
+    )
+    (tmp_path / "my_agents.py").write_text(agent)
+    (tmp_path / "replies.txt").write_text("17")
+    serving = subprocess.Popen(
+        [sys.executable, "-m", "service", "agent-try", "--scripted", str(tmp_path / "replies.txt")],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert serving.stdout is not None
+        found = next(filter(None, (re.search(r"BASE_URL=(\S+) OPENAI_API_KEY=(\S+)", line) for line in serving.stdout)))
+        code = textwrap.dedent(trial).replace("http://127.0.0.1:8400/s/0-0-0/v1", found[1]).replace("KEY", found[2])
+        (tmp_path / "trial.py").write_text(code)
+        tried = [sys.executable, str(tmp_path / "trial.py")]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        said = subprocess.run(tried, env=environment, capture_output=True, text=True, timeout=120, check=False)
+        assert said.stdout == "1.0\n", said.stderr
+    finally:
+        serving.terminate()
+        serving.communicate(timeout=60)
 
 
 def test_the_environment_of_ones_own_plays_the_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

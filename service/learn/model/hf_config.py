@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PretrainedConfig
@@ -13,6 +14,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PretrainedConf
 from service.config.model_folder import (
     MODEL_CONFIG,
     model_config,
+    nearest_family,
     refuse_remote_code,
     require_files,
     text_part,
@@ -71,9 +73,10 @@ def read_config(folder: Path, proven: bool = True) -> PretrainedConfig:
     try:
         config = text_config(AutoConfig.from_pretrained(folder))
     except Exception as error:  # what transformers raises depends on which of its assumptions about the file is broken
-        told = " ".join(str(error).split())[:MAX_CHARACTERS]
+        told = shorten(str(error), MAX_CHARACTERS, placeholder=" ...")
         raise UserError(
-            f"model.path: {folder / MODEL_CONFIG} describes no model: {told}; {transformers_of(settings)}"
+            f"model.path: {folder / MODEL_CONFIG} describes no model: {told}; {transformers_of(settings)}; the nearest "
+            f"family is {nearest_family(str(settings.get('model_type')))}"
         ) from error
     if reason := _unsupported(config):
         raise UserError(f"model.path: {folder} cannot be trained: {reason}")

@@ -66,7 +66,7 @@ async def test_an_agent_is_tried_with_a_script_and_its_traffic_is_kept_without_k
     assert "call 1: aux, a new conversation" in at_the_end and "call 2: main, continues 0" in at_the_end
     sampled = [int(n) for n in re.findall(r"-> (\d+) sampled", at_the_end)]
     assert f"{sampled[0] + sampled[2]} of {sum(sampled)} sampled tokens would be trained" in at_the_end
-    assert "fields that change nothing: top_k" in shown
+    assert "fields that do not reach the policy: top_k" in shown
     kept = [json.loads(line) for line in record.read_text().splitlines()]
     sent = "".join(one["sent"] for one in kept)
     assert key not in record.read_text() and sent.count("x-api-key: [key]") == 4 and '"content": "[key]"' in sent
