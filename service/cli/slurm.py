@@ -102,7 +102,7 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
         job = submit(script, runs)
         say(f"submitted job {job}: run folder {resume or runs / f'{config.run.name}-{job}'}")
         say(f"its output: tail -F {shlex.quote(str(runs / 'slurm' / f'{job}.log'))}")
-        say(f"end it in order: scancel --batch --signal=TERM {job}")
+        say(f"end it in order once it runs: scancel --batch --signal=TERM {job}")
     return 0
 
 

@@ -147,4 +147,7 @@ while kill -0 "${sruns[@]}" 2>/dev/null && ((SECONDS < END_SECONDS)); do sleep 0
 [ ${#lost[@]} = 0 ] || say "Ray ended before the run on: ${lost[*]}"
 if [ "$reason" = limit ] && [ "$code" != 0 ]; then requeue "the time limit is near"; fi
 if [ -z "$reason" ] && [ "$code" = 1 ] && [ ${#lost[@]} != 0 ]; then requeue "the run ended without the lost nodes"; fi
+if [ "$code" != 0 ] && [ -n "$(newest_checkpoint)" ]; then
+    say "unless Slurm requeues this job, a new one goes on: baton slurm --resume $run -- OPTIONS OF SBATCH"
+fi
 exit "$code"

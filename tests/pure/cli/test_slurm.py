@@ -153,7 +153,7 @@ shift
 exec bash "$@"
 """
 RAY = f"""
-echo $$ > "$ROOT/ray-$SLURMD_NODENAME"
+echo $$ > "$ROOT/ray-$SLURMD_NODENAME.new" && mv "$ROOT/ray-$SLURMD_NODENAME.new" "$ROOT/ray-$SLURMD_NODENAME"
 echo "$SLURMD_NODENAME: $*" >> "$ROOT/rays"
 case "$*" in *--head*) exec {sys.executable} -c 'import os, socket
 server = socket.create_server(("127.0.0.1", int(os.environ["PORT"])))
@@ -249,6 +249,7 @@ def test_near_the_time_limit_the_run_stops_the_job_requeues_itself_and_its_next_
     assert batch.lines("commands")[1] == f"run --resume {batch.run} run.seed=5"
     batch.process.send_signal(signal.SIGTERM)
     assert batch.end() == 143 and len(batch.lines("requeued")) == 1, "scancel ends it"
+    assert batch.said().count(f"a new one goes on: baton slurm --resume {batch.run} -- ") == 1, "at its end only"
 
 
 def test_a_new_job_resumes_the_run_of_an_old_one_and_never_begins_another(
