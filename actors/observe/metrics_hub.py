@@ -86,7 +86,8 @@ class MetricsHub(Supervised):
         self._listener = await serve(server, listening)
         self._runner = runner
         named = self._metrics.host
-        host = "127.0.0.1" if named in ("0.0.0.0", "::", "localhost") else named
+        on_all = named in ("0.0.0.0", "::")  # others are told an address at which they reach it
+        host = ray.util.get_node_ip_address() if on_all else "127.0.0.1" if named == "localhost" else named
         self._url = f"http://{host}:{listening.getsockname()[1]}"
         if self._folder is not None:
             write_address(self._folder, self._url)

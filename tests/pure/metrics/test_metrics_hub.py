@@ -9,8 +9,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Barrier
 from urllib.error import HTTPError
+from urllib.parse import urlsplit
 
 import pytest
+import ray
 
 from actors.observe.metrics_hub import MetricsHub, prefers_html, run_target
 from service.cli.status_client import fetch_status
@@ -158,6 +160,21 @@ def test_a_start_and_pushes_at_the_same_time_open_the_port_once() -> None:
         await hub.stop()
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("host", "announced"), [("0.0.0.0", None), ("localhost", "127.0.0.1"), ("127.0.0.1", "127.0.0.1")]
+)
+async def test_a_hub_that_listens_on_all_interfaces_announces_the_address_of_its_node(
+    host: str, announced: str | None
+) -> None:
+    hub = MetricsHub(load_config([], [f"metrics.host={host}", "metrics.port=0"]).model_dump_json())
+    url = await hub.start()
+    try:
+        assert urlsplit(url).hostname == (announced or ray.util.get_node_ip_address())
+        await get(f"{url}/status")
+    finally:
+        await hub.stop()
 
 
 def test_a_host_that_is_not_this_machines_is_one_clear_error() -> None:
