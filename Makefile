@@ -59,8 +59,8 @@ test-fast: dev ## only the quick tests, which need neither Ray nor vLLM (about a
 	@$(PYTEST) -m "not slow and not full" -n logical --maxprocesses 8 tests/pure
 test-edges: dev servers ## documentation, deployment files, Prometheus, pages in a browser; .ci/run calls it if they changed
 	@$(PYTEST) -m "not full" $(EDGES)
-test-slurm: dev servers ## `baton slurm` on a real Slurm, as root; .ci/run calls it if the job's script changed
-	@$(PYTEST) tests/hosts/test_slurm.py
+test-slurm: dev servers ## a job of `baton slurm` on a real Slurm, as root; .ci/run calls it if the job's script changed
+	@$(PYTEST) tests/hosts/test_slurm.py -k one_command
 test-full: dev servers ## all tests that run on CPU, except test-chaos
 	@$(PYTEST) --hypothesis-profile=fresh $(AT_ONCE)
 	@$(PYTEST) -m "not chaos" --hypothesis-profile=fresh $(IN_TURN) $(EDGES)
