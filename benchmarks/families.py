@@ -25,7 +25,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from benchmarks.gpu.small_engine import serving, settings
+from benchmarks.gpu.small_engine import sampled, settings
 from service.config import load
 from service.errors import RunFailed, UserError
 from service.learn.model.policy import Policy
@@ -104,7 +104,7 @@ def agreement(family: str, dtypes: tuple[str, ...], multimodal: bool) -> dict[st
 
 def compared(dtype: str, folder: Path) -> tuple[Pairs, float]:
     """Differences in nats of each sampled token, and the mean of the engine's log-probabilities."""
-    batch, of_engine = asyncio.run(sampled(dtype, folder))
+    batch, of_engine = asyncio.run(turns_of(dtype, folder))
     policy = Policy(LearnSettings.of(settings(dtype)), folder, torch.device("cpu"), 0, 1)  # type: ignore[arg-type]
     of_trainer = policy.logprobs([policy.to_device(batch)])[0].double().numpy()
     exact = of_transformers(torch.float32, folder, batch)
@@ -157,26 +157,13 @@ def for_recipe(family: str, folder: Path) -> Path:
     return folder
 
 
-async def sampled(dtype: str, folder: Path) -> tuple[MicroBatch, Float64s]:
+async def turns_of(dtype: str, folder: Path) -> tuple[MicroBatch, Float64s]:
     """Turns as rows of one micro-batch, and the engine's log-probabilities of the sampled tokens."""
     rng = np.random.default_rng(0)
     prompts = [rng.integers(3, 500, length).astype(np.int32) for length in LENGTHS]
     config = settings(dtype)  # type: ignore[arg-type]
     generator = config.generator.model_copy(update={"kv_cache_bytes": None, "concurrent_groups": 1})
-    async with serving(config.model_copy(update={"generator": generator}), folder) as engine:
-        turns = await asyncio.gather(*(engine.generate(ids, SAMPLING, str(n)) for n, ids in enumerate(prompts)))
-    rows = [np.concatenate([ids, turn.token_ids]) for ids, turn in zip(prompts, turns, strict=True)]
-    mask_N = np.concatenate([np.arange(len(row)) >= len(ids) for row, ids in zip(rows, prompts, strict=True)])
-    batch = MicroBatch(
-        token_ids_N=np.concatenate(rows),
-        offsets_R=np.cumsum([0, *map(len, rows)], dtype=np.int64),
-        loss_mask_N=mask_N,
-        logprobs_N=np.zeros(len(mask_N), np.float32),
-        staleness_N=np.where(mask_N, 0, -1).astype(np.int32),
-        temperature_R=np.full(len(rows), SAMPLING.temperature, np.float32),
-        trajectory_of_row_R=np.arange(len(rows), dtype=np.int32),
-    )
-    return batch, np.concatenate([turn.logprobs for turn in turns if turn.logprobs is not None]).astype(np.float64)
+    return await sampled(config.model_copy(update={"generator": generator}), folder, prompts, SAMPLING)
 
 
 @torch.no_grad()

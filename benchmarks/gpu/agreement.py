@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from benchmarks.gpu.parts import Give
-from benchmarks.gpu.small_engine import INPUT_TOKENS, OUTPUT_TOKENS, SMALL, VOCABULARY, serving, settings, write_model
+from benchmarks.gpu.small_engine import INPUT_TOKENS, OUTPUT_TOKENS, SMALL, VOCABULARY, sampled, settings, write_model
 from service.config.tree import Config, MakeModelConfig
 from service.learn.model.policy import Policy
 from service.learn.settings import LearnSettings
@@ -63,21 +63,4 @@ async def _sampled(config: Config, model: Path, device: str) -> tuple[MicroBatch
     lengths = rng.integers(INPUT_TOKENS // 8, INPUT_TOKENS, TURNS[device])
     prompts = [rng.integers(1, VOCABULARY - 1, length).astype(np.int32) for length in lengths]
     sampling = Sampling(max_tokens=RESPONSE[device], temperature=TEMPERATURE)
-    async with serving(config, model) as engine:
-        turns = await asyncio.gather(
-            *(engine.generate(prompt, sampling, str(number)) for number, prompt in enumerate(prompts))
-        )
-    rows = [np.concatenate([prompt, turn.token_ids]) for prompt, turn in zip(prompts, turns, strict=True)]
-    masks = [np.arange(len(row)) >= len(prompt) for row, prompt in zip(rows, prompts, strict=True)]
-    logprobs = [turn.logprobs for turn in turns if turn.logprobs is not None]
-    mask_N = np.concatenate(masks)
-    batch = MicroBatch(
-        token_ids_N=np.concatenate(rows),
-        offsets_R=np.cumsum([0, *map(len, rows)], dtype=np.int64),
-        loss_mask_N=mask_N,
-        logprobs_N=np.zeros(len(mask_N), np.float32),
-        staleness_N=np.where(mask_N, 0, -1).astype(np.int32),
-        temperature_R=np.full(len(rows), TEMPERATURE, np.float32),
-        trajectory_of_row_R=np.arange(len(rows), dtype=np.int32),
-    )
-    return batch, np.concatenate(logprobs)
+    return await sampled(config, model, prompts, sampling)

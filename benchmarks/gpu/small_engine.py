@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Literal
+
+import numpy as np
 
 from actors.engine.vllm_arguments import engine_env
 from actors.engine.vllm_engine import VllmEngine
@@ -14,7 +17,8 @@ from service.config.learn import AlgorithmConfig, WeightsConfig
 from service.config.rollout import GeneratorConfig
 from service.config.tree import Config, MakeModelConfig, ModelConfig
 from service.learn.model.tiny_model import make_model
-from service.types import PolicyVersion
+from service.rollout.engine import Sampling
+from service.types import Float64s, Int32s, MicroBatch, PolicyVersion
 
 VOCABULARY = 32768
 SMALL = MakeModelConfig(hidden_size=64, intermediate_size=128, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=32)
@@ -54,3 +58,23 @@ async def serving(config: Config, folder: Path) -> AsyncIterator[VllmEngine]:
         yield engine
     finally:
         engine.stop()
+
+
+async def sampled(
+    config: Config, folder: Path, prompts: Sequence[Int32s], sampling: Sampling
+) -> tuple[MicroBatch, Float64s]:
+    """Turns as rows of one micro-batch, and the engine's log-probabilities of the sampled tokens."""
+    async with serving(config, folder) as engine:
+        turns = await asyncio.gather(*(engine.generate(ids, sampling, str(n)) for n, ids in enumerate(prompts)))
+    rows = [np.concatenate([ids, turn.token_ids]) for ids, turn in zip(prompts, turns, strict=True)]
+    mask_N = np.concatenate([np.arange(len(row)) >= len(ids) for row, ids in zip(rows, prompts, strict=True)])
+    batch = MicroBatch(
+        token_ids_N=np.concatenate(rows),
+        offsets_R=np.cumsum([0, *map(len, rows)], dtype=np.int64),
+        loss_mask_N=mask_N,
+        logprobs_N=np.zeros(len(mask_N), np.float32),
+        staleness_N=np.where(mask_N, 0, -1).astype(np.int32),
+        temperature_R=np.full(len(rows), sampling.temperature, np.float32),
+        trajectory_of_row_R=np.arange(len(rows), dtype=np.int32),
+    )
+    return batch, np.concatenate([turn.logprobs for turn in turns if turn.logprobs is not None]).astype(np.float64)
