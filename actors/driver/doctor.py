@@ -66,7 +66,7 @@ def _of_cluster(address: str, folder: Path, store: str | None) -> list[tuple[Fac
     try:
         ray.init(address=address, log_to_driver=False, logging_level="error")
     except (RuntimeError, ConnectionError, ValueError, ray.exceptions.RayError) as error:
-        token = "RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH must have the cluster's token"
+        token = "if the address is right, RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH must have the cluster's token"
         raise UserError(f"--address {address}: {in_a_line(error)}; {token}") from error
     try:
         nodes = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}

@@ -114,9 +114,16 @@ class _Training:
         """Measure the loss per token of every evaluation set."""
         for name, rows in self._held_out.items():
             with phase(f"evaluating {name}", after=QUIET_SECONDS):
-                self._losses[f"eval/{name}/loss"] = await self._trainer.supervised(rows, lr=None)
+                self._losses[f"eval/{name}/loss"] = await self._loss(rows)
         if losses := ", ".join(f"{name} {loss:.4f}" for name, loss in self._losses.items()):
             say(f"after step {self._folder.step}: {losses}")
+
+    async def _loss(self, rows: Rows) -> float:
+        """The loss per token of these rows, a mini-batch at a time, because each call has a deadline."""
+        size = self._config.trainer.mini_batch_size
+        parts = [rows[start : start + size] for start in range(0, len(rows), size)]
+        losses = [await self._trainer.supervised(part, lr=None) for part in parts]
+        return float(np.average(losses, weights=[sum(np.sum(row.loss_mask) for row in part) for part in parts]))
 
     async def step(self, rows: Rows) -> None:
         """Take an optimizer step, and what is due after it: an evaluation, a checkpoint."""

@@ -64,7 +64,7 @@ class TrainerRank(Supervised):
         self._device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
         self._learner: Learner | None = None
         self._supervised: SupervisedSteps | None = None
-        """The steps of `baton sft`; the warm start's end with it."""
+        """The steps of `baton sft`; None before its first one."""
         self._gathered: tuple[int | None, dict[str, torch.Tensor]] = (None, {})
         """The version and the whole weights that were gathered last, for transports from GPU to GPU."""
         self._sender: BroadcastSender | None = None

@@ -96,12 +96,12 @@ def _panel(number: int, panel: Panel) -> dict[str, Any]:
 def dashboards_page() -> str:
     """`docs/dashboards.md`: what each panel means."""
     text = (
-        "# Dashboards\n\nMade from `scripts/dashboards/` by `python -m scripts.docs`. [How to start "
-        "Prometheus and Grafana](operations.md#prometheus-alertmanager-grafana): that Grafana loads the files of "
-        "`deploy/grafana/dashboards/` through `deploy/grafana/provisioning/`; into one of your own import them, and "
-        "choose your Prometheus as *Data source*. The variable *Run* chooses the run, and is empty until a run has "
-        "started its actors. Panels of what a run does not use (agents, scorers, evaluations, ...) stay empty. The "
-        "queries are checked against a live Prometheus; no Grafana server has rendered the dashboards.\n"
+        "# Dashboards\n\nMade from `scripts/dashboards/` by `python -m scripts.docs`. [Operations](operations.md"
+        "#prometheus-alertmanager-grafana) says how to start Prometheus and Grafana; this Grafana loads the files of "
+        "`deploy/grafana/dashboards/` through `deploy/grafana/provisioning/`. Into a Grafana of your own import the "
+        "files, and choose your Prometheus as *Data source*. The variable *Run* chooses the run, and is empty until a "
+        "run has started its actors. Panels of what a run does not use (agents, scorers, evaluations, ...) stay empty. "
+        "The queries are checked against a live Prometheus; no Grafana server has rendered the dashboards.\n"
     )
     for dashboard in DASHBOARDS:
         text += f"\n## {dashboard.title.removeprefix('Baton: ').capitalize()}\n\n{dashboard.meaning}\n\n"

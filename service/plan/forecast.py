@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -132,7 +132,7 @@ class Planner:
                 sync_seconds=update.arrival,
             )
         )
-        demand = replace(self._demand(engines, ranks, flow, training, pause), arrival=update.arrival)
+        demand = self._demand(engines, ranks, flow, training, pause, update.arrival)
         generation = max(flow.step_seconds * (1 - flow.generators_wait), 1e-9)
         held = self._rank_bytes(ranks, rows)
         return Split(
@@ -166,7 +166,9 @@ class Planner:
             Part.CHECKPOINT: self._checkpoint(),
         }
 
-    def _demand(self, engines: int, ranks: int, flow: Flow, training: Mapping[Part, float], pause: float) -> Demand:
+    def _demand(
+        self, engines: int, ranks: int, flow: Flow, training: Mapping[Part, float], pause: float, arrival: float
+    ) -> Demand:
         work, settings = self.work, self.settings
         generation = flow.step_seconds * (1 - flow.generators_wait)
         pause *= 1 - flow.generators_wait  # the other slots have nothing to pause
@@ -182,6 +184,7 @@ class Planner:
             lookahead=settings.lookahead,
             concurrency=settings.generator.concurrent_groups / settings.trainer.mini_batch_size,
             shares_cores=self._on_cpu,
+            arrival=arrival,
             seconds_of_step=flow.step_seconds,
         )
 

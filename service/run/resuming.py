@@ -17,7 +17,7 @@ from service.config.store_url import is_store_url
 from service.errors import UserError
 from service.files import recover_folder
 from service.run.checkpoints import Checkpoints, Manifest
-from service.run.folder import CHECKPOINTS, CONFIG, FINAL, JOURNAL, SUMMARY, find_run, lock_run, no_such_run
+from service.run.folder import CHECKPOINTS, CONFIG, FINAL, JOURNAL, METRICS, SUMMARY, find_run, lock_run, no_such_run
 
 Load = Callable[[Path], Config]
 """Reads the configuration of a run, with what the command line sets over it."""
@@ -105,7 +105,7 @@ def _is_finished(path: Path) -> bool:
 
 
 def _why_none(path: Path, trainer: TrainerConfig, checkpoints: Checkpoints) -> str:
-    if not (path / JOURNAL).is_dir():
+    if (path / METRICS).is_file() and '"sft/loss"' in (path / METRICS).read_text(encoding="utf-8", errors="replace"):
         return "a training by baton sft is not resumed: its models in checkpoints/ are for model.path"
     if damaged := checkpoints.steps():
         return f"every checkpoint is damaged (of step {', '.join(map(str, damaged))})"

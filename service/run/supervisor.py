@@ -86,6 +86,7 @@ class Supervisor:
     def forget(self, name: str) -> None:
         """Stop asking this actor, because it has left the run."""
         self._known.pop(name, None)
+        self._absent.pop(name, None)
         if (asking := self._asking.pop(name, None)) is not None:
             asking.cancel()
 

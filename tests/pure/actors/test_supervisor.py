@@ -186,6 +186,13 @@ async def test_an_actor_that_has_no_process_for_long_is_named_again_until_it_has
     assert "died" in said[0] and len(said) == 3
     await asyncio.sleep(0.1)
     assert len(said) == 3
+    actor.life = None
+    await actor.asked_again()
+    watching.forget("buffer")  # its actor leaves, and another one of its name comes much later
+    await asyncio.sleep(0.1)
+    watching.watch("buffer", actor.probe)
+    await actor.asked_again()
+    assert not any("still" in line for line in said[3:])
     watching.stop()
 
 

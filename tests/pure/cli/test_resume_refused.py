@@ -29,7 +29,7 @@ from service.learn.optimizer import MOMENTS
 from service.rollout.environments.registry import synthetic_data
 from service.rollout.prompts.dataset import rows_digest, write_rows
 from service.run.checkpoints import TRAINER, Checkpoints
-from service.run.folder import CHECKPOINTS, CONFIG, DRIVER_LOG, JOURNAL, LOGS, SUMMARY, TARGETS
+from service.run.folder import CHECKPOINTS, CONFIG, DRIVER_LOG, JOURNAL, LOGS, METRICS, SUMMARY, TARGETS
 from service.run.inputs import Prepared
 from service.run.writer import RunWriter
 
@@ -190,3 +190,5 @@ def test_a_run_that_has_nothing_to_go_on_from_is_refused_before_anything_is_load
     checkpoint.rename(run / "elsewhere")
     assert "the run ended before its first one was written" in refused("run.max_steps=9")
     assert "because trainer.checkpoint_every is 0" in refused("run.max_steps=9", "trainer.checkpoint_every=0")
+    (run / METRICS).write_text('{"trainer/global_step": 1, "sft/loss": 2.0}\n')
+    assert "a training by baton sft is not resumed" in refused("run.max_steps=9")
