@@ -35,6 +35,8 @@ Item = TypeVar("Item", bound=np.generic)
 AnyTable = TypeVar("AnyTable", bound="Table")
 
 
+NO_BYTE = 255
+"""The byte of an unknown expert."""
 ALIGNMENT = 64
 """Bytes, to a multiple of which columns begin."""
 
@@ -65,6 +67,8 @@ class Column(NamedTuple):
     about: About
     is_offsets: bool
     """Whether the column has one item more than its axis."""
+    narrow: np.dtype[Any] | None = None
+    """A second type that the column may have, see `widened`."""
 
 
 class Table:
@@ -138,9 +142,9 @@ def _column(name: str, hint: Any) -> Iterator[Column]:
     array = hint if get_origin(hint) is np.ndarray else kinds[0]
     if get_origin(array) is np.ndarray:
         scalar = get_args(get_args(array)[1])[0]
-        yield Column(
-            name, name.rpartition("_")[2], np.dtype(scalar), array is not hint, about, name[:-2].endswith("offsets")
-        )
+        others = [] if array is hint else [np.dtype(get_args(get_args(kind)[1])[0]) for kind in kinds[1:]]
+        narrow, offsets = (others or [None])[0], name[:-2].endswith("offsets")
+        yield Column(name, name.rpartition("_")[2], np.dtype(scalar), array is not hint, about, offsets, narrow)
 
 
 # -- whole tables ------------------------------------------------------------------------------------------------------
@@ -233,18 +237,40 @@ def concat(tables: Sequence[AnyTable]) -> AnyTable:
 
 def _filled_up(column: Column, arrays: Sequence[NDArray[Any] | None], counts: Sequence[int]) -> list[NDArray[Any]]:
     """One column of several tables, with its fill value for tables that lack it; empty if no table has it."""
-    known = [array for array in arrays if array is not None]
+    known = of_one_type(column, [array for array in arrays if array is not None])
     if len(known) in (0, len(arrays)):
         return known
-    shape = known[0].shape[1:]
+    rest = iter(known)
     return [
-        filled(column, count, shape) if array is None else array for array, count in zip(arrays, counts, strict=True)
+        filled(column, count, known[0]) if array is None else next(rest)
+        for array, count in zip(arrays, counts, strict=True)
     ]
 
 
-def filled(column: Column, count: int, shape: tuple[int, ...] = ()) -> NDArray[Any]:
-    """An array of a column's fill value, for `count` tokens or items."""
-    return np.full((count, *shape), column.about.fill or 0, column.dtype)
+def filled(column: Column, count: int, like: NDArray[Any] | None = None) -> NDArray[Any]:
+    """An array of `count` fill values of a column; it has the further axes of `like`, and also its type if the column
+    may have two types."""
+    rest = () if like is None else np.shape(like)[1:]
+    array = np.full((count, *rest), column.about.fill or 0, column.dtype)
+    return array if like is None or column.narrow is None else array.astype(like.dtype)
+
+
+def of_one_type(column: Column, arrays: list[Any]) -> list[Any]:
+    """The same arrays; if they have both types that the column allows, all are widened."""
+    same = column.narrow is None or len({array.dtype for array in arrays}) < 2
+    return arrays if same else [widened(array) for array in arrays]
+
+
+def widened(array: NDArray[Any]) -> NDArray[Any]:
+    """Numbers of experts `[..., k]` as int16; bytes have 255 in place of -1, then for all k experts of a token.
+
+    The k experts of a token differ, so with more than one of them expert 255 is not mistaken for -1.
+    """
+    if array.dtype != np.uint8:
+        return array
+    wide = array.astype(np.int16)
+    wide[(array == NO_BYTE).all(-1)] = -1
+    return wide
 
 
 # -- offsets, segments, trajectories, names ----------------------------------------------------------------------------

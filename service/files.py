@@ -1,8 +1,8 @@
 """Locks on folders, and atomic writes of files and folders, which are written elsewhere and then renamed.
 
-final               whole, unless the process died between two renames
+final               complete; missing if the process died between two renames
 .partial.final      being written; to be deleted once its writer is gone
-.previous.final     the folder that is being replaced; the whole one as long as there is no `final`
+.previous.final     the folder that is being replaced; the complete one while there is no `final`
 """
 
 from __future__ import annotations

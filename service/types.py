@@ -38,6 +38,10 @@ ROUTE_NATIVELY = -1
 """The routed expert of a token whose routing nobody recorded."""
 
 
+Experts = Int16s | Uint8s
+"""Numbers of experts; as bytes where the model has at most 256, see `service.columns.widened`."""
+
+
 class PolicyVersion(NamedTuple):
     """The weights that sampled a token: (trainer incarnation, optimizer steps); ordered, and packable into one
     int64."""
@@ -132,7 +136,7 @@ class Step:
     stop_reason: str = "stop"
     """Why the turn ended; empty where nobody said."""
     extends: Extension | None = None
-    routed_experts: Int16s | None = None
+    routed_experts: Experts | None = None
     """[P + T, layers, topk]; ROUTE_NATIVELY where unknown."""
     note: str = ""
     """What a generator needs to continue after it; the buffer hands it back as it came."""
@@ -180,7 +184,8 @@ class TrainedTokens:
     loss_mask_N: Annotated[Bools, About("true where the policy sampled the token", fill=0)]
     """Of a micro-batch: true on a token that carries loss; stale and masked tokens are False already."""
     routed_experts_N: Annotated[
-        Int16s | None, About("`[N, layers, topk]`, -1 where unknown", fill=ROUTE_NATIVELY, on_prompt=True, ndim=3)
+        Int16s | Uint8s | None,
+        About("`[N, layers, topk]`, -1 (as a byte 255) where unknown", fill=ROUTE_NATIVELY, on_prompt=True, ndim=3),
     ] = None
     teacher_logprobs_N: Annotated[
         Float32s | None, About("log-probability under the teacher, from its scorer; NaN: none", fill=np.nan)
@@ -279,7 +284,7 @@ class Row:
     rewards: Float32s
     """[T] a step's scalar reward sits on its last response token."""
     stop_reason: str
-    routed_experts: Int16s | None = None
+    routed_experts: Experts | None = None
     reward: float | None = None
     """The last step's scalar reward; None where rewards came per token."""
 

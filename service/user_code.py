@@ -40,7 +40,7 @@ def import_user_module(name: str) -> ModuleType:
     """Import the module that a setting names.
 
     Raises:
-        ImportError: there is no such module, or one of that name that is not the user's comes first.
+        ImportError: there is no such module, or another module of that name comes first on the import path.
         Exception: whatever the module raises while it is imported.
     """
     find_user_module(name)

@@ -57,13 +57,13 @@ def check_command_only(config: Config, source: Source) -> None:
     _refuse(_command(config), source)
 
 
-def check_bytes(config: Config, experts_per_token: int) -> None:
+def check_bytes(config: Config, expert_bytes: int) -> None:
     """Refuse bounds of memory and journal that are too small for a model that records routed experts.
 
     Raises:
         ConfigError: names every bound that is too small.
     """
-    _refuse(_bytes(config, experts_per_token))
+    _refuse(_bytes(config, expert_bytes))
 
 
 def problems(config: Config) -> list[str]:
@@ -78,7 +78,7 @@ def _refuse(lines: Iterable[str], source: Source | None = None) -> None:
 
 
 def too_many(config: Config, memory: int = LARGEST_HOST) -> Iterator[str]:
-    """Settings whose number of items, all kept in one process, does not fit into this many bytes of memory."""
+    """A line for each number of items that one process would have to keep, and that does not fit into its memory."""
     data, generator, warm_start = config.data, config.generator, config.model.warm_start
     trajectories = generator.concurrent_groups * config.algorithm.n_samples_per_prompt // generator.max_engines
     for setting, number, things in (
@@ -136,7 +136,7 @@ def _data(config: Config) -> Iterator[str]:
     given = {"train": data.train is not None, "make_rows": data.make_rows is not None, "mixture": bool(data.mixture)}
     named = [name for name, is_given in given.items() if is_given]
     if not named:
-        yield "data.train: there are no prompts; give a JSONL or parquet file, or data.make_rows=N"
+        yield "data.train: there are no prompts; give a JSONL or parquet file, or data.make_rows=N (not for baton sft)"
     if len(named) > 1:
         others = " and ".join(f"data.{name}" for name in named[1:])
         unset = " or ".join(f"data.{name}=null" for name in named if name != "mixture")
@@ -355,10 +355,10 @@ def _staleness(config: Config) -> Iterator[str]:
         )
 
 
-def _bytes(config: Config, experts_per_token: int = 0) -> Iterator[str]:
-    """The refused bounds of memory and journal; `experts_per_token` is known once the model has been read."""
+def _bytes(config: Config, expert_bytes: int = 0) -> Iterator[str]:
+    """The refused bounds of memory and journal; `expert_bytes` is known once the model has been read."""
     buffer, samples, size = config.buffer, config.algorithm.n_samples_per_prompt, config.trainer.mini_batch_size
-    worst = worst_bytes(config, experts_per_token)
+    worst = worst_bytes(config, expert_bytes)
     one_turn = samples * (worst.step + ITEM_BYTES)
     if buffer.max_group_bytes < one_turn:
         yield (
@@ -499,7 +499,14 @@ def _packing(config: Config) -> Iterator[str]:
             "trainer.layout: padded rows lie on lines of their own, which trainer.sequence_parallel cannot cut; use "
             "packed, shared_prefix or auto"
         )
+    if trainer.ranks % trainer.expert_parallel:
+        yield (
+            f"trainer.expert_parallel: trainer.ranks ({trainer.ranks}) do not divide into groups of "
+            f"{trainer.expert_parallel} that divide the experts: some ranks would belong to none; use a divisor"
+        )
     make = config.model.make
+    if make and trainer.expert_parallel > 1:
+        yield "trainer.expert_parallel: the model of model.make has no experts that ranks could divide; use 1"
     if make and (reason := undivided_heads(make.num_heads, make.num_kv_heads, sharing)):
         yield f"trainer.sequence_parallel: {reason}"
 

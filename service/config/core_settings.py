@@ -91,7 +91,7 @@ def buffer_settings(config: Config, vocab_size: int, routing: Routing | None = N
     buffer, min_lookahead = config.buffer, max(config.weights.sync_every - 1, 1)
     return BufferSettings(
         limits=message_limits(config, vocab_size, routing),
-        worst=worst_bytes(config, routing.experts_per_token if routing else 0),
+        worst=worst_bytes(config, routing.token_bytes if routing else 0),
         batches=batch_settings(config),
         filters=filter_settings(config),
         attempts=AttemptSettings(
@@ -127,8 +127,8 @@ def curriculum_settings(config: Config) -> CurriculumSettings | None:
     return CurriculumSettings(curriculum.band, curriculum.outside, curriculum.min_groups)
 
 
-def worst_bytes(config: Config, experts_per_token: int = 0) -> WorstBytes:
-    """Maximum bytes of steps; `experts_per_token`: routed experts per token over all layers."""
+def worst_bytes(config: Config, expert_bytes: int = 0) -> WorstBytes:
+    """Maximum bytes of steps; `expert_bytes`: those of a token's routed experts over all layers."""
     agents = config.endpoint
     return WorstBytes(
         n_samples=config.algorithm.n_samples_per_prompt,
@@ -138,7 +138,7 @@ def worst_bytes(config: Config, experts_per_token: int = 0) -> WorstBytes:
         max_note_bytes=max(config.env.max_snapshot_bytes, NOTE_BYTES),
         max_session_tokens=0 if agents is None else agents.max_tokens,
         max_session_calls=0 if agents is None else agents.max_calls,
-        experts_per_token=experts_per_token,
+        expert_bytes=expert_bytes,
         has_teacher=config.algorithm.teacher is not None,
         n_scorers=len(config.scorers),
     )

@@ -16,7 +16,7 @@ from pydantic import TypeAdapter, ValidationError
 
 
 class Judgement(NamedTuple):
-    """What becomes of a field that a user sets."""
+    """How a field that a user sets is treated, and why."""
 
     verdict: Literal["owned", "passed", "warned", "refused"]
     reason: str
@@ -41,6 +41,9 @@ PLAIN: Mapping[str, Any] = {
 }  # fmt: skip
 """The types whose values are checked; vLLM checks the others when an engine starts."""
 
+AT_LEAST_1 = ("pipeline_parallel_size", "max_num_batched_tokens")
+"""Numbers that vLLM refuses below 1 only when an engine starts, or with which Baton computes before."""
+
 
 def refusals(options: Mapping[str, Any]) -> Iterator[str]:
     """A line for each option that cannot be set, or has a value of the wrong type."""
@@ -56,6 +59,8 @@ def refusals(options: Mapping[str, Any]) -> Iterator[str]:
             yield f"{setting}: is refused: {judged.reason}"
         elif (kind := fields.get(name)) is not None and not _fits(value, kind):
             yield f"{setting}: must be {kind.replace(' | ', ' or ')}, not {value!r}"
+        elif name in AT_LEAST_1 and type(value) is int and value < 1:
+            yield f"{setting}: must be at least 1, not {value}"
 
 
 def warnings(options: Mapping[str, Any]) -> Iterator[str]:
@@ -68,8 +73,8 @@ def warnings(options: Mapping[str, Any]) -> Iterator[str]:
 
 @cache
 def installed_fields() -> Mapping[str, str]:
-    """Name -> type, as written, of each engine argument of the installed vLLM, which is read, not imported; empty
-    without vLLM."""
+    """Name and type (as text) of each engine argument, from the source of the installed vLLM, which is not imported;
+    empty without vLLM."""
     found = find_spec("vllm")
     if found is None or found.origin is None:
         return {}

@@ -121,6 +121,9 @@ class TrainerConfig(Section):
     sequence_parallel: Positive = 1
     """Ranks that share each micro-batch, each with an equal part of its tokens, so that a row may have this many times
     the tokens of a rank's budget. It must divide `ranks` and the model's heads; see docs/learning.md."""
+    expert_parallel: Positive = 1
+    """Ranks of a node that divide the experts of each layer, and send each other their tokens; 1: every rank gathers
+    all experts. It must divide the ranks of each node and the model's experts; see docs/learning.md."""
     layout: Literal["auto", "packed", "padded", "shared_prefix"] = "auto"
     """`packed`: rows one after another; `padded`: left-padded rows; `shared_prefix`: packed, and what rows that begin
     alike have in common is computed once, so that the token budget counts distinct tokens; `auto`: `shared_prefix` for
@@ -137,28 +140,45 @@ class TrainerConfig(Section):
     gradient_checkpointing: bool | Annotated[int, Field(ge=2, le=MOST)] | Literal["auto"] = "auto"
     """Keep only the inputs of the layers, and recompute the other activations in the backward pass. A number n: do so
     in every n-th layer only, which takes more memory and less time. auto: on a GPU as little of it as the estimate of
-    memory allows, for bfloat16 models; on a CPU none."""
+    memory allows, for bfloat16 models; on a CPU none. After a lack of memory in a step there is more."""
     shard_within: Literal["all", "node"] = "all"
     """Shard the policy over all ranks (`all`), or over the ranks of each node (`node`): then nodes send each other only
     gradients, and each rank holds a larger part of weights, gradients and optimizer state."""
+    reshard_after_forward: bool | Literal["auto"] = "auto"
+    """Free the gathered weights of the layers after the forward pass and gather them again for the backward pass, which
+    sends more and takes less memory. auto: on a GPU they are kept if 15 % of its memory stays free all the same, for
+    bfloat16 models; on a CPU they are freed."""
+    shard_one_rank: bool = False
+    """Shard with a single rank too, as with several: to measure that path on one GPU."""
     cpu_offload: bool = False
     """Keep weights, gradients and optimizer state in CPU memory."""
     compile: bool | None = None
     """Compile the decoder layers: the first steps take minutes, later ones take less time and memory. None: on a GPU
-    where the compiler works, for bfloat16 models without experts."""
+    where the compiler works, for bfloat16 models. Experts run uncompiled inside the layers."""
     fused_kernels: bool = False
     """Use Liger kernels for norms, rotary embeddings and MLPs; needs the package liger-kernel and a GPU."""
     checkpoint_every: NotNegative = 0
     """Optimizer steps between checkpoints; 0: only the final weights are written."""
     keep_checkpoints: Positive = 2
     start_deadline: Seconds = 600.0
-    """Seconds in which the ranks must restart after a failure."""
+    """Seconds in which the ranks must restart after a failure; if layers are compiled, also those in which a collective
+    of the first step must end, since ranks then wait for each other's compilers."""
     max_bad_steps: Positive = 10
     """Optimizer steps in a row that are skipped, for example because the loss is not finite, before the run fails."""
     accelerator: str | None = None
     """Ray accelerator type of the ranks' nodes, such as H100."""
     collective_deadline: Seconds = 120.0
-    """Seconds in which one collective must end."""
+    """Seconds in which one collective must end; for the first step of compiled layers see `start_deadline`."""
+
+    @property
+    def sharded(self) -> bool:
+        """Whether the ranks form a process group and shard the policy."""
+        return self.ranks > 1 or self.shard_one_rank
+
+    @property
+    def keeps_gathered(self) -> bool:
+        """Whether gathered weights are kept for the backward pass if there is memory for them."""
+        return self.sharded and self.reshard_after_forward == "auto"
 
     @property
     def batch_parts(self) -> int:
@@ -177,12 +197,13 @@ class WeightsConfig(Section):
     sync_every: Positive = 1
     """Optimizer steps between two updates of the engines."""
     transport: Literal["memory", "nccl", "ipc"] = "memory"
-    """`memory`: through Ray's object store and a file in shared memory, with a checksum; `nccl`: broadcast from the
+    """`memory`: engines read the ranks' rows in shared memory, on other hosts a copy that arrives by Ray's object store
+    with checksums; `nccl`: broadcast from the
     trainer's first GPU to the GPUs of all engines; `ipc`: by CUDA IPC on a GPU that a rank and an engine share, so that
     `generator.gpu_memory_utilization` must leave room for the rank. `ipc` has run on one H100, `nccl` not yet."""
     delta: bool = False
-    """With `memory`: only elements that changed are sent between hosts. Each host with engines then keeps a copy of the
-    weights in shared memory, and each rank a second copy of its own part."""
+    """With `memory`: only elements that changed are sent between hosts. Each other host with engines then keeps a copy
+    of the weights in shared memory."""
     kv_cache: Literal["recompute", "keep"] = "recompute"
     """The KV cache of running requests at an update: recomputed with the new weights, or kept."""
     sync_deadline: Seconds = 300.0

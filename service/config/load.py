@@ -133,7 +133,7 @@ def _message(details: Sequence[ErrorDetails], path: KeyPath) -> str:
 
 
 def _wanted(detail: ErrorDetails, path: KeyPath) -> str:
-    """The expected value, in pydantic's words without its reason."""
+    """Pydantic's text about the expected value, without its reason."""
     if detail["type"] == "model_type":
         return f"a section with {', '.join(_keys_of(path))}"
     text = detail["msg"].removeprefix(INPUT).partition(", ")

@@ -47,14 +47,27 @@ def is_adapter_folder(folder: Path) -> bool:
     return (folder / ADAPTER_CONFIG).is_file()
 
 
-def check_model_folder(folder: Path, longest: int, sequence_parallel: int = 1) -> None:
+def check_model_folder(folder: Path, longest: int, sequence_parallel: int = 1, expert_parallel: int = 1) -> None:
     """Check that the model can be trained on turns of up to `longest` tokens (prompt and response together) with its
-    heads divided over `sequence_parallel` ranks.
+    heads divided over `sequence_parallel` ranks and its experts over `expert_parallel`.
 
     Raises:
         UserError: a file is missing or malformed, or the model is not supported or too short.
     """
     require_files(folder, MODEL_CONFIG, TOKENIZER)
+    check_description(folder, longest, sequence_parallel, expert_parallel)
+    index = weight_index(folder)
+    for file in sorted({*index.values()} or {folder / SINGLE}):
+        names = {name for name, where in index.items() if where == file}
+        _check_header(file, names, text_part(model_config(folder))["vocab_size"])
+
+
+def check_description(folder: Path, longest: int, sequence_parallel: int = 1, expert_parallel: int = 1) -> None:
+    """Check as `check_model_folder` a folder that may lack everything but its config.json.
+
+    Raises:
+        UserError: a file is malformed, or the model is not supported or too short.
+    """
     refuse_remote_code(folder)
     config = text_part(model_config(folder))
     vocab_size = config.get("vocab_size")
@@ -65,10 +78,11 @@ def check_model_folder(folder: Path, longest: int, sequence_parallel: int = 1) -
     _check_length(config, folder, longest)
     if reason := undivided(config, sequence_parallel):
         raise UserError(f"trainer.sequence_parallel: {reason}")
-    check_vocabulary(folder, read_tokenizer(folder / TOKENIZER).get_vocab_size(), vocab_size)
-    index = weight_index(folder)
-    for file in sorted({*index.values()} or {folder / SINGLE}):
-        _check_header(file, {name for name, where in index.items() if where == file}, vocab_size)
+    experts = next((config[name] for name in EXPERTS if type(config.get(name)) is int), 0)
+    if expert_parallel > 1 and (reason := undivided_experts(experts, expert_parallel)):
+        raise UserError(f"trainer.expert_parallel: {reason}")
+    if (folder / TOKENIZER).is_file():
+        check_vocabulary(folder, read_tokenizer(folder / TOKENIZER).get_vocab_size(), vocab_size)
 
 
 def tools_note(folder: Path) -> str | None:
@@ -137,11 +151,17 @@ def unsupported(config: Mapping[str, Any]) -> str | None:
             f"{nearest_family(model_type)}; `baton models check` on this folder tells what fails with "
             f"{transformers_of(config)}"
         )
-    if quantization := settings.get("quantization_config"):
-        method = quantization.get("quant_method") if isinstance(quantization, Mapping) else None
-        hint = ", or load it with Mxfp4Config(dequantize=True) and save it" if method == "mxfp4" else ""
-        return f"its weights are quantised (quantization_config); name the folder that it was quantised from{hint}"
-    return None
+    return quantised(config)
+
+
+def quantised(config: Mapping[str, Any]) -> str | None:
+    """Return what to do about quantised weights, which no run trains; None if they are not quantised."""
+    quantization = text_part(config).get("quantization_config")
+    if not quantization:
+        return None
+    method = quantization.get("quant_method") if isinstance(quantization, Mapping) else None
+    hint = ", or load it with Mxfp4Config(dequantize=True) and save it" if method == "mxfp4" else ""
+    return f"its weights are quantised (quantization_config); name the folder that it was quantised from{hint}"
 
 
 def nearest_family(model_type: str) -> str:
@@ -150,7 +170,7 @@ def nearest_family(model_type: str) -> str:
 
 
 def transformers_of(config: Mapping[str, Any]) -> str:
-    """The installed version of transformers, and the one that the model needs, by which its config.json was written."""
+    """The installed version of transformers; also the one that wrote the model's config.json, if that is newer."""
     written, installed = str(config.get("transformers_version", "")), version("transformers")
     needed, given = ([int(part) for part in re.findall(r"\d+", number[:20])[:2]] for number in (written, installed))
     return f"transformers {installed}" + (f" (it needs {written:.20})" if needed > given else "")
@@ -174,6 +194,13 @@ def undivided_heads(heads: object, key_heads: object, ranks: int) -> str | None:
         f"{ranks} ranks cannot divide the model's {heads} heads and {key_heads} key heads among themselves; use a "
         "divisor of both, or a multiple of the key heads that divides the heads"
     )
+
+
+def undivided_experts(experts: int, ranks: int) -> str | None:
+    """Return why a layer's experts cannot be divided over `ranks` ranks; None if they can."""
+    if experts and experts % ranks == 0:
+        return None
+    return f"{ranks} ranks cannot divide the model's {experts or 'missing'} experts among themselves; use a divisor"
 
 
 def _check_length(config: Mapping[str, Any], folder: Path, longest: int) -> None:

@@ -54,13 +54,13 @@ def check_command_paths(config: Config) -> None:
 
 
 def with_absolute_paths(config: Config) -> Config:
-    """The configuration with every path but `run.dir` absolute: actors on other nodes have other current folders."""
+    """The configuration with absolute paths (except `run.dir`), because the current folder differs on other nodes."""
     return config.model_copy(update={name: _with_paths(part, Path.absolute) for name, part in config if name != "run"})
 
 
 def hub_addresses(config: Config) -> list[tuple[str, Named, Path]]:
     """(setting, kind, address) of each path that is an address of a model hub."""
-    return [found for found in _paths(config) if is_on_hub(found[2])]
+    return [found for found in paths(config) if is_on_hub(found[2])]
 
 
 def with_downloads(config: Config, local: Mapping[Path, Path]) -> Config:
@@ -93,7 +93,7 @@ def _refuse(problems: Iterable[_Problem]) -> None:
 
 
 def _problems(config: Config) -> Iterator[_Problem]:
-    for setting, named, path in _paths(config):
+    for setting, named, path in paths(config):
         if is_on_hub(path):  # looked for when a run starts
             continue
         wrong = list(_path_problems(setting, named, path))
@@ -101,7 +101,8 @@ def _problems(config: Config) -> Iterator[_Problem]:
         if setting == "model.path" and not wrong:
             try:
                 longest = config.generator.max_input_length + config.generator.max_generate_length
-                check_model_folder(path, longest, config.trainer.sequence_parallel)
+                trainer = config.trainer
+                check_model_folder(path, longest, trainer.sequence_parallel, trainer.expert_parallel)
             except UserError as error:
                 yield _Problem(str(error))
     for setting, command in {"env.command": config.env.command, "env.score": config.env.score}.items():
@@ -114,19 +115,19 @@ def _problems(config: Config) -> Iterator[_Problem]:
         yield _Problem(f"run.dir: {config.run.dir} is a file; give a folder")
 
 
-def _paths(value: Any, setting: str = "", marks: Iterable[Any] = ()) -> Iterator[tuple[str, Named, Path]]:
+def paths(value: Any, setting: str = "", marks: Iterable[Any] = ()) -> Iterator[tuple[str, Named, Path]]:
     """(setting, kind, path) of each path in a section whose type declares the kind of file."""
     if isinstance(value, Path):
         yield from ((setting, mark, value) for mark in marks if isinstance(mark, Named))
     elif isinstance(value, Mapping):
         for key, inner in value.items():
-            yield from _paths(inner, f"{setting}.{key}", marks)
+            yield from paths(inner, f"{setting}.{key}", marks)
     elif isinstance(value, Section):
         if isinstance(value, RoleConfig) and value.is_served and value.model:
             yield f"{setting}.model", SERVED_MODEL, Path(value.model)
         for name, field in type(value).model_fields.items():
             inner = [*field.metadata, *_marks(field.annotation)]
-            yield from _paths(getattr(value, name), f"{setting}.{name}".lstrip("."), inner)
+            yield from paths(getattr(value, name), f"{setting}.{name}".lstrip("."), inner)
 
 
 def _marks(annotation: Any) -> Iterator[Any]:

@@ -43,7 +43,7 @@ class MixturePart(Section):
 
 
 class CurriculumConfig(Section):
-    """Pass over prompts by their success so far; see docs/environments.md."""
+    """Skips prompts according to their success so far; see docs/environments.md."""
 
     band: Range = (0.1, 0.9)
     """Lowest and highest success with which a prompt is issued in every epoch."""
@@ -247,6 +247,9 @@ class GeneratorConfig(Section):
     """Fraction of a GPU's memory for its engine."""
     enforce_eager: bool = False
     """Skip compilation and CUDA graphs."""
+    record_experts: bool = True
+    """GPU engines record the experts that computed each token, which the trainer then uses too; false: the trainer's
+    router chooses anew, and sampled and trained log-probabilities differ by more."""
     quantization: Literal["fp8"] | None = None
     """`fp8`: a GPU engine computes with 8-bit weights, quantised again at every update. It samples from another
     distribution than the trainer computes, so `algorithm.correction` must be on."""

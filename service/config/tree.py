@@ -66,7 +66,7 @@ Labels = dict[Annotated[str, AfterValidator(_label)], Annotated[str, AfterValida
 class RunConfig(Section):
     """The run as a whole."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = "run"
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=200)] = "run"
     """Name of the run and of its folder."""
     dir: UserPath = Path("runs")
     """Folder of the run folders; it must outlast the process (a Ray job's working directory does not)."""
@@ -183,7 +183,7 @@ class BufferConfig(Section):
 
 
 class PlacementConfig(Section):
-    """Labels of the hosts that hold a part of the run: a value, `!value`, `in(one, other)`, `!in(one, other)`."""
+    """Labels of the hosts where a part of the run may be: a value, `!value`, `in(one, other)`, `!in(one, other)`."""
 
     trainer: Labels = {}
     """Labels of the hosts of the trainer's ranks."""

@@ -339,7 +339,7 @@ class Buffer:
         return self.ledger.history.current
 
     def watch_ends(self, on_end: OnEnd, on_failure: OnFailure | None = None) -> None:
-        """Register what `Record.on_end` and `Record.on_failure` call."""
+        """Register the functions that `Record.on_end` and `Record.on_failure` call."""
         self._record.on_end, self._record.on_failure = on_end, on_failure
 
     def complete_group(self, group_id: int) -> CompleteGroup:

@@ -82,7 +82,7 @@ class Claims:
 
     def _room_is_made(self) -> tuple[WaitReason, str] | None:
         """Why restarted samples have to wait: a full journal must first remove their last attempts; None if they need
-        not wait. They need no new admission."""
+        not wait. A restart needs no new admission."""
         why = self._admission.disk_wait(self._record, 0)
         return why if self._record.journal.reclaims else None
 

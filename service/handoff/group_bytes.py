@@ -5,7 +5,7 @@ memory of the accepted steps and their frames in the journal, so there is always
 
     2 samples of 2 turns of at most 100 tokens, 21 bytes a token:
     each trajectory   2 steps and 1 end   2 * 100 * 21 + 3 * ITEM_BYTES
-    the group         2 trajectories      as much twice
+    the group         2 trajectories      twice as much
 
 Every step and end is counted as if it came in a message of its own, and as if no prefix were shared.
 """
@@ -36,8 +36,6 @@ SCORE_BYTES = 1 << 9
 """A scorer's answer without its rewards, texts and log-probabilities: the journal's frame."""
 INFO_BYTES = 1 << 11
 """Maximum UTF-8 bytes of a scorer's text about one trajectory."""
-EXPERT_BYTES = 2
-"""Bytes of one routed expert of one token."""
 SAID_BYTES = 9
 """Maximum bytes of an end's values about one step: a role and a reward."""
 TRANSCRIPT_BYTES = 1 << 16
@@ -74,15 +72,15 @@ class WorstBytes:
     """Tokens of all calls of an agent together."""
     max_session_calls: int = 0
     """Calls of an agent; 0: there are no agents."""
-    experts_per_token: int = 0
-    """Routed experts that the model records for each token, over all layers."""
+    expert_bytes: int = 0
+    """Bytes of a token's routed experts, over all layers."""
     has_teacher: bool = False
     n_scorers: int = 0
 
     @property
     def token(self) -> int:
         """Bytes of one token in all columns."""
-        return TOKEN_BYTES + EXPERT_BYTES * self.experts_per_token + TEACHER_BYTES * self.has_teacher
+        return TOKEN_BYTES + self.expert_bytes + TEACHER_BYTES * self.has_teacher
 
     @property
     def step(self) -> int:

@@ -104,7 +104,7 @@ class Scoring:
     def accept(self, group_id: int, scorer: str, answer: Answer) -> Refusal | None:
         """Journal a scorer's answer about a group; does nothing if the answer is no longer needed.
 
-        The group continues without trajectories that have an invalid reward, or whose rewards add up to one; if fewer
+        The group continues without trajectories whose reward, or sum of rewards, is invalid; if fewer
         than two trajectories would remain, the answer is refused."""
         if not self.awaits(group_id, scorer):
             return None
@@ -189,7 +189,7 @@ class Scoring:
         return None
 
     def _rewards(self, group_id: int, scorer: str, answer: Answer) -> tuple[float, ...] | None:
-        """The weighted rewards; NaN in place of those that the buffer does not accept, alone or with those so far."""
+        """The weighted rewards; NaN where the buffer does not accept the reward, or its sum with the rewards so far."""
         if answer.rewards is None:
             return None
         settings, earlier = self._scorers[scorer], [each for each in self.answers(group_id) if each.rewards]

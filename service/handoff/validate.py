@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from service.columns import columns_of, lengths_of
+from service.columns import columns_of, lengths_of, widened
 from service.handoff.group_bytes import NAME_BYTES, NOTE_BYTES, TRANSCRIPT_BYTES
 from service.handoff.steps.limits import Limits, Routing
 from service.handoff.steps.reward import MAX_REWARD
@@ -29,7 +29,7 @@ from service.handoff.steps.roles import ROLES
 from service.types import (
     NO_VERSION,
     ROUTE_NATIVELY,
-    Int16s,
+    Experts,
     Refusal,
     RefusalReason,
     StepGroup,
@@ -184,12 +184,12 @@ def _token_ids(group: StepGroup, limits: Limits) -> Refusal | None:
     return _first_outside(RefusalReason.TOKEN_RANGE, ("token_ids_N", steps.token_ids_N, 0, limits.vocab_size))
 
 
-def _unroutable(experts_N: Int16s, routing: Routing) -> Refusal | None:
+def _unroutable(experts_N: Experts, routing: Routing) -> Refusal | None:
     """The refusal of routed experts that the model lacks, so that the trainer could not replay them."""
     layers, topk = experts_N.shape[1:]
     if layers not in routing.layers or topk != routing.topk:
         return Refusal(RefusalReason.LENGTH_MISMATCH, f"routed_experts_N: {layers} layers, {topk} experts a token")
-    if (largest := int(experts_N.max(initial=ROUTE_NATIVELY))) >= routing.experts:
+    if (largest := int(widened(experts_N).max(initial=ROUTE_NATIVELY))) >= routing.experts:
         return Refusal(RefusalReason.TOKEN_RANGE, "routed_experts_N", largest)
     return None
 

@@ -415,11 +415,11 @@ def turn_advantages(
 ) -> list[Float64s]:
     """One advantage per turn, as an array per trajectory; `rewards` has a sequence of turn rewards per trajectory.
 
-    `scores`: in the same form, the scores of the states after the turns, for `potential`; NaN where there is none.
+    `scores`: in the same form, the scores of the states after the turns, for `potential`; NaN for a missing score.
 
     Raises:
-        ValueError: a reward is not finite, a score is infinite, a trajectory has no prompt uid or other turns, there is
-            no such credit, or `gamma` is not in [0, 1].
+        ValueError: a reward is not finite, a score is infinite, rewards, scores and prompt uids differ in number, there
+            is no such credit, or `gamma` is not in [0, 1].
         NoAdvantage: an advantage is not finite.
         UserError: the estimator cannot be used per turn, or does not exist.
 

@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 
 from service.columns import changes, columns_of, filled, lengths_of, select
 from service.handoff.prefixes.prefix_index import common_prefix
-from service.types import Int16s, Int32s, Int64s, MicroBatch, Rows, TrainedTokens
+from service.types import Experts, Int32s, Int64s, MicroBatch, Rows, TrainedTokens
 
 Layout = Literal["auto", "packed", "padded", "shared_prefix"]
 
@@ -243,7 +243,7 @@ def _micro_batch(packed: Rows, staleness_N: Int32s, trajectory_R: Int32s, start:
 def _dummy(rows: Rows) -> MicroBatch:
     """A micro-batch of two tokens without loss, so that every rank makes the same number of forward passes."""
     columns = [column for column in columns_of(TrainedTokens).tokens if getattr(rows, column.name) is not None]
-    tokens: dict[str, Any] = {c.name: filled(c, 2, getattr(rows, c.name).shape[1:]) for c in columns}
+    tokens: dict[str, Any] = {c.name: filled(c, 2, getattr(rows, c.name)) for c in columns}
     return MicroBatch(
         offsets_R=np.array([0, 2], np.int64),
         staleness_N=np.full(2, -1, np.int32),
@@ -265,7 +265,7 @@ def place_sharing(
     budget: int,
     layout: Layout = "shared_prefix",
 ) -> Placement:
-    """Distribute rows that share prefixes, in depth-first order within a micro-batch; arguments as of `place`."""
+    """Distribute rows that share prefixes, in depth-first order within a micro-batch; arguments as in `place`."""
     part_R = _ranks_of_rows(order, length_R, trajectory_R, prompt_G, ranks)
     order = order.within(part_R)
     part_of_place_R = part_R[order.row_R]
@@ -356,7 +356,7 @@ class PrefixOrder(NamedTuple):
 def prefix_order(
     token_ids_N: Int32s,
     offsets_R: Int64s,
-    routed_experts_N: Int16s | None = None,
+    routed_experts_N: Experts | None = None,
     least: int = MIN_SHARED,
     fraction: float = MIN_FRACTION,
 ) -> PrefixOrder:

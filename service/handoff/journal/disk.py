@@ -60,7 +60,7 @@ class Disk(Protocol):
 
 
 class LocalFile:
-    """A file of the machine."""
+    """A file in the machine's file system."""
 
     def __init__(self, path: Path) -> None:
         # A link with a missing target is refused: a new file at the target would hide the missing frames.

@@ -267,7 +267,7 @@ class Journal:
             return False
 
     def reclaim(self, below: int, once: int) -> None:
-        """Let `sync` remove the segments before position `below`, once all frames before position `once` are synced."""
+        """Mark segments before position `below` for removal by `sync`, once frames up to `once` are synced."""
         with self._queue_lock:
             self._reclaims.append((once, below))
 

@@ -362,6 +362,6 @@ def _whole_refusal(received: _Received, addition: Addition) -> Refusal | None:
 
 
 def _per_step(steps: Steps, mask_N: Bools) -> list[int]:
-    """Number of tokens in the mask, by step."""
+    """Number of tokens for which the mask is True, by step."""
     counts: list[int] = np.diff(offsets_of(mask_N.view(np.int8))[steps.offsets_K]).tolist()
     return counts

@@ -34,7 +34,7 @@ Sample = tuple[int, int]
 
 
 class Holdings:
-    """The unfinished samples: those that each generator plays, and the number and bytes of all."""
+    """The unfinished samples: those that each generator plays, and the number and bytes of all of them."""
 
     def __init__(self) -> None:
         self.since: OrderedDict[Sample, float] = OrderedDict()

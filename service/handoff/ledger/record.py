@@ -19,7 +19,7 @@ import numpy as np
 
 from service.clock import Clock
 from service.columns import bytes_per_token, select
-from service.handoff.group_bytes import EXPERT_BYTES, ITEM_BYTES, item_bytes
+from service.handoff.group_bytes import ITEM_BYTES, item_bytes
 from service.handoff.journal.journal import Journal
 from service.handoff.ledger import events
 from service.handoff.ledger.events import Addition
@@ -28,7 +28,7 @@ from service.handoff.ledger.scores import rewarded, with_scores
 from service.handoff.prefixes.prefix_index import PrefixIndex
 from service.handoff.prefixes.sharing import Chain
 from service.handoff.steps.builder import steps_table
-from service.handoff.steps.limits import Limits
+from service.handoff.steps.limits import Limits, Routing
 from service.handoff.steps.tables import concat_steps, ends_table, long_note_bytes, said_bytes
 from service.types import Ends, PolicyVersion, StepGroup, Steps, TrajectoryEnd
 
@@ -210,9 +210,10 @@ def cut(steps: Steps, items: Sequence[int]) -> Steps | None:
     return select(steps, np.array(items, np.int64), copy=True) if items else None
 
 
-def expert_bytes(ledger: Ledger) -> int:
+def expert_bytes(ledger: Ledger, routing: Routing | None) -> int:
     """Bytes of a token's routed experts, from the first accepted steps that had any; 0 before."""
-    return EXPERT_BYTES * math.prod(ledger.state.routing) if ledger.state.routing else 0
+    of_expert = np.dtype(np.int16) if routing is None else routing.dtype
+    return of_expert.itemsize * math.prod(ledger.state.routing) if ledger.state.routing else 0
 
 
 OnFailure = Callable[[TrajectoryEnd, str, Store, PolicyVersion], None]
@@ -287,7 +288,7 @@ class Record:
         experts_N = message.steps.routed_experts_N
         routing = experts_N.shape[1:] if experts_N is not None and any(new.items for new in additions) else None
         ledger.accept(message.sender, additions, position, routing, self.clock.monotonic())
-        self.store.expert_bytes = expert_bytes(ledger)
+        self.store.expert_bytes = expert_bytes(ledger, self.limits.routing)
         self.revision += 1
         for new in additions:
             if (new.group_id, new.sample) not in ledger.holdings.since:

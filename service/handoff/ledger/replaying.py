@@ -42,7 +42,7 @@ def opened_record(opened: events.Opened, limits: Limits, journal: Journal, clock
             snapshot = frame
     if snapshot is not None:
         ledger = record.ledger = restored(snapshot.payload, clock.monotonic())
-        record.snapshot_end, record.store.expert_bytes = snapshot.end, expert_bytes(ledger)
+        record.snapshot_end, record.store.expert_bytes = snapshot.end, expert_bytes(ledger, record.limits.routing)
         if ledger.state.opened is not None:
             _check_opening(ledger.state.opened, opened, journal.folder)
         unused = [o for o, group in ledger.state.groups.items() if group.state not in USED]

@@ -104,7 +104,7 @@ class Group:
 
     @property
     def waiting_fate(self) -> Fate:
-        """The fate of the group's tokens while no optimizer step uses it."""
+        """The fate of the group's tokens while no optimizer step uses the group."""
         return Fate.ROLLED_BACK if self.rolled_back else Fate.OPEN
 
     @property

@@ -68,5 +68,5 @@ class VersionHistory:
 
 
 def version_of(number: int) -> PolicyVersion | None:
-    """The version with this packed number; None for the number of tokens that no policy sampled."""
+    """The version with this packed number; None for the number that marks tokens which no policy sampled."""
     return None if number == NO_VERSION else PolicyVersion.unpack(number)

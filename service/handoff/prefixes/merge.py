@@ -232,7 +232,7 @@ def _fill(columns: dict[str, Any], where_N: Bools, on_prompt: bool) -> None:
     for column in _FILLED:
         if column.about.on_prompt == on_prompt and (array := columns[column.name]) is not None:
             chosen = where_N.reshape(-1, *(1,) * (array.ndim - 1))
-            columns[column.name] = np.where(chosen, filled(column, 1).reshape((1,) * array.ndim), array)
+            columns[column.name] = np.where(chosen, filled(column, 1)[0].astype(array.dtype), array)
 
 
 # -- trajectories that branch -----------------------------------------------------------------------------------------
@@ -313,8 +313,8 @@ class _RowBuilder:
     def _first_sampled(self, prompt: Place, prompt_length: int) -> int:
         """The position of the first response in a new row; also counts why the step begins a new row.
 
-        A step that shares sampled tokens with the nearest row but does not continue its end is `forked`; one that
-        shares at most a first prompt is `reset`.
+        `forked`: shares sampled tokens with the nearest row but does not continue it. `reset`: shares no sampled
+        tokens.
         """
         if not self.rows or self._mode == "off":
             return prompt_length

@@ -67,7 +67,7 @@ class IndexedStep(NamedTuple):
         return step
 
     def digest(self, length: int) -> xxhash.xxh3_64:
-        """The running digest of the first `length` tokens, the last of which is an own one."""
+        """The running digest of the first `length` tokens, the last of which belongs to this step."""
         if length not in self.digests:
             running = self.digests[self.cut].copy()
             running.update(token_bytes(self.steps.token_ids_N[self.own_start : self.own_start + length - self.cut]))

@@ -64,7 +64,7 @@ def dedupe_prefixes(
     chain_of: Callable[[TrajectoryId], Chain | None],
     index_of: Callable[[TrajectoryId], PrefixIndex],
 ) -> Steps:
-    """The same steps, of which the wanted ones carry only tokens that no earlier step of their trajectory has.
+    """The same steps; the wanted ones carry only the tokens that no earlier step of their trajectory has.
 
     `chain_of`, `index_of`: a trajectory's known earlier steps. Steps with values for their prompt tokens, such as
     routed experts, are not changed: a reference to equal token ids would lose those values.

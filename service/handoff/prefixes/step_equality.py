@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from service.columns import Column, changes, columns_of, digest, filled, select, trajectories
+from service.columns import Column, changes, columns_of, digest, filled, of_one_type, select, trajectories
 from service.handoff.prefixes.prefix_index import PrefixIndex
 from service.handoff.steps.tables import NO_EXTENSION, extension_of, name_of
 from service.types import Float32s, Int32s, Int64s, Steps
@@ -118,7 +118,10 @@ def _equal(column: Column, a: NDArray[Any] | None, b: NDArray[Any] | None) -> bo
     """Bitwise equality, so that NaN equals itself; an absent column equals its fill value."""
     if a is None or b is None:
         known = b if a is None else a
-        return known is None or known.tobytes() == np.broadcast_to(filled(column, 1), known.shape).tobytes()
+        if known is None:
+            return True
+        return known.tobytes() == np.broadcast_to(filled(column, 1).astype(known.dtype), known.shape).tobytes()
+    a, b = of_one_type(column, [a, b])
     return a.shape == b.shape and a.tobytes() == b.tobytes()
 
 

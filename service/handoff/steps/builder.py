@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from service.columns import Column, codes_of, columns_of, filled, offsets_of
+from service.columns import Column, codes_of, columns_of, filled, of_one_type, offsets_of
 from service.handoff.steps.tables import NO_EXTENSION, ends_table, said_bytes
 from service.types import (
     Sender,
@@ -163,16 +163,17 @@ def _item_column(column: Column, values: list[Any]) -> NDArray[Any] | None:
 def _token_column(column: Column, steps: list[Step], offsets: list[int]) -> NDArray[Any] | None:
     name = column.name[:-2]
     given = [_token_values(step, name) for step in steps]
-    known = [values for values in given if values is not None]
+    known = of_one_type(column, [values for values in given if values is not None])
     if column.optional and not known:
         return None
-    column_N = filled(column, offsets[-1], np.shape(known[0])[1:] if known else ())
+    column_N = filled(column, offsets[-1], known[0] if known else None)
+    rest = iter(known)
     for step, values, (start, stop) in zip(steps, given, pairwise(offsets), strict=True):
         middle = start + len(step.prompt_ids)
         if name == "token_ids":
             column_N[start:middle], column_N[middle:stop] = step.prompt_ids, step.response_ids
         elif values is not None:
-            column_N[start if column.about.on_prompt else middle : stop] = values
+            column_N[start if column.about.on_prompt else middle : stop] = next(rest)
         elif name == "token_rewards" and stop > middle:
             column_N[stop - 1] = step.reward
     return column_N

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
+
+from service.columns import NO_BYTE
 from service.handoff.group_bytes import NOTE_BYTES
 
 
@@ -17,9 +20,17 @@ class Routing(NamedTuple):
     experts: int
 
     @property
-    def experts_per_token(self) -> int:
-        """Maximum number of routed experts that a record has for each token."""
-        return max(self.layers, default=0) * self.topk
+    def dtype(self) -> np.dtype[Any]:
+        """Type of a record: bytes if one byte can hold every expert's number and -1 (see `service.columns.widened`)."""
+        return np.dtype(np.uint8 if self.experts <= NO_BYTE + (self.topk > 1) else np.int16)
+
+    @property
+    def token_bytes(self) -> int:
+        """Maximum bytes that a record has for each token."""
+        return max(self.layers, default=0) * self.topk * self.dtype.itemsize
+
+
+NO_ROUTING = Routing((), 0, 0)
 
 
 @dataclass(frozen=True, slots=True)

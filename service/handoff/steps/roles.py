@@ -16,7 +16,7 @@ from enum import StrEnum
 
 
 class Role(StrEnum):
-    """The purpose of an agent's call; in an environment, `main` is the role without a name of its own."""
+    """The purpose of an agent's call. In an environment, calls without a named role are `main`."""
 
     MAIN = "main"
     """The agent's own conversation, however often it was cut or summarised."""

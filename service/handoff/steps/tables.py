@@ -91,7 +91,7 @@ def reward_of_steps(steps: Steps, ends: Ends) -> Float64s:
 
 
 def without_later_rewards(steps: Steps, ends: Ends, which_K: Bools) -> Ends:
-    """Copy of `ends` in which rewards that selected steps got after they were sent are 0."""
+    """Copy of `ends` with 0 in place of the rewards that the selected steps got after they were sent."""
     k, place_k = _said(steps, ends)
     later_reward_S = ends.later_reward_S.copy()
     later_reward_S[place_k[which_K[k]]] = 0
@@ -99,7 +99,7 @@ def without_later_rewards(steps: Steps, ends: Ends, which_K: Bools) -> Ends:
 
 
 def _said(steps: Steps, ends: Ends) -> tuple[Int64s, Int64s]:
-    """The steps about which their trajectory's end has values (roles, rewards), and each one's position on axis `S`."""
+    """The steps for which the trajectory's end has a role and a later reward, and the position of each on axis `S`."""
     if not len(ends.role_S):
         return np.zeros(0, np.int64), np.zeros(0, np.int64)
     end_K = end_of_items(steps, ends)
@@ -223,7 +223,7 @@ def is_truncated_K(steps: Steps) -> Bools:
 
 
 def by_turn(tables: Sequence[Steps]) -> Iterator[tuple[str, int, int]]:
-    """The numbers of turns, responses and truncated responses, for each class of turns with responses."""
+    """(range of turn numbers, responses, truncated responses) for each range of turn numbers that has responses."""
     turn_K = np.concatenate([np.searchsorted(TURN_BOUNDS, steps.index_K + 1) for steps in tables])
     truncated_K = np.concatenate([is_truncated_K(steps) for steps in tables])
     responses, truncated = (np.bincount(of_K, minlength=len(TURNS)) for of_K in (turn_K, turn_K[truncated_K]))

@@ -190,7 +190,7 @@ def _framed(kind: int, head: bytes, arrays: Mapping[str, NDArray[Any]]) -> bytes
 
 
 def _opened(data: bytes | memoryview, kind: int, form: type[Any], max_header_bytes: int = MAX_HEADER_BYTES) -> Any:
-    """The header and the arrays by name; checks every length before building anything from it."""
+    """The header, and the arrays by name; checks every length before it creates any array."""
     if len(data) < PREFIX.size:
         raise _Damaged(RefusalReason.MALFORMED, "message", len(data))
     magic, found_kind, version, head_bytes, payload_bytes, checksum = PREFIX.unpack_from(data)
@@ -214,12 +214,15 @@ def _arrays(view: memoryview, position: int, heads: tuple[ArrayHead, ...]) -> di
     arrays: dict[str, NDArray[Any]] = {}
     for name, dtype_name, shape in heads:
         column = _COLUMNS.get(name.rpartition("/")[2])
-        if column is None or name in arrays or (dtype_name, len(shape)) != (column.dtype.str, column.about.ndim):
+        if column is None or name in arrays or len(shape) != column.about.ndim:
+            raise _Damaged(RefusalReason.SCHEMA, name[:80])
+        dtype = next((dtype for dtype in (column.dtype, column.narrow) if dtype and dtype.str == dtype_name), None)
+        if dtype is None:
             raise _Damaged(RefusalReason.SCHEMA, name[:80])
         if min(shape) < 0 or max(shape) > len(view):  # also where another axis has no items at all
             raise _Damaged(RefusalReason.MALFORMED, name[:80], min(max(shape), 1 << 62))
         count = math.prod(shape)
-        start, dtype = _aligned(position), column.dtype
+        start = _aligned(position)
         position = start + count * dtype.itemsize
         if position > len(view):
             raise _Damaged(RefusalReason.MALFORMED, name[:80], min(count, 1 << 62))

@@ -170,8 +170,24 @@ def test_a_turn_that_starts_over_keeps_what_it_shares_with_an_earlier_one(tmp_pa
     assert kept.extends_K.tolist() == [-1, 0, 1, 2] and kept.extends_length_K.tolist() == [0, 80, 160, 80]
 
 
-def routed(of: Step, expert: int) -> Step:
-    return replace(of, routed_experts=np.full((len(whole(of)), 2, 2), expert, np.int16))
+def routed(of: Step, expert: int, dtype: type[np.generic] = np.int16) -> Step:
+    return replace(of, routed_experts=np.full((len(whole(of)), 2, 2), expert, np.int16).astype(dtype))
+
+
+def test_a_journal_whose_experts_are_int16_goes_on_with_bytes(tmp_path: Path) -> None:
+    world = long_world(tmp_path)
+    work = world.generator.claimed()
+    made = turns(TrajectoryId(work.group_id, 0), work.prompt_uid, 2)
+    assert isinstance(world.generator.send([routed(made[0], 3)]), Receipt)
+    world.crash()
+    for _ in range(2):
+        assert isinstance(world.generator.send([routed(made[0], 3, np.uint8)]), Receipt), "the same step, not another"
+        assert isinstance(world.generator.send([routed(made[1], -1, np.uint8)]), Receipt)
+    ends = [TrajectoryEnd(TrajectoryId(work.group_id, s), work.prompt_uid, 2 - 2 * s, "stop", 1.0) for s in (0, 1)]
+    assert isinstance(world.generator.send([], ends), Receipt)
+    kept = world.buffer.complete_group(work.group_id).steps
+    assert kept.routed_experts_N is not None and kept.routed_experts_N.dtype == np.int16
+    assert np.unique(kept.routed_experts_N).tolist() == [-1, 3]
 
 
 @pytest.mark.parametrize("expert", [3, 4])

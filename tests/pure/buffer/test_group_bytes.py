@@ -149,9 +149,9 @@ def test_the_check_and_the_buffer_agree_about_the_memory(made: Config) -> None:
 def test_a_model_that_records_routed_experts_needs_more_and_the_check_says_so() -> None:
     made = config(trainer={"checkpoint_every": 2})
     enough = with_bounds(made, max_bytes=made.trainer.mini_batch_size * worst_bytes(made).group)
-    check_bytes(enough, experts_per_token=0)
+    check_bytes(enough, expert_bytes=0)
     with pytest.raises(ConfigError, match=r"buffer\.max_bytes"):
-        check_bytes(enough, experts_per_token=48 * 8)
+        check_bytes(enough, expert_bytes=48 * 8)
 
 
 def test_a_message_whose_names_outgrow_its_reservation_is_refused(tmp_path: Path) -> None:
@@ -196,13 +196,16 @@ def test_only_the_groups_of_a_lease_are_read_back_after_a_trainer_went_back(tmp_
         world.train()
 
 
-def test_steps_without_routed_experts_count_those_that_they_get_when_their_group_is_whole(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", [np.int16, np.uint8])
+def test_steps_without_routed_experts_count_those_that_they_get_when_their_group_is_whole(
+    tmp_path: Path, dtype: type[np.generic]
+) -> None:
     world = World(tmp_path, config(env={"max_turns": 100}))
     work = world.generator.claimed()
     for sample in work.samples:
         of = TrajectoryId(work.group_id, sample)
         first, *others = (full_step(of, work.prompt_uid, index, world.settings, START) for index in range(3))
-        experts = np.zeros((len(first.prompt_ids) + len(first.response_ids), 48, 8), np.int16)
+        experts = np.zeros((len(first.prompt_ids) + len(first.response_ids), 48, 8), dtype)
         for step in (replace(first, routed_experts=experts), *others):
             assert isinstance(world.generator.send([step]), Receipt)
         assert isinstance(world.generator.send([], [TrajectoryEnd(of, work.prompt_uid, 3, "stop", sample)]), Receipt)

@@ -81,6 +81,8 @@ trainer.max_tokens_per_micro_batch  trainer.max_tokens_per_micro_batch=135
 trainer.max_tokens_per_micro_batch  trainer.sequence_parallel=2 & trainer.max_tokens_per_micro_batch=67
 trainer.sequence_parallel  trainer.ranks=3 & trainer.sequence_parallel=2
 trainer.layout  trainer.sequence_parallel=2 & trainer.layout=padded
+trainer.expert_parallel  model.make=null & model.path=x & trainer.ranks=3 & trainer.expert_parallel=2
+trainer.expert_parallel  trainer.ranks=4 & trainer.expert_parallel=2
 trainer.sequence_parallel  trainer.ranks=6 & trainer.sequence_parallel=3
 algorithm.reduction  algorithm.reduction=sequence_mean
 algorithm.n_samples_per_prompt  algorithm.n_samples_per_prompt=1

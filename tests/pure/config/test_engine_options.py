@@ -57,6 +57,8 @@ def test_an_unknown_option_is_refused_with_the_nearest_name() -> None:
         ("max_num_batched_tokens=many", "int or None"),
         ("enable_chunked_prefill=3", "bool or None"),
         ("watermark=[1]", "float"),
+        ("pipeline_parallel_size=0", "at least 1"),
+        ("max_num_batched_tokens=-3", "at least 1"),
         ("cudagraph_capture_sizes=8", r"list\[int\] or None"),
     ],
 )

@@ -9,12 +9,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 import service
-from service.columns import concat, select
+from service.columns import concat, select, widened
 from service.handoff.steps.builder import StepColumns, steps_table
 from service.handoff.steps.tables import ends_table
-from service.types import TrajectoryId
+from service.types import Step, TrajectoryId
 from tests.pure.handoff.worlds import end, episode, step
 
 NEW_COLUMN = """
@@ -88,8 +89,8 @@ def test_one_line_more_is_a_token_column_from_the_generator_to_the_trainer(tmp_p
     shutil.copytree(Path(service.__file__).parent, tmp_path / "service", ignore=shutil.ignore_patterns("__pycache__"))
     types = tmp_path / "service" / "types.py"
     text = types.read_text()
-    assert text.count("ndim=3)\n    ] = None\n") == 1
-    types.write_text(text.replace("ndim=3)\n    ] = None\n", "ndim=3)\n    ] = None" + NEW_COLUMN))
+    assert text.count("ndim=3),\n    ] = None\n") == 1
+    types.write_text(text.replace("ndim=3),\n    ] = None\n", "ndim=3)\n    ] = None" + NEW_COLUMN))
     done = subprocess.run(
         [sys.executable, "-c", USE_OF_IT], env={"PYTHONPATH": str(tmp_path)}, cwd=tmp_path,
         capture_output=True, text=True, timeout=240,
@@ -97,16 +98,48 @@ def test_one_line_more_is_a_token_column_from_the_generator_to_the_trainer(tmp_p
     assert done.returncode == 0, done.stderr
 
 
-def test_a_column_that_only_some_tables_have_is_filled_up() -> None:
+@pytest.mark.parametrize("dtype", [np.int16, np.uint8])
+def test_a_column_that_only_some_tables_have_is_filled_up(dtype: type[np.generic]) -> None:
     with_experts = [
-        replace(s, routed_experts=np.ones((len(s.prompt_ids) + len(s.response_ids), 2, 4), np.int16))
+        replace(s, routed_experts=np.ones((len(s.prompt_ids) + len(s.response_ids), 2, 4), dtype))
         for s in episode(np.random.default_rng(0), 2)
     ]
     without = episode(np.random.default_rng(0), 2, TrajectoryId(0, 1))
     joined = concat([steps_table(with_experts), steps_table(without)])
     assert joined.routed_experts_N is not None and joined.routed_experts_N.shape == (len(joined.token_ids_N), 2, 4)
+    assert joined.routed_experts_N.dtype == dtype
     assert (joined.routed_experts_N[: joined.offsets_K[2]] == 1).all()
-    assert (joined.routed_experts_N[joined.offsets_K[2] :] == -1).all()
+    assert (widened(joined.routed_experts_N)[joined.offsets_K[2] :] == -1).all()
+
+
+def test_experts_that_one_table_has_as_bytes_and_another_as_int16_are_joined_as_int16() -> None:
+    old = routed_as(np.int16, episode(np.random.default_rng(0), 2))
+    new = routed_as(np.uint8, episode(np.random.default_rng(0), 2, TrajectoryId(0, 1)))
+    joined = concat([steps_table(old), steps_table(new)])
+    both = steps_table([*old, *new])
+    for table in (joined, both):
+        assert table.routed_experts_N is not None and table.routed_experts_N.dtype == np.int16
+        halves = np.split(table.routed_experts_N, [joined.offsets_K[2]])
+        assert all((half[::2] == -1).all() and (half[1::2] == [7, 255]).all() for half in halves)
+
+
+def routed_as(dtype: type[np.generic], steps: list[Step]) -> list[Step]:
+    """Steps whose tokens have no experts and the experts 7 and 255 by turns."""
+    made, start = [], 0
+    for before in steps:
+        n_tokens = len(before.prompt_ids) + len(before.response_ids)
+        experts = np.tile(np.array([7, 255], np.int16), (n_tokens, 1, 1))
+        experts[start % 2 :: 2] = -1
+        start += n_tokens
+        made.append(replace(before, routed_experts=experts.astype(dtype)))
+    return made
+
+
+def test_experts_as_bytes_are_unknown_where_all_of_a_token_are_255() -> None:
+    experts = np.array([[[0, 255], [255, 255]], [[-1, -1], [254, 3]]], np.int16)
+    read = widened(experts.astype(np.uint8)).tolist()
+    assert read == [[[0, 255], [-1, -1]], [[-1, -1], [254, 3]]], "no two of a token's experts are equal"
+    assert widened(experts) is experts
 
 
 def test_selected_items_bring_only_the_uids_that_they_use() -> None:

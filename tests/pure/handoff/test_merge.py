@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from service.columns import widened
 from service.handoff.prefixes.merge import Mode, merge, merge_steps
 from service.handoff.prefixes.prefix_index import PrefixError
 from service.handoff.prefixes.sharing import share_prefixes
@@ -47,14 +48,16 @@ def test_a_full_prompt_continues_only_a_step_whose_tokens_it_repeats(mode: Mode)
     assert merge(steps_table([steps[0], replace(steps[2], index=1)]), mode).counts["forked"] == 1
 
 
-def test_routed_experts_stay_aligned_and_observations_route_natively() -> None:
+@pytest.mark.parametrize("dtype", [np.int16, np.uint8])
+def test_routed_experts_stay_aligned_and_observations_route_natively(dtype: type[np.generic]) -> None:
     steps = [
-        replace(s, routed_experts=np.full((len(s.prompt_ids) + len(s.response_ids), 2, 3), s.index, np.int16))
+        replace(s, routed_experts=np.full((len(s.prompt_ids) + len(s.response_ids), 2, 3), s.index, dtype))
         for s in EXAMPLE
     ]
     [row] = merge_steps(steps)
     assert row.routed_experts is not None and row.routed_experts.shape == (9, 2, 3)
-    assert row.routed_experts[:, 0, 0].tolist() == [0, 0, 0, 0, 0, ROUTE_NATIVELY, ROUTE_NATIVELY, 1, 1]
+    assert row.routed_experts.dtype == dtype
+    assert widened(row.routed_experts)[:, 0, 0].tolist() == [0, 0, 0, 0, 0, ROUTE_NATIVELY, ROUTE_NATIVELY, 1, 1]
 
 
 def test_a_reference_to_other_tokens_is_an_error() -> None:

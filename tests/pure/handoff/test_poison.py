@@ -374,8 +374,19 @@ def test_routed_experts_that_the_model_has_not_are_refused(
     step = routed(layers, topk)
     assert step.routed_experts is not None
     step.routed_experts[-1] = expert
-    found = refusal(with_steps(step), replace(LIMITS, routing=Routing((4, 3), 2, 6)))
+    limits = replace(LIMITS, routing=Routing((4, 3), 2, 6))
+    found = refusal(with_steps(step), limits)
     assert (None if found is None else found.reason) is reason
+    if expert < 255:
+        found = refusal(with_steps(replace(step, routed_experts=step.routed_experts.astype(np.uint8))), limits)
+        assert (None if found is None else found.reason) is reason
+
+
+def test_experts_are_recorded_as_bytes_where_256_numbers_suffice() -> None:
+    kinds = {Routing((3,), topk, experts).dtype for topk, experts in ((1, 255), (2, 256), (8, 128))}
+    assert kinds == {np.dtype(np.uint8)}
+    assert {Routing((3,), topk, experts).dtype for topk, experts in ((1, 256), (2, 257))} == {np.dtype(np.int16)}
+    assert Routing((48, 46), 8, 128).token_bytes == 48 * 8 and Routing((4,), 2, 512).token_bytes == 4 * 2 * 2
 
 
 def test_a_model_without_experts_takes_no_routed_ones() -> None:

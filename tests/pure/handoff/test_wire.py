@@ -30,18 +30,20 @@ def test_a_step_group_survives_its_bytes() -> None:
     assert again.steps.token_rewards_N is None
 
 
-def test_token_rewards_and_routed_experts_survive_their_bytes() -> None:
+@pytest.mark.parametrize("dtype", [np.int16, np.uint8])
+def test_token_rewards_and_routed_experts_survive_their_bytes(dtype: type[np.generic]) -> None:
     rich = [
         replace(
             s,
             reward=np.full(len(s.response_ids), 0.5, np.float32),
-            routed_experts=np.ones((len(s.prompt_ids) + len(s.response_ids), 2, 4), np.int16),
+            routed_experts=np.ones((len(s.prompt_ids) + len(s.response_ids), 2, 4), dtype),
         )
         for s in shared(STEPS)
     ]
     again = decode(encode(step_group(SENDER, rich, [])), LIMITS)
     assert isinstance(again, StepGroup)
     assert again.steps.routed_experts_N is not None and again.steps.routed_experts_N.shape[1:] == (2, 4)
+    assert again.steps.routed_experts_N.dtype == dtype
     assert again.steps.token_rewards_N is not None and again.steps.reward_K[0] == 0.5 * len(STEPS[0].response_ids)
 
 

@@ -1,0 +1,65 @@
+"""Recipes for models of certain sizes: the bounds of their buffers, their plans, and a run of fakes."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks.estimates import model_folder
+from service.cli.parser import main
+from service.config import Config, load
+from service.config.checks import check, check_bytes
+from service.errors import ConfigError
+from service.learn.model.hf_config import read_config
+from service.learn.model.router_replay import routing_of_model
+from service.simulate.scenario import Scenario, SimulationSettings
+from service.simulate.world import simulated
+from tests.pure.config.test_recipes import CONFIGS, SIZED
+
+GPUS = dict(zip(SIZED, (1, 8, 8, 16, 16, 64), strict=True))
+
+
+def recipe(name: str, *settings: str) -> Config:
+    return load([CONFIGS / f"{name}.yaml"], [*settings]).config
+
+
+def folder_of(config: Config, parent: Path) -> Path:
+    assert config.model.path is not None
+    return model_folder(config.model.path.name.removesuffix("-Instruct"), parent)
+
+
+@pytest.mark.parametrize("name", SIZED)
+def test_a_recipe_uses_its_gpus_and_its_buffer_holds_the_routed_experts(name: str, tmp_path: Path) -> None:
+    config = recipe(name)
+    engines = config.generator.max_engines * config.generator.engine_gpus
+    shared = config.weights.transport == "ipc"
+    assert (engines if shared else engines + config.trainer.ranks) == GPUS[name]
+    check(config)
+    check_bytes(config, routing_of_model(read_config(folder_of(config, tmp_path))).token_bytes)
+
+
+def test_without_its_bounds_a_recipe_with_experts_would_be_refused(tmp_path: Path) -> None:
+    config = recipe("qwen3_30b_a3b", "buffer.max_bytes=4294967296", "buffer.max_journal_bytes=68719476736")
+    with pytest.raises(ConfigError, match=r"buffer\.max_journal_bytes"):
+        check_bytes(config, routing_of_model(read_config(folder_of(config, tmp_path))).token_bytes)
+
+
+@pytest.mark.parametrize("name", SIZED)
+def test_a_run_of_simulated_engines_and_ranks_gets_to_its_last_step(name: str) -> None:
+    """The buffer's own code with the sizes of the recipe; groups, samples and mini-batches are an eighth of them."""
+    config = recipe(name)
+    groups, size = config.generator.concurrent_groups // 8, config.trainer.mini_batch_size // 8
+    words = (f"generator.concurrent_groups={groups}", f"trainer.mini_batch_size={size}")
+    settings = SimulationSettings.of(recipe(name, *words))
+    scenario = Scenario(generators=config.generator.max_engines, median_tokens=24, steps=6)
+    assert simulated(settings, replace(scenario, sigma=0.5), seed=0).steps_per_second > 0
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.full) for name in SIZED])
+def test_the_plan_of_a_recipe_says_that_it_fits(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = folder_of(recipe(name), tmp_path)
+    assert main(["plan", "--config", str(CONFIGS / f"{name}.yaml"), f"model.path={folder}", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["gpus"] == GPUS[name]
