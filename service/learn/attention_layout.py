@@ -74,7 +74,7 @@ class Paths(NamedTuple):
 
 
 class WholeRows(NamedTuple):
-    """Shared prefixes for what cannot be computed in parts: every row once more, whole.
+    """Shared prefixes for layers that cannot compute a row in parts: the shared tokens are repeated in every row.
 
     Rows 1 2 3 and 1 2 5 6 in the slots 1 2 3 5 6: slot_N 0 1 2 0 1 3 4, first_S 0 1 2 5 6.
     """

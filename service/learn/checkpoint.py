@@ -27,7 +27,7 @@ from torch import Tensor
 from service.errors import UserError
 from service.files import atomic_file, sync, write_atomic
 from service.learn.model.adapter_folder import Base
-from service.learn.model.sharding import begin_host_copy, finish_host_copies, shard_bounds
+from service.learn.model.sharding import Division, begin_host_copy, finish_host_copies
 from service.learn.optimizer import MOMENTS
 
 METADATA_FILE = "learner.json"
@@ -50,6 +50,8 @@ class CheckpointMetadata(BaseModel):
     """`model.lora.alpha` of the adapter, which its shapes do not determine; None: unknown, or there is no adapter."""
     world_size: int = Field(ge=1)
     """Number of ranks that wrote the checkpoint, which are those of one copy of the policy."""
+    expert_parallel: int | None = Field(default=None, ge=1)
+    """Ranks of a group that divided the experts; None: one."""
 
     def text(self) -> str:
         """The metadata as written to disk; without a base the format is the same as before adapters existed."""
@@ -59,6 +61,10 @@ class CheckpointMetadata(BaseModel):
     def parts(self) -> list[str]:
         """File names of the parts, by rank."""
         return [_file_name(rank, self.world_size) for rank in range(self.world_size)]
+
+    def division(self, writer: int) -> Division:
+        """The rows of each weight that a rank wrote."""
+        return Division(writer, self.world_size, self.expert_parallel or 1)
 
 
 @contextmanager
@@ -171,23 +177,22 @@ def check_parts(
 def _shapes_of_part(metadata: CheckpointMetadata, writer: int) -> dict[str, tuple[int, ...]]:
     found: dict[str, tuple[int, ...]] = {}
     for name, (length, *rest) in metadata.shapes.items():
-        first, last = shard_bounds(length, writer, metadata.world_size)
+        first, last = metadata.division(writer).rows(name, length)
         found |= {f"{kind}/{name}": (last - first, *rest) for kind in ("weights", *MOMENTS, *metadata.frozen)}
     return found
 
 
 @torch.no_grad()
-def read_parts(
-    folder: Path, wanted: Mapping[str, Tensor], metadata: CheckpointMetadata, rank: int, world_size: int
-) -> None:
+def read_parts(folder: Path, wanted: Mapping[str, Tensor], metadata: CheckpointMetadata, division: Division) -> None:
     """Fill each tensor, named kind/weight, with this rank's rows from the parts that contain them."""
     with ExitStack() as stack:
         files = [_opened(folder / name, stack) for name in metadata.parts]
         for name, tensor in wanted.items():
-            length = metadata.shapes[name.partition("/")[2]][0]
-            start, stop = shard_bounds(length, rank, world_size)
+            weight = name.partition("/")[2]
+            length = metadata.shapes[weight][0]
+            start, stop = division.rows(weight, length)
             for writer, file in enumerate(files):
-                first, last = shard_bounds(length, writer, metadata.world_size)
+                first, last = metadata.division(writer).rows(weight, length)
                 begin, end = max(start, first), min(stop, last)
                 if begin < end:
                     tensor[begin - start : end - start].copy_(file.get_slice(name)[begin - first : end - first])

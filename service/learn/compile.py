@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -21,6 +22,10 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 log = logging.getLogger(__name__)
+
+COMPILE_THREADS = "TORCHINDUCTOR_COMPILE_THREADS"
+"""Torch's variable for the number of processes that compile kernels."""
+MOST_COMPILE_THREADS = 32
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -85,19 +90,31 @@ def compiler_works(device: torch.device) -> bool:
 def compiles_layers(
     config: PretrainedConfig, trainer: TrainerConfig, device: torch.device | None, compute: torch.dtype
 ) -> bool:
-    """`trainer.compile` if set; otherwise whether the layers are dense bfloat16 layers on a GPU with a working
-    compiler.
+    """`trainer.compile` if set; otherwise whether the layers are bfloat16 layers on a GPU with a working compiler.
 
-    The device None is a GPU of another machine, whose compiler is assumed to work. Dense bfloat16 layers have one
-    compiled graph for every number of tokens. Layers that replay the experts of each token would need several graphs,
-    and so would float32 layers, in which the number of attention buckets changes with every micro-batch.
+    The device None is a GPU of another machine, whose compiler is assumed to work. bfloat16 layers have one compiled
+    graph for every number of tokens, and with experts, which run uncompiled, one before and one after them. float32
+    layers would need several, because the number of attention buckets changes with every micro-batch.
     """
     if trainer.compile is not None:
         return trainer.compile
-    is_dense = not experts_of(config)
-    if not is_dense or compute != torch.bfloat16:
+    if compute != torch.bfloat16:
         return False
     return device is None or (device.type == "cuda" and compiler_works(device))
+
+
+def compiles_whole_layers(
+    config: PretrainedConfig, trainer: TrainerConfig, device: torch.device | None, compute: torch.dtype
+) -> bool:
+    """Whether the layers are compiled and have no experts; estimates count a layer with experts as uncompiled."""
+    return not experts_of(config) and compiles_layers(config, trainer, device, compute)
+
+
+def share_cores(ranks_of_host: int) -> None:
+    """Give this rank's compiler its share of the host's cores; otherwise each rank starts up to 32 processes."""
+    if COMPILE_THREADS not in os.environ:
+        cores = len(os.sched_getaffinity(0))
+        torch._inductor.config.compile_threads = max(1, min(cores // ranks_of_host, MOST_COMPILE_THREADS))
 
 
 def memory_budget(recompute_elementwise: bool) -> float:

@@ -20,6 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from service.columns import widened
 from service.learn.attention_layout import positions_in_rows, to_device
 from service.learn.expand_to_tokens import NO_TRAJECTORY, expand_to_tokens, row_of_token
 from service.learn.layouts import Layout
@@ -86,7 +87,7 @@ class DeviceBatch(NamedTuple):
         loss_token_M = np.flatnonzero(micro.loss_mask_N)
         own_M, state_M = layout.own(layout.slot_N[loss_token_M - 1])
         loss_token_M = loss_token_M[own_M]
-        experts_NLK = micro.routed_experts_N
+        experts_NLK = None if micro.routed_experts_N is None else widened(micro.routed_experts_N)
 
         def copy(array: NDArray[Any], dtype: torch.dtype) -> Tensor:
             return to_device(array, device).to(dtype)

@@ -69,7 +69,7 @@ class Layout(NamedTuple):
         return _on_one_line(np.arange(n_slots), n_slots, Packing.of(offsets_R, device, variable_length), part)
 
     def own(self, slot_X: Int64s) -> tuple[Int64s, Int64s]:
-        """The indices into `slot_X` of slots on this rank, and these slots' positions in this rank's input."""
+        """Which items of `slot_X` are slots on this rank (as indices), and their positions in this rank's input."""
         at_X = slot_X - self.first
         own_X = np.flatnonzero((at_X >= 0) & (at_X < math.prod(self.shape)))
         return own_X, at_X[own_X]

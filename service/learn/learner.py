@@ -32,6 +32,7 @@ from service.learn.model.frozen_weights import FrozenWeights
 from service.learn.model.policy import Policy
 from service.learn.model.sharding import Rows
 from service.learn.optimizer import Optimizer, learning_rate, square_norm
+from service.learn.out_of_memory import naming_lack_of_memory
 from service.learn.settings import LearnSettings
 from service.types import MicroBatch, MiniBatch
 
@@ -70,11 +71,15 @@ class Learner:
         """Optimizer steps applied so far."""
 
     def step(self, batch: MiniBatch) -> StepReport:
-        """Take one optimizer step on this rank's micro-batches; if loss or gradient are not finite, take none."""
+        """Take one optimizer step on this rank's micro-batches; if loss or gradient are not finite, take none.
+
+        Raises:
+            OutOfMemory: the device has too little memory; the learner cannot go on.
+        """
         n_tokens = int(batch.loss_tokens_G.sum())
         if n_tokens == 0:
             return StepReport(False, "no token of the mini-batch carries loss", {})
-        with self.policy.master_weights.dropped_on_error():
+        with naming_lack_of_memory(self.policy), self.policy.master_weights.dropped_on_error():
             return self._apply(self.accumulate(batch), n_tokens)
 
     def accumulate(self, batch: MiniBatch) -> Sums:
@@ -146,6 +151,7 @@ class Learner:
                 "base": self.policy.base,
                 "alpha": self.policy.alpha,
                 "world_size": self.policy.n_shards,
+                "expert_parallel": self._trainer.expert_parallel if self._trainer.expert_parallel > 1 else None,
             }
         )
         if self.policy.copy > 0:
@@ -168,7 +174,7 @@ class Learner:
         check_parts(folder, metadata, self._shapes(), self.policy.base, self.policy.alpha)
         for kind, taken_at in metadata.frozen.items():
             self._frozen.take(kind, taken_at)
-        read_parts(folder, self._state(), metadata, self.policy.shard, self.policy.n_shards)
+        read_parts(folder, self._state(), metadata, self.policy.division)
         self.steps = metadata.steps
         self._optimizer.set_steps(self.steps)
         self.policy.master_weights.write_back()
@@ -189,7 +195,7 @@ class Learner:
         return self.policy.weights(everywhere)
 
     def shards(self) -> dict[str, Rows]:
-        """Copies of this rank's part of the trained weights; see `Policy.shards`."""
+        """This rank's part of the trained weights; see `Policy.shards`."""
         return self.policy.shards()
 
     def export(self, folder: Path) -> None:

@@ -66,7 +66,7 @@ class ThreadGroup:
     """A rank of a group whose ranks are threads of this process, for proofs; it takes the place of a process group."""
 
     def __init__(self, rank: int, meeting: threading.Barrier, parts: dict[int, Tensor]) -> None:
-        """`meeting` and `parts`: the same ones for all ranks; the meeting has a deadline."""
+        """All ranks get the same `meeting`, a barrier with a timeout, and the same `parts`."""
         self._rank, self._meeting, self._parts = rank, meeting, parts
 
     def size(self) -> int:
@@ -78,7 +78,7 @@ class ThreadGroup:
         return self._rank
 
     def all_to_all(self, received: Tensor, sent: Tensor) -> None:
-        """Fill `received` with the part for this rank of each rank's `sent`."""
+        """Fill `received` with that part of every rank's `sent` that is meant for this rank."""
         self._parts[self._rank] = sent
         self._meeting.wait()
         received.copy_(torch.stack([self._parts[rank][self._rank] for rank in range(self.size())]))
@@ -100,7 +100,7 @@ class Exchange(NamedTuple):
         """[own slots, channels] -> [all slots, own channels], of several values that ranks divide by heads."""
         ranks = self.group.size()
         by_rank = [x.view(len(x), ranks, -1).transpose(0, 1) for x in values]
-        received = _all_to_all(torch.cat(by_rank, 2), self.group).flatten(0, 1)[: self.n_slots]
+        received = all_to_all(torch.cat(by_rank, 2), self.group).flatten(0, 1)[: self.n_slots]
         return list(torch.split(received, [x.shape[2] for x in by_rank], 1))
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -111,7 +111,7 @@ class Exchange(NamedTuple):
         copies = max(1, ranks // key.shape[1])
         key, value = (x.repeat_interleave(copies, 1) if copies > 1 else x for x in (key, value))
         by_rank = [x.reshape(len(x), ranks, -1, x.shape[2]).transpose(0, 1) for x in (query, key, value)]
-        received = _all_to_all(torch.cat(by_rank, 2), self.group).flatten(0, 1)[: self.n_slots]
+        received = all_to_all(torch.cat(by_rank, 2), self.group).flatten(0, 1)[: self.n_slots]
         keys, values = by_rank[0].shape[2], by_rank[0].shape[2] + by_rank[1].shape[2]
         return received[:, :keys], received[:, keys:values], received[:, values:]
 
@@ -120,33 +120,47 @@ class Exchange(NamedTuple):
         """[all slots, own heads, head_dim] -> [own slots, heads, head_dim]"""
         ranks = self.group.size()
         filled = F.pad(out, (0, 0, 0, 0, 0, -self.n_slots % ranks))
-        received = _all_to_all(filled.view(ranks, -1, *out.shape[1:]), self.group)
+        received = all_to_all(filled.view(ranks, -1, *out.shape[1:]), self.group)
         return received.transpose(0, 1).flatten(1, 2)
 
 
-def _all_to_all(x: Tensor, group: dist.ProcessGroup | ThreadGroup) -> Tensor:
-    """Exchange parts: [ranks, ...] a part for each rank -> [ranks, ...] a part from each rank."""
-    received: Tensor = _AllToAll.apply(x, group)  # type: ignore[no-untyped-call]
-    return received
+def all_to_all(
+    x: Tensor,
+    group: dist.ProcessGroup | ThreadGroup,
+    received: list[int] | None = None,
+    sent: list[int] | None = None,
+) -> Tensor:
+    """Exchange parts: [ranks, ...] a part for each rank -> [ranks, ...] a part from each rank.
+
+    `received`, `sent`: the number of rows from and for each rank, if the parts have several rows.
+    """
+    exchanged: Tensor = _AllToAll.apply(x, group, received, sent)  # type: ignore[no-untyped-call]
+    return exchanged
 
 
-def _meet(received: Tensor, sent: Tensor, group: dist.ProcessGroup | ThreadGroup) -> None:
+def _exchanged(
+    x: Tensor, group: dist.ProcessGroup | ThreadGroup, received: list[int] | None, sent: list[int] | None
+) -> Tensor:
+    filled = x.new_empty((len(x) if received is None else sum(received), *x.shape[1:]))
     if isinstance(group, ThreadGroup):
-        group.all_to_all(received, sent)
+        group.all_to_all(filled, x.contiguous())
     else:
-        dist.all_to_all_single(received, sent, group=group)
+        dist.all_to_all_single(filled, x.contiguous(), received, sent, group=group)
+    return filled
 
 
 class _AllToAll(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, sent: Tensor, group: dist.ProcessGroup | ThreadGroup) -> Tensor:
-        ctx.group = group
-        received = torch.empty_like(sent, memory_format=torch.contiguous_format)
-        _meet(received, sent.contiguous(), group)
-        return received
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        group: dist.ProcessGroup | ThreadGroup,
+        received: list[int] | None,
+        sent: list[int] | None,
+    ) -> Tensor:
+        ctx.back = group, sent, received
+        return _exchanged(x, group, received, sent)
 
     @staticmethod
-    def backward(ctx: Any, of_received: Tensor) -> tuple[Tensor, None]:
-        of_sent = torch.empty_like(of_received, memory_format=torch.contiguous_format)
-        _meet(of_sent, of_received.contiguous(), ctx.group)
-        return of_sent, None
+    def backward(ctx: Any, of_received: Tensor) -> tuple[Tensor, None, None, None]:
+        return _exchanged(of_received, *ctx.back), None, None, None

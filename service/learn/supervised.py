@@ -17,6 +17,7 @@ from service.learn.device_batch import unsampled_micro_batch
 from service.learn.losses.step_metrics import Sums
 from service.learn.model.policy import Policy
 from service.learn.optimizer import Optimizer, square_norm
+from service.learn.out_of_memory import naming_lack_of_memory
 from service.learn.settings import LearnSettings
 from service.types import MicroBatch, SupervisedRow
 
@@ -56,9 +57,10 @@ class SupervisedSteps:
 
         Raises:
             RunFailed: the loss or the gradient is not finite.
+            OutOfMemory: the device has too little memory; the ranks cannot go on.
         """
         micros, n_tokens = self._packed(rows)
-        with self._policy.master_weights.dropped_on_error():
+        with naming_lack_of_memory(self._policy), self._policy.master_weights.dropped_on_error():
             totals = self._accumulate(micros, n_tokens)
             if not math.isfinite(totals["loss"] + totals["grad_square"]):
                 raise RunFailed(

@@ -19,7 +19,7 @@ pytest.importorskip("ray")
 pytest.importorskip("vllm")
 from actors.engine.vllm_engine import VllmEngine, engine_env
 from tests.e2e.test_engine import mixture, prompt, weights_of
-from tests.pure.actors.fakes import image_of
+from tests.pure.actors.fakes import at, image_of
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
@@ -50,8 +50,9 @@ async def test_recorded_experts_are_those_of_the_weights_that_computed_the_token
         for step, model in enumerate(models):
             if step:
                 weights = {name: weight.cpu() for name, weight in weights_of(model).items()}
-                image = image_of(save(weights))
-                await engine.update_weights(PolicyVersion(0, step), image.path, 0)
+                version, data = PolicyVersion(0, step), save(weights)
+                image = image_of(data, version.pack())
+                await engine.update_weights(version, at(image.path, len(data)), 0)
                 image.close()
             turn = await engine.generate(prompt(step), Sampling(max_tokens=100), f"turn {step}")
             assert turn.routed_experts is not None

@@ -1,16 +1,18 @@
-"""Chooses the checkpointing with `trainer.gradient_checkpointing: auto`: as little as a GPU's memory allows.
+"""Chooses the checkpointing with `trainer.gradient_checkpointing: auto`: nearly as little as a GPU's memory allows.
 
-The choice depends on what a layer keeps for the backward pass besides its input. In GB, for 16,384 tokens of Qwen3-4B:
+An estimate may be wrong by some percent, so a step that leaves more memory free is worth a little time.
+
+The choice depends on how much a layer keeps for its backward pass besides its input. For 16,384 tokens of Qwen3-4B, GB:
 
     not compiled 2.70     compiled 1.71     compiled, elementwise results recomputed 1.23     checkpointed 0
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -25,35 +27,62 @@ from torch.func import functional_call
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from service.learn.compile import as_on_gpu, memory_budget
+from service.learn.estimate.gpus import REACHED
 from service.learn.estimate.step import StepEstimate, estimate_step, fake_policy, full_mini_batch
 from service.learn.model.hf_config import read_config
 from service.learn.model.policy_model import Checkpointing
 from service.learn.settings import LearnSettings
 
+NEARLY_AS_FAST = 1.03
+"""Time of a step that fits amply, over that of the fastest one, up to which it is chosen instead."""
+
 
 def choose_checkpointing(
-    settings: LearnSettings, folder: Path, room: Callable[[StepEstimate], float], compiled: bool
+    settings: LearnSettings, folder: Path, room: Callable[[StepEstimate], tuple[float, float]], compiled: bool
 ) -> tuple[Checkpointing, StepEstimate]:
-    """Choose the least checkpointing with which a step fits the GPU's memory; also returns that step's estimate.
+    """Choose the checkpointing of the fastest step that fits, or of one that fits amply and is nearly as fast; also
+    returns that step's estimate.
 
-    `room` returns the bytes that the step may use; it may read the number of parameters from the given estimate. FLOPs,
-    bytes moved and times of the returned estimate are those with all layers checkpointed.
+    `room` returns the bytes that the step may use, and those of an ample fit; it may read the number of parameters from
+    the given estimate. FLOPs, bytes moved and times of the returned estimate are those with all layers checkpointed.
     """
-    n_layers = read_config(folder).num_hidden_layers
-    least = estimate_step(settings, folder, checkpointing=Checkpointing(n_layers))
-    free = room(least) - least.peak_bytes
-    kept = 0.0
-    for elementwise in (False, True) if compiled else (False,):
+    n_layers: int = read_config(folder).num_hidden_layers
+    all_layers = Checkpointing.of(settings.trainer, n_layers)._replace(layers=n_layers)
+    least = estimate_step(settings, folder, checkpointing=all_layers)
+    usable, ample = room(least)
+
+    @cache
+    def kept(elementwise: bool) -> float:
+        """Bytes that a layer keeps that is not checkpointed."""
         if compiled:
-            kept = kept_by_compiled_layer(settings, folder, elementwise)
-        else:
-            most = estimate_step(settings, folder, checkpointing=Checkpointing(0))
-            kept = (most.peak_bytes - least.peak_bytes) / n_layers
-        if kept * n_layers <= free:
-            break
-    layers = n_layers - min(n_layers, math.floor(max(0.0, free) / kept))
-    peak = {**least.peak, "activations": least.peak.get("activations", 0) + round((n_layers - layers) * kept)}
-    return Checkpointing(layers, elementwise and layers < n_layers), replace(least, peak=peak)
+            return kept_by_compiled_layer(settings, folder, elementwise)
+        most = estimate_step(settings, folder, checkpointing=all_layers._replace(layers=0))
+        return (most.peak_bytes - least.peak_bytes) / n_layers
+
+    def held(level: Checkpointing) -> float:
+        return (n_layers - level.layers) * kept(level.elementwise) if level.layers < n_layers else 0.0
+
+    def seconds(level: Checkpointing) -> float:
+        """Seconds of a micro-batch; elementwise results that are computed again are once more written and read."""
+        whole = least.fused_seconds if compiled else sum(least.seconds.values())
+        again = 1 - least.model_flops / least.flops if least.flops else 0.0
+        moved = 2 * (kept(False) - kept(True)) if level.elementwise else 0.0
+        return (
+            whole * (1 - again)
+            + whole * again * level.layers / n_layers
+            + ((n_layers - level.layers) * moved / REACHED.bandwidth)
+        )
+
+    levels = [all_layers._replace(layers=0)]
+    levels += [all_layers._replace(layers=layers, elementwise=compiled) for layers in range(n_layers)]
+    levels += [all_layers]
+    fastest, comfortable = (
+        next((level for level in levels if least.peak_bytes + held(level) <= bound), all_layers)
+        for bound in (usable, ample)
+    )
+    chosen = comfortable if seconds(comfortable) <= seconds(fastest) * NEARLY_AS_FAST else fastest
+    peak = {**least.peak, "activations": least.peak.get("activations", 0) + round(held(chosen))}
+    return chosen, replace(least, peak=peak)
 
 
 class _Reached(Exception):
@@ -66,7 +95,8 @@ def kept_by_compiled_layer(settings: LearnSettings, folder: Path, elementwise: b
     Torch's own partitioner decides, on the graph of one layer; `elementwise` as in `Checkpointing`.
     """
     # a rank alone has as many tokens as it has when it shares micro-batches with others
-    plain = {"ranks": 1, "sequence_parallel": 1, "compile": False, "fused_kernels": False, "layout": "packed"}
+    plain: dict[str, object] = {"ranks": 1, "shard_one_rank": False, "sequence_parallel": 1}
+    plain |= {"compile": False, "fused_kernels": False, "layout": "packed"}
     alone = replace(settings, trainer=settings.trainer.model_copy(update=plain))
     row_tokens = min(settings.longest_row, settings.trainer.max_tokens_per_micro_batch)
     batch = full_mini_batch(alone.trainer, read_config(folder).vocab_size, row_tokens)

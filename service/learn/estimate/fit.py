@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -11,7 +11,7 @@ import torch
 from service.config.learn import TrainerConfig
 from service.config.model_folder import experts_of
 from service.errors import UserError
-from service.learn.compile import compiles_layers
+from service.learn.compile import compiles_whole_layers
 from service.learn.estimate.checkpointing import choose_checkpointing
 from service.learn.estimate.gpus import DATA_SHEETS
 from service.learn.estimate.kv_cache import kv_token_bytes
@@ -28,6 +28,9 @@ GPU_BYTES = {name.upper(): sheet.memory for name, sheet in DATA_SHEETS.items()}
 
 MARGIN = 0.1
 """Fraction of a GPU's memory that stays free, for CUDA contexts, collectives and fragments."""
+
+AMPLE_MARGIN = 0.15
+"""Fraction that stays free after choices that cost little time, since the estimate may be wrong by some percent."""
 
 ENGINE_BYTES = 3e9
 """Bytes of CUDA graphs and buffers of an engine."""
@@ -90,8 +93,10 @@ class Fit:
     def lines(self) -> Iterator[str]:
         """The estimate as lines of text."""
         yield f"estimate: the GPU of a rank needs {_gb(self.rank_bytes)} GB ({self._parts()})"
-        yield f"estimate: {self.checkpointing.layers} of {self.n_layers} layers keep their input only" + (
-            ", the others no results of elementwise operations" if self.checkpointing.elementwise else ""
+        yield (
+            f"estimate: {self.checkpointing.layers} of {self.n_layers} layers keep their input only"
+            + (", the others no results of elementwise operations" if self.checkpointing.elementwise else "")
+            + ("" if self.checkpointing.regather else "; gathered weights are kept for the backward pass")
         )
         tokens = int(self.kv_bytes / self.kv_token_bytes)
         yield (
@@ -140,12 +145,18 @@ def fit(settings: FitSettings, folder: Path, gpu_bytes: float, device: torch.dev
         # the engine loads from a whole copy of the trained weights, in addition to the rank's memory
         return sum(engine_and_kv(step)) + step.trained * width if settings.shares_gpus else 0.0
 
+    def room(step: StepEstimate) -> tuple[float, float]:
+        return gpu_bytes * (1 - MARGIN) - shared(step), gpu_bytes * (1 - AMPLE_MARGIN) - shared(step)
+
     if setting == "auto":
-        compiled = compiles_layers(hf_config, learn.trainer, device, dtype)
-        room = lambda step: gpu_bytes * (1 - MARGIN) - shared(step)  # noqa: E731
+        compiled = compiles_whole_layers(hf_config, learn.trainer, device, dtype)
         checkpointing, step = choose_checkpointing(learn, folder, room, compiled)
     else:
-        checkpointing, step = Checkpointing.of(setting, n_layers), estimate_step(learn, folder)
+        checkpointing, step = Checkpointing.of(learn.trainer, n_layers), estimate_step(learn, folder)
+    weights = round(step.parameters * width)
+    if learn.trainer.keeps_gathered and dtype == torch.bfloat16 and step.peak_bytes + weights <= room(step)[1]:
+        checkpointing = checkpointing._replace(regather=False)
+        step = replace(step, peak={**step.peak, "gathered": step.peak.get("gathered", 0) + weights})
     engine, kv = engine_and_kv(step)
     return Fit(
         step=step,
@@ -160,13 +171,12 @@ def fit(settings: FitSettings, folder: Path, gpu_bytes: float, device: torch.dev
     )
 
 
-def checkpointing_on(device: torch.device, settings: FitSettings, folder: Path) -> Checkpointing | None:
-    """The result of `trainer.gradient_checkpointing: auto` on this GPU; None if the setting is not `auto`."""
-    learn = settings.learn
-    if learn.trainer.gradient_checkpointing != "auto" or device.type == "cpu" or learn.model.dtype != "bfloat16":
-        return None
-    gpu = known_gpu(learn.trainer)
-    return None if gpu is None else fit(settings, folder, gpu[1], device).checkpointing
+def fit_on(device: torch.device, settings: FitSettings, folder: Path) -> Fit | None:
+    """The memory that a configuration needs on this GPU; None on a CPU, and for other types than bfloat16."""
+    gpu = (
+        None if device.type == "cpu" or settings.learn.model.dtype != "bfloat16" else known_gpu(settings.learn.trainer)
+    )
+    return None if gpu is None else fit(settings, folder, gpu[1], device)
 
 
 def refuse_too_large(settings: FitSettings, folder: Path) -> Fit | None:

@@ -32,6 +32,9 @@ class _Gpus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     data_sheets: dict[str, DataSheet]
 
 
+GPUS_OF_A_NODE = 8
+"""On the nodes that the data sheets are for."""
+
 _GPUS = msgspec.toml.decode(Path(__file__).with_suffix(".toml").read_bytes(), type=_Gpus)
 REACHED, DATA_SHEETS = _GPUS.reached, _GPUS.data_sheets
 H100 = DATA_SHEETS["h100"]

@@ -19,7 +19,7 @@ DIVIDED = ("num_attention_heads", "intermediate_size", "moe_intermediate_size", 
 
 
 def kv_token_bytes(model: PretrainedConfig, generator: GeneratorConfig, dtype: str) -> int:
-    """Bytes of a token's keys and values in the layers that a GPU of an engine has; each has at least one key head.
+    """Bytes of a token's keys and values in the layers of one GPU of an engine; a GPU has at least one key head.
     Linear attention keeps a state for each request instead."""
     head_dim = getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads
     heads = max(1, model.num_key_value_heads // generator.tensor_parallel_size)

@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from service.config.learn import TrainerConfig
 from service.learn.compile import as_on_gpu
 from service.learn.device_batch import unsampled_micro_batch
-from service.learn.estimate.gpus import REACHED
+from service.learn.estimate.gpus import GPUS_OF_A_NODE, REACHED
 from service.learn.estimate.meter import ELEMENTWISE, HOST, Meter
 from service.learn.learner import Learner
 from service.learn.model.hf_config import code_of_the_model, read_config
@@ -32,8 +32,6 @@ from service.types import MiniBatch, SupervisedRow
 
 MICRO_BATCHES = 2
 """Micro-batches of the estimated step: during the second one, the gradients of the first are in memory."""
-
-GPUS_OF_A_NODE = 8
 
 
 @dataclass(frozen=True)
@@ -90,7 +88,7 @@ def estimate_step(
     row_tokens = row_tokens or settings.longest_row
     meter, batch = Meter(vocab_size, row_tokens), full_mini_batch(plain, vocab_size, row_tokens)
     with ExitStack() as held:
-        held.enter_context(_pretended_ranks(plain.ranks))
+        held.enter_context(_pretended_ranks(plain))
         held.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         if on_gpu:
             held.enter_context(as_on_gpu(meter.one_kernel))
@@ -150,14 +148,14 @@ def _step(trainer: TrainerConfig, learner: Learner, meter: Meter, batch: MiniBat
 
 
 @contextmanager
-def _pretended_ranks(ranks: int) -> Iterator[None]:
-    """A process group of `ranks` ranks, of which only rank 0 exists; its collectives do nothing."""
-    if ranks == 1:
+def _pretended_ranks(trainer: TrainerConfig) -> Iterator[None]:
+    """A process group of ranks that shard, of which only rank 0 exists; its collectives do nothing."""
+    if not trainer.sharded:
         yield
         return
     from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend "fake"
 
-    dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
+    dist.init_process_group("fake", rank=0, world_size=trainer.ranks, store=FakeStore())
     try:
         yield
     finally:

@@ -22,6 +22,7 @@ from transformers import AttentionInterface
 
 from service.errors import UserError
 from service.learn.attention_layout import Bucket, Packing
+from service.learn.model import flash
 from service.learn.model.logprob import accumulation_dtype
 from service.learn.model.shared_attention import Form, SharedAttention, as_lines, from_lines
 from service.learn.model.sinks import with_sinks
@@ -42,19 +43,27 @@ _GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signature(var
 
 @cache
 def use_fastest_attention(device: torch.device) -> str:
-    """Let torch use FlashAttention 3 if GPU, torch and an installed wheel allow it; returns the choice.
+    """Choose the fastest attention of this GPU, say it in the log, and return it: FA4, FA3 or FA2.
 
-    Otherwise torch uses FlashAttention 2, which is part of torch.
+    FlashAttention 4 and 3 compute where they are installed and work; FlashAttention 2 is part of torch.
     """
-    activate = getattr(torch.nn.attention, "activate_flash_attention_impl", None)  # from torch 2.11 on
-    if device.type != "cuda" or activate is None or find_spec(FLASH_ATTENTION_3) is None:
+    if device.type != "cuda":
         return "FA2"
-    if torch.cuda.get_device_capability(device)[0] != HOPPER:
+    chosen = "FA4" if flash.begin(device) else _of_torch(device)
+    log.info("attention: FlashAttention %s", chosen[2:])
+    return chosen
+
+
+def _of_torch(device: torch.device) -> str:
+    """Let torch use FlashAttention 3 if GPU, torch and an installed wheel allow it."""
+    activate = getattr(torch.nn.attention, "activate_flash_attention_impl", None)  # from torch 2.11 on
+    on_hopper = torch.cuda.get_device_capability(device)[0] == HOPPER
+    if activate is None or find_spec(FLASH_ATTENTION_3) is None or not on_hopper:
         return "FA2"
     try:
         activate("FA3")
     except (ImportError, OSError, RuntimeError) as error:
-        log.warning("FlashAttention 3 is installed and cannot be used (%s): FlashAttention 2 computes", error)
+        log.warning("FlashAttention 3 is installed and cannot be used (%s)", error)
         return "FA2"
     return "FA3"
 
@@ -81,8 +90,8 @@ def packed_attention(
     """Attention of one packed batch: [1, heads, S, head_dim] -> [1, S, heads, head_dim].
 
     `exchange`: given if the slots are one rank's slice of the batch; `packing` then describes the whole batch.
-    `s_aux` [heads]: logits of attention sinks. The window is that which the family gives with the call or, if it gives
-    none, that of its module.
+    `s_aux` [heads]: logits of attention sinks. The window is the call's argument `sliding_window`; if the call has no
+    such argument, the module's attribute.
 
     Raises:
         UserError: the family's attention needs something else.
@@ -125,10 +134,13 @@ def _variable_length(query: Tensor, key: Tensor, value: Tensor, packing: Packing
         key, value = (x.to(wide).index_select(0, slot_N).to(x.dtype) for x in (key, value))
     query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
     bounds = (cu_queries, cu_keys, longest_query, longest_key)
-    window = (-1 if form.window is None else form.window - 1, 0)
+    window = -1 if form.window is None else form.window - 1
     if form.sinks is not None:
         return cast(Tensor, with_sinks(query, key, value, bounds, window, form))
-    out = varlen_attn(query, key, value, *bounds, scale=form.scaling, window_size=window, **_GROUPED)
+    if flash.takes(query):
+        scale = query.shape[-1] ** -0.5 if form.scaling is None else form.scaling
+        return cast(Tensor, flash.attend(query, key, value, *bounds, scale, window)[0])
+    out = varlen_attn(query, key, value, *bounds, scale=form.scaling, window_size=(window, 0), **_GROUPED)
     return cast(Tensor, out)
 
 

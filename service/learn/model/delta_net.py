@@ -42,7 +42,7 @@ def packed_delta_net(
 
 
 def _projected(mixer: Any, hidden: Tensor) -> list[Tensor]:
-    """Queries, keys, values, beta and decay before their functions, and the gate: [S, heads x dimension] each."""
+    """Queries, keys, values, beta and decay (before activations), and the gate: [S, heads x dimension] each."""
     if hasattr(mixer, "in_proj_qkvz"):
         query, key, value, z, b, a = mixer.fix_query_key_value_ordering(
             mixer.in_proj_qkvz(hidden)[None], mixer.in_proj_ba(hidden)[None]
@@ -58,7 +58,7 @@ def _widths(mixer: Any) -> list[int]:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _over_rows(mixer: Any, mixed: list[Tensor], packing: Packing, exchange: Exchange | None) -> Tensor:
-    """[S, heads, value_dim] what the rule computes for each slot."""
+    """[S, heads, value_dim] the output of the delta rule for each slot."""
     taps = mixer.conv1d.weight.squeeze(1).split(_widths(mixer))
     of_heads = [*taps, mixer.A_log, mixer.dt_bias]
     if exchange is not None:

@@ -41,8 +41,8 @@ def causal_convolution(x: Tensor, weight: Tensor, chunks: Chunks) -> Tensor:
 
 def gated_delta_rule(query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, chunks: Chunks) -> Tensor:
     """Queries and keys [N, heads, key_dim], values [N, heads, value_dim], log decay and beta [N, heads] -> [N, heads,
-    value_dim], all in the accumulation type. On a GPU the kernels of flash-linear-attention compute if they are
-    installed."""
+    value_dim], all in the accumulation type. On a GPU the kernels of flash-linear-attention are used if they
+    are installed."""
     if query.is_cuda and (kernel := _fla()) is not None:
         return _by_kernel(kernel, query, key, value, g, beta, chunks)
     query, key = (x * (x.square().sum(-1, keepdim=True) + EPSILON).rsqrt() for x in (query, key))

@@ -52,8 +52,8 @@ class StoredWeights:
             into.copy_(self._slice(self.names.stored(name), shape)[rows])
 
     def check(self, shapes: Mapping[str, Sequence[int]], unread: Sequence[str] = ()) -> None:
-        """Compare the headers of all files with these weights; `unread`: patterns of names that may be there beside
-        them.
+        """Compare the headers of all files with these weights; `unread`: patterns of names of further allowed
+        weights.
 
         Raises:
             UserError: a weight is missing, superfluous, or of another shape or type.
@@ -76,7 +76,7 @@ class StoredWeights:
             )
 
     def others(self, written: Collection[str]) -> dict[str, Tensor]:
-        """The folder's weights that are not among these and are not computed: of other parts, or not trained."""
+        """The folder's weights that are not in `written` and not computed: of other parts, or untrained."""
         head = self.names.stored(HEAD)
         others = [name for name in self._file_of if name not in written and not name.endswith(COMPUTED)]
         return {name: self._opened(name).get_tensor(name) for name in others if name != head}
@@ -131,7 +131,7 @@ def load_weights(
     folder: Path, masters: Mapping[str, Tensor], parameters: Mapping[str, Tensor], unread: Sequence[str] = ()
 ) -> None:
     """Fill each master weight with this rank's shard of the weights on disk; reads only the shard. `unread`: patterns
-    of names of weights that may be there beside them."""
+    of names of further allowed weights."""
     with ExitStack() as stack:
         stored = StoredWeights(folder, stack)
         stored.check({name: parameter.shape for name, parameter in parameters.items()}, unread)
@@ -146,7 +146,7 @@ def stored_names(folder: Path) -> Names:
 
 def check_weights(folder: Path, shapes: Mapping[str, Sequence[int]], unread: Sequence[str] = ()) -> None:
     """Compare a folder's weights with the shapes of its config.json; reads headers, and a tied head. `unread`: patterns
-    of names of weights that may be there beside them.
+    of names of further allowed weights.
 
     Raises:
         UserError: a file is missing, cut short or not safetensors, or the weights differ from the shapes.

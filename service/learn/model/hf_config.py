@@ -57,8 +57,8 @@ MAX_CHARACTERS = 200
 
 
 def read_config(folder: Path, proven: bool = True) -> PretrainedConfig:
-    """Read the model's configuration, of a multimodal model that of its language model; `proven`: refuse families for
-    which nothing shows that they are trained rightly.
+    """Read the model's configuration (if multimodal, that of its language model); `proven`: refuse families whose
+    training was not compared with their own code.
 
     Raises:
         UserError: the file is missing or malformed, refers to custom code, or describes a model that is not supported.
@@ -84,7 +84,7 @@ def read_config(folder: Path, proven: bool = True) -> PretrainedConfig:
 
 
 def text_config(config: PretrainedConfig) -> PretrainedConfig:
-    """The part of a multimodal model's configuration that describes its language model; other models' as it is."""
+    """The part of a multimodal model's configuration that describes its language model; otherwise the whole one."""
     text: PretrainedConfig = config.get_text_config()
     if text is not config:
         text.tie_word_embeddings = text.tie_word_embeddings or config.tie_word_embeddings
@@ -150,7 +150,8 @@ def _unsupported(config: PretrainedConfig) -> str | None:
     for name in REFUSED:
         if getattr(config, name, None):
             return f"its configuration sets {name}, which is not computed"
-    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    heads = config.num_attention_heads
+    kv_heads = config.num_key_value_heads or heads  # None: as many
     if heads % kv_heads:
         return f"its {heads} attention heads (num_attention_heads) are no multiple of num_key_value_heads, {kv_heads}"
     if getattr(config, "head_dim", None) is None and config.hidden_size % heads:

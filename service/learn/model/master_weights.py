@@ -6,8 +6,8 @@ saves the cost of dispatching each operation.
 | | parameters | master weights |
 |---|---|---|
 | sharded (FSDP2) | float32 shards; gathered in the compute type | the same storage |
-| one rank, float32 | float32 | the same storage |
-| one rank, bfloat16 or offloaded | compute type | float32 copies (on the CPU if offloaded); gradients add up in them |
+| unsharded, float32 | float32 | the same storage |
+| unsharded, bfloat16 or offloaded | compute type | float32 copies (on the CPU if offloaded); gradients add up in them |
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from service.learn.model.sharding import host_copy, local_shard
 class MasterWeights:
     """The float32 (float64 in tests) weights, one plain local tensor per parameter."""
 
-    def __init__(self, model: nn.Module, compute: torch.dtype, world_size: int, cpu_offload: bool) -> None:
+    def __init__(self, model: nn.Module, compute: torch.dtype, sharded: bool, cpu_offload: bool) -> None:
         named = model.named_parameters()
         self.parameters: dict[str, nn.Parameter] = {name: p for name, p in named if p.requires_grad}
         """The trained parameters: all of the model, or those of the adapter."""
-        self._copied = world_size == 1 and (cpu_offload or compute == torch.bfloat16)
+        self._copied = not sharded and (cpu_offload or compute == torch.bfloat16)
         self._on_cpu = cpu_offload
         self.tensors: dict[str, Tensor] = {name: self._master(p) for name, p in self.parameters.items()}
         if self._copied:

@@ -5,7 +5,7 @@
                     or as in the model, in families whose folders store experts in one weight
     multimodal      model.language_model.layers.0.mlp..., beside the weights of other parts
 
-What a folder does is read from the names of its weights, and what is written for it does the same.
+Which form a folder uses is read from the names of its weights; weights are written in the same form.
 """
 
 from __future__ import annotations

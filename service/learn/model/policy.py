@@ -14,6 +14,8 @@ from service.learn.compile import compiles_layers, on_gpu
 from service.learn.device_batch import DeviceBatch, DeviceSettings
 from service.learn.model.adapter_folder import Base, peft_names, read_adapter, write_adapter
 from service.learn.model.attention import use_fastest_attention
+from service.learn.model.expert_parallel import check_groups, divided_experts
+from service.learn.model.experts import use_fastest_experts
 from service.learn.model.hf_checkpoint import load_weights, stored_names, write_folder
 from service.learn.model.hf_config import read_config, unread_weights
 from service.learn.model.logprob import accumulation_dtype
@@ -21,7 +23,16 @@ from service.learn.model.lora import adapter_off, add_adapter, begin_adapter
 from service.learn.model.master_weights import MasterWeights, randomize
 from service.learn.model.names import Names
 from service.learn.model.policy_model import Checkpointing, allocate, empty_model, stored_buffers
-from service.learn.model.sharding import Rows, full_state_dict, local_rows, local_shard, ranks_by_node, reshard, shard
+from service.learn.model.sharding import (
+    Division,
+    Rows,
+    full_state_dict,
+    local_rows,
+    local_shard,
+    ranks_by_node,
+    reshard,
+    shard,
+)
 from service.learn.sequence_parallel import Slice
 from service.learn.settings import LearnSettings
 from service.types import MicroBatch
@@ -42,7 +53,7 @@ class Policy:
         checkpointing: Checkpointing | None = None,
     ) -> None:
         """`random_weights`: whether weights are random instead of read, if only the model's shape matters; `nodes`: the
-        node of each rank, None if all are on one; `checkpointing`: overrides `trainer.gradient_checkpointing`."""
+        node of each rank, None if all are on one; `checkpointing`: overrides the trainer's settings."""
         self.device = device
         self.rank = rank
         self.world_size = world_size
@@ -51,12 +62,15 @@ class Policy:
         self._folder = folder
         self.lora = settings.model.lora
         trainer = settings.trainer
+        self.sharded = world_size > 1 or trainer.shard_one_rank
         copies = [list(range(world_size))] if nodes is None or trainer.shard_within == "all" else ranks_by_node(nodes)
         self.n_copies, self.n_shards = len(copies), len(copies[0])
         """Number of complete copies of the policy among the ranks, and number of shards of each copy."""
         self.copy = next(number for number, ranks in enumerate(copies) if rank in ranks)
         self.shard = copies[self.copy].index(rank)
         """Number of this rank's shard in its copy."""
+        check_groups(self.n_shards, trainer.expert_parallel, nodes)
+        self.division = Division(self.shard, self.n_shards, trainer.expert_parallel)
         self._hf_config = hf_config = read_config(folder)
         with unset_fake_temporarily():  # a mesh of ranks cannot be made of fake tensors
             self.slice = Slice.of_rank(rank, world_size, trainer.sequence_parallel, hf_config, device)
@@ -71,18 +85,26 @@ class Policy:
         )
         use_fastest_attention(device)
         self.vocab_size: int = hf_config.vocab_size
-        trainer = trainer.model_copy(update={"compile": compiles_layers(hf_config, trainer, device, self.dtype)})
-        dtype = self.dtype if world_size == 1 else self.accumulation_dtype
+        self.compiles = compiles_layers(hf_config, trainer, device, self.dtype)
+        """Whether the first steps compile layers."""
+        trainer = trainer.model_copy(update={"compile": self.compiles})
+        self.checkpointing = checkpointing or Checkpointing.of(trainer, hf_config.num_hidden_layers)
+        dtype = self.accumulation_dtype if self.sharded else self.dtype
         # a model without memory needs no fake tensors, and a mesh of ranks cannot be made of them
         with unset_fake_temporarily():
             # a frozen base is stored in the compute type
-            self.model = empty_model(hf_config, dtype if self.lora is None else self.dtype, trainer, checkpointing)
+            self.model = empty_model(hf_config, dtype if self.lora is None else self.dtype, trainer, self.checkpointing)
             if self.lora is not None:
                 add_adapter(self.model, self.model.layers, self.lora, dtype)
-            if world_size > 1:
-                shard(self.model, self.model.layers, device, copies, self.dtype, trainer.cpu_offload)
-        allocate(self.model, hf_config, device, trainer.cpu_offload and world_size > 1)
-        self.master_weights = MasterWeights(self.model, self.dtype, world_size, trainer.cpu_offload)
+            if device.type == "cuda":
+                use_fastest_experts(self.model.layers, device, self.dtype)
+            if self.sharded:
+                experts = divided_experts(self.model.layers, copies, trainer.expert_parallel, device.type)
+                again = self.checkpointing.regather
+                units = {**dict.fromkeys(experts, again), **self.model.units(again)}
+                shard(self.model, units, device, copies, self.dtype, trainer.cpu_offload, experts)
+        allocate(self.model, hf_config, device, trainer.cpu_offload and self.sharded)
+        self.master_weights = MasterWeights(self.model, self.dtype, self.sharded, trainer.cpu_offload)
         self._fill(settings, random_weights)
 
     @torch.no_grad()
@@ -101,6 +123,10 @@ class Policy:
         elif self.lora is not None:
             begin_adapter(masters, trained, settings.seed)
         self.master_weights.write_back()
+
+    def lighter(self) -> Checkpointing | None:
+        """The checkpointing that takes less memory; None if nothing is left to save."""
+        return self.checkpointing.lighter(len(self.model.layers), self.compiles)
 
     @cached_property
     def base(self) -> Base | None:
@@ -146,8 +172,8 @@ class Policy:
         return self._names.split(whole) if self.lora is None else peft_names(whole)
 
     def shards(self) -> dict[str, Rows]:
-        """Copies in CPU memory of this rank's part of the weights that `weights` gathers, under the same names."""
-        rows = local_rows(self.master_weights.parameters, self.dtype)
+        """This rank's part of the weights that `weights` gathers, under the same names; not copied, and not cast."""
+        rows = local_rows(self.master_weights.parameters)
         return self._names.split_rows(rows) if self.lora is None else peft_names(rows)
 
     def export(self, folder: Path) -> None:
@@ -161,7 +187,7 @@ class Policy:
             if whole is not None:
                 write_folder(folder, self._folder, whole)
         elif self.base is not None:
-            masters = self.master_weights.tensors if self.world_size == 1 else self.master_weights.parameters
+            masters = self.master_weights.parameters if self.sharded else self.master_weights.tensors
             adapter = full_state_dict(masters, self.accumulation_dtype, self.device, self.rank)
             if adapter is not None:
                 write_adapter(folder, self.base, self.lora, adapter)

@@ -29,31 +29,58 @@ DROPOUT = ("dropout", "pdrop")
 
 
 class Checkpointing(NamedTuple):
-    """Which values the backward pass recomputes instead of keeping them in memory."""
+    """Which values are computed or gathered again for the backward pass instead of being kept in memory."""
 
     layers: int
     """How many layers keep only their input."""
     elementwise: bool = False
     """Whether the other layers, if they are compiled, recompute the results of elementwise operations."""
+    regather: bool = True
+    """Whether the layers' weights of other ranks are gathered again."""
 
     @staticmethod
-    def of(setting: bool | int | str, n_layers: int) -> Checkpointing:
-        """Parse `trainer.gradient_checkpointing`; `auto` means none, unless an estimate has chosen another value."""
+    def of(trainer: TrainerConfig, n_layers: int) -> Checkpointing:
+        """Parse the trainer's settings; `auto` means no checkpointing and weights that are gathered again, unless an
+        estimate has chosen other values."""
+        setting = trainer.gradient_checkpointing
         every = 0 if isinstance(setting, str) else int(setting)
-        return Checkpointing(-(-n_layers // every) if every else 0)
+        return Checkpointing(-(-n_layers // every) if every else 0, regather=bool(trainer.reshard_after_forward))
+
+    def lighter(self, n_layers: int, compiled: bool) -> Checkpointing | None:
+        """The level to go on with after a lack of memory: half of the layers checkpointed, or all; None if this is it.
+
+        There are two at most, since each costs a restart, and a lease of the same mini-batch.
+        """
+        half = -(-n_layers // 2)
+        layers = half if self.layers < half else n_layers
+        lighter = Checkpointing(layers, compiled and layers < n_layers)
+        return None if lighter == self else lighter
 
     def includes(self, layer: int, n_layers: int) -> bool:
         """Whether layer number `layer` keeps only its input; such layers are spread evenly."""
         return layer * self.layers // n_layers != (layer - 1) * self.layers // n_layers
 
 
+class Head(nn.Module):
+    """The output head, as a module whose forward pass gives log-probabilities instead of logits."""
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, hidden_MD: Tensor, token_ids_M: Tensor, temperature_M: Tensor) -> TokenLogprobs:
+        """See `token_logprobs`."""
+        return token_logprobs(hidden_MD, self.weight, token_ids_M, temperature_M)
+
+
 class PolicyModel(nn.Module):
     """A causal language model over the rows of a micro-batch."""
 
-    def __init__(self, backbone: PreTrainedModel, lm_head: nn.Linear | None) -> None:
+    def __init__(self, backbone: PreTrainedModel, head: nn.Parameter | None) -> None:
+        """`head`: [V, D] the weight of the output head; None: it is the embedding's."""
         super().__init__()
         self.model: Any = backbone
-        self.lm_head = lm_head
+        self.lm_head = None if head is None else Head(head)
         self._logit_scale = logit_scale(backbone.config)
         self._replay = RouterReplay(self.layers)
 
@@ -65,9 +92,11 @@ class PolicyModel(nn.Module):
         )
         # the position before a token predicts it
         hidden_MD = output.last_hidden_state.flatten(0, 1).index_select(0, micro.state_M)
-        head = self.model.embed_tokens if self.lm_head is None else self.lm_head
         temperature_M = micro.row_to_tokens(micro.temperature_R) / self._logit_scale
-        return token_logprobs(hidden_MD, head.weight, micro.token_ids_M, temperature_M)
+        if self.lm_head is None:
+            return token_logprobs(hidden_MD, self.model.embed_tokens.weight, micro.token_ids_M, temperature_M)
+        logprobs: TokenLogprobs = self.lm_head(hidden_MD, micro.token_ids_M, temperature_M)
+        return logprobs
 
     @property
     def layers(self) -> nn.ModuleList:
@@ -75,11 +104,17 @@ class PolicyModel(nn.Module):
         layers: nn.ModuleList = self.model.layers
         return layers
 
+    def units(self, regather: bool) -> dict[nn.Module, bool]:
+        """The modules that are sharded each on its own, with whether they are freed after the forward pass; the head
+        is not, because the backward pass begins with it."""
+        units: dict[nn.Module, bool] = dict.fromkeys(self.layers, regather)
+        return units if self.lm_head is None else {self.model.embed_tokens: True, **units, self.lm_head: False}
+
 
 def empty_model(
     config: PretrainedConfig, dtype: torch.dtype, trainer: TrainerConfig, checkpointing: Checkpointing | None = None
 ) -> PolicyModel:
-    """The model on the meta device, without memory for parameters; `checkpointing` overrides the trainer's setting."""
+    """The model on the meta device, without memory for parameters; `checkpointing` overrides the trainer's settings."""
     own = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]._supports_sdpa
     implementation = ("sdpa" if own else "eager") if trainer.layout == "padded" else attention.NAME
     if dtype == torch.float64:
@@ -95,13 +130,13 @@ def empty_model(
     layers = whole.model.layers
     if trainer.layout != "padded":
         use_packed_rows(layers)
-    chosen = checkpointing or Checkpointing.of(trainer.gradient_checkpointing, len(layers))
+    chosen = checkpointing or Checkpointing.of(trainer, len(layers))
     compile_layers(whole, trainer, chosen.elementwise)
     if chosen.layers:
         whole.gradient_checkpointing_enable({"use_reentrant": False})
         for number, layer in enumerate(layers):
             layer.gradient_checkpointing = chosen.includes(number, len(layers))
-    model = PolicyModel(whole.model, None if config.tie_word_embeddings else whole.lm_head)
+    model = PolicyModel(whole.model, None if config.tie_word_embeddings else whole.lm_head.weight)
     model.train()
     return model
 

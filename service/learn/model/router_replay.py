@@ -16,15 +16,15 @@ from torch.overrides import TorchFunctionMode
 from transformers import PretrainedConfig
 
 from service.config.model_folder import experts_of
-from service.handoff.steps.limits import Routing
+from service.handoff.steps.limits import NO_ROUTING, Routing
 
 
-def routing_of_model(config: PretrainedConfig) -> Routing:
-    """The routed experts that a model of this configuration can replay: layers, experts per token, experts per
-    layer."""
+def routing_of_model(config: PretrainedConfig, recorded: bool = True) -> Routing:
+    """The routed experts that a model of this configuration can replay: layers, experts per token, experts per layer;
+    none where engines do not record them."""
     experts, n_layers = experts_of(config), config.num_hidden_layers
-    if not experts:
-        return Routing((), 0, 0)
+    if not experts or not recorded:
+        return NO_ROUTING
     dense, every = getattr(config, "mlp_only_layers", None) or (), getattr(config, "decoder_sparse_step", 1)
     first = getattr(config, "first_k_dense_replace", 0)
     with_experts = [n for n in range(first, n_layers) if n not in dense and (n + 1) % every == 0]
@@ -40,7 +40,11 @@ class RouterReplay:
         self._n_layers = len(layers)
         self._recorded: dict[int, Tensor] = {}
         for number, block in self._blocks.items():
-            block.forward = self._replaying(number, block.forward)
+            # Experts run uncompiled inside a compiled layer: the numbers of their tokens, on which the products depend,
+            # change with every batch, and what is replayed is no argument of the layer.
+            block.forward = torch.compiler.disable(  # type: ignore[no-untyped-call]
+                self._replaying(number, block.forward)
+            )
 
     def set(self, experts_NLK: Tensor | None) -> None:
         """Set the experts for the next forward pass, for all layers or only for those with experts; None: no replay."""
@@ -71,7 +75,7 @@ class RouterReplay:
 
 
 class _Recorded(TorchFunctionMode):
-    """Within the block, `topk` of as many values per token as were recorded returns the recorded ones."""
+    """Within the block, a `topk` over all experts, of as many as were recorded per token, returns the recorded ones."""
 
     def __init__(self, recorded_NK: Tensor, experts: int) -> None:
         super().__init__()

@@ -1,9 +1,11 @@
 """FSDP2 over the policy: sharded float32 weights, computed in the model's type, gradients summed in float32.
 
-Token weights of the loss count tokens of the whole mini-batch, so gradients of the ranks are summed, not averaged. The
-gradients are reduced after every micro-batch, so a rank keeps only those of its shard: 4 bytes per parameter, divided
-by the number of ranks. Without that, every rank would keep 4 bytes per parameter until the last micro-batch. The
-reduction sends 4 bytes per parameter and micro-batch, in addition to 4 for gathering bfloat16 weights twice.
+Token weights of the loss count tokens of the whole mini-batch, so gradients of the ranks are summed, not averaged.
+
+Gradients are reduced after every micro-batch, so a rank keeps only those of its shard: 4 bytes per parameter, divided
+by the number of ranks. If they were reduced once, every rank would keep 4 bytes per parameter until the last
+micro-batch. In return, each micro-batch sends 4 bytes per parameter, in addition to 4 for gathering bfloat16 weights
+twice.
 
 Shards are chunks of dimension 0, all of one size but the last:
 
@@ -12,16 +14,25 @@ Shards are chunks of dimension 0, all of one size but the last:
 With `trainer.shard_within: node` each node has a complete copy in shards: weights are gathered within nodes only, and
 gradients of shards are summed over nodes.
 
-Layers are gathered one at a time. Small layers, for which the latency of a message costs more than its bytes, are
-gathered together with the rest of the model.
+When weights are gathered:
 
-`full_state_dict` gathers the whole weights, `local_rows` copies this rank's rows of them.
+    a layer             by itself
+    an untied head      by itself, while the last layers compute; its gradient is reduced while they compute theirs
+    an untied embedding by itself; its backward pass needs no weight
+    the rest            from the start of the forward pass to the end of the backward pass
+
+The rest has a tied embedding, which is needed first and last. It also has small layers, for which the latency of a
+message costs more than its bytes.
+
+`full_state_dict` gathers the whole weights, `local_rows` finds this rank's rows of them.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import timedelta
 from typing import NamedTuple
 
 import torch
@@ -34,6 +45,8 @@ from torch.distributed.tensor import DTensor, Shard
 from service.errors import UserError
 from service.learn.model.logprob import accumulation_dtype
 
+EXPERTS = ".experts."
+"""Part of the names of weights that hold all experts of a layer, an expert a row."""
 SMALL_LAYER = 1 << 20
 """Parameters below which a layer is gathered with the rest of the model."""
 MESSAGE_BYTES = 32 << 20
@@ -60,14 +73,19 @@ def ranks_by_node(nodes: Sequence[str]) -> list[list[int]]:
 
 def shard(
     model: nn.Module,
-    layers: Iterable[nn.Module],
+    units: Mapping[nn.Module, bool],
     device: torch.device,
     copies: Sequence[Sequence[int]],
     compute: torch.dtype,
     cpu_offload: bool = False,
+    experts: Mapping[nn.Module, DeviceMesh] | None = None,
 ) -> None:
-    """Shard the model layer by layer; `copies`: for each copy of the model, the ranks that share it."""
-    large = [layer for layer in layers if sum(map(torch.numel, layer.parameters())) >= SMALL_LAYER]
+    """Shard the model and its `units`, each with whether it is freed after the forward pass.
+
+    `copies`: for each copy of the model, the ranks that share it; `experts`: the units that are divided already, with
+    the ranks that share what is left, each before the layer that contains it.
+    """
+    divided = experts or {}
     if len(copies) == 1:
         mesh = init_device_mesh(device.type, (len(copies[0]),))
     else:
@@ -75,20 +93,31 @@ def shard(
     reduce = accumulation_dtype(compute)
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce, cast_forward_inputs=False)
     offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if cpu_offload else OffloadPolicy()
+    large = [unit for unit in units if unit in divided or sum(map(torch.numel, unit.parameters())) >= SMALL_LAYER]
     for module in (*large, model):
-        fully_shard(module, mesh=mesh, mp_policy=policy, offload_policy=offload)
-    # neither setting is inherited by submodules; gloo, which reduces on CPU, cannot scale while it sums
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
-            if device.type == "cpu":
-                module.set_force_sum_reduction_for_comms(True)
+        again, of_module = units.get(module), divided.get(module, mesh)
+        fully_shard(module, mesh=of_module, mp_policy=policy, offload_policy=offload, reshard_after_forward=again)
+    for unit in _sharded(model):  # no setting is inherited by submodules
+        unit.set_gradient_divide_factor(1.0)
+        # otherwise FSDP2 asks for a sum with a factor, which gloo cannot do and for which NCCL has slower ways only
+        unit.set_force_sum_reduction_for_comms(True)
+        unit.set_unshard_in_backward(not isinstance(unit, nn.Embedding))
+
+
+def set_collective_deadline(seconds: float) -> None:
+    """Set within how many seconds the next collectives must end, in every process group of this rank."""
+    for group in list(dist.distributed_c10d._world.pg_map):
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
 
 def reshard(model: nn.Module) -> None:
     """Free the gathered weights after a forward pass without a backward pass; the next pass would use them again."""
-    if isinstance(model, FSDPModule):
-        model.reshard()
+    for module in _sharded(model):
+        module.reshard()
+
+
+def _sharded(model: nn.Module) -> Iterator[FSDPModule]:
+    return (module for module in model.modules() if isinstance(module, FSDPModule))
 
 
 def shard_bounds(length: int, rank: int, world_size: int) -> tuple[int, int]:
@@ -98,15 +127,41 @@ def shard_bounds(length: int, rank: int, world_size: int) -> tuple[int, int]:
     return start, min(start + size, length)
 
 
+class Division(NamedTuple):
+    """A rank's part of the rows of each weight."""
+
+    number: int
+    of: int
+    """Number of ranks that divide the rows."""
+    experts: int = 1
+    """Ranks of a group that divide the experts (`trainer.expert_parallel`)."""
+
+    def rows(self, name: str, length: int) -> tuple[int, int]:
+        """Start and end of the rank's rows of a weight with this name and number of rows."""
+        if self.experts == 1 or EXPERTS not in name:
+            return shard_bounds(length, self.number, self.of)
+        first, last = shard_bounds(length, self.number % self.experts, self.experts)
+        start, stop = shard_bounds(last - first, self.number // self.experts, self.of // self.experts)
+        return first + start, first + stop
+
+
 def shard_rows(parameter: Tensor) -> slice:
     """The rows of a parameter that this rank holds: all, or its shard."""
     if not isinstance(parameter, DTensor):
         return slice(None)
-    *copies, last = parameter.placements
-    if last != Shard(0) or any(not placement.is_replicate() for placement in copies):
+    mesh, start, stop = parameter.device_mesh, 0, len(parameter)
+    for axis in _row_axes(parameter):
+        first, last = shard_bounds(stop - start, mesh.get_local_rank(axis), mesh.size(axis))
+        start, stop = start + first, start + last
+    return slice(start, stop)
+
+
+def _row_axes(parameter: DTensor) -> list[int]:
+    """The mesh's axes that divide the rows: the ranks, or the ranks of a group of experts and then those of each."""
+    axes = [axis for axis, placement in enumerate(parameter.placements) if not placement.is_replicate()]
+    if not axes or axes[0] + len(axes) != parameter.device_mesh.ndim or parameter.placements[-1] != Shard(0):
         raise ValueError(f"unexpected placements {parameter.placements}")
-    mesh, dimension = parameter.device_mesh, len(copies)
-    return slice(*shard_bounds(parameter.shape[0], mesh.get_local_rank(dimension), mesh.size(dimension)))
+    return axes[::-1]
 
 
 def local_shard(tensor: Tensor) -> Tensor:
@@ -126,17 +181,15 @@ class Rows(NamedTuple):
 
 
 @torch.no_grad()
-def local_rows(parameters: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Rows]:
-    """Copies of this rank's rows of all parameters, as `dtype` and in CPU memory.
+def local_rows(parameters: Mapping[str, Tensor]) -> dict[str, Rows]:
+    """This rank's rows of all parameters, not copied.
 
     If there are several copies of the model, the ranks of the first copy return all rows and the other ranks none.
     """
-    copies = {
-        name: Rows(tuple(parameter.shape), shard_rows(parameter).start or 0, begin_host_copy(_held(parameter), dtype))
+    return {
+        name: Rows(tuple(parameter.shape), shard_rows(parameter).start or 0, _held(parameter))
         for name, parameter in parameters.items()
     }
-    finish_host_copies()
-    return copies
 
 
 def _held(parameter: Tensor) -> Tensor:
@@ -144,8 +197,8 @@ def _held(parameter: Tensor) -> Tensor:
     rows = local_shard(parameter.detach())
     if not isinstance(parameter, DTensor):
         return rows
-    *copies, _ = parameter.device_mesh.get_coordinate() or [0]
-    return rows[:0] if any(copies) else rows
+    coordinate = parameter.device_mesh.get_coordinate() or ()
+    return rows[:0] if any(coordinate[: min(_row_axes(parameter))]) else rows
 
 
 @torch.no_grad()
@@ -171,16 +224,16 @@ def _whole_tensors(
     parameters: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device
 ) -> Iterator[tuple[str, Tensor]]:
     """Each parameter by name; sharded ones are gathered as `dtype`, several per message."""
-    together: dict[str, DTensor] = {}
+    by_mesh: dict[DeviceMesh, dict[str, DTensor]] = {}
     for name, parameter in parameters.items():
         if not isinstance(parameter, DTensor):
             yield name, parameter.detach()
             continue
+        together = by_mesh.setdefault(parameter.device_mesh, {})
         together[name] = parameter
         if sum(map(torch.numel, together.values())) * dtype.itemsize >= MESSAGE_BYTES:
-            yield from _gathered(together, dtype, device)
-            together = {}
-    if together:
+            yield from _gathered(by_mesh.pop(parameter.device_mesh), dtype, device)
+    for together in by_mesh.values():
         yield from _gathered(together, dtype, device)
 
 
@@ -191,18 +244,25 @@ def _gathered(
 
     Rows 0 1 2 and 0 1 2 3 on two ranks: rank 0 sends 0 1 | 0 1, rank 1 sends 2 . | 2 3.
     """
-    mesh = next(iter(parameters.values())).device_mesh
-    n_ranks, group = mesh.size(mesh.ndim - 1), mesh.get_group(mesh.ndim - 1)
-    sizes = [shard_bounds(len(p), 0, n_ranks)[1] * math.prod(p.shape[1:]) for p in parameters.values()]
-    own = torch.zeros(sum(sizes), dtype=dtype, device=device)
-    for place, parameter in zip(torch.split(own, sizes), parameters.values(), strict=True):
-        rows = local_shard(parameter.detach())
-        place[: rows.numel()] = rows.reshape(-1)
-    gathered = torch.empty(n_ranks * len(own), dtype=dtype, device=device)
-    dist.all_gather_single(gathered, own, group=group)
-    of_ranks = gathered.view(n_ranks, -1)
-    for of_parameter, (name, parameter) in zip(torch.split(of_ranks, sizes, dim=1), parameters.items(), strict=True):
-        yield name, of_parameter.reshape(-1, *parameter.shape[1:])[: len(parameter)]
+    first = next(iter(parameters.values()))
+    mesh, axes = first.device_mesh, _row_axes(first)
+    rows = {name: [len(parameter)] for name, parameter in parameters.items()}
+    for of_axes, axis in itertools.product(rows.values(), axes):
+        of_axes.append(-(-of_axes[-1] // mesh.size(axis)))
+    sizes = [rows[name][-1] * math.prod(parameter.shape[1:]) for name, parameter in parameters.items()]
+    gathered = torch.zeros(sum(sizes), dtype=dtype, device=device)
+    for place, parameter in zip(torch.split(gathered, sizes), parameters.values(), strict=True):
+        own = local_shard(parameter.detach())
+        place[: own.numel()] = own.reshape(-1)
+    for axis in reversed(axes):
+        own, gathered = gathered, torch.empty(mesh.size(axis) * gathered.numel(), dtype=dtype, device=device)
+        dist.all_gather_single(gathered, own.reshape(-1), group=mesh.get_group(axis))
+    of_ranks = gathered.view(*map(mesh.size, axes), -1)
+    for of_parameter, (name, parameter) in zip(torch.split(of_ranks, sizes, dim=-1), parameters.items(), strict=True):
+        whole = of_parameter.reshape(*of_parameter.shape[:-1], rows[name][-1], *parameter.shape[1:])
+        for level in reversed(range(len(axes))):
+            whole = whole.flatten(level, level + 1).narrow(level, 0, rows[name][level])
+        yield name, whole
 
 
 def begin_host_copy(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:

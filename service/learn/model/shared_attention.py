@@ -31,7 +31,7 @@ _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 class Form(NamedTuple):
-    """What differs between the attention of families and of their layers."""
+    """Settings of attention that differ between families, and between layers of a family."""
 
     scaling: float | None = None
     """Factor of the logits; None: 1 / sqrt(head_dim)."""
@@ -41,7 +41,7 @@ class Form(NamedTuple):
     """[heads] logits that take part in the softmax and contribute nothing."""
 
     def mask(self, width: int, like: Tensor) -> Tensor | None:
-        """[width, width] what is added to the logits of a line: -inf outside the window; None without a window."""
+        """[width, width] the mask that is added to a line's logits: -inf outside the window; None without a window."""
         if self.window is None:
             return None
         hidden = torch.ones(width, width, dtype=torch.bool, device=like.device)

@@ -1,1 +1,1 @@
-"""The proof that a model family is trained rightly: packed, shared, split and saved as its own code computes it."""
+"""The proof that training computes a model family as its own code does: packed, with shared prefixes, split, saved."""

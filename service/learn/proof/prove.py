@@ -1,7 +1,7 @@
-"""Proves that a small random model of a family is trained as the family's own code computes it, in float64.
+"""Proves that training computes a small random model of a family as the family's own code does, in float64.
 
-The family's code in transformers computes every row by itself, with its plain ("eager") attention. Everything that
-training may do instead has to give the same loss and the same gradient of every weight.
+The family's code in transformers computes every row by itself, with its plain ("eager") attention. Every other
+way in which training may compute has to give the same loss and the same gradient of every weight.
 """
 
 from __future__ import annotations
@@ -45,13 +45,18 @@ Outcome = tuple[float, dict[str, Tensor]]
 
 @dataclass(frozen=True)
 class Finding:
-    """What one comparison found."""
+    """The result of one comparison."""
 
     name: str
     difference: float
     """Largest relative difference of the loss and of any gradient; infinite if nothing could be computed."""
     reason: str = ""
     """What failed, if anything did."""
+
+    @property
+    def told(self) -> str:
+        """The result in words."""
+        return self.reason or f"{'equal' if self.holds else 'apart'} ({self.difference:.0e})"
 
     @property
     def holds(self) -> bool:
@@ -73,7 +78,7 @@ def prove(config: PretrainedConfig) -> list[Finding]:
 
 
 def _write(config: PretrainedConfig, folder: Path) -> None:
-    """Write a model whose weights all matter: biases, norms and corrections are random, too."""
+    """Write a model in which every weight has an effect: biases, norms and corrections are random, too."""
     model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float64)
     with torch.no_grad():
         for weight in [*model.parameters(), *stored_buffers(model).values()]:
@@ -108,7 +113,7 @@ class _Proof:
         return ways
 
     def finding(self, name: str, way: Callable[[], float]) -> Finding:
-        """What a comparison finds; an error is a finding, too."""
+        """The result of a comparison; an error is a result, too."""
         try:
             difference = way()
         except Exception as error:  # noqa: BLE001 - see `prove`
@@ -151,7 +156,7 @@ class _Proof:
         return _difference(_outcome(self._total(model, layout), dict(model.named_parameters())), self._own)
 
     def _split(self, layout: str = "packed") -> float:
-        """Two ranks, as threads, of which each has half of the tokens."""
+        """Two ranks (threads of this process), each with half of the tokens."""
         model = self._model(layout=layout)
         weights = dict(model.named_parameters())
         meeting, parts = threading.Barrier(RANKS, timeout=PATIENCE), dict[int, Tensor]()
@@ -219,7 +224,7 @@ class _Proof:
         return abs(float(with_adapter - merged)) / abs(float(merged))
 
     def _saved(self) -> float:
-        """What is written can be loaded by transformers, without a rest."""
+        """Transformers loads the written folder, and no weight is missing or left over."""
         out = self._folder.parent / "saved"
         weights = {name: weight.detach().clone() for name, weight in self._model().named_parameters()}
         write_folder(out, self._folder, stored_names(self._folder).split(weights))
@@ -229,7 +234,7 @@ class _Proof:
         return _difference(self._by_row(out), self._own)
 
     def _replayed(self) -> float:
-        """The router's own choice, replayed for most tokens, changes nothing."""
+        """Replaying the router's own choice for most tokens changes nothing."""
         model, chosen = self._model(), list[Tensor]()
         blocks: list[Any] = [layer.mlp for layer in model.layers if hasattr(layer.mlp, "experts")]
         hooks = [

@@ -36,7 +36,7 @@ BY_LAYER = ("layer_types", "no_rope_layers", "mlp_layer_types")
 
 
 def small_config(model_type: str, **changes: Any) -> PretrainedConfig:
-    """A small model of a family, as its configuration is by default but for these changes.
+    """The configuration of a small model of a family: the family's defaults with these changes, then `shrunk`.
 
     Raises:
         ValueError: the installed transformers does not know the family.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from transformers import PretrainedConfig
 
@@ -17,9 +17,11 @@ HEADING = """\
 """
 
 
-def families_table(families: Iterable[str]) -> str:
-    """A Markdown table with a line for each family."""
-    return HEADING + "".join(family_line(family, *_proved(family)) for family in families)
+def families_table(families: Iterable[str]) -> Iterator[str]:
+    """A Markdown table with a line for each family, each as soon as it is known."""
+    yield HEADING
+    for family in families:
+        yield family_line(family, *_proved(family))
 
 
 def family_line(family: str, config: PretrainedConfig, findings: list[Finding]) -> str:

@@ -16,9 +16,10 @@ from torch import Tensor, nn
 
 from benchmarks.estimates import configured as as_estimated
 from benchmarks.estimates import model_folder as benchmark_folder
+from service.config.learn import TrainerConfig
 from service.learn.estimate import checkpointing
 from service.learn.estimate.checkpointing import choose_checkpointing, kept_by_compiled_layer
-from service.learn.estimate.fit import GPU_BYTES, checkpointing_on, fit
+from service.learn.estimate.fit import AMPLE_MARGIN, GPU_BYTES, fit, fit_on
 from service.learn.estimate.step import StepEstimate, full_mini_batch
 from service.learn.learner import Learner
 from service.learn.model.policy import Policy
@@ -52,17 +53,67 @@ LEAST, AS_WRITTEN, COMPILED, WITHOUT_ELEMENTWISE = 100, 10, 7, 5
 def test_as_little_is_computed_again_as_the_memory_allows(
     room: int, compiled: bool, chosen: Checkpointing, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    pretend_steps(monkeypatch, again=0.25)
+    folder = folder_of("dense", tmp_path)
+    found, estimated = choose_checkpointing(configured("dense", 1), folder, lambda _: (room, room), compiled)
+    assert found == chosen
+    assert estimated.peak_bytes <= max(room, LEAST)
+
+
+def pretend_steps(monkeypatch: pytest.MonkeyPatch, again: float) -> None:
+    """Estimates with the bytes above, of which a share of the time is computing all layers again."""
+
     def step(*_: Any, checkpointing: Checkpointing) -> StepEstimate:
         held = LEAST + (LAYERS - checkpointing.layers) * AS_WRITTEN
-        return StepEstimate(1, 1, {"activations": held}, 0.0, 0.0, 0.0, {}, 0.0)
+        return StepEstimate(
+            1, 1, {"activations": held}, 1.0, 1 - again, 0.0, {"elementwise": 0.0, "products": 1.0}, 0.0
+        )
 
     kept: Callable[..., float] = lambda *given: WITHOUT_ELEMENTWISE if given[2] else COMPILED  # noqa: E731
     monkeypatch.setattr(checkpointing, "estimate_step", step)
     monkeypatch.setattr(checkpointing, "kept_by_compiled_layer", kept)
-    folder = folder_of("dense", tmp_path)
-    found, estimated = choose_checkpointing(configured("dense", 1), folder, lambda _: room, compiled)
+
+
+COSTS_LITTLE, COSTS_MUCH = 0.0299 * LAYERS / (1 + 0.0299 * LAYERS), 0.25
+"""Share of the time after which one layer more costs just less than 3 % of the fastest step, and much more."""
+
+
+@pytest.mark.parametrize(
+    ("ample", "again", "compiled", "chosen"),
+    [
+        (LEAST + LAYERS * COMPILED, COSTS_MUCH, True, Checkpointing(0)),
+        (LEAST + LAYERS * COMPILED - 1, COSTS_MUCH, True, Checkpointing(0, elementwise=True)),
+        (LEAST + LAYERS * WITHOUT_ELEMENTWISE - 1, COSTS_LITTLE, True, Checkpointing(1, elementwise=True)),
+        (LEAST + LAYERS * WITHOUT_ELEMENTWISE - 1, COSTS_MUCH, True, Checkpointing(0)),
+        (LEAST + (LAYERS - 1) * AS_WRITTEN, COSTS_LITTLE, False, Checkpointing(1)),
+        (LEAST + (LAYERS - 1) * AS_WRITTEN, COSTS_MUCH, False, Checkpointing(0)),
+        (LEAST + (LAYERS - 2) * AS_WRITTEN, COSTS_LITTLE, False, Checkpointing(0)),
+    ],
+)
+def test_more_is_computed_again_where_it_costs_three_percent_of_the_time_at_most_and_leaves_ample_memory(
+    ample: int, again: float, compiled: bool, chosen: Checkpointing, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pretend_steps(monkeypatch, again)
+    usable = LEAST + LAYERS * (COMPILED if compiled else AS_WRITTEN)
+    room = lambda _: (usable, ample)  # noqa: E731
+    found, _ = choose_checkpointing(configured("dense", 1), folder_of("dense", tmp_path), room, compiled)
     assert found == chosen
-    assert estimated.peak_bytes <= max(room, LEAST)
+
+
+@pytest.mark.parametrize(("ranks", "setting"), [(1, "auto"), (2, "auto"), (2, True), (2, False)])
+def test_gathered_weights_are_kept_for_the_backward_pass_where_there_is_ample_memory(
+    ranks: int, setting: bool | str, tmp_path: Path
+) -> None:
+    config = configured("dense", ranks, reshard_after_forward=setting, gradient_checkpointing=False)
+    found, folder = fitting(config), folder_of("dense", tmp_path)
+    weights = 2 * fit(found, folder, GPU_BYTES["H100"]).step.parameters
+    least = fit(found, folder, 1.0).step.peak_bytes
+    for n_bytes, ample in ((least + weights - 1, False), (least + weights, True)):
+        chosen = fit(found, folder, n_bytes / (1 - AMPLE_MARGIN) * (1 + 1e-9))
+        kept = setting is False or (setting == "auto" and ranks > 1 and ample)
+        assert chosen.checkpointing.regather is not kept
+        assert chosen.step.peak_bytes == least + weights * (kept and setting == "auto")
+        assert ("gathered weights are kept" in " ".join(chosen.lines())) is kept
 
 
 @pytest.mark.parametrize(
@@ -79,7 +130,7 @@ def test_as_little_is_computed_again_as_the_memory_allows(
 def test_a_setting_is_a_number_of_layers_that_are_spread_evenly(
     setting: bool | int | str, layers: int, chosen: list[int]
 ) -> None:
-    of_setting = Checkpointing.of(setting, layers)
+    of_setting = Checkpointing.of(TrainerConfig(gradient_checkpointing=setting), layers)
     assert [number for number in range(layers) if of_setting.includes(number, layers)] == chosen
     assert of_setting.layers == len(chosen)
 
@@ -138,13 +189,13 @@ def assert_kept_as_estimated(config: LearnSettings, folder: Path, elementwise: b
 def test_at_16k_tokens_a_model_of_1_7_billion_parameters_computes_nothing_again(tmp_path: Path) -> None:
     found = fit(as_estimated(4, 2048), benchmark_folder("Qwen3-1.7B", tmp_path), GPU_BYTES["H100"])
     print(*found.lines(), sep="\n")
-    assert found.checkpointing == Checkpointing(0)
+    assert found.checkpointing == Checkpointing(0, regather=False)
     assert found.problem() is None
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("name", "most_layers"), [("Qwen3-0.6B", 0), ("Qwen3-4B", 0), ("Qwen3-8B", 27), ("Qwen3-14B", 40)]
+    ("name", "most_layers"), [("Qwen3-0.6B", 0), ("Qwen3-4B", 1), ("Qwen3-8B", 27), ("Qwen3-14B", 40)]
 )
 def test_larger_models_compute_more_again(name: str, most_layers: int, tmp_path: Path) -> None:
     ranks = 8 if name == "Qwen3-14B" else 4
@@ -154,13 +205,25 @@ def test_larger_models_compute_more_again(name: str, most_layers: int, tmp_path:
     assert found.problem() is None
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_lack_of_memory_leads_to_half_of_the_layers_then_to_all_and_then_to_no_more(compiled: bool) -> None:
+    ladder = [Checkpointing(1, regather=False)]
+    while (lighter := ladder[-1].lighter(5, compiled)) is not None:
+        ladder.append(lighter)
+    assert ladder[1:] == [Checkpointing(3, elementwise=compiled), Checkpointing(5)]
+    assert Checkpointing(3).lighter(5, compiled) == Checkpointing(5)
+    assert Checkpointing(5, regather=False).lighter(5, compiled) == Checkpointing(5)
+
+
 def test_on_a_cpu_and_for_float32_nothing_is_estimated_and_a_number_holds_as_it_is(tmp_path: Path) -> None:
     config = fitting(configured("dense", 1))
     assert config.learn.model.dtype == "float32" and config.learn.trainer.gradient_checkpointing == "auto"
     gpu = torch.device("cuda", 0)
-    assert checkpointing_on(CPU, config, tmp_path) is checkpointing_on(gpu, config, tmp_path) is None
-    bf16 = fitting(configured("dense", 2, gradient_checkpointing=3))
-    assert checkpointing_on(gpu, bf16, tmp_path) is None
+    assert fit_on(CPU, config, tmp_path) is fit_on(gpu, config, tmp_path) is None
+    bf16 = fitting(configured("dense", 2, gradient_checkpointing=3, accelerator="H100"))
+    assert fit_on(CPU, bf16, tmp_path) is None
+    found = fit_on(gpu, bf16, folder_of("dense", tmp_path))
+    assert found is not None and found.checkpointing.layers == -(-LAYERS // 3)
 
 
 def gradient_norm_after_an_estimate(rank: int, world_size: int, folder: Path, shape_folder: Path) -> float:

@@ -11,6 +11,7 @@ from transformers.utils import logging
 
 from service.cli.models import run_check
 from service.config.model_folder import FAMILIES
+from service.errors import UserError
 from service.learn.device_batch import DeviceBatch
 from service.learn.model import router_replay, shared_attention
 from service.learn.model.shared_attention import Form
@@ -18,6 +19,7 @@ from service.learn.proof.prove import Finding, prove
 from service.learn.proof.small import small_config
 from service.learn.proof.table import HEADING, family_line
 from tests.pure.learn.test_shared_prefix import of_gpu
+from tests.pure.learn.varlen import use_flash4
 
 PAGE = Path(__file__).parents[3] / "docs" / "models.md"
 
@@ -107,10 +109,13 @@ def test_the_proof_finds_what_is_broken(
 
 
 @pytest.mark.usefixtures("varlen_on_cpu")
+@pytest.mark.parametrize("flash4", [False, True], ids=["FA2", "FA4"])
 @pytest.mark.parametrize("family", ["mistral", "gpt_oss", "glm4_moe"])
-def test_windows_and_sinks_are_those_of_the_family_with_the_kernel_of_a_gpu(
-    monkeypatch: pytest.MonkeyPatch, family: str
+def test_windows_and_sinks_are_those_of_the_family_with_the_kernels_of_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, family: str, flash4: bool
 ) -> None:
+    if flash4:
+        use_flash4(monkeypatch)
     monkeypatch.setattr(DeviceBatch, "of", staticmethod(of_gpu))
     assert not failed(prove(small_config(family)))
 
@@ -127,3 +132,15 @@ def test_a_folder_of_an_unknown_family_gets_a_line_for_each_comparison(
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split()[0] == "loads"
     assert lines[-1].startswith("olmo ")
+
+
+def test_a_folder_with_quantised_weights_is_refused_as_such(tmp_path: Path) -> None:
+    config = small_config("qwen3")
+    config.quantization_config = {"quant_method": "fp8"}
+    config.save_pretrained(tmp_path)
+
+    class Arguments:
+        model = str(tmp_path)
+
+    with pytest.raises(UserError, match="its weights are quantised"):
+        run_check(Arguments(), [])  # type: ignore[arg-type]

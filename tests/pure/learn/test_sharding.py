@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import _get_gradient_divide_factors
 from torch.distributed.tensor import DTensor
 
 from service.errors import UserError
 from service.learn.learner import Learner
-from service.learn.model import policy
+from service.learn.model import policy, sharding
 from service.learn.model.policy import Policy
 from service.learn.model.sharding import local_shard, ranks_by_node
-from tests.pure.learn.builders import CPU, made_rows, mini_batch, settings
+from service.types import MiniBatch
+from tests.pure.learn.builders import CPU, SHAPE, made_rows, mini_batch, settings
 from tests.pure.learn.ranks import Ranks
+from tests.pure.learn.test_split import TRAJECTORIES, Outcome, outcome, reference
 
 N_MICRO_BATCHES = 3
 
@@ -74,6 +82,90 @@ def export_on_a_slow_disk(rank: int, world_size: int, folder: Path, out: Path) -
 
 def test_no_rank_waits_in_a_collective_for_the_disk_of_rank_0(model_folder: Path, ranks: Ranks, tmp_path: Path) -> None:
     assert ranks(2, export_on_a_slow_disk, model_folder, tmp_path) == [True, True]
+
+
+KEPT: dict[str, dict[str, Any]] = {
+    "gathered again": {"reshard_after_forward": True},
+    "kept": {"reshard_after_forward": False},
+    "gathered again, layers computed again": {"reshard_after_forward": True, "gradient_checkpointing": True},
+    "kept, layers computed again": {"reshard_after_forward": False, "gradient_checkpointing": True},
+    "offloaded": {"cpu_offload": True},
+}
+
+
+def in_units(rank: int, world_size: int, folder: Path, batch: MiniBatch) -> dict[str, tuple[list[str], Outcome]]:
+    """The names of the units and the outcome of each of `KEPT`, with layers that are sharded although they are small.
+
+    The KL term takes passes without gradients in between, of other weights.
+    """
+    found = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sharding, "SMALL_LAYER", 1)
+        for name, trainer in KEPT.items():
+            config = settings({"kl_coef": 5.0}, trainer={"ranks": world_size} | trainer, dtype="float64")
+            model = Learner(config, folder, CPU, rank, world_size).policy.model
+            units = [path for path, module in model.named_modules() if isinstance(module, FSDPModule)]
+            assert all(
+                reduced_by(group) == [dist.ReduceOp.SUM] * 2
+                for module in sharding._sharded(model)
+                for group in module._get_fsdp_state()._fsdp_param_groups
+            )
+            found[name] = units, outcome(config, folder, batch, rank, world_size)
+    return found
+
+
+def reduced_by(group: Any) -> list[Any]:
+    """How NCCL would reduce the float32 gradients of these parameters over ranks, and over copies of the model."""
+    over = group._reduce_scatter_process_group
+    given = group.gradient_divide_factor, group.force_sum_reduction_for_comms
+    before, after, *operations = _get_gradient_divide_factors(over, None, torch.float32, "cuda", *given)
+    assert (before, after) == (None, 1.0)
+    return operations
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_layers_embedding_and_head_are_gathered_one_by_one_and_gradients_only_added(
+    model_folder: Path, tmp_path: Path, ranks: Ranks, tied: bool
+) -> None:
+    folder = model_folder if tied else untied(model_folder, tmp_path / "untied")
+    rows = reference()
+    expected = outcome(settings({"kl_coef": 5.0}, dtype="float64"), folder, mini_batch([[rows]], TRAJECTORIES))
+    batch = mini_batch([[rows[:2], rows[2:]], [[], []]], TRAJECTORIES)
+    layers = [f"model.layers.{number}" for number in range(SHAPE.num_layers)]
+    for results in ranks(2, in_units, folder, batch):
+        for name, (units, found) in results.items():
+            assert units == ["", *layers] if tied else ["", "model.embed_tokens", *layers, "lm_head"], name
+            assert abs(found.loss - expected.loss) <= 1e-9 * expected.size, name
+            assert np.linalg.norm(found.gradient - expected.gradient) <= 1e-9 * np.linalg.norm(expected.gradient), name
+
+
+def untied(folder: Path, other: Path) -> Path:
+    """A copy of the model with an output head of its own."""
+    shutil.copytree(folder, other)
+    described = json.loads((folder / "config.json").read_text()) | {"tie_word_embeddings": False}
+    (other / "config.json").write_text(json.dumps(described))
+    weights = load_file(folder / "model.safetensors")
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].flip(0).contiguous()
+    save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
+    return other
+
+
+def waits_for_a_late_rank(rank: int, world_size: int, seconds: float, deadline: float) -> str:
+    """What a sum over all ranks ends with, if rank 1 is late."""
+    sharding.set_collective_deadline(deadline)
+    found = torch.ones(1)
+    if rank == 1:
+        time.sleep(seconds)
+    try:
+        dist.all_reduce(found)
+    except RuntimeError as error:
+        return "too late" if "imed out" in str(error) or "timeout" in str(error).lower() else f"failed: {error}"
+    return f"{found.item():.0f}"
+
+
+def test_a_collective_waits_for_a_late_rank_as_long_as_its_deadline(ranks: Ranks) -> None:
+    assert ranks(2, waits_for_a_late_rank, 2.0, 60.0) == ["2", "2"]
+    assert ranks(2, waits_for_a_late_rank, 4.0, 1.0)[0] == "too late"
 
 
 NODES = ["a", "b", "a", "b"]

@@ -23,8 +23,8 @@ def both(rank: int, world_size: int, folder: Path, model: dict[str, Any], within
     config = settings(trainer={"ranks": world_size, "shard_within": within}, **model)
     nodes = NODES[:world_size] if within == "node" else None
     learner = Learner(config, folder, CPU, rank, world_size, Policy(config, folder, CPU, rank, world_size, nodes=nodes))
-    held = {name: (rows.shape, rows.first, rows.rows.tolist()) for name, rows in learner.shards().items()}
-    assert {rows.rows.dtype for rows in learner.shards().values()} == {learner.policy.dtype}
+    dtype = learner.policy.dtype
+    held = {name: (rows.shape, rows.first, rows.rows.to(dtype).tolist()) for name, rows in learner.shards().items()}
     whole = learner.weights()
     return held, None if whole is None else {name: tensor.tolist() for name, tensor in whole.items()}
 
@@ -63,18 +63,21 @@ def test_where_nodes_hold_copies_the_ranks_of_one_copy_have_all(model_folder: Pa
     assert [any(rows for _, _, rows in held.values()) for held, _ in results] == [True, False, True, False]
 
 
-def test_rows_and_gathered_weights_are_copies_that_training_does_not_change(model_folder: Path) -> None:
+def test_gathered_weights_are_copies_that_training_does_not_change_and_rows_are_none(model_folder: Path) -> None:
     learner = Learner(settings(), model_folder, CPU, 0, 1)
 
     def published() -> list[torch.Tensor]:
         whole = learner.weights(everywhere=True)
         assert whole is not None
-        return [*whole.values(), *(rows.rows for rows in learner.shards().values())]
+        return [*whole.values()]
 
     kept = published()
     before = [tensor.clone() for tensor in kept]
+    rows = [of_rank.rows for of_rank in learner.shards().values()]
+    copies = [of_rank.clone() for of_rank in rows]
     with torch.no_grad():
         for tensor in learner.policy.master_weights.tensors.values():
             tensor.add_(1)
     learner.policy.master_weights.write_back()
+    assert not any(map(torch.equal, rows, copies)), "a rank copies them once, into its buffer"
     assert all(map(torch.equal, kept, before)) and not any(map(torch.equal, published(), before))

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 
 from service.config.learn import TrainerConfig
 from service.errors import UserError
@@ -61,6 +62,25 @@ def test_ranks_take_the_same_steps_offloaded_or_not_and_in_bfloat16_nearly(model
     sharded = ranks(2, losses, model_folder, {"gradient_checkpointing": True}, "bfloat16")
     assert sharded[0] == sharded[1] == pytest.approx(plain, abs=0.02)
     assert losses(0, 1, model_folder, {}, "bfloat16") == pytest.approx(plain, abs=0.02)
+
+
+@pytest.mark.parametrize("trainer", [{}, {"cpu_offload": True}])
+def test_one_rank_shards_on_request_and_takes_the_same_steps(
+    model_folder: Path, ranks: Ranks, trainer: dict[str, Any]
+) -> None:
+    plain = losses(0, 1, model_folder, {}, "float64")
+    of_one = trainer | {"ranks": 1, "shard_one_rank": True}
+    assert ranks(1, losses, model_folder, of_one, "float64") == [pytest.approx(plain, abs=1e-9)]
+    (in_bfloat16,) = ranks(1, is_sharded, model_folder, of_one)
+    assert in_bfloat16 == [torch.float32] * 2
+
+
+def is_sharded(rank: int, world_size: int, folder: Path, trainer: dict[str, Any]) -> list[torch.dtype]:
+    policy = Learner(settings(trainer=trainer, dtype="bfloat16"), folder, CPU, rank, world_size).policy
+    assert all(isinstance(parameter, DTensor) for parameter in policy.model.parameters())
+    (master, *_), (parameter, *_) = policy.master_weights.tensors.values(), policy.master_weights.parameters.values()
+    assert master.data_ptr() == parameter.to_local().data_ptr()
+    return [master.dtype, parameter.dtype]
 
 
 def test_fused_kernels_that_are_not_installed_are_named(model_folder: Path) -> None:

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator
+from inspect import Parameter, Signature
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import varlen
+
+from service.learn.model import flash
+
+FLASH_4 = json.loads(Path(__file__).with_name("flash_attn_4.json").read_text())
+"""The arguments of the package's two functions, as in its source."""
 
 
 class Row(NamedTuple):
@@ -39,30 +47,87 @@ def attended(query: Tensor, key: Tensor, value: Tensor, bounds: Any, scale: floa
         yield Row(of_queries, of_keys, queries, keys, values, scores)
 
 
+def forward_of_rows(
+    query: Tensor, key: Tensor, value: Tensor, bounds: Any, scale: float, window: list[int]
+) -> tuple[Tensor, Tensor]:
+    """Output and [heads, T] logarithms of the sums of weights."""
+    out, log_sum = torch.zeros_like(query), query.new_empty(query.shape[1], query.shape[0])
+    for row in attended(query, key, value, bounds, scale, window):
+        out[row.of_queries] = (row.scores.softmax(-1) @ row.values).transpose(0, 1)
+        log_sum[:, row.of_queries] = row.scores.logsumexp(-1)
+    return out, log_sum
+
+
+def backward_of_rows(
+    of_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, log_sum: Tensor, bounds: Any,
+    scale: float, window: list[int],
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of queries, keys and values."""
+    of_query, of_key, of_value = (torch.zeros_like(x) for x in (query, key, value))
+    for row in attended(query, key, value, bounds, scale, window):
+        of_row, out_row = (x[row.of_queries].transpose(0, 1) for x in (of_out, out))
+        weights = (row.scores - log_sum[:, row.of_queries, None]).exp()
+        of_scores = weights * (of_row @ row.values.mT - (of_row * out_row).sum(-1, keepdim=True)) * scale
+        of_query[row.of_queries] = (of_scores @ row.keys).transpose(0, 1)
+        for total, grouped in ((of_key, of_scores.mT @ row.queries), (of_value, weights.mT @ of_row)):
+            total[row.of_keys] = grouped.unflatten(0, (key.shape[1], -1)).sum(1).transpose(0, 1)
+    return of_query, of_key, of_value
+
+
+class Flash4:
+    """The two functions of flash-attn-4: its arguments, its number of results, and what it asserts about them."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, dict[str, Any]]] = []
+
+    def _flash_attn_fwd(self, *args: Any, **named: Any) -> tuple[Any, ...]:
+        said = self._bound("_flash_attn_fwd", args, named)
+        assert said["return_lse"]
+        q, k, v = (said[name] for name in "qkv")
+        return *forward_of_rows(q, k, v, *self._rows(said)), None, None, None
+
+    def _flash_attn_bwd(self, *args: Any, **named: Any) -> tuple[Tensor, ...]:
+        said = self._bound("_flash_attn_bwd", args, named)
+        given = (said[name] for name in ("dout", "q", "k", "v", "out", "lse"))
+        assert said["lse"].shape == (said["q"].shape[1], said["q"].shape[0])
+        return backward_of_rows(*given, *self._rows(said))
+
+    def _bound(self, name: str, args: Any, named: Any) -> dict[str, Any]:
+        kind = Parameter.POSITIONAL_OR_KEYWORD
+        said = Signature([Parameter(each, kind) for each in FLASH_4[name]["arguments"]]).bind_partial(*args, **named)
+        self.calls.append((name, said.arguments))
+        return said.arguments
+
+    @staticmethod
+    def _rows(said: dict[str, Any]) -> tuple[Any, float, list[int]]:
+        bounds = (said["cu_seqlens_q"], said["cu_seqlens_k"])
+        for ends, longest in zip(bounds, ("max_seqlen_q", "max_seqlen_k"), strict=True):
+            assert ends.dtype == torch.int32 and int(ends.diff().max()) <= said[longest]
+        left, right = said["window_size_left"], said["window_size_right"]
+        assert said["causal"] == (left is None) and right == (None if left is None else 0)
+        return bounds, said["softmax_scale"], [-1 if left is None else left, 0]
+
+
+def use_flash4(monkeypatch: pytest.MonkeyPatch) -> Flash4:
+    """Let the operators of FlashAttention 4 compute on CPU, by a stand-in for the package."""
+    kernels = Flash4()
+    monkeypatch.setattr(flash, "_kernels", kernels)
+    monkeypatch.setattr(flash, "takes", lambda query: True)
+    return kernels
+
+
 def register() -> None:
     """Give the two operators of the variable-length kernel an implementation on CPU."""
 
     def forward(query: Tensor, key: Tensor, value: Tensor, *others: Any, **named: Any) -> Any:
         given = (*others, *named.values())
         scale, window = (next(other for other in given if isinstance(other, kind)) for kind in (float, list))
-        out, log_sum = torch.zeros_like(query), query.new_zeros(query.shape[1], query.shape[0])
-        for row in attended(query, key, value, others[:2], scale, window):
-            out[row.of_queries] = (row.scores.softmax(-1) @ row.values).transpose(0, 1)
-            log_sum[:, row.of_queries] = row.scores.logsumexp(-1)
+        out, log_sum = forward_of_rows(query, key, value, others[:2], scale, window)
         return out, log_sum, torch.zeros(2, dtype=torch.uint64)
 
     def backward(of_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, *others: Any) -> Any:
         scale, window = (next(other for other in others if isinstance(other, kind)) for kind in (float, list))
-        of_query, of_key, of_value = (torch.zeros_like(x) for x in (query, key, value))
-        log_sum, *bounds = others[:3]
-        for row in attended(query, key, value, bounds, scale, window):
-            of_row, out_row = (x[row.of_queries].transpose(0, 1) for x in (of_out, out))
-            weights = (row.scores - log_sum[:, row.of_queries, None]).exp()
-            of_scores = weights * (of_row @ row.values.mT - (of_row * out_row).sum(-1, keepdim=True)) * scale
-            of_query[row.of_queries] = (of_scores @ row.keys).transpose(0, 1)
-            for total, grouped in ((of_key, of_scores.mT @ row.queries), (of_value, weights.mT @ of_row)):
-                total[row.of_keys] = grouped.unflatten(0, (key.shape[1], -1)).sum(1).transpose(0, 1)
-        return of_query, of_key, of_value
+        return backward_of_rows(of_out, query, key, value, out, others[0], others[1:3], scale, window)
 
     varlen._varlen_attn.register_kernel("cpu")(forward)
     varlen._varlen_attn_backward.register_kernel("cpu")(backward)

@@ -1,0 +1,35 @@
+"""A step that runs out of the device's memory, named with the checkpointing that takes less."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from service.errors import BatonError
+from service.learn.model.policy import Policy
+from service.learn.model.policy_model import Checkpointing
+
+
+class OutOfMemory(BatonError):
+    """A step ran out of memory; `lighter`: the checkpointing to go on with, None if nothing is left to save."""
+
+    def __init__(self, why: str, lighter: Checkpointing | None) -> None:
+        super().__init__(why, lighter)
+        self.lighter = lighter
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+@contextmanager
+def naming_lack_of_memory(policy: Policy) -> Iterator[None]:
+    """Raise `OutOfMemory` if the block runs out of the device's memory."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        (first, *_), lighter = str(error).splitlines() or [""], policy.lighter()
+        held = f"{policy.checkpointing.layers} of {len(policy.model.layers)} layers kept their input only"
+        better = f", from now on {lighter.layers}" if lighter is not None else ""
+        raise OutOfMemory(f"rank {policy.rank} was out of memory, {held}{better}: {first}", lighter) from error
