@@ -69,7 +69,7 @@ async def answer(called: Awaitable[Any], *, who: str, within: float | None) -> A
 async def started(
     start: Callable[[], Awaitable[Answer]], within: float = CALL_SECONDS, tries: float = math.inf
 ) -> Answer:
-    """Call the method that starts an actor, and again in its next process if one is lost meanwhile.
+    """Call the method that starts an actor; call it again in the restarted process if the process is lost meanwhile.
 
     Raises:
         RayActorError: a process was lost at the last of `tries` calls, or more than `within` seconds after the first.

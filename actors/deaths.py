@@ -94,7 +94,7 @@ async def life_of(actor: Any) -> Life | None:
 
 
 def _restarts(actor: Any) -> bool:
-    """Return whether Ray restarts this actor; a call to one that Ray repeats calls of waits meanwhile."""
+    """Return whether Ray is restarting this actor; if Ray repeats the actor's calls, a call waits for the restart."""
     return bool(ray.is_initialized() and cluster_state.actor_table(actor._actor_id.hex()).get("State") == "RESTARTING")
 
 
@@ -135,7 +135,7 @@ def why_died(name: str, last: Life, worker: WorkerTableData) -> str | None:
 
 
 class KernelKills:
-    """When the kernel of this host last killed a process for want of memory; its counter does not say which one."""
+    """When the kernel of this host last killed a process because memory ran out; its counter does not say which one."""
 
     def __init__(self, counters: Path = Path("/proc/vmstat")) -> None:
         self._counters, self._seen, self._at = counters, "", -math.inf

@@ -49,9 +49,10 @@ def _host(address: str) -> str:
 
 
 def keep_token_private(environment: Mapping[str, str], home: Path) -> None:
-    """Make Ray's token file readable for its user only; write the file if a Ray is to be started and there is none.
+    """Make Ray's token file readable only by its user.
 
-    Ray would write a file that every user of the machine can read.
+    If a new Ray will be started and the default file is missing, write it first, because Ray's own would be
+    readable by everyone.
 
     Raises:
         UserError: the file cannot be written.

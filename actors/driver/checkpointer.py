@@ -121,7 +121,7 @@ class Checkpointer:
 
     @property
     def completes(self) -> bool:
-        """Return whether the buffer has not been notified yet of a checkpoint whose files are written."""
+        """Return whether a checkpoint's files are written, but the buffer has not been notified of it yet."""
         return self._completing is not None and not self._completing.done()
 
     async def abandon(self) -> None:

@@ -63,6 +63,7 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
         from service.agents.session_keys import WORKER_KEY, worker_key
         from service.config import check_paths
         from service.config.command_line import checked_config
+        from service.learn.proof.unknown import refuse_unknown
         from service.run.metrics_port import listening_socket
 
         config, source = checked_config(arguments, overrides)
@@ -70,6 +71,7 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
             file = config.endpoint.worker_key_file if config.endpoint is not None else None
             worker_key(file, os.environ.get(WORKER_KEY, ""), config.env.workers == "outside")
             config, revisions = downloaded(config)
+            refuse_unknown(config.model.path)
             check_paths(config)
             listening_socket(config.metrics).close()  # a taken port is refused before Ray is loaded
     refuse_missing_vllm()

@@ -405,7 +405,8 @@ class Coordinator:
         leases the groups that were trained after it again."""
         if self._version.step > self._failed_at:
             self._trainer_failures, self._failed_at = 0, self._version.step
-        self._trainer_failures += 1
+        if not (isinstance(error, TrainerLost) and error.is_remedied):
+            self._trainer_failures += 1
         if self._checkpoints.completes:  # which may wait for the buffer
             self._say(f"{error}; the last checkpoint is completed first")
         await self._checkpoints.abandon()

@@ -10,7 +10,7 @@ from typing import Any
 
 from service.doctor.facts import Facts, Places, measure
 from service.doctor.findings import findings
-from service.errors import RunFailed, UserError
+from service.errors import UserError
 from service.run.phases import phase, say
 from service.store.objects import open_store
 
@@ -31,8 +31,8 @@ def doctor(arguments: argparse.Namespace, overrides: list[str]) -> int:
     if store is not None:
         open_store(store)  # refuses a wrong address here, once
     with phase("measuring the nodes of the cluster" if address else "measuring this machine"):
-        machines = _of_cluster(address, folder, store) if address else [(look(folder, store), 0.0)]
-    found = findings(machines)
+        machines, silent = _of_cluster(address, folder, store) if address else ([(look(folder, store), 0.0)], [])
+    found = [*silent, *findings(machines)]
     for line in found:
         say(line)
     say(f"{_count(len(machines), 'machine')}, {_count(len(found), 'fault')}")
@@ -48,12 +48,12 @@ def look(folder: Path, store: str | None) -> Facts:
     return measure(Places(folder), None if store is None else open_store(store).sizes)
 
 
-def _of_cluster(address: str, folder: Path, store: str | None) -> list[tuple[Facts, float]]:
-    """The facts of each node, with the seconds by which its clock is behind this machine's.
+def _of_cluster(address: str, folder: Path, store: str | None) -> tuple[list[tuple[Facts, float]], list[str]]:
+    """The facts of each node, with the seconds by which its clock is behind this machine's; a line for each node that
+    does not answer, or fails.
 
     Raises:
         UserError: no cluster answers.
-        RunFailed: a node does not answer, or fails.
     """
     os.environ.setdefault("RAY_AUTH_MODE", "token")  # Ray reads it when it is imported
     import ray
@@ -77,17 +77,19 @@ def _of_cluster(address: str, folder: Path, store: str | None) -> list[tuple[Fac
             ): where
             for node, where in nodes.items()
         }
-        found, deadline = [], time.monotonic() + SECONDS
+        found, silent, deadline = list[tuple[Facts, float]](), list[str](), time.monotonic() + SECONDS
         while asked:
             ready, _ = ray.wait(list(asked), timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
-                raise RunFailed(f"no answer within {SECONDS:.0f} s from {', '.join(asked.values())}: is Ray up there?")
+                silent += [f"{where}: no answer within {SECONDS:.0f} s: is Ray up there?" for where in asked.values()]
+                break
             where = asked.pop(ready[0])
             try:
                 facts: Facts = ray.get(ready[0])
             except ray.exceptions.RayError as error:
-                raise RunFailed(f"node {where} did not answer: {in_a_line(error)}") from error
+                silent.append(f"{where}: did not answer: {in_a_line(error)}")
+                continue
             found.append((facts, time.time() - facts.clock))
-        return found
+        return found, silent
     finally:
         ray.shutdown()

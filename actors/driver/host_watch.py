@@ -58,7 +58,7 @@ class HostWatch:
         follow: Callable[[dict[str, int]], None],
         look: Callable[[], dict[str, ClusterHost]] = hosts,
     ) -> None:
-        """Store the settings; after each look `follow` is called with the end time of each drained node
+        """Store the settings; after each check `follow` is called with the end time of each drained node
         (`ClusterHost.ends_at`)."""
         self._say, self._follow, self._look = say, follow, look
         self._hosts: dict[str, ClusterHost] = {}

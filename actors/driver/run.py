@@ -82,7 +82,7 @@ def run(
 
 
 def guarded(folder: RunWriter, work: Callable[[], int], steps: int = 0) -> int:
-    """Do the work of a run, which has taken `steps` before; its folder gets the log, and how it failed or was stopped.
+    """Do the work of a run that has taken `steps` already; writes its log, and how it failed or stopped, to its folder.
 
     Returns the exit code.
     """

@@ -104,7 +104,7 @@ def _batches(rows: Rows, config: Config) -> Iterator[list[SupervisedRow]]:
 
 
 class _Training:
-    """Takes the steps, measures the evaluation sets, and writes what comes of it."""
+    """Takes the steps, measures the evaluation sets, and writes the results."""
 
     def __init__(self, config: Config, held_out: Held, trainer: TrainerGroup, folder: RunWriter) -> None:
         self._config, self._held_out, self._trainer, self._folder = config, held_out, trainer, folder

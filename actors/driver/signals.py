@@ -117,9 +117,9 @@ def on_stop_signal(stop: Callable[[int], None], force: Callable[[int], None]) ->
 
 
 def run_beside(work: Callable[[], object]) -> None:
-    """Do `work`, which ends Ray, in a thread, while stop signals are handled as in the event loop before.
+    """Do `work`, which ends Ray, in a thread; meanwhile stop signals are handled as in the event loop that ran before.
 
-    If there was no event loop before, they are ignored. When its last process ends, Ray restores the default
+    If none ran before, they are ignored. When its last process ends, Ray restores the default
     action of SIGTERM without Python's knowledge, so a signal would end this process at once.
     """
     before = {number: signal.getsignal(number) for number in heeded_signals()}

@@ -26,10 +26,10 @@ OWNER_PID = "BATON_OWNER_PID"
 SCRATCH = "BATON_SCRATCH"
 """Environment variable: the temporary folder of a Ray that the run started, deleted together with that Ray."""
 
-FILE_BACKEND = "baton_file"
+PULL_BACKEND = "baton_pull"
 """Name of the weight transfer backend that `actors.engine.worker_extension` registers."""
 
-BACKENDS = {"memory": FILE_BACKEND, "nccl": BROADCAST_BACKEND, "ipc": IPC_BACKEND}
+BACKENDS = {"memory": PULL_BACKEND, "nccl": BROADCAST_BACKEND, "ipc": IPC_BACKEND}
 """weights.transport -> vLLM's weight transfer backend."""
 
 MAX_SEQUENCES = 1024
@@ -143,7 +143,7 @@ def engine_arguments(settings: EngineSettings, model_folder: Path) -> dict[str, 
         arguments["gpu_memory_utilization"] = generator.gpu_memory_utilization
         arguments["max_num_batched_tokens"] = GPU_BATCHED_TOKENS
         # Only the CUDA build can record each token's routed experts, which the trainer replays.
-        arguments["enable_return_routed_experts"] = has_experts(model_folder)
+        arguments["enable_return_routed_experts"] = generator.record_experts and has_experts(model_folder)
         if generator.kv_cache_bytes is not None:
             arguments["kv_cache_memory_bytes"] = generator.kv_cache_bytes
     else:

@@ -2,7 +2,7 @@
 
 One `AsyncLLM` per process. Weights change while requests run:
 
-    image in shared memory, checked -> pause (requests stay) -> load, label with the version -> resume
+    memory of the weights, checked -> pause (requests stay) -> pull, check, label with the version -> resume
 
 With `model.lora` only the adapter is updated in this way, and each request names it; see
 `actors.weights.policy_tensors`.
@@ -16,15 +16,17 @@ from __future__ import annotations
 import asyncio
 import os
 from collections import Counter
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
+from contextlib import closing
 from dataclasses import asdict
 from functools import lru_cache
 from logging import getLogger
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 import pydantic
+from pydantic_core import ErrorDetails
 
 from actors.engine.engine_load import EngineLoad, EngineTimes
 from actors.engine.expected_warnings import ANSWERS, not_of_the_end
@@ -32,9 +34,9 @@ from actors.engine.vllm_arguments import OWNER_PID, EngineSettings, can_overflow
 from actors.engine.vllm_arguments import engine_env as engine_env
 from actors.heap import freeze_heap
 from actors.weights.cuda_ipc import ipc_update_info
-from actors.weights.image import open_image
 from actors.weights.nccl_broadcast import decode_announcement, init_info, update_info
 from actors.weights.policy_tensors import ADAPTER, ADAPTER_ID, PolicySize, WeightBytes
+from actors.weights.pulled import Source, WeightFile
 from actors.weights.weight_group import Meeting
 from service.config import Config, LoraConfig
 from service.environment_variables import SAFE_PATH
@@ -86,6 +88,8 @@ class VllmEngine:
         """The number of elements that an update must have."""
         self._salt: str | None = None
         """Cache salt of new requests; None: they may share any cached prefix."""
+        self._expert_type = np.dtype(np.int16)
+        """The type of records of routed experts."""
         self._adapter: LoRARequest | None = None
         """The name of the policy's adapter in each request; None: the policy is the model without an adapter."""
         self._recorder: LoadRecorder | None = None
@@ -116,7 +120,7 @@ class VllmEngine:
         try:
             llm, self._recorder = await asyncio.to_thread(_build, arguments, with_load)
         except pydantic.ValidationError as error:  # it holds objects that cannot be sent to the driver
-            why = "; ".join(problem["msg"].removeprefix("Value error, ") for problem in error.errors())
+            why = "; ".join(_told(problem) for problem in error.errors())
             raise UserError(f"generator: vLLM refuses the settings for {self._model_folder}: {why}") from error
         except (ValueError, TypeError, AssertionError, NotImplementedError) as error:  # vLLM refuses values with these
             if not self._config.generator.engine_options:
@@ -131,7 +135,7 @@ class VllmEngine:
         self._serve(version)
         warm_up = await self.generate(WARM_UP, Sampling(max_tokens=2), "warm-up")
         if arguments.get("enable_return_routed_experts"):
-            _check_experts(self._model_folder, warm_up)
+            self._expert_type = _checked_experts(self._model_folder, warm_up)
         self.counts.clear()
         freeze_heap()
         # The engine's processes run now; a program that an environment starts later may have modules in its own folder.
@@ -173,19 +177,22 @@ class VllmEngine:
             versions=_versions(completion.weight_versions, len(token_ids)),
             stop_reason=completion.finish_reason,
             sampled_end=completion.finish_reason == "stop" and not isinstance(completion.stop_reason, str),
-            routed_experts=None if experts is None else np.asarray(experts, np.int16),
+            routed_experts=None if experts is None else np.asarray(experts).astype(self._expert_type),
             seconds=seconds,
         )
 
-    async def update_weights(self, version: PolicyVersion, data: WeightBytes | str, checksum: int) -> WeightUpdate:
+    async def update_weights(
+        self, version: PolicyVersion, data: WeightBytes | Sequence[Source], checksum: int
+    ) -> WeightUpdate:
         """Swap the weights under the running requests.
 
-        `data` is the path of a node's image, or the data that the trainer sends or shares, with their checksum.
+        `data` says where to pull them, or is what the trainer sends or shares, with its checksum.
 
         Raises:
             ValueError: the weights are not the policy's, or are older than the served ones; the engine keeps the
             served ones.
-            WeightsGone: there is no image at that path any more; the engine keeps the old weights.
+            WeightsGone: their holder has ended or has newer ones; the engine keeps the old weights, or is paused until
+            the next update if it had begun to load.
             WeightsCutOff: a broadcast ended before all had arrived; the engine stays paused until the next one.
             RunFailed: the engine could not load the weights; it stays paused and must be ended.
         """
@@ -193,20 +200,21 @@ class VllmEngine:
             if version < self.serving:
                 raise ValueError(f"weights of version {version} are older than {self.serving}, which the engine serves")
             try:
-                if isinstance(data, str):
-                    return await self._unless_dead(self._take_image(version, data))
-                return await self._unless_dead(self._receive(version, data, checksum))
+                if self._config.weights.transport == "memory":
+                    return await self._unless_dead(self._pull(version, cast(Sequence[Source], data)))
+                return await self._unless_dead(self._receive(version, cast(WeightBytes, data), checksum))
             except Exception as error:  # noqa: BLE001 - raised, as it is or as the core's death
                 raise self._death() or error from error.__cause__
 
-    async def _take_image(self, version: PolicyVersion, path: str) -> WeightUpdate:
-        fd = open_image(path, self._size)
-        try:
-            file = {"path": f"/proc/{os.getpid()}/fd/{fd}"}
-            pause_seconds, tries = await self._swap(version, file, UPDATE_TRIES)
-            return WeightUpdate(version.pack(), os.fstat(fd).st_size, pause_seconds, tries)
-        finally:
-            os.close(fd)
+    async def _pull(self, version: PolicyVersion, sources: Sequence[Source]) -> WeightUpdate:
+        with closing(WeightFile(version.pack(), sources)) as file:
+            self._size.check((name, stored.shape) for name, stored in file.stored().items())
+            try:
+                pause_seconds, tries = await self._swap(version, file.info(), UPDATE_TRIES)
+            except RunFailed:
+                file.check()  # whether they failed because they were replaced meanwhile
+                raise
+            return WeightUpdate(version.pack(), file.n_bytes, pause_seconds, tries)
 
     async def _receive(self, version: PolicyVersion, data: WeightBytes, checksum: int) -> WeightUpdate:
         """Load weights from the trainer's GPU; `data` announces the tensors, which the trainer sends or shares once."""
@@ -336,8 +344,8 @@ def _has_ended(timeout: float | None = None) -> None:
     """Do nothing: the engine has been shut down."""
 
 
-def _check_experts(model_folder: Path, generation: Generation) -> None:
-    """Check that the engine records the routed experts of each token but the last one; the trainer replays them.
+def _checked_experts(model_folder: Path, generation: Generation) -> np.dtype[Any]:
+    """The type of records of routed experts; checks that the engine records each token but the last one.
 
     Only vLLM's Model Runner V2 records them, and some settings switch it off without a message.
 
@@ -357,6 +365,7 @@ def _check_experts(model_folder: Path, generation: Generation) -> None:
             f"trainer replays {routing.topk} experts in {' or '.join(map(str, routing.layers))} layers (vLLM records "
             "them in its Model Runner V2: is VLLM_USE_V2_MODEL_RUNNER=0 set?)"
         )
+    return routing.dtype
 
 
 def _build(arguments: dict[str, Any], with_load: bool) -> tuple[AsyncLLM, LoadRecorder | None]:
@@ -371,6 +380,12 @@ def _build(arguments: dict[str, Any], with_load: bool) -> tuple[AsyncLLM, LoadRe
     llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), stat_loggers=[LoadRecorder] if with_load else None)
     loggers = llm.logger_manager.stat_loggers if llm.logger_manager is not None else []
     return llm, next((logger for logger in loggers if isinstance(logger, LoadRecorder)), None)
+
+
+def _told(problem: ErrorDetails) -> str:
+    """A value that vLLM refuses, with its name where vLLM gives it."""
+    name = ".".join(str(part) for part in problem["loc"])
+    return (f"{name}: " if name else "") + problem["msg"].removeprefix("Value error, ")
 
 
 async def _start_adapter(llm: AsyncLLM, lora: LoraConfig, size: PolicySize) -> LoRARequest:
@@ -418,7 +433,7 @@ async def _load_adapter(llm: AsyncLLM, info: dict[str, Any]) -> None:
 
 
 def _refused(error: Exception, sampling: Sampling) -> Exception:
-    """The error of a request; a form of answer that vLLM refuses is no failure of the engine."""
+    """The error to raise for a failed request; if vLLM refuses the answer's form, the engine has not failed."""
     if not sampling.structure:
         return error
     from vllm.exceptions import VLLMValidationError

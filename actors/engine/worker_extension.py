@@ -12,13 +12,12 @@ import os
 import select
 import signal
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from logging import getLogger
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
@@ -43,10 +42,12 @@ from actors.engine.expected_warnings import (
     not_of_rounding,
     not_of_the_head,
 )
-from actors.engine.vllm_arguments import FILE_BACKEND, OWNER_PID
+from actors.engine.vllm_arguments import OWNER_PID, PULL_BACKEND
 from actors.weights.cuda_ipc import IPC_BACKEND, Handle, vllm_handles
+from actors.weights.memory import OpenMemory
 from actors.weights.nccl_broadcast import BROADCAST_BACKEND, receive
 from actors.weights.policy_tensors import ADAPTER_ID, AdapterShapes, TensorSpec
+from actors.weights.pulled import WeightFile, file_of
 from actors.weights.weight_group import Meeting, WeightGroup
 
 
@@ -102,10 +103,11 @@ class NoInitInfo(WeightTransferInitInfo):  # type: ignore[misc]
 
 
 @dataclass
-class FileUpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """One safetensors file with all parameters under their Hugging Face names."""
+class PullInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
+    """Where all parameters lie under their Hugging Face names; see `actors.weights.pulled.WeightFile.info`."""
 
-    path: str
+    version: int
+    sources: list[Any]
 
 
 class LayerwiseEngine(WeightTransferEngine[Any, Any]):  # type: ignore[misc]
@@ -123,27 +125,48 @@ class LayerwiseEngine(WeightTransferEngine[Any, Any]):  # type: ignore[misc]
         repack_for_cpu(self.model)
 
 
-class FileWeightEngine(LayerwiseEngine):
-    """Loads a whole model from a file on this node."""
+class PullingEngine(LayerwiseEngine):
+    """Reads what this worker needs of each parameter from the memory of the ranks, or of this node."""
 
     init_info_cls = NoInitInfo
-    update_info_cls = FileUpdateInfo
+    update_info_cls = PullInfo
+    _file: WeightFile | None = None
+    _kept: dict[str, OpenMemory]
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self._kept = {}
 
     def init_transfer_engine(self, init_info: NoInitInfo) -> None:
         """Do nothing: this transfer needs no set-up."""
 
-    def receive_weights(self, update_info: FileUpdateInfo) -> None:
-        """Load every parameter."""
-        self.model.load_weights(_tensors(update_info.path))
+    def receive_weights(self, update_info: PullInfo) -> None:
+        """Load every parameter; some layers read theirs when the update is finished."""
+        self._close()
+        self._file = file_of(vars(update_info), self._kept)
+        self.model.load_weights(self._file.tensors())
+        self._check()
+
+    def finish_weight_update(self) -> None:
+        """Pack the layers for the kernels again."""
+        super().finish_weight_update()
+        self._check()
+        self._close()
+
+    def _check(self) -> None:
+        """Raise `WeightsGone` if weights were replaced while they were read."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        if self._file is not None:
+            self._file.check()
+
+    def _close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
     def shutdown(self) -> None:
-        """Do nothing: no resources are held between updates."""
-
-
-def _tensors(path: str) -> Iterator[tuple[str, Tensor]]:
-    with safe_open(path, framework="pt", device="cpu") as file:
-        for name in file.keys():  # noqa: SIM118 (no iteration over the file itself)
-            yield name, file.get_tensor(name)
+        """Do nothing: memories are freed with the process."""
 
 
 @dataclass
@@ -287,7 +310,7 @@ end_with_owner()
 getLogger(LOADS).addFilter(not_of_rounding)
 getLogger(RELOADS).addFilter(not_of_a_rotary_embedding)
 for backend, engine in (
-    (FILE_BACKEND, FileWeightEngine),
+    (PULL_BACKEND, PullingEngine),
     (BROADCAST_BACKEND, BroadcastWeightEngine),
     (IPC_BACKEND, IpcWeightEngine),
 ):

@@ -11,6 +11,7 @@ import asyncio
 import logging
 import os
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -32,6 +33,7 @@ from actors.observe.actor_logs import keep_log
 from actors.observe.reporting import Reporter
 from actors.weights.image import ImageHolder
 from actors.weights.policy_tensors import WeightBytes
+from actors.weights.pulled import Source
 from actors.weights.weight_group import Meeting
 from service.agents.agents import Agents
 from service.agents.session_keys import Keys
@@ -266,14 +268,16 @@ class Generator(ImageHolder, Supervised):
             self._counts["cancelled"] += 1
             playing.cancel()
 
-    async def update_weights(self, version: int, data: WeightBytes | str, checksum: int) -> dict[str, float]:
+    async def update_weights(
+        self, version: int, data: WeightBytes | Sequence[Source], checksum: int
+    ) -> dict[str, float]:
         """Swap the engine's weights under the running requests.
 
-        `version` is packed; `data` is the path of an image, or the published data of a rank with their checksum.
+        `version` is packed; `data` says where to pull them, or is published data of a rank with their checksum.
 
         Raises:
             ValueError: they are not the policy's weights; the engine keeps the old weights.
-            WeightsGone: there is no image at that path any more; the engine keeps the old weights.
+            WeightsGone: the weights are gone or were replaced; see `VllmEngine.update_weights`.
             WeightsCutOff: a broadcast ended before all had arrived; the engine stays paused until the next one.
             RunFailed: the engine could not load the weights; this process ends.
             ProcessLost: this process has not been started.

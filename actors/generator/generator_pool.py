@@ -99,7 +99,7 @@ class GeneratorPool:
             await self._start_again(name, failed)
 
     async def _started(self, name: str) -> None:
-        """Start a generator's engine, in its next process if this one dies meanwhile."""
+        """Start a generator's engine; if its process dies meanwhile, start it in the restarted process."""
 
         async def start() -> None:
             if not self._ends(name):
@@ -253,7 +253,7 @@ class GeneratorPool:
             raise RunFailed(f"{name} failed {times} times; the last time: {in_a_line(error)}") from error
 
     async def _came_up(self, name: str) -> BaseException | None:
-        """Wait for a generator's new process, its engine, and the newest weights in it; if one fails, returns why."""
+        """Wait until a new process of a generator runs and has the newest weights; if that fails, returns why."""
         try:
             await self._started(name)
         except BatonError as failed:

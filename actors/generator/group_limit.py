@@ -1,6 +1,6 @@
 """Limits the open groups of an engine, depending on how full its KV cache is.
 
-Where the KV cache cannot hold all requests at their longest, vLLM preempts some of them and computes them again later.
+If the KV cache cannot hold all requests at their full length, vLLM preempts some and computes them again later.
 A few open groups then finish sooner than many that preempt each other.
 """
 

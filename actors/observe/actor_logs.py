@@ -40,8 +40,8 @@ def begin_logs(parts: Sequence[str], folder: Path) -> None:
 
 
 def say_which_are_elsewhere(parts: Sequence[str], folder: Path, say: Callable[[str], None]) -> None:
-    """For logs that are still empty after every actor was constructed, write to the terminal and to these logs
-    where the output is."""
+    """If a log is still empty after all actors were constructed, say on the terminal and in that log where its output
+    is."""
     for part in parts:
         file = folder / f"{part}{SUFFIX}"
         if file.exists() and not file.stat().st_size:
@@ -85,6 +85,8 @@ def keep_log(part: str) -> None:
         os.close(read)
         os.close(write)
     logging.basicConfig(format=log_file.MESSAGE)
+    for ours in ("actors", "service"):
+        logging.getLogger(ours).setLevel(logging.INFO)
 
 
 def _file(told: str, part: str) -> Path:

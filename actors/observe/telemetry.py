@@ -86,7 +86,7 @@ class RunTelemetry(Reporter):
         self.metrics.count("baton_aborted_steps_total")
 
     def sent(self, n_bytes: int, changed: float | None) -> None:
-        """Count the bytes of weights that left the trainer's ranks; `changed`: see `WeightChain.send`."""
+        """Count the bytes of weights that ranks sent to engines on other hosts; `changed`: see `WeightChain.send`."""
         self.metrics.count("baton_weight_sent_bytes_total", n_bytes)
         if changed is not None:
             self.metrics.set("baton_weight_changed_ratio", changed)

@@ -26,21 +26,26 @@ from actors.observe.reporting import Reporter
 from actors.weights.cuda_ipc import encode_handles
 from actors.weights.delta import Octets, WeightBucket
 from actors.weights.nccl_broadcast import BroadcastSender, encode_announcement
-from actors.weights.part import PartCopy, WeightPart
+from actors.weights.part import PartBuffers
 from actors.weights.policy_tensors import EMPTY_CHECKSUM, checksum_of
+from actors.weights.pulled import Source
 from actors.weights.weight_group import Meeting
 from service.config import Config
 from service.errors import ProcessLost, UserError
 from service.handoff.steps.wire import decode_mini_batch
-from service.learn.estimate.fit import checkpointing_on
+from service.learn.compile import share_cores
+from service.learn.estimate.fit import Fit, fit_on
 from service.learn.learner import Learner, StepReport
 from service.learn.model.policy import Policy
+from service.learn.model.policy_model import Checkpointing
+from service.learn.model.sharding import set_collective_deadline
 from service.learn.profile import StepProfile
 from service.learn.settings import FitSettings, LearnSettings
 from service.learn.supervised import SupervisedSteps
 from service.observe.measure import measure_states
 from service.observe.metrics import Metrics
 from service.observe.recorder import States, Trace
+from service.run.memory import in_gb
 from service.run.supervisor import Life
 from service.types import SupervisedRow
 
@@ -68,10 +73,14 @@ class TrainerRank(Supervised):
         self._gathered: tuple[int | None, dict[str, torch.Tensor]] = (None, {})
         """The version and the whole weights that were gathered last, for transports from GPU to GPU."""
         self._sender: BroadcastSender | None = None
-        self._copy: PartCopy | None = None
-        """This rank's copy of its part of the newest weights, for transport `memory`."""
+        self._buffers = PartBuffers(rank, self._config.weights.delta)
+        """This rank's part of the newest weights, for transport `memory`."""
         self._steps = 0
         self._profile: StepProfile | None = None
+        self._fit: Fit | None = None
+        """The estimate of this rank's memory; None on a CPU, and after a lack of memory."""
+        self._compiles = False
+        """Whether the next step compiles layers."""
         trace = Trace()
         if hub is not None:
             reporter = Reporter("trainer", f"trainer-{rank}", self._config, resolve_actor(hub), self._measure_now)
@@ -82,6 +91,22 @@ class TrainerRank(Supervised):
 
     def _measure_now(self, metrics: Metrics) -> None:
         measure_states(metrics, self._states.seconds())
+
+    def _wait_for_compilers(self) -> None:
+        """Let collectives of the first step wait longer: some ranks compile their layers sooner than others."""
+        trainer, self._compiles = self._config.trainer, True
+        within = max(trainer.start_deadline, trainer.collective_deadline)
+        set_collective_deadline(within)
+        log.info("the first step compiles layers: its collectives may take %.0f s", within)
+
+    @contextmanager
+    def _stepping(self) -> Iterator[None]:
+        """Take a step; after the first, layers are compiled."""
+        with self._busy("forward_backward"):
+            yield
+        if self._compiles:
+            self._compiles = False
+            set_collective_deadline(self._config.trainer.collective_deadline)
 
     @contextmanager
     def _busy(self, state: str) -> Iterator[None]:
@@ -122,10 +147,11 @@ class TrainerRank(Supervised):
         model_folder: str,
         nodes: Sequence[str] | None = None,
         adapter: bool = True,
+        checkpointing: Checkpointing | None = None,
     ) -> None:
         """Join the process group and load the policy from disk; `nodes`: the node of each rank, None if all are on
         one; `adapter`: whether to train the adapter of `model.lora`, if there is one; otherwise all weights are
-        trained.
+        trained; `checkpointing`: None: as the settings say.
 
         Raises:
             UserError: this rank was given a GPU that PyTorch cannot use.
@@ -135,10 +161,12 @@ class TrainerRank(Supervised):
             raise UserError(f"trainer-{self._rank} has a GPU of node {node}, but PyTorch cannot use it: {why}")
         config = self._config if adapter else self._config.without_adapter
         # before the process group, which an estimate must not find
-        checkpointing = checkpointing_on(self._device, FitSettings.of(config), Path(model_folder))
-        if checkpointing is not None:
-            log.info("gradient_checkpointing: auto comes to %s", checkpointing)
-        if self._world_size > 1:
+        if checkpointing is None:
+            self._fit = fit_on(self._device, FitSettings.of(config), Path(model_folder))
+        if self._fit is not None:
+            checkpointing = self._fit.checkpointing
+            log.info("gradient_checkpointing comes to %s", checkpointing)
+        if config.trainer.sharded:
             address, port = meeting_point
             backend = process_group_backend(self._device, self._config.trainer.cpu_offload)
             if "gloo" in backend and sum(node["Alive"] for node in ray.nodes()) > 1:
@@ -154,6 +182,9 @@ class TrainerRank(Supervised):
         where = Path(model_folder), self._device, self._rank, self._world_size
         settings = LearnSettings.of(config)
         policy = Policy(settings, *where, nodes=nodes, checkpointing=checkpointing)
+        if policy.compiles:
+            share_cores(nodes.count(nodes[self._rank]) if nodes else self._world_size)
+            self._wait_for_compilers()
         self._learner = Learner(settings, *where, policy)
         self._learner.began = self._states.enter
         freeze_heap()
@@ -165,20 +196,36 @@ class TrainerRank(Supervised):
             return SupervisedSteps(LearnSettings.of(self._config), self.learner.policy).warm_start(demonstrations)
 
     def supervised(self, rows: Sequence[SupervisedRow], lr: float | None) -> float:
-        """Take a supervised step on these rows, or with `lr` None only measure; returns the cross-entropy per token."""
+        """Take a supervised step on these rows; returns the cross-entropy per token. If `lr` is None, only measure."""
         settings = LearnSettings.of(self._config)
         if self._supervised is None:
             betas, weight_decay = settings.trainer.betas, settings.trainer.weight_decay
             self._supervised = SupervisedSteps(settings, self.learner.policy, betas, weight_decay)
-        with self._busy("forward_backward"):
-            return self._supervised.loss(rows) if lr is None else self._supervised.step(rows, lr)
+        if lr is None:
+            with self._busy("forward_backward"):  # which leaves the backward pass uncompiled
+                return self._supervised.loss(rows)
+        with self._stepping():
+            return self._supervised.step(rows, lr)
 
     def step(self, batch: bytes) -> StepReport:
         """Take one optimizer step on this rank's micro-batches."""
-        with self._busy("forward_backward"), nullcontext() if self._profile is None else self._profile.step():
+        with self._stepping(), nullcontext() if self._profile is None else self._profile.step():
             report = self.learner.step(decode_mini_batch(batch))
         self._steps += 1
+        if self._device.type == "cuda":
+            report = report._replace(metrics=report.metrics | self._memory())
         return report
+
+    def _memory(self) -> dict[str, float]:
+        """Return the most memory that this process has reserved on its GPU, and what was estimated."""
+        found = {"trainer/gpu_reserved_bytes": float(torch.cuda.max_memory_reserved(self._device))}
+        if self._fit is not None:
+            found["trainer/gpu_estimated_bytes"] = float(self._fit.step.peak_bytes)
+        if self._steps == 1:
+            estimated = "unknown" if self._fit is None else in_gb(self._fit.step.peak_bytes)
+            reserved = in_gb(torch.cuda.max_memory_reserved(self._device))
+            log.info("memory of the GPU after the first step: %s reserved, estimated: %s", reserved, estimated)
+        return found
 
     def begin_profile(self, steps: int) -> None:
         """Record a profile of the next optimizer steps."""
@@ -192,23 +239,19 @@ class TrainerRank(Supervised):
         return recorded.file
 
     @ray.method(num_returns=2)  # type: ignore[untyped-decorator]
-    def weights(self, version: int) -> tuple[Octets, tuple[int, WeightPart | None]]:
-        """Copy or gather the policy; returns the data that this rank publishes, their checksum, and the part of
-        the weights that `bucket` returns; every rank must call.
+    def weights(self, version: int) -> tuple[Octets, tuple[int, Source | None]]:
+        """Copy or gather the policy; returns the data that this rank publishes, their checksum, and where the part of
+        the weights is that `bucket` returns; every rank must call.
 
-        With `memory` each rank copies its own part and publishes nothing until `bucket` is called. With `nccl`
+        With `memory` each rank copies its own part, and engines read it or call `bucket`. With `nccl`
         rank 0 gathers all weights and publishes the list of tensors that `begin_send` will send. With `ipc` every
         rank gathers all weights and publishes nothing until `ipc_handles` is called.
         """
         with self._busy("weights"):
-            transport, delta = self._config.weights.transport, self._config.weights.delta
+            transport = self._config.weights.transport
             if transport == "memory":
-                # the memory of versions that are no longer needed is free for the copies
-                base, self._copy = self._copy if delta else None, None
-                if base is not None:
-                    base.forget_base()
-                self._copy = PartCopy(version, self.learner.shards(), self._rank, base)
-                return _NOTHING, (EMPTY_CHECKSUM, self._copy.part)
+                self._buffers.copy(version, self.learner.shards(), self.learner.policy.dtype)
+                return _NOTHING, (EMPTY_CHECKSUM, Source(self._buffers.place, self._buffers.part))
             if transport == "ipc":
                 self._gather_on_device(version)
                 return _NOTHING, (EMPTY_CHECKSUM, None)
@@ -222,10 +265,8 @@ class TrainerRank(Supervised):
     @ray.method(concurrency_group=SENDING, num_returns=2)  # type: ignore[untyped-decorator]
     def bucket(self, version: int, start: int, stop: int, whole: bool) -> tuple[Octets, WeightBucket | None]:
         """Return these bytes of this rank's part of this version's weights; None if a newer version has replaced it."""
-        _, copy = self.learner, self._copy
-        if copy is None or copy.version != version:
-            return _NOTHING, None
-        bucket, message = copy.bucket(start, stop, whole)
+        _, found = self.learner, self._buffers.bucket(version, start, stop, whole)
+        bucket, message = found or (None, _NOTHING)
         return message, bucket
 
     def _gather_on_device(self, version: int) -> None:

@@ -21,8 +21,13 @@ from service.backoff import retried
 from service.config import Config
 from service.errors import ProcessLost, RunFailed, Starved
 from service.learn.learner import StepReport
+from service.learn.model.policy_model import Checkpointing
+from service.learn.out_of_memory import OutOfMemory
 from service.run.memory import advice
 from service.types import PolicyVersion, SupervisedRow
+
+MEMORY = ("trainer/gpu_reserved_bytes", "trainer/gpu_estimated_bytes")
+"""Metrics of a step that differ by rank; the largest counts."""
 
 
 class TrainerGroup:
@@ -35,6 +40,8 @@ class TrainerGroup:
         self._ranks = list(ranks)
         self.named = {f"trainer-{number}": rank for number, rank in enumerate(ranks)}
         self._processes: list[str] = []
+        self._checkpointing: Checkpointing | None = None
+        """What the ranks keep in memory, after one of them had too little of it; None: as the settings say."""
         self.nodes: list[str] = []
         """The id of each rank's node."""
 
@@ -56,7 +63,8 @@ class TrainerGroup:
             self._processes = [life.process for life in await self._start("life")]
             meeting_point = await call(self._ranks[0].meeting_point, who="trainer-0")
             self.nodes = await self._start("node")
-            await self._start("load", meeting_point, str(model_folder), self.nodes, adapter)
+            more = str(model_folder), self.nodes, adapter, self._checkpointing
+            await self._start("load", meeting_point, *more)
         except ray.exceptions.RayActorError as error:
             raise TrainerLost(f"the trainer failed as it started ({in_a_line(error)})") from error
 
@@ -95,7 +103,7 @@ class TrainerGroup:
         return float((await self._ask_all("warm_start", ray.put(list(demonstrations)), within=within))[0])
 
     async def supervised(self, rows: Sequence[SupervisedRow], lr: float | None) -> float:
-        """Take a supervised step on every rank, or with `lr` None only measure; returns the cross-entropy per token."""
+        """Take a supervised step on every rank; returns the cross-entropy per token. If `lr` is None, only measure."""
         return float((await self._ask_all("supervised", ray.put(list(rows)), lr))[0])
 
     async def step(self, batches: Sequence[bytes]) -> StepReport:
@@ -104,17 +112,19 @@ class TrainerGroup:
         of_rank = [batch for batch in batches for _ in range(ranks_of_part)]
         reports = await asyncio.gather(*(self._ask(rank, "step", batch) for rank, batch in enumerate(of_rank)))
         report: StepReport = reports[0]
-        return report
+        most = {name: max(each.metrics[name] for each in reports) for name in MEMORY if name in report.metrics}
+        return report._replace(metrics=report.metrics | most)
 
     async def weights(self, version: PolicyVersion) -> PublishedWeights:
         """Let every rank copy its part of the policy, or with transports from GPU to GPU gather the whole policy."""
         ranks = range(len(self._ranks))
         answers = await asyncio.gather(*(self._stored(number, "weights", version.pack()) for number in ranks))
         data, (checksum, _) = answers[0]
-        parts = tuple(part for _, (_, part) in answers if part is not None)
+        sources = tuple(source for _, (_, source) in answers if source is not None)
+        parts = tuple(source.part for source in sources)
         if parts:
             check_parts(parts)
-        return PublishedWeights(data, checksum, parts)
+        return PublishedWeights(data, checksum, parts, sources)
 
     async def bucket(
         self, version: PolicyVersion, rank: int, start: int, stop: int, whole: bool = False
@@ -169,7 +179,11 @@ class TrainerGroup:
     async def _ask(self, number: int, method: str, *arguments: Any, within: float | None = None) -> Any:
         with _raises_trainer_lost():
             rank, within = self._ranks[number], within or self._deadline
-            return await call(getattr(rank, method), *arguments, who=f"trainer-{number}", within=within)
+            try:
+                return await call(getattr(rank, method), *arguments, who=f"trainer-{number}", within=within)
+            except OutOfMemory as error:
+                self._checkpointing = error.lighter or self._checkpointing
+                raise
 
     async def _ask_all(self, method: str, *arguments: Any, within: float | None = None) -> list[Any]:
         ranks = range(len(self._ranks))
@@ -190,5 +204,9 @@ def _raises_trainer_lost() -> Iterator[None]:
     except (ray.exceptions.RayError, ProcessLost) as error:
         why = in_a_line(error)
         raise TrainerLost(f"the trainer failed ({why}{advice(why, 'trainer')})") from error
+    except OutOfMemory as error:
+        why, is_remedied = in_a_line(error), error.lighter is not None
+        what = "" if is_remedied else advice(why, "trainer")
+        raise TrainerLost(f"the trainer failed ({why}{what})", is_remedied) from error
     except Starved as error:
         raise TrainerLost(f"the trainer is silent ({error})") from error

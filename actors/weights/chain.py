@@ -4,8 +4,8 @@
     rank 1 on node B   --bucket 2--> node B --bucket 1--> node C --bucket 0--> node A
 
 Each rank sends its own part. The network links of the ranks carry one copy of the weights, whatever the number of
-nodes. The last node has the weights a few buckets after the first. A node passes a bucket on as a new object of its
-own, because Ray would fetch the original object from any node that holds it, the rank's among them.
+nodes. The last node finishes a few buckets after the first. A node passes a bucket on as a new object of its own,
+because Ray might fetch the original from any node that holds it, including the rank's.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class WeightChain:
         deadline: float,
     ) -> None:
         """Store the settings. `images`: the number of the image that each generator writes; `paths`: the paths of
-        images that exist already; `ways`: the order of the generators for the part of each rank."""
+        images that exist already; `ways`: for each rank, the order in which the generators get its part."""
         self._generators = {name: generators[name] for name in images}  # also after one of them has left
         self._trainer, self._images, self.paths, self._ways = trainer, images, paths, ways
         self._parts: Sequence[WeightPart] = ()

@@ -2,7 +2,7 @@
 
 memory   an image of each node, which its engines load      `chain.py`, `node_images.py`
 nccl     one broadcast to all engines                       `broadcasts.py`
-ipc      handles of what a rank has on the engine's GPU     `cuda_ipc.py`
+ipc      handles to a rank's tensors on the engine's GPU    `cuda_ipc.py`
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from itertools import islice
 from typing import Any, NamedTuple
 
-from actors.calls import ACTOR_FAILED, call, may_be_dropped
+from actors.calls import ACTOR_FAILED, call, in_a_line, may_be_dropped
 from actors.weights.broadcasts import Broadcasts
 from actors.weights.node_images import NodeImages
 from actors.weights.weight_source import PublishedWeights, TrainerLost, WeightSource
@@ -142,7 +142,7 @@ class Delivery:
             version, weights = self._latest
             try:
                 if self._config.transport == "memory":
-                    await self._take_image(name, version, weights)
+                    await self._pull(name, version, weights)
                 else:
                     handles = await self._source.ipc_handles(list(self._generators).index(name), version)
                     if handles is not None:  # otherwise the rank has newer ones, which are about to be published
@@ -184,15 +184,21 @@ class Delivery:
         """Return whether an engine is up and does not keep older weights for an evaluation."""
         return self._is_up(name) and (self._latest is None or self._kept.get(name, self._latest[0]) == self._latest[0])
 
-    async def _take_image(self, name: str, version: PolicyVersion, weights: PublishedWeights) -> None:
-        """Let an engine load the image of its node; if the image has vanished with its holder, try a new one."""
+    async def _pull(self, name: str, version: PolicyVersion, weights: PublishedWeights) -> None:
+        """Let an engine pull the weights; if the image of its node has vanished with its holder, try a new one.
+
+        Raises:
+            TrainerLost: the ranks do not hold the newest weights any more.
+        """
         for tries_left in reversed(range(len(self._generators))):
-            async with self._images.path_for(name, version, weights) as path:
-                if path is None:  # newer weights are about to be published
+            async with self._images.sources_for(name, version, weights) as sources:
+                if sources is None:  # newer weights are about to be published
                     return
                 try:
-                    return await self._take(name, version, path, weights.checksum)
-                except WeightsGone:
+                    return await self._take(name, version, sources, weights.checksum)
+                except WeightsGone as gone:
+                    if sources is weights.sources:
+                        raise TrainerLost(f"{name} finds no weights of version {version} ({in_a_line(gone)})") from gone
                     self._images.forget(name)
                     if not tries_left:
                         raise

@@ -7,38 +7,37 @@ A generator holds images for the engines of its node (`ImageHolder`); the driver
 from __future__ import annotations
 
 import asyncio
-import json
-import os
 from collections.abc import Sequence
 from threading import Lock
-from typing import Any
 
 import ray
 
 from actors.weights.delta import WeightBucket, decode
+from actors.weights.memory import NO_VERSION, WeightMemory
 from actors.weights.part import WeightPart
-from actors.weights.policy_tensors import PolicySize, WeightBytes
+from actors.weights.policy_tensors import WeightBytes
 from service.errors import WeightsGone
 
 
 class Image:
-    """A file that is written bucket by bucket, in any order; an update may change it in place while no engine
-    loads from it.
-
-    The file has no name. It vanishes when the last descriptor is closed, at the latest when the processes that
-    hold one end.
-    """
+    """A whole file in shared memory that is written bucket by bucket, in any order; an update may change it in
+    place."""
 
     def __init__(self, parts: Sequence[WeightPart]) -> None:
         """Create the file; `parts`: where the bytes of each rank lie in it."""
         self._parts = parts
-        self._fd = os.memfd_create("baton-weights", os.MFD_CLOEXEC)
-        os.ftruncate(self._fd, sum(part.n_bytes for part in parts))
-        self.path = f"/proc/{os.getpid()}/fd/{self._fd}#{os.fstat(self._fd).st_ino}"
-        """Where an engine of this node opens the file, and the file's own number, because descriptors are reused."""
-        self._version = 0
+        self._n_bytes = sum(part.n_bytes for part in parts)
+        self._memory = WeightMemory(self._n_bytes)
+        self._octets = self._memory.octets().numpy()
+        self.path = self._memory.place().path
+        self._is_closed = False
+        self._version = NO_VERSION
+        self._missing = 0
+        """Bytes of the version that have not been written."""
         self._checksums: dict[tuple[int, int], int] = {}
         """Checksums of the written buckets, by their rank and first byte."""
+        self._written: set[tuple[int, int]] = set()
+        """The buckets of the version that were written."""
         self._writing = Lock()
 
     def write(self, bucket: WeightBucket, message: WeightBytes) -> bool:
@@ -49,30 +48,34 @@ class Image:
             ValueError: the result differs from the sent bytes; the image stays unchanged.
         """
         with self._writing:
-            if self._fd < 0 or bucket.version < self._version:
+            if self._is_closed or bucket.version < self._version:
                 raise WeightsGone("a bucket of weights came after newer ones")
-            self._version = bucket.version
+            if bucket.version > self._version:
+                self._memory.mark(NO_VERSION)
+                self._version, self._missing, self._written = bucket.version, self._n_bytes, set()
             spans = self._parts[bucket.rank].within(bucket.start, bucket.start + bucket.n_bytes)
             place, base = (bucket.rank, bucket.start), bytearray()
             if bucket.base is not None:
                 if bucket.base != self._checksums.get(place):
                     return False
-                base += b"".join(os.pread(self._fd, n_bytes, at) for at, n_bytes in spans)
+                base += b"".join(self._octets[at : at + n_bytes].tobytes() for at, n_bytes in spans)
             octets = decode(bucket, message, base)
-            self._checksums.pop(place, None)
             for at, n_bytes in spans:
-                left, octets = octets[:n_bytes], octets[n_bytes:]
-                while left:
-                    written = os.pwrite(self._fd, left, at)
-                    left, at = left[written:], at + written
+                self._octets[at : at + n_bytes] = octets[:n_bytes]
+                octets = octets[n_bytes:]
             self._checksums[place] = bucket.checksum
+            if place not in self._written:
+                self._written.add(place)
+                self._missing -= bucket.n_bytes
+            if not self._missing:
+                self._memory.mark(bucket.version)
         return True
 
     def close(self) -> None:
-        """Free the memory as soon as no engine loads from it."""
+        """Free the memory as soon as no engine has it open."""
         with self._writing:
-            fd, self._fd = self._fd, -1
-            os.close(fd)
+            self._is_closed = True
+            self._memory.close()
 
 
 class ImageHolder:
@@ -116,44 +119,3 @@ class ImageHolder:
             self._released.add(number)
         else:
             await asyncio.to_thread(image.close)
-
-
-def open_image(path: str, size: PolicySize) -> int:
-    """Open an image by its path; the new descriptor outlives the process that wrote the image.
-
-    Raises:
-        WeightsGone: that process has ended or is about to end, or the path is another image.
-        ValueError: the image is not the whole policy.
-    """
-    at, _, number = path.partition("#")
-    try:
-        fd = os.open(at, os.O_RDONLY)
-    except OSError as error:  # which error is raised depends on how far the process has ended
-        raise WeightsGone(f"the weights at {path} are gone ({error.strerror})") from error
-    try:
-        file = os.fstat(fd)
-        if str(file.st_ino) != number:
-            raise WeightsGone(f"the weights at {path} are gone (others are there)")
-        n_bytes = file.st_size
-        try:
-            shapes = _shapes(fd, n_bytes)
-            size.count(shapes)
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise ValueError(f"weights of {n_bytes} bytes are not a safetensors file") from error
-        size.check(shapes)
-    except BaseException:  # the caller does not get the descriptor, which would otherwise keep all weights in memory
-        os.close(fd)
-        raise
-    return fd
-
-
-def _shapes(fd: int, n_bytes: int) -> list[tuple[str, list[int]]]:
-    """Return names and shapes in the file's header; `ValueError` if the data do not end where the header says."""
-    length = int.from_bytes(os.pread(fd, 8, 0), "little")
-    if length > n_bytes:
-        raise ValueError("the header was cut off")
-    header: dict[str, Any] = json.loads(os.pread(fd, length, 8))
-    tensors = {name: tensor for name, tensor in header.items() if name != "__metadata__"}
-    if 8 + length + max((end for tensor in tensors.values() for end in tensor["data_offsets"]), default=0) != n_bytes:
-        raise ValueError("data were cut off")
-    return [(name, tensor["shape"]) for name, tensor in tensors.items()]

@@ -1,5 +1,5 @@
-"""Each node has one image of the newest weights: one generator writes it as the weights arrive, and all engines of
-the node load it.
+"""Where the engines of a node read the newest weights: in the memory of the ranks, if the ranks are on the node;
+otherwise in the node's image, which one generator writes as the weights arrive.
 
     node A   generator-0  writes /proc/71/fd/40#7 <- ranks     generator-1  loads it          (`#7`: inode 7)
     node B   generator-2  writes /proc/35/fd/40#9 <- node A    generator-3  loads it
@@ -19,6 +19,9 @@ from typing import Any
 
 from actors.calls import ACTOR_FAILED, call, may_be_dropped
 from actors.weights.chain import Replaced, WeightChain
+from actors.weights.memory import Place
+from actors.weights.part import WeightPart
+from actors.weights.pulled import Source
 from actors.weights.weight_source import PublishedWeights, WeightSource
 from service.config import WeightsConfig
 from service.errors import Starved
@@ -83,12 +86,31 @@ class NodeImages:
 
         Transports other than `memory` have no images.
         """
-        one_a_node = {self._node_of[name]: name for name in reversed(names) if self._by_memory}
+        lacking = [name for name in reversed(names) if self._by_memory and not self._is_beside(name, weights)]
+        one_a_node = {self._node_of[name]: name for name in lacking}
         all_held = self._begin(list(one_a_node.values()), version, weights)
         try:
             yield
         finally:
             await asyncio.gather(*(self._let_go(held) for held in all_held))
+
+    def _is_beside(self, name: str, weights: PublishedWeights) -> bool:
+        """Return whether a generator is on the host of every rank that holds a part."""
+        nodes = {self._trainer.nodes[rank] for rank, source in enumerate(weights.sources) if source.part.spans}
+        return nodes == {self._node_of[name]}
+
+    @asynccontextmanager
+    async def sources_for(
+        self, name: str, version: PolicyVersion, weights: PublishedWeights
+    ) -> AsyncIterator[Sequence[Source] | None]:
+        """Yield where a generator reads these weights: in the memory of the ranks if all are on its node, else in the
+        image of its node; see `path_for`."""
+        if self._is_beside(name, weights):
+            yield weights.sources
+            return
+        whole = WeightPart(((0, sum(part.n_bytes for part in weights.parts)),))
+        async with self.path_for(name, version, weights) as path:
+            yield None if path is None else [Source(Place(path, stays=self._keeps), whole)]
 
     @asynccontextmanager
     async def path_for(self, name: str, version: PolicyVersion, weights: PublishedWeights) -> AsyncIterator[str | None]:

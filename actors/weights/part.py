@@ -5,7 +5,8 @@
     rank 1                          | a: rows 2 3 |          | b: row 1 |     part: rows 2 3 of a, row 1 of b
 
 A weights file is a safetensors file, `header length (8 bytes) | header (JSON) | data`. No rank ever has the whole
-file: each rank copies only its own rows, and a bucket is copied from those when it is requested.
+file: each rank copies only its own rows, into shared memory that engines of its host read, and from which buckets are
+copied for other hosts.
 """
 
 from __future__ import annotations
@@ -17,12 +18,15 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from math import prod
+from threading import Lock
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from actors.weights.delta import Octets, WeightBucket, bucket_of, encode
-from service.learn.model.sharding import Rows
+from actors.weights.memory import NO_VERSION, Place, WeightMemory
+from service.learn.model.sharding import Rows, finish_host_copies
 
 TYPES = {torch.float32: "F32", torch.bfloat16: "BF16"}
 """Names of the types of weights in a header."""
@@ -89,66 +93,81 @@ def check_parts(parts: Sequence[WeightPart]) -> None:
         expected += n_bytes
 
 
-class PartCopy:
-    """A rank's part of the weights of one version, copied when the version is published."""
+class PartBuffers:
+    """A rank's part of the newest weights, in one of two buffers; the other one has the version before until the next
+    is published."""
 
-    def __init__(self, version: int, weights: Mapping[str, Rows], rank: int = 0, base: PartCopy | None = None) -> None:
-        """Copy the part; `base`: the copy of the previous version, if only changes to it are to be sent; its own
-        base is then freed."""
-        self.version, self._rank = version, rank
-        pieces = list(_pieces(weights, rank))
-        self._pieces = [octets for _, octets in pieces]
-        self._ends = np.cumsum([0, *map(len, self._pieces)])
-        self.part = WeightPart.of_spans([(at, len(octets)) for at, octets in pieces])
-        self._itemsize = min((rows.itemsize for _, _, rows in weights.values()), default=1)
-        self._checksums: dict[int, int] = {}
-        """Checksums of the buckets that were sent, by their first byte."""
-        self._base = base if base is not None and base.part.n_bytes == self.part.n_bytes else None
-        if base is not None:
-            base.forget_base()
+    def __init__(self, rank: int = 0, delta: bool = False) -> None:
+        """Store the settings; `delta`: whether buckets have only what has changed since the version before."""
+        self._rank, self._delta = rank, delta
+        self.version: int | None = None
+        self.part = WeightPart(())
+        self._memory = WeightMemory(0, 2)
+        self._newest = 0
+        """Number of the buffer of the newest version."""
+        self._itemsize = 1
+        self._checksums: list[dict[int, int]] = [{}, {}]
+        """For each buffer the checksums of the buckets that were sent, by their first byte."""
+        self._lock = Lock()
 
-    def forget_base(self) -> None:
-        """Free the memory of the previous version; buckets are sent whole from now on."""
-        self._base = None
+    @property
+    def place(self) -> Place:
+        """Return where the newest version lies."""
+        return self._memory.place(self._newest)
 
-    def bucket(self, start: int, stop: int, whole: bool) -> tuple[WeightBucket, Octets]:
-        """Return these bytes of the part as a message; it has only the changes, unless `whole` is set or the
-        changes are large."""
-        new = self._read(start, stop)
-        bucket = bucket_of(self.version, self._rank, start, new)
-        self._checksums[start] = bucket.checksum
-        before = self._base  # another thread may remove it meanwhile, when there are newer weights
-        checksum = None if before is None else before._checksums.get(start)
-        if before is None or checksum is None:
-            return bucket, new
-        bucket = bucket._replace(base=checksum, itemsize=self._itemsize)
-        return encode(bucket, before._read(start, stop), new, whole)
+    def copy(self, version: int, weights: Mapping[str, Rows], dtype: torch.dtype) -> None:
+        """Copy the part of a version, as this type, over that of the version before the last."""
+        pieces = list(_pieces(weights, self._rank, dtype))
+        part = WeightPart.of_spans([(at, source.numel() * kind.itemsize) for at, source, kind in pieces])
+        with self._lock:
+            if part != self.part:
+                self._memory.close()
+                self._memory, self.part, self._checksums = WeightMemory(part.n_bytes, 2), part, [{}, {}]
+                self._memory.register()
+            self.version, self._newest, self._itemsize = version, 1 - self._newest, dtype.itemsize
+            self._memory.mark(NO_VERSION, self._newest)
+            left = self._memory.octets(self._newest)
+            for _, source, kind in pieces:
+                octets, left = left.tensor_split([source.numel() * kind.itemsize])
+                octets.view(kind).view(source.shape).copy_(source, non_blocking=True)
+            finish_host_copies()
+            self._checksums[self._newest] = {}
+            self._memory.mark(version, self._newest)
 
-    def _read(self, start: int, stop: int) -> Octets:
-        """Return a copy of these bytes."""
-        first, last = np.searchsorted(self._ends[1:], [start, stop - 1], side="right")
-        pieces = (self._pieces[n][max(start - self._ends[n], 0) : stop - self._ends[n]] for n in range(first, last + 1))
-        return np.concatenate([*pieces])
+    def bucket(self, version: int, start: int, stop: int, whole: bool) -> tuple[WeightBucket, Octets] | None:
+        """Return these bytes of the part as a message; it has only the changes, unless `whole` is set or the changes
+        are large. None: the buffers have another version."""
+        with self._lock:
+            if version != self.version:
+                return None
+            newest, base = (self._memory.octets(n)[start:stop].numpy() for n in (self._newest, 1 - self._newest))
+            new = newest.copy()  # sent when the buffer may have another version
+            bucket = bucket_of(version, self._rank, start, new)
+            self._checksums[self._newest][start] = bucket.checksum
+            checksum = self._checksums[1 - self._newest].get(start)
+            if not self._delta or checksum is None:
+                return bucket, new
+            return encode(bucket._replace(base=checksum, itemsize=self._itemsize), base, new, whole)
 
 
-def _pieces(weights: Mapping[str, Rows], rank: int) -> Iterator[tuple[int, Octets]]:
-    """Return a rank's tensors, each with its first byte in the file, in the order of the file; rank 0 has the
-    header."""
-    header = _header(weights)
+def _pieces(weights: Mapping[str, Rows], rank: int, dtype: torch.dtype) -> Iterator[tuple[int, Tensor, torch.dtype]]:
+    """Return a rank's tensors, each with its first byte in the file and its type there, in the order of the file;
+    rank 0 has the header."""
+    header = _header(weights, dtype)
     if rank == 0:
-        yield 0, np.frombuffer(header, np.uint8)
+        yield 0, torch.from_numpy(np.frombuffer(bytearray(header), np.uint8)), torch.uint8
     at = len(header)
     for shape, first, rows in weights.values():
         if rows.numel():
-            yield at + first * prod(shape[1:]) * rows.itemsize, rows.contiguous().view(-1).view(torch.uint8).numpy()
-        at += prod(shape) * rows.itemsize
+            yield at + first * prod(shape[1:]) * dtype.itemsize, rows, dtype
+        at += prod(shape) * dtype.itemsize
 
 
-def _header(weights: Mapping[str, Rows]) -> bytes:
+def _header(weights: Mapping[str, Rows], dtype: torch.dtype) -> bytes:
     tensors, end = dict[str, object](), 0
-    for name, (shape, _, rows) in weights.items():
-        start, end = end, end + prod(shape) * rows.itemsize
-        tensors[name] = {"dtype": TYPES[rows.dtype], "shape": list(shape), "data_offsets": [start, end]}
+    for name, (shape, _, _) in weights.items():
+        start, end = end, end + prod(shape) * dtype.itemsize
+        tensors[name] = {"dtype": TYPES[dtype], "shape": list(shape), "data_offsets": [start, end]}
     text = json.dumps(tensors).encode()
     text += b" " * (-len(text) % ALIGNED)
     return len(text).to_bytes(8, "little") + text

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from actors.weights.delta import WeightBucket
 from actors.weights.part import WeightPart
+from actors.weights.pulled import Source
 from actors.weights.weight_group import Meeting
 from service.errors import BatonError
 from service.types import PolicyVersion
@@ -17,7 +18,14 @@ TRAINER = "trainer"
 
 
 class TrainerLost(BatonError):
-    """A rank died, raised or did not answer; its group cannot continue."""
+    """A rank died, raised or did not answer; its group cannot continue.
+
+    `is_remedied`: whether the group will need less memory from its next start on, after a lack of it.
+    """
+
+    def __init__(self, why: str, is_remedied: bool = False) -> None:
+        super().__init__(why)
+        self.is_remedied = is_remedied
 
 
 @dataclass(frozen=True)
@@ -29,6 +37,8 @@ class PublishedWeights:
     checksum: int
     parts: tuple[WeightPart, ...] = ()
     """The part of the safetensors file that each rank sends in buckets; empty if the ranks send no buckets."""
+    sources: tuple[Source, ...] = ()
+    """Where processes on the host of each rank read these parts."""
 
 
 class WeightSource(Protocol):

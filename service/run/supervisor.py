@@ -1,9 +1,9 @@
 """Checks whether each process of a run is alive and set up; work that waits for a process that died is cancelled.
 
 each second     "which process are you, and are you set up?"
-no process, another process, or one that is not set up      lost: work that waited for it before the question gets
+no process, another process, or one that is not set up      the earlier process is lost: work that waits for it gets
                                                             `ProcessLost`; if no work waits, the cause is printed
-no process      after `AGAIN_SECONDS` a line, as often as they pass
+no process      a line, and the same line again every `AGAIN_SECONDS`
 no answer       after `SILENT_SECONDS` a line, again after each `AGAIN_SECONDS`; after the actor's own deadline the
                 process is lost too
 """
@@ -100,13 +100,13 @@ class Supervisor:
         return sorted(name for name, life in [*self._known.items()] if life is None or not life.is_set_up)
 
     async def unless_lost(self, names: Sequence[str], work: Awaitable[Answer]) -> Answer:
-        """Do work that needs these actors set up; it is cancelled when one of them is lost.
+        """Do work that needs these actors to be set up; it is cancelled when one of them is lost.
 
         Raises:
             ProcessLost: a process died, was restarted, or was silent for too long.
             RuntimeError: the work did not end when it was cancelled.
 
-        An error of a probe itself is raised here too: no work may wait for an actor that is not asked any more.
+        An error of a health check itself is raised here too: no work may wait for an actor that is no longer checked.
         """
         working = asyncio.ensure_future(work)
         lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -132,7 +132,7 @@ class Supervisor:
                 raise RuntimeError(f"{working} goes on {CANCEL_SECONDS:.0f} s after it was cancelled")
 
     def report(self, name: str, error: BaseException) -> None:
-        """Raise the error of a failed call in all work that waits for this actor, unless a question finds the cause."""
+        """Raise the error of a call in all work that waits for this actor, unless a health check finds the cause."""
         asyncio.get_running_loop().call_later(CAUSE_SECONDS, _give, error, [*self._waiting[name]])
 
     async def _watch(self, name: str, probe: Probe, deadline: float, hint: str) -> None:
@@ -152,7 +152,7 @@ class Supervisor:
             await asyncio.sleep(PROBE_SECONDS)
 
     def _say_if_absent(self, name: str, life: Life | None) -> None:
-        """Print that an actor still has no process: its next one died too before it answered, or does not come."""
+        """Print that an actor still has no process: the new one also died before it answered, or does not start."""
         now = asyncio.get_running_loop().time()
         if life is not None:
             self._absent.pop(name, None)
@@ -166,7 +166,7 @@ class Supervisor:
             _give(bug, [each for waiting in self._waiting.values() for each in waiting])
 
     async def _answer(self, name: str, probe: Probe, deadline: float) -> Life | None:
-        """Ask once, and print that there is no answer; an actor that still starts answers late.
+        """Ask once; print a line if there is no answer. An actor that is still starting answers late.
 
         Raises:
             Starved: there was no answer within `deadline`, and somebody waits for this actor.

@@ -24,12 +24,12 @@ from actors.engine.vllm_engine import VllmEngine, WeightUpdate, engine_env
 from actors.generator.group_limit import GroupLimit
 from actors.weights.delta import WeightBucket
 from actors.weights.image import Image
-from actors.weights.part import PartCopy, WeightPart
+from actors.weights.part import PartBuffers, WeightPart
 from service.config import AlgorithmConfig, Config, GeneratorConfig, ModelConfig, WeightsConfig
 from service.errors import RunFailed, UserError
 from service.rollout.engine import Generation, Sampling, validate_generation
 from service.types import PolicyVersion
-from tests.pure.actors.fakes import all_rows
+from tests.pure.actors.fakes import all_rows, at, given_by
 
 pytestmark = pytest.mark.slow
 
@@ -108,12 +108,12 @@ class Observed(VllmEngine):
     """Shows the engine's load to other processes, and takes weights from them as the bytes of a file."""
 
     async def update_weights(self, version: PolicyVersion, data: Any, checksum: int) -> WeightUpdate:
-        if isinstance(data, str) or self._config.weights.transport != "memory":
+        if isinstance(data, list) or self._config.weights.transport != "memory":
             return await super().update_weights(version, data, checksum)
         image = Image([WeightPart.of_spans([(0, len(data))])])
         try:
             image.write(WeightBucket(version.pack(), 0, 0, len(data), checksum, len(data)), data)
-            return await super().update_weights(version, image.path, 0)
+            return await super().update_weights(version, at(image.path, len(data)), 0)
         finally:
             image.close()
 
@@ -294,24 +294,24 @@ def test_weights_that_came_as_changes_are_served_bit_by_bit_like_those_that_came
     new = {name: tensor + 0.1 * (torch.rand(tensor.shape) < 0.05) for name, tensor in old.items()}
     changed = dense(0)
     changed.load_state_dict(new, strict=False)
-    base = PartCopy(PolicyVersion(1, 1).pack(), all_rows(old))
-    changes = PartCopy(PolicyVersion(1, 2).pack(), all_rows(new), base=base)
+    rank = PartBuffers(delta=True)
 
-    def write(publication: PartCopy, whole: bool) -> tuple[str, WeightBucket]:
-        bucket, message = publication.bucket(0, publication.part.n_bytes, whole)
-        path, written = ray.get(engine.write.remote(publication.part, bucket, message))
+    def write(step: int, weights: dict[str, torch.Tensor]) -> tuple[str, WeightBucket]:
+        rank.copy(PolicyVersion(1, step).pack(), all_rows(weights), torch.float32)
+        bucket, message = given_by(rank, 0, rank.part.n_bytes)
+        path, written = ray.get(engine.write.remote(rank.part, bucket, message))
         assert written
         return path, bucket
 
     def generated() -> Generation:
         return ray.get(engine.generate.remote(prompt(3), Sampling(temperature=0.0, max_tokens=100), "r"))
 
-    write(base, whole=True)
-    path, bucket = write(changes, whole=False)
-    assert bucket.message_bytes < 0.1 * changes.part.n_bytes
-    ray.get(engine.update_weights.remote(PolicyVersion(1, 2), path, 0))
+    write(1, old)
+    path, bucket = write(2, new)
+    assert bucket.message_bytes < 0.1 * rank.part.n_bytes
+    ray.get(engine.update_weights.remote(PolicyVersion(1, 2), at(path, rank.part.n_bytes), 0))
     by_changes = generated()
-    write(PartCopy(PolicyVersion(1, 3).pack(), all_rows(weights_of(dense(1)))), whole=True)
+    write(3, weights_of(dense(1)))
     in_between = generated()  # the image has other weights by now, which the engine has not loaded
     ray.get(update(engine, 4, new))
     by_all = generated()

@@ -40,6 +40,7 @@ from service.errors import RunFailed, WeightsGone
 from service.evaluation.scores import EvalShard
 from service.handoff.steps.wire import decode_mini_batch
 from service.types import MiniBatch, PolicyVersion
+from tests.pure.actors.fakes import at
 from tests.waiting import until
 
 pytestmark = pytest.mark.slow
@@ -92,7 +93,7 @@ class Road:
         octets, number = np.frombuffer(data, np.uint8), version.step
         path = ray.get(self.generator.hold_image.remote(number, [WeightPart.of_spans([(0, len(data))])]))
         ray.get(self.generator.write_image.remote(number, bucket_of(version.pack(), 0, 0, octets), octets, False))
-        update: dict[str, float] = ray.get(self.generator.update_weights.remote(version.pack(), path, 0))
+        update: dict[str, float] = ray.get(self.generator.update_weights.remote(version.pack(), at(path, len(data)), 0))
         ray.get(self.generator.release_image.remote(number))
         return update
 
@@ -214,7 +215,7 @@ def test_a_file_that_went_with_its_holder_is_refused_and_the_engine_goes_on(road
     before = road.status()
     version = PolicyVersion(road.trainer_incarnation, 1000).pack()
     with pytest.raises(WeightsGone, match="/proc/1/fd/12345 are gone"):
-        ray.get(road.generator.update_weights.remote(version, "/proc/1/fd/12345", 0))
+        ray.get(road.generator.update_weights.remote(version, at("/proc/1/fd/12345", 8), 0))
     ray.get(road.generator.release_image.remote(12345))  # of its process before it started again
     after = road.status()
     assert after["policy_version"] == before["policy_version"]

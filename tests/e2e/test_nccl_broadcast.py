@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from actors.driver.cluster import place_actors
 from actors.driver.prepare import prepare
-from actors.engine.vllm_arguments import FILE_BACKEND, EngineSettings, engine_arguments
+from actors.engine.vllm_arguments import PULL_BACKEND, EngineSettings, engine_arguments
 from actors.engine.vllm_engine import VllmEngine
 from actors.trainer.actor import TrainerRank
 from actors.weights import broadcasts
@@ -174,7 +174,7 @@ async def test_an_engine_that_dies_in_a_broadcast_costs_the_others_one_more_and_
 
 
 @pytest.mark.parametrize(
-    ("transport", "backend"), [("memory", FILE_BACKEND), ("nccl", BROADCAST_BACKEND), ("ipc", IPC_BACKEND)]
+    ("transport", "backend"), [("memory", PULL_BACKEND), ("nccl", BROADCAST_BACKEND), ("ipc", IPC_BACKEND)]
 )
 def test_the_configured_transport_selects_vllms_backend(tmp_path: Path, transport: str, backend: str) -> None:
     config = load([QUICKSTART], [f"weights.transport={transport}", "model.make.hidden_size=32"]).config

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Iterator, Sequence
-from pathlib import Path
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -13,20 +12,18 @@ import ray
 import torch
 
 from actors.weights.delta import WeightBucket
-from actors.weights.image import Image, ImageHolder, open_image
+from actors.weights.image import Image, ImageHolder
 from actors.weights.node_images import NodeImages
-from actors.weights.part import PartCopy, WeightPart
-from actors.weights.policy_tensors import PolicySize
+from actors.weights.part import PartBuffers, WeightPart
+from actors.weights.pulled import WeightFile
 from actors.weights.weight_source import PublishedWeights
 from service.config import WeightsConfig
 from service.errors import WeightsGone
 from service.types import PolicyVersion
-from tests.pure.actors.fakes import all_rows, file_at
+from tests.pure.actors.fakes import all_rows, at, file_at, given_by
 from tests.waiting import until
 
 pytestmark = pytest.mark.slow
-
-SIZE = PolicySize(512 * 1024, tied=False)
 
 
 class Rank0:
@@ -35,21 +32,22 @@ class Rank0:
     nodes = ("a",)
 
     def __init__(self) -> None:
-        self.given = 0
+        self.given, self.publication = 0, PartBuffers()
 
     def publishes(self, step: int) -> PublishedWeights:
         weights = {"w": torch.full((512, 1024), float(step))}
-        self.publication = PartCopy(PolicyVersion(1, step).pack(), all_rows(weights))
+        self.publication.copy(PolicyVersion(1, step).pack(), all_rows(weights), torch.float32)
         return PublishedWeights(None, 0, (self.publication.part,))
 
     @property
     def data(self) -> bytes:
-        return self.publication.bucket(0, self.publication.part.n_bytes, whole=True)[1].tobytes()
+        data: bytes = given_by(self.publication, 0, self.publication.part.n_bytes)[1].tobytes()
+        return data
 
     async def bucket(
         self, version: PolicyVersion, rank: int, start: int, stop: int, whole: bool
     ) -> tuple[WeightBucket, Any]:
-        bucket, message = self.publication.bucket(start, stop, whole)
+        bucket, message = given_by(self.publication, start, stop, whole)
         self.given += len(message)
         return bucket, ray.put(message)
 
@@ -65,13 +63,10 @@ class Holder(ImageHolder):
         self.written += number not in self._images
         return await super().hold_image(number, parts)
 
-    async def mapped(self, path: str) -> tuple[int, bytes]:
+    async def mapped(self, path: str, version: PolicyVersion, n_bytes: int) -> tuple[str, bytes]:
         """Which file it is, and what is in it."""
-        fd = open_image(path, SIZE)
-        try:
-            return os.fstat(fd).st_ino, Path(f"/proc/{os.getpid()}/fd/{fd}").read_bytes()
-        finally:
-            os.close(fd)
+        with closing(WeightFile(version.pack(), at(path, n_bytes))) as file:
+            return path.partition("#")[2], file.read(0, n_bytes).numpy().tobytes()
 
     async def counts(self) -> tuple[int, int]:
         """Images held so far, and held now."""
@@ -99,12 +94,13 @@ def on_two_nodes(holders: dict[str, Any]) -> tuple[NodeImages, Rank0]:
 def test_a_node_receives_new_weights_once_and_all_of_its_engines_map_that_image(holders: dict[str, Any]) -> None:
     files, rank_0 = on_two_nodes(holders)
 
-    async def take(name: str, version: PolicyVersion, weights: PublishedWeights) -> tuple[int, bytes]:
+    async def take(name: str, version: PolicyVersion, weights: PublishedWeights) -> tuple[str, bytes]:
+        sized = version, len(rank_0.data)
         async with files.path_for(name, version, weights) as path:
-            found: tuple[int, bytes] = await holders[name].mapped.remote(path)
+            found: tuple[str, bytes] = await holders[name].mapped.remote(path, *sized)
             return found
 
-    async def taken_by_all(step: int) -> list[tuple[int, bytes]]:
+    async def taken_by_all(step: int) -> list[tuple[str, bytes]]:
         version, weights = PolicyVersion(1, step), rank_0.publishes(step)
         async with files.spread(list(holders), version, weights):
             return list(await asyncio.gather(*(take(name, version, weights) for name in holders)))
@@ -122,18 +118,19 @@ def test_a_node_receives_new_weights_once_and_all_of_its_engines_map_that_image(
 def test_where_the_holder_dies_another_generator_of_the_node_writes_the_image_anew(holders: dict[str, Any]) -> None:
     files, rank_0 = on_two_nodes(holders)
     of = PolicyVersion(1, 3), rank_0.publishes(3)
+    sized = of[0], len(rank_0.data)
 
-    async def killed_between() -> tuple[int, bytes]:
+    async def killed_between() -> tuple[str, bytes]:
         async with files.path_for("generator-0", *of) as path, files.path_for("generator-1", *of) as same:
             assert same == path
             ray.kill(holders["generator-0"])
             await asyncio.to_thread(until, lambda: not file_at(path).exists())  # Ray ends the process when it likes
             with pytest.raises(ray.exceptions.RayTaskError) as gone:
-                await holders["generator-1"].mapped.remote(path)
+                await holders["generator-1"].mapped.remote(path, *sized)
             assert isinstance(gone.value.cause, WeightsGone)
             files.forget("generator-1")
             async with files.path_for("generator-1", *of) as another:
-                found: tuple[int, bytes] = await holders["generator-1"].mapped.remote(another)
+                found: tuple[str, bytes] = await holders["generator-1"].mapped.remote(another, *sized)
                 return found
 
     assert asyncio.run(killed_between())[1] == rank_0.data
@@ -144,10 +141,10 @@ def test_who_has_the_image_open_keeps_it_when_its_writer_ends() -> None:
     rank_0 = Rank0()
     parts = rank_0.publishes(4).parts
     image, n_bytes = Image(parts), parts[0].n_bytes
-    image.write(*rank_0.publication.bucket(0, n_bytes, whole=True))
-    own = open_image(image.path, SIZE)
-    image.close()
-    with pytest.raises(WeightsGone, match="are gone"):
-        open_image(image.path, SIZE)
-    assert os.pread(own, n_bytes, 0) == rank_0.data
-    os.close(own)
+    image.write(*given_by(rank_0.publication, 0, n_bytes))
+    version, sources = PolicyVersion(1, 4).pack(), at(image.path, n_bytes)
+    with closing(WeightFile(version, sources)) as own:
+        image.close()
+        with pytest.raises(WeightsGone, match="are gone"):
+            WeightFile(version, sources)
+        assert own.read(0, n_bytes).numpy().tobytes() == rank_0.data

@@ -13,8 +13,10 @@ from torch import Tensor
 
 from actors.weights.delta import WeightBucket, bucket_of
 from actors.weights.image import Image
-from actors.weights.part import PartCopy, WeightPart
-from service.learn.model.sharding import Rows
+from actors.weights.memory import PAGE, Place
+from actors.weights.part import PartBuffers, WeightPart
+from actors.weights.pulled import Source
+from service.learn.model.sharding import Rows, shard_bounds
 from service.run.supervisor import Life
 from service.types import PolicyVersion
 
@@ -25,6 +27,18 @@ ONE_BUCKET = (WeightPart.of_spans([(0, 16)]),)
 def all_rows(weights: Mapping[str, Tensor]) -> dict[str, Rows]:
     """These weights as the only rank has them."""
     return {name: Rows(tuple(tensor.shape), 0, tensor) for name, tensor in weights.items()}
+
+
+def on_ranks(weights: Mapping[str, Tensor], n_ranks: int) -> list[dict[str, Rows]]:
+    """What each rank has of these weights, as FSDP cuts them."""
+    return [
+        {
+            name: Rows(tuple(tensor.shape), start, tensor[start:stop])
+            for name, tensor in weights.items()
+            for start, stop in [shard_bounds(len(tensor), rank, n_ranks)]
+        }
+        for rank in range(n_ranks)
+    ]
 
 
 class Method:
@@ -71,28 +85,41 @@ class FakeRank0:
         return bucket_of(version.pack(), rank, start, data), data
 
 
-def take(image: Image, copy: PartCopy, size: int = 1024, may_lack: bool = True) -> list[WeightBucket]:
+def take(image: Image, copy: PartBuffers, size: int = 1024, may_lack: bool = True) -> list[WeightBucket]:
     """Let an image take a part as a node does: what it cannot change, if it may lack anything, comes as it is."""
     taken = []
     for start in range(0, copy.part.n_bytes, size):
         stop = min(start + size, copy.part.n_bytes)
-        bucket, message = copy.bucket(start, stop, whole=False)
+        bucket, message = given_by(copy, start, stop)
         if not image.write(bucket, message):
-            assert may_lack and image.write(*copy.bucket(start, stop, whole=True))
+            assert may_lack and image.write(*given_by(copy, start, stop, whole=True))
         taken.append(bucket)
     return taken
 
 
-def image_of(data: bytes) -> Image:
+def given_by(copy: PartBuffers, start: int, stop: int, whole: bool = False) -> tuple[WeightBucket, Any]:
+    """A bucket of the newest version."""
+    assert copy.version is not None
+    found = copy.bucket(copy.version, start, stop, whole)
+    assert found is not None
+    return found
+
+
+def image_of(data: bytes, version: int = 0) -> Image:
     """A node's image of this file."""
     image, octets = Image([WeightPart.of_spans([(0, len(data))])]), np.frombuffer(data, np.uint8)
-    image.write(bucket_of(0, 0, 0, octets), octets)
+    image.write(bucket_of(version, 0, 0, octets), octets)
     return image
+
+
+def at(path: str, n_bytes: int) -> list[Source]:
+    """Where an engine reads the whole file that is in an image."""
+    return [Source(Place(path), WeightPart(((0, n_bytes),)))]
 
 
 def content(image: Image) -> bytes:
     """What is in an image."""
-    return file_at(image.path).read_bytes()
+    return file_at(image.path).read_bytes()[PAGE : PAGE + image._n_bytes]
 
 
 def file_at(path: str) -> Path:
@@ -154,7 +181,8 @@ class FakeGenerator:
     async def _update(self, version: int, data: Any, checksum: int) -> None:
         await self.loading.wait()
         self._fail("update")
-        self.said.append(f"{self.name} takes {PolicyVersion.unpack(version)} from {data}, checksum {checksum}")
+        where = data[0].place.path if isinstance(data, list | tuple) else data
+        self.said.append(f"{self.name} takes {PolicyVersion.unpack(version)} from {where}, checksum {checksum}")
 
     async def _life(self) -> Life:
         return Life(self.name, is_set_up=True)

@@ -209,6 +209,34 @@ def test_a_trainer_that_fails_at_the_same_checkpoint_again_and_again_ends_the_ru
     assert len([line for line in said if line.endswith("the trainer restarts from step 2")]) == 2
 
 
+@pytest.mark.parametrize(("is_remedied", "restarts"), [(True, 4), (False, 2)])
+def test_a_lack_of_memory_that_has_a_remedy_does_not_count_as_a_failure_of_the_trainer(
+    tmp_path: Path, is_remedied: bool, restarts: int
+) -> None:
+    settings = ["run.max_restarts=2", "trainer.checkpoint_every=0", "model.warm_start=null"]
+    config, said = load_config(["configs/quickstart.yaml"], settings), list[str]()
+    lacks = [TrainerLost("the trainer failed (out of memory)", is_remedied)] * 4 + [TrainerLost("it died")] * 3
+
+    async def step(_: Any) -> None:
+        raise lacks.pop(0)
+
+    status = dict.fromkeys(("journal_start", "journal_synced", "issued", "frontier", "accepted_tokens"), 0)
+    buffer = {"ready": None, "join": 1, "lease": LEASED, "status": status}
+    trainer = {name: answering() for name in ("load", "weights", "restart")} | {"step": step}
+    cluster = cluster_of(tmp_path / "run", buffer, trainer)
+    run, prepared = RunWriter(tmp_path / "run"), Prepared(tmp_path / "rows.jsonl", [], tmp_path, 8, None)
+    try:
+        with pytest.raises(RunFailed, match=r"^the trainer failed 3 times; the last time: "):
+            asyncio.run(Coordinator(config, cluster, run, prepared, said.append, None).run())
+    finally:
+        run.close()
+    told = [line for line in said if line == "the trainer failed (out of memory); the trainer restarts from step 0"]
+    assert len(told) == restarts
+    assert len([line for line in said if line.endswith("the trainer restarts from step 0")]) == (
+        6 if is_remedied else 2
+    )
+
+
 @pytest.mark.parametrize("lora", [True, False])
 def test_an_adapter_is_added_to_what_the_warm_start_of_all_weights_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lora: bool

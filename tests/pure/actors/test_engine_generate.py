@@ -19,9 +19,10 @@ from safetensors.torch import save_file
 
 import actors.engine.vllm_arguments
 import actors.engine.vllm_engine
+from actors.engine.vllm_arguments import EngineSettings
 from actors.engine.vllm_engine import WARM_UP, VllmEngine
 from actors.weights.policy_tensors import ADAPTER, ADAPTER_ID
-from service.config import Config, LoraConfig, ModelConfig, WeightsConfig
+from service.config import Config, GeneratorConfig, LoraConfig, ModelConfig, WeightsConfig
 from service.errors import RunFailed, UserError
 from service.rollout.engine import Generation, Sampling, validate_generation
 from service.types import NO_VERSION, PolicyVersion
@@ -235,6 +236,19 @@ async def test_an_engine_whose_recorded_experts_the_trainer_can_replay_starts(
 ) -> None:
     await start_on_gpu(engine, tmp_path, monkeypatch, (RECORDED, layers, 2))
     assert engine.serving == PolicyVersion(0, 0)
+    said = await engine.generate(PROMPT, Sampling(max_tokens=4), "r")
+    assert said.routed_experts is not None and said.routed_experts.dtype == np.uint8, "the model has few experts"
+
+
+@pytest.mark.parametrize("on", [True, False])
+async def test_experts_are_recorded_and_replayed_where_the_setting_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on: bool
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(MIXTURE))
+    monkeypatch.setattr(actors.engine.vllm_arguments, "on_gpu", lambda: True)
+    config = Config(generator=GeneratorConfig(record_experts=on))
+    arguments = actors.engine.vllm_arguments.engine_arguments(EngineSettings.of(config), tmp_path)
+    assert arguments["enable_return_routed_experts"] is on
 
 
 @pytest.mark.parametrize("shape", [None, (RECORDED, 1, 2), (RECORDED, 3, 1), (RECORDED + 1, 3, 2), (3, 3, 2)])

@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
@@ -19,15 +20,18 @@ from safetensors.torch import save
 
 import actors.engine.vllm_engine
 from actors.engine.vllm_engine import VllmEngine
-from actors.weights.image import Image, open_image
+from actors.weights.delta import bucket_of
+from actors.weights.image import Image
+from actors.weights.memory import OpenMemory
 from actors.weights.nccl_broadcast import encode_announcement
 from actors.weights.policy_tensors import ADAPTER_ID, PolicySize, TensorSpec, adapter_shapes
+from actors.weights.pulled import Source, file_of
 from actors.weights.weight_group import Meeting
 from service.config import Config, LoraConfig, WeightsConfig
 from service.errors import RunFailed, WeightsCutOff, WeightsGone
 from service.rollout.engine import Sampling
 from service.types import PolicyVersion
-from tests.pure.actors.fakes import file_at, image_of
+from tests.pure.actors.fakes import at, file_at, image_of
 
 WEIGHTS = {"w": torch.arange(6.0).view(2, 3)}
 LOADED = ["pause", "start", "load", "finish", "label 1:1", "resume"]
@@ -67,13 +71,18 @@ class FakeVllm:
             self.failing[what] -= 1
             raise Exception(f"{what} failed in the worker")
 
+    def load(self, info: dict[str, Any]) -> None:
+        """Read what a worker would pull."""
+        if "sources" in info:
+            with closing(file_of(info, {})) as file:
+                self.loaded.append(file.read(0, file.n_bytes).numpy().tobytes())
+
     async def start_weight_update(self) -> None:
         await self.does("start")
 
     async def update_weights(self, request: Any) -> None:
         self.infos.append(request.update_info)
-        if "path" in request.update_info:
-            self.loaded.append(Path(request.update_info["path"]).read_bytes())
+        self.load(request.update_info)
         await self.does("load")
 
     async def finish_weight_update(self) -> None:
@@ -81,8 +90,7 @@ class FakeVllm:
 
     async def collective_rpc(self, method: str, kwargs: dict[str, Any]) -> None:
         self.infos.append(kwargs["update_info"])
-        if "path" in kwargs["update_info"]:
-            self.loaded.append(Path(kwargs["update_info"]["path"]).read_bytes())
+        self.load(kwargs["update_info"])
         await self.does(method)
 
     async def update_weight_version(self, version: str) -> None:
@@ -147,18 +155,18 @@ def images() -> Iterator[list[Image]]:
 IMAGES: list[Image] = []
 
 
-def file_of(value: float = 0.0) -> bytes:
+def saved(value: float = 0.0) -> bytes:
     return save({"w": WEIGHTS["w"] + value})
 
 
-def sent(value: float = 0.0) -> tuple[str, int]:
-    """The path of an image, and the checksum that is not read with it."""
-    return imaged(file_of(value)), 0
+def sent(value: float = 0.0, version: PolicyVersion = NEW) -> tuple[list[Source], int]:
+    """Where an image lies, and the checksum that is not read with it."""
+    return imaged(saved(value), version), 0
 
 
-def imaged(data: bytes) -> str:
-    IMAGES.append(image_of(data))
-    return IMAGES[-1].path
+def imaged(data: bytes, version: PolicyVersion = NEW) -> list[Source]:
+    IMAGES.append(image_of(data, version.pack()))
+    return at(IMAGES[-1].path, len(data))
 
 
 def files_open() -> int:
@@ -172,8 +180,8 @@ async def test_an_update_is_checked_before_the_pause_and_labelled_before_the_res
     llm = llm_of(engine)
     update = await engine.update_weights(NEW, *sent())
     assert llm.did == LOADED
-    assert llm.loaded == [file_of()]
-    assert (engine.serving, update.version, update.bytes, update.tries) == (NEW, NEW.pack(), len(file_of()), 1)
+    assert llm.loaded == [saved()]
+    assert (engine.serving, update.version, update.bytes, update.tries) == (NEW, NEW.pack(), len(saved()), 1)
     assert files_open() == 0
 
 
@@ -217,7 +225,7 @@ async def test_an_engine_that_cannot_load_stays_paused_and_keeps_its_label(engin
     assert llm.did[-6:] == LOADED
 
 
-@pytest.mark.parametrize("data", [file_of()[:-4], file_of() + b"\0", b"\xff" * 64])
+@pytest.mark.parametrize("data", [saved()[:-4], saved() + b"\0", b"\xff" * 64])
 async def test_an_image_that_is_no_whole_file_never_pauses_the_engine(engine: VllmEngine, data: bytes) -> None:
     with pytest.raises(ValueError, match="not a safetensors file"):
         await engine.update_weights(NEW, imaged(data), 0)
@@ -225,32 +233,58 @@ async def test_an_image_that_is_no_whole_file_never_pauses_the_engine(engine: Vl
 
 
 async def test_weights_older_than_those_that_are_served_are_refused(engine: VllmEngine) -> None:
-    await engine.update_weights(PolicyVersion(2, 5), *sent())
+    await engine.update_weights(PolicyVersion(2, 5), *sent(version=PolicyVersion(2, 5)))
     llm_of(engine).did.clear()
     for older in (PolicyVersion(2, 4), PolicyVersion(1, 9)):
         with pytest.raises(ValueError, match=rf"version {older} are older than 2:5"):
             await engine.update_weights(older, *sent())
     assert (llm_of(engine).did, engine.serving) == ([], PolicyVersion(2, 5))
-    await engine.update_weights(PolicyVersion(2, 5), *sent())
-    await engine.update_weights(PolicyVersion(3, 0), *sent())
+    for same_or_newer in (PolicyVersion(2, 5), PolicyVersion(3, 0)):
+        await engine.update_weights(same_or_newer, *sent(version=same_or_newer))
 
 
 async def test_two_updates_at_once_are_made_one_after_the_other(engine: VllmEngine) -> None:
-    await asyncio.gather(engine.update_weights(NEW, *sent(1.0)), engine.update_weights(PolicyVersion(1, 2), *sent(2.0)))
+    newer = PolicyVersion(1, 2)
+    await asyncio.gather(engine.update_weights(NEW, *sent(1.0)), engine.update_weights(newer, *sent(2.0, newer)))
     llm = llm_of(engine)
     assert llm.did == [*LOADED, *LOADED[:4], "label 1:2", "resume"]
-    assert llm.loaded == [file_of(1.0), file_of(2.0)]
+    assert llm.loaded == [saved(1.0), saved(2.0)]
     assert engine.serving == PolicyVersion(1, 2)
 
 
 async def test_an_image_that_went_with_its_holder_leaves_the_engine_as_it_was(engine: VllmEngine) -> None:
-    path, _ = sent()
-    await engine.update_weights(NEW, path, 0)
-    IMAGES.pop().close()
+    sources, _ = sent()
+    await engine.update_weights(NEW, sources, 0)
     llm_of(engine).did.clear()
-    with pytest.raises(WeightsGone):
-        await engine.update_weights(PolicyVersion(1, 2), path, 0)
-    assert (llm_of(engine).did, engine.serving) == ([], NEW)
+    with pytest.raises(WeightsGone, match="version"):
+        await engine.update_weights(PolicyVersion(1, 2), sources, 0)
+    IMAGES.pop().close()
+    with pytest.raises(WeightsGone, match="are gone"):
+        await engine.update_weights(NEW, sources, 0)
+    assert (llm_of(engine).did, engine.serving, files_open()) == ([], NEW, 0)
+
+
+async def test_weights_that_are_replaced_while_an_engine_loads_leave_it_paused_for_the_newer_ones(
+    engine: VllmEngine,
+) -> None:
+    llm, newer = llm_of(engine), PolicyVersion(1, 2)
+    sources, _ = sent(1.0)
+    llm.failing = {"load": 2}
+
+    async def replaced() -> None:
+        while "load" not in llm.did:
+            await asyncio.sleep(0)
+        data = np.frombuffer(saved(2.0), np.uint8)
+        IMAGES[-1].write(bucket_of(newer.pack(), 0, 0, data), data)
+
+    replacing = asyncio.ensure_future(replaced())
+    with pytest.raises(WeightsGone, match=f"version {newer.pack()}, not {NEW.pack()}"):
+        await engine.update_weights(NEW, sources, 0)
+    await replacing
+    assert (engine.serving, files_open()) == (PolicyVersion(1, 0), 0)
+    assert not {"resume", "label 1:1"} & set(llm.did)
+    await engine.update_weights(newer, sources, 0)
+    assert (llm.loaded[-1], llm.did[-2:], engine.serving) == (saved(2.0), ["label 1:2", "resume"], newer)
 
 
 @pytest.mark.parametrize("part", ["pause", "load", "resume"])
@@ -369,7 +403,7 @@ ADAPTER = {A: torch.arange(6.0).view(2, 3), B: torch.arange(8.0).view(4, 2)}
 ADAPTER_LOADED = ["pause", "update_adapter", "label 1:1", "resume"]
 
 
-def by(transport: str, data: bytes) -> tuple[str | bytes, int]:
+def by(transport: str, data: bytes) -> tuple[list[Source] | bytes, int]:
     """What an engine is given of these data, and a checksum."""
     return (imaged(data), 0) if transport == "memory" else (data, xxhash.xxh3_64_intdigest(data))
 
@@ -386,7 +420,7 @@ def engine_with_adapter(folder: Path, **weights: Any) -> VllmEngine:
 @pytest.mark.parametrize(
     ("transport", "data", "info"),
     [
-        ("memory", save(ADAPTER), {"path"}),
+        ("memory", save(ADAPTER), {"version", "sources"}),
         ("nccl", encode_announcement(ADAPTER), {"names", "dtype_names", "shapes"}),
         (
             "ipc",
@@ -429,18 +463,17 @@ async def test_another_adapter_than_the_policys_never_pauses_the_engine(
 
 
 async def test_an_adapter_that_some_workers_may_lack_is_loaded_again_or_the_engine_stays_paused(tmp_path: Path) -> None:
-    engine, path = engine_with_adapter(tmp_path), imaged(save(ADAPTER))
+    engine, newer = engine_with_adapter(tmp_path), PolicyVersion(1, 2)
     llm_of(engine).failing = {"update_adapter": 1}
-    assert (await engine.update_weights(NEW, path, 0)).tries == 2
+    assert (await engine.update_weights(NEW, imaged(save(ADAPTER)), 0)).tries == 2
     llm_of(engine).did.clear()
     llm_of(engine).failing = {"update_adapter": 2}
     with pytest.raises(RunFailed, match="not loaded in 2 tries"):
-        await engine.update_weights(PolicyVersion(1, 2), path, 0)
+        await engine.update_weights(newer, imaged(save(ADAPTER), newer), 0)
     assert (llm_of(engine).did, engine.serving) == (["pause", "update_adapter", "update_adapter"], NEW)
 
 
 async def test_an_opened_image_is_not_inherited_by_the_engines_processes(engine: VllmEngine) -> None:
-    path, _ = sent()
-    own = open_image(path, engine._size)
-    assert not os.get_inheritable(int(file_at(path).name)) and not os.get_inheritable(own)
-    os.close(own)
+    ((place, _),), _ = sent()
+    with closing(OpenMemory(place.path)) as own:
+        assert not any(os.get_inheritable(int(file_at(path).name)) for path in (place.path, own.path))

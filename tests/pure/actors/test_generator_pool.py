@@ -14,6 +14,8 @@ from ray.exceptions import ObjectLostError
 import actors.calls
 from actors.deaths import is_death
 from actors.generator.generator_pool import GeneratorPool
+from actors.weights.memory import Place
+from actors.weights.pulled import Source
 from actors.weights.weight_group import OVER, Meeting
 from actors.weights.weight_source import TRAINER, PublishedWeights, TrainerLost
 from service.backoff import Backoff
@@ -481,3 +483,26 @@ async def test_code_that_blocks_a_generator_is_named_in_the_terminal_as_often_as
     await until(lambda: "ZeroDivisionError: a bug of the watch" in caplog.text)
     assert not running.done(), "the run does not depend on it"
     running.cancel()
+
+
+BESIDE = PublishedWeights(None, 0, ONE_BUCKET, (Source(Place("/rank-0"), ONE_BUCKET[0]),))
+
+
+async def test_engines_beside_the_ranks_pull_from_their_memory_and_nothing_is_sent() -> None:
+    world = await World("memory").started()
+    world.trainer.nodes = ("node",)
+    await world.pool.weights.publish(PolicyVersion(1, 1), BESIDE)
+    await world.pool.weights.published()
+    assert sorted(world.said) == [f"generator-{n} takes 1:1 from /rank-0, checksum 0" for n in range(2)]
+    assert [generator.written for generator in world.generators] == [0, 0]
+
+
+async def test_where_the_ranks_memory_is_gone_the_trainer_is_lost_and_no_engine_is_blamed() -> None:
+    world = await World("memory").started()
+    world.trainer.nodes = ("node",)
+    world.generators[1].failing["update"] = WeightsGone("version 9, not 8")
+    training = asyncio.ensure_future(world.supervisor.unless_lost([TRAINER], asyncio.Event().wait()))
+    await world.pool.weights.publish(PolicyVersion(1, 1), BESIDE)
+    with pytest.raises(TrainerLost, match=r"generator-1 finds no weights of version 1:1 .*version 9, not 8"):
+        await asyncio.wait_for(training, 60)
+    assert world.telemetry.failed == 0

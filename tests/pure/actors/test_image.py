@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -11,11 +12,12 @@ import pytest
 import torch
 from safetensors.torch import save, save_file
 
-from actors.weights import image as images
 from actors.weights.delta import bucket_of, encode
-from actors.weights.image import Image, open_image
+from actors.weights.image import Image
+from actors.weights.memory import NO_VERSION, OpenMemory, Place
 from actors.weights.part import WeightPart
 from actors.weights.policy_tensors import PolicySize
+from actors.weights.pulled import Source, WeightFile
 from service.errors import WeightsGone
 from tests.pure.actors.fakes import content, image_of
 
@@ -25,25 +27,21 @@ WITH_HEAD = UNTIED | {"lm_head.weight": EMBEDDING.clone()}
 UNTIED_SIZE = PolicySize(15, tied=False)
 
 
-def taken(data: bytes, size: PolicySize = UNTIED_SIZE) -> int:
-    """The descriptor that an engine has of an image of these data, after the image is given back."""
+def read(image: Image) -> WeightFile:
+    """The file as an engine opens it."""
+    return WeightFile(0, [Source(Place(image.path), WeightPart(((0, image._n_bytes),)))])
+
+
+def take(data: bytes, size: PolicySize = UNTIED_SIZE) -> None:
+    """Let an engine find out whether these are the weights of its policy, after the image is given back."""
     image = image_of(data)
-    try:
-        return open_image(image.path, size)
-    finally:
+    with closing(read(image)) as file:
         image.close()
+        size.check((name, stored.shape) for name, stored in file.stored().items())
 
 
 def descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
-
-
-def test_every_byte_arrives_though_the_system_takes_few_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    data, write = save(UNTIED), os.pwrite
-    monkeypatch.setattr(images.os, "pwrite", lambda fd, view, at: write(fd, view[:7], at))
-    fd = taken(data)
-    assert os.pread(fd, len(data) + 1, 0) == data
-    os.close(fd)
 
 
 def octets(*numbers: int) -> np.ndarray:
@@ -77,6 +75,19 @@ def test_what_changed_is_written_into_its_own_base_and_into_no_other() -> None:
     image.close()
 
 
+def test_an_image_has_a_version_from_its_last_bucket_on_until_the_first_of_the_next() -> None:
+    image = Image([WeightPart(((0, 4),))])
+    with closing(OpenMemory(image.path)) as memory:
+        for version in (1, 2):
+            for start in (0, 2, 0):  # one of them twice
+                image.write(bucket_of(version, 0, start, octets(1, version)), octets(1, version))
+                assert (memory.version(0) == version) == (start == 2 or memory.version(0) != NO_VERSION)
+            assert memory.version(0) == version
+            image.write(bucket_of(version, 0, 0, octets(3, 3)), octets(3, 3))
+            assert memory.version(0) == version
+    image.close()
+
+
 def test_a_bucket_that_comes_after_newer_ones_or_after_the_end_is_not_written() -> None:
     image = Image([WeightPart.of_spans([(0, 2)])])
     image.write(bucket_of(2, 0, 0, octets(2, 2)), octets(2, 2))
@@ -94,12 +105,12 @@ def test_a_tied_head_is_the_embedding_and_counts_with_it_an_untied_one_by_itself
     save_file(WITH_HEAD, tmp_path / "model.safetensors", metadata={"format": "pt"})
     size = PolicySize.of_folder(tmp_path)
     assert size == PolicySize(15 if tied else 27, tied)
-    os.close(taken(save(WITH_HEAD, metadata={"format": "pt"}), size))
+    take(save(WITH_HEAD, metadata={"format": "pt"}), size)
     if tied:
-        os.close(taken(save(UNTIED), size))
+        take(save(UNTIED), size)
     else:
         with pytest.raises(ValueError, match="15 numbers, but the policy has 27"):
-            taken(save(UNTIED), size)
+            take(save(UNTIED), size)
 
 
 def test_a_policy_in_several_files_is_all_of_them(tmp_path: Path) -> None:
@@ -128,7 +139,7 @@ def test_a_policy_in_several_files_is_all_of_them(tmp_path: Path) -> None:
 def test_what_is_no_safetensors_file_is_refused_with_its_size(data: bytes) -> None:
     before = descriptors()
     with pytest.raises(ValueError, match=r"not a safetensors file|but the policy has"):
-        taken(data)
+        take(data)
     assert descriptors() == before
 
 
@@ -136,7 +147,7 @@ def test_a_file_whose_data_were_cut_off_is_refused_though_its_header_is_whole() 
     data = save(UNTIED)
     for cut in (data[:-1], data + b"\0"):
         with pytest.raises(ValueError, match="not a safetensors file"):
-            taken(cut)
+            take(cut)
 
 
 def test_another_image_that_has_the_descriptor_of_one_that_was_given_back_is_not_opened_in_its_place() -> None:
@@ -146,8 +157,8 @@ def test_another_image_that_has_the_descriptor_of_one_that_was_given_back_is_not
     new = image_of(data)
     assert old.path != new.path and old.path.partition("#")[0] == new.path.partition("#")[0], "the number is free again"
     with pytest.raises(WeightsGone, match=f"the weights at {old.path} are gone"):
-        open_image(old.path, UNTIED_SIZE)
-    os.close(open_image(new.path, UNTIED_SIZE))
+        read(old)
+    read(new).close()
     new.close()
     assert descriptors() == before
 
@@ -155,4 +166,4 @@ def test_another_image_that_has_the_descriptor_of_one_that_was_given_back_is_not
 @pytest.mark.parametrize("path", ["/proc/1/fd/12345", "/proc/self/fd/12345", "/nowhere"])
 def test_a_path_that_leads_nowhere_is_gone(path: str) -> None:
     with pytest.raises(WeightsGone, match=f"the weights at {path} are gone"):
-        open_image(path, UNTIED_SIZE)
+        WeightFile(0, [Source(Place(path), WeightPart(((0, 8),)))])

@@ -10,26 +10,18 @@ from safetensors.torch import load
 from torch import Tensor
 
 from actors.weights.image import Image
-from actors.weights.part import PartCopy, WeightPart, check_parts
-from service.learn.model.sharding import Rows, shard_bounds
-from tests.pure.actors.fakes import content, take
+from actors.weights.part import PartBuffers, WeightPart, check_parts
+from tests.pure.actors.fakes import content, on_ranks, take
 
 
-def on_ranks(weights: dict[str, Tensor], n_ranks: int) -> list[dict[str, Rows]]:
-    """What each rank has of these weights, as FSDP cuts them."""
-    return [
-        {
-            name: Rows(tuple(tensor.shape), start, tensor[start:stop])
-            for name, tensor in weights.items()
-            for start, stop in [shard_bounds(len(tensor), rank, n_ranks)]
-        }
-        for rank in range(n_ranks)
-    ]
-
-
-def published(version: int, weights: dict[str, Tensor], n_ranks: int, base: list[PartCopy | None]) -> list[PartCopy]:
-    shards = on_ranks({name: tensor.clone() for name, tensor in weights.items()}, n_ranks)
-    return [PartCopy(version, rows, rank, before) for rank, (rows, before) in enumerate(zip(shards, base, strict=True))]
+def published(
+    version: int, weights: dict[str, Tensor], n_ranks: int, ranks: list[PartBuffers] | None = None, delta: bool = True
+) -> list[PartBuffers]:
+    """The ranks after this version, the same as before if there are any."""
+    ranks = ranks or [PartBuffers(rank, delta) for rank in range(n_ranks)]
+    for buffers, rows in zip(ranks, on_ranks(weights, n_ranks), strict=True):
+        buffers.copy(version, rows, next(iter(weights.values())).dtype)
+    return ranks
 
 
 @given(
@@ -42,15 +34,15 @@ def test_an_image_of_all_parts_is_the_file_and_changes_of_each_part_keep_it_so(
 ) -> None:
     torch.manual_seed(len(rows))
     weights = {f"layers.{n}.weight": torch.randn(of, 1 + n).bfloat16() for n, of in enumerate(rows)}
-    first = published(1, weights, n_ranks, [None] * n_ranks)
-    image = Image([publication.part for publication in first])
-    check_parts([publication.part for publication in first])
-    for copy in first:
-        take(image, copy, size, may_lack=False)
+    ranks = published(1, weights, n_ranks)
+    image = Image([buffers.part for buffers in ranks])
+    check_parts([buffers.part for buffers in ranks])
     changed = {name: tensor + (torch.rand(tensor.shape) < 0.1) for name, tensor in weights.items()}
-    for of, publications in ((weights, []), (changed, published(2, changed, n_ranks, list(first)))):
-        buckets = [bucket for copy in publications for bucket in take(image, copy, size, may_lack=False)]
-        assert all(bucket.changed is not None for bucket in buckets), "each is compared with the version before"
+    for version, of in ((1, weights), (2, changed)):
+        published(version, of, n_ranks, ranks)
+        buckets = [bucket for buffers in ranks for bucket in take(image, buffers, size, may_lack=False)]
+        compared = [bucket.changed is not None for bucket in buckets]
+        assert not any(compared) if version == 1 else all(compared), "each is compared with the version before"
         read = load(content(image))
         assert read.keys() == of.keys() and all(torch.equal(read[name], tensor) for name, tensor in of.items())
     image.close()
@@ -58,9 +50,9 @@ def test_an_image_of_all_parts_is_the_file_and_changes_of_each_part_keep_it_so(
 
 def test_one_rank_has_the_whole_file_in_one_span_and_two_have_each_row_once() -> None:
     weights = {"a": torch.zeros(4, 2), "b": torch.ones(3)}
-    (alone,) = published(1, weights, 1, [None])
+    (alone,) = published(1, weights, 1)
     assert alone.part.spans == ((0, alone.part.n_bytes),)
-    first, second = published(1, weights, 2, [None, None])
+    first, second = published(1, weights, 2)
     header = alone.part.n_bytes - 4 * 11
     assert first.part.spans == (
         (0, header + 16),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
-import weakref
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,11 +18,10 @@ from actors.driver.prepare import prepare
 from actors.trainer.actor import TrainerRank
 from actors.weights.cuda_ipc import encode_handles, ipc_update_info
 from actors.weights.nccl_broadcast import encode_announcement
-from actors.weights.part import PartCopy
 from actors.weights.policy_tensors import EMPTY_CHECKSUM, AdapterShapes, PolicySize, checksum_of
+from actors.weights.pulled import WeightFile
 from actors.weights.weight_group import Meeting
 from service.config import Config, WeightsConfig, load_config
-from service.learn.model.sharding import Rows
 from tests.pure.actors.fakes import all_rows
 
 WEIGHTS = {f"layers.{n}.weight": torch.full((2, n + 1), float(n), dtype=torch.bfloat16) for n in range(5)}
@@ -34,7 +33,9 @@ def rank_of(transport: str, delta: bool = False) -> TrainerRank:
     weights = WeightsConfig(transport=transport, delta=delta)  # type: ignore[arg-type]
     rank = TrainerRank(Config(weights=weights).model_dump_json(), 0)
     rank._learner = SimpleNamespace(  # type: ignore[assignment]
-        weights=lambda everywhere=False: WEIGHTS, shards=lambda: all_rows(WEIGHTS)
+        weights=lambda everywhere=False: WEIGHTS,
+        shards=lambda: all_rows(WEIGHTS),
+        policy=SimpleNamespace(dtype=torch.bfloat16),
     )
     return rank
 
@@ -91,9 +92,9 @@ def test_a_rank_shares_the_newest_version_whose_work_on_the_gpu_has_ended(monkey
 
 def file_of(rank: TrainerRank, version: int, size: int = 64) -> bytes:
     """The file that a rank gives out in buckets of this size."""
-    _, (_, part) = rank.weights(version)
-    assert part is not None
-    n_bytes = part.n_bytes
+    _, (_, source) = rank.weights(version)
+    assert source is not None
+    n_bytes = source.part.n_bytes
     given = [rank.bucket(version, start, min(start + size, n_bytes), False) for start in range(0, n_bytes, size)]
     for message, bucket in given:
         assert bucket is not None
@@ -117,22 +118,15 @@ def test_a_rank_gives_out_the_newest_version_only() -> None:
     assert rank.bucket(7, 0, 8, False)[1] is None
 
 
-@pytest.mark.parametrize(("delta", "held"), [(False, 0), (True, 1)])
-def test_while_a_rank_copies_new_weights_it_holds_at_most_the_version_that_they_are_compared_with(
-    delta: bool, held: int
-) -> None:
-    rank, made, alive = rank_of("memory", delta=delta), list[weakref.ref[PartCopy]](), list[int]()
-
-    def shards() -> dict[str, Rows]:
-        alive.append(sum(publication() is not None for publication in made))
-        return all_rows(WEIGHTS)
-
-    rank._learner = SimpleNamespace(shards=shards)  # type: ignore[assignment]
-    for version in range(1, 5):
-        rank.weights(version)
-        assert rank._copy is not None
-        made.append(weakref.ref(rank._copy))
-    assert alive == [0, *[held] * 3]
+def test_engines_of_a_ranks_host_read_what_it_gives_out() -> None:
+    rank = rank_of("memory")
+    for version in (7, 8, 9):
+        _, (_, source) = rank.weights(version)
+        assert source is not None
+        with closing(WeightFile(version, [source])) as file:
+            assert {name: tensor.tolist() for name, tensor in WEIGHTS.items()} == {
+                name: tensor.clone().tolist() for name, tensor in file.tensors()
+            }
 
 
 def loaded(config: Config, folder: Path, adapter: bool) -> TrainerRank:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
 
@@ -11,10 +12,16 @@ import pytest
 import torch
 
 from actors.driver.placement import rank_options
+from actors.trainer import actor
 from actors.trainer.actor import TrainerRank, interface_of, process_group_backend
 from actors.trainer.group import TrainerGroup
+from actors.weights.weight_source import TrainerLost
 from service.config import Config, TrainerConfig, WeightsConfig
 from service.errors import ProcessLost, UserError
+from service.learn.learner import StepReport
+from service.learn.model.policy_model import Checkpointing
+from service.learn.out_of_memory import OutOfMemory
+from service.run.memory import REMEDIES
 from service.run.supervisor import Life
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -71,10 +78,64 @@ def test_an_address_that_no_interface_has_is_one_line() -> None:
         interface_of("203.0.113.9")
 
 
+def rank_whose_step_fails(number: int, loaded: list[Any], error: Exception) -> Any:
+    """A rank that keeps with what checkpointing it was loaded, and fails in its step."""
+
+    async def life() -> Life:
+        return Life(f"process {number}", is_set_up=True)
+
+    async def meeting_point() -> tuple[str, int]:
+        return "", 0
+
+    async def node() -> str:
+        return ""
+
+    async def load(*arguments: Any) -> None:
+        loaded.append(arguments[-1])
+
+    async def step(batch: bytes) -> None:
+        raise error
+
+    methods = {"life": life, "meeting_point": meeting_point, "node": node, "load": load, "step": step}
+    return SimpleNamespace(**{name: SimpleNamespace(remote=method) for name, method in methods.items()})
+
+
+async def test_after_a_lack_of_memory_all_ranks_load_with_less_and_at_the_end_of_that_it_is_said_what_to_change() -> (
+    None
+):
+    loaded: list[Any] = []
+    says = "rank 1 was out of memory"
+    errors = [OutOfMemory(says, Checkpointing(2)), OutOfMemory(says, None), OutOfMemory(says, Checkpointing(4))]
+    group = TrainerGroup.of(Config(), [rank_whose_step_fails(0, loaded, errors[0]) for _ in range(2)])
+    for error, told in zip(errors, ["", f"; {REMEDIES['trainer']}, or use a host with more memory", ""], strict=True):
+        group._ranks = [rank_whose_step_fails(number, loaded, error) for number in range(2)]
+        await group.load(Path())
+        with pytest.raises(TrainerLost) as lost:
+            await group.step([b""])
+        assert str(lost.value) == f"the trainer failed ({says}{told})"
+        assert lost.value.is_remedied is (error.lighter is not None)
+    await group.load(Path())
+    assert loaded == [each for each in (None, Checkpointing(2), Checkpointing(2), Checkpointing(4)) for _ in range(2)]
+
+
+def test_the_first_step_of_compiled_layers_may_wait_longer_for_other_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    within: list[float] = []
+    monkeypatch.setattr(actor, "set_collective_deadline", within.append)
+    config = Config(trainer=TrainerConfig(start_deadline=600, collective_deadline=120))
+    rank = TrainerRank(config.model_dump_json(), 0, None, False)
+    rank._wait_for_compilers()
+    rank._learner, rank._supervised = SimpleNamespace(), SimpleNamespace(loss=lambda _: 0.5)  # type: ignore[assignment]
+    assert rank.supervised([], lr=None) == 0.5 and within == [600.0], "a measurement compiles no backward pass"
+    for _ in range(2):
+        with rank._stepping():
+            pass
+    assert within == [600.0, 120.0]
+
+
 def rank_that_keeps(given: list[bytes]) -> Any:
-    async def step(batch: bytes) -> str:
+    async def step(batch: bytes) -> StepReport:
         given.append(batch)
-        return "report"
+        return StepReport(True, None, {"trainer/gpu_reserved_bytes": float(batch[0]), "policy/grad_norm": 2.0})
 
     return SimpleNamespace(step=SimpleNamespace(remote=step))
 
@@ -82,5 +143,6 @@ def rank_that_keeps(given: list[bytes]) -> Any:
 @pytest.mark.parametrize("parts", [[b"a", b"b", b"c", b"d"], [b"a", b"b"], [b"a"]])
 async def test_ranks_that_share_micro_batches_get_the_same_part(parts: list[bytes]) -> None:
     given: list[list[bytes]] = [[] for _ in range(4)]
-    assert await TrainerGroup.of(Config(), [rank_that_keeps(each) for each in given]).step(parts) == "report"
+    report = await TrainerGroup.of(Config(), [rank_that_keeps(each) for each in given]).step(parts)
+    assert report.metrics == {"trainer/gpu_reserved_bytes": max(parts)[0], "policy/grad_norm": 2.0}
     assert given == [[part] for part in parts for _ in range(4 // len(parts))]

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from actors.weights.delta import MAX_CHANGED, SKIP, WeightBucket, bucket_of, decode, encode
 from actors.weights.image import Image
-from actors.weights.part import PartCopy
-from tests.pure.actors.fakes import all_rows, content, take
+from actors.weights.part import PartBuffers
+from tests.pure.actors.fakes import all_rows, content, given_by, take
 
 N = 4096
 GENERATOR = np.random.default_rng(0)
@@ -62,67 +62,61 @@ def test_much_that_changed_travels_as_it_is_and_its_share_is_still_measured() ->
     assert message is new
 
 
-def published(version: int, weights: dict[str, torch.Tensor], base: PartCopy | None = None) -> PartCopy:
-    return PartCopy(version, all_rows({name: tensor.clone() for name, tensor in weights.items()}), base=base)
+def published(version: int, weights: dict[str, torch.Tensor], rank: PartBuffers | None = None) -> PartBuffers:
+    """The only rank after this version, the same as before if there is one."""
+    rank = rank or PartBuffers(delta=True)
+    rank.copy(version, all_rows(weights), next(iter(weights.values())).dtype)
+    return rank
 
 
 def test_an_image_that_takes_changes_step_after_step_equals_one_that_takes_all() -> None:
     torch.manual_seed(0)
     weights = {f"layers.{n}.weight": torch.randn(40 + n, 50).bfloat16() for n in range(4)}
     weights["norm.weight"] = torch.ones(3, dtype=torch.bfloat16)
-    publication, kept = published(1, weights), None
-    for version in range(2, 6):
-        image = kept or Image([publication.part])
-        take(image, publication)
+    rank = published(1, weights)
+    image = Image([rank.part])
+    for version in range(2, 7):
+        changes = take(image, rank)
         weights = {name: tensor + (torch.rand(tensor.shape) < 0.02) for name, tensor in weights.items()}
-        publication, kept = published(version, weights, publication), image
-    whole = Image([publication.part])
-    changes, everything = take(image, publication), take(whole, published(9, weights))
+        published(version, weights, rank)
+    whole = Image([rank.part])
+    changes, everything = take(image, rank), take(whole, published(9, weights))
     assert content(image) == content(whole)
     assert [bucket.checksum for bucket in changes] == [bucket.checksum for bucket in everything]
-    assert sum(bucket.message_bytes for bucket in changes) < 0.1 * publication.part.n_bytes
+    assert sum(bucket.message_bytes for bucket in changes) < 0.1 * rank.part.n_bytes
     image.close()
     whole.close()
 
 
-class LosesItsBase(PartCopy):
-    """Newer weights are published, in another thread, while a bucket of these is made."""
-
-    def __getattribute__(self, name: str) -> object:
-        found = super().__getattribute__(name)
-        if name == "_itemsize":  # read after it was seen that there is a base
-            self._base = None
-        return found
-
-
-def test_a_bucket_that_is_made_while_newer_weights_are_published_is_whole() -> None:
-    first = published(1, {"w": torch.zeros(64, 64).bfloat16()})
-    image = Image([first.part])
-    take(image, first)
-    second = LosesItsBase(2, all_rows({"w": torch.eye(64).bfloat16()}), base=first)
-    image.write(*second.bucket(0, 1024, whole=False))
-    assert content(image)[:1024] == second._read(0, 1024).tobytes()
-    image.close()
+def test_a_rank_gives_out_its_newest_version_only_and_without_delta_always_all_of_it() -> None:
+    weights = {"w": torch.eye(64)}
+    for rank in (PartBuffers(), published(1, weights)):
+        for version in (1, 2):
+            published(version, weights, rank)
+            (bucket, message), *_ = [rank.bucket(version, 0, 1024, whole=False) or (None, None)]
+            assert bucket is not None and message is not None
+        assert (len(message) == 1024) == (bucket.changed is None)
+        assert rank.bucket(1, 0, 1024, whole=False) is None
 
 
 def test_an_image_that_missed_a_version_or_took_half_of_it_takes_the_next_one_all_the_same() -> None:
     torch.manual_seed(1)
     weights = {"w": torch.randn(64, 64).bfloat16()}
-    versions = [published(1, weights)]
+    rank = published(1, weights)
+    images = behind, half, whole = [Image([rank.part]) for _ in range(3)]
+    for image in images:
+        take(image, rank)
     for version in (2, 3):
         weights = {"w": weights["w"].clone()}
         weights["w"][version, ::7] += 1
-        versions.append(published(version, weights, versions[-1]))
-    behind, half = Image([versions[0].part]), Image([versions[0].part])
-    for image in (behind, half):
-        take(image, versions[0])
-    whole = Image([versions[0].part])
-    take(whole, versions[1])  # asked for, so that the next version has it as its base
-    half.write(*versions[1].bucket(0, 1024, whole=False))
-    for image in (behind, half, whole):
-        take(image, versions[2])
+        published(version, weights, rank)
+        if version == 2:
+            take(whole, rank)  # so that the next version has each bucket as its base
+            half.write(*given_by(rank, 0, 1024))
+    for image in images:
+        take(image, rank)
     assert content(behind) == content(half) == content(whole)
-    for image in (behind, half, whole):
+    for image in images:
         image.close()
 
 
@@ -130,27 +124,19 @@ def test_at_the_learning_rate_of_rl_a_tenth_of_the_bytes_of_bfloat16_weights_tra
     torch.manual_seed(0)
     master = torch.nn.Parameter(0.02 * torch.randn(512, 512))
     optimizer = torch.optim.AdamW([master], lr=1e-6, weight_decay=0.0)
-    versions: list[PartCopy] = []
-    image: Image | None = None
+    rank = published(1, {"w": master.detach().bfloat16()})
+    image = Image([rank.part])
     for version in range(1, 6):
-        versions.append(published(version, {"w": master.detach().bfloat16()}, versions[-1] if versions else None))
-        image = image or Image([versions[-1].part])
-        buckets = take(image, versions[-1], 1 << 20)
+        published(version, {"w": master.detach().bfloat16()}, rank)
+        buckets = take(image, rank, 1 << 20)
         if version > 1:
             sent = sum(bucket.message_bytes for bucket in buckets)
-            assert 0 < sent < 0.1 * versions[-1].part.n_bytes, f"version {version}"
+            assert 0 < sent < 0.1 * rank.part.n_bytes, f"version {version}"
         master.grad = torch.randn_like(master)
+        before = master.detach().bfloat16()
         optimizer.step()
-    assert image is not None
-    whole = Image([versions[-1].part])
-    take(whole, published(9, {"w": versions_weights(versions[-1])}))
+    whole = Image([rank.part])
+    take(whole, published(9, {"w": before}))
     assert content(image) == content(whole)
     image.close()
     whole.close()
-
-
-def versions_weights(publication: PartCopy) -> torch.Tensor:
-    """The only tensor of a publication."""
-    data = np.concatenate([publication.bucket(0, publication.part.n_bytes, whole=True)[1]])
-    header = 8 + int.from_bytes(data[:8].tobytes(), "little")
-    return torch.from_numpy(data[header:].copy()).view(torch.bfloat16).view(512, 512)

@@ -1,0 +1,134 @@
+"""Memory that holds weights for other processes: shared memory of a host, opened by a path.
+
+    | version of buffer 0, version of buffer 1, ... | buffer 0 | buffer 1 |
+      a page                                          whole pages each
+
+Who writes a buffer takes its version away before and states the new one after. Who reads compares the version before
+and after, so that nothing that was replaced meanwhile passes for weights of a version.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import NamedTuple
+from weakref import finalize
+
+import torch
+from torch import Tensor
+
+from service.errors import WeightsGone
+
+PAGE = 4096
+"""Bytes of which the start of each buffer is a multiple."""
+NO_VERSION = -1
+"""The version of a buffer that is empty, or about to be filled."""
+
+
+class Place(NamedTuple):
+    """Where a buffer lies."""
+
+    path: str
+    """Where processes of the same host open the memory, and the file's own number, because descriptors are reused."""
+    start: int = PAGE
+    """First byte of the buffer."""
+    word: int = 0
+    """Number of the buffer."""
+    stays: bool = False
+    """Whether later versions will lie in the same memory."""
+
+
+class WeightMemory:
+    """Buffers in shared memory that other processes read. The memory has no name, and vanishes with the last process
+    that has it open."""
+
+    def __init__(self, n_bytes: int, buffers: int = 1) -> None:
+        """Create it, with so many bytes in each buffer."""
+        self._n_bytes = n_bytes
+        self._fd = os.memfd_create("baton-weights", os.MFD_CLOEXEC)
+        os.ftruncate(self._fd, PAGE + buffers * self._stride)
+        self._octets = _map(self._fd)
+        self._versions = _versions(self._octets)
+        self._versions.fill_(NO_VERSION)
+        self._path = f"/proc/{os.getpid()}/fd/{self._fd}#{os.fstat(self._fd).st_ino}"
+        self._end = finalize(self, os.close, self._fd)
+
+    @property
+    def _stride(self) -> int:
+        return -(-self._n_bytes // PAGE) * PAGE
+
+    def place(self, buffer: int = 0) -> Place:
+        """Return where a buffer lies."""
+        return Place(self._path, PAGE + buffer * self._stride, buffer, stays=True)
+
+    def octets(self, buffer: int = 0) -> Tensor:
+        """Return the bytes of a buffer, [n] uint8; with a GPU the memory is registered with CUDA."""
+        start = self.place(buffer).start
+        return self._octets[start : start + self._n_bytes]
+
+    def mark(self, version: int, buffer: int = 0) -> None:
+        """State the version of a buffer."""
+        self._versions[buffer] = version
+
+    def register(self) -> None:
+        """Register the memory with CUDA, see `register`."""
+        register(self._octets)
+
+    def close(self) -> None:
+        """Let nobody open the memory any more; it is freed when nobody has it open."""
+        self._end()
+
+
+class OpenMemory:
+    """The memory of another process."""
+
+    def __init__(self, path: str) -> None:
+        """Open it by its path; it stays when its owner ends.
+
+        Raises:
+            WeightsGone: the owner has ended or is about to end, or other memory is there.
+        """
+        at, _, number = path.partition("#")
+        try:
+            self._fd = os.open(at, os.O_RDWR)
+        except OSError as error:  # which error is raised depends on how far the owner has ended
+            raise WeightsGone(f"the weights at {path} are gone ({error.strerror})") from error
+        if str(os.fstat(self._fd).st_ino) != number:
+            os.close(self._fd)
+            raise WeightsGone(f"the weights at {path} are gone (others are there)")
+        self.octets = _map(self._fd)
+        self.path = f"/proc/{os.getpid()}/fd/{self._fd}#{number}"
+        """Where another process opens it while this one has it open."""
+        self._end = finalize(self, os.close, self._fd)
+
+    def version(self, buffer: int) -> int:
+        """Return the version of a buffer."""
+        return int(_versions(self.octets)[buffer])
+
+    def register(self) -> None:
+        """Register the memory with CUDA, see `register`."""
+        register(self.octets)
+
+    def close(self) -> None:
+        """Close the descriptor; the bytes stay as long as they are used."""
+        self._end()
+
+
+def register(octets: Tensor) -> None:
+    """Register host memory with CUDA as long as it is mapped, if this process uses a GPU, so that copies need no detour
+    through the driver's own buffers.
+
+    Raises:
+        RuntimeError: CUDA refuses.
+    """
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        runtime, at = torch.cuda.cudart(), octets.data_ptr()  # type: ignore[no-untyped-call]
+        torch.cuda.check_error(runtime.cudaHostRegister(at, octets.nbytes, 0))
+        finalize(octets.untyped_storage(), runtime.cudaHostUnregister, at).atexit = False
+
+
+def _map(fd: int) -> Tensor:
+    return torch.from_file(f"/proc/self/fd/{fd}", shared=True, size=os.fstat(fd).st_size, dtype=torch.uint8)
+
+
+def _versions(octets: Tensor) -> Tensor:
+    return octets[:PAGE].view(torch.int64)

@@ -1,0 +1,234 @@
+"""A weights file as a reader sees it: its parts lie in several memories, and only what is used is read.
+
+    rank 0   | header | a: rows 0 1 | b: row 0 |     PulledTensor a [4, ...]  --narrow(0, 1, 2)-->  rows 1 2
+    rank 1   | a: rows 2 3 | b: row 1 |              --copy_-->  reads row 1 of rank 0 and row 2 of rank 1
+
+vLLM's loaders take a worker's part of a tensor (rows for some layers, columns for others) and copy it into a parameter.
+A `PulledTensor` follows such views without data, and reads at the copy just the rows that the view touches. What else
+is done to it, is done to its values. So nothing is known here of vLLM's layouts, and nothing is read twice.
+"""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from math import prod
+from operator import itemgetter
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from actors.weights.memory import OpenMemory, Place
+from actors.weights.part import TYPES, WeightPart
+from service.errors import WeightsGone
+
+DTYPES = {name: dtype for dtype, name in TYPES.items()}
+CPU = torch.device("cpu")
+
+ReadRows = Callable[[int, int, torch.device], Tensor]
+"""Returns the elements [(stop - start) x ...] of the rows from `start` to `stop` of a tensor, on a device."""
+
+
+class Source(NamedTuple):
+    """A buffer that holds a part of a weights file."""
+
+    place: Place
+    part: WeightPart
+
+
+class StoredTensor(NamedTuple):
+    """A tensor in a weights file."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    at: int
+    """First byte in the file."""
+
+
+class WeightFile:
+    """The weights file of one version."""
+
+    def __init__(self, version: int, sources: Sequence[Source], kept: dict[str, OpenMemory] | None = None) -> None:
+        """Open it. `kept`: memories that stay open from one version to the next, by their numbers; it is brought up to
+        date.
+
+        Raises:
+            WeightsGone: a holder has ended, or has another version.
+        """
+        self._version, self._sources = version, [source for source in sources if source.part.spans]
+        self._memories: dict[str, OpenMemory] = {}
+        """By path."""
+        self._own: list[OpenMemory] = []
+        """Those that are closed with the file."""
+        try:
+            for place, _ in self._sources:
+                self._memories[place.path] = self._memories.get(place.path) or self._opened(place, kept)
+            self.check()
+        except WeightsGone:
+            self.close()
+            raise
+        self._spans = sorted(
+            (
+                (at, n_bytes, self._memories[place.path].octets, place.start + end - n_bytes)
+                for place, part in self._sources
+                for (at, n_bytes), end in zip(part.spans, part.ends, strict=True)
+            ),
+            key=itemgetter(0),
+        )
+        self._starts = [at for at, *_ in self._spans]
+
+    def _opened(self, place: Place, kept: dict[str, OpenMemory] | None) -> OpenMemory:
+        number = place.path.partition("#")[2]
+        if kept is None or not place.stays:
+            self._own.append(OpenMemory(place.path))
+            return self._own[-1]
+        if number not in kept:
+            kept[number] = OpenMemory(place.path)
+            kept[number].register()
+        return kept[number]
+
+    @property
+    def n_bytes(self) -> int:
+        """Return the bytes of all parts."""
+        return sum(source.part.n_bytes for source in self._sources)
+
+    def check(self) -> None:
+        """Compare the version of every part, before and after reading.
+
+        Raises:
+            WeightsGone: a part was replaced, or is being replaced.
+        """
+        for place, _ in self._sources:
+            if (found := self._memories[place.path].version(place.word)) != self._version:
+                raise WeightsGone(f"the weights at {place.path} are gone (version {found}, not {self._version})")
+
+    def read(self, start: int, stop: int, device: torch.device = CPU) -> Tensor:
+        """Return these bytes of the file, [n] uint8; bytes of one part that stay where they are, are not copied."""
+        pieces = list[Tensor]()
+        number = bisect_right(self._starts, start) - 1
+        while start < stop:
+            at, n_bytes, octets, begin = self._spans[number]
+            end = min(stop, at + n_bytes)
+            pieces.append(octets[begin + start - at : begin + end - at])
+            start, number = end, number + 1
+        if len(pieces) == 1:
+            return pieces[0].to(device, non_blocking=True)
+        whole = torch.empty(sum(map(len, pieces)), dtype=torch.uint8, device=device)
+        for place, piece in zip(torch.split(whole, [*map(len, pieces)]), pieces, strict=True):
+            place.copy_(piece, non_blocking=True)
+        return whole
+
+    def stored(self) -> dict[str, StoredTensor]:
+        """Return the tensors that the header names.
+
+        Raises:
+            ValueError: the parts are no whole safetensors file.
+        """
+        try:
+            length = int.from_bytes(self.read(0, 8).numpy().tobytes(), "little")
+            if 8 + length > self.n_bytes:
+                raise ValueError("the header was cut off")
+            header: dict[str, Any] = json.loads(self.read(8, 8 + length).numpy().tobytes())
+            header.pop("__metadata__", None)
+            if 8 + length + max((each["data_offsets"][1] for each in header.values()), default=0) != self.n_bytes:
+                raise ValueError("data were cut off")
+            return {
+                name: StoredTensor(DTYPES[each["dtype"]], (*each["shape"],), 8 + length + each["data_offsets"][0])
+                for name, each in header.items()
+            }
+        except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
+            raise ValueError(f"weights of {self.n_bytes} bytes are not a safetensors file") from error
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield every tensor; its values are read when they are used."""
+        for name, (dtype, shape, at) in self.stored().items():
+            width = prod(shape[1:])
+            read = partial(self._rows, dtype, at, width * dtype.itemsize)
+            yield name, PulledTensor(read, width, torch.empty(shape, dtype=dtype, device="meta"))
+
+    def _rows(self, dtype: torch.dtype, at: int, n_bytes: int, start: int, stop: int, device: torch.device) -> Tensor:
+        """Read the rows from `start` to `stop` of the tensor at this byte, with so many bytes a row."""
+        octets = self.read(at + start * n_bytes, at + stop * n_bytes, device)
+        return (octets if octets.storage_offset() % dtype.itemsize == 0 else octets.clone()).view(dtype)
+
+    def info(self) -> dict[str, Any]:
+        """Return the arguments of `file_of`, for processes of this host while this one has the file open."""
+        sources = [[place._replace(path=self._memories[place.path].path), part.spans] for place, part in self._sources]
+        return {"version": self._version, "sources": sources}
+
+    def close(self) -> None:
+        """Close the memories that are not kept; tensors that were read remain valid."""
+        for memory in self._own:
+            memory.close()
+
+
+def file_of(info: Mapping[str, Any], kept: dict[str, OpenMemory]) -> WeightFile:
+    """Open a file that another process has open, from `WeightFile.info`; raises as `WeightFile`."""
+    sources = [Source(Place(*place), WeightPart.of_spans(spans)) for place, spans in info["sources"]]
+    numbers = {source.place.path.partition("#")[2] for source in sources}
+    for number in kept.keys() - numbers:  # of ranks that have ended
+        kept.pop(number).close()
+    return WeightFile(info["version"], sources, kept)
+
+
+class PulledTensor(Tensor):
+    """A view of a tensor whose values are elsewhere."""
+
+    _read: ReadRows
+    _width: int
+    """Elements of a row of the stored tensor."""
+    _view: Tensor
+    """The view on a tensor without data of the stored shape."""
+
+    @staticmethod
+    def __new__(cls, read: ReadRows, width: int, view: Tensor) -> PulledTensor:
+        """Create the view; for its users it lies in CPU memory."""
+        made: PulledTensor = Tensor._make_wrapper_subclass(
+            cls, view.shape, strides=view.stride(), storage_offset=view.storage_offset(), dtype=view.dtype
+        )
+        made._read, made._width, made._view = read, width, view
+        return made
+
+    def pulled(self, device: torch.device = CPU) -> Tensor:
+        """Read the rows that the view touches, and return the view of them; whole rows go to the device."""
+        view = self._view
+        if not view.numel():
+            return torch.empty(view.shape, dtype=view.dtype, device=device)
+        width = self._width
+        last = view.storage_offset() + sum((n - 1) * step for n, step in zip(view.shape, view.stride(), strict=True))
+        first_row = view.storage_offset() // width
+        rows = self._read(first_row, last // width + 1, device)
+        offset = rows.storage_offset() + view.storage_offset() - first_row * width
+        return rows.as_strided(view.shape, view.stride(), offset)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Follow a view, and read for anything else."""
+        first, *others = args
+        if func.is_view and isinstance(first, cls):
+            viewed = func(first._view, *others, **(kwargs or {}))
+            views = viewed if isinstance(viewed, list | tuple) else [viewed]
+            if all(_is_of(view, first._view) for view in views):
+                made = [cls(first._read, first._width, view) for view in views]
+                return made if isinstance(viewed, list | tuple) else made[0]
+        device = CPU
+        if func is torch.ops.aten.copy_.default:
+            if first.is_meta:  # vLLM counts what will be copied
+                return first
+            device = first.device
+        args, kwargs = tree_map(
+            lambda each: each.pulled(device) if isinstance(each, cls) else each, (args, kwargs or {})
+        )
+        return func(*args, **kwargs)
+
+
+def _is_of(view: Tensor, other: Tensor) -> bool:
+    """Return whether both are views of the same elements, where a result of the same operation might be a copy."""
+    same = view.untyped_storage()._cdata == other.untyped_storage()._cdata
+    return same and view.dtype == other.dtype and view.is_meta

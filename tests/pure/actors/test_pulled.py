@@ -1,0 +1,180 @@
+"""What a reader pulls of a weights file, whose parts lie in the memories of several ranks, is what the ranks hold."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import closing
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from actors.weights.memory import NO_VERSION, OpenMemory
+from actors.weights.part import PartBuffers
+from actors.weights.pulled import CPU, PulledTensor, Source, WeightFile, file_of
+from service.errors import WeightsGone
+from tests.pure.actors.fakes import on_ranks
+
+WEIGHTS = {"a": torch.arange(30.0).view(5, 6), "b": torch.arange(7.0), "c": torch.arange(24.0).view(4, 3, 2)}
+
+
+def published(weights: dict[str, Tensor], n_ranks: int, version: int = 1) -> list[PartBuffers]:
+    ranks = [PartBuffers(rank) for rank in range(n_ranks)]
+    copy(ranks, weights, version)
+    return ranks
+
+
+def copy(ranks: list[PartBuffers], weights: dict[str, Tensor], version: int) -> None:
+    for buffers, rows in zip(ranks, on_ranks(weights, len(ranks)), strict=True):
+        buffers.copy(version, rows, torch.float32)
+
+
+def sources(ranks: list[PartBuffers]) -> list[Source]:
+    return [Source(buffers.place, buffers.part) for buffers in ranks]
+
+
+class Counting(WeightFile):
+    """Counts the bytes that are read, but those of the header."""
+
+    read_bytes = 0
+
+    def read(self, start: int, stop: int, device: torch.device = CPU) -> Tensor:
+        self.read_bytes += stop - start
+        return super().read(start, stop, device)
+
+
+LOADERS: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {
+    "rows of one rank": (lambda a: a.narrow(0, 1, 1), 1),
+    "rows of two ranks": (lambda a: a[1:4], 3),
+    "columns": (lambda a: a.narrow(1, 2, 3), 5),
+    "a chunk": (lambda a: a.chunk(2)[1], 2),
+    "turned": (lambda a: a.t()[:, 2:3], 1),
+    "flat": (lambda a: a.view(-1)[6:12], 1),
+    "one row": (lambda a: a[4], 1),
+    "nothing": (lambda a: a[2:2], 0),
+    "all": (lambda a: a, 5),
+    "another type": (lambda a: a[:2].to(torch.float64), 2),
+    "a sum": (lambda a: a[3:] + 1, 2),
+    "a copy": (lambda a: a[:1].clone(), 1),
+    "reshaped from columns": (lambda a: a[:, :2].reshape(-1), 5),
+    "of another view": (lambda a: a[1:].t()[:3].t()[:2], 2),
+}
+
+
+@pytest.mark.parametrize("n_ranks", [1, 3])
+@pytest.mark.parametrize("loader", LOADERS)
+@pytest.mark.parametrize("inference", [False, True])
+def test_a_loader_gets_its_part_and_only_the_rows_of_it_are_read(loader: str, n_ranks: int, inference: bool) -> None:
+    take, n_rows = LOADERS[loader]
+    ranks = published(WEIGHTS, n_ranks)
+    with closing(Counting(1, sources(ranks))) as file, torch.inference_mode(inference):
+        tensors = dict(file.tensors())
+        assert all(tensors[name].shape == tensor.shape for name, tensor in WEIGHTS.items())
+        file.read_bytes = 0
+        part = take(tensors["a"])
+        expected = take(WEIGHTS["a"])
+        loaded = torch.empty(expected.shape, dtype=expected.dtype).copy_(part)
+        assert torch.equal(loaded, expected)
+        assert file.read_bytes == n_rows * 6 * 4
+
+
+def test_what_vllm_only_counts_is_not_read() -> None:
+    ranks = published(WEIGHTS, 2)
+    with closing(Counting(1, sources(ranks))) as file:
+        tensors = dict(file.tensors())
+        file.read_bytes = 0
+        torch.empty(5, 6, device="meta").copy_(tensors["a"])
+        assert file.read_bytes == 0
+
+
+@given(rows=st.lists(st.integers(1, 9), min_size=1, max_size=6), n_ranks=st.integers(1, 4))
+def test_every_tensor_is_whole_whatever_the_rows_of_each_rank(rows: list[int], n_ranks: int) -> None:
+    weights = {f"layers.{n}": torch.randn(of, 1 + n) for n, of in enumerate(rows)}
+    ranks = published(weights, n_ranks)
+    for version in (2, 3):  # each of the two buffers
+        copy(ranks, weights, version)
+        with closing(WeightFile(version, sources(ranks))) as file:
+            read = {name: tensor.clone() for name, tensor in file.tensors()}
+        assert list(read) == list(weights) and all(torch.equal(read[name], weights[name]) for name in weights)
+
+
+def test_a_version_that_is_replaced_while_it_is_read_is_gone() -> None:
+    ranks = published(WEIGHTS, 2)
+    with closing(WeightFile(1, sources(ranks))) as file:
+        copy(ranks, WEIGHTS, 2)
+        file.check()  # the other buffer was filled
+        ranks[1].copy(3, on_ranks(WEIGHTS, 2)[1], torch.float32)
+        with pytest.raises(WeightsGone, match="version"):
+            file.check()
+    with pytest.raises(WeightsGone, match="version 2, not 3"):
+        WeightFile(3, sources(ranks))
+
+
+def test_a_buffer_that_is_being_filled_has_no_version() -> None:
+    ranks, seen = published(WEIGHTS, 1), list[int]()
+    place = ranks[0].place
+
+    with closing(OpenMemory(place.path)) as memory:
+        assert [memory.version(n) for n in (0, 1)] == [NO_VERSION, 1]
+        rows = on_ranks(WEIGHTS, 1)[0]
+        looks = Looks(rows["a"].rows, lambda: seen.append(memory.version(0)))
+        ranks[0].copy(2, rows | {"a": rows["a"]._replace(rows=looks)}, torch.float32)
+        assert (seen, memory.version(0)) == ([NO_VERSION], 2)
+
+
+class Looks(Tensor):
+    """Calls a function when it is copied."""
+
+    look: Callable[[], None]
+
+    @staticmethod
+    def __new__(cls, tensor: Tensor, look: Callable[[], None]) -> Looks:
+        made = tensor.as_subclass(cls)
+        made.look = look
+        return made
+
+    @classmethod
+    def __torch_function__(
+        cls, func: object, types: object, args: tuple[object, ...] = (), kwargs: object = None
+    ) -> object:
+        if func is Tensor.copy_:
+            args[1].look()  # type: ignore[attr-defined]
+        return super().__torch_function__(func, types, args, kwargs)  # type: ignore[arg-type]
+
+
+def test_memory_that_stays_is_opened_once_and_goes_with_ranks_that_were_replaced() -> None:
+    ranks, kept = published(WEIGHTS, 2), dict[str, OpenMemory]()
+    before = len(os.listdir("/proc/self/fd"))
+    for version in (2, 3, 4):
+        copy(ranks, WEIGHTS, version)
+        with closing(WeightFile(version, sources(ranks))) as given, closing(file_of(given.info(), kept)) as file:
+            assert torch.equal(dict(file.tensors())["c"].clone(), WEIGHTS["c"])
+            opened = set(kept.values())
+    assert len(opened) == 2 and len(os.listdir("/proc/self/fd")) == before + 2
+    others = published(WEIGHTS, 1)
+    with closing(WeightFile(1, sources(others))) as given, closing(file_of(given.info(), kept)):
+        assert not opened & set(kept.values())
+    kept.popitem()[1].close()
+    assert len(os.listdir("/proc/self/fd")) == before + 1, "that of the other rank itself"
+
+
+def test_weights_of_a_rank_that_has_ended_stay_readable_for_who_had_opened_them() -> None:
+    (rank,) = published(WEIGHTS, 1)
+    with closing(WeightFile(1, sources([rank]))) as file:
+        place = sources([rank])
+        rank._memory.close()
+        assert torch.equal(dict(file.tensors())["a"].clone(), WEIGHTS["a"])
+        with pytest.raises(WeightsGone, match="are gone"):
+            WeightFile(1, place)
+
+
+def test_a_view_knows_its_shape_and_type_without_reading() -> None:
+    ranks = published(WEIGHTS, 2)
+    with closing(Counting(1, sources(ranks))) as file:
+        view = dict(file.tensors())["c"][1:3, :, 1]
+        file.read_bytes = 0
+        assert (view.shape, view.dtype, view.device, view.dim()) == ((2, 3), torch.float32, CPU, 2)
+        assert isinstance(view, PulledTensor) and file.read_bytes == 0
