@@ -1,6 +1,7 @@
 """Estimated utilisation, memory and largest models on H100s, without a GPU.
 
     python -m benchmarks.estimates
+    python -m benchmarks.estimates bars
 
 Times are arithmetic over the operations of a real step under fake tensors (`service.learn.estimate`): rates that
 kernels reach, without launch gaps and collectives. Utilisation counts neither recomputation nor the optimizer's step.
@@ -9,6 +10,7 @@ kernels reach, without launch gaps and collectives. Utilisation counts neither r
 from __future__ import annotations
 
 import json
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,12 @@ QWEN2 = {"model_type": "qwen2", "vocab_size": 151936, "max_position_embeddings":
 SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 SMOLLM2 = {"model_type": "llama", "vocab_size": 49152, "head_dim": 64, "num_key_value_heads": 3}
 SMOLLM2 |= {"max_position_embeddings": 8192, "tie_word_embeddings": True}
+EXPERTS = {"model_type": "qwen3_moe", "vocab_size": 151936, "head_dim": 128, "num_key_value_heads": 4}
+EXPERTS |= {"max_position_embeddings": 262144, "tie_word_embeddings": False, "num_experts": 128}
+EXPERTS |= {"num_experts_per_tok": 8, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
+EXPERT_SIZES = ("hidden_size", "intermediate_size", "moe_intermediate_size", "num_hidden_layers", "num_attention_heads")
+LLAMA = {"model_type": "llama", "vocab_size": 128256, "num_key_value_heads": 8, "max_position_embeddings": 131072}
+LLAMA |= {"tie_word_embeddings": False}
 SHAPES: dict[str, dict[str, Any]] = {
     "SmolLM2-135M": SMOLLM2 | dict(zip(SIZES, (576, 1536, 30, 9), strict=True)),
     "Qwen2.5-0.5B": QWEN2 | dict(zip(SIZES, (896, 4864, 24, 14), strict=True)) | {"num_key_value_heads": 2},
@@ -42,9 +50,11 @@ SHAPES: dict[str, dict[str, Any]] = {
     "Qwen3-8B": QWEN3 | dict(zip(SIZES, (4096, 12288, 36, 32), strict=True)) | {"tie_word_embeddings": False},
     "Qwen3-14B": QWEN3 | dict(zip(SIZES, (5120, 17408, 40, 40), strict=True)) | {"tie_word_embeddings": False},
     "Qwen3-32B": QWEN3 | dict(zip(SIZES, (5120, 25600, 64, 64), strict=True)) | {"tie_word_embeddings": False},
+    "Qwen3-30B-A3B": EXPERTS | dict(zip(EXPERT_SIZES, (2048, 6144, 768, 48, 32), strict=True)),
+    "Llama-3.1-8B": LLAMA | dict(zip(SIZES, (4096, 14336, 32, 32), strict=True)),
 }
-"""The shapes of published models, from the `config.json` of `Qwen/<name>` and `HuggingFaceTB/<name>` on Hugging Face;
-the instruct models have the same."""
+"""The shapes of published models, from the `config.json` of `Qwen/<name>`, `HuggingFaceTB/<name>` and
+`meta-llama/<name>` on Hugging Face; the instruct models have the same."""
 
 BUDGET = 16384
 """Tokens of a micro-batch."""
@@ -110,7 +120,40 @@ def largest_models(parent: Path) -> None:
         print(f"| {name} | {ranks} | {step.peak_bytes / 1e9:.1f} | {fits} |", flush=True)
 
 
+FLASH_ATTENTION_4 = 1.67
+"""Speed of FlashAttention 4 over 2 that is assumed: 550 TFLOP/s forward."""
+
+
+def bars(parent: Path) -> None:
+    """Print the utilisation without checkpointing, and what a publication takes by rates of links.
+
+    Layers with experts are taken as written, all others as compiled.
+
+    A publication is a copy of each rank's bfloat16 rows to its host's memory, and from there into each engine; links
+    reach 70 % of 64 GB/s where memory is registered, and 3.5 GB/s was measured where it is not.
+    """
+    print("| model | rows | FlashAttention 2 | 4 |\n|---|---|---|---|")
+    for name, row_tokens in (
+        ("Qwen3-1.7B", 1024),
+        ("Qwen3-1.7B", 4096),
+        ("Llama-3.1-8B", 4096),
+        ("Qwen3-30B-A3B", 4096),
+    ):
+        config = configured(8, row_tokens, gradient_checkpointing=False)
+        step = estimate_step(config.learn, model_folder(name, parent))
+        whole = sum(step.seconds.values()) if "num_experts" in SHAPES[name] else step.fused_seconds
+        saved = step.seconds["attention"] * (1 - 1 / FLASH_ATTENTION_4)
+        used = [step.model_flops / seconds / H100.flops for seconds in (whole, whole - saved)]
+        print(f"| {name} | {row_tokens // 1024}k | {used[0]:.1%} | {used[1]:.1%} |", flush=True)
+    weights, link = 8.03e9 * 2, 0.7 * H100.host_link
+    print(f"8B on 8 ranks: {weights / 8 / 1e9:.1f} GB a rank, to the host {weights / 8 / link:.2f} s")
+    print(f"8B into an engine: {weights / link:.2f} s registered, {weights / 3.5e9:.1f} s as measured")
+
+
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as made:
+        if sys.argv[1:] == ["bars"]:
+            bars(Path(made))
+            sys.exit()
         utilisations(Path(made))
         largest_models(Path(made))

@@ -17,7 +17,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from benchmarks.estimates import SHAPES, configured
+from benchmarks.estimates import EXPERT_SIZES, EXPERTS, SHAPES, configured
 from service.learn.estimate.step import StepEstimate, estimate_step
 from service.learn.model.hf_config import read_config
 from service.plan.engine import Engine, Shape
@@ -27,25 +27,9 @@ from service.plan.step_seconds import Setting, flow_of
 from service.plan.trainer import Trainer
 from service.plan.weights import update
 
-EXPERTS = {"model_type": "qwen3_moe", "vocab_size": 151936, "head_dim": 128, "num_key_value_heads": 4}
-EXPERTS |= {"max_position_embeddings": 262144, "tie_word_embeddings": False, "num_experts": 128}
-EXPERTS |= {"num_experts_per_tok": 8, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
-SIZES = ("hidden_size", "intermediate_size", "moe_intermediate_size", "num_hidden_layers", "num_attention_heads")
 MODELS: dict[str, dict[str, Any]] = {
     **SHAPES,
-    "Qwen3-30B-A3B": EXPERTS | dict(zip(SIZES, (2048, 6144, 768, 48, 32), strict=True)),
-    "Qwen3-235B-A22B": EXPERTS | dict(zip(SIZES, (4096, 12288, 1536, 94, 64), strict=True)),
-    "Llama-3.1-8B": {
-        "model_type": "llama",
-        "vocab_size": 128256,
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 131072,
-        "tie_word_embeddings": False,
-    },
+    "Qwen3-235B-A22B": EXPERTS | dict(zip(EXPERT_SIZES, (4096, 12288, 1536, 94, 64), strict=True)),
 }
 """With the shapes of `benchmarks.estimates`; from the `config.json` of these models on Hugging Face."""
 

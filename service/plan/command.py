@@ -6,7 +6,9 @@ import argparse
 import sys
 from functools import partial
 
+from service.config.checks import check_bytes
 from service.config.command_line import checked_config
+from service.config.model_folder import TOKENIZER, check_description
 from service.learn.estimate.gpus import DATA_SHEETS
 from service.plan.work import OPTIONS
 from service.run.lengths import lengths_of_run
@@ -54,10 +56,17 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
     config, source = checked_config(arguments, overrides)
     say = partial(print, file=sys.stderr, flush=True)
     with phase("loading PyTorch", say):
+        from service.learn.model.hf_config import read_config
+        from service.learn.model.router_replay import routing_of_model
         from service.plan.planning import planned_model, print_plan
         from service.plan.settings import PlanSettings
 
     with source.named_in_errors(), phase("planning", say, after=QUIET_SECONDS):
         measured = lengths_of_run(arguments.lengths) if arguments.lengths else {}
         with planned_model(config.model, config.env, config.run.seed, arguments.lengths) as folder:
+            trainer = config.trainer
+            check_description(folder, config.generator.longest_row, trainer.sequence_parallel, trainer.expert_parallel)
+            check_bytes(config, routing_of_model(read_config(folder), config.generator.record_experts).token_bytes)
+            if not (folder / TOKENIZER).is_file():
+                say(f"note: {folder} has no {TOKENIZER}: a run, and its check, need a whole Hugging Face folder")
             return 0 if print_plan(PlanSettings.of(config), folder, arguments, measured) else DOES_NOT_FIT

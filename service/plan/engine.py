@@ -128,8 +128,8 @@ class Engine:
         """Seconds of the two all-reduces of each layer; beyond one node's GPUs they use the network."""
         if self.gpus == 1:
             return 0.0
-        rate = self.device.link if self.gpus <= 8 else self.device.network
-        each = tokens * self.shape.hidden * self.shape.width * 2 * (self.gpus - 1) / self.gpus / rate
+        each = tokens * self.shape.hidden * self.shape.width * 2 * (self.gpus - 1) / self.gpus
+        each /= self.device.ring(self.gpus)
         return 2 * self.shape.layers * (GPU["all_reduce"] + each)
 
     def prefill_seconds(self, tokens: float, context: float) -> float:

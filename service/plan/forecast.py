@@ -8,9 +8,11 @@ from functools import cache
 from pathlib import Path
 
 from service.errors import UserError
+from service.handoff.group_bytes import TOKEN_BYTES
 from service.learn.estimate.fit import MARGIN
-from service.learn.estimate.step import GPUS_OF_A_NODE
+from service.learn.estimate.gpus import GPUS_OF_A_NODE
 from service.learn.model.hf_config import read_config
+from service.learn.model.router_replay import routing_of_model
 from service.plan.binding import Binding, Demand, Part, Side, binding
 from service.plan.engine import Engine, Shape
 from service.plan.machine.costs import CPU, GPU, TRAINER
@@ -65,11 +67,17 @@ def splits_of(settings: PlanSettings, gpus: int) -> Iterator[tuple[int, int]]:
         yield gpus, gpus
         return
     each, together = settings.generator.engine_gpus, settings.trainer.sequence_parallel
-    found = [engines for engines in range(1, (gpus - 1) // each + 1) if (gpus - engines * each) % together == 0]
+    node = GPUS_OF_A_NODE if settings.trainer.shard_within == "node" else 1
+
+    def is_possible(ranks: int) -> bool:
+        return ranks % together == 0 and (ranks <= node or ranks % node == 0)
+
+    found = [engines for engines in range(1, (gpus - 1) // each + 1) if is_possible(gpus - engines * each)]
     if not found:
+        whole = f", or whole nodes of {node} (trainer.shard_within: node)" if node > 1 else ""
         raise UserError(
             f"--gpus {gpus}: an engine takes {each} (generator.tensor_parallel_size) and the trainer {together} or a "
-            f"multiple of it (trainer.sequence_parallel); give {each + together} or more"
+            f"multiple of it (trainer.sequence_parallel){whole}; give {each + together} or more"
         )
     every = -(-len(found) // MAX_SPLITS)
     for engines in sorted({*found[::every], found[-1]}):
@@ -87,8 +95,11 @@ class Planner:
         """
         self.settings, self.device, self.work = settings, device, work
         self.trainer, self.memory, self.problem = estimated(settings.fit, folder, device)
-        self.shape = Shape.of(read_config(folder), 2.0 if settings.fit.learn.model.dtype == "bfloat16" else 4.0)
+        hf_config = read_config(folder)
+        self.shape = Shape.of(hf_config, 2.0 if settings.fit.learn.model.dtype == "bfloat16" else 4.0)
         self._on_cpu, pace = device.cores is not None, device.pace
+        recorded = settings.generator.record_experts and not self._on_cpu
+        self.journal_token_bytes = TOKEN_BYTES + routing_of_model(hf_config, recorded).token_bytes
         token = CPU["token"] + CPU["turn"] / work.response_tokens
         self._engine = Engine(
             self.shape,
@@ -99,6 +110,8 @@ class Planner:
             token * pace if self._on_cpu else GPU["request"],
         )
         self._trajectories = settings.trainer.mini_batch_size * settings.samples
+        # a token that turns share is written once
+        self.journal_bytes = self._trajectories * work.length * self.journal_token_bytes
         self._iteration = cache(self._iteration_of)
 
     def split(self, engines: int, ranks: int, lookahead: int | None = None) -> Split:
@@ -114,6 +127,8 @@ class Planner:
         pause /= self.settings.weights.sync_every
         # pauses are spread over the iterations between them
         paused = factor * (1 + pause / max(sampling * factor, trained))
+        writing = self.journal_bytes / TRAINER["disk"]
+        held_up = max(1.0, writing / (sampling * paused))  # engines sample no faster than the disk takes steps
         stepping = training[Part.TRAINER] + training[Part.JOURNAL]
         flow = flow_of(
             Setting(
@@ -122,7 +137,7 @@ class Planner:
                 lookahead=self.settings.lookahead if lookahead is None else lookahead,
                 slots=self.settings.generator.concurrent_groups,
                 engines=engines,
-                iteration=lambda running: self.iteration(running) * paused,
+                iteration=lambda running: self.iteration(running) * paused * held_up,
                 tokens=work.sampled,
                 sigma=work.sigma,
                 most_tokens=float(self.settings.env_turns * self.settings.generator.max_generate_length),
@@ -132,7 +147,7 @@ class Planner:
                 sync_seconds=update.arrival,
             )
         )
-        demand = self._demand(engines, ranks, flow, training, pause, update.arrival)
+        demand = self._demand(engines, ranks, flow, training, pause, held_up, update.arrival)
         generation = max(flow.step_seconds * (1 - flow.generators_wait), 1e-9)
         held = self._rank_bytes(ranks, rows)
         return Split(
@@ -167,7 +182,14 @@ class Planner:
         }
 
     def _demand(
-        self, engines: int, ranks: int, flow: Flow, training: Mapping[Part, float], pause: float, arrival: float
+        self,
+        engines: int,
+        ranks: int,
+        flow: Flow,
+        training: Mapping[Part, float],
+        pause: float,
+        held_up: float,
+        arrival: float,
     ) -> Demand:
         work, settings = self.work, self.settings
         generation = flow.step_seconds * (1 - flow.generators_wait)
@@ -175,9 +197,15 @@ class Planner:
         outside = work.turns * work.environment_seconds
         inside = work.sampled * self.iteration(max(1.0, flow.running))
         waiting = generation * outside / (outside + inside)
-        engine = max(0.0, generation - waiting - pause)
+        playing = max(0.0, generation - waiting - pause)
+        engine = playing / held_up
         return Demand(
-            generation={Part.ENGINES: engine, Part.ENVIRONMENT: waiting, Part.WEIGHTS: pause},
+            generation={
+                Part.ENGINES: engine,
+                Part.ENVIRONMENT: waiting,
+                Part.WEIGHTS: pause,
+                Part.JOURNAL: playing - engine,
+            },
             training=training,
             engines=engines,
             ranks=ranks,
@@ -233,7 +261,7 @@ class Planner:
 
     def _checkpoint(self) -> float:
         every, costs = self.settings.trainer.checkpoint_every, TRAINER
-        return self.shape.parameters * costs["checkpoint_bytes"] / costs["disk"] / every if every else 0.0
+        return self.trainer.step.trained * costs["checkpoint_bytes"] / costs["disk"] / every if every else 0.0
 
 
 @dataclass(frozen=True)
@@ -253,6 +281,9 @@ class Forecast:
     engine_bytes: Mapping[str, float]
     """On each GPU of an engine, by part."""
     updates: Mapping[str, Update]
+    journal_bytes: float
+    """What the buffer writes for a mini-batch."""
+    journal_token_bytes: int
     problem: str | None
     """Why the configuration does not fit, and what would help."""
 
@@ -287,13 +318,15 @@ def forecast(settings: PlanSettings, folder: Path, device: Device, work: Work, g
         parts["libraries"] = CPU["engine_bytes"]
     else:
         parts["graphs and buffers"] = max(0.0, planner.memory.engine - weights)
-    problem = planner.problem
+    problem = planner.problem or _too_large(chosen, sum(parts.values()), device)
     if used > gpus and problem is None:
         problem = (
-            f"generator.engines: {engines} engines of {each} GPUs and {ranks} ranks take {used}, {used - gpus} more "
-            f"than --gpus {gpus}; lower one of them, see the best split"
+            f"generator.engines: {engines} engines of {each} {device.unit} and {ranks} ranks take {used}, "
+            f"{used - gpus} more than --gpus {gpus}; lower one of them, see the best split"
         )
-    transports = ("memory", "nccl", "ipc") if device.cores is None else (transport,)
+    # an engine and a rank can hand over handles on a GPU that they share, and NCCL only between GPUs
+    possible = ("memory",) if device.cores is not None else ("memory", "ipc" if settings.fit.shares_gpus else "nccl")
+    transports = dict.fromkeys((transport, *possible))
     return Forecast(
         settings=settings,
         device=device,
@@ -304,5 +337,20 @@ def forecast(settings: PlanSettings, folder: Path, device: Device, work: Work, g
         on_policy=planner.split(engines, ranks, lookahead=0).flow,
         engine_bytes=parts,
         updates={name: planner.update(name, engines, ranks) for name in transports},
+        journal_bytes=planner.journal_bytes,
+        journal_token_bytes=planner.journal_token_bytes,
         problem=problem,
     )
+
+
+def _too_large(split: Split, engine_bytes: float, device: Device) -> str | None:
+    """Why the processes of a CPU machine, or ranks in float32, do not fit its memory; None if they do."""
+    rank, room = sum(split.rank_bytes.values()), device.memory * (1 - MARGIN)
+    needed = rank if device.cores is None else split.ranks * rank + split.engines * engine_bytes
+    if needed <= room:
+        return None
+    who, helps = "a rank takes", "use more of them, or a smaller model"
+    if device.cores is not None:
+        who = f"{split.ranks} ranks and {split.engines} engines on this machine take"
+        helps = "use fewer of them or a smaller model, or plan for GPUs (--gpu h100)"
+    return f"trainer.ranks: {who} {needed / 1e9:.1f} GB, of which there are {room / 1e9:.1f}; {helps}"

@@ -10,8 +10,11 @@ from service.learn.estimate.fit import MARGIN
 from service.observe.summary import duration
 from service.plan.binding import Part, Side
 from service.plan.forecast import Forecast, Split
+from service.plan.machine.costs import listed
 from service.plan.work import lines_of
 
+LEAST_BYTES = 5e6
+"""Parts of the memory that are named."""
 MODEL = (
     "Times are arithmetic: the operations of a step at the device's rates, a roofline for each iteration of an engine, "
     "and what admission, slots and trainer let through."
@@ -21,32 +24,41 @@ MODEL = (
 def lines(plan: Forecast) -> Iterator[str]:
     """The lines of the page."""
     split, settings = plan.chosen, plan.settings
-    unit = "processes" if plan.device.cores is not None else "GPUs"
     parallel = settings.generator.engine_gpus
     engines = _count(split.engines, "engine") + (f" of {parallel} GPUs" if parallel > 1 else "")
-    where = f"{settings.name} on {plan.gpus} {unit} ({plan.device.name})"
+    where = f"{settings.name} on {plan.gpus} {plan.device.unit} ({plan.device.name})"
     yield f"{where}; configured: {engines}, {_count(split.ranks, 'rank')}"
     yield ""
     yield from _memory(plan)
     yield ""
     yield from _speed(plan)
     yield ""
-    yield f"{'engines':>8} {'ranks':>6} {'s/step':>8} {'training waits':>15} {'slots idle':>11}  fits  binds"
+    yield f"{'engines':>10} {'ranks':>6} {'s/step':>8} {'training waits':>15} {'slots idle':>11}  fits  binds"
     for each in plan.splits:
         mark = "*" if each is plan.best else " "
         yield (
-            f"{each.engines:>7}{mark} {each.ranks:>6} {each.step_seconds:>8.2f} {each.flow.trainer_waits:>15.0%} "
+            f"{mark} {each.engines:>8} {each.ranks:>6} {_short(each.step_seconds):>8} {each.flow.trainer_waits:>15.0%} "
             f"{each.flow.generators_wait:>11.0%}  {'yes ' if each.fits else 'no  '}  "
             f"{each.binding.part if each.binding.is_bottleneck else '-'}"
         )
     best = plan.best
-    speed = f"{best.step_seconds:.2f} s a step, {split.step_seconds / best.step_seconds:.2f} times as fast as"
+    speed = f"{_short(best.step_seconds)} s a step, {split.step_seconds / best.step_seconds:.2f} times as fast as"
     name = "best split (*)" if best.fits else "no split fits; the fastest (*) if they did"
     yield f"{name}: {_count(best.engines, 'engine')}, {_count(best.ranks, 'rank')}, {speed} the configuration's"
     yield ""
     yield "assumptions"
-    for line in (f"rates: {plan.device.source}", *lines_of(plan.work), MODEL):
+    costs = listed() if plan.device.cores is None else ()
+    for line in (f"rates: {plan.device.source}", *costs, *lines_of(plan.work), MODEL):
         yield f"  {line}"
+
+
+def _short(seconds: float) -> str:
+    """Seconds with two digits after the point; of less than 0.1 s two digits, so that nothing is 0 that takes time.
+
+    >>> _short(2.5), _short(0.004321), _short(0.0)
+    ('2.50', '0.0043', '0')
+    """
+    return f"{seconds:.2f}" if seconds >= 0.1 else f"{seconds:.2g}"
 
 
 def _count(number: int, what: str) -> str:
@@ -57,8 +69,9 @@ def _memory(plan: Forecast) -> Iterator[str]:
     room = plan.device.memory * (1 - MARGIN)
     for name, parts in (("a rank", plan.chosen.rank_bytes), ("a GPU of an engine", plan.engine_bytes)):
         held = sum(parts.values())
-        listed = ", ".join(f"{part} {size / 1e9:.2f}" for part, size in sorted(parts.items(), key=lambda p: -p[1]))
-        yield f"memory of {name}: {held / 1e9:.1f} GB of {room / 1e9:.1f} that can be used ({listed})"
+        largest = sorted(parts.items(), key=lambda part: -part[1])
+        named = ", ".join(f"{part} {size / 1e9:.2f}" for part, size in largest if size >= LEAST_BYTES)
+        yield f"memory of {name}: {held / 1e9:.1f} GB of {room / 1e9:.1f} that can be used ({named})"
     yield "it fits" if plan.problem is None else f"it does not fit: {plan.problem}"
 
 
@@ -67,21 +80,24 @@ def _speed(plan: Forecast) -> Iterator[str]:
     yield f"engines: {split.sampled_tokens:,.0f} sampled and {split.prefilled_tokens:,.0f} prefilled tokens a second"
     yield f"trainer: {split.trained_tokens:,.0f} tokens of rows a second"
     for side in Side:
-        parts = ", ".join(f"{part} {seconds:.2f}" for part, seconds in split.demand.of(side).items() if seconds)
-        yield f"{side}: {split.demand.seconds(side):.2f} s of a step ({parts})"
+        parts = ", ".join(f"{part} {_short(seconds)}" for part, seconds in split.demand.of(side).items() if seconds)
+        yield f"{side}: {_short(split.demand.seconds(side))} s of a step ({parts})"
+    gain = plan.on_policy.step_seconds / flow.step_seconds
     yield (
-        f"a step: {flow.step_seconds:.2f} s, {plan.on_policy.step_seconds / flow.step_seconds:.2f} times as fast as "
-        f"on-policy; staleness {flow.staleness:.1f} versions; {_count(round(flow.running), 'request')} in an engine"
+        f"a step: {_short(flow.step_seconds)} s, {gain:.2f} times as fast as on-policy; "
+        f"staleness {flow.staleness:.1f} versions; {_count(round(flow.running), 'request')} in an engine"
     )
     yield f"what binds: {split.binding.sentence()}"
     for transport, update in plan.updates.items():
         used = " (configured)" if transport == plan.settings.weights.transport else ""
         yield (
-            f"weights by {transport}{used}: the trainer waits {update.trainer:.2f} s, an engine pauses "
-            f"{update.pause:.2f} s, served after {update.arrival:.2f} s"
+            f"weights by {transport}{used}: the trainer waits {_short(update.trainer)} s, an engine pauses "
+            f"{_short(update.pause)} s, served after {_short(update.arrival)} s"
         )
+    yield f"journal: {plan.journal_bytes / 1e9:.2g} GB a step, {plan.journal_token_bytes} bytes a token"
     steps = plan.settings.max_steps
-    rented = "" if plan.gpu_hours is None else f", {plan.gpu_hours:.2g} GPU-hours"
+    hours = plan.gpu_hours
+    rented = "" if hours is None else f", {hours:,.0f} GPU-hours" if hours >= 10 else f", {hours:.2g} GPU-hours"
     yield f"the run: {steps} steps, {duration(steps * flow.step_seconds)} without its start{rented}"
 
 
@@ -102,6 +118,7 @@ def as_dict(plan: Forecast) -> dict[str, Any]:
         "splits": [_split(split) for split in plan.splits],
         "speed_over_on_policy": plan.on_policy.step_seconds / plan.chosen.step_seconds,
         "weights": {transport: asdict(update) for transport, update in plan.updates.items()},
+        "journal_bytes": plan.journal_bytes,
         "gpu_hours": plan.gpu_hours,
         "work": work,
         "sources": sources,

@@ -85,8 +85,8 @@ class Flow:
 
 
 def either_longer(one: float, other: float) -> float:
-    """Seconds of a step whose two sides need these seconds: the maximum, plus the cost of chance if they are
-    similar."""
+    """Seconds of a step whose two sides need these seconds: those of the longer side, and up to about 4 %
+    more if the sides are similar, because their waits vary at random."""
     longer, shorter = max(one, other), min(one, other)
     return longer * float((1 + (shorter / longer) ** SHARPNESS) ** (1 / SHARPNESS)) if longer else 0.0
 

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
-from service.learn.compile import compiles_layers
+from service.learn.compile import compiles_whole_layers
 from service.learn.estimate.fit import fit
-from service.learn.estimate.gpus import REACHED
+from service.learn.estimate.gpus import GPUS_OF_A_NODE, REACHED
 from service.learn.estimate.meter import ELEMENTWISE
-from service.learn.estimate.step import GPUS_OF_A_NODE, StepEstimate, estimate_step
+from service.learn.estimate.step import StepEstimate, estimate_step
 from service.learn.model.hf_config import read_config
 from service.learn.settings import FitSettings
 from service.plan.machine.costs import CPU, GPU, TRAINER
@@ -41,10 +41,17 @@ class Trainer:
     """Length of its rows."""
     passes: float
     """Forward and backward passes of a token, over those of the estimate: a reference policy adds a forward pass."""
+    shards_within_node: bool = False
+    """`trainer.shard_within: node`: each node has a copy of the policy."""
+
+    def _shards(self, ranks: int) -> int:
+        """Ranks that share a copy of the policy."""
+        return min(ranks, GPUS_OF_A_NODE) if self.shards_within_node else ranks
 
     def memory(self, ranks: int) -> dict[str, float]:
         """Peak bytes of a rank by part, with `ranks` ranks."""
-        return {part: held * (self.ranks / ranks if part in SHARDED else 1.0) for part, held in self.step.peak.items()}
+        share = self._shards(self.ranks) / self._shards(ranks)
+        return {part: held * (share if part in SHARDED else 1.0) for part, held in self.step.peak.items()}
 
     def token_seconds(self, device: Device, row_tokens: float) -> float:
         """Seconds per token in rows of this length: each kind of operation at the device's rate."""
@@ -67,11 +74,23 @@ class Trainer:
         mine = tokens / ranks * TRAINER["imbalance"]
         micro_batches = max(1, math.ceil(mine / budget))
         compute = mine * self.token_seconds(device, row_tokens)
-        rate = device.link if ranks <= GPUS_OF_A_NODE else device.network
-        collectives = micro_batches * self.step.sent / rate if ranks > 1 else 0.0
-        optimizer = self.step.optimizer_seconds * self.ranks / ranks * REACHED.bandwidth / device.bandwidth
+        collectives = micro_batches * self._collectives(device, ranks)
+        share = self._shards(self.ranks) / self._shards(ranks)
+        optimizer = self.step.optimizer_seconds * share * REACHED.bandwidth / device.bandwidth
         host = CPU["rank_step"] * device.pace if device.cores is not None else 0.0
         return max(compute, collectives) + optimizer + host
+
+    def _collectives(self, device: Device, ranks: int) -> float:
+        """Seconds of a micro-batch's collectives: rings over the ranks of a copy, then sums of gradients over copies.
+
+        A rank alone sends nothing, so its estimate has no such bytes: weights are gathered twice in two bytes, and
+        gradients reduced in four.
+        """
+        step, shards = self.step, self._shards(ranks)
+        copies = ranks / shards
+        sent = step.sent or 4.0 * (step.parameters + step.trained)
+        gradients = 2 * 4.0 * step.trained / shards * (1 - 1 / copies)
+        return sent * (1 - 1 / shards) / device.ring(shards) + gradients / device.network
 
 
 @dataclass(frozen=True)
@@ -93,10 +112,12 @@ def estimated(settings: FitSettings, folder: Path, device: Device) -> tuple[Trai
     if device.cores is None and learn.model.dtype == "bfloat16":
         found = fit(settings, folder, device.memory)
         step, problem = found.step, found.problem()
+        if not found.checkpointing.regather:  # one of the two times that weights are gathered
+            step = replace(step, sent=max(0.0, step.sent - 2.0 * step.parameters))
         automatic = setting.gradient_checkpointing == "auto"  # its times assume that all layers are
         recomputed = found.checkpointing.layers / found.n_layers if automatic else 1.0
         memory = Memory(found.engine_bytes, found.kv_bytes)
-        fused = setting.fused_kernels or compiles_layers(read_config(folder), setting, None, torch.bfloat16)
+        fused = setting.fused_kernels or compiles_whole_layers(read_config(folder), setting, None, torch.bfloat16)
     else:
         step = estimate_step(learn, folder, on_gpu=False)
         memory = Memory(0.0, float(settings.generator.kv_cache_bytes or 0))
@@ -104,5 +125,6 @@ def estimated(settings: FitSettings, folder: Path, device: Device) -> tuple[Trai
     forwards = (algorithm.kl_coef > 0) + (algorithm.anchor == "proximal")
     rows = max(1, setting.tokens_of_micro_batch // learn.longest_row)
     mine = rows * learn.longest_row // setting.sequence_parallel
-    trainer = Trainer(step, setting.ranks, recomputed, fused, mine, learn.longest_row, 1 + forwards / 4)
+    passes, node = 1 + forwards / 4, setting.shard_within == "node"
+    trainer = Trainer(step, setting.ranks, recomputed, fused, mine, learn.longest_row, passes, node)
     return trainer, memory, problem

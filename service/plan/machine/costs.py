@@ -2,10 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 
-_COSTS = msgspec.toml.decode(Path(__file__).with_suffix(".toml").read_bytes(), type=dict[str, dict[str, float]])
-CPU, GPU, TRAINER, WEIGHTS = (_COSTS[of] for of in ("cpu", "gpu", "trainer", "weights"))
+
+class Cost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A constant: seconds, bytes, bytes/s or a factor."""
+
+    value: float
+    source: str
+    """Where it was measured and when, or "assumed"."""
+    what: str = ""
+    """Its words on the page of a plan for GPUs, with `{}` for the value; empty: it is not listed."""
+
+
+_COSTS = msgspec.toml.decode(Path(__file__).with_suffix(".toml").read_bytes(), type=dict[str, dict[str, Cost]])
+CPU, GPU, TRAINER, WEIGHTS = (
+    {name: cost.value for name, cost in _COSTS[of].items()} for of in ("cpu", "gpu", "trainer", "weights")
+)
 """Seconds, bytes and bytes/s by name."""
+
+
+def listed() -> Iterator[str]:
+    """A line for each constant on which a plan for GPUs rests, with its source."""
+    for cost in (cost for costs in _COSTS.values() for cost in costs.values() if cost.what):
+        value = cost.value / 1e9 if cost.value >= 1e6 else cost.value
+        yield f"{cost.what.format(f'{value:g}')}: {cost.source}"

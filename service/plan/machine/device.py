@@ -6,7 +6,7 @@ import difflib
 from dataclasses import dataclass
 
 from service.errors import UserError
-from service.learn.estimate.gpus import DATA_SHEETS, H100, REACHED
+from service.learn.estimate.gpus import DATA_SHEETS, GPUS_OF_A_NODE, H100, REACHED
 from service.plan.machine.costs import CPU, GPU
 
 
@@ -28,6 +28,7 @@ class Device:
     link: float
     """Bytes/s to another GPU of the same machine."""
     network: float
+    """Bytes/s of one network card, of which a node has one for each GPU."""
     host_link: float
     """Bytes/s to the memory of the host."""
     cores: int | None = None
@@ -35,6 +36,19 @@ class Device:
     pace: float = 1.0
     """Seconds of the work of a run's processes here, over those on the machine on which costs.toml was measured; of a
     GPU that is not measured, 1."""
+
+    @property
+    def unit(self) -> str:
+        """What a rank takes one of."""
+        return "GPUs" if self.cores is None else "processes"
+
+    def ring(self, gpus: int) -> float:
+        """Bytes/s that each of `gpus` GPUs in a ring passes on: over nodes, all network cards of a node do it together.
+
+        >>> profile("h100").ring(8) == profile("h100").link
+        True
+        """
+        return self.link if gpus <= GPUS_OF_A_NODE else min(self.link, GPUS_OF_A_NODE * self.network)
 
 
 def profile(name: str) -> Device:
@@ -60,7 +74,7 @@ def profile(name: str) -> Device:
         attention=sheet.flops * REACHED.attention / H100.flops,
         attention_backward=sheet.flops * REACHED.attention_backward / H100.flops,
         link=sheet.link * of_link,
-        network=GPU["network"] * of_link,
+        network=GPU["network"] * GPU["of_network"],
         host_link=sheet.host_link * of_link,
     )
 

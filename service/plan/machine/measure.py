@@ -25,8 +25,8 @@ COPIES, ROWS, CONTEXT = {"cpu": 1 << 24, "cuda": 1 << 30}, {"cpu": 768, "cuda": 
 
 
 def measured(cpu: bool = False) -> Device:
-    """The rates of this machine's first GPU; or of its CPU, without a GPU or with `cpu`, with one core per process of a
-    run."""
+    """The rates of this machine's first GPU. If it has none, or `cpu` is set: those of one CPU core, as each process
+    of a run uses one."""
     found = pace()
     device = torch.device("cuda" if torch.cuda.is_available() and not cpu else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -90,7 +90,8 @@ def _attention(heads: Tensor) -> tuple[float, float]:
 def _device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"{len(os.sched_getaffinity(0))} CPU cores"
+    cores = f"{len(os.sched_getaffinity(0))} CPU cores"
+    return cores if torch.cuda.is_available() else f"{cores} (PyTorch can use no GPU here; --gpu h100 plans for one)"
 
 
 def _memory(device: torch.device) -> float:
