@@ -6,8 +6,10 @@ SHELL := /bin/bash
 VENV := .venv
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest --durations=15
-# Tests without Ray and vLLM share no process, port or folder: several run at once. Each of the others needs all cores.
+# Tests without Ray and vLLM share no process, port or folder: as many run at once as there are
+# cores. Of the others two files run at once: each waits much for processes that start.
 AT_ONCE := -n logical --maxprocesses 8 tests/pure tests/machine tests/sim
+TWO_FILES := -n 2 --dist loadfile
 IN_TURN := tests/e2e tests/chaos tests/hosts tests/gpu
 # Documentation, deployment files, servers and pages: these tests matter where those files changed.
 EDGES := tests/docs tests/deploy tests/browser tests/e2e/test_monitoring.py
@@ -54,7 +56,7 @@ servers: dev ## Prometheus, Alertmanager, Chromium and Slurm for the tests, as r
 test: dev ## the test suite on CPU, real Ray, vLLM and FSDP included
 	@echo "baton: testing"
 	@$(PYTEST) -m "not full" $(AT_ONCE)
-	@$(PYTEST) -m "not full and not chaos" --ignore tests/e2e/test_monitoring.py $(IN_TURN)
+	@$(PYTEST) -m "not full and not chaos" --ignore tests/e2e/test_monitoring.py $(TWO_FILES) $(IN_TURN)
 test-fast: dev ## only the quick tests, which need neither Ray nor vLLM (about a minute)
 	@$(PYTEST) -m "not slow and not full" -n logical --maxprocesses 8 tests/pure
 test-edges: dev servers ## documentation, deployment files, Prometheus, pages in a browser; .ci/run calls it if they changed
@@ -104,8 +106,8 @@ bench-padded: dev ## padded lengths of mini-batches, for three ways to form rows
 	@$(BIN)/python -m benchmarks.padded_lengths
 bench-peer: dev ## the quick start end to end against TRL, with fast and with slow environments (about an hour)
 	@$(BIN)/python -m benchmarks.peer
-gpu: dev ## what only a GPU can show: tests, speed, weights, agreement; under 25 minutes, into build/gpu.json
-	@$(BIN)/python -m benchmarks.gpu
+gpu: ## what only a GPU can show, the most valuable first, in 25 minutes; needs no network; into build/gpu.json
+	@$(or $(wildcard $(BIN)/python),python3) -m benchmarks.gpu
 bench-learn: dev ## packed against padded learning, in one run
 	@$(BIN)/python -m benchmarks.learn
 bench-sequence-parallel: dev ## memory of ranks that share tokens, and a row that no rank could train alone

@@ -1,7 +1,7 @@
 """Small random models of several families: `python -m benchmarks.families agreement gemma3 olmo3`.
 
 agreement    nats between the log-probabilities of the same sampled tokens, by engine, trainer and transformers
-model        writes one in place of the Qwen3 that the quick start makes: `... model gemma3 --folder FOLDER`, and then
+model        writes one in place of the Qwen3 that a recipe makes: `... model gemma3 --folder FOLDER`, and then
              `baton run --config configs/quickstart.yaml model.make=null model.path=FOLDER`
 """
 
@@ -74,12 +74,13 @@ def main() -> None:
     parser.add_argument("families", nargs="*", default=FAMILIES)
     parser.add_argument("--dtypes", nargs="+", default=("float32", "bfloat16"), choices=("float32", "bfloat16"))
     parser.add_argument("--multimodal", action="store_true", help="in folders that have a model for images, too")
-    parser.add_argument("--folder", type=Path)
+    parser.add_argument("--folder", type=Path, help="of the model that is written")
+    parser.add_argument("--recipe", type=Path, default=RECIPE, help="whose tokenizer it gets (default: %(default)s)")
     arguments = parser.parse_args()
     torch.set_num_threads(1)  # on busy cores several wait for each other
     for family in arguments.families:
         if arguments.what == "model":
-            found: dict[str, Any] = {"folder": str(for_recipe(family, arguments.folder))}
+            found: dict[str, Any] = {"folder": str(for_recipe(family, arguments.folder, arguments.recipe))}
         else:
             found = agreement(family, arguments.dtypes, arguments.multimodal)
         print(json.dumps({"family": family} | found), flush=True)
@@ -142,10 +143,10 @@ def of_kind(config: PretrainedConfig) -> Any:
     return AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
 
 
-def for_recipe(family: str, folder: Path) -> Path:
+def for_recipe(family: str, folder: Path, recipe: Path) -> Path:
     """A model with the recipe's tokenizer, in place of the Qwen3 that a run of it would make; Gemma 3 with one layer of
     each kind."""
-    config = load([RECIPE], []).config
+    config = load([recipe], []).config
     make_policy(config.model, config.env, config.run.seed, folder)
     tokenizer = load_tokenizer(folder)
     changes: dict[str, Any] = {"vocab_size": len(tokenizer), "tie_word_embeddings": True, "initializer_range": 0.02}

@@ -29,7 +29,8 @@ from actors.engine.run_player import RunPlayer
 from actors.engine.vllm_engine import VllmEngine, engine_env
 from actors.generator.actor import Generator
 from actors.observe.metrics_hub import MetricsHub
-from actors.weights.part import PartCopy
+from actors.weights.part import PartBuffers
+from actors.weights.pulled import Source
 from baton.examples import lookup
 from benchmarks.own_ray import own_ray
 from service.config import (
@@ -209,12 +210,8 @@ class Road:
         self.incarnation = self._get(self.buffer.join.remote("trainer", "trainer"))
         self.version = PolicyVersion(self.incarnation, 0)
         weights = load_file(self.model / "model.safetensors")
-        rows = {name: Rows(tuple(tensor.shape), 0, tensor) for name, tensor in weights.items()}
-        publication = PartCopy(self.version.pack(), rows)
-        bucket, data = publication.bucket(0, publication.part.n_bytes, whole=True)
-        self.weights = data.tobytes()
-        self.image = self.call("hold_image", 0, [publication.part])
-        self._get(self.generator.write_image.remote(0, bucket, data, False)[1])
+        self.rows = {name: Rows(tuple(tensor.shape), 0, tensor) for name, tensor in weights.items()}
+        self.buffers = PartBuffers()
 
     def call(self, method: str, *arguments: Any) -> Any:
         """Call the generator."""
@@ -222,7 +219,10 @@ class Road:
 
     def publish(self) -> dict[str, float]:
         """Send the same weights as the current version."""
-        update: dict[str, float] = self.call("update_weights", self.version.pack(), self.image, 0)
+        version = self.version.pack()
+        self.buffers.copy(version, self.rows, next(iter(self.rows.values())).rows.dtype)
+        sources = [Source(self.buffers.place, self.buffers.part)]
+        update: dict[str, float] = self.call("update_weights", version, sources, 0)
         return update
 
     def advance(self) -> None:
@@ -278,22 +278,23 @@ def update_cost(road: Road, updates: int) -> dict[str, Any]:
     """Pauses under load, against writing the same bytes to shared memory once."""
     load = road.generator.load.remote(1024, road.config.generator.max_generate_length - 1)
     pauses, writes = [], []
+    weights = road.buffers._memory.octets().numpy().tobytes()
     for _ in range(updates):
         with tempfile.NamedTemporaryFile(dir="/dev/shm") as file:
             start = time.monotonic()
-            file.write(road.weights)
+            file.write(weights)
             file.flush()
             writes.append(time.monotonic() - start)
         pauses.append(road.publish()["pause_seconds"])
     lengths = road._get(load)
     return {
-        "bytes": len(road.weights),
+        "bytes": len(weights),
         "updates": updates,
         "pause_seconds": statistics.median(pauses),
         "longest_pause_seconds": max(pauses),
         "write_seconds": statistics.median(writes),
         "pauses_per_write": statistics.median(p / w for p, w in zip(pauses, writes, strict=True)),
-        "bytes_per_second": len(road.weights) / statistics.median(pauses),
+        "bytes_per_second": len(weights) / statistics.median(pauses),
         "requests": len(lengths),
         "tokens": sum(lengths),
     }

@@ -48,8 +48,9 @@ class Rank(TrainerRank):
         first, end = shard_bounds(shape[0], self._rank, self._world_size)
         made = {f"layers.{number}.weight": torch.randn(end - first, 1000).bfloat16() for number in range(TENSORS)}
         self._made = made
-        copies = lambda: {name: Rows(shape, first, tensor.clone()) for name, tensor in made.items()}  # noqa: E731
-        self._learner = SimpleNamespace(shards=copies)  # type: ignore[assignment]
+        rows = {name: Rows(shape, first, tensor) for name, tensor in made.items()}
+        policy = SimpleNamespace(dtype=torch.bfloat16)
+        self._learner = SimpleNamespace(shards=lambda: rows, policy=policy)  # type: ignore[assignment]
 
     def change(self) -> None:
         """One step."""

@@ -1,11 +1,13 @@
-"""Everything that waits for a first GPU, in under 25 minutes and without the network.
+"""What a first half hour on a GPU is for: the figures that nobody has, the most valuable first, without the network.
 
-    python -m benchmarks.gpu                        all parts; build/gpu.json and build/gpu.md
-    python -m benchmarks.gpu --part learner         one part (may be given several times)
-    python -m benchmarks.gpu --device cpu           a rehearsal with small shapes
+    python -m benchmarks.gpu                              all parts in 25 minutes; build/gpu.json and build/gpu.md
+    python -m benchmarks.gpu --minutes 12                 the most valuable parts that fit
+    python -m benchmarks.gpu --part learner --json FILE   one part (may be given several times)
+    python -m benchmarks.gpu --device cpu                 a rehearsal with small shapes
 
-A part without its packages or GPUs is skipped, and one that crashes or hangs costs only itself; the reason is in the
-JSON. Exit code: 0 where every part was measured or skipped, 1 where one failed, 2 without a usable GPU.
+Each figure has the range that arithmetic expects of an H100, and a verdict. A part without its packages or GPUs is not
+run, and one that crashes or hangs costs only itself; the reason is in the JSON. Exit code: 0 where every part was
+measured or not run, 1 where one failed, 2 without a usable GPU.
 """
 
 from __future__ import annotations
@@ -20,18 +22,20 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.parts import PARTS, ROOT, run_part
+from benchmarks.gpu.parts import PARTS, ROOT, Part, next_part, outcome, run_part
 from benchmarks.gpu.table import markdown
 
+MINUTES = 25.0
 REHEARSAL = 5.0
 """A rehearsal's deadlines over those on a GPU: CPUs are slow, and may have much else to do."""
-PACKAGES = ("torch", "triton", "vllm", "ray", "transformers", "flash-attn-3", "liger-kernel")
+PACKAGES = ("torch", "triton", "vllm", "ray", "transformers", "flash-attn-4", "flash-attn-3", "liger-kernel")
 
 
 def main() -> int:
     """Run the parts, one after the other."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--part", action="append", choices=[part.name for part in PARTS], help="only this part")
+    parser.add_argument("--minutes", type=float, default=MINUTES, help="parts of the least value are left out")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: small shapes, as a rehearsal")
     parser.add_argument("--json", type=Path, default=ROOT / "build" / "gpu.json")
     options = parser.parse_args()
@@ -43,23 +47,36 @@ def main() -> int:
         print(f"benchmarks.gpu: {why}; --device cpu rehearses the parts with small shapes", file=sys.stderr)
         return 2
     file = options.json.resolve()
-    logs = file.with_suffix("")
-    logs.mkdir(parents=True, exist_ok=True)
-    results: list[dict[str, Any]] = []
-    started = time.monotonic()
+    file.with_suffix("").mkdir(parents=True, exist_ok=True)
+    document: dict[str, Any] = {"machine": machine, "seconds": 0.0, "parts": []}
     slower = REHEARSAL if options.device == "cpu" else 1.0
-    for part in (part._replace(seconds=slower * part.seconds) for part in PARTS):
-        if options.part and part.name not in options.part:
-            continue
-        print(f"{part.name}: at most {part.seconds:g} s; what it prints is in {logs / part.name}.log", flush=True)
-        results.append(run_part(part, options.device, logs))
-        print(f"{part.name}: {results[-1]['state']} {results[-1]['reason']}", flush=True)
-        document = {"machine": machine, "seconds": round(time.monotonic() - started, 1), "parts": results}
-        file.write_text(json.dumps(document, indent=2) + "\n")
-        file.with_suffix(".md").write_text(markdown(document))
+    wanted = [part for part in PARTS if not options.part or part.name in options.part]
+    _run([part._replace(seconds=slower * part.seconds) for part in wanted], options, slower, file, document)
     print(markdown(document))
     print(f"written: {file} and {file.with_suffix('.md')}")
-    return 1 if any(result["state"] == "failed" for result in results) else 0
+    return 1 if any(result["state"] == "failed" for result in document["parts"]) else 0
+
+
+def _run(waiting: list[Part], options: argparse.Namespace, slower: float, file: Path, document: dict[str, Any]) -> None:
+    """Run the parts that fit into the minutes; the files are complete after each one."""
+    logs, started = file.with_suffix(""), time.monotonic()
+    while waiting:
+        left = 60 * slower * options.minutes - (time.monotonic() - started)
+        part = next_part(waiting, left)
+        if part is None:
+            reason = f"{left / 60:.0f} of {options.minutes:g} minutes were left, and parts of more value came first"
+            results = [outcome(each, "not run", reason) for each in waiting]
+            waiting = []
+        else:
+            waiting.remove(part)
+            print(f"{part.name}: at most {part.seconds:g} s; what it prints is in {logs / part.name}.log", flush=True)
+            results = [run_part(part, options.device, logs)]
+        for result in results:
+            print(f"{result['part']}: {result['state']} {result['reason']}", flush=True)
+        document["parts"] += results
+        document["seconds"] = round(time.monotonic() - started, 1)
+        file.write_text(json.dumps(document, indent=2) + "\n")
+        file.with_suffix(".md").write_text(markdown(document))
 
 
 def _machine(device: str) -> tuple[str, dict[str, str | float]]:

@@ -7,7 +7,8 @@ import json
 import sys
 from pathlib import Path
 
-from benchmarks.gpu.parts import Figures, Skipped
+from benchmarks.gpu.figures import Figures
+from benchmarks.gpu.parts import Skipped
 
 
 def main() -> int:
@@ -15,6 +16,8 @@ def main() -> int:
     module, device, file = sys.argv[1:]
 
     def give(figures: Figures | dict[str, str]) -> None:
+        if device == "cpu" and "low" in figures:  # ranges are those of an H100
+            figures = figures | {"verdict": "rehearsed"}
         print(
             *(f"{key}={value:.4g}" if isinstance(value, float) else f"{key}={value}" for key, value in figures.items())
         )

@@ -3,7 +3,7 @@
 A part is a module of this folder with a function `measure(device, give)`, which hands over a line of figures as soon as
 it has one. What a part has given before it crashes, hangs or is ended stays.
 
-    learner     {"shape": "0.6B", "layout": "packed", ...}  {"shape": "1.7B", ...}  then the GPU is lost
+    learner     {"figure": "0.6B: utilisation", ...}  {"figure": "1.7B: utilisation", ...}  then the GPU is lost
     the JSON    {"part": "learner", "state": "failed", "reason": "...", "figures": [0.6B, 1.7B]}
 """
 
@@ -17,14 +17,16 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks.gpu.figures import Figures
+
 ROOT = Path(__file__).parents[2]
 
-Figures = dict[str, str | float]
-"""One line of a part's table."""
+FOLDER = "BATON_GPU_FOLDER"
+"""Environment variable: the folder for a part's files."""
 
 Give = Callable[[Figures], None]
 
@@ -46,30 +48,53 @@ class Part(NamedTuple):
     title: str
     seconds: float
     """Its deadline."""
+    value: int
+    """Where time is short, parts of a higher value run instead of it."""
     needs: tuple[str, ...]
-    """Modules without which it is skipped."""
+    """Modules without which it is not run."""
 
     @property
     def module(self) -> str:
         """The module that measures."""
         return f"benchmarks.gpu.{self.name}"
 
+    @property
+    def longest(self) -> float:
+        """Seconds until its processes are gone."""
+        return self.seconds + END_SECONDS
+
 
 LEARNER = ("numpy", "pydantic", "transformers", "safetensors")
+ENGINE = (*LEARNER, "ray", "vllm", "xxhash")
 PARTS = (
-    Part("learner", "Training steps", 360.0, LEARNER),
-    Part("advantage", "Advantages to tokens, against a copy", 40.0, ("numpy",)),
-    Part("suite", "tests/gpu", 400.0, (*LEARNER, "pytest")),
-    Part("transports", "Weights into an engine", 240.0, (*LEARNER, "vllm", "xxhash")),
-    Part("agreement", "Log-probabilities of engine and trainer", 160.0, (*LEARNER, "vllm", "xxhash")),
-    Part("quickstart", "The quick start", 220.0, (*LEARNER, "ray", "vllm")),
+    Part("machine", "What the GPU reaches", 30.0, 9, ("numpy",)),
+    Part("learner", "Training steps", 280.0, 8, LEARNER),
+    Part("head", "The output head", 70.0, 3, LEARNER),
+    Part("attention", "Attention", 150.0, 6, LEARNER),
+    Part("sharded", "FSDP2 on a mesh of one", 200.0, 7, LEARNER),
+    Part("experts", "Layers with experts", 180.0, 4, LEARNER),
+    Part("weights", "Weights between host and GPU", 70.0, 2, LEARNER),
+    Part("engine", "Engine and trainer", 230.0, 5, ENGINE),
+    Part("game", "A model learns a game", 200.0, 1, ENGINE),
 )
+
+
+def next_part(waiting: Sequence[Part], left: float) -> Part | None:
+    """The first part that leaves room for all that wait and have a higher value; None if none of them fits.
+
+    left 300 s    experts (180 s, value 4)  engine (230 s, value 5)    ->  engine
+    """
+    for part in waiting:
+        before = sum(other.longest for other in waiting if other.value > part.value)
+        if before + part.longest <= left:
+            return part
+    return None
 
 
 def run_part(part: Part, device: str, folder: Path) -> dict[str, Any]:
     """Run a part and return its object of the JSON; what it prints goes to `<name>.log` in the folder."""
     if missing := [name for name in part.needs if importlib.util.find_spec(name) is None]:
-        return _outcome(part, "skipped", f"not installed: {', '.join(missing)}", 0.0, [])
+        return outcome(part, "not run", f"not installed: {', '.join(missing)}")
     lines, log = folder / f"{part.name}.jsonl", folder / f"{part.name}.log"
     lines.unlink(missing_ok=True)
     command = [sys.executable, "-m", "benchmarks.gpu.one", part.module, device, str(lines)]
@@ -80,7 +105,7 @@ def run_part(part: Part, device: str, folder: Path) -> dict[str, Any]:
         process = subprocess.Popen(
             command,
             cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", **threads},
+            env={**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", FOLDER: str(folder), **threads},
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -95,18 +120,21 @@ def run_part(part: Part, device: str, folder: Path) -> dict[str, Any]:
     given = [json.loads(line) for line in lines.read_text().splitlines()] if lines.exists() else []
     skipped = [line["skipped"] for line in given if "skipped" in line]
     figures = [line for line in given if "skipped" not in line]
-    state = "failed" if reason else "skipped" if skipped else "measured"
-    return _outcome(part, state, reason or "; ".join(skipped), time.monotonic() - started, figures)
+    state = "failed" if reason else "not run" if skipped else "measured"
+    return outcome(part, state, reason or "; ".join(skipped), time.monotonic() - started, figures)
 
 
-def _outcome(part: Part, state: str, reason: str, seconds: float, figures: list[Figures]) -> dict[str, Any]:
+def outcome(
+    part: Part, state: str, reason: str, seconds: float = 0.0, figures: Sequence[Figures] = ()
+) -> dict[str, Any]:
+    """The part's object of the JSON; `state`: measured, not run or failed."""
     return {
         "part": part.name,
         "title": part.title,
         "state": state,
         "reason": reason,
         "seconds": round(seconds, 1),
-        "figures": figures,
+        "figures": list(figures),
     }
 
 

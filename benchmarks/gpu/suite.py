@@ -1,13 +1,15 @@
-"""tests/gpu: a line a test, as soon as it has ended."""
+"""Some tests of tests/gpu: a line a test, as soon as it has ended."""
 
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import pytest
+from benchmarks.gpu.figures import not_run
+from benchmarks.gpu.parts import REASON_CHARACTERS, ROOT, Give
 
-from benchmarks.gpu.parts import REASON_CHARACTERS, Give
+if TYPE_CHECKING:
+    import pytest
 
 
 class _Recorder:
@@ -31,15 +33,21 @@ class _Recorder:
         reason = told[2] if report.skipped and isinstance(told, tuple) else report.longreprtext
         last = (reason.strip().splitlines() or [""])[-1][:REASON_CHARACTERS]
         name = report.nodeid.partition("::")[2] or report.nodeid
-        self._give({"test": name, "outcome": report.outcome, "seconds": round(seconds, 2), "reason": last})
+        verdict = {"passed": "inside", "skipped": "not run"}.get(report.outcome, report.outcome)
+        self._give({"figure": name, "value": round(seconds, 2), "unit": "s", "verdict": verdict, "note": last})
 
 
-def measure(device: str, give: Give) -> None:
-    """Run the tests without this project's pytest settings, whose plugins a machine may lack."""
-    folder = "tests/gpu"
-    options = ["-c", os.devnull, "--rootdir=.", "--confcutdir", folder, "--import-mode=importlib", "-q", "--tb=short"]
-    code = pytest.main(
-        [*options, "-p", "no:cacheprovider", "--continue-on-collection-errors", folder], plugins=[_Recorder(give)]
-    )
+def run(give: Give, *words: str) -> None:
+    """Run these tests without this project's pytest settings, whose plugins a machine may lack."""
+    try:
+        import pytest
+    except ImportError:
+        return give(not_run(" ".join(words), "pytest is not installed"))
+    options = ["-c", os.devnull, f"--rootdir={ROOT}", "--confcutdir", str(ROOT / "tests" / "gpu")]
+    options += ["--import-mode=importlib", "-q", "--tb=short", "-p", "no:cacheprovider", "-o", "asyncio_mode=auto"]
+    code = pytest.main([*options, "--continue-on-collection-errors", *words], plugins=[_Recorder(give)])
     if code not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
-        raise RuntimeError(f"pytest {folder} ended with {pytest.ExitCode(code).name}")
+        give(
+            {"figure": " ".join(words), "verdict": "failed", "note": f"pytest ended with {pytest.ExitCode(code).name}"}
+        )
+    return None

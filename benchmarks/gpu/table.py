@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+COLUMNS = ("figure", "value", "unit", "expected", "verdict", "note")
+
 
 def markdown(document: Mapping[str, Any]) -> str:
     """What the machine is, then a heading and a table for each part, or the reason why there is none."""
@@ -20,11 +22,11 @@ def markdown(document: Mapping[str, Any]) -> str:
 
 
 def _table(figures: Sequence[Mapping[str, str | float]]) -> Iterator[str]:
-    columns = list(dict.fromkeys(name for line in figures for name in line))
-    yield "| " + " | ".join(name.replace("_", " ") for name in columns) + " |"
-    yield "|" + "---|" * len(columns)
+    yield "| " + " | ".join(COLUMNS) + " |"
+    yield "|" + "---|" * len(COLUMNS)
     for line in figures:
-        yield "| " + " | ".join(_cell(line.get(name, "")) for name in columns) + " |"
+        expected = {"expected": f"{_cell(line['low'])} to {_cell(line['high'])}"} if "low" in line else {}
+        yield "| " + " | ".join(_cell({**line, **expected}.get(name, "")) for name in COLUMNS) + " |"
 
 
 def _cell(value: str | float) -> str:

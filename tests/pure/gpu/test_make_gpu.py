@@ -1,18 +1,33 @@
-"""`make gpu` on a machine without a GPU: a rehearsal, and parts that crash, hang or lack a package."""
+"""`make gpu` on a machine without a GPU: a rehearsal, parts that crash, hang or lack a package, and its arithmetic."""
 
 from __future__ import annotations
 
+import gzip
+import itertools
 import json
 import subprocess
 import sys
+import weakref
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 
+from benchmarks.estimates import SHAPES
 from benchmarks.gpu import __main__ as command
-from benchmarks.gpu.parts import END_SECONDS, PARTS, ROOT, run_part
+from benchmarks.gpu import parts as of_parts
+from benchmarks.gpu import suite
+from benchmarks.gpu.expected import Step, attention_flops, attention_rates, head_seconds
+from benchmarks.gpu.figures import Range, line, not_run
+from benchmarks.gpu.parts import PARTS, ROOT, next_part, run_part
+from benchmarks.gpu.steps import MICRO_BATCHES, configured, shape_folder, shape_on, trained
 from benchmarks.gpu.table import markdown
+from benchmarks.gpu.trace import gaps, kernels
+from service.learn.estimate.gpus import H100
+from service.learn.estimate.step import estimate_step
+from service.learn.model.policy_model import Checkpointing
 from tests.waiting import until
 
 NO_ENGINE = ("ray", "vllm")
@@ -26,6 +41,7 @@ class MadePart(NamedTuple):
     module: str
     title: str = "Made up"
     seconds: float = 60.0
+    value: int = 1
     needs: tuple[str, ...] = ()
 
 
@@ -42,7 +58,7 @@ def outcome(folder: Path, monkeypatch: pytest.MonkeyPatch, body: str, **fields: 
     ("body", "fields", "state", "reason"),
     [
         ("pass", {}, "measured", ""),
-        ("raise Skipped('needs two GPUs')", {}, "skipped", "needs two GPUs"),
+        ("raise Skipped('needs two GPUs')", {}, "not run", "needs two GPUs"),
         ("raise ValueError('no such shape')", {}, "failed", "ended with exit code 1: ValueError: no such shape"),
         ("os.kill(os.getpid(), signal.SIGKILL)", {}, "failed", "ended with exit code -9: device=cpu value=1.5"),
         ("time.sleep(600)", {"seconds": 5.0}, "failed", "not done after 5 s; the last line of made.log: device=cpu"),
@@ -56,9 +72,9 @@ def test_a_part_that_fails_keeps_its_figures_and_says_why(
     assert found["figures"] == [{"device": "cpu", "value": 1.5}]
 
 
-def test_a_part_without_its_packages_is_skipped_and_names_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_part_without_its_packages_is_not_run_and_names_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = outcome(tmp_path, monkeypatch, "pass", needs=("json", "no_such_package"))
-    assert (found["state"], found["reason"]) == ("skipped", "not installed: no_such_package")
+    assert (found["state"], found["reason"]) == ("not run", "not installed: no_such_package")
 
 
 def test_nothing_that_a_part_started_outlives_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,10 +85,122 @@ def test_nothing_that_a_part_started_outlives_it(tmp_path: Path, monkeypatch: py
     until(lambda: not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z")
 
 
-def test_all_deadlines_together_are_within_the_promise() -> None:
-    assert sum(part.seconds + END_SECONDS for part in PARTS) < MINUTES * 60
+def test_all_deadlines_together_are_within_the_promise_and_each_within_five_minutes() -> None:
+    assert sum(part.longest for part in PARTS) <= MINUTES * 60
+    assert max(part.longest for part in PARTS) < 300
+    assert len({part.value for part in PARTS}) == len(PARTS)
+    assert command.MINUTES == MINUTES
     makefile = (ROOT / "Makefile").read_text()
-    assert f"under {MINUTES} minutes" in makefile and "python -m benchmarks.gpu\n" in makefile
+    assert f"in {MINUTES} minutes" in makefile and "-m benchmarks.gpu\n" in makefile and "\ngpu: ##" in makefile
+
+
+def run_in(minutes: float, share: float, folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """What becomes of each part, where each takes this share of its deadline."""
+    clock = itertools.count()
+    now = [0.0]
+
+    def taken(part: of_parts.Part, device: str, logs: Path) -> dict[str, Any]:
+        now[0] += share * part.longest
+        return of_parts.outcome(part, "measured", "", share * part.longest, [line("made", float(next(clock)), "s")])
+
+    monkeypatch.setattr(command, "run_part", taken)
+    monkeypatch.setattr(command, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(command, "_machine", lambda device: ("", {"device": device}))
+    monkeypatch.setattr(sys, "argv", ["gpu", "--minutes", str(minutes), "--json", str(folder / "gpu.json")])
+    assert command.main() == 0
+    assert now[0] <= 60 * minutes
+    return {part["part"]: part["state"] for part in json.loads((folder / "gpu.json").read_text())["parts"]}
+
+
+def test_the_list_runs_to_its_end_in_its_order_even_if_each_part_takes_all_of_its_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert run_in(MINUTES, 1.0, tmp_path, monkeypatch) == {part.name: "measured" for part in PARTS}
+    found = json.loads((tmp_path / "gpu.json").read_text())["parts"]
+    assert [part["part"] for part in found] == [part.name for part in PARTS]
+
+
+@pytest.mark.parametrize("minutes", [1, 6, 10, 12, 16, 20, 24])
+def test_where_time_is_short_the_parts_of_the_least_value_are_left_out(
+    minutes: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    states = run_in(minutes, 1.0, tmp_path, monkeypatch)
+    by_value = sorted(PARTS, key=lambda part: -part.value)
+    longest = list(itertools.accumulate(part.longest for part in by_value))
+    kept = {part.name for part, until in zip(by_value, longest, strict=True) if until <= 60 * minutes}
+    assert kept <= {name for name, state in states.items() if state == "measured"}
+    assert {"machine"} <= {name for name, state in states.items() if state == "measured"}
+    assert "not run" in states.values()
+
+
+def test_a_part_that_was_left_out_runs_if_others_were_quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert set(run_in(12, 0.3, tmp_path, monkeypatch).values()) == {"measured"}
+    by_value = [part for part in PARTS if part.name in ("experts", "engine")]
+    chosen = next_part(by_value, 300.0)
+    assert chosen is not None and chosen.name == "engine"
+    assert next_part(by_value, 100.0) is None
+
+
+@pytest.mark.parametrize(("value", "verdict"), [(0.9, "below"), (1.0, "inside"), (2.0, "inside"), (2.1, "above")])
+def test_a_figure_has_the_range_and_a_verdict(value: float, verdict: str) -> None:
+    found = line("copy", value, "TB/s", Range(1.0, 2.0), "once")
+    part = {"title": "Copies", "state": "measured", "reason": "", "figures": [found, not_run("product", "no GPU")]}
+    text = markdown({"machine": {}, "seconds": 1, "parts": [part]})
+    assert f"| copy | {value:.4g} | TB/s | 1 to 2 | {verdict} | once |" in text
+    assert "| product |  |  |  | not run | no GPU |" in text
+
+
+def test_the_longest_gaps_are_named_by_what_ran_before_and_after() -> None:
+    ran = [(0.0, 2.0, "a"), (1.0, 1.5, "inside a"), (2.0, 3.0, "b"), (3.5, 4.0, "c"), (6.0, 8.0, "d")]
+    found, idle = gaps(ran)
+    assert [(gap.seconds, gap.after, gap.before) for gap in found] == [(2.0, "c", "d"), (0.5, "b", "c")]
+    assert idle == 2.5 / 8
+    assert gaps([]) == ([], 0.0)
+
+
+def test_of_a_trace_only_what_ran_on_the_gpu_counts() -> None:
+    events = [
+        {"ph": "X", "cat": kind, "ts": 1e6 * at, "dur": 5e5, "name": kind}
+        for at, kind in enumerate(("kernel", "cpu_op", "gpu_memcpy", "cuda_runtime"))
+    ]
+    file = gzip.compress(json.dumps({"traceEvents": [*events, {"ph": "M", "name": "process_name"}]}).encode())
+    assert kernels(file, "cuda") == [(0.0, 0.5, "kernel"), (2.0, 2.5, "gpu_memcpy")]
+    assert [gap.seconds for gap in gaps(kernels(file, "cuda"))[0]] == [1.5]
+
+
+def test_a_model_s_seconds_are_counted_from_a_few_of_its_layers(tmp_path: Path) -> None:
+    shape = shape_on("cpu", SHAPES["Qwen3-0.6B"]) | {"num_hidden_layers": 7}
+    counted = Step.of(shape, tmp_path, 16, 64)
+    settings = configured(16, 64).learn
+    whole = estimate_step(settings, shape_folder(shape, tmp_path), 16, checkpointing=Checkpointing(0))
+    assert counted.model_flops == pytest.approx(whole.model_flops)
+    assert counted.seconds == pytest.approx(whole.seconds)
+    assert counted.parameters == pytest.approx(whole.parameters)
+
+
+def test_a_learner_is_gone_before_the_next_one_takes_the_memory() -> None:
+    with trained(torch.device("cpu"), shape_on("cpu", SHAPES["Qwen3-0.6B"])) as steps:
+        learner = weakref.ref(steps.learner)
+    assert learner() is None and steps.seconds > 0
+
+
+def test_the_expected_ranges_hold_an_arithmetic_by_hand(tmp_path: Path) -> None:
+    shape = shape_on("cuda", SHAPES["Qwen3-1.7B"])
+    counted = Step.of(shape, tmp_path, 2048, 16384)
+    hidden, layers, inner, heads, keys = 2048, 28, 6144, 16, 8
+    of_layers = layers * (hidden * 128 * (2 * heads + 2 * keys) + 3 * hidden * inner)
+    head, rows = hidden * 151936, 8
+    forward = 2 * of_layers * 16384 + 2 * head * 8192 + layers * attention_flops(rows, 2048, heads, 128)[0]
+    assert counted.model_flops == pytest.approx(3 * forward, rel=0.02)
+    low, high = counted.utilisations()
+    assert 0.38 < low < 0.45 < 0.5 < high < 0.56  # 44 % is estimated with today's attention, 50 % is aimed at
+    seconds = MICRO_BATCHES * counted.model_flops / (low * H100.flops)
+    assert counted.utilisation(seconds) == pytest.approx(low)
+    # a loss token: three products with the head and one to compute logits again, at 650 TFLOP/s
+    products = 4 * 2 * 1024 * 151936 / 650e12
+    compiled, plain = (head_seconds(8192, 1024, 151936, each) for each in (True, False))
+    assert products < sum(compiled) / 2 < 2 * products < plain.low
+    assert attention_rates("FA4", 1024)[0].low < attention_rates("FA4", 32768)[0].low
 
 
 def test_without_a_gpu_it_ends_at_once_in_one_line(
@@ -91,7 +219,7 @@ def test_a_file_that_its_own_table_or_logs_would_replace_is_refused_before_anyth
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "folder.json").mkdir()
-    monkeypatch.setattr(sys, "argv", ["gpu", "--device", "cpu", "--part", "advantage", "--json", str(tmp_path / name)])
+    monkeypatch.setattr(sys, "argv", ["gpu", "--device", "cpu", "--part", "machine", "--json", str(tmp_path / name)])
     assert command.main() == 2
     assert capsys.readouterr().err.splitlines() == [
         f"benchmarks.gpu: --json {tmp_path / name} is no file name that ends in .json; give one"
@@ -99,23 +227,47 @@ def test_a_file_that_its_own_table_or_logs_would_replace_is_refused_before_anyth
     assert [path.name for path in tmp_path.iterdir()] == ["folder.json"]
 
 
-def test_learner_advantages_and_suite_are_rehearsed_on_a_machine_without_ray_and_vllm(tmp_path: Path) -> None:
+def test_all_but_the_engine_is_rehearsed_on_a_machine_without_ray_and_vllm(tmp_path: Path) -> None:
     for name in NO_ENGINE:
         (tmp_path / f"{name}.py").write_text(f"raise ModuleNotFoundError('{name} is not there')")
     file = tmp_path / "gpu.json"
     words = [sys.executable, "-m", "benchmarks.gpu", "--device", "cpu", "--json", str(file)]
-    words += [word for name in ("learner", "advantage", "suite") for word in ("--part", name)]
+    words += [word for part in PARTS if "vllm" not in part.needs for word in ("--part", part.name)]
     environment = {"PYTHONPATH": f"{ROOT}:{tmp_path}", "PATH": "/usr/bin:/bin", "HOME": str(tmp_path)}
-    done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500)
+    done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=800)
     document = json.loads(file.read_text())
     assert done.returncode == 0, [part["reason"] for part in document["parts"]]
-    learner, advantage, suite = document["parts"]
-    variants = {"default", "eager", "padded", "samples", "shared_prefix"}
-    assert {line["variant"] for line in learner["figures"]} == variants
-    assert all(line["tokens_a_second"] > 0 for line in learner["figures"])
-    assert advantage["figures"][0]["copy_gb_s"] > 0
-    assert {line["outcome"] for line in suite["figures"]} == {"skipped"}
-    assert any(line["reason"].endswith("could not import 'ray': ray is not there") for line in suite["figures"])
+    found = {each["part"]: {figure["figure"]: figure for figure in each["figures"]} for each in document["parts"]}
+    assert list(found) == [part.name for part in PARTS if "vllm" not in part.needs]
+    for figures in found.values():
+        assert any(figure["verdict"] == "rehearsed" for figure in figures.values() if "low" in figure)
+        assert {figure["verdict"] for figure in figures.values() if "low" in figure} == {"rehearsed"}
+        assert all(figure["value"] >= 0 for figure in figures.values() if "value" in figure)
+    assert found["learner"]["gap 10"]["note"].startswith("after ")
+    assert (tmp_path / "gpu" / "step.json.gz").stat().st_size > 0
+    assert found["attention"]["FA4, rows of 16"]["verdict"] == "not run"
+    assert found["weights"]["shared memory to GPU, registered"]["note"] == "needs a CUDA GPU"
+    assert found["sharded"]["Qwen3-1.7B: sharded over unsharded"]["value"] > 0
     table = file.with_suffix(".md").read_text()
     assert table == markdown(document)
-    assert "### Training steps" in table and "| needs a CUDA GPU |" in table.replace("Skipped: ", "")
+    assert "### Training steps" in table and "Skipped: needs a CUDA GPU" in table
+
+
+def test_without_pytest_the_figures_are_measured_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pytest", None)
+    given: list[Any] = []
+    suite.run(given.append, "tests/gpu/test_learn.py")
+    assert [(each["verdict"], each["note"]) for each in given] == [("not run", "pytest is not installed")]
+
+
+def test_a_test_that_fails_or_is_skipped_is_a_line_with_its_reason(tmp_path: Path) -> None:
+    file = tmp_path / "test_made.py"
+    lines = ["import pytest", "async def test_awaits(): pass", "def test_fails(): raise ValueError('wrong')"]
+    file.write_text("\n".join([*lines, "def test_skips(): pytest.skip('needs a GPU')"]))
+    script = f"from benchmarks.gpu import suite; import json; suite.run(lambda x: print(json.dumps(x)), {str(file)!r})"
+    words = [sys.executable, "-c", script]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    given = [json.loads(each) for text in done.stdout.splitlines() if (each := text[text.find("{") :]).startswith("{")]
+    assert [each["verdict"] for each in given] == ["inside", "failed", "not run", "failed"]
+    assert "wrong" in given[1]["note"] and given[2]["note"] == "Skipped: needs a GPU"
+    assert given[3]["note"] == "pytest ended with TESTS_FAILED"

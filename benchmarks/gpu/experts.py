@@ -1,0 +1,30 @@
+"""Three layers of a mixture of experts (Qwen3-30B-A3B), with layers as written and compiled around the experts."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import torch
+
+from benchmarks.gpu.expected import Step
+from benchmarks.gpu.figures import Range, line
+from benchmarks.gpu.parts import Give
+from benchmarks.gpu.steps import QWEN3_30B_A3B, ROW_TOKENS, TOKENS, shape_on, trained
+
+LAYERS = 3
+
+
+def measure(device: str, give: Give) -> None:
+    """Utilisation counts the experts that a token goes through."""
+    there, shape = torch.device(device), shape_on(device, QWEN3_30B_A3B, LAYERS)
+    with tempfile.TemporaryDirectory() as parent:
+        counted = Step.of(shape, Path(parent), ROW_TOKENS[device], TOKENS[device])
+    for compiled in (False, True):
+        name = "compiled around the experts" if compiled else "as written"
+        with trained(there, shape, compile=compiled and device == "cuda") as steps:
+            used, limits = counted.utilisation(steps.seconds), counted.utilisations(compiled)
+            # the experts themselves are as written, whatever is compiled around them
+            limits = Range(counted.utilisations(compiled=False).low, limits.high)
+            give(line(f"{LAYERS} layers, {name}", used, "of peak", limits, steps.note))
+            give(line(f"{LAYERS} layers, {name}: step", 1e3 * steps.seconds, "ms"))

@@ -1,0 +1,37 @@
+"""The way of every run on several GPUs, on one: FSDP2 on a mesh of one rank, against the same without sharding."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import torch
+from torch._dynamo.utils import counters
+
+from benchmarks.estimates import SHAPES
+from benchmarks.gpu.expected import Step, sharded_over_unsharded
+from benchmarks.gpu.figures import Range, line
+from benchmarks.gpu.parts import Give
+from benchmarks.gpu.steps import ROW_TOKENS, TOKENS, shape_on, trained
+
+MEASURED: tuple[tuple[str, int | None], ...] = (("Qwen3-1.7B", None), ("Qwen3-8B", 8))
+"""Models and the number of their layers; None: all."""
+
+
+def measure(device: str, give: Give) -> None:
+    """Each shape without and with sharding; compiled layers share one graph."""
+    there = torch.device(device)
+    for model, layers in MEASURED:
+        name = model if layers is None else f"{layers} layers of {model}"
+        shape = shape_on(device, SHAPES[model], layers)
+        with tempfile.TemporaryDirectory() as parent:
+            counted = Step.of(shape, Path(parent), ROW_TOKENS[device], TOKENS[device])
+        with trained(there, shape) as steps:
+            plain, same = steps.seconds, steps.checkpointing
+        counters.clear()
+        with trained(there, shape, same, shard_one_rank=True, reshard_after_forward=True) as steps:
+            sharded, note = steps.seconds, steps.note
+            graphs = counters["stats"]["unique_graphs"]
+        give(line(f"{name}: sharded over unsharded", sharded / plain, "", sharded_over_unsharded(counted, plain)))
+        give(line(f"{name}: sharded, utilisation", counted.utilisation(sharded), "of peak", note=note))
+        give(line(f"{name}: graphs of sharded layers", graphs, "", Range(1, 1)))

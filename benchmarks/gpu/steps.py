@@ -1,0 +1,160 @@
+"""Training steps of the learner from random weights, on full micro-batches of rows of one length, half of whose tokens
+carry loss: the same that the estimates count."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.estimates import SHAPES
+from service.config.learn import TrainerConfig
+from service.config.rollout import GeneratorConfig
+from service.config.tree import Config
+from service.learn.estimate import step as estimate
+from service.learn.estimate.fit import GPU_BYTES, fit
+from service.learn.learner import Learner
+from service.learn.model.policy import Policy
+from service.learn.model.policy_model import Checkpointing
+from service.learn.settings import FitSettings
+from service.types import MiniBatch
+
+MICRO_BATCHES = estimate.MICRO_BATCHES
+ROW_TOKENS = {"cuda": 2048, "cpu": 16}
+TOKENS = {"cuda": 16384, "cpu": 64}
+"""Tokens of a micro-batch."""
+REPEATS = {"cuda": 4, "cpu": 1}
+"""Steps that are timed, after two that warm up."""
+QWEN3_30B_A3B = SHAPES["Qwen3-1.7B"] | {
+    "model_type": "qwen3_moe",
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "tie_word_embeddings": False,
+}
+"""From the `config.json` of `Qwen/Qwen3-30B-A3B`; its 48 layers are given where it is used."""
+TINY = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 8, "head_dim": 8, "vocab_size": 500}
+TINY |= {"num_key_value_heads": 4}
+
+
+def shape_on(device: str, shape: dict[str, Any], layers: int | None = None) -> dict[str, Any]:
+    """The shape, with so many layers; on a CPU a tiny one of its family."""
+    if device == "cuda":
+        return shape | ({} if layers is None else {"num_hidden_layers": layers})
+    few = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16} if "num_experts" in shape else {}
+    return shape | TINY | few | {"num_hidden_layers": 2}
+
+
+def shape_folder(shape: dict[str, Any], parent: Path) -> Path:
+    """A folder with this `config.json`."""
+    folder = Path(tempfile.mkdtemp(dir=parent))
+    (folder / "config.json").write_text(json.dumps(shape))
+    return folder
+
+
+def configured(row_tokens: int, tokens: int, **trainer: Any) -> FitSettings:
+    """The settings of one rank."""
+    generator = GeneratorConfig(max_input_length=row_tokens // 2, max_generate_length=row_tokens // 2)
+    trainer = {"ranks": 1, "max_tokens_per_micro_batch": tokens, **trainer}
+    return FitSettings.of(Config(generator=generator, trainer=TrainerConfig(**trainer)))
+
+
+@dataclass
+class Trained:
+    """A learner after its steps."""
+
+    learner: Learner
+    """Gone when the block ends."""
+    batch: MiniBatch
+    first_seconds: float
+    seconds: float
+    """Median of the timed steps."""
+    peak_bytes: float
+    estimated_bytes: float
+    checkpointing: Checkpointing
+
+    @property
+    def note(self) -> str:
+        """What is computed again."""
+        return (
+            f"{self.checkpointing.layers} layers checkpointed"
+            + ", elementwise results" * self.checkpointing.elementwise
+        )
+
+
+@contextmanager
+def trained(
+    device: torch.device, shape: dict[str, Any], checkpointing: Checkpointing | None = None, **trainer: Any
+) -> Iterator[Trained]:
+    """Take the steps, with this checkpointing, or what `auto` comes to on this GPU; frees the memory afterwards."""
+    settings = configured(ROW_TOKENS[device.type], TOKENS[device.type], **trainer)
+    learn = settings.learn
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # as ranks have it
+    held = None
+    try:
+        with tempfile.TemporaryDirectory() as parent:
+            folder, on_gpu = shape_folder(shape, Path(parent)), device.type == "cuda"
+            gpu_bytes = torch.cuda.get_device_properties(device).total_memory if on_gpu else GPU_BYTES["H100"]
+            estimated = 0.0
+            if checkpointing is None:
+                found = fit(settings, folder, float(gpu_bytes), device if on_gpu else None)
+                checkpointing, estimated = found.checkpointing, float(found.step.peak_bytes)
+            if learn.trainer.sharded:  # after the estimate, which makes a group of its own
+                store = dist.HashStore()
+                dist.init_process_group("nccl" if on_gpu else "gloo", store=store, rank=0, world_size=1)
+            policy = Policy(learn, folder, device, 0, 1, random_weights=True, checkpointing=checkpointing)
+            learner = Learner(learn, folder, device, 0, 1, policy)
+        batch = estimate.full_mini_batch(learn.trainer, shape["vocab_size"], ROW_TOKENS[device.type])
+        seconds = [step_seconds(learner, batch) for _ in range(2)]
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats()
+        timed = [step_seconds(learner, batch) for _ in range(REPEATS[device.type])]
+        peak = torch.cuda.max_memory_reserved() if on_gpu else 0
+        held = Trained(learner, batch, seconds[0], statistics.median(timed), float(peak), estimated, checkpointing)
+        yield held
+    finally:
+        if held is not None:
+            del held.learner  # who called may hold the rest until the next steps
+        policy = learner = None  # type: ignore[assignment]
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        torch._dynamo.reset()
+        gc.collect()  # a learner and its compiled layers refer to each other
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def step_seconds(learner: Learner, batch: MiniBatch) -> float:
+    """Seconds of one step.
+
+    Raises:
+        RuntimeError: it was not applied.
+    """
+    synchronize(learner.policy.device)
+    started = time.perf_counter()
+    report = learner.step(batch)
+    synchronize(learner.policy.device)
+    if not report.applied:
+        raise RuntimeError(f"the step was not applied: {report.reason}")
+    return time.perf_counter() - started
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,66 @@
+"""Weights between host and GPU: from shared memory as it is and registered with CUDA, and a rank's copy of its own."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+from actors.weights.part import PartBuffers
+from benchmarks.estimates import SHAPES
+from benchmarks.gpu.figures import Range, line, not_run
+from benchmarks.gpu.parts import Give
+from benchmarks.gpu.steps import ROW_TOKENS, TOKENS, configured, shape_folder, shape_on
+from benchmarks.gpu.timing import seconds_of
+from service.learn.estimate.gpus import H100
+from service.learn.model.policy import Policy
+
+BYTES = {"cuda": 2 << 30, "cpu": 1 << 16}
+PINNED = Range(0.7 * H100.host_link / 1e9, H100.host_link / 1e9)
+"""GB/s of copies from and to registered memory: the link of the data sheet, less what its protocol takes."""
+PAGEABLE = Range(2.0, 12.0)
+"""GB/s of copies through the driver's small buffer, which one core fills; 3.5 were measured in an engine."""
+
+
+def measure(device: str, give: Give) -> None:
+    """GB/s; the first copy also makes and registers the buffers that later ones use again."""
+    there = torch.device(device)
+    _from_shared_memory(there, give)
+    with tempfile.TemporaryDirectory() as parent:
+        folder = shape_folder(shape_on(device, SHAPES["Qwen3-1.7B"]), Path(parent))
+        settings = configured(ROW_TOKENS[device], TOKENS[device]).learn
+        policy = Policy(settings, folder, there, 0, 1, random_weights=True)
+        buffers = PartBuffers()
+        for version, name in enumerate(("first", "second")):
+            started = time.perf_counter()
+            buffers.copy(version, policy.shards(), policy.dtype)
+            size = buffers.part.n_bytes
+            rate = size / (time.perf_counter() - started) / 1e9
+            expected = PINNED if name == "second" else None
+            give(line(f"a rank's copy of {size / 1e9:.2f} GB, {name}", rate, "GB/s", expected))
+
+
+def _from_shared_memory(device: torch.device, give: Give) -> None:
+    size = BYTES[device.type]
+    file = os.memfd_create("weights")
+    os.ftruncate(file, size)
+    shared = mmap.mmap(file, size)
+    source = torch.frombuffer(shared, dtype=torch.uint8).fill_(1)
+    target = torch.empty(size, dtype=torch.uint8, device=device)
+    rate = size / seconds_of(device, lambda: target.copy_(source)) / 1e9
+    give(line("shared memory to GPU, pageable", rate, "GB/s", PAGEABLE))
+    if device.type != "cuda":
+        return give(not_run("shared memory to GPU, registered", "needs a CUDA GPU"))
+    started = time.perf_counter()
+    error = torch.cuda.cudart().cudaHostRegister(source.data_ptr(), size, 0)
+    if int(error) != 0:
+        return give(not_run("shared memory to GPU, registered", f"cudaHostRegister: {error}"))
+    give(line("registering", size / (time.perf_counter() - started) / 1e9, "GB/s"))
+    rate = size / seconds_of(device, lambda: target.copy_(source)) / 1e9
+    give(line("shared memory to GPU, registered", rate, "GB/s", PINNED))
+    torch.cuda.cudart().cudaHostUnregister(source.data_ptr())
+    return None
