@@ -84,13 +84,16 @@ def validate(arguments: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def _estimates(config: Config) -> list[str]:
-    """Estimates of the GPU memory that the configuration needs, after the GPU and the type that they are for; empty if
-    the model is unknown here, or is a mixture of experts in float32. In float32 without a GPU, that of a recipe for
-    CPUs, there is none: it would take half a minute.
+    """Lines with the GPU, the weights' type, and an estimate of the GPU memory that the configuration needs.
+
+    Empty if the model is not on this machine, or is a mixture of experts in float32. For other models in float32
+    without a known GPU, as in recipes for CPUs, nothing is estimated, because that would take half a minute.
 
     Raises:
-        UserError: it is too large for GPUs whose memory is known, or no engine can be made of it.
+        UserError: it is too large for GPUs whose memory is known or for the bounds of the buffer, or no engine can be
+            made of it.
     """
+    from service.config.checks import check_bytes
     from service.config.model_folder import is_model_folder
 
     if config.model.path is None or not is_model_folder(config.model.path):
@@ -98,9 +101,12 @@ def _estimates(config: Config) -> list[str]:
     from service.learn.estimate.fit import GPU_BYTES, NO_GPU, fit, is_estimable, known_gpu, refuse_too_large
     from service.learn.estimate.kv_cache import check_engine
     from service.learn.model.hf_config import read_config
+    from service.learn.model.router_replay import routing_of_model
     from service.learn.settings import FitSettings
 
-    check_engine(read_config(config.model.path), config.generator, config.model.dtype)
+    model = read_config(config.model.path)
+    check_engine(model, config.generator, config.model.dtype)
+    check_bytes(config, routing_of_model(model, config.generator.record_experts).token_bytes)
     settings = FitSettings.of(config)
     if not is_estimable(settings, config.model.path):
         return []

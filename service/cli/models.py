@@ -1,13 +1,12 @@
-"""`baton models`: proves that the family of a model is trained as its own code computes it."""
+"""`baton models`: checks that training computes a model as the code of the model's family does."""
 
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from service.config.model_folder import FAMILIES, MODEL_CONFIG, nearest_family
+from service.config.model_folder import FAMILIES, MODEL_CONFIG, model_config, nearest_family, quantised
 from service.errors import UserError
 
 if TYPE_CHECKING:
@@ -41,7 +40,7 @@ def run_check(arguments: argparse.Namespace, _: list[str]) -> int:
     config = _small(arguments.model)
     findings = prove(config)
     for finding in findings:
-        print(f"{finding.name:<20}{finding.reason or f'equal ({finding.difference:.0e})'}")
+        print(f"{finding.name:<20}{finding.told}")
     model_type = config.model_type.removesuffix("_text")
     if not all(finding.holds for finding in findings):
         print(f"{model_type} cannot be trained: what fails is named above")
@@ -52,11 +51,12 @@ def run_check(arguments: argparse.Namespace, _: list[str]) -> int:
 
 
 def run_table(arguments: argparse.Namespace, _: list[str]) -> int:
-    """Print a line for each family that runs take."""
+    """Print a line for each supported family."""
     from service.learn.proof.table import families_table
 
     _quietly()
-    sys.stdout.write(families_table(FAMILIES))
+    for line in families_table(FAMILIES):
+        print(line, end="", flush=True)
     return 0
 
 
@@ -73,7 +73,7 @@ def _small(model: str) -> PretrainedConfig:
     """A small model like the one in a folder or of a config.json, or of a model type.
 
     Raises:
-        UserError: transformers knows no such model.
+        UserError: transformers knows no such model, or its weights are quantised.
     """
 
     from service.learn.model.hf_config import read_config
@@ -81,6 +81,8 @@ def _small(model: str) -> PretrainedConfig:
 
     path = Path(model)
     folder = path.parent if path.name == MODEL_CONFIG else path
+    if (folder / MODEL_CONFIG).is_file() and (reason := quantised(model_config(folder))):
+        raise UserError(f"{model} cannot be trained: {reason}")
     try:
         if (folder / MODEL_CONFIG).is_file():
             return shrunk(read_config(folder, proven=False))

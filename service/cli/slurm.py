@@ -58,6 +58,7 @@ _OWNED = {
     "the job works in the current folder": "--chdir -D",
     "a job is one run; submit one job for each run": "--array -a",
     "the job's command is `baton run`": "--wrap",
+    "the command ends when the job is submitted": "--wait --test-only -W",
 }
 OWNED = {option: reason for reason, options in _OWNED.items() for option in options.split()}
 """Options of sbatch that Baton sets or that a run cannot have, with the reason."""
@@ -81,6 +82,7 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
         UserError: the configuration or an option is wrong, a folder is not shared, or Slurm refuses the job.
     """
     from service.config.command_line import checked_config
+    from service.config.paths import is_on_hub, paths
     from service.run.folder import CONFIG, run_folder
 
     words = arguments.overrides
@@ -92,7 +94,9 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
         arguments.config.insert(0, resume / CONFIG)
     config = checked_config(arguments, overrides).config
     runs = config.run.dir.resolve() if resume is None else resume.parent
-    refuse_unfit(config, [Path.cwd(), *files, runs])
+    named = [path.resolve() for _, _, path in paths(config) if not is_on_hub(path)]
+    refuse_unfit(config, [Path.cwd(), *files, runs, *named])
+    refuse_short(config, components)
     apart = [part for part in PARTS if len(components) > 1 and not getattr(config.placement, part)]
     settings = [*overrides, *(f"placement.{part}={{part: {part}}}" for part in apart)]
     script = batch_file(config, runs, files, settings, components, resume)
@@ -131,6 +135,8 @@ def split(options: Sequence[str]) -> list[list[str]]:
         owned = next((own for own in OWNED if own == name or (len(name) > 3 and own.startswith(name))), None)
         if owned is not None:
             raise UserError(f"{word}: leave it out; {OWNED[owned]}")
+        if name == "--":
+            raise UserError("-- --: give sbatch's options once after --; the job's command is `baton run`")
         if not word.isprintable():
             raise UserError(f"{word!r}: an option of sbatch is one line")
     return components
@@ -153,6 +159,39 @@ def refuse_unfit(config: Config, paths: Sequence[Path]) -> None:
                 f"{path}: each node has its own {own}; submit from a folder that all nodes share, with run.dir, "
                 "configuration, model and data in such folders"
             )
+
+
+def refuse_short(config: Config, components: Sequence[Sequence[str]]) -> None:
+    """Raises `UserError` if the stop signal would come at the job's start: the job would be requeued for ever."""
+    for words in components:
+        for name, value in zip(words, [*words[1:], ""], strict=True):
+            joined = re.fullmatch(r"(?:--tim?e?=|-t=?)(.+)", name)
+            given = joined[1] if joined else value if name in ("--time", "--tim", "--ti", "-t") else ""
+            if (seconds := limit_seconds(given)) is not None and seconds <= stop_seconds(config):
+                raise UserError(
+                    f"--time {given}: the run gets its stop signal {stop_seconds(config)} seconds before the limit, so "
+                    "that none are left to train; give more time, or lower run.stop_grace"
+                )
+
+
+def limit_seconds(limit: str) -> int | None:
+    """The seconds of a time limit in one of sbatch's forms; None if it has another form.
+
+    >>> limit_seconds("90"), limit_seconds("1:30"), limit_seconds("0:1:30"), limit_seconds("1-2")
+    (5400, 90, 90, 93600)
+    """
+    found = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", limit)
+    if found is None:
+        return None
+    days, first, second, third = (int(number or 0) for number in found.groups())
+    if found[1] is None and found[4] is None:  # minutes[:seconds]
+        return first * 60 + second
+    return days * 86_400 + first * 3600 + second * 60 + third
+
+
+def stop_seconds(config: Config) -> int:
+    """Seconds from the run's stop signal to the time limit."""
+    return min(int(config.run.stop_grace) + STOP_SECONDS, MOST_SIGNAL_SECONDS)
 
 
 def batch_file(
@@ -183,10 +222,10 @@ def batch_file(
 
 
 def header(config: Config, logs: Path, components: Sequence[Sequence[str]]) -> list[str]:
-    """The lines #SBATCH of the batch file."""
-    seconds = min(int(config.run.stop_grace) + STOP_SECONDS, MOST_SIGNAL_SECONDS)
+    """The #SBATCH lines of the batch file."""
+    signal = f"--signal=B:USR1@{stop_seconds(config)}"
     own = [
-        ["--job-name", config.run.name, "--open-mode=append", f"--signal=B:USR1@{seconds}", "--requeue"],
+        ["--job-name", config.run.name, "--open-mode=append", signal, "--requeue"],
         ["--chdir", str(Path.cwd()), "--output", str(logs).replace("%", "%%") + "/%j.log"],
     ]
     each = [[["--ntasks-per-node=1", "--no-kill"], component] for component in components]
@@ -215,7 +254,13 @@ def submit(script: str, runs: Path) -> str:
             check=False,
         )
     except subprocess.TimeoutExpired:
-        raise UserError(f"sbatch has not answered for {SUBMIT_SECONDS:.0f} s; is Slurm's controller up?") from None
+        raise UserError(
+            f"sbatch has not ended within {SUBMIT_SECONDS:.0f} s; is Slurm's controller up? The job may be there "
+            "nevertheless (squeue --me)"
+        ) from None
     if done.returncode:
         raise UserError(" ".join(done.stderr.split()) or f"sbatch ended with exit code {done.returncode}")
-    return done.stdout.strip().partition(";")[0]
+    job = done.stdout.strip().partition(";")[0]
+    if not job.isdecimal():
+        raise UserError(f"sbatch gave no number of a job, but {done.stdout.strip()!r:.200}; look at squeue --me")
+    return job

@@ -27,7 +27,7 @@ SMI_SECONDS = 10.0
 
 
 class Places(NamedTuple):
-    """Where a machine says what it is."""
+    """The folders from which a machine's properties are read."""
 
     folder: Path
     """For the run folder: its disk is measured."""
@@ -37,15 +37,15 @@ class Places(NamedTuple):
 
 
 class Facts(NamedTuple):
-    """What one machine is."""
+    """Measured properties of one machine."""
 
     host: str
     versions: Mapping[str, str]
     """Of Python and of the packages that must be the same on all machines; those that are not installed are absent."""
     driver: str | None
     """Version of NVIDIA's kernel driver; None without one."""
-    used_gpus: Mapping[int, int]
-    """GPU -> MiB of its memory that are in use."""
+    used_gpus: Mapping[int, int] | str
+    """GPU -> MiB of its memory that are in use; the reason if nvidia-smi fails."""
     links: Mapping[str, str]
     """InfiniBand device and port -> its state, such as ACTIVE."""
     open_files: int
@@ -56,8 +56,8 @@ class Facts(NamedTuple):
     memory_bytes: int
     free_bytes: int
     """On the disk of the run folder."""
-    written_per_second: float | None
-    """Bytes that its disk took each second, to the disk itself; None where it cannot be written."""
+    written_per_second: float | str
+    """Bytes that its disk took each second, to the disk itself; why, where it cannot be written."""
     ports: tuple[int, int]
     """First and last port that the kernel gives to connections."""
     store_seconds: float | None
@@ -82,7 +82,7 @@ def measure(places: Places, list_store: Callable[[], object] | None = None) -> F
         shared_bytes=shutil.disk_usage(places.shm).total if places.shm.is_dir() else 0,
         memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         free_bytes=shutil.disk_usage(_existing(places.folder)).free,
-        written_per_second=_rate(_existing(places.folder)),
+        written_per_second=_rate(places.folder),
         ports=_ports(places.proc),
         store_seconds=seconds,
         store_error=error,
@@ -104,14 +104,16 @@ def _driver(proc: Path) -> str | None:
     return found[1] if found else None
 
 
-def _used_gpus() -> dict[int, int]:
-    """MiB in use on each GPU, by nvidia-smi; empty where it is absent or fails."""
+def _used_gpus() -> dict[int, int] | str:
+    """MiB in use on each GPU, by nvidia-smi; empty without it, and why if it fails."""
     if shutil.which(SMI[0]) is None:
         return {}
     try:
         said = subprocess.run(SMI, capture_output=True, text=True, timeout=SMI_SECONDS, check=False)
     except subprocess.TimeoutExpired:
-        return {}
+        return f"it has not answered for {SMI_SECONDS:.0f} s"
+    if said.returncode:
+        return " ".join((said.stdout + said.stderr).split())[:200] or f"exit code {said.returncode}"
     return {int(index): int(used) for index, used in re.findall(r"^(\d+), (\d+)$", said.stdout, re.MULTILINE)}
 
 
@@ -131,22 +133,24 @@ def _existing(folder: Path) -> Path:
     return next(path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir())
 
 
-def _rate(folder: Path) -> float | None:
-    """Bytes each second that the disk takes in one file, `fsync` included."""
+def _rate(folder: Path) -> float | str:
+    """Bytes each second that the disk takes in one file, `fsync` included; the reason if it takes none."""
+    if file_in_way := next((path for path in (folder, *folder.parents) if path.exists() and not path.is_dir()), None):
+        return f"{file_in_way} is a file"
     began = time.perf_counter()
     try:
-        with tempfile.TemporaryFile(dir=folder) as file:
+        with tempfile.TemporaryFile(dir=_existing(folder)) as file:
             for _ in range(WRITTEN_BYTES // len(CHUNK)):
                 file.write(CHUNK)
             file.flush()
             os.fsync(file.fileno())
-    except OSError:
-        return None
+    except OSError as error:
+        return error.strerror or repr(error)
     return WRITTEN_BYTES / (time.perf_counter() - began)
 
 
 def _timed(work: Callable[[], object] | None) -> tuple[float | None, str | None]:
-    """Seconds of the work and None; or None and the error; None twice without work."""
+    """(seconds, None) of the work; (None, error) if it fails; (None, None) if there is none."""
     if work is None:
         return None, None
     began = time.perf_counter()

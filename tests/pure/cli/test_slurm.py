@@ -117,7 +117,15 @@ def test_ranks_and_generators_are_placed_on_the_two_groups_of_nodes(
         (NODES, "sbatch ended with exit code 9"),
         *(([*NODES, option], f"{option}: leave it out; {reason}") for option, reason in slurm.OWNED.items()),
         ([*NODES, "--ntasks-per-n=2"], "one task a node"),
+        ([*NODES, "--time=0:30"], "--time 0:30: the run gets its stop signal"),
+        ([*NODES, "--time", "1:0"], "lower run.stop_grace"),
+        ([*NODES, "-t", "1"], "lower run.stop_grace"),
+        ([*NODES, "-t1"], "lower run.stop_grace"),
+        (["run.stop_grace=7200", *NODES, ":", "--nodes=1", "--time=0-2"], "--time 0-2"),
         ([*NODES, "-n4"], "one task a node"),
+        ([*NODES, "--", "job.sh"], "once after --"),
+        (["data.make_rows=null", "data.train=/own/rows.jsonl", *NODES], "/own/rows.jsonl: each node has its own /own"),
+        ([*NODES, "--tim=0:30"], "lower run.stop_grace"),
     ],
 )
 def test_what_cannot_run_is_refused_before_anything_is_submitted(
@@ -134,6 +142,9 @@ def test_without_slurm_and_with_a_controller_that_refuses_one_line_says_so(
     place("sbatch", "echo 'sbatch: error: invalid partition specified: gpu' >&2; exit 1")
     assert main(["slurm", *CONFIG, *NODES]) == 2
     assert capsys.readouterr().err == "baton: sbatch: error: invalid partition specified: gpu\n"
+    place("sbatch", "true")
+    assert main(["slurm", *CONFIG, *NODES]) == 2
+    assert "gave no number of a job" in capsys.readouterr().err
     (tmp_path / "bin" / "sbatch").unlink()
     if shutil.which("sbatch") is None:
         assert main(["slurm", *CONFIG, *NODES]) == 2

@@ -97,6 +97,16 @@ def test_other_work_on_a_gpu_is_named(places: Places, tmp_path: Path, monkeypatc
     assert f"GPU 1 has {USED_MIB + 1} MiB in use" in only(SOUND._replace(driver="580.1", used_gpus=measured.used_gpus))
 
 
+def test_a_tool_of_the_driver_that_fails_is_named_with_what_it_says(
+    places: Places, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\necho 'Failed: Driver/library version mismatch'\nexit 18\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    assert "version mismatch" in only(SOUND._replace(driver="580.1", used_gpus=measure(places).used_gpus))
+
+
 def test_infiniband_without_an_active_port_is_named(places: Places) -> None:
     for port, state in (("mlx5_0", "1: DOWN"), ("mlx5_1", "2: INIT")):
         file = places.sys / f"class/infiniband/{port}/ports/1/state"
@@ -135,12 +145,18 @@ def test_small_shared_memory_is_named() -> None:
 def test_a_full_a_slow_and_a_read_only_disk_are_named() -> None:
     assert "GB free" in only(SOUND._replace(free_bytes=MIN_FREE_BYTES - 1))
     assert "50 MB/s" in only(SOUND._replace(written_per_second=50e6))
-    assert "cannot write" in only(SOUND._replace(written_per_second=None))
+    assert "cannot write" in only(SOUND._replace(written_per_second="Read-only file system"))
+
+
+def test_a_run_folder_below_a_file_is_named(places: Places) -> None:
+    (places.folder / "taken").touch()
+    measured = measure(places._replace(folder=places.folder / "taken" / "runs"))
+    assert "taken is a file" in only(SOUND._replace(written_per_second=measured.written_per_second))
 
 
 def test_the_disk_of_a_folder_that_does_not_exist_yet_is_that_above_it(places: Places) -> None:
     measured = measure(places._replace(folder=places.folder / "deep" / "runs"))
-    assert measured.written_per_second is not None and measured.written_per_second > 0
+    assert isinstance(measured.written_per_second, float) and measured.written_per_second > 0
     assert list(places.folder.iterdir()) == []
 
 
