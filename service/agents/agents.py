@@ -109,7 +109,7 @@ class Agents:
     ) -> Played:
         """Play one trajectory; `sink` gets a step for each call, then the trajectory's end.
 
-        `guard`: the agent; None: a worker plays the trajectory, whose end counts once the buffer has it.
+        `guard`: the agent; None: a worker plays the trajectory, which is over once the buffer has its end.
         """
         await self.listen()
         restored = self._restored.pop(str(trajectory), None)

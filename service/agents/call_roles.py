@@ -1,18 +1,21 @@
 """The role of each call of an agent, decided once, when its trajectory ends.
 
-    root 0   one call without tools: "Name this task"                         aux
-    root 1   tools; call 1, call 2, and call 3 to the same request as 2       main; 2 a retry, if 3 is continued
-    root 4   another system prompt, with tools                                sub
-    root 5   one call: "Sum up what was done"                                 main: root 6 begins with what it answered
-    root 6   the system prompt of root 1; its last answer was lost            main; its last call undelivered
-    root 7   one call without tools: "Now the answer"                         main: it is the newest call
+A root, which is a call that continues no other, and all calls that continue it are one conversation:
+
+    root 0   one call without tools: "Name this task"           aux
+    root 1   with tools                                         main
+    call 2   continues root 1                                   retry, if call 3 repeats its request and is continued
+    call 3   continues root 1                                   main
+    root 4   another system prompt, with tools                  sub
+    root 5   one call: "Sum up what was done"                   main: root 6 begins with what it answered
+    root 6   root 1's system prompt; its last answer was lost   main; its last call undelivered
+    root 7   one call without tools: "Now the answer"           main: it is the newest call
 
 No rule depends on the length of a response, so that all samples of a group are treated alike. If no conversation has
-tools or continues, all are `main`: the steps of a pipeline.
+tools or a second call, all are `main`: the steps of a pipeline.
 
-A root and all calls that continue it are one conversation. A role that the client names (`X-Baton-Role`), one of these
-or of the configuration, holds for the whole conversation; the last named one counts. Calls whose prompts are token ids
-are `main`.
+A role that the client names (`X-Baton-Role`), one of these or of the configuration, holds for the whole conversation;
+the last named one counts. Calls whose prompts are token ids are `main`.
 """
 
 from __future__ import annotations
@@ -58,7 +61,7 @@ class _Conversation(NamedTuple):
 
     @property
     def rank(self) -> tuple[bool, bool, bool, bool]:
-        """The sort key of a conversation: the highest is the agent's own; the first one of equal ones."""
+        """The sort key of a conversation: the one with the highest key is the agent's own; of equal ones, the first."""
         return self.is_received, self.named == Role.MAIN, self.has_tools, self.longest > 1
 
 
@@ -84,7 +87,7 @@ def roles_of(calls: Sequence[Call]) -> list[str]:
 
 
 def _is_delivered(call: Call) -> bool:
-    """Whether a client received the reply; assumed of calls before a restart, whose deliveries are not recorded."""
+    """Whether a client received the reply; True for calls before a restart, whose delivery was not recorded."""
     return call.delivered or call.is_restored
 
 
@@ -110,7 +113,7 @@ def _conversations(calls: Sequence[Call]) -> list[_Conversation]:
 
 
 def _of_conversations(conversations: Sequence[_Conversation]) -> list[str]:
-    """The role of each conversation, later ones first, because compactions depend on the conversations after them."""
+    """The role of each conversation; decided from the last to the first, as a compaction depends on what follows it."""
     own = max((of for of in conversations if of.named in (None, Role.MAIN)), key=lambda of: of.rank, default=None)
     newest = max(conversations, key=lambda of: of.calls[-1].index, default=None)
     later: _WithRoles = []
@@ -120,7 +123,7 @@ def _of_conversations(conversations: Sequence[_Conversation]) -> list[str]:
 
 
 def _role(conversation: _Conversation, own: _Conversation | None, is_newest: bool, later: _WithRoles) -> str:
-    """The role of a conversation; `own`: the agent's own one; `later`: later conversations, with their roles."""
+    """The role of a conversation; `own`: the agent's own conversation; `later`: later ones, with their roles."""
     begun = conversation.root.begun
     if conversation.named is not None:
         return conversation.named

@@ -41,8 +41,8 @@ has answers that no call sampled."""
 
 
 class CallNote(msgspec.Struct, frozen=True, array_like=True):
-    """Data of a call besides its tokens: its step's note, from which a generator's next process continues the
-    session."""
+    """Data of a call besides its tokens: it is the note of the call's step, with which a restarted generator
+    continues the session."""
 
     name: str
     """The id that clients may send back."""
@@ -141,7 +141,7 @@ class Call:
 
     @property
     def n_sampled(self) -> int:
-        """Tokens that the policy sampled, without an appended end."""
+        """Number of tokens that the policy sampled; an appended end token is not counted."""
         return int(self.is_sampled.sum())
 
     def message(self) -> dict[str, Any]:
@@ -240,7 +240,7 @@ class ConversationTree:
         """[P] ids of a prompt that a client rendered; special tokens in its text are special.
 
         Raises:
-            MessagesRefused: the text holds what no tokenizer takes, or an id is outside of the vocabulary.
+            MessagesRefused: no tokenizer accepts the text, or an id is outside of the vocabulary.
         """
         if isinstance(prompt, str):
             return self._chat.encode(prompt)
@@ -277,7 +277,7 @@ class ConversationTree:
     def restore(self, steps: Steps) -> None:
         """Restore the calls of an earlier process, whose steps the buffer accepted.
 
-        Tokens come from the steps; a reply is read from them again where a client asks for it once more.
+        Tokens come from the steps; a reply is parsed from them again if a client asks for it.
 
         Raises:
             ValueError: they are not all calls of one session.
@@ -334,8 +334,8 @@ class ConversationTree:
         """The earlier call that answers a repeated request; None if the policy has to be called. `tools`: the request's
         tools.
 
-        Some clients mark no retry, so an equal body repeats a call whose reply was not delivered. After the delivery an
-        equal body asks for another sample.
+        Some clients do not mark retries. So until a reply is delivered, a request with the same body counts as a retry;
+        after the delivery it asks for another sample.
         """
         call = self._newest_of.get(body)
         if call is None or (call.delivered and not is_retry):
@@ -346,7 +346,7 @@ class ConversationTree:
         return call
 
     def _received(self, messages: Sequence[Message], echoed: Collection[str]) -> list[Call]:
-        """The calls of unknown delivery whose replies a client sends back, whatever else the client changed."""
+        """Calls whose delivery is unknown but whose replies the client sends back, whatever else the client changed."""
         if not (unknown := [call for call in self.calls if not call.delivered]):
             return []
         said = {extended(b"", message) for message in messages if message["role"] == "assistant"}
@@ -376,8 +376,8 @@ def _note_of(step: Step, place: int) -> CallNote:
 
 
 def _best(calls: Sequence[Call], echoed: set[str]) -> Call:
-    """The call with the most ids, its ancestors' included, that the client sent back; then a delivered call; then the
-    newest."""
+    """The call of which the client sent back the most ids, its ancestors' included; among equals, a delivered one, then
+    the newest."""
 
     def rank(call: Call) -> tuple[int, bool]:
         return sum(of.name in echoed for of in call.path()), call.delivered

@@ -2,8 +2,8 @@
 
     finish(body) --noted--> journal --> 200         the same body again: 200; another one: 409
 
-A body is noted before the trajectory's end is in the journal. If the generator dies between the two, its next process
-opens the session again, and forgets the body.
+A body is noted before the trajectory's end is in the journal. If the generator dies between the two, the restarted
+generator opens the session again, and forgets the body.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Ended(NamedTuple):
 
 
 class EndedSessions:
-    """Ended sessions, in memory and in a file that the generator's next process reads."""
+    """Ended sessions, in memory and in a file that a restarted generator reads."""
 
     def __init__(self, file: Path | None) -> None:
         """`file`: has a line for each ended session; without it, or if this host lacks its folder, nothing outlives the
@@ -68,11 +68,11 @@ class EndedSessions:
             del self._names[ended.key]
 
     def of(self, key: str, name: str | None = None) -> Ended | None:
-        """The ended session of this name, by default the one whose key has this digest; None if it is not known."""
+        """The ended session of this name or, without a name, with this digest of its key; None if it is not known."""
         return self._known.get(self._names.get(key, "") if name is None else name)
 
     def _rewrite(self, file: Path) -> None:
-        """Leave out of the file what is no longer known."""
+        """Rewrite the file, without the sessions that are no longer known."""
         write_atomic(file, "".join(map(_line, self._known.values())))
         self._written = len(self._known)
 

@@ -3,8 +3,8 @@
     offered --POST /rl/claim--> claimed --calls, heartbeats--> finished        the end is journalled, then answered
                                    |--no heartbeat, deadline, abort--> lost    attempted again
 
-A session outlives its generator's process: the next process continues it (`Agents.restore`), and waits for the worker
-for up to `agents.heartbeat_deadline`.
+A session outlives its generator's process: the restarted generator continues it (`Agents.restore`), and waits up to
+`agents.heartbeat_deadline` for the worker.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Offers:
         """Offer a session to workers, unless it `is_claimed` already; returns when the session has ended.
 
         Raises:
-            TrajectoryFailed: its worker was silent or late.
+            TrajectoryFailed: its worker sent no heartbeat, or missed the deadline.
         """
         if not is_claimed:
             claimed = asyncio.get_running_loop().create_future()

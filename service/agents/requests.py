@@ -105,8 +105,8 @@ class Requests:
         return session
 
     def finished_with(self, request: web.Request) -> str:
-        """The digest of the body with which the session of a request was finished, for the same keys as `managed`;
-        empty where it was not."""
+        """The digest of the body that finished the session of a request, for the same keys as `managed`; empty if the
+        session was not finished."""
         key = _key(request)
         return self.sessions.finished_with(key, request.match_info["session"] if self._keys.is_worker(key) else None)
 
@@ -152,7 +152,7 @@ class Requests:
     async def apart(self, n_bytes: int, work: Callable[[], Result]) -> Result:
         """Return the result of `work` for a body of `n_bytes`; a large body is handled in a thread.
 
-        A caller that continues, or is cancelled, leaves `work` running: it must change nothing.
+        `work` must not change any state, because it keeps running if the caller is cancelled.
         """
         if n_bytes < LARGE_BYTES:
             return work()

@@ -165,7 +165,7 @@ class Routes:
         return web.json_response({})
 
     async def _recorded(self, session: Session) -> None:
-        """Wait until the buffer has answered for the end of a finished session; see `_finish` for the errors."""
+        """Wait for the buffer's answer about the end of a finished session; see `_finish` for the errors."""
         if session.recorded is None:
             return
         await asyncio.wait({session.recorded})

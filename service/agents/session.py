@@ -5,7 +5,7 @@ request -> asked before? -> parent and prompt -> room? -> sample -> the buffer a
 the body of a call whose reply was lost      the reply of that call, again
 the body of a call that is being sampled     the reply of that call, once it is sampled
 a prompt beyond `max_input_length`           400 context_length_exceeded
-no room for tokens or calls                  `Step budget exhausted.`, which is no step
+no room for tokens or calls                  `Step budget exhausted.`, not recorded as a step
 """
 
 from __future__ import annotations
@@ -88,9 +88,9 @@ class Session:
         name: str,
         key: str,
     ) -> None:
-        """`limits`: limits of the calls, of which there are at most `limits.max_turns`.
+        """`limits`: limits of each call; there are at most `limits.max_turns` calls.
 
-        `max_tokens`: most tokens in all steps together; a step has those that its parent does not have.
+        `max_tokens`: maximum tokens of all steps together; tokens that a step shares with its parent count once.
         """
         self.key = key
         """What a client has to send; whoever has it may call."""
@@ -167,7 +167,7 @@ class Session:
         Empty if all rewards are 0.
 
         Raises:
-            NotAllowed: a name is neither a call nor a role with a call, or a call's rewards are too large together.
+            NotAllowed: a name is neither a call nor a role with a call, or the sum of a call's rewards is too large.
         """
         roles, given = roles_of(self.tree.calls), [0.0] * len(self.tree.calls)
         for role, reward in ((Role.MAIN, outcome.reward or 0.0), *outcome.rewards.items()):
@@ -190,8 +190,8 @@ class Session:
     def too_long(self, what: str) -> Refused:
         """The refusal of a prompt that is too long; the trajectory counts as truncated unless a call follows.
 
-        Clients that shorten their conversations look for these words: Claude Code for the first ones, litellm, Harbor
-        and NeMo-Gym for those about the model.
+        Clients recognise this error by its text, and then shorten the conversation: Claude Code by the first words,
+        litellm, Harbor and NeMo-Gym by those about the model.
         """
         self._cut = StopReason.LENGTH
         length = f"This model's maximum context length is {self._limits.max_input_length} tokens"

@@ -2,7 +2,7 @@
 
     secret of the run (a file that only its user reads) --HMAC(name of the session)--> the session's key
 
-So a generator's next process, on whichever node, takes the same keys without having stored one.
+So a restarted generator, on any node, accepts the same keys without having stored them.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def run_keys(run: Path, agents: AgentsConfig, from_environment: str, needs_worke
     """The keys of a run, whose secret is stored in the run's folder; see `worker_key` for the other arguments.
 
     Raises:
-        UserError: a file is no key, or workers are to come and there is no key for them.
+        UserError: a file does not contain a key, or workers are expected and there is no key for them.
     """
     worker = worker_key(agents.worker_key_file, from_environment, needs_worker)
     file = run / SECRET_FILE
@@ -74,10 +74,10 @@ def run_keys(run: Path, agents: AgentsConfig, from_environment: str, needs_worke
 def worker_key(file: Path | None, from_environment: str, is_needed: bool) -> str:
     """The key of the workers; empty if no worker may claim.
 
-    `file`: `agents.worker_key_file`, which counts before the key `from_environment`; `is_needed`: workers are to come.
+    `file`: `agents.worker_key_file`, which overrides the key `from_environment`; `is_needed`: workers are expected.
 
     Raises:
-        UserError: the file or the variable is no key, or workers are to come and there is no key for them.
+        UserError: the file or the variable does not contain a key, or a needed key is missing.
     """
     where, key = WORKER_KEY, from_environment
     if file is not None:

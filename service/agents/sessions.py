@@ -82,8 +82,8 @@ class Sessions:
         self._ended.note(Ended(session.name, _digest(session.key), body))
 
     def finished_with(self, key: str, name: str | None = None) -> str:
-        """The digest of the body with which the session of this key, or of this name, was finished; empty where it was
-        not."""
+        """The digest of the body that finished the session of this key, or of this name; empty if it was not
+        finished."""
         ended = self._ended.of(_digest(key), name)
         return "" if ended is None else ended.body
 

@@ -42,7 +42,7 @@ class ScriptedPolicy:
         self._texts = chain(texts, repeat(texts[-1]))
 
     async def check(self, deadline: float) -> None:
-        """Nothing: a script never fails."""
+        """Do nothing: a script never fails."""
 
     async def generate(self, prompt_ids: Int32s, sampling: Sampling, request_id: str) -> Generation:
         """The next text, whatever the prompt is."""
@@ -86,7 +86,7 @@ class Trial:
         print(told(call, roles_of([*before, replace(call, delivered=True)])[-1]), flush=True)
 
     def end(self, end: TrajectoryEnd) -> None:
-        """Ignored: no buffer receives the trajectory."""
+        """Do nothing: no buffer receives the trajectory."""
 
     async def accepted(self, trajectory: TrajectoryId) -> bool:
         """Whether the trajectory's steps were accepted: always, because no buffer can refuse them."""

@@ -1,4 +1,4 @@
-"""A proxy before an endpoint that keeps what both sides send, without keys, for the report of a bug."""
+"""A proxy in front of an endpoint that records what both sides send, without keys, for bug reports."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ async def record_wire(endpoint: str, key: str, file: Path) -> str:
 
 
 async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, kept: bytearray) -> None:
-    """Pass on what comes until one side leaves, and keep all of it."""
+    """Forward and record all data until one side closes the connection."""
     try:
         while data := await reader.read(1 << 16):
             kept += data

@@ -225,7 +225,7 @@ def _rate(totals: Sequence[tuple[float, float]]) -> float:
 
 
 def _families(snapshot: bytes) -> dict[str, bytes]:
-    """Family name -> its lines of samples; raises ValueError for a family that is not in the table."""
+    """The lines of samples of each metric family, by name; ValueError for a family that is not in the table."""
     if len(snapshot) > MAX_SNAPSHOT_BYTES:
         raise ValueError(f"a snapshot of {len(snapshot)} bytes")
     headers = list(_HEADER.finditer(snapshot))

@@ -35,7 +35,7 @@ class LoopWatch:
 
     async def blocked(self, known: int) -> str:
         """Wait until more than `known` places have blocked the loop, and return the line about the next one; called
-        in another event loop, which goes on."""
+        in another event loop, which is not blocked."""
         while len(self._blocked) <= known:
             await asyncio.sleep(LOOK_SECONDS)
         return [*self._blocked.values()][known]
@@ -63,7 +63,8 @@ class LoopWatch:
 
 
 def _place(stack: Sequence[FrameSummary]) -> str:
-    """The user's outermost frame, and the innermost one: `my_agent.py:12 play, in socket.py:720 readinto`."""
+    """Where the stack is: the frame at which user code was entered, and the innermost frame:
+    `my_agent.py:12 play, in socket.py:720 readinto`."""
     frames = [f"{Path(frame.filename).name}:{frame.lineno} {frame.name}" for frame in stack]
     is_library = [frame.filename.startswith(LIBRARIES) for frame in stack]
     starts = [at for at in range(1, len(stack)) if is_library[at - 1] and not is_library[at]]

@@ -4,7 +4,7 @@ dashboards are checked against it.
 Units are base units (tokens, seconds, bytes). Every label has a bounded set of values, and no label holds text of a
 prompt. Every series also carries `role` and `ident` of the actor that measured it.
 
-`STEP_KEYS` has the keys of a line of `metrics.jsonl` of which there is no Prometheus metric. In step-wise training a
+`STEP_KEYS` has the keys of a line of `metrics.jsonl` that have no Prometheus metric. In step-wise training a
 mean is over trajectories unless the key says otherwise. `<...>` in a key stands for a name.
 """
 
@@ -286,7 +286,7 @@ GENERATORS_AND_WEIGHTS = (
     ),
     counter(
         "baton_weight_sent_bytes_total",
-        "Bytes of weights that left the trainer's ranks (`weights.transport: memory`), for all hosts together.",
+        "Bytes of weights that ranks sent to engines on other hosts (`weights.transport: memory`).",
     ),
     gauge(
         "baton_weight_changed_ratio",
@@ -382,6 +382,8 @@ STEP_KEYS: dict[str, str] = {
         "Fraction of the generators' time without any group to play; waits for one more group do not count."
     ),
     "policy/is_ratio_std": f"{_RATIO['is_ratio_std']} of the loss tokens.",
+    "trainer/gpu_reserved_bytes": "Most memory that a rank has reserved on its GPU since it started.",
+    "trainer/gpu_estimated_bytes": "Estimated memory of a rank on its GPU, to compare with what it reserved.",
     "policy/is_ratio_max": f"{_RATIO['is_ratio_max']} of a loss token.",
     "policy/effective_sample_fraction": f"{_RATIO['effective_sample_fraction']} of the loss tokens.",
     "policy/loss_metrics/masked_ratio": "Fraction of loss tokens whose loss a correction set to 0.",

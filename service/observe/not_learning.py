@@ -1,7 +1,7 @@
-"""Why a run may not learn: figures of its last steps against thresholds, in the order in which one looks.
+"""Why a run may not learn: compares figures of its last steps with thresholds, likely causes first.
 
-Causes come before their effects: where every response is cut no reward is given, so no group has variance and the
-gradient is zero; the cut is named first. `docs/not-learning.md` says what to try for each.
+Causes come before their effects: if every response is cut, no reward is given, so no group has variance and the
+gradient is zero; the cut is named first. `docs/not-learning.md` says what to try for each symptom.
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ class Wandb:
     """Weights & Biases; a resumed run continues under the same id.
 
     Raises:
-        UserError: wandb refuses the run, such as without an API key.
+        UserError: wandb refuses the run, for example without an API key.
     """
 
     def __init__(self, settings: WandbConfig, resolved: str, folder: Path) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 from service.config.rollout import GeneratorConfig
 from service.handoff.steps.stop_reason import StopReason
 from service.handoff.validate import LOGPROB_TOLERANCE
-from service.types import Float32s, Int16s, Int32s, Int64s
+from service.types import Experts, Float32s, Int32s, Int64s
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class Generation:
     """`stop`, `length` or `abort`."""
     sampled_end: bool
     """Whether the last token is a sampled end token."""
-    routed_experts: Int16s | None = None
+    routed_experts: Experts | None = None
     """[at most P + T, layers, topk] from the first prompt token on; None if the engine records none."""
     seconds: Mapping[str, float] = field(default_factory=dict)
     """Seconds spent in the engine's `queue`, in `prefill` and in the `pause` for new weights, as far as reported."""

@@ -244,4 +244,4 @@ async def _next(calls: asyncio.Queue[_Call | None]) -> _Call | None:
 
 
 def _nothing(result: Any) -> None:
-    """Ignore the return value of a method that should have none."""
+    """Ignore the return value of a method that should return nothing."""

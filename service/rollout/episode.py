@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
+from typing import Any, cast
 
 import numpy as np
 
@@ -24,7 +25,7 @@ from service.rollout.chat.conversation import Prompt, Response
 from service.rollout.engine import Generation
 from service.rollout.environment import MAIN, Task
 from service.rollout.limits import AgentLimits
-from service.types import ROUTE_NATIVELY, Extension, Int16s, Int32s, Step, TrajectoryEnd, TrajectoryId
+from service.types import ROUTE_NATIVELY, Experts, Extension, Int32s, Step, TrajectoryEnd, TrajectoryId
 
 
 class History:
@@ -193,11 +194,11 @@ class Episode:
         return done or self.n_steps + 1 == self._limits.max_turns
 
 
-def experts_of(experts: Int16s | None, total: int, carried: int) -> Int16s | None:
+def experts_of(experts: Experts | None, total: int, carried: int) -> Experts | None:
     """Routed experts of the last `carried` of `total` tokens; the engine records none for the last sampled token."""
     if experts is None:
         return None
     recorded = experts[total - carried : total]
-    aligned = np.full((carried, *experts.shape[1:]), ROUTE_NATIVELY, dtype=np.int16)
+    aligned: Any = np.full((carried, *experts.shape[1:]), ROUTE_NATIVELY, np.int16).astype(experts.dtype)
     aligned[: len(recorded)] = recorded
-    return aligned
+    return cast(Experts, aligned)

@@ -104,8 +104,8 @@ class Player(Generic[A]):
     def restore(self, trajectory: TrajectoryId, task: Task, steps: Steps, sink: StepSink) -> bool:
         """Prepare to continue a trajectory of an earlier process; `play` then continues it.
 
-        Returns False if that is impossible: its player ended with that process, or its steps are not of a session that
-        a worker on another machine plays.
+        Returns False if that is impossible: unless a worker on another machine plays the trajectory as a session, its
+        player ended with the earlier process.
         """
         if self.agents is None or not self._environments.is_outside(task):
             return False

@@ -18,7 +18,7 @@ def read_conversations(
     """The model's folder, checked, the rows to learn, and those of each evaluation set.
 
     Raises:
-        UserError: the model or a row is malformed, or the configuration has what supervised training cannot do.
+        UserError: the model or a row is malformed, or supervised training does not support a setting.
     """
     if model.path is None or model.warm_start is not None:
         needed = "the folder of a model, and takes the place of the warm start"

@@ -11,7 +11,7 @@ profiles/           what `baton profile` wrote
 address.json        where the run's metrics service listens
 journal/            the buffer's journal
 checkpoints/        `step_<n>/`, each with a manifest
-warm_start/         with `model.lora`, the model that the warm start made and the adapter is added to
+warm_start/         with `model.lora`: the warm-started base model to which the adapter is added
 final/              the final weights, a Hugging Face folder, or the adapter in PEFT's form
 logs/               what each part of the run prints: `driver.log`, `generator-0.log`, ...
 summary.json        how the run ended
@@ -19,7 +19,7 @@ scale.json          how many generators `baton scale` asked for
 uploads/            links to files that are to be uploaded to `run.store`
 store.json          which run `run.store` holds, and which process wrote into it last
 session_secret      if agents call the policy: the secret from which the keys of their sessions are derived
-ended_sessions_0    which sessions of generator 0 ended most recently, and the digests of the bodies that finished them
+ended_sessions_0    generator 0's most recently ended sessions, with digests of the request bodies that ended them
 """
 
 from __future__ import annotations

@@ -36,8 +36,8 @@ def download(
     say: Callable[[str], None],
     model_files: Sequence[str] = MODEL_FILES,
 ) -> Downloaded:
-    """The model or the file at an address, from the cache where it has it; `offline`: from nowhere else;
-    `model_files`: what is needed of a model.
+    """The model or the file at an address, from the cache if it is there; `offline`: only from the cache;
+    `model_files`: the needed files of a model.
 
     Raises:
         UserError: the address is malformed, the hub does not have it, or there is neither a network nor a cached copy.

@@ -69,7 +69,7 @@ def check_first_adapter(model: ModelConfig) -> None:
     """Check `model.adapter` as a run does, if the adapter and its base model are on this machine.
 
     Raises:
-        UserError: the model or the adapter is malformed, or the adapter is of other settings or of another model.
+        UserError: the model or the adapter is malformed, or the adapter has other settings or belongs to another model.
     """
     if model.path is not None and is_model_folder(model.path) and model.adapter is not None and model.adapter.exists():
         checked_shapes(model, model.path, checked_model(model.path)[0])

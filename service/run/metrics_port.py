@@ -1,4 +1,4 @@
-"""The port of the run's metrics service, which no other run can take between its choice and its use."""
+"""The port of the run's metrics service, held from its choice on, so that no other run can take it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def listening_socket(metrics: MetricsConfig, earlier: int | None = None) -> sock
 
 
 def _listening(host: str, port: int) -> socket.socket:
-    """A listening socket at the host's first address, of IPv4 where it has one."""
+    """A listening socket at the host's first address, an IPv4 address if there is one."""
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     family, *_, address = min(found, key=lambda each: each[0] != socket.AF_INET)
     return socket.create_server(address[:2], family=family)

@@ -25,7 +25,7 @@ MAX_SECONDS = 20.0
 
 
 def say(line: str) -> None:
-    """Print a line at once, and log it; continues silently if the reader of the output is gone."""
+    """Print a line without buffering, and log it; continues silently if the reader of the output is gone."""
     line = printable(line)
     log.info(line)
     try:

@@ -53,7 +53,7 @@ class ProfileRequests(NamedTuple):
         (self.folder / REQUEST).unlink(missing_ok=True)
 
     def request(self, ranks: int) -> ProfileRequest | None:
-        """The current request; a request that cannot be met is answered at once."""
+        """The current request; a request that cannot be met is answered immediately."""
         try:
             found = msgspec.json.decode((self.folder / REQUEST).read_bytes(), type=ProfileRequest)
         except FileNotFoundError:

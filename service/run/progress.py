@@ -160,7 +160,7 @@ class Progress:
 
     @property
     def not_learning(self) -> str:
-        """Why the policy may not learn, by its last steps; empty if nothing speaks for it."""
+        """Why the policy may not be learning, judged by its last steps; empty if there is no sign of that."""
         return in_words(self._diagnosis.found())
 
     def end(self, state: str, buffer: Mapping[str, Any], generators: Sequence[Mapping[str, Any]]) -> None:

@@ -52,7 +52,7 @@ class FailureWatch:
         self._report(text)
 
     def check(self, statuses: Statuses, waited: float = 0.0) -> None:
-        """Name new failures, say that a step waits because of failures, and raise if every trajectory fails.
+        """Print new failures, and that a step waits because of failures; raise if every trajectory fails.
 
         `waited`: seconds for which the step has waited for a mini-batch.
 

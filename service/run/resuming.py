@@ -34,7 +34,7 @@ def folder_to_resume(
 ) -> tuple[Path, list[str]]:
     """The folder of the run to resume, with the overrides of its configuration.
 
-    A run is named by its folder, by its name, or by the address of its store; where this disk has nothing of the run,
+    A run is named by its folder, by its name, or by the address of its store. If this disk has nothing of the run,
     its folder is made from the store that the address or the configuration names.
 
     Raises:
@@ -81,14 +81,14 @@ def resumed(run: RunConfig, trainer: TrainerConfig, path: Path) -> Iterator[Mani
 
 
 def changed_settings(config: Config, folder: Path) -> list[str]:
-    """A line for each setting that is another one than in the run's earlier part."""
+    """A line for each setting that differs from the run's earlier part."""
     was, now = _leaves(read_sources([folder / CONFIG], ()).values), _leaves(config.model_dump(mode="json"))
     different = [setting for setting in {**now, **was} if was.get(setting) != now.get(setting)]
     return [f"{setting}: it is {now.get(setting)} from here on, and was {was.get(setting)}" for setting in different]
 
 
 def _leaves(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The values that are no sections, by their whole path."""
+    """All values other than sections, by their full path."""
     leaves: dict[str, Any] = {}
     for key, value in values.items():
         leaves |= _leaves(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}

@@ -10,7 +10,7 @@
 
 `prompt_ids` of a step that extends the previous step are the new tokens only. `versions` are runs of (tokens, version).
 `row` is the training row of the step; steps of one row were merged. `parent` is the step that it continues; `begins_as`
-(step, tokens) says where it begins like another one without continuing it, and `prompt_ids` leave these tokens out.
+(step, tokens): it begins with that many tokens of a step that it does not continue; `prompt_ids` omit these tokens.
 `role` is the role of an agent's call, `transcript` the output of an agent's run, `scores` the reward and the text of
 each scorer, or why the group continued without them (`fallback`). With credit by turn or `roles` each step has an
 `advantage` of its own, and that of the trajectory is their mean. A trajectory that ended without being trained has the

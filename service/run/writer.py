@@ -50,11 +50,10 @@ class RunWriter:
         """Whether the final weights are those of that step."""
 
     def begin(self, resolved: str, wandb: WandbConfig | None = None, model_folder: Path | None = None) -> None:
-        """Begin or continue a run: delete the summary of its earlier part, and write its resolved configuration.
+        """Begin or continue a run: delete the summary of its earlier part, and write its resolved configuration, with
+        which `baton run --config` repeats the run.
 
         `model_folder` has the tokenizer for the texts of tables in Weights & Biases.
-
-        `baton run --config` with that file repeats the run.
         """
         (self.path / SUMMARY).unlink(missing_ok=True)
         self._has_begun, self._resolved, self._wandb = True, resolved, wandb
@@ -78,7 +77,7 @@ class RunWriter:
         return self.path.parent / TARGETS / f"{self.path.name}.json"
 
     def log_step(self, numbers: Mapping[str, float], texts: Mapping[str, str] | None = None) -> None:
-        """Append a line to `metrics.jsonl`, with the texts too, and a point per curve in TensorBoard and the other
+        """Append a line to `metrics.jsonl`, text values included, and a point per curve in TensorBoard and the other
         trackers.
 
         Raises:

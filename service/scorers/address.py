@@ -37,7 +37,7 @@ class Address:
         """Request rewards for trajectories.
 
         Raises:
-            ScorerFailed: no good answer.
+            ScorerFailed: there was no valid answer.
         """
         given = await self._post({"trajectories": [asdict(each) for each in trajectories]}, MAX_REPLY_BYTES)
         if not isinstance(given, Mapping) or "rewards" not in given:
@@ -48,7 +48,7 @@ class Address:
         """Request the log-probability of each token given the tokens before it.
 
         Raises:
-            ScorerFailed: no good answer.
+            ScorerFailed: there was no valid answer.
         """
         question = {"prompt": token_ids, "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
         question |= {"model": self._model} if self._model else {}

@@ -112,7 +112,7 @@ def answer_of(given: Any, n_trajectories: int) -> Answer:
 
 
 def _number(reward: Any) -> float:
-    """A reward; NaN, which costs its trajectory only, where the scorer has none or it is too large for a float."""
+    """A reward as a float; NaN, which removes only its trajectory, if there is none or it is too large for a float."""
     try:
         return math.nan if reward is None else float(reward)
     except OverflowError:

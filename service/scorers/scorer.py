@@ -51,7 +51,7 @@ class Scorer:
         """The bytes of the answer about the group in `data`, whose prompt is this row of the dataset.
 
         Raises:
-            ScorerFailed: no good answer.
+            ScorerFailed: there was no valid answer.
         """
         group = accepted_group(data)
         if self._logprobs is not None:

@@ -25,7 +25,7 @@ class MemoryFile:
         return bytes(self.data[offset : offset + there]).ljust(there, b"\0")
 
     def extents(self, offset: int) -> list[tuple[int, int]]:
-        """The whole file as a single stretch."""
+        """The whole file as a single range."""
         return [(offset, self.size())] if offset < self.size() else []
 
     def write(self, offset: int, buffers: Sequence[Buffer]) -> int:

@@ -90,7 +90,8 @@ class Scenario:
     def step_seconds(self, settings: SimulationSettings) -> float:
         """Seconds of an optimizer step: `trainer_seconds`, or the time that busy generators take for a mini-batch.
 
-        A group ends with its longest sample, so the time of a slot per group is the mean time of the longest samples.
+        A group occupies its slot until its longest sample ends, so slot time is the mean over groups of the longest
+        sample's time.
         """
         if self.trainer_seconds:
             return self.trainer_seconds

@@ -1,7 +1,7 @@
 """Restores a run's folder from its object store, on a disk without data of the run.
 
-The folder is as it was when the checkpoint was written: its journal ends there, so the buffer begins there, and what
-the run did later is done again. The run then continues as after any other stop.
+The folder is as it was when the checkpoint was written: its journal ends there, so the buffer begins there, and the
+run repeats what it did later. The run then continues as after any other stop.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def _read_file(objects: Objects, folder: Path, entry: tuple[str, StoredFile]) ->
     """Write one file of the manifest to a folder, and verify its checksum.
 
     Raises:
-        Damaged: the file in the store is another one.
+        Damaged: the file in the store differs from the manifest.
     """
     if all(_digest_of_copy(objects, folder, entry) != entry[1].xxh3_64 for _ in range(READS)):
         raise Damaged(f"{entry[1].object} has other bytes than were written")

@@ -113,7 +113,7 @@ class Uploads:
         return self._status
 
     def hold_journal(self, start: int, position: int) -> bool:
-        """Keep the journal from `start` to `position` for the checkpoint that begins; False if these segments were
+        """Keep the journal from `start` to `position` for the checkpoint that begins now; False if these segments were
         removed."""
         if self._held is not None:  # links of an abandoned checkpoint
             shutil.rmtree(self._held[0], ignore_errors=True)

@@ -120,7 +120,8 @@ def test_a_command_of_the_pages_is_one_that_there_is(
         named = r"hangman\.yaml|mine\.jsonl|mine\.yaml|none/|quickstart|mine-4711|smollm2|RUN|no run in runs"
         assert simulates or re.search(named, said), said
     elif words[:2] == ["python", "-m"]:
-        assert (ROOT / words[2].replace(".", "/")).with_suffix(".py").is_file()
+        module = ROOT / words[2].replace(".", "/")
+        assert module.with_suffix(".py").is_file() or (module / "__main__.py").is_file()
     elif words[0] == "curl":
         assert "/retrieve" in command
     elif words[:2] == ["pip", "install"]:

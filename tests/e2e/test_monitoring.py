@@ -139,6 +139,8 @@ NO_DATA_IN_A_HEALTHY_RUN = {
     "baton_scorer_": "there are no scorers",
     "baton_store_": "there is no object store",
     "baton_evaluation_lag_": "no evaluation goes on beside training",
+    "baton_weight_sent_bytes_total": "the engines read the memory of the ranks, which are on their host",
+    "baton_weight_changed_ratio": "no changed elements are sent to other hosts",
 }
 
 

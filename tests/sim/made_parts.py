@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,9 +19,10 @@ from actors.engine.vllm_engine import WeightUpdate
 from actors.generator.actor import Generator
 from actors.trainer.actor import MeetingPoint, TrainerRank
 from actors.weights.image import ImageHolder
+from actors.weights.pulled import Source, WeightFile
 from service.columns import digest
 from service.config import Config
-from service.errors import RunFailed, WeightsGone
+from service.errors import RunFailed
 from service.handoff.scoring import Answer
 from service.handoff.steps.builder import StepSink
 from service.handoff.steps.stop_reason import StopReason
@@ -87,7 +88,7 @@ class Collective:
 class SimLearner:
     """Learns nothing; its weights are the number of steps."""
 
-    policy = None
+    policy = SimpleNamespace(dtype=torch.float32)
 
     def __init__(self, rank: int) -> None:
         self._rank, self.steps = rank, 0
@@ -140,7 +141,7 @@ class SimRank(TrainerRank):
     def node(self) -> str:
         return "node"
 
-    def load(self, meeting_point: MeetingPoint, model_folder: str, nodes: Any = None, adapter: bool = True) -> None:
+    def load(self, meeting_point: MeetingPoint, model_folder: str, *how: Any) -> None:
         self._learner = SimLearner(self._rank)  # type: ignore[assignment]
         self._states.enter("waiting")
 
@@ -174,24 +175,21 @@ class SimEngine:
         if self.core_died:
             await asyncio.get_running_loop().create_future()
 
-    async def update_weights(self, version: PolicyVersion, path: Any, checksum: int) -> WeightUpdate:
-        """Read the image: all its rows are of this version."""
+    async def update_weights(self, version: PolicyVersion, sources: list[Source], checksum: int) -> WeightUpdate:
+        """Pull the rows one after another: all are of this version."""
         if self.core_died:
             raise RunFailed("the engine died: EngineDeadError")
-        at, _, number = str(path).partition("#")
-        try:
-            with open(at, "rb") as file:
-                is_same, data = str(os.fstat(file.fileno()).st_ino) == number, file.read()
-        except OSError:
-            is_same, data = False, b""
-        if not is_same:
-            raise WeightsGone(f"the weights at {path} are gone")
-        rows = np.frombuffer(data[-RANKS * ROWS_OF_RANK * 8 :], np.float32)
-        if not (rows == version.step).all():
+        with closing(WeightFile(version.pack(), sources)) as file:
+            tensors = dict(file.tensors())
+            rows = []
+            for row in tensors["w"]:
+                await asyncio.sleep(0.2 / len(tensors["w"]))
+                rows.append(row.clone())
+            file.check()
+        if not (torch.stack(rows) == version.step).all():
             raise ValueError(f"weights of {version} are {rows}")
-        await asyncio.sleep(0.2)
         self.serving = version
-        return WeightUpdate(version.pack(), len(data), 0.1, 1)
+        return WeightUpdate(version.pack(), file.n_bytes, 0.1, 1)
 
     def measure(self, metrics: Metrics) -> None:
         """Nothing."""

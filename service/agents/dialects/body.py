@@ -4,7 +4,7 @@
     {"messages": [...], "best_of": 2}                400   best_of: one call gives one answer
     {"messages": [...], "top_k": 5, "x": 1}          read; `top_k` and `x` change nothing, and the answer names them
 
-A schema is a struct. It takes every field that it has; fields of other names change nothing.
+A schema is a struct. Fields of a request that the struct does not have change nothing.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class StreamOptions(Struct):
 
 
 class _Unless(NamedTuple):
-    """Marks a field of a request that is refused unless its value has no effect."""
+    """Marks a field of a request: a value that would have an effect is refused."""
 
     neutral: tuple[Any, ...]
     reason: str

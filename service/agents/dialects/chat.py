@@ -126,7 +126,7 @@ def events(answer: CallAnswer, asked: CallRequest) -> Iterator[bytes]:
 
 
 def _pieces(answer: CallAnswer, asked: CallRequest) -> Iterator[dict[str, Any]]:
-    """One sample in the pieces of a stream."""
+    """One sample as the chunks of a stream."""
     message = answer.call.message()
     calls = message.pop("tool_calls", ())
     yield {"delta": message, "finish_reason": None, **_tokens(answer, asked)}

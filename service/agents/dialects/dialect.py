@@ -1,4 +1,4 @@
-"""Interface of all dialects: what a request is read into, and what an answer is written from.
+"""Interface of all dialects: the object that a request becomes, and the object that an answer is written from.
 
 body of a POST --read--> CallRequest --(tree, engine, journal)--> CallAnswer --reply / events--> JSON / event stream
                    \\--> Refused --error / error_event--> the dialect's own form of an error

@@ -183,7 +183,7 @@ def error_event(refused: Refused) -> bytes:
 
 
 def _read(message: _Message) -> Iterator[dict[str, Any]]:
-    """Convert one message to those of chat completions: one for an assistant's, one per tool result for a user's."""
+    """Convert one message to messages of chat completions; each tool result of a user becomes a message of its own."""
     blocks = _blocks(message)
     if message.role == "assistant":
         yield _assistant(blocks)

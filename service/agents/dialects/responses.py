@@ -2,12 +2,12 @@
 
 request   instructions, input (text or items), tools (functions, namespaces of them, custom ones), max_output_tokens
 answer    output: reasoning with the call's name as encrypted_content, message, function_call or custom_tool_call
-events    created - of each item added, its parts, done - completed or incomplete
+events    `created`; for each output item: added, its parts, done; finally `completed` or `incomplete`
 
-here                                      in the conversation
-reasoning, message, function_call (x2)    one message of the assistant
-tool `spawn` of namespace `agents`        function `agents__spawn`; a call of it goes back with its namespace
-custom tool with free text                function with one text argument `input`
+here                                          in the conversation
+reasoning, message, several function_calls    one message of the assistant
+tool `spawn` of namespace `agents`            function `agents__spawn`; a call of it goes back with its namespace
+custom tool with free text                    function with one text argument `input`
 """
 
 from __future__ import annotations
@@ -251,7 +251,7 @@ def _begun(
 ) -> dict[str, Any] | None:
     """The message that an item belongs to; a client may put a tool's answer between two calls of one message.
 
-    `asked`: the newest message that is no tool's answer.
+    `asked`: the newest message that is not a tool's answer.
     """
     if _message(item)["role"] != "assistant" or not messages:
         return None

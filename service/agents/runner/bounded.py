@@ -1,6 +1,6 @@
 """Runs one command to its end, in the command process: collects its output and ends it at its limits.
 
-Whatever the command started has ended when `run_command` returns: the command process is the subreaper of all of it.
+When `run_command` returns, every process that the command started has ended: the command process is their subreaper.
 """
 
 from __future__ import annotations

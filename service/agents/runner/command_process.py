@@ -51,7 +51,7 @@ SCORE_TIME = "score_seconds"
 
 
 class _TooLate(BaseException):
-    """Raised in a scoring function at its limit; no error, so that the function's own handlers let it pass."""
+    """Raised in a scoring function at its time limit; no `Exception`, which the function's own handlers might catch."""
 
 
 class Failed(Exception):
@@ -241,7 +241,7 @@ def _prompt(task: Task) -> str:
 
 
 def _why(ended: CommandEnd, limits: Mapping[str, Any], time: str) -> str:
-    """Why the command failed; empty if it succeeded. `time`: the limit of its seconds."""
+    """Why the command failed; empty if it succeeded. `time`: the name of its time limit."""
     if ended.limit:
         limit = time if ended.limit == TIME else ended.limit
         return f"it was ended at limits.{limit} ({limits[limit]:g})"

@@ -1,7 +1,7 @@
 """Starts a command with limits in a session of its own and, where the machine allows it, in namespaces (a sandbox).
 
     command process --fork--> outer: user, network, IPC and mount namespaces
-                           --fork--> init: process 1 of a PID namespace; with it the kernel ends all others in there
+                           --fork--> init: process 1 of a PID namespace; when it ends, so do all others in there
                                        --fork--> the command
 
 In its namespaces a command reaches neither other processes nor a network: the one socket that listens there is handed

@@ -49,14 +49,14 @@ class Processes:
         return [f"{here}/{name}" for name in os.listdir(here) if name.isdigit() and name != INIT]
 
     def threads(self, folders: Sequence[str], most: int) -> int:
-        """Threads of these processes; the number of processes where that is more than `most` already."""
+        """Number of threads of these processes; if there are more than `most` processes, only their number."""
         if len(folders) > most:
             return len(folders)
         return sum(_numbers(folder, "status", THREADS).get("Threads", 1) for folder in folders)
 
     def memory(self, folders: Sequence[str], most: int) -> int:
-        """Bytes of memory of these processes; an upper bound of it where that is at most `most`, because it costs
-        less."""
+        """Bytes of memory of these processes; only an upper bound, which is faster to read, if that is at most
+        `most`."""
         shared = self.nameless(folders)[self._memfds] + self._in_memory_mounts(folders)
         bound = KB * sum(sum(_numbers(folder, "status", RESIDENT).values()) for folder in folders) + shared
         if bound <= most:
@@ -66,7 +66,7 @@ class Processes:
         return KB * private + max(KB * sum(each.get("Pss_Shmem", 0) for each in exact), shared)
 
     def nameless(self, folders: Sequence[str]) -> Counter[int]:
-        """Bytes of the files without a name that these processes hold open, by device."""
+        """Bytes of deleted and never named files that these processes have open, by device."""
         sizes: dict[tuple[int, int], int] = {}
         for folder in folders:
             with suppress(OSError):  # the process has ended, or hides its files
@@ -112,7 +112,7 @@ def _used(place: bytes) -> int:
 
 
 def _numbers(folder: str, file: str, pattern: re.Pattern[str]) -> Mapping[str, int]:
-    """The numbers of a file in /proc by name; empty where the process has ended, or hides them."""
+    """The numbers of a file in /proc by name; empty if the process has ended, or hides them."""
     with suppress(OSError):  # the command chooses the names of its processes
         text = Path(folder, file).read_text("utf-8", "replace")
         return {name: int(number) for name, number in pattern.findall(text)}

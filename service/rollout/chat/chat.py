@@ -60,7 +60,7 @@ class Chat:
 
     @cached_property
     def shows_tools(self) -> bool:
-        """Whether the template puts a request's tools into the prompt, or refuses the tool of this question."""
+        """Whether the template puts a request's tools into the prompt, or refuses the tool with which it is tried."""
         tool = {"type": "function", "function": {"name": "f", "description": "", "parameters": {"type": "object"}}}
         try:
             return self._render(ASKED[:1], [tool]) != self._render(ASKED[:1])
@@ -120,7 +120,7 @@ class Chat:
         return hidden.restore(self._special_tokens.name(str(text)))
 
     def _find_end(self) -> int:
-        """The special token with which the template ends an assistant's message; by default the end of sequence."""
+        """The special token by which the template ends an assistant's message; by default the end-of-sequence token."""
         following = self._special_tokens.encode(self._after_mark([Message(role="user", content="?")]))
         special = {*self._tokenizer.all_special_ids, *self._tokenizer.added_tokens_decoder}
         if len(following) and int(following[0]) in special:

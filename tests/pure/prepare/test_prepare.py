@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoConfig
 
 from actors.driver.prepare import prepare
 from actors.driver.run import run
@@ -15,6 +16,7 @@ from service.errors import UserError
 from service.learn.model.adapter_folder import ADAPTER_WEIGHTS, Base, write_adapter
 from service.learn.model.hf_config import read_config
 from service.learn.model.policy_model import trained_shapes
+from service.learn.model.router_replay import routing_of_model
 from service.rollout.chat.tokenizer import make_tokenizer
 
 QUICKSTART = "configs/quickstart.yaml"
@@ -27,6 +29,18 @@ def pointed_at(model: Path, *overrides: str) -> Config:
 def test_a_model_folder_of_the_runs_own_making_is_read_like_any_other(model: Path, tmp_path: Path) -> None:
     prepared = prepare(pointed_at(model), tmp_path / "run")
     assert prepared.model_folder == model and prepared.routing == ((), 0, 0)
+
+
+@pytest.mark.parametrize("on", [True, False])
+def test_no_room_is_kept_for_routed_experts_that_nobody_records(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on: bool
+) -> None:
+    mixture = AutoConfig.for_model("qwen3_moe", num_hidden_layers=2, num_experts=8, num_experts_per_tok=2)
+    monkeypatch.setattr(
+        "actors.driver.prepare.routing_of_model", lambda _, recorded: routing_of_model(mixture, recorded)
+    )
+    prepared = prepare(pointed_at(model, f"generator.record_experts={str(on).lower()}"), tmp_path / "run")
+    assert (prepared.routing.token_bytes > 0) == on
 
 
 def test_a_teacher_that_reads_other_tokens_or_teaches_no_row_is_refused_before_anything_starts(

@@ -10,7 +10,7 @@ import pytest
 
 from baton.examples import lookup
 from baton.examples.lookup import Lookup
-from service.columns import digest
+from service.columns import digest, widened
 from service.config.rollout import EnvConfig, GeneratorConfig
 from service.handoff.steps.reward import MAX_REWARD
 from service.rollout.chat.chat import Chat
@@ -124,9 +124,10 @@ async def test_an_appended_end_stays_in_the_ids_and_carries_no_loss(chat: Chat) 
     assert engine.prompts[1].count(chat.end_id) == 3  # of the question, of the response, of the observation
 
 
-async def test_a_model_that_produced_no_token_leaves_an_appended_end_alone(chat: Chat) -> None:
+@pytest.mark.parametrize("dtype", [np.int16, np.uint8])
+async def test_a_model_that_produced_no_token_leaves_an_appended_end_alone(chat: Chat, dtype: type[np.generic]) -> None:
     empty = generated([], sampled_end=False)
-    experts = np.ones((len(chat.prompt(QUESTION.prompt)), 2, 1), dtype=np.int16)
+    experts = np.ones((len(chat.prompt(QUESTION.prompt)), 2, 1), dtype)
     engine = ScriptedEngine(
         chat,
         lambda words: Generation(empty.token_ids, empty.logprobs, empty.versions, "stop", False, experts),
@@ -135,7 +136,8 @@ async def test_a_model_that_produced_no_token_leaves_an_appended_end_alone(chat:
     assert (step.response_ids.tolist(), step.loss_mask.tolist()) == ([chat.end_id], [False])
     assert step.routed_experts is not None
     assert step.routed_experts[:-1].tolist() == experts.tolist()
-    assert step.routed_experts[-1].tolist() == [[ROUTE_NATIVELY], [ROUTE_NATIVELY]]
+    assert step.routed_experts.dtype == dtype
+    assert widened(step.routed_experts)[-1].tolist() == [[ROUTE_NATIVELY], [ROUTE_NATIVELY]]
 
 
 async def test_routed_experts_of_an_extension_cover_the_tokens_that_it_carries(chat: Chat) -> None:

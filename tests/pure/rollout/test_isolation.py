@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -180,8 +180,9 @@ async def test_an_answer_to_an_earlier_request_is_never_taken_for_one_to_the_lat
 async def ended(pid: int) -> None:
     """Returns once the process has ended, although nobody may have asked for its exit code; at most two minutes."""
     async with asyncio.timeout(120):
-        while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
-            await asyncio.sleep(0.01)
+        with suppress(psutil.NoSuchProcess):
+            while psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+                await asyncio.sleep(0.01)
 
 
 @pytest.mark.parametrize("name", ["Abandons", "Detaches"])
