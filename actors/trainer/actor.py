@@ -163,9 +163,6 @@ class TrainerRank(Supervised):
         # before the process group, which an estimate must not find
         if checkpointing is None:
             self._fit = fit_on(self._device, FitSettings.of(config), Path(model_folder))
-        if self._fit is not None:
-            checkpointing = self._fit.checkpointing
-            log.info("gradient_checkpointing comes to %s", checkpointing)
         if config.trainer.sharded:
             address, port = meeting_point
             backend = process_group_backend(self._device, self._config.trainer.cpu_offload)
@@ -179,6 +176,10 @@ class TrainerRank(Supervised):
                 world_size=self._world_size,
                 timeout=timedelta(seconds=self._config.trainer.collective_deadline),
             )
+        if self._fit is not None:
+            own = self._fit.checkpointing
+            checkpointing = own.of_all_ranks() if config.trainer.sharded else own
+            log.info("gradient_checkpointing comes to %s", checkpointing)
         where = Path(model_folder), self._device, self._rank, self._world_size
         settings = LearnSettings.of(config)
         policy = Policy(settings, *where, nodes=nodes, checkpointing=checkpointing)

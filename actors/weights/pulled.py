@@ -209,8 +209,14 @@ class PulledTensor(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Follow a view, and read for anything else."""
+        """Follow a view, and read for anything else; writing is refused, because others read the same memory.
+
+        Raises:
+            TypeError: the operation would change the values.
+        """
         first, *others = args
+        if func._schema.is_mutable and isinstance(first, cls):
+            raise TypeError(f"{func} would change weights that other processes read")
         if func.is_view and isinstance(first, cls):
             viewed = func(first._view, *others, **(kwargs or {}))
             views = viewed if isinstance(viewed, list | tuple) else [viewed]

@@ -167,7 +167,8 @@ def refuse_short(config: Config, components: Sequence[Sequence[str]]) -> None:
         for name, value in zip(words, [*words[1:], ""], strict=True):
             joined = re.fullmatch(r"(?:--tim?e?=|-t=?)(.+)", name)
             given = joined[1] if joined else value if name in ("--time", "--tim", "--ti", "-t") else ""
-            if (seconds := limit_seconds(given)) is not None and seconds <= stop_seconds(config):
+            # 0 is no limit
+            if (seconds := limit_seconds(given)) and seconds <= stop_seconds(config):
                 raise UserError(
                     f"--time {given}: the run gets its stop signal {stop_seconds(config)} seconds before the limit, so "
                     "that none are left to train; give more time, or lower run.stop_grace"

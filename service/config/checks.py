@@ -43,13 +43,14 @@ NEUTRAL = {
 """The values of sampling settings that do not change the sampling distribution."""
 
 
-def check(config: Config, source: Source | None = None) -> None:
-    """Refuse combinations of settings that cannot work.
+def check(config: Config, source: Source | None = None, unused: tuple[str, ...] = ()) -> None:
+    """Refuse combinations of settings that cannot work, except those of settings whose names begin with one of
+    `unused`.
 
     Raises:
         ConfigError: names every refused combination, a line each, with the place in `source` that set it.
     """
-    _refuse(problems(config), source)
+    _refuse((problem for problem in problems(config) if not problem.startswith(unused)), source)
 
 
 def check_command_only(config: Config, source: Source) -> None:

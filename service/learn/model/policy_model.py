@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
@@ -55,6 +56,14 @@ class Checkpointing(NamedTuple):
         layers = half if self.layers < half else n_layers
         lighter = Checkpointing(layers, compiled and layers < n_layers)
         return None if lighter == self else lighter
+
+    def of_all_ranks(self) -> Checkpointing:
+        """What takes the least memory of all that the ranks ask for, whose GPUs may differ: ranks that do not compute
+        and gather the same layers again would wait for each other."""
+        asked: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(asked, self)
+        layers, elementwise, regather = map(max, zip(*asked, strict=True))
+        return Checkpointing(layers, elementwise, regather)
 
     def includes(self, layer: int, n_layers: int) -> bool:
         """Whether layer number `layer` keeps only its input; such layers are spread evenly."""

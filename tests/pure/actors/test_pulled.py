@@ -90,6 +90,17 @@ def test_what_vllm_only_counts_is_not_read() -> None:
         assert file.read_bytes == 0
 
 
+def test_a_loader_that_would_write_into_the_ranks_memory_is_refused() -> None:
+    ranks = published(WEIGHTS, 1)
+    with closing(WeightFile(1, sources(ranks))) as file:
+        part = dict(file.tensors())["a"][2:]
+        with pytest.raises(TypeError, match=r"mul_.* would change weights that other processes read"):
+            part.mul_(2)
+        with pytest.raises(TypeError, match="would change weights"):
+            part[0] = 0
+        assert torch.equal(part.clone(), WEIGHTS["a"][2:])
+
+
 @given(rows=st.lists(st.integers(1, 9), min_size=1, max_size=6), n_ranks=st.integers(1, 4))
 def test_every_tensor_is_whole_whatever_the_rows_of_each_rank(rows: list[int], n_ranks: int) -> None:
     weights = {f"layers.{n}": torch.randn(of, 1 + n) for n, of in enumerate(rows)}

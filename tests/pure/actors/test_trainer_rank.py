@@ -118,6 +118,25 @@ async def test_after_a_lack_of_memory_all_ranks_load_with_less_and_at_the_end_of
     assert loaded == [each for each in (None, Checkpointing(2), Checkpointing(2), Checkpointing(4)) for _ in range(2)]
 
 
+@pytest.mark.parametrize(("ranks", "kept"), [(1, 2), (4, 3)])
+def test_a_rank_keeps_what_all_ranks_have_room_for(monkeypatch: pytest.MonkeyPatch, ranks: int, kept: int) -> None:
+    class Loading(Exception):
+        """The policy begins to load."""
+
+    def load(*_: Any, checkpointing: Checkpointing, **__: Any) -> None:
+        raise Loading(checkpointing)
+
+    monkeypatch.setattr(actor, "fit_on", lambda *_: SimpleNamespace(checkpointing=Checkpointing(2)))
+    monkeypatch.setattr(actor, "Policy", load)
+    monkeypatch.setattr(actor.dist, "init_process_group", lambda *_, **__: None)
+    monkeypatch.setattr(actor.ray, "nodes", list)
+    monkeypatch.setattr(Checkpointing, "of_all_ranks", lambda own: Checkpointing(own.layers + 1))
+    rank = TrainerRank(Config(trainer=TrainerConfig(ranks=ranks)).model_dump_json(), 0, None, False)
+    with pytest.raises(Loading) as loading:
+        rank.load(("127.0.0.1", 1), "")
+    assert loading.value.args == (Checkpointing(kept),)
+
+
 def test_the_first_step_of_compiled_layers_may_wait_longer_for_other_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     within: list[float] = []
     monkeypatch.setattr(actor, "set_collective_deadline", within.append)

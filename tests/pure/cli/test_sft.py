@@ -34,6 +34,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (ROWS, ["data.train=null", "data.make_rows=8"], "there are no conversations; give a JSONL"),
         (ROWS, ["run.store=s3://bucket/run"], "baton sft uploads nothing"),
         (ROWS, ["data.eval.held=none.jsonl"], "none.jsonl does not exist"),
+        # more than a buffer could keep for RL
+        (ROWS, ["trainer.mini_batch_size=100000", "data.eval.held=none.jsonl"], "none.jsonl does not exist"),
     ],
 )
 def test_wrong_input_is_one_line_and_code_2(

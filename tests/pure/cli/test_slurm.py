@@ -102,6 +102,10 @@ def test_ranks_and_generators_are_placed_on_the_two_groups_of_nodes(
     assert "placement." not in batch_file(capsys, "--config", "placed.yaml", "--", "--nodes=1", ":", "--nodes=4")
 
 
+def test_a_time_of_zero_is_no_limit(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "#SBATCH --nodes 1 --time 0\n" in batch_file(capsys, "--", "--nodes", "1", "--time", "0")
+
+
 @pytest.mark.parametrize(
     ("words", "why"),
     [

@@ -215,6 +215,16 @@ def test_a_lack_of_memory_leads_to_half_of_the_layers_then_to_all_and_then_to_no
     assert Checkpointing(5, regather=False).lighter(5, compiled) == Checkpointing(5)
 
 
+def agreed(rank: int, _: int, asked: list[Checkpointing]) -> Checkpointing:
+    return asked[rank].of_all_ranks()
+
+
+def test_ranks_on_unlike_gpus_checkpoint_and_gather_the_same_layers(ranks: Ranks) -> None:
+    asked = [Checkpointing(3, regather=False), Checkpointing(1, elementwise=True), Checkpointing(0, regather=False)]
+    assert ranks(3, agreed, asked) == [Checkpointing(3, elementwise=True)] * 3
+    assert ranks(2, agreed, asked[::2]) == [Checkpointing(3, regather=False)] * 2
+
+
 def test_on_a_cpu_and_for_float32_nothing_is_estimated_and_a_number_holds_as_it_is(tmp_path: Path) -> None:
     config = fitting(configured("dense", 1))
     assert config.learn.model.dtype == "float32" and config.learn.trainer.gradient_checkpointing == "auto"
