@@ -16,95 +16,63 @@ Each name is imported when it is first asked for, because torch and Ray take sec
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from baton.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from baton.training import run
-    from service.config import Config, load_config
-    from service.errors import BatonError, UserError
-    from service.handoff.batches.advantages import estimator
-    from service.learn.losses.loss import LossInputs, LossTerms, policy_loss
-    from service.rollout.chat.tools import answer as tool_answer
-    from service.rollout.chat.tools import tool_calls
-    from service.rollout.child_main import serve as serve_child
-    from service.rollout.child_process import ChildDied, ChildProcesses
-    from service.rollout.environment import (
-        Agent,
-        AgentSession,
-        Environment,
-        Message,
-        OversizedOutput,
-        StepResult,
-        Task,
-        is_text,
-        tagged,
-    )
-    from service.rollout.environments.retrieval_client import RetrievalClient
-    from service.rollout.prompts.dataset import load_tasks
-    from service.scorers.scored_trajectories import Trajectory, Turn
+    from baton.training import run as run
+    from service.config import Config as Config
+    from service.config import load_config as load_config
+    from service.errors import BatonError as BatonError
+    from service.errors import UserError as UserError
+    from service.handoff.batches.advantages import estimator as estimator
+    from service.learn.losses.loss import LossInputs as LossInputs
+    from service.learn.losses.loss import LossTerms as LossTerms
+    from service.learn.losses.loss import policy_loss as policy_loss
+    from service.rollout.chat.tools import tool_answer as tool_answer
+    from service.rollout.chat.tools import tool_calls as tool_calls
+    from service.rollout.child_main import serve_child as serve_child
+    from service.rollout.child_process import ChildDied as ChildDied
+    from service.rollout.child_process import ChildProcesses as ChildProcesses
+    from service.rollout.environment import Agent as Agent
+    from service.rollout.environment import AgentSession as AgentSession
+    from service.rollout.environment import Environment as Environment
+    from service.rollout.environment import Message as Message
+    from service.rollout.environment import OversizedOutput as OversizedOutput
+    from service.rollout.environment import StepResult as StepResult
+    from service.rollout.environment import Task as Task
+    from service.rollout.environment import is_text as is_text
+    from service.rollout.environment import tagged as tagged
+    from service.rollout.environments.retrieval_client import RetrievalClient as RetrievalClient
+    from service.rollout.prompts.dataset import load_tasks as load_tasks
+    from service.scorers.scored_trajectories import Trajectory as Trajectory
+    from service.scorers.scored_trajectories import Turn as Turn
 
-__all__ = [
-    "Agent",
-    "AgentSession",
-    "BatonError",
-    "ChildDied",
-    "ChildProcesses",
-    "Config",
-    "Environment",
-    "LossInputs",
-    "LossTerms",
-    "Message",
-    "OversizedOutput",
-    "RetrievalClient",
-    "StepResult",
-    "Task",
-    "Trajectory",
-    "Turn",
-    "UserError",
-    "estimator",
-    "is_text",
-    "load_config",
-    "load_tasks",
-    "policy_loss",
-    "run",
-    "serve_child",
-    "tagged",
-    "tool_answer",
-    "tool_calls",
-]
-
-_HOMES = {
-    "baton.training": ("run",),
-    "service.config": ("Config", "load_config"),
-    "service.errors": ("BatonError", "UserError"),
-    "service.handoff.batches.advantages": ("estimator",),
-    "service.learn.losses.loss": ("LossInputs", "LossTerms", "policy_loss"),
-    "service.rollout.chat.tools": ("answer as tool_answer", "tool_calls"),
-    "service.rollout.child_main": ("serve as serve_child",),
-    "service.rollout.child_process": ("ChildDied", "ChildProcesses"),
-    "service.rollout.environment": (
-        "Agent",
-        "AgentSession",
-        "Environment",
-        "Message",
-        "OversizedOutput",
-        "StepResult",
-        "Task",
-        "is_text",
-        "tagged",
-    ),
-    "service.rollout.prompts.dataset": ("load_tasks",),
-    "service.rollout.environments.retrieval_client": ("RetrievalClient",),
-    "service.scorers.scored_trajectories": ("Trajectory", "Turn"),
-}
-"""Module -> the names that it gives."""
-
-
-def __getattr__(name: str) -> Any:
-    for home, names in _HOMES.items():
-        for given in names:
-            there, _, here = given.partition(" as ")
-            if name == (here or there):
-                return getattr(import_module(home), there)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__all__, __getattr__ = lazy_names(
+    __name__,
+    {
+        "baton.training": ("run",),
+        "service.config": ("Config", "load_config"),
+        "service.errors": ("BatonError", "UserError"),
+        "service.handoff.batches.advantages": ("estimator",),
+        "service.learn.losses.loss": ("LossInputs", "LossTerms", "policy_loss"),
+        "service.rollout.chat.tools": ("tool_answer", "tool_calls"),
+        "service.rollout.child_main": ("serve_child",),
+        "service.rollout.child_process": ("ChildDied", "ChildProcesses"),
+        "service.rollout.environment": (
+            "Agent",
+            "AgentSession",
+            "Environment",
+            "Message",
+            "OversizedOutput",
+            "StepResult",
+            "Task",
+            "is_text",
+            "tagged",
+        ),
+        "service.rollout.prompts.dataset": ("load_tasks",),
+        "service.rollout.environments.retrieval_client": ("RetrievalClient",),
+        "service.scorers.scored_trajectories": ("Trajectory", "Turn"),
+    },
+)

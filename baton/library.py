@@ -17,82 +17,56 @@ Each name is imported when it is first asked for, because torch takes seconds to
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from baton.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from service.agents.conversation_tree import ConversationTree
-    from service.agents.reply_parser import JsonCalls
-    from service.config.core_settings import batch_settings
-    from service.config.tree import MakeModelConfig
-    from service.handoff.batches.advantages import advantages, turn_advantages
-    from service.handoff.batches.batch import batch_of_rank, form_mini_batch, mini_batch_boundaries
-    from service.handoff.batches.groups import complete_groups
-    from service.handoff.ledger.versions import VersionHistory
-    from service.handoff.prefixes.merge import merge_steps
-    from service.learn.expand_to_tokens import expand_to_tokens, row_of_token
-    from service.learn.learner import Learner, StepReport
-    from service.learn.model.tiny_model import make_model
-    from service.learn.settings import LearnSettings
-    from service.rollout.chat.chat import Chat
-    from service.rollout.chat.tokenizer import load_tokenizer, make_tokenizer
-    from service.rollout.engine import Generation
-    from service.types import PolicyVersion, Step, TrajectoryId
+    from service.agents.conversation_tree import ConversationTree as ConversationTree
+    from service.agents.reply_parser import JsonCalls as JsonCalls
+    from service.config.core_settings import batch_settings as batch_settings
+    from service.config.tree import MakeModelConfig as MakeModelConfig
+    from service.handoff.batches.advantages import advantages as advantages
+    from service.handoff.batches.advantages import turn_advantages as turn_advantages
+    from service.handoff.batches.batch import batch_of_rank as batch_of_rank
+    from service.handoff.batches.batch import form_mini_batch as form_mini_batch
+    from service.handoff.batches.batch import mini_batch_boundaries as mini_batch_boundaries
+    from service.handoff.batches.groups import complete_groups as complete_groups
+    from service.handoff.ledger.versions import VersionHistory as VersionHistory
+    from service.handoff.prefixes.merge import merge_steps as merge_steps
+    from service.learn.expand_to_tokens import expand_to_tokens as expand_to_tokens
+    from service.learn.expand_to_tokens import row_of_token as row_of_token
+    from service.learn.learner import Learner as Learner
+    from service.learn.learner import StepReport as StepReport
+    from service.learn.model.tiny_model import make_model as make_model
+    from service.learn.settings import LearnSettings as LearnSettings
+    from service.rollout.chat.chat import Chat as Chat
+    from service.rollout.chat.tokenizer import load_tokenizer as load_tokenizer
+    from service.rollout.chat.tokenizer import make_tokenizer as make_tokenizer
+    from service.rollout.engine import Generation as Generation
+    from service.types import PolicyVersion as PolicyVersion
+    from service.types import Step as Step
+    from service.types import TrajectoryId as TrajectoryId
 
-__all__ = [
-    "Chat",
-    "ConversationTree",
-    "Generation",
-    "JsonCalls",
-    "LearnSettings",
-    "Learner",
-    "MakeModelConfig",
-    "PolicyVersion",
-    "Step",
-    "StepReport",
-    "TrajectoryId",
-    "VersionHistory",
-    "advantages",
-    "batch_of_rank",
-    "batch_settings",
-    "complete_groups",
-    "expand_to_tokens",
-    "form_mini_batch",
-    "load_tokenizer",
-    "make_model",
-    "make_tokenizer",
-    "merge_steps",
-    "mini_batch_boundaries",
-    "row_of_token",
-    "turn_advantages",
-]
-
-_HOMES = {
-    "service.agents.conversation_tree": ("ConversationTree",),
-    "service.agents.reply_parser": ("JsonCalls",),
-    "service.config.core_settings": ("batch_settings",),
-    "service.config.tree": ("MakeModelConfig",),
-    "service.handoff.batches.advantages": ("advantages", "turn_advantages"),
-    "service.handoff.batches.batch": ("batch_of_rank", "form_mini_batch", "mini_batch_boundaries"),
-    "service.handoff.batches.groups": ("complete_groups",),
-    "service.handoff.ledger.versions": ("VersionHistory",),
-    "service.handoff.prefixes.merge": ("merge_steps",),
-    "service.learn.learner": ("Learner", "StepReport"),
-    "service.learn.expand_to_tokens": ("expand_to_tokens", "row_of_token"),
-    "service.learn.model.tiny_model": ("make_model",),
-    "service.learn.settings": ("LearnSettings",),
-    "service.rollout.chat.chat": ("Chat",),
-    "service.rollout.chat.tokenizer": ("load_tokenizer", "make_tokenizer"),
-    "service.rollout.engine": ("Generation",),
-    "service.types": ("PolicyVersion", "Step", "TrajectoryId"),
-}
-"""Module -> the names that it gives."""
-
-
-def __getattr__(name: str) -> Any:
-    for home, names in _HOMES.items():
-        for given in names:
-            there, _, here = given.partition(" as ")
-            if name == (here or there):
-                return getattr(import_module(home), there)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__all__, __getattr__ = lazy_names(
+    __name__,
+    {
+        "service.agents.conversation_tree": ("ConversationTree",),
+        "service.agents.reply_parser": ("JsonCalls",),
+        "service.config.core_settings": ("batch_settings",),
+        "service.config.tree": ("MakeModelConfig",),
+        "service.handoff.batches.advantages": ("advantages", "turn_advantages"),
+        "service.handoff.batches.batch": ("batch_of_rank", "form_mini_batch", "mini_batch_boundaries"),
+        "service.handoff.batches.groups": ("complete_groups",),
+        "service.handoff.ledger.versions": ("VersionHistory",),
+        "service.handoff.prefixes.merge": ("merge_steps",),
+        "service.learn.learner": ("Learner", "StepReport"),
+        "service.learn.expand_to_tokens": ("expand_to_tokens", "row_of_token"),
+        "service.learn.model.tiny_model": ("make_model",),
+        "service.learn.settings": ("LearnSettings",),
+        "service.rollout.chat.chat": ("Chat",),
+        "service.rollout.chat.tokenizer": ("load_tokenizer", "make_tokenizer"),
+        "service.rollout.engine": ("Generation",),
+        "service.types": ("PolicyVersion", "Step", "TrajectoryId"),
+    },
+)

@@ -29,7 +29,7 @@ from service.columns import digest
 from service.handoff.prefixes.prefix_index import PrefixIndex
 from service.handoff.steps.tables import step_objects
 from service.rollout.chat.chat import Chat, Tool
-from service.rollout.chat.conversation import Conversation, Response, as_sampled, without_loss
+from service.rollout.chat.conversation import Response, as_sampled, with_end, without_loss
 from service.rollout.chat.special_tokens import MessagesRefused
 from service.rollout.engine import Generation
 from service.rollout.environment import Message
@@ -184,7 +184,6 @@ class ConversationTree:
         self, chat: Chat, parser: ReplyParser, new_name: Callable[[], str] = lambda: secrets.token_hex(12)
     ) -> None:
         self._chat = chat
-        self._renderer = Conversation(chat)
         self._parser = parser
         self._new_name = new_name
         self.calls: list[Call] = []
@@ -226,13 +225,13 @@ class ConversationTree:
                 if any(message["role"] == "assistant" for message in said[length:]):
                     break
                 parent, received = _best(found, known), self._received(read, known)
-                follows = self._renderer.follow("", parent.response.token_ids, said[length:]).token_ids
+                follows = self._chat.delta(said[length:], int(parent.response.token_ids[-1]))
                 carried = np.concatenate([follows, *begun])
                 whole = np.concatenate([parent.token_ids(), carried])
                 about = tools, None, received, None, prefix
                 return PreparedCall(parent, "appended", carried, whole, digest_of[-1], *about)
         how: How = "rerendered" if any(message["role"] == "assistant" for message in said) else "root"
-        prompt_ids = np.concatenate([self._renderer.begin(read, tools).token_ids, *begun])
+        prompt_ids = np.concatenate([self._chat.prompt(read, tools), *begun])
         first = _beginning(read, said, tools), self._received(read, known), None, prefix
         return PreparedCall(None, how, prompt_ids, prompt_ids, digest_of[-1], tools, *first)
 
@@ -264,7 +263,7 @@ class ConversationTree:
         """
         reply = self._reply(generation.token_ids, opened.digest is None, opened.tools)
         brings_tokens = opened.digest is None and len(generation.token_ids)
-        response = as_sampled(generation) if brings_tokens else self._renderer.close(generation, last=False)
+        response = as_sampled(generation) if brings_tokens else with_end(generation, self._chat.end_id)
         response = without_loss(response) if is_constrained else response
         call = self._call(opened, response, reply, body, generation.stop_reason)
         if opened.digest is not None:

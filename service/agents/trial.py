@@ -22,7 +22,7 @@ from service.agents.call_roles import roles_of
 from service.agents.conversation_tree import Call
 from service.agents.wire_record import record_wire
 from service.rollout.chat.chat import Chat
-from service.rollout.chat.frozen import generation_of
+from service.rollout.chat.conversation import generation_of
 from service.rollout.engine import Generation, Sampling
 from service.rollout.environment import Task
 from service.types import Int32s, TrajectoryEnd, TrajectoryId

@@ -24,12 +24,12 @@ from service.handoff.steps.reward import NEEDED
 from service.handoff.steps.stop_reason import StopReason
 from service.rollout import handover
 from service.rollout.chat.chat import Chat, Tool
-from service.rollout.chat.conversation import Conversation, Prompt, conversation, without_loss
-from service.rollout.chat.frozen import FrozenModels, generation_of
+from service.rollout.chat.conversation import Conversation, Prompt, generation_of, without_loss
+from service.rollout.chat.frozen import FrozenModels
 from service.rollout.chat.special_tokens import MessagesRefused
 from service.rollout.engine import Engine, Generation, validate_generation
 from service.rollout.env_guard import EnvGuard
-from service.rollout.environment import MAIN, Message, StepResult, Task, TrajectoryFailed
+from service.rollout.environment import MAIN, StepResult, Task, TrajectoryFailed
 from service.rollout.episode import Episode
 from service.rollout.limits import AgentLimits
 from service.types import Int32s, Steps, TrajectoryEnd, TrajectoryId
@@ -45,33 +45,6 @@ class Played(NamedTuple):
     """The environment's `info`, summed over the steps."""
     failure: str
     """Why the trajectory failed; empty if it did not."""
-
-
-class _Side:
-    """One role in a trajectory, with its conversation."""
-
-    def __init__(self, turns: Conversation) -> None:
-        self.turns = turns
-        self.messages: list[Message] = []
-        """The conversation without the role's last response."""
-        self.last_response: tuple[str, Int32s] | None = None
-        """Text and tokens of the role's last response."""
-
-    def whole(self, result: StepResult) -> Sequence[Message] | None:
-        """The whole conversation after the environment's answer, if the next prompt is rendered from it; otherwise
-        None."""
-        if result.history is not None or self.last_response is None:
-            return result.history
-        return self.turns.after(self.last_response[0], result.messages)
-
-    def prompt(self, messages: Sequence[Message], history: Sequence[Message] | None, tools: Sequence[Tool]) -> Prompt:
-        """The role's next prompt: adds `messages` to the conversation, or replaces all of it by `history`."""
-        if history is not None or self.last_response is None:
-            self.messages = list(messages if history is None else history)
-            return self.turns.begin(self.messages, tools)
-        text, token_ids = self.last_response
-        self.messages += [Message(role="assistant", content=text), *messages]
-        return self.turns.follow(text, token_ids, messages)
 
 
 async def run_trajectory(
@@ -94,7 +67,7 @@ async def run_trajectory(
     if task.temperature is not None:
         limits = replace(limits, sampling=replace(limits.sampling, temperature=task.temperature))
     episode, info, failure = Episode(trajectory, task, limits, sink), Counter[str](), ""
-    sides = {role: _Side(conversation(limits.conversation, chat)) for role in limits.roles}
+    sides = {role: Conversation(limits.conversation, chat) for role in limits.roles}
     most = limits.max_snapshot_bytes if len(sides) == 1 else 0  # several roles: no handover
     read = partial(_text_until_stop, chat, limits.sampling.stop)
     try:
@@ -105,7 +78,7 @@ async def run_trajectory(
         while not result.done:
             role, side = result.role, sides[result.role]
             tools = task.tools if role == MAIN else ()
-            prompt = _rendered(partial(side.prompt, result.messages, result.history, tools))
+            prompt = _next_prompt(side, result, tools)
             if (prompt_ids := episode.next_prompt(prompt, role)) is None:
                 break
             if is_frozen := frozen is not None and role in frozen:
@@ -116,12 +89,12 @@ async def run_trajectory(
                 generation = await generate_turn(engine, prompt_ids, limits, chat.vocab_size, request_id)
                 text = read(generation.token_ids)
             result = await environment.step(text)
-            response = side.turns.close(generation, episode.is_last(result.done))
-            side.last_response = text, response.token_ids
+            response = side.close(text, generation, episode.is_last(result.done))
             response = without_loss(response) if is_frozen else response
             info.update(result.info)
             most = 0 if result.rewards else most  # a reward given after its turn is in no step
-            note = await handover.write_note(environment, result, side.whole(result), info, most) if most else ""
+            history = side.whole(result.messages, result.history)
+            note = await handover.write_note(environment, result, history, info, most) if most else ""
             episode.finish_turn(response, generation, result.reward, result.score, role, note)
             if refused := episode.give(result.rewards):
                 why = f"rewards[{refused[0]!r}]: the role has had no turn, or its sum is not {NEEDED}"
@@ -137,7 +110,7 @@ async def run_trajectory(
 async def _taken_over(
     earlier: Steps,
     episode: Episode,
-    side: _Side,
+    side: Conversation,
     environment: EnvGuard,
     task: Task,
     seed: int,
@@ -154,18 +127,18 @@ async def _taken_over(
     result = StepResult((), steps[-1].reward, True)
     if not note.done:
         result = StepResult(await environment.reset(task, seed), 0.0, False)
-    for step in steps:
-        text = read(step.sampled_ids)
+    for token_ids, step, reward in steps:
+        text = read(step.response_ids[step.loss_mask])
         if not note.done and note.snapshot is None:
-            prompt = _rendered(partial(side.prompt, result.messages, result.history, task.tools))
-            if not np.array_equal(episode.whole(prompt), step.prompt_ids):
-                raise handover.not_restored(f"played again, step {step.number} had another prompt")
+            prompt = _next_prompt(side, result, task.tools)
+            if not np.array_equal(episode.whole(prompt), token_ids[: len(token_ids) - len(step.response_ids)]):
+                raise handover.not_restored(f"played again, step {step.index} had another prompt")
             result = await environment.step(text)
-            if (result.reward, result.done) != (step.reward, False):
-                raise handover.not_restored(f"played again, step {step.number} had another reward or end")
+            if (result.reward, result.done) != (reward, False):
+                raise handover.not_restored(f"played again, step {step.index} had another reward or end")
             info.update(result.info)
         side.last_response = text, step.response_ids
-        episode.take(step.token_ids, step.reward, step.stop_reason)
+        episode.take(token_ids, reward, step.stop_reason)
     if note.snapshot is not None:
         await environment.restore(note.snapshot)
         history = note.messages if note.is_history else None
@@ -196,14 +169,14 @@ async def generate_turn(
     return generation
 
 
-def _rendered(make_prompt: Callable[[], Prompt]) -> Prompt:
-    """Call `make_prompt`, which renders an environment's messages with the chat template.
+def _next_prompt(side: Conversation, result: StepResult, tools: Sequence[Tool]) -> Prompt:
+    """The role's next prompt.
 
     Raises:
-        TrajectoryFailed: the chat template refuses the messages.
+        TrajectoryFailed: the chat template refuses the environment's messages.
     """
     try:
-        return make_prompt()
+        return side.prompt(result.messages, result.history, tools)
     except MessagesRefused as error:
         raise TrajectoryFailed(StopReason.ENVIRONMENT_OUTPUT, str(error)) from error
 

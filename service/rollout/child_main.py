@@ -87,7 +87,7 @@ def _end_as(code: int) -> None:
     os._exit(code)
 
 
-def serve(answer: Callable[[Any], Awaitable[Any]]) -> None:
+def serve_child(answer: Callable[[Any], Awaitable[Any]]) -> None:
     """Answer one request after the other, each a line of JSON, until stdin closes."""
     requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     # The code that runs here gets stderr as stdout and an empty stdin, so that it can neither answer nor lose requests.

@@ -115,28 +115,28 @@ class EnvGuard:
         """Make the environment, begin the episode and return the first messages."""
         self._tools = frozenset(name for tool in task.tools if (name := _name_of(tool)))
         read = partial(read_messages, "messages", self._limits)
-        messages: list[Message] = await self._ask("reset", read, lambda environment: environment.reset(task, seed))
+        messages: list[Message] = await self._ask("reset", lambda environment: environment.reset(task, seed), read)
         return messages
 
     async def step(self, text: str) -> StepResult:
         """The answer to one turn of the policy, in plain values."""
         read, name = partial(read_step_result, self._limits), tool_named(text, self._tools)
-        result: StepResult = await self._ask("step", read, lambda environment: environment.step(text), name)
+        result: StepResult = await self._ask("step", lambda environment: environment.step(text), read, name)
         return result
 
     async def snapshot(self) -> bytes | bool:
         """The environment's state; True if the episode can be replayed instead; False if neither is possible."""
         if isinstance(self._snapshot, bytes):
-            self._snapshot = await self._ask("snapshot", read_snapshot, snapshot_of)
+            self._snapshot = await self._ask("snapshot", snapshot_of, read_snapshot)
         return self._snapshot
 
     async def restore(self, snapshot: bytes) -> None:
         """Restore the environment from a snapshot, after its `reset`."""
-        await self._ask("restore", _nothing, lambda environment: environment.restore(snapshot))
+        await self._ask("restore", lambda environment: environment.restore(snapshot))
 
     async def play(self, session: AgentSession, task: Task, seed: int) -> None:
         """Make the agent and let it play; it gives its result to the session."""
-        await self._ask("play", _nothing, lambda agent: played(agent, session, task, seed))
+        await self._ask("play", lambda agent: played(agent, session, task, seed))
 
     async def close(self, trajectory: TrajectoryId) -> None:
         """End the episode; errors are only logged, because the trajectory is over."""
@@ -155,7 +155,11 @@ class EnvGuard:
                 log.warning("%s: %s was abandoned, it did not end within %g s", trajectory, self._name, seconds)
 
     async def _ask(
-        self, method: str, read: Callable[[Any], Any], make: Callable[[Any], Awaitable[Any]], name: str = ""
+        self,
+        method: str,
+        make: Callable[[Any], Awaitable[Any]],
+        read: Callable[[Any], Any] = lambda result: None,
+        name: str = "",
     ) -> Any:
         """Call a method and return its result as copied by `read`; `name`: the call's name in the timeline, by default
         `method`."""
@@ -241,7 +245,3 @@ async def _next(calls: asyncio.Queue[_Call | None]) -> _Call | None:
         return await calls.get()
     except asyncio.CancelledError:
         return None
-
-
-def _nothing(result: Any) -> None:
-    """Ignore the return value of a method that should return nothing."""

@@ -10,7 +10,7 @@ from service.config.command import AGENT
 from service.config.rollout import EnvConfig
 from service.rollout.environment import Agent, Environment, Task
 from service.rollout.environments.registry import environment_class, make_environment
-from service.rollout.isolation import IsolatedEnvironments
+from service.rollout.isolation import IsolatedEnvironment, environment_processes
 
 
 class AgentMaker(Protocol):
@@ -34,8 +34,7 @@ class Environments:
         has_process = isolated or (config.name == AGENT and config.workers == "here")
         self.room = Semaphore(config.max_processes) if has_process else nullcontext()
         """Held during an episode: an episode with its own process waits here for one, before any deadline starts."""
-        limit, trusted = config.max_observation_characters, config.trusted_modules
-        self._isolated = IsolatedEnvironments(limit, trusted) if isolated else None
+        self._processes = environment_processes(config.max_observation_characters) if isolated else None
 
     def make(self, task: Task) -> Environment | Agent:
         """A new environment for one trajectory of the task; an empty `env_class` means the configured one."""
@@ -46,14 +45,14 @@ class Environments:
                 raise ValueError("env.name: this process has no room of agents to run a command")
             return self._commands.make()
         options = config.options if name == config.name else config.class_options.get(name, {})
-        if self._isolated is not None:
-            return self._isolated.make(name, options)
+        if self._processes is not None:
+            return IsolatedEnvironment(self._processes, name, options, config.trusted_modules)
         return make_environment(name, options, config.trusted_modules)
 
     def is_agent(self, task: Task) -> bool:
         """Whether the task is played by an agent that calls the policy itself."""
         name = task.env_class or self._config.name
-        if name == AGENT or self._isolated is not None:
+        if name == AGENT or self._processes is not None:
             return name == AGENT
         return hasattr(environment_class(name, self._config.trusted_modules), "play")
 
@@ -65,5 +64,5 @@ class Environments:
         """End the processes of isolated environments and of commands."""
         if self._commands is not None:
             await self._commands.close()
-        if self._isolated is not None:
-            await self._isolated.close()
+        if self._processes is not None:
+            await self._processes.close()

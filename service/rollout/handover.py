@@ -20,7 +20,7 @@ from service.handoff.steps.stop_reason import StopReason
 from service.handoff.steps.tables import step_objects
 from service.rollout.env_guard import EnvGuard
 from service.rollout.environment import Message, StepResult, TrajectoryFailed
-from service.types import Int32s, Steps
+from service.types import Int32s, Step, Steps
 
 
 class Note(msgspec.Struct, frozen=True, array_like=True):
@@ -40,17 +40,10 @@ class Note(msgspec.Struct, frozen=True, array_like=True):
 class EarlierStep(NamedTuple):
     """An accepted step that another generator sampled before this one took over the trajectory."""
 
-    number: int
     token_ids: Int32s
     """[P + T] the whole prompt and the response."""
-    prompt_ids: Int32s
-    """[P] the whole prompt."""
-    response_ids: Int32s
-    """[T] the response, including an appended end token."""
-    sampled_ids: Int32s
-    """The response without an appended end token."""
+    step: Step
     reward: float
-    stop_reason: str
 
 
 async def write_note(
@@ -89,11 +82,7 @@ def read_note(steps: Steps) -> tuple[Note, list[EarlierStep]]:
             tokens = index.add(steps, k).tip.tokens()
         except PrefixError as error:
             raise not_restored(str(error)) from error
-        step, reward = objects[k], float(steps.reward_K[k])
-        prompt, response = np.split(tokens, [len(tokens) - len(step.response_ids)])
-        earlier.append(
-            EarlierStep(step.index, tokens, prompt, response, response[step.loss_mask], reward, step.stop_reason)
-        )
+        earlier.append(EarlierStep(tokens, objects[k], float(steps.reward_K[k])))
     try:
         note = msgspec.json.decode(objects[order[-1]].note, type=Note)
     except msgspec.MsgspecError as error:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, cast
 
-from service.rollout.child_main import serve
+from service.rollout.child_main import serve_child
 from service.rollout.child_process import ChildProcess, ChildProcesses
 from service.rollout.environment import Environment, Message, StepResult, Task, snapshot_of
 from service.rollout.environments.registry import Options, make_environment
@@ -20,30 +20,17 @@ ROOM = 1 << 16
 """Maximum bytes of an answer besides its observation."""
 
 
-class IsolatedEnvironments:
-    """The isolated environments of one generator: each episode runs in a child process of the generator."""
-
-    def __init__(self, max_observation_characters: int, trusted_modules: Sequence[str]) -> None:
-        limit = max_observation_characters * BYTES_PER_CHARACTER + ROOM
-        self._processes = ChildProcesses("service.rollout.isolation", limit)
-        self._trusted_modules = tuple(trusted_modules)
-
-    def make(self, name: str, options: Options) -> IsolatedEnvironment:
-        """An environment whose episode runs in a child process."""
-        made_from = {"name": name, "options": dict(options), "trusted": self._trusted_modules}
-        return IsolatedEnvironment(self._processes, made_from)
-
-    async def close(self) -> None:
-        """End all processes."""
-        await self._processes.close()
+def environment_processes(max_observation_characters: int) -> ChildProcesses:
+    """The processes in which the isolated environments of one generator run."""
+    return ChildProcesses("service.rollout.isolation", max_observation_characters * BYTES_PER_CHARACTER + ROOM)
 
 
 class IsolatedEnvironment:
     """An environment whose episode runs in another process."""
 
-    def __init__(self, processes: ChildProcesses, make: Mapping[str, Any]) -> None:
+    def __init__(self, processes: ChildProcesses, name: str, options: Options, trusted_modules: Sequence[str]) -> None:
         self._processes = processes
-        self._make = make
+        self._make = {"name": name, "options": dict(options), "trusted": tuple(trusted_modules)}
         self._process: ChildProcess | None = None
 
     async def reset(self, task: Task, seed: int) -> Sequence[Message]:
@@ -114,4 +101,4 @@ class _Episodes:
 
 def main() -> None:
     """Serve one episode after the other until stdin closes."""
-    serve(_Episodes().answer)
+    serve_child(_Episodes().answer)

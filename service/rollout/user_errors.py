@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Coroutine
 from contextvars import ContextVar
 from itertools import dropwhile
 from traceback import walk_tb
@@ -58,30 +57,16 @@ def contain_exits() -> None:
 
 
 def _make_task(loop: asyncio.AbstractEventLoop, coroutine: Any, **more: Any) -> asyncio.Task[Any]:
-    inside = asyncio.iscoroutine(coroutine) and _CONTAINED.get()
-    return asyncio.Task(_Contained(coroutine) if inside else coroutine, loop=loop, **more)
+    if not (asyncio.iscoroutine(coroutine) and _CONTAINED.get()):
+        return asyncio.Task(coroutine, loop=loop, **more)
+    task = asyncio.Task(_contained(coroutine), loop=loop, **more)
+    task.add_done_callback(lambda task: coroutine.close())  # it never began if the task was cancelled before
+    return task
 
 
-class _Contained(Coroutine[Any, Any, Any]):
-    """A coroutine that turns SystemExit and KeyboardInterrupt into ordinary errors."""
-
-    def __init__(self, inner: Coroutine[Any, Any, Any]) -> None:
-        self._inner = inner
-
-    def send(self, value: Any) -> Any:
-        return self._contained(self._inner.send, value)
-
-    def throw(self, *error: Any) -> Any:
-        return self._contained(self._inner.throw, *error)
-
-    def close(self) -> None:
-        self._inner.close()
-
-    def __await__(self) -> Any:
-        return self._inner.__await__()
-
-    def _contained(self, go_on: Callable[..., Any], *arguments: Any) -> Any:
-        try:
-            return go_on(*arguments)
-        except (SystemExit, KeyboardInterrupt) as error:
-            raise RuntimeError(describe_error(error)) from None
+async def _contained(coroutine: Any) -> Any:
+    """The result of a coroutine, whose SystemExit or KeyboardInterrupt becomes an ordinary error."""
+    try:
+        return await coroutine
+    except (SystemExit, KeyboardInterrupt) as error:
+        raise RuntimeError(describe_error(error)) from None

@@ -24,7 +24,7 @@ from service.agents.runner.bounded import TIME, CommandEnd, run_command
 from service.agents.runner.forward import on_loopback, port_of
 from service.agents.runner.sandbox import Launch, NotStarted, namespaces_refused
 from service.handoff.steps.reward import NEEDED, is_reward
-from service.rollout.child_main import PR_SET_CHILD_SUBREAPER, serve
+from service.rollout.child_main import PR_SET_CHILD_SUBREAPER, serve_child
 from service.rollout.environment import Task
 from service.rollout.user_errors import describe_error
 from service.user_code import enter_user_folder, import_user_module
@@ -284,4 +284,4 @@ def main() -> None:
         finally:
             remove(trajectory.root)
 
-    serve(answer)
+    serve_child(answer)

@@ -23,6 +23,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+from service.handoff.steps.stop_reason import StopReason
 from service.rollout.chat.chat import Chat, Tool
 from service.rollout.engine import Generation
 from service.rollout.environment import Message
@@ -66,6 +67,19 @@ def with_end(generation: Generation, end_id: int) -> Response:
     )
 
 
+def generation_of(text: str, chat: Chat, most: int | None = None) -> Generation:
+    """A text that another model or a person wrote, as a generation of at most `most` tokens without versions."""
+    token_ids = chat.plain(text)
+    kept = token_ids[:most]
+    return Generation(
+        kept,
+        np.zeros(len(kept), np.float32),
+        np.full(len(kept), NO_VERSION, np.int64),
+        StopReason.STOP if len(kept) == len(token_ids) else StopReason.LENGTH,
+        sampled_end=False,
+    )
+
+
 class Prompt(NamedTuple):
     """The next prompt, or its new part."""
 
@@ -75,71 +89,45 @@ class Prompt(NamedTuple):
 
 
 class Conversation:
-    """Renders the messages of one trajectory as prompts; mode `append`."""
+    """The conversation of one role in one trajectory: builds its prompts, and the responses that follow them."""
 
-    def __init__(self, chat: Chat) -> None:
-        self._chat = chat
+    def __init__(self, mode: Mode, chat: Chat) -> None:
+        self._mode, self._chat = mode, chat
+        self.messages: list[Message] = []
+        """The conversation without the role's last response."""
+        self.last_response: tuple[str, Int32s] | None = None
+        """Text and tokens of the role's last response."""
 
-    def begin(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> Prompt:
-        """The first prompt, or a new whole prompt after the environment rewrote the history."""
-        return Prompt(self._chat.prompt(messages, tools), whole=True)
+    def prompt(
+        self, messages: Sequence[Message], history: Sequence[Message] | None = None, tools: Sequence[Tool] = ()
+    ) -> Prompt:
+        """The role's next prompt: adds `messages` to the conversation, or replaces all of it by `history`."""
+        if history is not None or self.last_response is None:
+            self.messages = list(messages if history is None else history)
+            return Prompt(self._chat.prompt(self.messages, tools), whole=True)
+        text, response_ids = self.last_response
+        self.messages += [Message(role="assistant", content=text), *messages]
+        match self._mode:
+            case "append":
+                return Prompt(self._chat.delta(messages, int(response_ids[-1])), whole=False)
+            case "rerender":
+                return Prompt(self._chat.prompt(self.messages, tools), whole=True)
+            case "inline":
+                return Prompt(self._chat.plain("".join(message["content"] for message in messages)), whole=False)
 
-    def close(self, generation: Generation, last: bool) -> Response:
-        """The response, with an end token appended if the mode needs one and the policy sampled none."""
-        return with_end(generation, self._chat.end_id)
+    def close(self, text: str, generation: Generation, last: bool) -> Response:
+        """The response to the prompt, with an end token appended if the mode needs one and the policy sampled none.
 
-    def follow(self, text: str, response_ids: Int32s, messages: Sequence[Message]) -> Prompt:
-        """The tokens after the response: the environment's messages and the opening of the next turn."""
-        return Prompt(self._chat.delta(messages, int(response_ids[-1])), whole=False)
+        `inline` appends it to the last response only, because the message continues after the others.
+        """
+        continues = self._mode == "inline" and not last and len(generation.token_ids)  # a step has at least one token
+        response = as_sampled(generation) if continues else with_end(generation, self._chat.end_id)
+        self.last_response = text, response.token_ids
+        return response
 
-    def after(self, text: str, messages: Sequence[Message]) -> list[Message] | None:
-        """The whole conversation if the next prompt is rendered from it; None if the prompt only appends tokens."""
-        return None
-
-
-class Rerendered(Conversation):
-    """Every prompt renders the whole conversation; a new row begins if the template rewrites an earlier turn."""
-
-    def __init__(self, chat: Chat) -> None:
-        super().__init__(chat)
-        self._messages: list[Message] = []
-        self._tools: Sequence[Tool] = ()
-
-    def begin(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> Prompt:
-        """The first prompt."""
-        self._messages, self._tools = list(messages), tools
-        return super().begin(messages, tools)
-
-    def follow(self, text: str, response_ids: Int32s, messages: Sequence[Message]) -> Prompt:
-        """The whole conversation, rendered again."""
-        self._messages = self.after(text, messages)
-        return super().begin(self._messages, self._tools)
-
-    def after(self, text: str, messages: Sequence[Message]) -> list[Message]:
-        """The whole conversation after a response and the environment's messages."""
-        return [*self._messages, Message(role="assistant", content=text), *messages]
-
-
-class Inline(Conversation):
-    """One assistant message, which holds all responses and the observations between them."""
-
-    def close(self, generation: Generation, last: bool) -> Response:
-        """The response; only the last one gets an end token, because the message continues after the others."""
-        if last or not len(generation.token_ids):  # a step must have at least one token
-            return with_end(generation, self._chat.end_id)
-        return as_sampled(generation)
-
-    def follow(self, text: str, response_ids: Int32s, messages: Sequence[Message]) -> Prompt:
-        """The plain text of the observations as tokens."""
-        return Prompt(self._chat.plain("".join(message["content"] for message in messages)), whole=False)
-
-
-def conversation(mode: Mode, chat: Chat) -> Conversation:
-    """A new conversation of this mode, for one trajectory."""
-    match mode:
-        case "append":
-            return Conversation(chat)
-        case "rerender":
-            return Rerendered(chat)
-        case "inline":
-            return Inline(chat)
+    def whole(self, messages: Sequence[Message], history: Sequence[Message] | None) -> Sequence[Message] | None:
+        """The whole conversation after an answer of the environment, if the next prompt is rendered from it; otherwise
+        None."""
+        if history is not None or self.last_response is None or self._mode != "rerender":
+            return history
+        return [*self.messages, Message(role="assistant", content=self.last_response[0]), *messages]

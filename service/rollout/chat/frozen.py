@@ -16,17 +16,14 @@ from typing import Any
 
 import aiohttp
 import msgspec
-import numpy as np
 
 from service.backoff import Backoff, retried
 from service.config.rollout import RoleConfig
 from service.handoff.steps.stop_reason import StopReason
 from service.observe.metrics import Metrics
-from service.rollout.chat.chat import Chat
 from service.rollout.chat.outside import key_header, whole_body
-from service.rollout.engine import Generation, Sampling
+from service.rollout.engine import Sampling
 from service.rollout.environment import Message, TrajectoryFailed
-from service.types import NO_VERSION
 
 BACKOFF = Backoff(0.2)
 OK = 200
@@ -136,19 +133,6 @@ class FrozenModels:
         """Close the connections."""
         if self._session is not None:
             await self._session.close()
-
-
-def generation_of(text: str, chat: Chat, most: int) -> Generation:
-    """A frozen model's text as a generation of at most `most` tokens of the policy's tokenizer, without versions."""
-    token_ids = chat.plain(text)
-    kept = token_ids[:most]
-    return Generation(
-        kept,
-        np.zeros(len(kept), np.float32),
-        np.full(len(kept), NO_VERSION, np.int64),
-        StopReason.STOP if len(kept) == len(token_ids) else StopReason.LENGTH,
-        sampled_end=False,
-    )
 
 
 def _text(role: str, status: int, answer: bytes | None) -> str:

@@ -37,11 +37,17 @@ class MessagesRefused(UserError):
 
 
 class Hidden(NamedTuple):
-    """The input of a template with stand-ins, and the function that restores the rendered text."""
+    """The input of a template with stand-ins for some characters."""
 
     values: Any
-    restore: Callable[[str], str]
-    """Replaces stand-ins by the original characters."""
+    stand_ins: dict[str, str]
+    """By the character that each replaces."""
+
+    def restore(self, text: str) -> str:
+        """The text with the original characters; a template may have written a stand-in as JSON escapes."""
+        for character, stand_in in self.stand_ins.items():
+            text = text.replace(stand_in, character).replace(_escaped(stand_in), _escaped(character))
+        return text
 
 
 class SpecialTokens:
@@ -106,17 +112,25 @@ class SpecialTokens:
             MessagesRefused: `values` holds something else than texts, numbers, lists and mappings.
         """
         copied = _copied(values, str.__str__)
-        stand_ins = _StandIns(lambda: json.dumps([copied, self._template], ensure_ascii=False, default=str))
+        unused, stand_ins = _unused([copied, self._template]), dict[str, str]()
+
+        def stand_in(character: str) -> str:
+            if character not in stand_ins:
+                one = next(unused, None)
+                if one is None:
+                    raise MessagesRefused("no character is left to stand for one of a special token in a message")
+                stand_ins[character] = one
+            return stand_ins[character]
 
         def hide(text: str) -> str:
             # Without its first character a special token may still contain another one.
             while self._special.search(text):
-                text = self._special.sub(lambda found: stand_ins.of(found[0][0]) + found[0][1:], text)
+                text = self._special.sub(lambda found: stand_in(found[0][0]) + found[0][1:], text)
             for position in self._open(text, names):
-                text = text[:position] + stand_ins.of(text[position]) + text[position + 1 :]
+                text = text[:position] + stand_in(text[position]) + text[position + 1 :]
             return text
 
-        return Hidden(_copied(copied, hide), stand_ins.restore)
+        return Hidden(_copied(copied, hide), stand_ins)
 
     def _ids_of(self, text: str) -> list[int]:
         # Batch encoding releases the interpreter's lock and is twice as fast, so that other threads run meanwhile.
@@ -135,37 +149,13 @@ class SpecialTokens:
         return positions | {0} if completes else positions
 
 
-class _StandIns:
-    """The stand-in characters of one rendering."""
-
-    def __init__(self, everything: Callable[[], str]) -> None:
-        self._everything = everything
-        """Returns all rendered values as JSON, in which neither a stand-in nor its escapes may occur."""
-        self._unused: Iterator[str] = iter(())
-        self._stand_ins: dict[str, str] = {}
-
-    def of(self, character: str) -> str:
-        """The stand-in of this character."""
-        if not self._stand_ins:
-            self._unused = _unused(self._everything())
-        if character not in self._stand_ins:
-            stand_in = next(self._unused, None)
-            if stand_in is None:
-                raise MessagesRefused("no character is left to stand for one of a special token in a message")
-            self._stand_ins[character] = stand_in
-        return self._stand_ins[character]
-
-    def restore(self, text: str) -> str:
-        """The text with the original characters restored; a template may have written a stand-in as JSON escapes."""
-        for character, stand_in in self._stand_ins.items():
-            text = text.replace(stand_in, character).replace(_escaped(stand_in), _escaped(character))
-        return text
-
-
-def _unused(everything: str) -> Iterator[str]:
+def _unused(values: Any) -> Iterator[str]:
+    """Characters for private use that the values contain neither as such nor as JSON escapes."""
+    everything = json.dumps(values, ensure_ascii=False, default=str)
     used = frozenset(everything)
-    private = map(chr, chain.from_iterable(PRIVATE))
-    return (one for one in private if one not in used and _escaped(one) not in everything)
+    for one in map(chr, chain.from_iterable(PRIVATE)):
+        if one not in used and _escaped(one) not in everything:
+            yield one
 
 
 def _escaped(character: str) -> str:

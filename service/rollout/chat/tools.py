@@ -81,7 +81,7 @@ def is_shallow(value: Any) -> bool:
     return False
 
 
-async def answer(calls: Sequence[ToolCall | BadCall], tools: Mapping[str, Tool]) -> StepResult:
+async def tool_answer(calls: Sequence[ToolCall | BadCall], tools: Mapping[str, Tool]) -> StepResult:
     """The tools' answers to the calls; a call that cannot be made is answered with an error message."""
     answers = [Message(role="tool", content=await _answer(call, tools)) for call in calls]
     bad = sum(message["content"].startswith("error: ") for message in answers)

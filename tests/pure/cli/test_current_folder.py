@@ -16,7 +16,7 @@ from service.environment_variables import SAFE_PATH, USER_FOLDER
 from service.errors import ConfigError, UserError
 from service.rollout.environment import Task
 from service.rollout.environments.registry import make_environment
-from service.rollout.isolation import IsolatedEnvironments
+from service.rollout.isolation import IsolatedEnvironment, environment_processes
 from service.user_code import registered
 from tests import hostile_folder
 
@@ -92,9 +92,9 @@ def test_an_environment_in_a_process_of_its_own_loads_the_standard_library(
     monkeypatch.setenv(SAFE_PATH, "1")  # as in a generator
 
     async def play() -> None:
-        processes = IsolatedEnvironments(max_observation_characters=1000, trusted_modules=["my_envs"])
+        processes = environment_processes(max_observation_characters=1000)
         try:
-            await processes.make("my_envs:Escape", {}).reset(Task("0", (), {}), 0)
+            await IsolatedEnvironment(processes, "my_envs:Escape", {}, ["my_envs"]).reset(Task("0", (), {}), 0)
         finally:
             await processes.close()
 

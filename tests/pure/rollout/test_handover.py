@@ -18,7 +18,7 @@ from service.rollout.chat.chat import Chat
 from service.rollout.chat.conversation import Mode
 from service.rollout.env_guard import EnvGuard
 from service.rollout.environment import Environment, StepResult
-from service.rollout.isolation import IsolatedEnvironments
+from service.rollout.isolation import IsolatedEnvironment, environment_processes
 from service.types import Step, TrajectoryId
 from tests.pure.rollout import counting
 from tests.pure.rollout.conftest import QUESTION, ScriptedEngine, limits
@@ -95,10 +95,11 @@ async def test_steps_of_an_environment_without_a_snapshot_or_with_a_long_one_say
 
 
 async def test_an_environment_in_a_process_of_its_own_goes_on_too(chat: Chat) -> None:
-    isolated = IsolatedEnvironments(1 << 10, [counting.__name__])
+    processes = environment_processes(1 << 10)
     for kind in (Restorable, Replayable):
-        make = partial(isolated.make, f"{counting.__name__}:{kind.__name__}", {})
+        name = f"{counting.__name__}:{kind.__name__}"
+        make = partial(IsolatedEnvironment, processes, name, {}, [counting.__name__])
         whole, result, _ = await played(chat, make)
         _, again, sampled = await played(chat, make, whole[:3])
         assert (again.end, sampled) == (result.end, 1)
-    await isolated.close()
+    await processes.close()

@@ -16,25 +16,25 @@ import pytest
 from service.rollout.agent_loop import Played
 from service.rollout.chat.chat import Chat
 from service.rollout.child_main import KILL_SECONDS
-from service.rollout.child_process import STARTED_SECONDS, ChildDied
+from service.rollout.child_process import STARTED_SECONDS, ChildDied, ChildProcesses
 from service.rollout.environment import Message, OversizedOutput, Task
-from service.rollout.isolation import IsolatedEnvironment, IsolatedEnvironments
+from service.rollout.isolation import IsolatedEnvironment, environment_processes
 from tests.pure.rollout.conftest import QUESTION, ScriptedEngine, play
 
 HERE = "tests.pure.rollout.misbehaving"
 
 
 @asynccontextmanager
-async def started() -> AsyncIterator[IsolatedEnvironments]:
-    processes = IsolatedEnvironments(max_observation_characters=100_000, trusted_modules=[HERE])
+async def started() -> AsyncIterator[ChildProcesses]:
+    processes = environment_processes(max_observation_characters=100_000)
     try:
         yield processes
     finally:
         await processes.close()
 
 
-def isolated(processes: IsolatedEnvironments, name: str, **options: str) -> IsolatedEnvironment:
-    return processes.make(f"{HERE}:{name}", options)
+def isolated(processes: ChildProcesses, name: str, **options: str) -> IsolatedEnvironment:
+    return IsolatedEnvironment(processes, f"{HERE}:{name}", options, [HERE])
 
 
 @pytest.mark.parametrize(
@@ -209,11 +209,10 @@ async def test_what_an_environment_started_ends_when_its_answer_is_no_longer_wai
 GENERATOR = """
 import asyncio, sys
 from service.rollout.environment import Task
-from service.rollout.isolation import IsolatedEnvironments
+from service.rollout.isolation import IsolatedEnvironment, environment_processes
 
 async def play(name, module, pid_file):
-    environments = IsolatedEnvironments(1000, [module])
-    episode = environments.make(f"{module}:{name}", {"suffix": pid_file})
+    episode = IsolatedEnvironment(environment_processes(1000), f"{module}:{name}", {"suffix": pid_file}, [module])
     await episode.reset(Task("p", (), ""), 0)
     print("begun", flush=True)
     await (episode.step("?") if name == "KeepsTheInterpreter" else asyncio.Event().wait())

@@ -11,7 +11,7 @@ import pytest
 
 from baton.examples import data
 from baton.examples.search_r1 import SearchR1
-from service.rollout.chat.tools import BadCall, ToolCall, answer, tool_calls
+from service.rollout.chat.tools import BadCall, ToolCall, tool_answer, tool_calls
 from service.rollout.environment import Task, tagged
 
 
@@ -58,7 +58,7 @@ async def test_each_call_is_answered_by_a_message_of_its_tool_or_with_the_reason
         ToolCall("double", {"word": 1}),
         BadCall("no JSON"),
     ]
-    result = await answer(calls, {"double": double})
+    result = await tool_answer(calls, {"double": double})
     assert [message["role"] for message in result.messages] == ["tool"] * 4
     assert [message["content"] for message in result.messages] == [
         "42",

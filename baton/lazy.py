@@ -1,0 +1,19 @@
+"""Modules whose names are imported when they are first asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
+from typing import Any
+
+
+def lazy_names(module: str, homes: Mapping[str, Sequence[str]]) -> tuple[list[str], Callable[[str], Any]]:
+    """The `__all__` and the `__getattr__` of a module that gives names of other modules, the keys of `homes`."""
+    home_of = {name: home for home, names in homes.items() for name in names}
+
+    def get(name: str) -> Any:
+        if name not in home_of:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        return getattr(import_module(home_of[name]), name)
+
+    return sorted(home_of), get
