@@ -74,8 +74,6 @@ class Reading:
 
     def __init__(self, compact: bool = True) -> None:
         self._compact = compact
-        self._turn = 0
-        self._text: Text | None = None
 
     def check_task(self, task: Task) -> None:
         """Raises if the row has no seed."""
@@ -83,13 +81,11 @@ class Reading:
 
     async def reset(self, task: Task, seed: int) -> Sequence[Message]:
         """The question and the first page."""
-        self._text = text(int(task.extra_info["seed"]))
+        self._text, self._turn = text(int(task.extra_info["seed"])), 0
         return task.prompt
 
     async def step(self, text: str) -> StepResult:
         """Show the next page, or score the answer."""
-        if self._text is None:
-            raise RuntimeError("step before reset")
         if self._turn == len(self._text.pages):
             return StepResult((), float(text.split() == [ANSWER, self._text.answer]), True)
         self._turn += 1

@@ -31,19 +31,9 @@ VERIFIER_FRACTION, VERDICT_RIGHT_FRACTION = 0.5, 0.9
 class SolverVerifier(lookup.Lookup):
     """One episode of the task."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._asked: lookup.Puzzle | None = None
-        self._actions = 0
-        self._shows_right = False
-        """Whether the verifier is shown a right answer."""
-        self._is_claimed = False
-        """Whether it has been shown one."""
-
     async def reset(self, task: Task, seed: int) -> Sequence[Message]:
-        """The row's prompt."""
-        self._asked = lookup.puzzle(int(task.extra_info["seed"]))
-        self._shows_right = seed % 2 == 0
+        """The row's prompt; the seed decides whether the verifier is shown a right answer."""
+        self._actions, self._is_claimed, self._shows_right = 0, False, seed % 2 == 0
         return await super().reset(task, seed)
 
     async def step(self, text: str) -> StepResult:
@@ -53,10 +43,10 @@ class SolverVerifier(lookup.Lookup):
             knows = float(text.split() == [kind])
             return StepResult((), knows, True, {f"verdict_on_{kind}": knows, kind: 1.0})
         result, self._actions = await super().step(text), self._actions + 1
-        if result.done and self._asked is not None:
+        if result.done:
             self._is_claimed = True
-            shown = text if self._shows_right == bool(result.reward) else self._made(self._asked)
-            return StepResult((claim(self._asked, shown),), result.reward, False, role=VERIFIER)
+            shown = text if self._shows_right == bool(result.reward) else self._made(self._puzzle)
+            return StepResult((claim(self._puzzle, shown),), result.reward, False, role=VERIFIER)
         return result._replace(done=self._actions == MAX_ACTIONS)
 
     def _made(self, asked: lookup.Puzzle) -> str:

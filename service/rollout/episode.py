@@ -54,11 +54,6 @@ class History:
         self._tokens[self._length : stop] = token_ids
         self._length = stop
 
-    def replace(self, token_ids: Int32s) -> None:
-        """Replace all tokens of the history."""
-        self._length = 0
-        self.append(token_ids)
-
     def _new_tokens(self, prompt: Prompt) -> Int32s:
         """The prompt's tokens after the history; a whole prompt with another beginning starts a new history."""
         if not prompt.whole:
@@ -154,7 +149,7 @@ class Episode:
 
     def take(self, token_ids: Int32s, reward: float, stop_reason: str) -> None:
         """Add a turn of `main` [P + T] that an earlier generator finished; the next step may extend it."""
-        self._histories[MAIN].replace(token_ids)
+        self._histories[MAIN].begin(Prompt(token_ids, whole=True))
         self._turned(MAIN, reward, stop_reason)
 
     def give(self, rewards: Mapping[str, float]) -> list[str]:

@@ -14,7 +14,7 @@ from service.scorers.address import Address
 from service.scorers.reply import Logprobs, encode_answer
 from service.scorers.scored_trajectories import trajectories_of
 from service.scorers.teacher_logprobs import check_tokenizers, taught
-from service.scorers.user import user_function, user_logprobs, user_rewards
+from service.scorers.user import UserScorer
 
 
 class Scorer:
@@ -35,17 +35,18 @@ class Scorer:
             UserError: a user's code, a key or a tokenizer is missing or not valid.
         """
         self._tasks, self._roles = tasks, roles
-        address = None if settings.url is None else Address(name, settings)
         check_tokenizers({name: settings}, model_folder)
-        self._logprobs: Logprobs | None = None
+        self._logprobs = engine
         """Of a teacher; None: a scorer of rewards."""
-        if settings.kind == "rewards":
-            self._tokenizer = load_tokenizer(model_folder)
-            self._rewards = user_rewards(user_function(name, settings)) if address is None else address.rewards
-        elif settings.use is not None:
-            self._logprobs = user_logprobs(user_function(name, settings))
+        if settings.model is not None:
+            return
+        source: Address | UserScorer
+        source = UserScorer(name, settings) if settings.url is None else Address(name, settings)
+        if settings.kind == "teacher":
+            self._logprobs = source.logprobs
         else:
-            self._logprobs = engine if address is None else address.logprobs
+            self._tokenizer = load_tokenizer(model_folder)
+            self._rewards = source.rewards
 
     async def reply(self, row: int, data: bytes) -> bytes:
         """The bytes of the answer about the group in `data`, whose prompt is this row of the dataset.

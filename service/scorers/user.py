@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import difflib
 import inspect
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from service.config.rollout import ScorerConfig
 from service.errors import ConfigError
 from service.handoff.scoring import Answer
-from service.scorers.reply import Failure, Logprobs, ScorerFailed, answer_of
+from service.scorers.reply import Failure, ScorerFailed, answer_of
 from service.scorers.scored_trajectories import Trajectory
 from service.user_code import enter_user_folder, import_user_module
 
@@ -56,48 +56,34 @@ def check_scorers(scorers: Mapping[str, ScorerConfig]) -> None:
             imported(name, settings)
 
 
-def user_function(name: str, settings: ScorerConfig) -> Callable[[Any], Any]:
-    """The function behind `scorers.<name>.use`, or the method of an instance of the class.
+class UserScorer:
+    """The function behind `scorers.<name>.use`, or the method of an instance of the class."""
 
-    Raises:
-        ConfigError: see `imported`; or the constructor of the class failed.
-    """
-    found = imported(name, settings)
-    if not isinstance(found, type):
-        return found
-    try:
-        scorer = found(**settings.options)
-    except Exception as error:  # a user's module may raise anything
-        raise ConfigError(f"scorers.{name}.use: {settings.use}: {type(error).__name__}: {error}") from error
-    return scorer.logprobs if settings.kind == "teacher" else scorer.score  # type: ignore[no-any-return]
+    def __init__(self, name: str, settings: ScorerConfig) -> None:
+        """
+        Raises:
+            ConfigError: see `imported`; or the constructor of the class failed.
+        """
+        self._function: Callable[[Any], Any] = imported(name, settings)
+        if isinstance(self._function, type):
+            try:
+                scorer = self._function(**settings.options)
+            except Exception as error:  # a user's module may raise anything
+                raise ConfigError(f"scorers.{name}.use: {settings.use}: {type(error).__name__}: {error}") from error
+            self._function = scorer.logprobs if settings.kind == "teacher" else scorer.score
 
+    async def rewards(self, trajectories: Sequence[Trajectory]) -> Answer:
+        """Rewards of trajectories; raises `ScorerFailed`."""
+        return answer_of(await self._called(trajectories), len(trajectories))
 
-def user_rewards(function: Callable[[Any], Any]) -> Callable[[Sequence[Trajectory]], Awaitable[Answer]]:
-    """Rewards of trajectories from a user's function."""
-
-    async def rewards(trajectories: Sequence[Trajectory]) -> Answer:
-        return answer_of(await _called(function, trajectories), len(trajectories))
-
-    return rewards
-
-
-def user_logprobs(function: Callable[[Any], Any]) -> Logprobs:
-    """A teacher's log-probabilities from a user's function of token ids."""
-
-    async def logprobs(token_ids: list[int]) -> Sequence[float | None]:
-        given = await _called(function, token_ids)
+    async def logprobs(self, token_ids: list[int]) -> Sequence[float | None]:
+        """The log-probability of each token given the tokens before it; raises `ScorerFailed`."""
+        given = await self._called(token_ids)
         return given.tolist() if hasattr(given, "tolist") else given  # type: ignore[no-any-return]
 
-    return logprobs
-
-
-async def _called(function: Callable[[Any], Any], argument: object) -> Any:
-    """Call a user's function in a thread.
-
-    Raises:
-        ScorerFailed: it raised.
-    """
-    try:
-        return await asyncio.to_thread(function, argument)
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - a user's code may raise anything
-        raise ScorerFailed(Failure.RAISED, f"{type(error).__name__}: {error}"[:200]) from None
+    async def _called(self, argument: object) -> Any:
+        """Call the function in a thread; raises `ScorerFailed` if it raises."""
+        try:
+            return await asyncio.to_thread(self._function, argument)
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - a user's code may raise anything
+            raise ScorerFailed(Failure.RAISED, f"{type(error).__name__}: {error}"[:200]) from None
