@@ -99,18 +99,14 @@ class Uploads:
         self._reached_at = -REACHED_SECONDS
         self._keeps_old = False
         """Whether something that is too old could not be deleted."""
-        self._status = Uploaded(self._writer.newest, 0, 0, "")
+        self.status = Uploaded(self._writer.newest, 0, 0, "")
+        """The state of the uploads."""
         self._progress = time.monotonic()
         """When bytes were uploaded last."""
         shutil.rmtree(run / UPLOADS, ignore_errors=True)
         threading.Thread(target=self._work, name="uploads", daemon=True).start()
 
     # -- what the run calls -------------------------------------------------------------------------------------------
-
-    @property
-    def status(self) -> Uploaded:
-        """The state of the uploads."""
-        return self._status
 
     def hold_journal(self, start: int, position: int) -> bool:
         """Keep the journal from `start` to `position` for the checkpoint that begins now; False if these segments were
@@ -170,7 +166,7 @@ class Uploads:
         if self._broken is not None:
             raise self._broken
         if missing:
-            why = self._status.failing or f"no byte was uploaded for {self._deadline:g} s"
+            why = self.status.failing or f"no byte was uploaded for {self._deadline:g} s"
             raise RunFailed(f"{self.url} lacks {missing}, which only {self._run} has now: {why}")
         shutil.rmtree(self._run / UPLOADS, ignore_errors=True)
 
@@ -212,7 +208,7 @@ class Uploads:
                 failures = 0 if self._broken is not None or self._succeeds(job) else failures + 1
             except TakenOver as error:
                 self._say(f"{error}; this process uploads no more")
-                self._broken, self._status = error, self._status._replace(failing=str(error))
+                self._broken, self.status = error, self.status._replace(failing=str(error))
             except Exception as error:  # noqa: BLE001 - raised by the next call of the run
                 self._broken = error
             with self._lock:
@@ -230,9 +226,9 @@ class Uploads:
         except (StoreFailed, OSError) as error:
             self._failed(f"{job.what} is not uploaded: {error}" if job.what else str(error))
             return False
-        if self._status.failing:
+        if self.status.failing:
             self._say(f"{self.url}: uploads succeed again")
-        self._status = self._status._replace(failing="")
+        self.status = self.status._replace(failing="")
         return True
 
     def _upload(self, job: _Job) -> None:
@@ -241,7 +237,7 @@ class Uploads:
         files = self._writer.put(job.files, job.done)
         if job.step is not None:
             self._writer.complete(job.step, job.accepted_tokens, files)
-            self._status = self._status._replace(step=job.step)
+            self.status = self.status._replace(step=job.step)
             self._sweep(job.step)
 
     def _sweep(self, step: int) -> None:
@@ -249,14 +245,14 @@ class Uploads:
         try:
             self._writer.sweep(step)
         except StoreFailed as error:
-            self._status = self._status._replace(failures=self._status.failures + 1)
+            self.status = self.status._replace(failures=self.status.failures + 1)
             if not self._keeps_old:
                 self._say(f"what is too old is not deleted: {error}; uploads go on")
             self._keeps_old = True
 
     def _uploaded(self, n_bytes: int) -> None:
         self._progress = time.monotonic()
-        self._status = self._status._replace(bytes=self._status.bytes + n_bytes)
+        self.status = self.status._replace(bytes=self.status.bytes + n_bytes)
 
     def _is_old(self, job: _Job) -> bool:
         """Whether a newer checkpoint waits."""
@@ -272,6 +268,6 @@ class Uploads:
 
     def _failed(self, why: str) -> None:
         """Count a failed attempt; prints only the first of several."""
-        if not self._status.failing:
+        if not self.status.failing:
             self._say(f"{why}; training goes on, and the upload is tried again")
-        self._status = self._status._replace(failures=self._status.failures + 1, failing=why)
+        self.status = self.status._replace(failures=self.status.failures + 1, failing=why)
