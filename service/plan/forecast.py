@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -66,8 +67,10 @@ def splits_of(settings: PlanSettings, gpus: int) -> Iterator[tuple[int, int]]:
     if settings.fit.shares_gpus:
         yield gpus, gpus
         return
-    each, together = settings.generator.engine_gpus, settings.trainer.sequence_parallel
-    node = GPUS_OF_A_NODE if settings.trainer.shard_within == "node" else 1
+    trainer, each = settings.trainer, settings.generator.engine_gpus
+    together = math.lcm(trainer.sequence_parallel, trainer.expert_parallel)
+    groups = "trainer.sequence_parallel" + (" and expert_parallel" if trainer.expert_parallel > 1 else "")
+    node = GPUS_OF_A_NODE if trainer.shard_within == "node" else 1
 
     def is_possible(ranks: int) -> bool:
         return ranks % together == 0 and (ranks <= node or ranks % node == 0)
@@ -77,7 +80,7 @@ def splits_of(settings: PlanSettings, gpus: int) -> Iterator[tuple[int, int]]:
         whole = f", or whole nodes of {node} (trainer.shard_within: node)" if node > 1 else ""
         raise UserError(
             f"--gpus {gpus}: an engine takes {each} (generator.tensor_parallel_size) and the trainer {together} or a "
-            f"multiple of it (trainer.sequence_parallel){whole}; give {each + together} or more"
+            f"multiple of it ({groups}){whole}; give {each + together} or more"
         )
     every = -(-len(found) // MAX_SPLITS)
     for engines in sorted({*found[::every], found[-1]}):

@@ -61,7 +61,7 @@ def profile(name: str) -> Device:
         known = (*DATA_SHEETS, "cpu", "measured")
         near = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.3)
         hint = f"did you mean {near[0]}? " if near else ""
-        raise UserError(f"--gpu {name}: no such profile; {hint}There are {', '.join(known)}")
+        raise UserError(f"--gpu {name}: no such profile; {hint}the profiles are {', '.join(known)}")
     sheet, of_link = DATA_SHEETS[name], GPU["of_link"]
     # assumes that every GPU reaches the same part of its data sheet as an H100
     of_peak, of_bandwidth = REACHED.products / H100.flops, REACHED.bandwidth / H100.bandwidth

@@ -81,6 +81,13 @@ def test_ranks_that_share_micro_batches_stay_together() -> None:
         list(splits_of(PlanSettings.of(load([], words).config), 3))
 
 
+def test_ranks_that_divide_the_experts_stay_together() -> None:
+    words = ["trainer.ranks=6", "trainer.sequence_parallel=2", "trainer.expert_parallel=3"]
+    assert list(splits_of(PlanSettings.of(load([], words).config), 20)) == [(2, 18), (8, 12), (14, 6)]
+    with pytest.raises(UserError, match=r"the trainer 6 or a multiple of it \(.*expert_parallel\); give 7 or more"):
+        list(splits_of(PlanSettings.of(load([], words).config), 3))
+
+
 def test_what_does_not_fit_is_an_answer_with_an_exit_code_of_its_own(
     recipe: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
