@@ -34,8 +34,6 @@ from tests.hosts.bed import Bed, Host
 
 HOSTS = 3
 TENSORS = 50
-CHANGED = 0.02
-"""Fraction of the elements that a step changes: about that of bfloat16 weights at a learning rate of 1e-6."""
 
 
 class Rank(TrainerRank):
@@ -51,11 +49,6 @@ class Rank(TrainerRank):
         rows = {name: Rows(shape, first, tensor) for name, tensor in made.items()}
         policy = SimpleNamespace(dtype=torch.bfloat16)
         self._learner = SimpleNamespace(shards=lambda: rows, policy=policy)  # type: ignore[assignment]
-
-    def change(self) -> None:
-        """One step."""
-        for tensor in self._made.values():
-            tensor += (torch.rand(tensor.shape) < CHANGED) * tensor
 
     def blocked(self, version: int) -> tuple[float, float]:
         """Seconds of a publication in which the rank does nothing else, and of one copy of its weights."""
@@ -83,8 +76,8 @@ class Holder(ImageHolder):
 class World:
     """Each rank on a host of its own, and a generator on each of the others."""
 
-    def __init__(self, delta: bool, millions: float, n_ranks: int) -> None:
-        config = load_config([], [f"weights.delta={delta}", f"trainer.ranks={n_ranks}"])
+    def __init__(self, millions: float, n_ranks: int) -> None:
+        config = load_config([], [f"trainer.ranks={n_ranks}"])
         here = ray.get_runtime_context().get_node_id()
         nodes = [here, *(node["NodeID"] for node in ray.nodes() if node["NodeID"] != here)]
         at = [NodeAffinitySchedulingStrategy(node, soft=False) for node in nodes]
@@ -101,8 +94,7 @@ class World:
         ray.get([holder.release_image.remote(-1) for holder in self.holders.values()])
         self.trainer = TrainerGroup.of(config, self.ranks)
         self.trainer.nodes = nodes[:n_ranks]
-        self.sent: list[tuple[int, float | None]] = []
-        self.files = NodeImages(config.weights, self.holders, self.trainer, lambda *sent: self.sent.append(sent))
+        self.files = NodeImages(self.holders, self.trainer, config.weights.sync_deadline)
         for number, name in enumerate(self.holders, start=n_ranks):
             self.files.register(name, nodes[number])
         self._step = 0
@@ -115,8 +107,8 @@ class World:
         start = time.monotonic()
 
         async def taken(name: str) -> None:
-            async with self.files.path_for(name, version, weights) as path:
-                if path is None:
+            async with self.files.sources_for(name, version, weights) as sources:
+                if sources is None:
                     raise ValueError(f"{name} has no weights")
 
         async with self.files.spread(names, version, weights):
@@ -139,7 +131,7 @@ class World:
 
 async def measure(millions: float, n_ranks: int) -> None:
     """Inside the first host; prints each figure as soon as it is there."""
-    world = World(False, millions, n_ranks)
+    world = World(millions, n_ranks)
     ways: dict[str, Callable[[int], Coroutine[Any, Any, float]]] = {"chain": world.publish}
     if n_ranks == 1:
         ways["at once"] = world.at_once
@@ -149,15 +141,6 @@ async def measure(millions: float, n_ranks: int) -> None:
     blocked, copy = ray.get(world.ranks[0].blocked.remote(PolicyVersion(2, 0).pack()))
     print(f"rank 0 blocked {1e3 * blocked:.0f} ms, a copy {1e3 * copy:.0f} ms, ratio {blocked / copy:.2f}", flush=True)
     world.end()
-    world = World(True, millions, n_ranks)
-    first = await world.publish(HOSTS)
-    ray.get([rank.change.remote() for rank in world.ranks])
-    seconds = await world.publish(HOSTS)
-    (whole, _), (sent, changed) = world.sent
-    print(
-        f"delta: {changed or 0.0:.2%} of the elements changed, {sent / whole:.2%} of the bytes, "
-        f"{HOSTS} hosts {seconds:.1f} s instead of {first:.1f} s"
-    )
 
 
 def main() -> None:

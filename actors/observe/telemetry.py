@@ -85,12 +85,9 @@ class RunTelemetry(Reporter):
         """Count an optimizer step that was not applied."""
         self.metrics.count("baton_aborted_steps_total")
 
-    def sent(self, n_bytes: int, changed: float | None) -> None:
-        """Count the bytes of weights that ranks sent to engines on other hosts; `changed`: see `WeightChain.send`."""
+    def sent(self, n_bytes: int) -> None:
+        """Count the bytes of weights that ranks sent to engines on other hosts."""
         self.metrics.count("baton_weight_sent_bytes_total", n_bytes)
-        if changed is not None:
-            self.metrics.set("baton_weight_changed_ratio", changed)
-            self._report_run(weights_changed=changed)
 
     def sync_failed(self) -> None:
         """Count a failure of an engine to load new weights."""

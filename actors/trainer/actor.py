@@ -24,10 +24,9 @@ from actors.heap import freeze_heap
 from actors.observe.actor_logs import keep_log
 from actors.observe.reporting import Reporter
 from actors.weights.cuda_ipc import encode_handles
-from actors.weights.delta import Octets, WeightBucket
 from actors.weights.nccl_broadcast import BroadcastSender, encode_announcement
-from actors.weights.part import PartBuffers
-from actors.weights.policy_tensors import EMPTY_CHECKSUM, checksum_of
+from actors.weights.part import PartBuffers, WeightBucket
+from actors.weights.policy_tensors import EMPTY_CHECKSUM, Octets, checksum_of
 from actors.weights.pulled import Source
 from actors.weights.weight_group import Meeting
 from service.config import Config
@@ -73,7 +72,7 @@ class TrainerRank(Supervised):
         self._gathered: tuple[int | None, dict[str, torch.Tensor]] = (None, {})
         """The version and the whole weights that were gathered last, for transports from GPU to GPU."""
         self._sender: BroadcastSender | None = None
-        self._buffers = PartBuffers(rank, self._config.weights.delta)
+        self._buffers = PartBuffers(rank)
         """This rank's part of the newest weights, for transport `memory`."""
         self._steps = 0
         self._profile: StepProfile | None = None
@@ -264,9 +263,9 @@ class TrainerRank(Supervised):
             return data, (checksum, None)
 
     @ray.method(concurrency_group=SENDING, num_returns=2)  # type: ignore[untyped-decorator]
-    def bucket(self, version: int, start: int, stop: int, whole: bool) -> tuple[Octets, WeightBucket | None]:
+    def bucket(self, version: int, start: int, stop: int) -> tuple[Octets, WeightBucket | None]:
         """Return these bytes of this rank's part of this version's weights; None if a newer version has replaced it."""
-        _, found = self.learner, self._buffers.bucket(version, start, stop, whole)
+        _, found = self.learner, self._buffers.bucket(version, start, stop)
         bucket, message = found or (None, _NOTHING)
         return message, bucket
 

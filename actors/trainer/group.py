@@ -12,8 +12,7 @@ import ray
 import ray.exceptions
 
 from actors.calls import CALL_SECONDS, RESTARTING, answer, call, in_a_line
-from actors.weights.delta import WeightBucket
-from actors.weights.part import check_parts
+from actors.weights.part import WeightBucket, check_parts
 from actors.weights.policy_tensors import EMPTY_CHECKSUM
 from actors.weights.weight_group import Meeting
 from actors.weights.weight_source import PublishedWeights, TrainerLost
@@ -121,17 +120,14 @@ class TrainerGroup:
         answers = await asyncio.gather(*(self._stored(number, "weights", version.pack()) for number in ranks))
         data, (checksum, _) = answers[0]
         sources = tuple(source for _, (_, source) in answers if source is not None)
-        parts = tuple(source.part for source in sources)
-        if parts:
-            check_parts(parts)
-        return PublishedWeights(data, checksum, parts, sources)
+        if sources:
+            check_parts([source.part for source in sources])
+        return PublishedWeights(data, checksum, sources)
 
-    async def bucket(
-        self, version: PolicyVersion, rank: int, start: int, stop: int, whole: bool = False
-    ) -> tuple[WeightBucket, Any] | None:
+    async def bucket(self, version: PolicyVersion, rank: int, start: int, stop: int) -> tuple[WeightBucket, Any] | None:
         """Return bytes of a rank's part of these weights, and a reference to their message; None if the rank has
         newer weights."""
-        data, bucket = await self._stored(rank, "bucket", version.pack(), start, stop, whole)
+        data, bucket = await self._stored(rank, "bucket", version.pack(), start, stop)
         return None if bucket is None else (bucket, data)
 
     async def ipc_handles(self, number: int, version: PolicyVersion) -> PublishedWeights | None:

@@ -18,9 +18,8 @@ from typing import Any
 import ray.exceptions
 
 from actors.calls import ACTOR_FAILED, answer, call, first_error
-from actors.weights.delta import WeightBucket
-from actors.weights.part import ALIGNED, WeightPart
-from actors.weights.weight_source import TrainerLost, WeightSource
+from actors.weights.part import WeightBucket
+from actors.weights.weight_source import WeightSource
 from service.errors import BatonError, Starved
 from service.types import PolicyVersion
 
@@ -48,52 +47,48 @@ class WeightChain:
         self,
         generators: Mapping[str, Any],
         trainer: WeightSource,
+        version: PolicyVersion,
+        sizes: Sequence[int],
         images: Mapping[str, int],
-        paths: dict[str, str],
         ways: Sequence[Sequence[str]],
         deadline: float,
     ) -> None:
-        """Store the settings. `images`: the number of the image that each generator writes; `paths`: the paths of
-        images that exist already; `ways`: for each rank, the order in which the generators get its part."""
+        """Store the settings. `sizes`: the bytes of each rank's part; `images`: the number of the image that each
+        generator writes; `ways`: for each rank, the order in which the generators get its part."""
         self._generators = {name: generators[name] for name in images}  # also after one of them has left
-        self._trainer, self._images, self.paths, self._ways = trainer, images, paths, ways
-        self._parts: Sequence[WeightPart] = ()
+        self._trainer, self._version, self._sizes = trainer, version, sizes
+        self._images, self._ways = images, ways
         self._within = deadline / TRIES
         self._hops = {name: asyncio.Semaphore(AT_ONCE) for name in images}
         self._mute = set[str]()
         """Generators whose copies did not reach the next node."""
-        self._sent: list[WeightBucket] = []
+        self.paths: dict[str, str] = {}
+        """The path of each generator's image."""
         self.lost: dict[str, BaseException] = {}
         """Why a generator does not have the weights."""
 
-    async def send(self, version: PolicyVersion, parts: Sequence[WeightPart]) -> tuple[int, float | None]:
-        """Send the file of these weights, which has these parts.
-
-        Returns the bytes that left the ranks, and the fraction of the elements that differ from the previous version;
-        None if the ranks had no previous version.
+    async def send(self) -> None:
+        """Send the file of these weights.
 
         Raises:
             Replaced: the trainer has newer ones.
             TrainerLost: a rank does not answer.
         """
-        self._parts = parts
         under_way = asyncio.Semaphore(AT_ONCE * (len(self._images) + 1))
         try:
             async with asyncio.TaskGroup() as trips:
-                for rank, start, stop in bounds_of_buckets([part.n_bytes for part in parts]):
+                for rank, start, stop in bounds_of_buckets(self._sizes):
                     await under_way.acquire()
-                    trip = trips.create_task(self._trip(version, rank, start, stop))
+                    trip = trips.create_task(self._trip(rank, start, stop))
                     trip.add_done_callback(lambda done: under_way.release())
         except BaseExceptionGroup as group:
             raise first_error(group) from group
-        compared = [bucket for bucket in self._sent if bucket.changed is not None]
-        elements = sum(bucket.n_bytes // bucket.itemsize for bucket in compared)
-        changed = sum(bucket.changed or 0 for bucket in compared) / elements if elements else None
-        return sum(bucket.message_bytes for bucket in self._sent), changed
 
-    async def _trip(self, version: PolicyVersion, rank: int, start: int, stop: int) -> None:
+    async def _trip(self, rank: int, start: int, stop: int) -> None:
         """Take one bucket to every generator that is not lost."""
-        bucket, from_rank = await self._bucket(version, rank, start, stop)
+        if (found := await self._trainer.bucket(self._version, rank, start, stop)) is None:
+            raise Replaced(f"newer weights than those of version {self._version} are about to be published")
+        bucket, from_rank = found
         source, giver = from_rank, ""
         way = self._ways[rank]
         for name in way:
@@ -102,39 +97,26 @@ class WeightChain:
                     continue
                 try:
                     try:
-                        written, copy = await self._give(name, bucket, source, name != way[-1])
+                        copy = await self._give(name, bucket, source, name != way[-1])
                     except NOT_PASSED_ON:
                         if not giver:
                             raise
                         self._mute.add(giver)
-                        written, copy = await self._give(name, bucket, from_rank, name != way[-1])
-                    if not written:
-                        whole = await self._bucket(version, rank, start, stop, whole=True)
-                        await self._give(name, *whole, passes_on=False)
-                    elif name not in self._mute:
+                        copy = await self._give(name, bucket, from_rank, name != way[-1])
+                    if name not in self._mute:
                         source, giver = copy, name
-                except (Replaced, TrainerLost):
-                    raise
                 except ACTOR_FAILED as error:
                     self.lost[name] = error
 
-    async def _bucket(
-        self, version: PolicyVersion, rank: int, start: int, stop: int, whole: bool = False
-    ) -> tuple[WeightBucket, Any]:
-        found = await self._trainer.bucket(version, rank, start, stop, whole)
-        if found is None:
-            raise Replaced(f"newer weights than those of version {version} are about to be published")
-        self._sent.append(found[0])
-        return found
-
-    async def _give(self, name: str, bucket: WeightBucket, message: Any, passes_on: bool) -> tuple[bool, Any]:
-        """Let a generator write a bucket; returns whether it has the bytes that the bucket changes, and a copy of
-        the bucket on its node."""
+    async def _give(self, name: str, bucket: WeightBucket, message: Any, passes_on: bool) -> Any:
+        """Let a generator write a bucket; returns a copy of the bucket on its node."""
         generator, number = self._generators[name], self._images[name]
         if name not in self.paths:
-            self.paths[name] = await call(generator.hold_image, number, self._parts, who=name, within=self._within)
+            of = self._version.pack(), sum(self._sizes)
+            self.paths[name] = await call(generator.hold_image, number, *of, who=name, within=self._within)
         copy, written = generator.write_image.remote(number, bucket, message, passes_on)
-        return await answer(written, who=name, within=self._within), copy
+        await answer(written, who=name, within=self._within)
+        return copy
 
 
 def bounds_of_buckets(sizes: Sequence[int]) -> list[tuple[int, int, int]]:
@@ -144,7 +126,7 @@ def bounds_of_buckets(sizes: Sequence[int]) -> list[tuple[int, int, int]]:
     >>> [(rank, start >> 20, stop >> 20) for rank, start, stop in bounds_of_buckets([3 << 20, 1 << 20])]
     [(0, 0, 1), (1, 0, 1), (0, 1, 2), (0, 2, 3)]
     """
-    size = min(max(sum(sizes) // BUCKETS, MIN_BYTES), MAX_BYTES) // ALIGNED * ALIGNED
+    size = min(max(sum(sizes) // BUCKETS, MIN_BYTES), MAX_BYTES)
     by_rank = (
         [(rank, start, min(start + size, n_bytes)) for start in range(0, n_bytes, size)]
         for rank, n_bytes in enumerate(sizes)

@@ -44,13 +44,13 @@ class Delivery:
         is_up: Callable[[str], bool],
         not_taken: Callable[[str, PolicyVersion, BaseException], None],
         source_failed: Callable[[TrainerLost], None],
-        sent: Callable[[int, float | None], None],
+        sent: Callable[[int], None],
     ) -> None:
         """Store the settings; `not_taken` is called with the reason why an engine did not load a version,
         `source_failed` when the trainer could not send it; `sent`: see `NodeImages`."""
         self._config, self._generators, self._source, self._is_up = config, generators, source, is_up
         self._not_taken, self._source_failed = not_taken, source_failed
-        self._images = NodeImages(config, generators, source, sent)
+        self._images = NodeImages(generators, source, config.sync_deadline, sent)
         self._broadcasts, self._broadcasting = broadcasts, asyncio.Lock()
         self._locks: dict[str, asyncio.Lock] = {}
         """Held while an engine is updated."""
@@ -160,7 +160,8 @@ class Delivery:
             await self._broadcast(list(self._generators))
         else:
             up = [name for name in self._generators if self._takes(name)]
-            async with self._images.spread(up, version, weights):
+            by_memory = self._config.transport == "memory"
+            async with self._images.spread(up if by_memory else (), version, weights):
                 await asyncio.gather(*(self.update(name) for name in up))
         return time.monotonic() - start
 

@@ -5,13 +5,13 @@ otherwise in the node's image, which one generator writes as the weights arrive.
     node B   generator-2  writes /proc/35/fd/40#9 <- node A    generator-3  loads it
 
 An image is a file without a name: it disappears when the process that made it has ended, and when no other process has
-it open. With `weights.delta` a node keeps its image, and the next update changes the image in place.
+it open.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import count
@@ -23,8 +23,6 @@ from actors.weights.memory import Place
 from actors.weights.part import WeightPart
 from actors.weights.pulled import Source
 from actors.weights.weight_source import PublishedWeights, WeightSource
-from service.config import WeightsConfig
-from service.errors import Starved
 from service.types import PolicyVersion
 
 
@@ -39,13 +37,6 @@ class NodeImage:
     path: asyncio.Future[str | None] = field(default_factory=asyncio.Future)
     """Where engines load the image, once it is whole; None: the trainer has newer weights."""
     users: int = 1
-    may_change: bool = True
-    """Whether the next update may change the image in place."""
-
-    @property
-    def is_whole(self) -> bool:
-        """Return whether engines can load it."""
-        return self.path.done() and self.path.exception() is None and self.path.result() is not None
 
 
 class NodeImages:
@@ -53,15 +44,13 @@ class NodeImages:
 
     def __init__(
         self,
-        config: WeightsConfig,
         generators: Mapping[str, Any],
         trainer: WeightSource,
-        report: Callable[[int, float | None], None] = lambda n_bytes, changed: None,
+        deadline: float,
+        sent: Callable[[int], None] = lambda n_bytes: None,
     ) -> None:
-        """Store the settings; `report` is called with the bytes that left the ranks, and the fraction of elements
-        that changed."""
-        self._generators, self._trainer, self._report = generators, trainer, report
-        self._deadline, self._keeps, self._by_memory = config.sync_deadline, config.delta, config.transport == "memory"
+        """Store the settings; `sent` is called with the bytes that left the ranks."""
+        self._generators, self._trainer, self._deadline, self._sent = generators, trainer, deadline, sent
         self._node_of: dict[str, str] = {}
         self._held: dict[str, NodeImage] = {}
         """By node."""
@@ -82,11 +71,8 @@ class NodeImages:
         self, names: Sequence[str], version: PolicyVersion, weights: PublishedWeights
     ) -> AsyncIterator[None]:
         """Send weights to the nodes of these generators, from one to the next; the images are held while the block
-        runs.
-
-        Transports other than `memory` have no images.
-        """
-        lacking = [name for name in reversed(names) if self._by_memory and not self._is_beside(name, weights)]
+        runs."""
+        lacking = [name for name in reversed(names) if not self._is_beside(name, weights)]
         one_a_node = {self._node_of[name]: name for name in lacking}
         all_held = self._begin(list(one_a_node.values()), version, weights)
         try:
@@ -104,24 +90,14 @@ class NodeImages:
         self, name: str, version: PolicyVersion, weights: PublishedWeights
     ) -> AsyncIterator[Sequence[Source] | None]:
         """Yield where a generator reads these weights: in the memory of the ranks if all are on its node, else in the
-        image of its node; see `path_for`."""
+        image of its node, which is held while the block runs. None: newer ones are about to be published."""
         if self._is_beside(name, weights):
             yield weights.sources
             return
-        whole = WeightPart(((0, sum(part.n_bytes for part in weights.parts)),))
-        async with self.path_for(name, version, weights) as path:
-            yield None if path is None else [Source(Place(path, stays=self._keeps), whole)]
-
-    @asynccontextmanager
-    async def path_for(self, name: str, version: PolicyVersion, weights: PublishedWeights) -> AsyncIterator[str | None]:
-        """Yield the path of these weights on the generator's node, or None if newer ones are about to be
-        published; the image is held while the block runs."""
         held = await self._hold(name, version, weights)
         try:
-            yield held.path.result()
-        except (Starved, asyncio.CancelledError):
-            held.may_change = False  # the engine may still load from it, long after
-            raise
+            path, whole = held.path.result(), WeightPart(((0, sum(weights.sizes)),))
+            yield None if path is None else [Source(Place(path), whole)]
         finally:
             await self._let_go(held)
 
@@ -149,28 +125,17 @@ class NodeImages:
     def _begin(self, names: Sequence[str], version: PolicyVersion, weights: PublishedWeights) -> list[NodeImage]:
         """Begin to send weights to the nodes of these generators, one generator per node; each image then has one
         user."""
-        begun, kept = list[NodeImage](), dict[str, str]()
-        for name in names:
-            held, before = NodeImage(weights, name, next(self._numbers)), self._held.get(self._node_of[name])
-            self._held[self._node_of[name]] = held
-            if before is not None and not before.users and before.is_whole and before.holder in self._generators:
-                if before.weights.parts == weights.parts:
-                    held.holder, held.number = before.holder, before.number
-                    kept[held.holder] = str(before.path.result())
-                else:  # restarted ranks may have other rows, which that image would put elsewhere
-                    self._in_background(self._settle(before))
-            begun.append(held)
+        begun = [NodeImage(weights, name, next(self._numbers)) for name in names]
+        self._held |= {self._node_of[held.holder]: held for held in begun}
         if begun:
             numbers = {held.holder: held.number for held in begun}
-            ways = [self._way([*numbers], node) for node in self._trainer.nodes]
-            chain = WeightChain(self._generators, self._trainer, numbers, kept, ways, self._deadline)
-            self._in_background(self._send(chain, begun, version, weights))
+            ways = [self._way(names, node) for node in self._trainer.nodes]
+            of = version, weights.sizes
+            chain = WeightChain(self._generators, self._trainer, *of, numbers, ways, self._deadline)
+            task = asyncio.ensure_future(self._send(chain, begun))
+            self._under_way.add(task)  # the event loop itself keeps only a weak reference
+            task.add_done_callback(self._under_way.discard)
         return begun
-
-    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.ensure_future(work)
-        self._under_way.add(task)  # the event loop itself keeps only a weak reference
-        task.add_done_callback(self._under_way.discard)
 
     def _way(self, names: Sequence[str], node: str) -> list[str]:
         """Return these generators in a ring, beginning with that of the rank's own node, which does not use the
@@ -179,12 +144,11 @@ class NodeImages:
         at = nodes.index(node) if node in nodes else 0
         return [*names[at:], *names[:at]]
 
-    async def _send(
-        self, chain: WeightChain, begun: Sequence[NodeImage], version: PolicyVersion, weights: PublishedWeights
-    ) -> None:
+    async def _send(self, chain: WeightChain, begun: Sequence[NodeImage]) -> None:
         """Fill these images; at the end each has a path or an error."""
         try:
-            self._report(*await chain.send(version, weights.parts))
+            await chain.send()
+            self._sent(sum(begun[0].weights.sizes))
         except Replaced:
             chain.paths.clear()
         except Exception as error:  # noqa: BLE001 - raised to all who wait for a path
@@ -193,25 +157,22 @@ class NodeImages:
             if (why := chain.lost.get(held.holder)) is None:
                 held.path.set_result(chain.paths.get(held.holder))
             else:
-                # at once, because a caller that retries before `_settle` would get the same error repeatedly
-                self._held = {node: other for node, other in self._held.items() if other is not held}
+                self._forget(held)  # now, because a caller that retries before its release would get the same error
                 held.path.set_exception(why)
                 may_be_dropped(held.path)  # all who wait for it may be cancelled
         unused = [held for held in begun if held.path.exception() is not None or not held.users]
-        await asyncio.gather(*(self._settle(held) for held in unused))
+        await asyncio.gather(*(self._release(held) for held in unused))
 
     async def _let_go(self, held: NodeImage) -> None:
         held.users -= 1
         if not held.users and held.path.done() and held.path.exception() is None:
-            await self._settle(held)
+            await self._release(held)
 
-    async def _settle(self, held: NodeImage) -> None:
-        """Keep an image that no engine loads from, or release it."""
-        node = self._node_of[held.holder]
-        if self._held.get(node) is held:
-            if self._keeps and held.is_whole and held.may_change:
-                return
-            del self._held[node]
+    def _forget(self, held: NodeImage) -> None:
+        self._held = {node: other for node, other in self._held.items() if other is not held}
+
+    async def _release(self, held: NodeImage) -> None:
+        self._forget(held)
         if (holder := self._generators.get(held.holder)) is None:
             return  # it has left, and its images with it
         with suppress(*ACTOR_FAILED):  # the image is gone with its holder

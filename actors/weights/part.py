@@ -19,13 +19,14 @@ from functools import cached_property
 from itertools import accumulate
 from math import prod
 from threading import Lock
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from actors.weights.delta import Octets, WeightBucket, bucket_of, encode
 from actors.weights.memory import NO_VERSION, Place, WeightMemory
+from actors.weights.policy_tensors import Octets, checksum_of
 from service.learn.model.sharding import Rows, finish_host_copies
 
 TYPES = {torch.float32: "F32", torch.bfloat16: "BF16"}
@@ -80,6 +81,14 @@ class WeightPart:
         return found
 
 
+class WeightBucket(NamedTuple):
+    """Describes bytes of a part that travel as one message."""
+
+    spans: tuple[tuple[int, int], ...]
+    """The first byte in the file and the number of bytes of each span of the message."""
+    checksum: int
+
+
 def check_parts(parts: Sequence[WeightPart]) -> None:
     """Check that these parts contain each byte of one file exactly once.
 
@@ -97,17 +106,13 @@ class PartBuffers:
     """A rank's part of the newest weights, in one of two buffers; the other one has the version before until the next
     is published."""
 
-    def __init__(self, rank: int = 0, delta: bool = False) -> None:
-        """Store the settings; `delta`: whether buckets have only what has changed since the version before."""
-        self._rank, self._delta = rank, delta
+    def __init__(self, rank: int = 0) -> None:
+        self._rank = rank
         self.version: int | None = None
         self.part = WeightPart(())
         self._memory = WeightMemory(0, 2)
         self._newest = 0
         """Number of the buffer of the newest version."""
-        self._itemsize = 1
-        self._checksums: list[dict[int, int]] = [{}, {}]
-        """For each buffer the checksums of the buckets that were sent, by their first byte."""
         self._lock = Lock()
 
     @property
@@ -122,32 +127,25 @@ class PartBuffers:
         with self._lock:
             if part != self.part:
                 self._memory.close()
-                self._memory, self.part, self._checksums = WeightMemory(part.n_bytes, 2), part, [{}, {}]
+                self._memory, self.part = WeightMemory(part.n_bytes, 2), part
                 self._memory.register()
-            self.version, self._newest, self._itemsize = version, 1 - self._newest, dtype.itemsize
+            self.version, self._newest = version, 1 - self._newest
             self._memory.mark(NO_VERSION, self._newest)
             left = self._memory.octets(self._newest)
             for _, source, kind in pieces:
                 octets, left = left.tensor_split([source.numel() * kind.itemsize])
                 octets.view(kind).view(source.shape).copy_(source, non_blocking=True)
             finish_host_copies()
-            self._checksums[self._newest] = {}
             self._memory.mark(version, self._newest)
 
-    def bucket(self, version: int, start: int, stop: int, whole: bool) -> tuple[WeightBucket, Octets] | None:
-        """Return these bytes of the part as a message; it has only the changes, unless `whole` is set or the changes
-        are large. None: the buffers have another version."""
+    def bucket(self, version: int, start: int, stop: int) -> tuple[WeightBucket, Octets] | None:
+        """Return these bytes of the part as a message; None: the buffers have another version."""
         with self._lock:
             if version != self.version:
                 return None
-            newest, base = (self._memory.octets(n)[start:stop].numpy() for n in (self._newest, 1 - self._newest))
-            new = newest.copy()  # sent when the buffer may have another version
-            bucket = bucket_of(version, self._rank, start, new)
-            self._checksums[self._newest][start] = bucket.checksum
-            checksum = self._checksums[1 - self._newest].get(start)
-            if not self._delta or checksum is None:
-                return bucket, new
-            return encode(bucket._replace(base=checksum, itemsize=self._itemsize), base, new, whole)
+            octets = self._memory.octets(self._newest)[start:stop].numpy()
+            message: Octets = octets.copy()  # sent when the buffer may have another version
+            return WeightBucket((*self.part.within(start, stop),), checksum_of(message)), message
 
 
 def _pieces(weights: Mapping[str, Rows], rank: int, dtype: torch.dtype) -> Iterator[tuple[int, Tensor, torch.dtype]]:

@@ -29,7 +29,9 @@ from service.config.model_folder import model_config, open_weights
 from service.learn.model.adapter_folder import PREFIX
 from service.learn.model.lora import A, B
 
-WeightBytes = bytes | bytearray | memoryview | NDArray[np.uint8]
+Octets = NDArray[np.uint8]
+
+WeightBytes = bytes | bytearray | memoryview | Octets
 """Bytes of weights, or about them; an array passes Ray's object store without a copy."""
 
 ADAPTER = "policy"

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from actors.weights.delta import WeightBucket
-from actors.weights.part import WeightPart
+from actors.weights.part import WeightBucket
 from actors.weights.pulled import Source
 from actors.weights.weight_group import Meeting
 from service.errors import BatonError
@@ -35,10 +34,14 @@ class PublishedWeights:
     data: Any
     """Ray object reference to `WeightBytes`, which every engine takes."""
     checksum: int
-    parts: tuple[WeightPart, ...] = ()
-    """The part of the safetensors file that each rank sends in buckets; empty if the ranks send no buckets."""
     sources: tuple[Source, ...] = ()
-    """Where processes on the host of each rank read these parts."""
+    """Each rank's part of the safetensors file, and where processes on its host read it; empty if the weights go from
+    GPU to GPU."""
+
+    @property
+    def sizes(self) -> list[int]:
+        """Return the bytes of each rank's part."""
+        return [source.part.n_bytes for source in self.sources]
 
 
 class WeightSource(Protocol):
@@ -48,9 +51,7 @@ class WeightSource(Protocol):
     def nodes(self) -> Sequence[str]:
         """Return the id of each rank's node."""
 
-    async def bucket(
-        self, version: PolicyVersion, rank: int, start: int, stop: int, whole: bool = False
-    ) -> tuple[WeightBucket, Any] | None:
+    async def bucket(self, version: PolicyVersion, rank: int, start: int, stop: int) -> tuple[WeightBucket, Any] | None:
         """Return bytes of a rank's part of these weights, and a reference to their message; None if the rank has
         newer weights."""
 

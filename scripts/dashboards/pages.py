@@ -206,7 +206,7 @@ GENERATORS = dashboard(
     "baton-generators",
     "Baton: generators",
     "The work of the engines, their waits, how new weights reach them, and what agents call.",
-    (2, 2, 4, 4, 4, 3),
+    (2, 2, 3, 4, 4, 3),
     graph(
         "Tokens a second",
         "Sampled tokens of each engine.",
@@ -246,12 +246,6 @@ GENERATORS = dashboard(
         Query(rate("baton_weight_sent_bytes_total"), "left the trainer"),
         Query(rate("baton_weight_sync_bytes_total"), "loaded by engines"),
         unit="Bps",
-    ),
-    graph(
-        "Weights changed",
-        "`weights.delta`: fraction of the elements that differ from those published before. Beyond 15 % all are sent.",
-        Query(chosen("baton_weight_changed_ratio"), "changed"),
-        unit="percentunit",
     ),
     graph(
         "Failures",

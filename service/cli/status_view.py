@@ -74,12 +74,7 @@ def stations(status: Status) -> list[Column]:
         f"waited {_percent(step.get('async/trainer_wait_fraction'))}",
         f"staleness {_number(step.get('async/staleness_mean'), 2)}",
     )
-    changed = run.get("weights_changed")
-    weights = (
-        f"step {version['step']}",
-        f"sync {_number(run.get('weights_sync_seconds'), 2)} s",
-        *([] if changed is None else [f"{changed:.1%} changed"]),
-    )
+    weights = (f"step {version['step']}", f"sync {_number(run.get('weights_sync_seconds'), 2)} s")
     return [
         ("prompts", (f"{_number(buffer.get('issued'))} issued",)),
         ("GENERATORS", generators),

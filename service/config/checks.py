@@ -519,16 +519,6 @@ def _weights(config: Config) -> Iterator[str]:
             "weights.verify: tokens that continue on a kept KV cache come from two policies at once, which no trainer "
             "can compute; set weights.kv_cache=recompute"
         )
-    if weights.delta and weights.transport != "memory":
-        yield (
-            "weights.delta: finds what changed in the copies of weights.transport=memory, which "
-            f"{weights.transport} does not make; set weights.transport=memory, or weights.delta=false"
-        )
-    if weights.delta and config.model.lora is not None:
-        yield (
-            "weights.delta: nothing would be saved: with model.lora only the adapter travels, and all of it changes in "
-            "each step; set weights.delta=false"
-        )
 
 
 def _shared_gpus(config: Config) -> Iterator[str]:

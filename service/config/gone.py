@@ -7,6 +7,8 @@ GONE = {
     "buffer.max_drift_tokens": "a prompt that differs from its row always begins a new row; leave it out",
     "env.retrieval": "start a server beside the run (`python -m baton.examples.search_server --corpus FILE`) and give "
     "its address as env.options.url; without one search_r1 searches env.options.corpus in its own process",
+    "weights.delta": "weights go whole; where links are slow, send them less often (weights.sync_every) or train an "
+    "adapter (model.lora)",
 }
 """By path of a removed setting: what to do instead, for the error message."""
 

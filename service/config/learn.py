@@ -201,9 +201,6 @@ class WeightsConfig(Section):
     with checksums; `nccl`: broadcast from the
     trainer's first GPU to the GPUs of all engines; `ipc`: by CUDA IPC on a GPU that a rank and an engine share, so that
     `generator.gpu_memory_utilization` must leave room for the rank. `ipc` has run on one H100, `nccl` not yet."""
-    delta: bool = False
-    """With `memory`: only elements that changed are sent between hosts. Each other host with engines then keeps a copy
-    of the weights in shared memory."""
     kv_cache: Literal["recompute", "keep"] = "recompute"
     """The KV cache of running requests at an update: recomputed with the new weights, or kept."""
     sync_deadline: Seconds = 300.0

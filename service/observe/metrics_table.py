@@ -288,10 +288,6 @@ GENERATORS_AND_WEIGHTS = (
         "baton_weight_sent_bytes_total",
         "Bytes of weights that ranks sent to engines on other hosts (`weights.transport: memory`).",
     ),
-    gauge(
-        "baton_weight_changed_ratio",
-        "Fraction of the elements that differ from those published before (`weights.delta`).",
-    ),
     counter("baton_weight_sync_failures_total", "Weight updates that failed in an engine."),
 )
 

@@ -22,14 +22,13 @@ from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM, Qwen3Mo
 from actors.engine.engine_load import EngineLoad
 from actors.engine.vllm_engine import VllmEngine, WeightUpdate, engine_env
 from actors.generator.group_limit import GroupLimit
-from actors.weights.delta import WeightBucket
 from actors.weights.image import Image
-from actors.weights.part import PartBuffers, WeightPart
+from actors.weights.part import WeightBucket
 from service.config import AlgorithmConfig, Config, GeneratorConfig, ModelConfig, WeightsConfig
 from service.errors import RunFailed, UserError
 from service.rollout.engine import Generation, Sampling, validate_generation
 from service.types import PolicyVersion
-from tests.pure.actors.fakes import all_rows, at, given_by
+from tests.pure.actors.fakes import at
 
 pytestmark = pytest.mark.slow
 
@@ -110,9 +109,9 @@ class Observed(VllmEngine):
     async def update_weights(self, version: PolicyVersion, data: Any, checksum: int) -> WeightUpdate:
         if isinstance(data, list) or self._config.weights.transport != "memory":
             return await super().update_weights(version, data, checksum)
-        image = Image([WeightPart.of_spans([(0, len(data))])])
+        image = Image(version.pack(), len(data))
         try:
-            image.write(WeightBucket(version.pack(), 0, 0, len(data), checksum, len(data)), data)
+            image.write(WeightBucket(((0, len(data)),), checksum), data)
             return await super().update_weights(version, at(image.path, len(data)), 0)
         finally:
             image.close()
@@ -274,53 +273,6 @@ def test_turns_that_are_given_up_amid_updates_leave_nothing_behind(engine: Any) 
     generation = ray.get(engine.generate.remote(prompt(1), Sampling(max_tokens=40), "r"))
     assert difference(dense(1), prompt(1), generation, 1.0) < ATOL
     assert set(generation.versions.tolist()) == {PolicyVersion(1, 105).pack()}
-
-
-class Kept(Observed):
-    """Keeps an image, as a node does with `weights.delta`."""
-
-    async def write(self, part: WeightPart, bucket: WeightBucket, message: Any) -> tuple[str, bool]:
-        self._image = getattr(self, "_image", None) or Image([part])
-        return self._image.path, self._image.write(bucket, message)
-
-
-@pytest.mark.full
-def test_weights_that_came_as_changes_are_served_bit_by_bit_like_those_that_came_whole(
-    local_ray: None, tmp_path: Path
-) -> None:
-    engine = started(tmp_path, dense(0), CONFIG, Kept)
-    torch.manual_seed(0)
-    old = weights_of(dense(0))
-    new = {name: tensor + 0.1 * (torch.rand(tensor.shape) < 0.05) for name, tensor in old.items()}
-    changed = dense(0)
-    changed.load_state_dict(new, strict=False)
-    rank = PartBuffers(delta=True)
-
-    def write(step: int, weights: dict[str, torch.Tensor]) -> tuple[str, WeightBucket]:
-        rank.copy(PolicyVersion(1, step).pack(), all_rows(weights), torch.float32)
-        bucket, message = given_by(rank, 0, rank.part.n_bytes)
-        path, written = ray.get(engine.write.remote(rank.part, bucket, message))
-        assert written
-        return path, bucket
-
-    def generated() -> Generation:
-        return ray.get(engine.generate.remote(prompt(3), Sampling(temperature=0.0, max_tokens=100), "r"))
-
-    write(1, old)
-    path, bucket = write(2, new)
-    assert bucket.message_bytes < 0.1 * rank.part.n_bytes
-    ray.get(engine.update_weights.remote(PolicyVersion(1, 2), at(path, rank.part.n_bytes), 0))
-    by_changes = generated()
-    write(3, weights_of(dense(1)))
-    in_between = generated()  # the image has other weights by now, which the engine has not loaded
-    ray.get(update(engine, 4, new))
-    by_all = generated()
-    for other in (in_between, by_all):
-        assert other.token_ids.tolist() == by_changes.token_ids.tolist()
-        assert np.array_equal(other.logprobs, by_changes.logprobs)
-    assert difference(changed, prompt(3), by_changes, 1.0) < ATOL
-    ray.get(engine.stop.remote())
-    ray.kill(engine)
 
 
 def test_bytes_that_are_not_the_policy_are_refused_and_the_old_weights_go_on(engine: Any) -> None:

@@ -22,8 +22,6 @@ from actors.driver.prepare import prepare
 from actors.engine.vllm_engine import engine_env
 from actors.generator.actor import Generator
 from actors.observe.metrics_hub import MetricsHub
-from actors.weights.delta import bucket_of
-from actors.weights.part import WeightPart
 from service.config import (
     AlgorithmConfig,
     BufferConfig,
@@ -40,7 +38,7 @@ from service.errors import RunFailed, WeightsGone
 from service.evaluation.scores import EvalShard
 from service.handoff.steps.wire import decode_mini_batch
 from service.types import MiniBatch, PolicyVersion
-from tests.pure.actors.fakes import at
+from tests.pure.actors.fakes import at, bucket_of
 from tests.waiting import until
 
 pytestmark = pytest.mark.slow
@@ -91,8 +89,8 @@ class Road:
         weights = {name: tensor for name, tensor in policy.state_dict().items() if name != "lm_head.weight"}
         data = save(weights)
         octets, number = np.frombuffer(data, np.uint8), version.step
-        path = ray.get(self.generator.hold_image.remote(number, [WeightPart.of_spans([(0, len(data))])]))
-        ray.get(self.generator.write_image.remote(number, bucket_of(version.pack(), 0, 0, octets), octets, False))
+        path = ray.get(self.generator.hold_image.remote(number, version.pack(), len(data)))
+        ray.get(self.generator.write_image.remote(number, bucket_of(octets), octets, False))
         update: dict[str, float] = ray.get(self.generator.update_weights.remote(version.pack(), at(path, len(data)), 0))
         ray.get(self.generator.release_image.remote(number))
         return update

@@ -140,7 +140,6 @@ NO_DATA_IN_A_HEALTHY_RUN = {
     "baton_store_": "there is no object store",
     "baton_evaluation_lag_": "no evaluation goes on beside training",
     "baton_weight_sent_bytes_total": "the engines read the memory of the ranks, which are on their host",
-    "baton_weight_changed_ratio": "no changed elements are sent to other hosts",
 }
 
 
@@ -176,7 +175,6 @@ def settings_of(folder: Path, flag: Path) -> list[str]:
         "env.trusted_modules=[tests.e2e.long_prompts]",
         f"env.options={{flag: {flag}}}",
         "generator.max_input_length=256",
-        "weights.delta=true",
         f"metrics={{port: 0, long_batch_tokens: {LONG_TOKENS}}}",
         "run.max_steps=100000",
         f"run.dir={folder}",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import closing
 from typing import Any
 
@@ -11,16 +11,14 @@ import pytest
 import ray
 import torch
 
-from actors.weights.delta import WeightBucket
 from actors.weights.image import Image, ImageHolder
 from actors.weights.node_images import NodeImages
-from actors.weights.part import PartBuffers, WeightPart
-from actors.weights.pulled import WeightFile
+from actors.weights.part import PartBuffers, WeightBucket
+from actors.weights.pulled import Source, WeightFile
 from actors.weights.weight_source import PublishedWeights
-from service.config import WeightsConfig
 from service.errors import WeightsGone
 from service.types import PolicyVersion
-from tests.pure.actors.fakes import all_rows, at, file_at, given_by
+from tests.pure.actors.fakes import all_rows, at, file_at, given_by, path_for
 from tests.waiting import until
 
 pytestmark = pytest.mark.slow
@@ -37,17 +35,15 @@ class Rank0:
     def publishes(self, step: int) -> PublishedWeights:
         weights = {"w": torch.full((512, 1024), float(step))}
         self.publication.copy(PolicyVersion(1, step).pack(), all_rows(weights), torch.float32)
-        return PublishedWeights(None, 0, (self.publication.part,))
+        return PublishedWeights(None, 0, (Source(self.publication.place, self.publication.part),))
 
     @property
     def data(self) -> bytes:
         data: bytes = given_by(self.publication, 0, self.publication.part.n_bytes)[1].tobytes()
         return data
 
-    async def bucket(
-        self, version: PolicyVersion, rank: int, start: int, stop: int, whole: bool
-    ) -> tuple[WeightBucket, Any]:
-        bucket, message = given_by(self.publication, start, stop, whole)
+    async def bucket(self, version: PolicyVersion, rank: int, start: int, stop: int) -> tuple[WeightBucket, Any]:
+        bucket, message = given_by(self.publication, start, stop)
         self.given += len(message)
         return bucket, ray.put(message)
 
@@ -59,9 +55,9 @@ class Holder(ImageHolder):
         super().__init__()
         self.written = 0
 
-    async def hold_image(self, number: int, parts: Sequence[WeightPart]) -> str:
+    async def hold_image(self, number: int, version: int, n_bytes: int) -> str:
         self.written += number not in self._images
-        return await super().hold_image(number, parts)
+        return await super().hold_image(number, version, n_bytes)
 
     async def mapped(self, path: str, version: PolicyVersion, n_bytes: int) -> tuple[str, bytes]:
         """Which file it is, and what is in it."""
@@ -85,7 +81,7 @@ def holders(local_ray: None) -> Iterator[dict[str, Any]]:
 
 def on_two_nodes(holders: dict[str, Any]) -> tuple[NodeImages, Rank0]:
     rank_0 = Rank0()
-    files = NodeImages(WeightsConfig(), holders, rank_0)  # type: ignore[arg-type]
+    files = NodeImages(holders, rank_0, 60.0)  # type: ignore[arg-type]
     for name, node in zip(holders, ("a", "a", "b"), strict=True):
         files.register(name, node)
     return files, rank_0
@@ -96,7 +92,7 @@ def test_a_node_receives_new_weights_once_and_all_of_its_engines_map_that_image(
 
     async def take(name: str, version: PolicyVersion, weights: PublishedWeights) -> tuple[str, bytes]:
         sized = version, len(rank_0.data)
-        async with files.path_for(name, version, weights) as path:
+        async with path_for(files, name, version, weights) as path:
             found: tuple[str, bytes] = await holders[name].mapped.remote(path, *sized)
             return found
 
@@ -121,7 +117,7 @@ def test_where_the_holder_dies_another_generator_of_the_node_writes_the_image_an
     sized = of[0], len(rank_0.data)
 
     async def killed_between() -> tuple[str, bytes]:
-        async with files.path_for("generator-0", *of) as path, files.path_for("generator-1", *of) as same:
+        async with path_for(files, "generator-0", *of) as path, path_for(files, "generator-1", *of) as same:
             assert same == path
             ray.kill(holders["generator-0"])
             await asyncio.to_thread(until, lambda: not file_at(path).exists())  # Ray ends the process when it likes
@@ -129,7 +125,7 @@ def test_where_the_holder_dies_another_generator_of_the_node_writes_the_image_an
                 await holders["generator-1"].mapped.remote(path, *sized)
             assert isinstance(gone.value.cause, WeightsGone)
             files.forget("generator-1")
-            async with files.path_for("generator-1", *of) as another:
+            async with path_for(files, "generator-1", *of) as another:
                 found: tuple[str, bytes] = await holders["generator-1"].mapped.remote(another, *sized)
                 return found
 
@@ -139,10 +135,10 @@ def test_where_the_holder_dies_another_generator_of_the_node_writes_the_image_an
 
 def test_who_has_the_image_open_keeps_it_when_its_writer_ends() -> None:
     rank_0 = Rank0()
-    parts = rank_0.publishes(4).parts
-    image, n_bytes = Image(parts), parts[0].n_bytes
+    (n_bytes,), version = rank_0.publishes(4).sizes, PolicyVersion(1, 4).pack()
+    image = Image(version, n_bytes)
     image.write(*given_by(rank_0.publication, 0, n_bytes))
-    version, sources = PolicyVersion(1, 4).pack(), at(image.path, n_bytes)
+    sources = at(image.path, n_bytes)
     with closing(WeightFile(version, sources)) as own:
         image.close()
         with pytest.raises(WeightsGone, match="are gone"):

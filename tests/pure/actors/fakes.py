@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +12,18 @@ import numpy as np
 import ray.exceptions
 from torch import Tensor
 
-from actors.weights.delta import WeightBucket, bucket_of
 from actors.weights.image import Image
 from actors.weights.memory import PAGE, Place
-from actors.weights.part import PartBuffers, WeightPart
+from actors.weights.node_images import NodeImages
+from actors.weights.part import PartBuffers, WeightBucket, WeightPart
+from actors.weights.policy_tensors import WeightBytes, checksum_of
 from actors.weights.pulled import Source
+from actors.weights.weight_source import PublishedWeights
 from service.learn.model.sharding import Rows, shard_bounds
 from service.run.supervisor import Life
 from service.types import PolicyVersion
 
-ONE_BUCKET = (WeightPart.of_spans([(0, 16)]),)
+ONE_BUCKET = (Source(Place("/rank-0"), WeightPart(((0, 16),))),)
 """A file of weights that is one bucket of one rank."""
 
 
@@ -69,46 +72,37 @@ class Stores:
 
 
 class FakeRank0:
-    """The trainer, which gives out weights of one bucket until it has newer ones than those of `newest`."""
+    """The trainer, which gives out weights of one bucket a rank until it has newer ones than those of `newest`."""
 
     nodes: tuple[str, ...] = ("node of rank 0",)
 
     def __init__(self) -> None:
         self.newest = PolicyVersion(1, 1)
 
-    async def bucket(
-        self, version: PolicyVersion, rank: int, start: int, stop: int, whole: bool
-    ) -> tuple[WeightBucket, Any] | None:
+    async def bucket(self, version: PolicyVersion, rank: int, start: int, stop: int) -> tuple[WeightBucket, Any] | None:
         if version < self.newest:
             return None
         data = np.full(stop - start, version.step, np.uint8)
-        return bucket_of(version.pack(), rank, start, data), data
+        return bucket_of(data, rank * len(data) + start), data
 
 
-def take(image: Image, copy: PartBuffers, size: int = 1024, may_lack: bool = True) -> list[WeightBucket]:
-    """Let an image take a part as a node does: what it cannot change, if it may lack anything, comes as it is."""
-    taken = []
-    for start in range(0, copy.part.n_bytes, size):
-        stop = min(start + size, copy.part.n_bytes)
-        bucket, message = given_by(copy, start, stop)
-        if not image.write(bucket, message):
-            assert may_lack and image.write(*given_by(copy, start, stop, whole=True))
-        taken.append(bucket)
-    return taken
+def bucket_of(data: WeightBytes, start: int = 0) -> WeightBucket:
+    """These bytes as a bucket, from this byte of the file on."""
+    return WeightBucket(((start, len(data)),), checksum_of(data))
 
 
-def given_by(copy: PartBuffers, start: int, stop: int, whole: bool = False) -> tuple[WeightBucket, Any]:
+def given_by(copy: PartBuffers, start: int, stop: int) -> tuple[WeightBucket, Any]:
     """A bucket of the newest version."""
     assert copy.version is not None
-    found = copy.bucket(copy.version, start, stop, whole)
+    found = copy.bucket(copy.version, start, stop)
     assert found is not None
     return found
 
 
 def image_of(data: bytes, version: int = 0) -> Image:
     """A node's image of this file."""
-    image, octets = Image([WeightPart.of_spans([(0, len(data))])]), np.frombuffer(data, np.uint8)
-    image.write(bucket_of(version, 0, 0, octets), octets)
+    image = Image(version, len(data))
+    image.write(bucket_of(data), data)
     return image
 
 
@@ -117,9 +111,18 @@ def at(path: str, n_bytes: int) -> list[Source]:
     return [Source(Place(path), WeightPart(((0, n_bytes),)))]
 
 
+@asynccontextmanager
+async def path_for(
+    files: NodeImages, name: str, version: PolicyVersion, weights: PublishedWeights
+) -> AsyncIterator[str | None]:
+    """The path from which a generator on another host than the ranks loads while the block runs."""
+    async with files.sources_for(name, version, weights) as sources:
+        yield None if sources is None else sources[0].place.path
+
+
 def content(image: Image) -> bytes:
     """What is in an image."""
-    return file_at(image.path).read_bytes()[PAGE : PAGE + image._n_bytes]
+    return file_at(image.path).read_bytes()[PAGE : PAGE + len(image._octets)]
 
 
 def file_at(path: str) -> Path:
@@ -163,16 +166,16 @@ class FakeGenerator:
         """Its images go with it."""
         self._images.clear()
 
-    async def _hold(self, number: int, parts: Sequence[WeightPart]) -> str:
+    async def _hold(self, number: int, version: int, n_bytes: int) -> str:
         if number not in self._images:
             self.written += 1
             self._images[number] = f"/{self.name}/{self.written}"
         return self._images[number]
 
-    async def _write(self, number: int, bucket: WeightBucket, message: Any, passes_on: bool) -> tuple[Any, bool]:
+    async def _write(self, number: int, bucket: WeightBucket, message: Any, passes_on: bool) -> tuple[Any, None]:
         await self.gate.wait()
         self._fail("hold")
-        return message, True
+        return message, None
 
     async def _release(self, number: int) -> None:
         self._fail("release")

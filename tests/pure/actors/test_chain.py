@@ -4,25 +4,24 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any
+from itertools import accumulate
+from typing import Any, cast
 
 import numpy as np
 import pytest
 from ray.exceptions import ObjectLostError
 
 from actors.weights.chain import MIN_BYTES, Replaced, WeightChain
-from actors.weights.delta import WeightBucket, bucket_of
-from actors.weights.part import WeightPart
-from actors.weights.weight_source import TrainerLost
+from actors.weights.part import WeightBucket
+from actors.weights.weight_source import TrainerLost, WeightSource
 from service.errors import Starved
 from service.types import PolicyVersion
-from tests.pure.actors.fakes import Method, Stores, died
+from tests.pure.actors.fakes import Method, Stores, bucket_of, died
 
 VERSION = PolicyVersion(1, 3)
 BUCKETS = 8
 N_BYTES = BUCKETS * MIN_BYTES - 8
 NAMES = ("a", "b", "c")
-ALL = WeightPart.of_spans([(0, N_BYTES)])
 
 
 class Node:
@@ -31,20 +30,18 @@ class Node:
     def __init__(self, name: str) -> None:
         self.name = name
         self.took: dict[Any, str] = {}
-        self.whole: list[int] = []
         self.failing: dict[str, Any] = {}
         """Error of a bucket that comes from this giver; `any` stands for every giver."""
         self.fails_after = 0
-        self.has_base = True
         self.most_at_once = self._at_once = 0
         self.hold_image = Method(self._hold)
         self.write_image = Stores(self._write)
 
-    async def _hold(self, number: int, parts: Sequence[WeightPart]) -> str:
-        assert sum(part.n_bytes for part in parts) == N_BYTES
+    async def _hold(self, number: int, version: int, n_bytes: int) -> str:
+        assert (version, n_bytes) == (VERSION.pack(), N_BYTES)
         return f"/{self.name}/{number}"
 
-    async def _write(self, number: int, bucket: WeightBucket, message: Any, passes_on: bool) -> tuple[Any, bool]:
+    async def _write(self, number: int, bucket: WeightBucket, message: Any, passes_on: bool) -> tuple[Any, None]:
         self._at_once += 1
         self.most_at_once = max(self.most_at_once, self._at_once)
         await asyncio.sleep(0)
@@ -55,75 +52,67 @@ class Node:
             if isinstance(error, BaseException):
                 raise error
             await asyncio.Event().wait()
-        if bucket.base is not None and not self.has_base:
-            return None, False
-        self.took[bucket.rank, bucket.start] = giver
-        if bucket.base is None:
-            self.whole.append(bucket.start)
-        return self.name if passes_on else None, True
+        ((start, _),) = bucket.spans
+        self.took[start] = giver
+        return self.name if passes_on else None, None
 
 
 class Ranks:
-    """Give out the buckets of one version, as changes of another."""
+    """Give out the buckets of one version; the part of each is what follows those of the ranks before it."""
 
-    def __init__(self) -> None:
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self.firsts = [0, *accumulate(sizes)]
+        """First byte in the file of each rank's part."""
         self.error: BaseException | None = None
         self.newer_after = BUCKETS
-        self.given: list[tuple[int, int, bool]] = []
+        self.given: list[tuple[int, int]] = []
 
-    async def bucket(
-        self, version: PolicyVersion, rank: int, start: int, stop: int, whole: bool
-    ) -> tuple[WeightBucket, str] | None:
+    async def bucket(self, version: PolicyVersion, rank: int, start: int, stop: int) -> tuple[WeightBucket, str] | None:
         if self.error is not None:
             raise self.error
         if len(self.given) >= self.newer_after:
             return None
-        self.given.append((rank, start, whole))
-        made = bucket_of(version.pack(), rank, start, np.zeros(stop - start, np.uint8))
-        changed = None if whole else 4
-        return made._replace(base=None if whole else 7, changed=changed, itemsize=2, message_bytes=12), f"rank {rank}"
+        self.given.append((rank, start))
+        return bucket_of(np.zeros(stop - start, np.uint8), self.firsts[rank] + start), f"rank {rank}"
 
 
 class World:
     def __init__(
-        self, deadline: float = 60.0, parts: Sequence[WeightPart] = (ALL,), ways: Sequence[str] = ("abc",)
+        self, deadline: float = 60.0, sizes: Sequence[int] = (N_BYTES,), ways: Sequence[str] = ("abc",)
     ) -> None:
-        self.nodes, self.ranks, self.parts = {name: Node(name) for name in NAMES}, Ranks(), parts
-        numbers = {name: number for number, name in enumerate(NAMES)}
-        self.chain = WeightChain(self.nodes, self.ranks, numbers, {}, ways, deadline)  # type: ignore[arg-type]
+        self.nodes, self.ranks, self.sizes = {name: Node(name) for name in NAMES}, Ranks(sizes), sizes
+        numbers, ranks = {name: number for number, name in enumerate(NAMES)}, cast(WeightSource, self.ranks)
+        self.chain = WeightChain(self.nodes, ranks, VERSION, sizes, numbers, ways, deadline)
 
-    async def send(self) -> tuple[int, float | None]:
+    async def send(self) -> None:
         async with asyncio.timeout(30):
-            return await self.chain.send(VERSION, self.parts)
+            await self.chain.send()
 
     def givers(self, name: str, rank: int = 0) -> list[str]:
         """Who gave a node a rank's buckets, in their order."""
-        took = {start: giver for (of, start), giver in self.nodes[name].took.items() if of == rank}
-        assert sorted(took) == list(range(0, self.parts[rank].n_bytes, MIN_BYTES)), f"{name} has all of them"
-        return [took[start] for start in sorted(took)]
+        first, end = self.ranks.firsts[rank : rank + 2]
+        return [self.nodes[name].took[start] for start in range(first, end, MIN_BYTES)]
 
 
 async def test_rank_0_gives_each_bucket_once_and_every_node_passes_it_on_to_the_next() -> None:
     world = World()
-    sent = await world.send()
+    await world.send()
     assert [world.givers(name) for name in NAMES] == [["rank 0"] * BUCKETS, ["a"] * BUCKETS, ["b"] * BUCKETS]
-    assert sorted(world.ranks.given) == [(0, start, False) for start in range(0, N_BYTES, MIN_BYTES)]
-    assert sent == (12 * BUCKETS, 4 * BUCKETS / (N_BYTES // 2))
+    assert sorted(world.ranks.given) == [(0, start) for start in range(0, N_BYTES, MIN_BYTES)]
     assert world.chain.paths == {"a": "/a/0", "b": "/b/1", "c": "/c/2"} and world.chain.lost == {}
     assert [node.most_at_once for node in world.nodes.values()] == [2, 2, 2], "a link is busy, and no more than that"
 
 
 async def test_each_rank_gives_its_own_part_from_its_own_node_on_and_no_node_passes_on_more_than_one_copy() -> None:
-    half = N_BYTES // 2 // 8 * 8
-    parts = [WeightPart.of_spans([(0, half)]), WeightPart.of_spans([(half, N_BYTES - half)]), WeightPart.of_spans([])]
-    world = World(parts=parts, ways=["abc", "bca", "cab"])
+    half = N_BYTES // 2
+    world = World(sizes=[half, N_BYTES - half, 0], ways=["abc", "bca", "cab"])
     await world.send()
     of_rank_0, of_rank_1 = ([world.givers(name, rank) for name in NAMES] for rank in (0, 1))
     n = len(of_rank_0[0])
     assert of_rank_0 == [["rank 0"] * n, ["a"] * n, ["b"] * n]
     assert of_rank_1 == [["c"] * n, ["rank 1"] * n, ["b"] * n]
-    assert {rank for rank, _, _ in world.ranks.given} == {0, 1}, "a rank without a part is not asked"
-    assert [rank for rank, _, _ in world.ranks.given][:4] == [0, 1, 0, 1], "the links of both are busy"
+    assert {rank for rank, _ in world.ranks.given} == {0, 1}, "a rank without a part is not asked"
+    assert [rank for rank, _ in world.ranks.given][:4] == [0, 1, 0, 1], "the links of both are busy"
 
 
 async def test_where_a_node_dies_the_next_takes_from_the_one_before() -> None:
@@ -152,15 +141,6 @@ async def test_a_node_that_is_silent_is_given_up_at_the_deadline_and_the_others_
     await world.send()
     assert {name: type(error) for name, error in world.chain.lost.items()} == {"a": Starved}
     assert (world.givers("b"), world.givers("c")) == (["rank 0"] * BUCKETS, ["b"] * BUCKETS)
-
-
-async def test_a_node_without_the_base_asks_for_all_and_the_others_still_take_what_changed() -> None:
-    world = World()
-    world.nodes["b"].has_base = False
-    world.ranks.newer_after = 2 * BUCKETS
-    await world.send()
-    assert (world.givers("b"), world.givers("c")) == (["rank 0"] * BUCKETS, ["a"] * BUCKETS)
-    assert [len(node.whole) for node in world.nodes.values()] == [0, BUCKETS, 0]
 
 
 async def test_weights_that_were_replaced_on_the_way_are_given_up() -> None:

@@ -20,7 +20,6 @@ from safetensors.torch import save
 
 import actors.engine.vllm_engine
 from actors.engine.vllm_engine import VllmEngine
-from actors.weights.delta import bucket_of
 from actors.weights.image import Image
 from actors.weights.memory import OpenMemory
 from actors.weights.nccl_broadcast import encode_announcement
@@ -274,8 +273,9 @@ async def test_weights_that_are_replaced_while_an_engine_loads_leave_it_paused_f
     async def replaced() -> None:
         while "load" not in llm.did:
             await asyncio.sleep(0)
-        data = np.frombuffer(saved(2.0), np.uint8)
-        IMAGES[-1].write(bucket_of(newer.pack(), 0, 0, data), data)
+        memory = IMAGES[-1]._memory  # as a rank replaces what is in one of its buffers
+        memory.octets().numpy()[:] = np.frombuffer(saved(2.0), np.uint8)
+        memory.mark(newer.pack())
 
     replacing = asyncio.ensure_future(replaced())
     with pytest.raises(WeightsGone, match=f"version {newer.pack()}, not {NEW.pack()}"):

@@ -22,9 +22,7 @@ from actors.engine.vllm_engine import VllmEngine, WeightUpdate
 from actors.generator.actor import Generator, Membership
 from actors.generator.claimer import Claimer
 from actors.generator.outbox import Outbox
-from actors.weights.delta import bucket_of
 from actors.weights.memory import PAGE
-from actors.weights.part import WeightPart
 from baton.examples import lookup
 from service.agents.session_keys import Keys
 from service.config import Config, load_config
@@ -44,7 +42,7 @@ from service.rollout.engine import Generation, Sampling
 from service.rollout.environment import Message, StepResult, Task
 from service.rollout.prompts.dataset import write_rows
 from service.types import NO_VERSION, Int32s, PolicyVersion, Sender, Step, StepGroup, TrajectoryId
-from tests.pure.actors.fakes import file_at
+from tests.pure.actors.fakes import bucket_of, file_at
 
 
 class FakeEngine:
@@ -400,19 +398,19 @@ async def test_beyond_the_bound_of_leaked_tasks_the_generator_ends_so_that_its_p
 
 async def test_an_image_is_written_passed_on_and_can_be_opened_until_it_is_released(generator: Generator) -> None:
     data = np.frombuffer(b"some", np.uint8)
-    first, second = [await generator.hold_image(number, [WeightPart.of_spans([(0, 4)])]) for number in (0, 1)]
-    assert await generator.hold_image(0, [WeightPart.of_spans([(0, 4)])]) == first, "asked for again, it is the same"
-    assert await generator.write_image(0, bucket_of(1, 0, 0, data), data, True) == (data, True)
-    assert await generator.write_image(0, bucket_of(1, 0, 0, data), data, False) == (None, True)
+    first, second = [await generator.hold_image(number, 1, 4) for number in (0, 1)]
+    assert await generator.hold_image(0, 1, 4) == first, "asked for again, it is the same"
+    assert await generator.write_image(0, bucket_of(data), data, True) == (data, None)
+    assert await generator.write_image(0, bucket_of(data), data, False) == (None, None)
     assert [file_at(path).read_bytes()[PAGE : PAGE + 4] for path in (first, second)] == [b"some", bytes(4)]
     await generator.release_image(0)
     assert not file_at(first).exists() and file_at(second).exists()
     with pytest.raises(WeightsGone, match="these weights are not held any more"):
-        await generator.write_image(0, bucket_of(1, 0, 0, data), data, True)
+        await generator.write_image(0, bucket_of(data), data, True)
     await generator.release_image(0)
     await generator.release_image(7)  # held by its process before it started again, or about to be held
     with pytest.raises(WeightsGone, match="these weights are not held any more"):
-        await generator.hold_image(7, [WeightPart.of_spans([(0, 4)])])
+        await generator.hold_image(7, 1, 4)
     await generator.release_image(1)
     assert not file_at(second).exists()
 

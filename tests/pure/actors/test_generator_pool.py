@@ -14,8 +14,6 @@ from ray.exceptions import ObjectLostError
 import actors.calls
 from actors.deaths import is_death
 from actors.generator.generator_pool import GeneratorPool
-from actors.weights.memory import Place
-from actors.weights.pulled import Source
 from actors.weights.weight_group import OVER, Meeting
 from actors.weights.weight_source import TRAINER, PublishedWeights, TrainerLost
 from service.backoff import Backoff
@@ -65,7 +63,7 @@ class FakeTelemetry:
     def sync_failed(self) -> None:
         self.failed += 1
 
-    def sent(self, n_bytes: int, changed: float | None) -> None:
+    def sent(self, n_bytes: int) -> None:
         pass
 
 
@@ -485,7 +483,7 @@ async def test_code_that_blocks_a_generator_is_named_in_the_terminal_as_often_as
     running.cancel()
 
 
-BESIDE = PublishedWeights(None, 0, ONE_BUCKET, (Source(Place("/rank-0"), ONE_BUCKET[0]),))
+BESIDE = PublishedWeights(None, 0, ONE_BUCKET)
 
 
 async def test_engines_beside_the_ranks_pull_from_their_memory_and_nothing_is_sent() -> None:

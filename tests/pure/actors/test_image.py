@@ -12,14 +12,13 @@ import pytest
 import torch
 from safetensors.torch import save, save_file
 
-from actors.weights.delta import bucket_of, encode
 from actors.weights.image import Image
 from actors.weights.memory import NO_VERSION, OpenMemory, Place
 from actors.weights.part import WeightPart
 from actors.weights.policy_tensors import PolicySize
 from actors.weights.pulled import Source, WeightFile
 from service.errors import WeightsGone
-from tests.pure.actors.fakes import content, image_of
+from tests.pure.actors.fakes import bucket_of, content, image_of
 
 EMBEDDING = torch.arange(12.0).view(4, 3)
 UNTIED = {"model.embed_tokens.weight": EMBEDDING, "model.norm.weight": torch.ones(3)}
@@ -29,7 +28,7 @@ UNTIED_SIZE = PolicySize(15, tied=False)
 
 def read(image: Image) -> WeightFile:
     """The file as an engine opens it."""
-    return WeightFile(0, [Source(Place(image.path), WeightPart(((0, image._n_bytes),)))])
+    return WeightFile(0, [Source(Place(image.path), WeightPart(((0, len(image._octets)),)))])
 
 
 def take(data: bytes, size: PolicySize = UNTIED_SIZE) -> None:
@@ -49,54 +48,27 @@ def octets(*numbers: int) -> np.ndarray:
 
 
 def test_buckets_are_written_in_any_order_and_a_spoilt_one_not_at_all() -> None:
-    image = Image([WeightPart.of_spans([(0, 6)])])
+    image = Image(1, 6)
     for start in (4, 2, 0):
-        assert image.write(bucket_of(1, 0, start, octets(start, start + 1)), octets(start, start + 1))
-    for spoilt in (octets(8, 8), octets(2), octets(2, 3, 4)):
-        with pytest.raises(ValueError, match="have the checksum"):
-            image.write(bucket_of(1, 0, 2, octets(2, 3)), spoilt)
+        for spoilt in (octets(8, 8), octets(start), octets(start, start + 1, 9)):
+            with pytest.raises(ValueError, match="have the checksum"):
+                image.write(bucket_of(octets(start, start + 1), start), spoilt)
+        image.write(bucket_of(octets(start, start + 1), start), octets(start, start + 1))
     assert [*content(image)] == [0, 1, 2, 3, 4, 5]
     image.close()
 
 
-def test_what_changed_is_written_into_its_own_base_and_into_no_other() -> None:
-    image, old, new = Image([WeightPart.of_spans([(0, 16)])]), np.zeros(8, np.uint8), octets(0, 0, 0, 0, 0, 0, 0, 9)
-    image.write(bucket_of(1, 0, 8, old), old)
-    sent = bucket_of(2, 0, 8, new)._replace(base=bucket_of(1, 0, 8, old).checksum)
-    bucket, message = encode(sent, old, new, whole=False)
-    assert not image.write(bucket._replace(start=0), message), "nothing was written there"
-    assert not image.write(bucket._replace(base=1), message)
-    with pytest.raises(ValueError, match="have the checksum"):
-        image.write(bucket._replace(checksum=1), message)
-    assert [*content(image)] == [0] * 16
-    assert image.write(bucket, message)
-    assert [*content(image)] == [0] * 15 + [9]
-    assert not image.write(bucket, message), "the base is gone"
-    image.close()
-
-
-def test_an_image_has_a_version_from_its_last_bucket_on_until_the_first_of_the_next() -> None:
-    image = Image([WeightPart(((0, 4),))])
+def test_an_image_has_its_version_from_its_last_bucket_on() -> None:
+    image = Image(7, 6)
     with closing(OpenMemory(image.path)) as memory:
-        for version in (1, 2):
-            for start in (0, 2, 0):  # one of them twice
-                image.write(bucket_of(version, 0, start, octets(1, version)), octets(1, version))
-                assert (memory.version(0) == version) == (start == 2 or memory.version(0) != NO_VERSION)
-            assert memory.version(0) == version
-            image.write(bucket_of(version, 0, 0, octets(3, 3)), octets(3, 3))
-            assert memory.version(0) == version
+        for start in (0, 2, 0, 0):  # one of them several times
+            image.write(bucket_of(octets(1, 2), start), octets(1, 2))
+            assert memory.version(0) == NO_VERSION
+        image.write(bucket_of(octets(5, 6), 4), octets(5, 6))
+        assert memory.version(0) == 7
+        image.write(bucket_of(octets(9, 9), 4), octets(9, 9))
+        assert [*content(image)] == [1, 2, 1, 2, 5, 6], "what is whole is not written again"
     image.close()
-
-
-def test_a_bucket_that_comes_after_newer_ones_or_after_the_end_is_not_written() -> None:
-    image = Image([WeightPart.of_spans([(0, 2)])])
-    image.write(bucket_of(2, 0, 0, octets(2, 2)), octets(2, 2))
-    with pytest.raises(WeightsGone, match="after newer ones"):
-        image.write(bucket_of(1, 0, 0, octets(1, 1)), octets(1, 1))
-    assert [*content(image)] == [2, 2]
-    image.close()
-    with pytest.raises(WeightsGone):
-        image.write(bucket_of(3, 0, 0, octets(3, 3)), octets(3, 3))
 
 
 @pytest.mark.parametrize("tied", [True, False])

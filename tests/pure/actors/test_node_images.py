@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from actors.weights.delta import WeightBucket
+from actors.weights.memory import Place
 from actors.weights.node_images import NodeImages
-from actors.weights.part import WeightPart
+from actors.weights.part import WeightBucket, WeightPart
+from actors.weights.pulled import Source
 from actors.weights.weight_source import PublishedWeights
-from service.config import WeightsConfig
 from service.errors import Starved
 from service.types import PolicyVersion
-from tests.pure.actors.fakes import ONE_BUCKET, FakeGenerator, FakeRank0, Stores, died
+from tests.pure.actors.fakes import ONE_BUCKET, FakeGenerator, FakeRank0, Stores, died, path_for
 
 VERSION, WEIGHTS = PolicyVersion(1, 1), PublishedWeights("old", 1, ONE_BUCKET)
 NEXT, NEWER = PolicyVersion(1, 2), PublishedWeights("new", 2, ONE_BUCKET)
@@ -28,9 +28,9 @@ def pair() -> tuple[NodeImages, FakeGenerator, FakeGenerator]:
     return files_of(first, second), first, second
 
 
-def files_of(*generators: FakeGenerator, rank_0: FakeRank0 | None = None, **weights: Any) -> NodeImages:
+def files_of(*generators: FakeGenerator, rank_0: FakeRank0 | None = None, deadline: float = 60.0) -> NodeImages:
     by_name = {generator.name: generator for generator in generators}
-    files = NodeImages(WeightsConfig(**weights), by_name, rank_0 or FakeRank0())  # type: ignore[arg-type]
+    files = NodeImages(by_name, rank_0 or FakeRank0(), deadline)  # type: ignore[arg-type]
     for generator in generators:
         files.register(generator.name, "node")
     return files
@@ -38,7 +38,7 @@ def files_of(*generators: FakeGenerator, rank_0: FakeRank0 | None = None, **weig
 
 async def take(files: NodeImages, name: str) -> str | None:
     """The path from which a generator loads."""
-    async with files.path_for(name, VERSION, WEIGHTS) as path:
+    async with path_for(files, name, VERSION, WEIGHTS) as path:
         return path
 
 
@@ -47,22 +47,22 @@ Pair = tuple[NodeImages, FakeGenerator, FakeGenerator]
 
 async def test_an_image_is_kept_as_long_as_anybody_loads_from_it_and_then_given_back(pair: Pair) -> None:
     files, first, second = pair
-    async with files.path_for("first", VERSION, WEIGHTS) as path:
-        async with files.path_for("second", VERSION, WEIGHTS) as same:
+    async with path_for(files, "first", VERSION, WEIGHTS) as path:
+        async with path_for(files, "second", VERSION, WEIGHTS) as same:
             assert path == same == "/first/1"
         assert first.paths == {path}
     assert first.paths == set()
-    async with files.path_for("second", VERSION, WEIGHTS) as path:
+    async with path_for(files, "second", VERSION, WEIGHTS) as path:
         assert path == "/second/1", "a file that was given back is not handed out"
     assert (first.written, second.written) == (1, 1)
 
 
 async def test_newer_weights_have_an_image_of_their_own_and_both_are_given_back(pair: Pair) -> None:
     files, first, second = pair
-    async with files.path_for("first", VERSION, WEIGHTS) as old:
-        async with files.path_for("second", NEXT, NEWER) as new:
+    async with path_for(files, "first", VERSION, WEIGHTS) as old:
+        async with path_for(files, "second", NEXT, NEWER) as new:
             assert (old, new) == ("/first/1", "/second/1")
-        async with files.path_for("second", NEXT, NEWER) as again:
+        async with path_for(files, "second", NEXT, NEWER) as again:
             assert again == "/second/2"
             assert first.paths == {old}
     assert first.paths == second.paths == set()
@@ -70,10 +70,10 @@ async def test_newer_weights_have_an_image_of_their_own_and_both_are_given_back(
 
 async def test_the_end_of_an_old_file_does_not_take_the_newer_ones_place(pair: Pair) -> None:
     files, _, second = pair
-    async with files.path_for("first", VERSION, WEIGHTS):
-        newer = files.path_for("second", NEXT, NEWER)
+    async with path_for(files, "first", VERSION, WEIGHTS):
+        newer = path_for(files, "second", NEXT, NEWER)
         path = await newer.__aenter__()
-    async with files.path_for("first", NEXT, NEWER) as same:
+    async with path_for(files, "first", NEXT, NEWER) as same:
         assert same == path
     await newer.__aexit__(None, None, None)
     assert second.paths == set()
@@ -99,9 +99,9 @@ async def test_where_the_writer_fails_the_next_generator_writes_and_only_the_wri
 async def test_a_writer_that_never_answers_is_given_up_at_the_deadline() -> None:
     frozen = FakeGenerator("frozen", [])
     frozen.gate.clear()
-    files = files_of(frozen, sync_deadline=0.15)
+    files = files_of(frozen, deadline=0.15)
     with pytest.raises(Starved, match="no answer of frozen"):
-        async with files.path_for("frozen", VERSION, WEIGHTS):
+        async with path_for(files, "frozen", VERSION, WEIGHTS):
             pass
 
 
@@ -138,16 +138,14 @@ async def test_an_image_that_fails_after_everybody_gave_up_waiting_is_no_forgott
     assert forgotten == []
 
 
-async def test_an_image_that_nobody_waits_for_any_more_is_not_the_base_of_the_next_one_before_it_is_whole(
-    pair: Pair,
-) -> None:
+async def test_an_image_that_nobody_waits_for_any_more_is_given_back_when_it_is_whole(pair: Pair) -> None:
     files, first, _ = pair
     first.gate.clear()
     async with files.spread(["first"], VERSION, WEIGHTS):
         pass
     async with files.spread(["first"], NEXT, NEWER):
         first.gate.set()
-        async with files.path_for("first", NEXT, NEWER) as path:
+        async with path_for(files, "first", NEXT, NEWER) as path:
             assert path == "/first/2"
     for _ in range(5):
         await asyncio.sleep(0)
@@ -157,10 +155,10 @@ async def test_an_image_that_nobody_waits_for_any_more_is_not_the_base_of_the_ne
 async def test_who_asks_in_the_moment_in_which_an_image_fails_begins_another_one(pair: Pair) -> None:
     files, first, _ = pair
     first.failing["hold"] = Starved("no answer of first")
-    taking = asyncio.ensure_future(files.path_for("first", VERSION, WEIGHTS).__aenter__())
+    taking = asyncio.ensure_future(path_for(files, "first", VERSION, WEIGHTS).__aenter__())
     await asyncio.sleep(0)
     (failing,) = files._held.values()
-    asks = files.path_for("second", VERSION, WEIGHTS)
+    asks = path_for(files, "second", VERSION, WEIGHTS)
     asking: Any = asks.__aenter__()
     failing.path.add_done_callback(lambda path: asking.send(None))  # before anything that the failure has woken up
     with pytest.raises(Starved):
@@ -172,83 +170,38 @@ async def test_who_asks_in_the_moment_in_which_an_image_fails_begins_another_one
 
 async def test_a_holder_that_dies_takes_its_file_along_and_nobody_fails_over_giving_it_back(pair: Pair) -> None:
     files, first, second = pair
-    async with files.path_for("second", VERSION, WEIGHTS) as path:
+    async with path_for(files, "second", VERSION, WEIGHTS) as path:
         assert path == "/second/1"
         second.dies()
         second.failing["release"] = died()
         files.forget("first")
-        async with files.path_for("first", VERSION, WEIGHTS) as another:
+        async with path_for(files, "first", VERSION, WEIGHTS) as another:
             assert another == "/first/1"
     assert first.paths == set()
 
 
 async def test_a_holder_that_started_again_holds_nothing_of_what_it_held(pair: Pair) -> None:
     files, first, second = pair
-    async with files.path_for("first", VERSION, WEIGHTS):
+    async with path_for(files, "first", VERSION, WEIGHTS):
         first.dies()
         first.failing["release"] = died()
         files.register("first", "node")
-        async with files.path_for("second", VERSION, WEIGHTS) as path:
+        async with path_for(files, "second", VERSION, WEIGHTS) as path:
             assert path == "/second/1"
             files.register("first", "node")
-            async with files.path_for("first", VERSION, WEIGHTS) as same:
+            async with path_for(files, "first", VERSION, WEIGHTS) as same:
                 assert same == path, "what another one holds is still there"
     assert second.paths == set()
 
 
-async def test_with_delta_a_node_keeps_its_image_which_a_new_engine_loads_and_the_next_update_changes() -> None:
-    first, second = (FakeGenerator(name, []) for name in ("first", "second"))
-    files = files_of(first, second, delta=True)
-    async with files.path_for("first", VERSION, WEIGHTS) as path:
-        pass
-    async with files.path_for("second", VERSION, WEIGHTS) as same, files.path_for("first", VERSION, WEIGHTS) as too:
-        assert path == same == too
-    async with files.path_for("second", NEXT, NEWER) as changed:
-        assert changed == path
-    assert (first.written, second.written, first.paths) == (1, 0, {path})
-
-
-async def test_an_image_that_an_engine_loads_from_is_not_changed_but_replaced() -> None:
-    first, second = (FakeGenerator(name, []) for name in ("first", "second"))
-    files = files_of(first, second, delta=True)
-    async with files.path_for("first", VERSION, WEIGHTS) as old, files.path_for("second", NEXT, NEWER) as new:
-        assert (old, new) == ("/first/1", "/second/1")
-    assert (first.paths, second.paths) == (set(), {new})
-
-
-async def test_an_image_of_other_parts_is_replaced_because_ranks_that_started_again_may_have_other_rows() -> None:
-    first, trainer = FakeGenerator("first", []), FakeRank0()
-    trainer.nodes = ("of rank 0", "of rank 1")
-    files = files_of(first, rank_0=trainer, delta=True)
-    async with files.path_for("first", VERSION, WEIGHTS) as old:
-        pass
-    of_two = PublishedWeights("of other ranks", 2, (WeightPart.of_spans([(0, 8)]), WeightPart.of_spans([(8, 8)])))
-    async with files.path_for("first", NEXT, of_two) as new:
-        assert (old, new) == ("/first/1", "/first/2")
-        assert first.paths == {new}, "the other one is given back"
-    assert first.paths == {new}
-
-
-async def test_an_image_that_a_silent_engine_may_still_load_from_is_not_changed_by_the_next_update() -> None:
-    first = FakeGenerator("first", [])
-    files = files_of(first, delta=True)
-    with pytest.raises(Starved):
-        async with files.path_for("first", VERSION, WEIGHTS):
-            raise Starved("no answer of first")
-    assert first.paths == set(), "the engine has it open, if it loads at all"
-    async with files.path_for("first", NEXT, NEWER) as path:
-        assert path == "/first/2"
-
-
-@pytest.mark.parametrize("delta", [False, True])
-async def test_of_weights_that_rank_0_has_replaced_nothing_is_held(delta: bool) -> None:
+async def test_of_weights_that_rank_0_has_replaced_nothing_is_held() -> None:
     first, rank_0 = FakeGenerator("first", []), FakeRank0()
-    files = files_of(first, rank_0=rank_0, delta=delta)
+    files = files_of(first, rank_0=rank_0)
     rank_0.newest = NEXT
-    async with files.path_for("first", VERSION, WEIGHTS) as path:
+    async with path_for(files, "first", VERSION, WEIGHTS) as path:
         assert path is None
     assert first.paths == set()
-    async with files.path_for("first", NEXT, NEWER) as path:
+    async with path_for(files, "first", NEXT, NEWER) as path:
         assert path == "/first/1", "no image was begun for the old ones"
 
 
@@ -265,13 +218,15 @@ async def test_weights_go_to_one_generator_of_each_node_and_first_to_that_of_the
         async def writing(
             number: int, bucket: WeightBucket, *rest: Any, name: str = generator.name, writes: Any = writes
         ) -> Any:
-            order[bucket.rank].append(name)
+            order[bucket.spans[0][0] // 8].append(name)
             return await writes(number, bucket, *rest)
 
         generator.write_image = Stores(writing)
-    weights = PublishedWeights("of three ranks", 1, tuple(WeightPart.of_spans([(start, 8)]) for start in (0, 8, 16)))
+    weights = PublishedWeights(
+        "of three ranks", 1, tuple(Source(Place(""), WeightPart(((start, 8),))) for start in (0, 8, 16))
+    )
     async with files.spread([generator.name for generator in generators], VERSION, weights):
-        async with files.path_for("beside far", VERSION, weights) as path:
+        async with path_for(files, "beside far", VERSION, weights) as path:
             assert path == "/far/1"
         assert [generator.written for generator in generators] == [1, 1, 0]
     assert (order[0], order[1], sorted(order[2])) == (["near", "far"], ["far", "near"], ["far", "near"])
@@ -281,12 +236,12 @@ async def test_weights_go_to_one_generator_of_each_node_and_first_to_that_of_the
 async def test_a_generator_that_leaves_while_weights_are_on_their_way_keeps_nobody_from_them() -> None:
     stays, leaves = FakeGenerator("stays", []), FakeGenerator("leaves", [])
     generators = {"leaves": leaves, "stays": stays}
-    files = NodeImages(WeightsConfig(), generators, FakeRank0())  # type: ignore[arg-type]
+    files = NodeImages(generators, FakeRank0(), 60.0)  # type: ignore[arg-type]
     for name in generators:
         files.register(name, f"node of {name}")
     async with files.spread(["leaves", "stays"], VERSION, WEIGHTS):
         del generators["leaves"]
         leaves.failing["hold"] = died()
-        async with files.path_for("stays", VERSION, WEIGHTS) as path:
+        async with path_for(files, "stays", VERSION, WEIGHTS) as path:
             assert path == "/stays/1"
     assert stays.paths == set()

@@ -29,8 +29,8 @@ SIZE = PolicySize(sum(tensor.numel() for tensor in WEIGHTS.values()), tied=False
 CPU = torch.device("cpu")
 
 
-def rank_of(transport: str, delta: bool = False) -> TrainerRank:
-    weights = WeightsConfig(transport=transport, delta=delta)  # type: ignore[arg-type]
+def rank_of(transport: str) -> TrainerRank:
+    weights = WeightsConfig(transport=transport)  # type: ignore[arg-type]
     rank = TrainerRank(Config(weights=weights).model_dump_json(), 0)
     rank._learner = SimpleNamespace(  # type: ignore[assignment]
         weights=lambda everywhere=False: WEIGHTS,
@@ -95,10 +95,10 @@ def file_of(rank: TrainerRank, version: int, size: int = 64) -> bytes:
     _, (_, source) = rank.weights(version)
     assert source is not None
     n_bytes = source.part.n_bytes
-    given = [rank.bucket(version, start, min(start + size, n_bytes), False) for start in range(0, n_bytes, size)]
+    given = [rank.bucket(version, start, min(start + size, n_bytes)) for start in range(0, n_bytes, size)]
     for message, bucket in given:
         assert bucket is not None
-        assert (bucket.checksum, bucket.n_bytes) == (checksum_of(message), len(message))
+        assert (bucket.checksum, sum(n for _, n in bucket.spans)) == (checksum_of(message), len(message))
     return b"".join(message.tobytes() for message, _ in given)
 
 
@@ -111,11 +111,11 @@ def test_weights_by_memory_are_buckets_of_a_safetensors_file_each_with_its_check
 
 def test_a_rank_gives_out_the_newest_version_only() -> None:
     rank = rank_of("memory")
-    assert rank.bucket(7, 0, 8, False)[1] is None, "nothing was gathered yet"
+    assert rank.bucket(7, 0, 8)[1] is None, "nothing was gathered yet"
     rank.weights(7)
-    assert rank.bucket(7, 0, 8, False)[1] is not None
+    assert rank.bucket(7, 0, 8)[1] is not None
     rank.weights(8)
-    assert rank.bucket(7, 0, 8, False)[1] is None
+    assert rank.bucket(7, 0, 8)[1] is None
 
 
 def test_engines_of_a_ranks_host_read_what_it_gives_out() -> None:

@@ -78,7 +78,7 @@ class Told:
     def generators(self, expected: int) -> None:
         self.expected.append(expected)
 
-    def sent(self, n_bytes: int, changed: float | None) -> None:
+    def sent(self, n_bytes: int) -> None:
         pass
 
     def left(self, generator: str) -> None:

@@ -57,7 +57,7 @@ def test_a_restarted_rank_is_told_from_the_old_one_also_where_its_process_has_th
     assert old.life() == old.life() == Life(old.life().process, is_set_up=False) != new.life()
 
 
-@pytest.mark.parametrize("ask", [lambda r: r.bucket(1, 0, 8, False), lambda r: r.ipc_handles(1), lambda r: r.step(b"")])
+@pytest.mark.parametrize("ask", [lambda r: r.bucket(1, 0, 8), lambda r: r.ipc_handles(1), lambda r: r.step(b"")])
 def test_a_restarted_rank_does_not_answer_as_one_that_has_newer_weights(ask: Callable[[TrainerRank], Any]) -> None:
     with pytest.raises(ProcessLost, match="trainer-0 was restarted and is not set up"):
         ask(TrainerRank(Config().model_dump_json(), 0, None, False))

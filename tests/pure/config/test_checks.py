@@ -32,8 +32,6 @@ generator.engines  weights.transport=ipc & generator.engines={min: 1, max: 2}
 data.eval_mode  data.eval_every=4 & data.eval_make_rows=8 & data.eval_mode=beside & generator.engines={min: 1, max: 3}
 generator.engines  generator.engines={min: 3, max: 2}
 generator.engines  weights.transport=ipc & generator.engines=3
-weights.delta  weights.delta=true & weights.transport=nccl
-weights.delta  weights.delta=true & model.lora={}
 generator.kv_cache_bytes  weights.transport=ipc & generator.kv_cache_bytes=null
 generator.tensor_parallel_size  weights.transport=ipc & generator.tensor_parallel_size=2
 buffer.max_group_bytes  buffer.max_group_bytes=1

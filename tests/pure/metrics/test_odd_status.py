@@ -29,7 +29,7 @@ from service.run.folder import CONFIG, SUMMARY
 WORDS = """
 actors agents bound_by buffer detail folder generators groups incarnation max_steps not_learning policy_version reason
 reward/avg_raw_reward reward_gain reward_gain_interval role run seconds seconds_left since started state step
-stepped steps summary time timing/step tokens trainer_wait_fraction waits weights_changed weights_sync_seconds who
+stepped steps summary time timing/step tokens trainer_wait_fraction waits weights_sync_seconds who
 """
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.just(10**400),
@@ -54,7 +54,6 @@ def whole() -> dict[str, Any]:
             "stepped": 2.0,
             "max_steps": 9,
             "generators": 1,
-            "weights_changed": 0.1,
             "seconds_left": 9.0,
             "not_learning": "in 90% of the groups",
         },

@@ -18,9 +18,8 @@ from actors.driver import evaluate_model as evaluating
 from actors.driver import run as running
 from actors.driver.authentication import keep_token_private, refuse_open_ray
 from actors.engine.vllm_arguments import EngineSettings, engine_arguments, engine_env
-from actors.weights.delta import WeightBucket
 from actors.weights.image import Image
-from actors.weights.part import WeightPart
+from actors.weights.part import WeightBucket
 from service.cli.parser import main
 from service.clock import SystemClock
 from service.config import Config, load_config
@@ -297,9 +296,7 @@ def test_s14_an_index_of_weights_names_files_of_its_folder_only(file: str, tmp_p
 
 def test_s14_weights_are_served_only_with_their_checksum() -> None:
     with pytest.raises(ValueError, match="have the checksum"):
-        Image([WeightPart.of_spans([(0, 64)])]).write(
-            WeightBucket(1, 0, 0, 64, checksum=1, message_bytes=64), b"\0" * 64
-        )
+        Image(1, 64).write(WeightBucket(((0, 64),), checksum=1), b"\0" * 64)
 
 
 # The table itself
