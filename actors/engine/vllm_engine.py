@@ -33,9 +33,7 @@ from actors.engine.expected_warnings import ANSWERS, not_of_the_end
 from actors.engine.vllm_arguments import OWNER_PID, EngineSettings, can_overflow, engine_arguments, on_gpu
 from actors.engine.vllm_arguments import engine_env as engine_env
 from actors.heap import freeze_heap
-from actors.weights.cuda_ipc import ipc_update_info
-from actors.weights.nccl_broadcast import decode_announcement, init_info, update_info
-from actors.weights.policy_tensors import ADAPTER, ADAPTER_ID, PolicySize, WeightBytes
+from actors.weights.policy_tensors import ADAPTER, ADAPTER_ID, PolicySize, WeightBytes, decode_announcement
 from actors.weights.pulled import Source, WeightFile
 from actors.weights.weight_group import Meeting
 from service.config import Config, LoraConfig
@@ -218,16 +216,13 @@ class VllmEngine:
 
     async def _receive(self, version: PolicyVersion, data: WeightBytes, checksum: int) -> WeightUpdate:
         """Load weights from the trainer's GPU; `data` announces the tensors, which the trainer sends or shares once."""
-        if self._config.weights.transport == "ipc":
-            info, n_bytes = ipc_update_info(data, checksum, self._size)
+        info, n_bytes = decode_announcement(data, checksum, self._size)
+        try:
             pause_seconds, tries = await self._swap(version, info, tries=1)
-        else:
-            specs = decode_announcement(data, checksum, self._size)
-            n_bytes = sum(spec.n_bytes for spec in specs)
-            try:
-                pause_seconds, tries = await self._swap(version, update_info(specs), tries=1)
-            except RunFailed as error:
+        except RunFailed as error:
+            if self._config.weights.transport == "nccl":
                 raise WeightsCutOff(str(error.__cause__)) from error
+            raise
         return WeightUpdate(version.pack(), n_bytes, pause_seconds, tries)
 
     async def join(self, meeting: Meeting, first_rank: int) -> None:
@@ -238,7 +233,7 @@ class VllmEngine:
         """
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
-        request = WeightTransferInitRequest(init_info=init_info(meeting, first_rank))
+        request = WeightTransferInitRequest(init_info={"meeting": meeting, "first_rank": first_rank})
         try:
             await self._unless_dead(self._running().init_weight_transfer_engine(request))
         except Exception as error:  # vLLM passes the worker's error on as a bare Exception
@@ -251,13 +246,35 @@ class VllmEngine:
         clear_cache = self._config.weights.kv_cache == "recompute"
         await llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=clear_cache)
         self.times.pause()
-        tried = await _load(llm, info, version, tries, self._adapter is not None)
+        tried = await self._load(llm, info, version, tries)
         if clear_cache and self._recorder is not None:
             self._recorder.preempted_by_update()  # now, because every step before the pause is recorded by now
         await llm.update_weight_version(str(version.pack()))
         self._serve(version)
         await llm.resume_generation()
         return self.times.resume(), tried
+
+    async def _load(self, llm: AsyncLLM, info: dict[str, Any], version: PolicyVersion, tries: int) -> int:
+        """Load the weights, or the adapter, into the paused engine; returns the number of tries.
+
+        Raises:
+            RunFailed: every try failed; the engine holds parts of both versions and must not resume.
+        """
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        for tried in range(1, tries + 1):
+            try:
+                if self._adapter is not None:
+                    await llm.collective_rpc("update_adapter", kwargs={"update_info": info})
+                else:
+                    await llm.start_weight_update()
+                    await llm.update_weights(WeightTransferUpdateRequest(update_info=info))
+                    await llm.finish_weight_update()
+                break
+            except Exception as error:  # vLLM passes the worker's error on as a bare Exception
+                if tried == tries:
+                    raise RunFailed(f"the weights of version {version} were not loaded in {tries} tries") from error
+        return tried
 
     def _serve(self, version: PolicyVersion) -> None:
         self.serving = version
@@ -402,34 +419,6 @@ async def _start_adapter(llm: AsyncLLM, lora: LoraConfig, size: PolicySize) -> L
     except Exception as error:  # vLLM passes the worker's error on as a bare Exception
         raise RunFailed(f"the engine cannot take an adapter as in model.lora: {error}") from error
     return LoRARequest(ADAPTER, ADAPTER_ID, "never read, because the adapter is loaded")
-
-
-async def _load(llm: AsyncLLM, info: dict[str, Any], version: PolicyVersion, tries: int, adapter: bool) -> int:
-    """Load the weights, or the adapter, into the paused engine; returns the number of tries.
-
-    Raises:
-        RunFailed: every try failed; the engine holds parts of both versions and must not resume.
-    """
-    for tried in range(1, tries + 1):
-        try:
-            await (_load_adapter if adapter else _load_weights)(llm, info)
-            break
-        except Exception as error:  # vLLM passes the worker's error on as a bare Exception
-            if tried == tries:
-                raise RunFailed(f"the weights of version {version} were not loaded in {tries} tries") from error
-    return tried
-
-
-async def _load_weights(llm: AsyncLLM, info: dict[str, Any]) -> None:
-    from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
-
-    await llm.start_weight_update()
-    await llm.update_weights(WeightTransferUpdateRequest(update_info=info))
-    await llm.finish_weight_update()
-
-
-async def _load_adapter(llm: AsyncLLM, info: dict[str, Any]) -> None:
-    await llm.collective_rpc("update_adapter", kwargs={"update_info": info})
 
 
 def _refused(error: Exception, sampling: Sampling) -> Exception:

@@ -43,7 +43,7 @@ from actors.engine.expected_warnings import (
     not_of_the_head,
 )
 from actors.engine.vllm_arguments import OWNER_PID, PULL_BACKEND
-from actors.weights.cuda_ipc import IPC_BACKEND, Handle, vllm_handles
+from actors.weights.cuda_ipc import IPC_BACKEND, Handle, rebuild_arguments
 from actors.weights.memory import OpenMemory
 from actors.weights.nccl_broadcast import BROADCAST_BACKEND, receive
 from actors.weights.policy_tensors import ADAPTER_ID, AdapterShapes, TensorSpec
@@ -173,9 +173,7 @@ class PullingEngine(LayerwiseEngine):
 class IpcUpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
     """All parameters under their Hugging Face names, in another process's memory on this worker's GPU."""
 
-    names: list[str]
-    dtype_names: list[str]
-    shapes: list[list[int]]
+    tensors: list[TensorSpec]
     gpu: str
     handles: list[Handle]
 
@@ -187,20 +185,17 @@ class IpcWeightEngine(IPCWeightTransferEngine):  # type: ignore[misc]
 
     def receive_weights(self, update_info: IpcUpdateInfo) -> None:
         """Load every parameter."""
-        names, dtypes, shapes = update_info.names, update_info.dtype_names, update_info.shapes
-        handles = vllm_handles(names, dtypes, shapes, update_info.gpu, update_info.handles)
+        names, dtypes, shapes = map(list, zip(*update_info.tensors, strict=True))
+        specs = zip(update_info.tensors, update_info.handles, strict=True)
+        handles = [{update_info.gpu: rebuild_arguments(handle, TensorSpec(*spec))} for spec, handle in specs]
         super().receive_weights(IPCWeightTransferUpdateInfo(names, dtypes, shapes, ipc_handles=handles))
 
 
 @dataclass
 class BroadcastInitInfo(WeightTransferInitInfo):  # type: ignore[misc]
-    """Where an engine's workers meet the trainer's first rank; see `actors.weights.weight_group.Meeting`."""
+    """Where an engine's workers meet the trainer's first rank."""
 
-    address: str
-    port: int
-    size: int
-    within: float
-    bucket_bytes: int
+    meeting: Meeting
     first_rank: int
     """The first rank of this engine's workers in the group."""
 
@@ -209,9 +204,7 @@ class BroadcastInitInfo(WeightTransferInitInfo):  # type: ignore[misc]
 class BroadcastUpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
     """All parameters under their Hugging Face names, in the order in which they are sent."""
 
-    names: list[str]
-    dtype_names: list[str]
-    shapes: list[list[int]]
+    tensors: list[TensorSpec]
 
 
 class BroadcastWeightEngine(LayerwiseEngine):
@@ -224,7 +217,7 @@ class BroadcastWeightEngine(LayerwiseEngine):
     def init_transfer_engine(self, init_info: BroadcastInitInfo) -> None:
         """Join a group, which replaces the previous one."""
         self.shutdown()
-        meeting = Meeting(init_info.address, init_info.port, init_info.size, init_info.within, init_info.bucket_bytes)
+        meeting = Meeting(*init_info.meeting)
         with unpinned_nccl_env():  # vLLM sets NCCL's variables, the trainer does not; both must agree
             self._group = WeightGroup(meeting, init_info.first_rank + self.parallel_config.rank, self.device)
 
@@ -232,9 +225,9 @@ class BroadcastWeightEngine(LayerwiseEngine):
         """Load every parameter as it arrives."""
         if self._group is None:
             raise RuntimeError("weights were announced before the engine joined a group")
-        specs = map(TensorSpec, update_info.names, update_info.dtype_names, map(tuple, update_info.shapes))
+        specs = [TensorSpec(*spec) for spec in update_info.tensors]
         with self._group.under_way():
-            self.model.load_weights(receive(self._group, list(specs), self.device))
+            self.model.load_weights(receive(self._group, specs, self.device))
 
     def shutdown(self) -> None:
         """Leave the group."""

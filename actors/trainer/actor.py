@@ -11,7 +11,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import psutil
 import ray
 import torch
@@ -24,9 +23,9 @@ from actors.heap import freeze_heap
 from actors.observe.actor_logs import keep_log
 from actors.observe.reporting import Reporter
 from actors.weights.cuda_ipc import encode_handles
-from actors.weights.nccl_broadcast import BroadcastSender, encode_announcement
+from actors.weights.nccl_broadcast import BroadcastSender
 from actors.weights.part import PartBuffers, WeightBucket
-from actors.weights.policy_tensors import EMPTY_CHECKSUM, Octets, checksum_of
+from actors.weights.policy_tensors import Octets, checksum_of, encode_announcement
 from actors.weights.pulled import Source
 from actors.weights.weight_group import Meeting
 from service.config import Config
@@ -238,51 +237,45 @@ class TrainerRank(Supervised):
             raise ValueError(f"trainer rank {self._rank} has no whole profile")
         return recorded.file
 
-    @ray.method(num_returns=2)  # type: ignore[untyped-decorator]
-    def weights(self, version: int) -> tuple[Octets, tuple[int, Source | None]]:
-        """Copy or gather the policy; returns the data that this rank publishes, their checksum, and where the part of
-        the weights is that `bucket` returns; every rank must call.
+    def weights(self, version: int) -> Source | tuple[bytes, int] | None:
+        """Copy or gather the policy; returns what this rank publishes; every rank must call.
 
-        With `memory` each rank copies its own part, and engines read it or call `bucket`. With `nccl`
-        rank 0 gathers all weights and publishes the list of tensors that `begin_send` will send. With `ipc` every
-        rank gathers all weights and publishes nothing until `ipc_handles` is called.
+        With `memory` each rank copies its own part, and publishes where it lies; engines read it or call `bucket`. With
+        `nccl` rank 0 gathers all weights and publishes the announcement of the tensors that `begin_send` will send,
+        and its checksum. With `ipc` every rank gathers all weights and publishes nothing until `ipc_handles` is called.
         """
         with self._busy("weights"):
             transport = self._config.weights.transport
             if transport == "memory":
                 self._buffers.copy(version, self.learner.shards(), self.learner.policy.dtype)
-                return _NOTHING, (EMPTY_CHECKSUM, Source(self._buffers.place, self._buffers.part))
+                return Source(self._buffers.place, self._buffers.part)
             if transport == "ipc":
-                self._gather_on_device(version)
-                return _NOTHING, (EMPTY_CHECKSUM, None)
+                self._gathered = None, {}
+                torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
+                self._gathered = version, self.learner.weights(everywhere=True) or {}
+                return None
             weights = self.learner.weights()
             if weights is None:
-                return _NOTHING, (EMPTY_CHECKSUM, None)
+                return None
             self._gathered = version, weights
-            data, checksum = _with_checksum(encode_announcement(weights))
-            return data, (checksum, None)
+            announcement = encode_announcement(weights)
+            return announcement, checksum_of(announcement)
 
     @ray.method(concurrency_group=SENDING, num_returns=2)  # type: ignore[untyped-decorator]
-    def bucket(self, version: int, start: int, stop: int) -> tuple[Octets, WeightBucket | None]:
+    def bucket(self, version: int, start: int, stop: int) -> tuple[Octets | None, WeightBucket | None]:
         """Return these bytes of this rank's part of this version's weights; None if a newer version has replaced it."""
         _, found = self.learner, self._buffers.bucket(version, start, stop)
-        bucket, message = found or (None, _NOTHING)
+        bucket, message = found or (None, None)
         return message, bucket
 
-    def _gather_on_device(self, version: int) -> None:
-        """Gather the policy on this rank's GPU; it replaces the previous version."""
-        self._gathered = None, {}
-        torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
-        self._gathered = version, self.learner.weights(everywhere=True) or {}
-
-    @ray.method(num_returns=2)  # type: ignore[untyped-decorator]
-    def ipc_handles(self, version: int) -> tuple[Octets, int]:
-        """Return memory handles of this version's weights on this rank's GPU, for one update of the engine on that GPU.
-
-        The result is empty if a newer version has replaced this one.
-        """
+    def ipc_handles(self, version: int) -> tuple[bytes, int] | None:
+        """Return memory handles of this version's weights on this rank's GPU, for one update of the engine on that GPU,
+        and their checksum; None if a newer version has replaced this one."""
         _, (gathered, weights) = self.learner, self._gathered
-        return _with_checksum(encode_handles(weights, self._device) if version == gathered else b"")
+        if version != gathered:
+            return None
+        handles = encode_handles(weights, self._device)
+        return handles, checksum_of(handles)
 
     @ray.method(concurrency_group=SENDING)  # type: ignore[untyped-decorator]
     def begin_send(self, version: int, meeting: Meeting) -> bool:
@@ -349,11 +342,3 @@ def interface_of(address: str) -> str:
         f"no network interface of this host has the address {address} that Ray gives to its node; "
         "start Ray with --node-ip-address, or set GLOO_SOCKET_IFNAME"
     )
-
-
-_NOTHING = np.empty(0, np.uint8)
-
-
-def _with_checksum(data: bytes) -> tuple[Octets, int]:
-    """Return the data as a numpy array, which Ray passes on without a copy, and their checksum."""
-    return np.frombuffer(data, dtype=np.uint8), checksum_of(data)

@@ -13,7 +13,7 @@ import ray.exceptions
 
 from actors.calls import CALL_SECONDS, RESTARTING, answer, call, in_a_line
 from actors.weights.part import WeightBucket, check_parts
-from actors.weights.policy_tensors import EMPTY_CHECKSUM
+from actors.weights.pulled import Source
 from actors.weights.weight_group import Meeting
 from actors.weights.weight_source import PublishedWeights, TrainerLost
 from service.backoff import retried
@@ -116,25 +116,25 @@ class TrainerGroup:
 
     async def weights(self, version: PolicyVersion) -> PublishedWeights:
         """Let every rank copy its part of the policy, or with transports from GPU to GPU gather the whole policy."""
-        ranks = range(len(self._ranks))
-        answers = await asyncio.gather(*(self._stored(number, "weights", version.pack()) for number in ranks))
-        data, (checksum, _) = answers[0]
-        sources = tuple(source for _, (_, source) in answers if source is not None)
-        if sources:
-            check_parts([source.part for source in sources])
-        return PublishedWeights(data, checksum, sources)
+        published = await self._ask_all("weights", version.pack())
+        if isinstance(published[0], Source):
+            check_parts([source.part for source in published])
+            return PublishedWeights(sources=(*published,))
+        return PublishedWeights(*(published[0] or ()))
 
     async def bucket(self, version: PolicyVersion, rank: int, start: int, stop: int) -> tuple[WeightBucket, Any] | None:
         """Return bytes of a rank's part of these weights, and a reference to their message; None if the rank has
         newer weights."""
-        data, bucket = await self._stored(rank, "bucket", version.pack(), start, stop)
-        return None if bucket is None else (bucket, data)
+        message, bucket = self._ranks[rank].bucket.remote(version.pack(), start, stop)
+        with _raises_trainer_lost():
+            found = await answer(bucket, who=f"trainer-{rank}", within=self._deadline)
+            return None if found is None else (found, message)
 
     async def ipc_handles(self, number: int, version: PolicyVersion) -> PublishedWeights | None:
         """Return memory handles of a rank's weights, for one update of the engine on its GPU; None if the rank has
         newer weights."""
-        data, checksum = await self._stored(number, "ipc_handles", version.pack())
-        return None if checksum == EMPTY_CHECKSUM else PublishedWeights(data, checksum)
+        found = await self._ask(number, "ipc_handles", version.pack())
+        return None if found is None else PublishedWeights(*found)
 
     async def begin_send(self, version: PolicyVersion, meeting: Meeting) -> bool:
         """Let rank 0 begin to send weights to a group of engines; False if a newer version has replaced them."""
@@ -184,12 +184,6 @@ class TrainerGroup:
     async def _ask_all(self, method: str, *arguments: Any, within: float | None = None) -> list[Any]:
         ranks = range(len(self._ranks))
         return list(await asyncio.gather(*(self._ask(number, method, *arguments, within=within) for number in ranks)))
-
-    async def _stored(self, number: int, method: str, *arguments: Any) -> tuple[Any, Any]:
-        """Call a rank's method that returns data and a description; the data stay in Ray's object store."""
-        data, description = getattr(self._ranks[number], method).remote(*arguments)
-        with _raises_trainer_lost():
-            return data, await answer(description, who=f"trainer-{number}", within=self._deadline)
 
 
 @contextmanager

@@ -148,7 +148,7 @@ class Broadcasts:
         if first_rank is not None:
             await call(generator.join_trainer, meeting, first_rank, who=name, within=within)
         update = generator.update_weights
-        await call(update, version.pack(), weights.data, weights.checksum, who=name, within=within)
+        await call(update, version.pack(), weights.announcement, weights.checksum, who=name, within=within)
 
 
 def _errors(takes: Mapping[str, asyncio.Future[None]]) -> dict[str, BaseException]:

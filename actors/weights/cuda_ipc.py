@@ -13,16 +13,14 @@ them (`actors.engine.worker_extension`), so that nothing is unpickled:
 from __future__ import annotations
 
 import inspect
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.storage import TypedStorage
 
-from actors.weights.nccl_broadcast import update_info
-from actors.weights.policy_tensors import PolicySize, TensorSpec, WeightBytes, verify
+from actors.weights.policy_tensors import TensorSpec, encode_announcement
 
 IPC_BACKEND = "baton_ipc"
 """Name of the weight transfer backend that `actors.engine.worker_extension` registers."""
@@ -80,24 +78,4 @@ def encode_handles(weights: Mapping[str, Tensor], device: torch.device) -> bytes
     reduced = (reduce_tensor(tensor)[1] for tensor in weights.values())  # type: ignore[no-untyped-call]
     handles = [handle_of(dict(zip(names, arguments, strict=True))) for arguments in reduced]
     gpu = str(torch.cuda.get_device_properties(device).uuid)
-    return json.dumps({"tensors": TensorSpec.of_weights(weights), "gpu": gpu, "handles": handles}).encode()
-
-
-def ipc_update_info(data: WeightBytes, checksum: int, size: PolicySize) -> tuple[dict[str, Any], int]:
-    """Return the arguments of `worker_extension.IpcUpdateInfo` for these handles, and the bytes of all tensors.
-
-    Raises:
-        ValueError: the data differ from the sent data, or name more or less than the whole policy.
-    """
-    message = json.loads(bytes(verify(data, checksum)))
-    specs = size.checked_specs(message["tensors"])
-    info = update_info(specs) | {"gpu": message["gpu"], "handles": message["handles"]}
-    return info, sum(spec.n_bytes for spec in specs)
-
-
-def vllm_handles(
-    names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]], gpu: str, handles: Sequence[Handle]
-) -> list[dict[str, tuple[Any, ...]]]:
-    """Return vLLM's own form of the handles: for each tensor, the arguments that rebuild it, by GPU."""
-    specs = (TensorSpec(name, dtype, tuple(shape)) for name, dtype, shape in zip(names, dtypes, shapes, strict=True))
-    return [{gpu: rebuild_arguments(handle, spec)} for spec, handle in zip(specs, handles, strict=True)]
+    return encode_announcement(weights, gpu=gpu, handles=handles)

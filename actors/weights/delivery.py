@@ -146,7 +146,7 @@ class Delivery:
                 else:
                     handles = await self._source.ipc_handles(list(self._generators).index(name), version)
                     if handles is not None:  # otherwise the rank has newer ones, which are about to be published
-                        await self._take(name, version, handles.data, handles.checksum)
+                        await self._take(name, version, handles.announcement, handles.checksum)
             except TrainerLost as lost:
                 self._source_failed(lost)
             except ACTOR_FAILED as error:

@@ -12,7 +12,6 @@ ends use it to cut the tensors in the same way. Tensors of 5, 3 and 4 bytes in b
 
 from __future__ import annotations
 
-import json
 import logging
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from actors.weights.policy_tensors import PolicySize, TensorSpec, WeightBytes, verify
+from actors.weights.policy_tensors import TensorSpec
 from actors.weights.weight_group import Meeting, WeightGroup
 from service.errors import WeightsCutOff
 
@@ -34,35 +33,6 @@ BROADCAST_BACKEND = "baton_broadcast"
 
 N_BUCKETS = 2
 """The number of buckets: one that is being sent, and one that is filled or emptied meanwhile."""
-
-
-def encode_announcement(weights: Mapping[str, Tensor]) -> bytes:
-    """Encode the list of tensors that will be sent, in order, as JSON."""
-    return json.dumps(TensorSpec.of_weights(weights)).encode()
-
-
-def decode_announcement(data: WeightBytes, checksum: int, size: PolicySize) -> list[TensorSpec]:
-    """Return the tensors that an announcement names.
-
-    Raises:
-        ValueError: the announcement differs from the sent one, or names more or less than the whole policy.
-    """
-    return size.checked_specs(json.loads(bytes(verify(data, checksum))))
-
-
-def init_info(meeting: Meeting, first_rank: int) -> dict[str, Any]:
-    """Return the arguments of `worker_extension.BroadcastInitInfo`: where an engine's workers join, and their
-    first rank."""
-    return meeting._asdict() | {"first_rank": first_rank}
-
-
-def update_info(specs: Sequence[TensorSpec]) -> dict[str, Any]:
-    """Return the arguments with which an engine's workers receive these tensors."""
-    return {
-        "names": [spec.name for spec in specs],
-        "dtype_names": [spec.dtype for spec in specs],
-        "shapes": [list(spec.shape) for spec in specs],
-    }
 
 
 class Piece(NamedTuple):

@@ -3,7 +3,7 @@
     trainer   data, checksum_of(data)   ->  Ray's object store  ->  node     verify(data, checksum)
                                                                     engine   size.check(shapes)
 
-`data` is a bucket of a safetensors file, or for transports from GPU to GPU a JSON list of the tensors.
+`data` is a bucket of a safetensors file, or for transports from GPU to GPU an announcement: a JSON list of the tensors.
 
 An adapter's tensors have PEFT's names. For a model with `model.layers.0.self_attn.q_proj.weight` [out, in] they are:
 
@@ -13,10 +13,11 @@ An adapter's tensors have PEFT's names. For a model with `model.layers.0.self_at
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -51,9 +52,6 @@ def checksum_of(data: WeightBytes) -> int:
     return xxhash.xxh3_64_intdigest(memoryview(data))  # type: ignore[arg-type]  # an array is a buffer as well
 
 
-EMPTY_CHECKSUM = checksum_of(b"")
-
-
 def verify(data: WeightBytes, checksum: int) -> memoryview:
     """Check the checksum of these bytes and return them, without a copy.
 
@@ -74,11 +72,6 @@ class TensorSpec(NamedTuple):
     dtype: str
     """Torch's name of the type, such as `bfloat16`."""
     shape: tuple[int, ...]
-
-    @staticmethod
-    def of_weights(weights: Mapping[str, Tensor]) -> list[TensorSpec]:
-        """List the tensors in the order of the weights."""
-        return [TensorSpec(name, str(w.dtype).removeprefix("torch."), tuple(w.shape)) for name, w in weights.items()]
 
     @property
     def n_bytes(self) -> int:
@@ -142,9 +135,20 @@ class PolicySize(NamedTuple):
         if found != self.elements:
             raise ValueError(f"weights have {found} numbers, but the policy has {self.elements}")
 
-    def checked_specs(self, specs: Iterable[tuple[str, str, Sequence[int]]]) -> list[TensorSpec]:
-        """Decode the tensors of an update from JSON; raises `ValueError`, as `check` does, unless they are the
-        whole policy."""
-        found = [TensorSpec(name, dtype, tuple(shape)) for name, dtype, shape in specs]
-        self.check((spec.name, spec.shape) for spec in found)
-        return found
+
+def encode_announcement(weights: Mapping[str, Tensor], **more: Any) -> bytes:
+    """Encode the list of tensors that travel from GPU to GPU, in order, as JSON; `more`: what else a receiver needs."""
+    specs = [TensorSpec(name, str(w.dtype).removeprefix("torch."), tuple(w.shape)) for name, w in weights.items()]
+    return json.dumps({"tensors": specs, **more}).encode()
+
+
+def decode_announcement(data: WeightBytes, checksum: int, size: PolicySize) -> tuple[dict[str, Any], int]:
+    """Return an announcement, with which an engine's workers receive the tensors, and the bytes of all tensors.
+
+    Raises:
+        ValueError: the announcement differs from the sent one, or names more or less than the whole policy.
+    """
+    info: dict[str, Any] = json.loads(bytes(verify(data, checksum)))
+    specs = [TensorSpec(name, dtype, tuple(shape)) for name, dtype, shape in info["tensors"]]
+    size.check((spec.name, spec.shape) for spec in specs)
+    return info, sum(spec.n_bytes for spec in specs)

@@ -31,9 +31,10 @@ class TrainerLost(BatonError):
 class PublishedWeights:
     """Weights that are being sent to the engines."""
 
-    data: Any
-    """Ray object reference to `WeightBytes`, which every engine takes."""
-    checksum: int
+    announcement: bytes = b""
+    """The tensors, if they go from GPU to GPU; see `policy_tensors.encode_announcement`."""
+    checksum: int = 0
+    """Checksum of the announcement."""
     sources: tuple[Source, ...] = ()
     """Each rank's part of the safetensors file, and where processes on its host read it; empty if the weights go from
     GPU to GPU."""

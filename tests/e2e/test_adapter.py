@@ -272,8 +272,7 @@ async def test_an_adapter_arrives_by_broadcast(local_ray: None, tmp_path: Path) 
     for step in (1, 2):
         version = PolicyVersion(1, step)
         trainer.rank._learner = SimpleNamespace(weights=partial(adapter, step))  # type: ignore[assignment]
-        data, stamp = trainer.rank.weights(version.pack())
-        published = PublishedWeights(data, *stamp)
+        published = PublishedWeights(*trainer.rank.weights(version.pack()))  # type: ignore[misc, arg-type]
         assert await driver.send(["generator-0"], version, published) == {}
         await asyncio.to_thread(serves, actor, step, merged(adapter(step)))
     await actor.stop.remote()

@@ -12,8 +12,8 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor
 from torch.storage import TypedStorage
 
 from actors.trainer.actor import TrainerRank
-from actors.weights.cuda_ipc import Handle, handle_of, ipc_update_info, rebuild_arguments
-from actors.weights.policy_tensors import EMPTY_CHECKSUM, PolicySize, TensorSpec, checksum_of
+from actors.weights.cuda_ipc import Handle, handle_of, rebuild_arguments
+from actors.weights.policy_tensors import PolicySize, TensorSpec, checksum_of, decode_announcement, encode_announcement
 from service.config import Config, WeightsConfig
 
 pytestmark = pytest.mark.slow
@@ -41,7 +41,7 @@ def handles() -> list[Handle]:
 
 
 def message() -> tuple[bytes, int]:
-    data = json.dumps({"tensors": TensorSpec.of_weights(WEIGHTS), "gpu": GPU, "handles": handles()}).encode()
+    data = encode_announcement(WEIGHTS, gpu=GPU, handles=handles())
     return data, checksum_of(data)
 
 
@@ -91,8 +91,7 @@ def gathered(events: list[str], version: int) -> TrainerRank:
     config = Config().model_copy(update={"weights": WeightsConfig(transport="ipc")})
     rank = TrainerRank(config.model_dump_json(), 0)
     rank._learner = GatheringLearner(events)  # type: ignore[assignment]
-    data, (checksum, _) = rank.weights(version)
-    assert (len(data), checksum) == (0, EMPTY_CHECKSUM), "nothing is published before an engine asks for handles"
+    assert rank.weights(version) is None, "nothing is published before an engine asks for handles"
     return rank
 
 
@@ -101,15 +100,19 @@ def test_a_rank_shares_the_weights_that_it_gathered_on_its_gpu_with_new_handles_
     assert gpu == ["free what no engine has open", "gather everywhere=True"]
     for _ in range(2):
         gpu.clear()
-        data, checksum = rank.ipc_handles(7)
+        assert rank.ipc_handles(7) == message()
         assert gpu == ["wait for the GPU", "handle 0", "handle 1"]
-        assert (bytes(data), checksum) == message()
     gpu.clear()
     rank.weights(8)
-    replaced, checksum = rank.ipc_handles(7)
-    assert (len(replaced), checksum) == (0, EMPTY_CHECKSUM)
+    assert rank.ipc_handles(7) is None
     assert gpu == ["free what no engine has open", "gather everywhere=True"], "no handle of weights that were replaced"
-    assert rank.ipc_handles(8)[1] == message()[1]
+    assert rank.ipc_handles(8) == message()
+
+
+def shared(rank: TrainerRank, version: int) -> tuple[bytes, int]:
+    found = rank.ipc_handles(version)
+    assert found is not None
+    return found
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what vLLM imports for its models
@@ -134,7 +137,7 @@ def test_vllms_engine_loads_every_tensor_from_the_memory_that_its_rank_named(
     monkeypatch.setattr(ipc_engine, "rebuild_cuda_tensor", open_memory)
     engine = IpcWeightEngine.__new__(IpcWeightEngine)
     engine.model, engine.device, engine.packed = Model(), torch.device("cuda", 0), False
-    info, n_bytes = ipc_update_info(*gathered(gpu, 7).ipc_handles(7), PolicySize(16, tied=False))
+    info, n_bytes = decode_announcement(*shared(gathered(gpu, 7), 7), PolicySize(16, tied=False))
     engine.receive_weights(IpcUpdateInfo(**json.loads(json.dumps(info))))
     assert n_bytes == 32
     assert engine.model.loaded == WEIGHTS
@@ -148,13 +151,12 @@ def test_vllms_engine_loads_every_tensor_from_the_memory_that_its_rank_named(
 def test_anything_but_the_whole_policy_is_refused() -> None:
     data, checksum = message()
     with pytest.raises(ValueError, match="16 numbers, but the policy has 20"):
-        ipc_update_info(data, checksum, PolicySize(20, tied=False))
+        decode_announcement(data, checksum, PolicySize(20, tied=False))
     with pytest.raises(ValueError, match="have the checksum"):
-        ipc_update_info(data, checksum + 1, PolicySize(16, tied=False))
+        decode_announcement(data, checksum + 1, PolicySize(16, tied=False))
 
 
 def test_a_rank_shares_only_the_version_that_was_asked_for() -> None:
     rank = TrainerRank(Config().model_dump_json(), 0)
     rank._learner = GatheringLearner([])  # type: ignore[assignment]
-    data, checksum = rank.ipc_handles(7)
-    assert (len(data), checksum) == (0, EMPTY_CHECKSUM)
+    assert rank.ipc_handles(7) is None

@@ -22,8 +22,7 @@ import actors.engine.vllm_engine
 from actors.engine.vllm_engine import VllmEngine
 from actors.weights.image import Image
 from actors.weights.memory import OpenMemory
-from actors.weights.nccl_broadcast import encode_announcement
-from actors.weights.policy_tensors import ADAPTER_ID, PolicySize, TensorSpec, adapter_shapes
+from actors.weights.policy_tensors import ADAPTER_ID, PolicySize, adapter_shapes, encode_announcement
 from actors.weights.pulled import Source, file_of
 from actors.weights.weight_group import Meeting
 from service.config import Config, LoraConfig, WeightsConfig
@@ -341,7 +340,7 @@ async def test_what_a_trainer_sends_is_announced_checked_and_loaded_once(tmp_pat
     assert llm.did == []
     update = await engine.update_weights(NEW, data, xxhash.xxh3_64_intdigest(data))
     assert llm.did == LOADED
-    assert llm.infos == [{"names": ["w"], "dtype_names": ["float32"], "shapes": [[2, 3]]}]
+    assert llm.infos == [{"tensors": [["w", "float32", [2, 3]]]}]
     assert (update.bytes, update.tries) == (24, 1)
     llm.failing = {"load": 1}
     newer = PolicyVersion(1, 2)
@@ -365,7 +364,7 @@ async def test_what_a_trainer_shares_is_checked_and_its_handles_reach_the_worker
     assert llm_of(engine).did == LOADED
     assert update.bytes == 12
     (info,) = llm_of(engine).infos
-    assert (info["names"], info["gpu"], info["handles"]) == (["w"], "0b4a", [{"storage_handle": "07"}])
+    assert info == message
 
 
 MEETING = Meeting("10.0.0.1", 29500, size=5, within=60.0)
@@ -374,7 +373,7 @@ MEETING = Meeting("10.0.0.1", 29500, size=5, within=60.0)
 async def test_an_engines_workers_join_where_and_from_the_rank_that_the_driver_says(tmp_path: Path) -> None:
     engine = engine_of(tmp_path, transport="nccl")
     await engine.join(MEETING, 3)
-    assert llm_of(engine).infos == [MEETING._asdict() | {"first_rank": 3}]
+    assert llm_of(engine).infos == [{"meeting": MEETING, "first_rank": 3}]
 
 
 async def test_an_engine_that_cannot_join_is_cut_off_and_goes_on_with_its_weights(tmp_path: Path) -> None:
@@ -421,11 +420,11 @@ def engine_with_adapter(folder: Path, **weights: Any) -> VllmEngine:
     ("transport", "data", "info"),
     [
         ("memory", save(ADAPTER), {"version", "sources"}),
-        ("nccl", encode_announcement(ADAPTER), {"names", "dtype_names", "shapes"}),
+        ("nccl", encode_announcement(ADAPTER), {"tensors"}),
         (
             "ipc",
-            json.dumps({"tensors": TensorSpec.of_weights(ADAPTER), "gpu": "0b", "handles": [{}, {}]}).encode(),
-            {"names", "dtype_names", "shapes", "gpu", "handles"},
+            encode_announcement(ADAPTER, gpu="0b", handles=[{}, {}]),
+            {"tensors", "gpu", "handles"},
         ),
     ],
 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,10 +15,15 @@ from safetensors.torch import load as load_tensors
 
 from actors.driver.prepare import prepare
 from actors.trainer.actor import TrainerRank
-from actors.weights.cuda_ipc import encode_handles, ipc_update_info
-from actors.weights.nccl_broadcast import encode_announcement
-from actors.weights.policy_tensors import EMPTY_CHECKSUM, AdapterShapes, PolicySize, checksum_of
-from actors.weights.pulled import WeightFile
+from actors.weights.cuda_ipc import encode_handles
+from actors.weights.policy_tensors import (
+    AdapterShapes,
+    PolicySize,
+    checksum_of,
+    decode_announcement,
+    encode_announcement,
+)
+from actors.weights.pulled import Source, WeightFile
 from actors.weights.weight_group import Meeting
 from service.config import Config, WeightsConfig, load_config
 from tests.pure.actors.fakes import all_rows
@@ -54,8 +58,7 @@ def test_a_rank_sends_only_the_version_that_was_asked_for() -> None:
     rank, meeting = rank_of("nccl"), Meeting("10.0.0.1", 29500, 3, 60.0)
     sender = rank._sender = Sender()  # type: ignore[assignment]
     assert not rank.begin_send(7, meeting), "nothing was gathered yet"
-    data, (checksum, _) = rank.weights(7)
-    assert (data.tobytes(), checksum) == (encode_announcement(WEIGHTS), checksum_of(encode_announcement(WEIGHTS)))
+    assert rank.weights(7) == (encode_announcement(WEIGHTS), checksum_of(encode_announcement(WEIGHTS)))
     assert rank.begin_send(7, meeting)
     rank.weights(8)
     assert not rank.begin_send(7, meeting)
@@ -77,29 +80,30 @@ def test_a_rank_shares_the_newest_version_whose_work_on_the_gpu_has_ended(monkey
     monkeypatch.setattr(torch.cuda, "ipc_collect", lambda: None)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="0b4a"))
     rank = rank_of("ipc")
-    assert rank.weights(7)[1][0] == rank.ipc_handles(6)[1] == EMPTY_CHECKSUM
-    data, checksum = rank.ipc_handles(7)
+    assert rank.weights(7) is None and rank.ipc_handles(6) is None
+    data, checksum = rank.ipc_handles(7) or (b"", 0)
     assert did == ["synchronize", *["handle"] * 5]
     did.clear()
-    assert data.tobytes() == encode_handles(WEIGHTS, CPU)
-    info, n_bytes = ipc_update_info(data, checksum, SIZE)
-    assert (info["names"], info["gpu"], n_bytes) == (list(WEIGHTS), "0b4a", sum(t.nbytes for t in WEIGHTS.values()))
+    assert data == encode_handles(WEIGHTS, CPU)
+    info, n_bytes = decode_announcement(data, checksum, SIZE)
+    assert [name for name, *_ in info["tensors"]] == list(WEIGHTS)
+    assert (info["gpu"], n_bytes) == ("0b4a", sum(tensor.nbytes for tensor in WEIGHTS.values()))
     assert [handle["storage_handle"] for handle in info["handles"]] == [f"0{number}ff" for number in range(5)]
-    assert [handle["tensor_offset"] for handle in json.loads(data.tobytes())["handles"]] == list(range(5))
+    assert [handle["tensor_offset"] for handle in info["handles"]] == list(range(5))
     rank.weights(8)
-    assert rank.ipc_handles(7)[1] == EMPTY_CHECKSUM
+    assert rank.ipc_handles(7) is None
 
 
 def file_of(rank: TrainerRank, version: int, size: int = 64) -> bytes:
     """The file that a rank gives out in buckets of this size."""
-    _, (_, source) = rank.weights(version)
-    assert source is not None
-    n_bytes = source.part.n_bytes
-    given = [rank.bucket(version, start, min(start + size, n_bytes)) for start in range(0, n_bytes, size)]
-    for message, bucket in given:
-        assert bucket is not None
+    source, data = rank.weights(version), bytearray()
+    assert isinstance(source, Source)
+    for start in range(0, source.part.n_bytes, size):
+        message, bucket = rank.bucket(version, start, min(start + size, source.part.n_bytes))
+        assert bucket is not None and message is not None
         assert (bucket.checksum, sum(n for _, n in bucket.spans)) == (checksum_of(message), len(message))
-    return b"".join(message.tobytes() for message, _ in given)
+        data += message.tobytes()
+    return bytes(data)
 
 
 @pytest.mark.parametrize("size", [8, 64, 1 << 20])
@@ -121,8 +125,8 @@ def test_a_rank_gives_out_the_newest_version_only() -> None:
 def test_engines_of_a_ranks_host_read_what_it_gives_out() -> None:
     rank = rank_of("memory")
     for version in (7, 8, 9):
-        _, (_, source) = rank.weights(version)
-        assert source is not None
+        source = rank.weights(version)
+        assert isinstance(source, Source)
         with closing(WeightFile(version, [source])) as file:
             assert {name: tensor.tolist() for name, tensor in WEIGHTS.items()} == {
                 name: tensor.clone().tolist() for name, tensor in file.tensors()
