@@ -30,7 +30,6 @@ from actors.engine.vllm_engine import VllmEngine, engine_env
 from actors.generator.actor import Generator
 from actors.observe.metrics_hub import MetricsHub
 from actors.weights.part import PartBuffers
-from actors.weights.pulled import Source
 from baton.examples import lookup
 from benchmarks.own_ray import own_ray
 from service.config import (
@@ -221,7 +220,7 @@ class Road:
         """Send the same weights as the current version."""
         version = self.version.pack()
         self.buffers.copy(version, self.rows, next(iter(self.rows.values())).rows.dtype)
-        sources = [Source(self.buffers.place, self.buffers.part)]
+        sources = [self.buffers.source]
         update: dict[str, float] = self.call("update_weights", version, sources, 0)
         return update
 

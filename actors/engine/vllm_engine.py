@@ -33,8 +33,9 @@ from actors.engine.expected_warnings import ANSWERS, not_of_the_end
 from actors.engine.vllm_arguments import OWNER_PID, EngineSettings, can_overflow, engine_arguments, on_gpu
 from actors.engine.vllm_arguments import engine_env as engine_env
 from actors.heap import freeze_heap
+from actors.weights.part import Source
 from actors.weights.policy_tensors import ADAPTER, ADAPTER_ID, PolicySize, WeightBytes, decode_announcement
-from actors.weights.pulled import Source, WeightFile
+from actors.weights.pulled import WeightFile
 from actors.weights.weight_group import Meeting
 from service.config import Config, LoraConfig
 from service.environment_variables import SAFE_PATH

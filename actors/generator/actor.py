@@ -32,8 +32,8 @@ from actors.generator.outbox import Outbox, Unreachable
 from actors.observe.actor_logs import keep_log
 from actors.observe.reporting import Reporter
 from actors.weights.image import ImageHolder
+from actors.weights.part import Source
 from actors.weights.policy_tensors import WeightBytes
-from actors.weights.pulled import Source
 from actors.weights.weight_group import Meeting
 from service.agents.agents import Agents
 from service.agents.session_keys import Keys

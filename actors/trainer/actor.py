@@ -24,9 +24,8 @@ from actors.observe.actor_logs import keep_log
 from actors.observe.reporting import Reporter
 from actors.weights.cuda_ipc import encode_handles
 from actors.weights.nccl_broadcast import BroadcastSender
-from actors.weights.part import PartBuffers, WeightBucket
+from actors.weights.part import PartBuffers, Source, WeightBucket
 from actors.weights.policy_tensors import Octets, checksum_of, encode_announcement
-from actors.weights.pulled import Source
 from actors.weights.weight_group import Meeting
 from service.config import Config
 from service.errors import ProcessLost, UserError
@@ -248,7 +247,7 @@ class TrainerRank(Supervised):
             transport = self._config.weights.transport
             if transport == "memory":
                 self._buffers.copy(version, self.learner.shards(), self.learner.policy.dtype)
-                return Source(self._buffers.place, self._buffers.part)
+                return self._buffers.source
             if transport == "ipc":
                 self._gathered = None, {}
                 torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]

@@ -12,8 +12,7 @@ import ray
 import ray.exceptions
 
 from actors.calls import CALL_SECONDS, RESTARTING, answer, call, in_a_line
-from actors.weights.part import WeightBucket, check_parts
-from actors.weights.pulled import Source
+from actors.weights.part import Source, WeightBucket, check_parts
 from actors.weights.weight_group import Meeting
 from actors.weights.weight_source import PublishedWeights, TrainerLost
 from service.backoff import retried

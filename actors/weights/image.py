@@ -25,7 +25,7 @@ class Image:
         self._version, self._missing = version, n_bytes
         self._memory = WeightMemory(n_bytes)
         self._octets = self._memory.octets().numpy()
-        self.path = self._memory.place().path
+        self.path = self._memory.path
         self._written: set[tuple[tuple[int, int], ...]] = set()
         """The spans of the buckets that were written."""
         self._writing = Lock()

@@ -10,7 +10,6 @@ and after, so that nothing that was replaced meanwhile passes for weights of a v
 from __future__ import annotations
 
 import os
-from typing import NamedTuple
 from weakref import finalize
 
 import torch
@@ -22,19 +21,6 @@ PAGE = 4096
 """Bytes of which the start of each buffer is a multiple."""
 NO_VERSION = -1
 """The version of a buffer that is empty, or about to be filled."""
-
-
-class Place(NamedTuple):
-    """Where a buffer lies."""
-
-    path: str
-    """Where processes of the same host open the memory, and the file's own number, because descriptors are reused."""
-    start: int = PAGE
-    """First byte of the buffer."""
-    word: int = 0
-    """Number of the buffer."""
-    stays: bool = False
-    """Whether later versions will lie in the same memory."""
 
 
 class WeightMemory:
@@ -49,20 +35,21 @@ class WeightMemory:
         self._octets = _map(self._fd)
         self._versions = _versions(self._octets)
         self._versions.fill_(NO_VERSION)
-        self._path = f"/proc/{os.getpid()}/fd/{self._fd}#{os.fstat(self._fd).st_ino}"
+        self.path = f"/proc/{os.getpid()}/fd/{self._fd}#{os.fstat(self._fd).st_ino}"
+        """Where processes of the same host open it, and the file's own number, because descriptors are reused."""
         self._end = finalize(self, os.close, self._fd)
 
     @property
     def _stride(self) -> int:
         return -(-self._n_bytes // PAGE) * PAGE
 
-    def place(self, buffer: int = 0) -> Place:
-        """Return where a buffer lies."""
-        return Place(self._path, PAGE + buffer * self._stride, buffer, stays=True)
+    def start(self, buffer: int) -> int:
+        """Return the first byte of a buffer."""
+        return PAGE + buffer * self._stride
 
     def octets(self, buffer: int = 0) -> Tensor:
         """Return the bytes of a buffer, [n] uint8; with a GPU the memory is registered with CUDA."""
-        start = self.place(buffer).start
+        start = self.start(buffer)
         return self._octets[start : start + self._n_bytes]
 
     def mark(self, version: int, buffer: int = 0) -> None:
@@ -103,10 +90,6 @@ class OpenMemory:
     def version(self, buffer: int) -> int:
         """Return the version of a buffer."""
         return int(_versions(self.octets)[buffer])
-
-    def register(self) -> None:
-        """Register the memory with CUDA, see `register`."""
-        register(self.octets)
 
     def close(self) -> None:
         """Close the descriptor; the bytes stay as long as they are used."""

@@ -19,9 +19,7 @@ from typing import Any
 
 from actors.calls import ACTOR_FAILED, call, may_be_dropped
 from actors.weights.chain import Replaced, WeightChain
-from actors.weights.memory import Place
-from actors.weights.part import WeightPart
-from actors.weights.pulled import Source
+from actors.weights.part import Source, WeightPart
 from actors.weights.weight_source import PublishedWeights, WeightSource
 from service.types import PolicyVersion
 
@@ -97,7 +95,7 @@ class NodeImages:
         held = await self._hold(name, version, weights)
         try:
             path, whole = held.path.result(), WeightPart(((0, sum(weights.sizes)),))
-            yield None if path is None else [Source(Place(path), whole)]
+            yield None if path is None else [Source(whole, path)]
         finally:
             await self._let_go(held)
 

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from actors.weights.memory import NO_VERSION, Place, WeightMemory
+from actors.weights.memory import NO_VERSION, PAGE, WeightMemory
 from actors.weights.policy_tensors import Octets, checksum_of
 from service.learn.model.sharding import Rows, finish_host_copies
 
@@ -81,6 +81,20 @@ class WeightPart:
         return found
 
 
+class Source(NamedTuple):
+    """Where processes of the same host read a part."""
+
+    part: WeightPart
+    path: str
+    """Path of the memory, see `WeightMemory`."""
+    start: int = PAGE
+    """First byte of the buffer in the memory."""
+    buffer: int = 0
+    """Number of the buffer in the memory."""
+    stays: bool = False
+    """Whether later versions will lie in the same memory."""
+
+
 class WeightBucket(NamedTuple):
     """Describes bytes of a part that travel as one message."""
 
@@ -116,9 +130,9 @@ class PartBuffers:
         self._lock = Lock()
 
     @property
-    def place(self) -> Place:
+    def source(self) -> Source:
         """Return where the newest version lies."""
-        return self._memory.place(self._newest)
+        return Source(self.part, self._memory.path, self._memory.start(self._newest), self._newest, stays=True)
 
     def copy(self, version: int, weights: Mapping[str, Rows], dtype: torch.dtype) -> None:
         """Copy the part of a version, as this type, over that of the version before the last."""

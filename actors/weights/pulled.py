@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from actors.weights.memory import OpenMemory, Place
-from actors.weights.part import TYPES, WeightPart
+from actors.weights.memory import OpenMemory, register
+from actors.weights.part import TYPES, Source, WeightPart
 from service.errors import WeightsGone
 
 DTYPES = {name: dtype for dtype, name in TYPES.items()}
@@ -31,13 +31,6 @@ CPU = torch.device("cpu")
 
 ReadRows = Callable[[int, int, torch.device], Tensor]
 """Returns the elements [(stop - start) x ...] of the rows from `start` to `stop` of a tensor, on a device."""
-
-
-class Source(NamedTuple):
-    """A buffer that holds a part of a weights file."""
-
-    place: Place
-    part: WeightPart
 
 
 class StoredTensor(NamedTuple):
@@ -65,30 +58,30 @@ class WeightFile:
         self._own: list[OpenMemory] = []
         """Those that are closed with the file."""
         try:
-            for place, _ in self._sources:
-                self._memories[place.path] = self._memories.get(place.path) or self._opened(place, kept)
+            for source in self._sources:
+                self._memories[source.path] = self._memories.get(source.path) or self._opened(source, kept)
             self.check()
         except WeightsGone:
             self.close()
             raise
         self._spans = sorted(
             (
-                (at, n_bytes, self._memories[place.path].octets, place.start + end - n_bytes)
-                for place, part in self._sources
-                for (at, n_bytes), end in zip(part.spans, part.ends, strict=True)
+                (at, n_bytes, self._memories[source.path].octets, source.start + end - n_bytes)
+                for source in self._sources
+                for (at, n_bytes), end in zip(source.part.spans, source.part.ends, strict=True)
             ),
             key=itemgetter(0),
         )
         self._starts = [at for at, *_ in self._spans]
 
-    def _opened(self, place: Place, kept: dict[str, OpenMemory] | None) -> OpenMemory:
-        number = place.path.partition("#")[2]
-        if kept is None or not place.stays:
-            self._own.append(OpenMemory(place.path))
+    def _opened(self, source: Source, kept: dict[str, OpenMemory] | None) -> OpenMemory:
+        number = source.path.partition("#")[2]
+        if kept is None or not source.stays:
+            self._own.append(OpenMemory(source.path))
             return self._own[-1]
         if number not in kept:
-            kept[number] = OpenMemory(place.path)
-            kept[number].register()
+            kept[number] = OpenMemory(source.path)
+            register(kept[number].octets)
         return kept[number]
 
     @property
@@ -102,9 +95,9 @@ class WeightFile:
         Raises:
             WeightsGone: a part was replaced, or is being replaced.
         """
-        for place, _ in self._sources:
-            if (found := self._memories[place.path].version(place.word)) != self._version:
-                raise WeightsGone(f"the weights at {place.path} are gone (version {found}, not {self._version})")
+        for source in self._sources:
+            if (found := self._memories[source.path].version(source.buffer)) != self._version:
+                raise WeightsGone(f"the weights at {source.path} are gone (version {found}, not {self._version})")
 
     def read(self, start: int, stop: int, device: torch.device = CPU) -> Tensor:
         """Return these bytes of the file, [n] uint8; bytes of one part that stay where they are, are not copied."""
@@ -157,7 +150,7 @@ class WeightFile:
 
     def info(self) -> dict[str, Any]:
         """Return the arguments of `file_of`, for processes of this host while this one has the file open."""
-        sources = [[place._replace(path=self._memories[place.path].path), part.spans] for place, part in self._sources]
+        sources = [(part.spans, self._memories[path].path, *where) for part, path, *where in self._sources]
         return {"version": self._version, "sources": sources}
 
     def close(self) -> None:
@@ -168,8 +161,8 @@ class WeightFile:
 
 def file_of(info: Mapping[str, Any], kept: dict[str, OpenMemory]) -> WeightFile:
     """Open a file that another process has open, from `WeightFile.info`; raises as `WeightFile`."""
-    sources = [Source(Place(*place), WeightPart.of_spans(spans)) for place, spans in info["sources"]]
-    numbers = {source.place.path.partition("#")[2] for source in sources}
+    sources = [Source(WeightPart.of_spans(spans), *where) for spans, *where in info["sources"]]
+    numbers = {source.path.partition("#")[2] for source in sources}
     for number in kept.keys() - numbers:  # of ranks that have ended
         kept.pop(number).close()
     return WeightFile(info["version"], sources, kept)

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from actors.weights.part import WeightBucket
-from actors.weights.pulled import Source
+from actors.weights.part import Source, WeightBucket
 from actors.weights.weight_group import Meeting
 from service.errors import BatonError
 from service.types import PolicyVersion

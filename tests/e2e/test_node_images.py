@@ -14,7 +14,7 @@ import torch
 from actors.weights.image import Image, ImageHolder
 from actors.weights.node_images import NodeImages
 from actors.weights.part import PartBuffers, WeightBucket
-from actors.weights.pulled import Source, WeightFile
+from actors.weights.pulled import WeightFile
 from actors.weights.weight_source import PublishedWeights
 from service.errors import WeightsGone
 from service.types import PolicyVersion
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.slow
 class Rank0:
     """Gives out what was published last."""
 
-    nodes = ("a",)
+    nodes = ("of the ranks",)
 
     def __init__(self) -> None:
         self.given, self.publication = 0, PartBuffers()
@@ -35,7 +35,7 @@ class Rank0:
     def publishes(self, step: int) -> PublishedWeights:
         weights = {"w": torch.full((512, 1024), float(step))}
         self.publication.copy(PolicyVersion(1, step).pack(), all_rows(weights), torch.float32)
-        return PublishedWeights(None, 0, (Source(self.publication.place, self.publication.part),))
+        return PublishedWeights(None, 0, (self.publication.source,))
 
     @property
     def data(self) -> bytes:

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from actors.weights.part import PartBuffers
-from actors.weights.pulled import Source, WeightFile
+from actors.weights.part import PartBuffers, Source
+from actors.weights.pulled import WeightFile
 from service.errors import WeightsGone
 from service.learn.model.sharding import Rows, shard_bounds
 
@@ -40,7 +40,7 @@ def rank(connection: Connection, number: int) -> None:
         version = connection.recv()
         rows = {str(name): torch.full((end - first, SHAPE[1]), value(version, name)) for name in range(TENSORS)}
         buffers.copy(version, {name: Rows(SHAPE, first, tensor) for name, tensor in rows.items()}, torch.float32)
-        connection.send(Source(buffers.place, buffers.part))
+        connection.send(buffers.source)
 
 
 def worker(connection: Connection, number: int) -> None:

@@ -19,7 +19,8 @@ from actors.engine.vllm_engine import WeightUpdate
 from actors.generator.actor import Generator
 from actors.trainer.actor import MeetingPoint, TrainerRank
 from actors.weights.image import ImageHolder
-from actors.weights.pulled import Source, WeightFile
+from actors.weights.part import Source
+from actors.weights.pulled import WeightFile
 from service.columns import digest
 from service.config import Config
 from service.errors import RunFailed
@@ -323,8 +324,7 @@ class SimHub(Living):
 def free_images(holder: ImageHolder | None) -> None:
     """The memory of a dead process is free."""
     for image in [] if holder is None else holder._images.values():
-        if image._fd >= 0:
-            image.close()
+        image.close()
 
 
 def end_of_this_process(actors: dict[str, MadeActor], code: int) -> None:

@@ -13,17 +13,16 @@ import ray.exceptions
 from torch import Tensor
 
 from actors.weights.image import Image
-from actors.weights.memory import PAGE, Place
+from actors.weights.memory import PAGE
 from actors.weights.node_images import NodeImages
-from actors.weights.part import PartBuffers, WeightBucket, WeightPart
+from actors.weights.part import PartBuffers, Source, WeightBucket, WeightPart
 from actors.weights.policy_tensors import WeightBytes, checksum_of
-from actors.weights.pulled import Source
 from actors.weights.weight_source import PublishedWeights
 from service.learn.model.sharding import Rows, shard_bounds
 from service.run.supervisor import Life
 from service.types import PolicyVersion
 
-ONE_BUCKET = (Source(Place("/rank-0"), WeightPart(((0, 16),))),)
+ONE_BUCKET = (Source(WeightPart(((0, 16),)), "/rank-0"),)
 """A file of weights that is one bucket of one rank."""
 
 
@@ -108,7 +107,7 @@ def image_of(data: bytes, version: int = 0) -> Image:
 
 def at(path: str, n_bytes: int) -> list[Source]:
     """Where an engine reads the whole file that is in an image."""
-    return [Source(Place(path), WeightPart(((0, n_bytes),)))]
+    return [Source(WeightPart(((0, n_bytes),)), path)]
 
 
 @asynccontextmanager
@@ -117,7 +116,7 @@ async def path_for(
 ) -> AsyncIterator[str | None]:
     """The path from which a generator on another host than the ranks loads while the block runs."""
     async with files.sources_for(name, version, weights) as sources:
-        yield None if sources is None else sources[0].place.path
+        yield None if sources is None else sources[0].path
 
 
 def content(image: Image) -> bytes:
@@ -184,7 +183,7 @@ class FakeGenerator:
     async def _update(self, version: int, data: Any, checksum: int) -> None:
         await self.loading.wait()
         self._fail("update")
-        where = data[0].place.path if isinstance(data, list | tuple) else data
+        where = data[0].path if isinstance(data, list | tuple) else data
         self.said.append(f"{self.name} takes {PolicyVersion.unpack(version)} from {where}, checksum {checksum}")
 
     async def _life(self) -> Life:

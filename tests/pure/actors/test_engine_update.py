@@ -22,8 +22,9 @@ import actors.engine.vllm_engine
 from actors.engine.vllm_engine import VllmEngine
 from actors.weights.image import Image
 from actors.weights.memory import OpenMemory
+from actors.weights.part import Source
 from actors.weights.policy_tensors import ADAPTER_ID, PolicySize, adapter_shapes, encode_announcement
-from actors.weights.pulled import Source, file_of
+from actors.weights.pulled import file_of
 from actors.weights.weight_group import Meeting
 from service.config import Config, LoraConfig, WeightsConfig
 from service.errors import RunFailed, WeightsCutOff, WeightsGone
@@ -473,6 +474,6 @@ async def test_an_adapter_that_some_workers_may_lack_is_loaded_again_or_the_engi
 
 
 async def test_an_opened_image_is_not_inherited_by_the_engines_processes(engine: VllmEngine) -> None:
-    ((place, _),), _ = sent()
-    with closing(OpenMemory(place.path)) as own:
-        assert not any(os.get_inheritable(int(file_at(path).name)) for path in (place.path, own.path))
+    ((_, path, *_),), _ = sent()
+    with closing(OpenMemory(path)) as own:
+        assert not any(os.get_inheritable(int(file_at(path).name)) for path in (path, own.path))

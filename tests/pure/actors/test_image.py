@@ -13,10 +13,10 @@ import torch
 from safetensors.torch import save, save_file
 
 from actors.weights.image import Image
-from actors.weights.memory import NO_VERSION, OpenMemory, Place
-from actors.weights.part import WeightPart
+from actors.weights.memory import NO_VERSION, OpenMemory
+from actors.weights.part import Source, WeightPart
 from actors.weights.policy_tensors import PolicySize
-from actors.weights.pulled import Source, WeightFile
+from actors.weights.pulled import WeightFile
 from service.errors import WeightsGone
 from tests.pure.actors.fakes import bucket_of, content, image_of
 
@@ -28,7 +28,7 @@ UNTIED_SIZE = PolicySize(15, tied=False)
 
 def read(image: Image) -> WeightFile:
     """The file as an engine opens it."""
-    return WeightFile(0, [Source(Place(image.path), WeightPart(((0, len(image._octets)),)))])
+    return WeightFile(0, [Source(WeightPart(((0, len(image._octets)),)), image.path)])
 
 
 def take(data: bytes, size: PolicySize = UNTIED_SIZE) -> None:
@@ -138,4 +138,4 @@ def test_another_image_that_has_the_descriptor_of_one_that_was_given_back_is_not
 @pytest.mark.parametrize("path", ["/proc/1/fd/12345", "/proc/self/fd/12345", "/nowhere"])
 def test_a_path_that_leads_nowhere_is_gone(path: str) -> None:
     with pytest.raises(WeightsGone, match=f"the weights at {path} are gone"):
-        WeightFile(0, [Source(Place(path), WeightPart(((0, 8),)))])
+        WeightFile(0, [Source(WeightPart(((0, 8),)), path)])

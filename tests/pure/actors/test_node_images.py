@@ -8,10 +8,8 @@ from typing import Any
 
 import pytest
 
-from actors.weights.memory import Place
 from actors.weights.node_images import NodeImages
-from actors.weights.part import WeightBucket, WeightPart
-from actors.weights.pulled import Source
+from actors.weights.part import Source, WeightBucket, WeightPart
 from actors.weights.weight_source import PublishedWeights
 from service.errors import Starved
 from service.types import PolicyVersion
@@ -223,7 +221,7 @@ async def test_weights_go_to_one_generator_of_each_node_and_first_to_that_of_the
 
         generator.write_image = Stores(writing)
     weights = PublishedWeights(
-        "of three ranks", 1, tuple(Source(Place(""), WeightPart(((start, 8),))) for start in (0, 8, 16))
+        "of three ranks", 1, tuple(Source(WeightPart(((start, 8),)), "") for start in (0, 8, 16))
     )
     async with files.spread([generator.name for generator in generators], VERSION, weights):
         async with path_for(files, "beside far", VERSION, weights) as path:

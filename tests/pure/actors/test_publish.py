@@ -16,6 +16,7 @@ from safetensors.torch import load as load_tensors
 from actors.driver.prepare import prepare
 from actors.trainer.actor import TrainerRank
 from actors.weights.cuda_ipc import encode_handles
+from actors.weights.part import Source
 from actors.weights.policy_tensors import (
     AdapterShapes,
     PolicySize,
@@ -23,7 +24,7 @@ from actors.weights.policy_tensors import (
     decode_announcement,
     encode_announcement,
 )
-from actors.weights.pulled import Source, WeightFile
+from actors.weights.pulled import WeightFile
 from actors.weights.weight_group import Meeting
 from service.config import Config, WeightsConfig, load_config
 from tests.pure.actors.fakes import all_rows

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from actors.weights.memory import NO_VERSION, OpenMemory
-from actors.weights.part import PartBuffers
-from actors.weights.pulled import CPU, PulledTensor, Source, WeightFile, file_of
+from actors.weights.part import PartBuffers, Source
+from actors.weights.pulled import CPU, PulledTensor, WeightFile, file_of
 from service.errors import WeightsGone
 from tests.pure.actors.fakes import on_ranks
 
@@ -33,7 +33,7 @@ def copy(ranks: list[PartBuffers], weights: dict[str, Tensor], version: int) -> 
 
 
 def sources(ranks: list[PartBuffers]) -> list[Source]:
-    return [Source(buffers.place, buffers.part) for buffers in ranks]
+    return [buffers.source for buffers in ranks]
 
 
 class Counting(WeightFile):
@@ -126,9 +126,9 @@ def test_a_version_that_is_replaced_while_it_is_read_is_gone() -> None:
 
 def test_a_buffer_that_is_being_filled_has_no_version() -> None:
     ranks, seen = published(WEIGHTS, 1), list[int]()
-    place = ranks[0].place
+    path = ranks[0].source.path
 
-    with closing(OpenMemory(place.path)) as memory:
+    with closing(OpenMemory(path)) as memory:
         assert [memory.version(n) for n in (0, 1)] == [NO_VERSION, 1]
         rows = on_ranks(WEIGHTS, 1)[0]
         looks = Looks(rows["a"].rows, lambda: seen.append(memory.version(0)))
