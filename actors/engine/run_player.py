@@ -15,11 +15,6 @@ from service.rollout.limits import AgentLimits, PlaySettings
 from service.rollout.player import Player
 
 
-def play_settings(config: Config) -> PlaySettings:
-    """Return the settings of a run's configuration that concern how trajectories are played."""
-    return PlaySettings(config.run.seed, config.env, config.generator, config.roles)
-
-
 class RunPlayer(Player[Agents]):
     """Plays the trajectories of a configured run on one engine."""
 
@@ -38,4 +33,5 @@ class RunPlayer(Player[Agents]):
         def agents(chat: Chat, timed: Engine, limits: AgentLimits) -> Agents | None:
             return None if endpoint is None else Agents(endpoint, chat, timed, limits, keys, number)
 
-        super().__init__(play_settings(config), model_folder, engine, agents, AgentRunner(config.env), served)
+        settings = PlaySettings(config.run.seed, config.env, config.generator, config.roles)
+        super().__init__(settings, model_folder, engine, agents, AgentRunner(config.env), served)

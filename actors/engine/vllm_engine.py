@@ -64,11 +64,8 @@ UPDATE_TRIES = 2
 class WeightUpdate(NamedTuple):
     """The cost of one weight update."""
 
-    version: int
-    """Packed."""
     bytes: int
     pause_seconds: float
-    tries: int
 
 
 class VllmEngine:
@@ -198,33 +195,28 @@ class VllmEngine:
         async with self._update_lock:
             if version < self.serving:
                 raise ValueError(f"weights of version {version} are older than {self.serving}, which the engine serves")
-            try:
-                if self._config.weights.transport == "memory":
-                    return await self._unless_dead(self._pull(version, cast(Sequence[Source], data)))
-                return await self._unless_dead(self._receive(version, cast(WeightBytes, data), checksum))
-            except Exception as error:  # noqa: BLE001 - raised, as it is or as the core's death
-                raise self._death() or error from error.__cause__
+            if self._config.weights.transport == "memory":
+                return await self._unless_dead(self._pull(version, cast(Sequence[Source], data)))
+            return await self._unless_dead(self._receive(version, cast(WeightBytes, data), checksum))
 
     async def _pull(self, version: PolicyVersion, sources: Sequence[Source]) -> WeightUpdate:
         with closing(WeightFile(version.pack(), sources)) as file:
             self._size.check((name, stored.shape) for name, stored in file.stored().items())
             try:
-                pause_seconds, tries = await self._swap(version, file.info(), UPDATE_TRIES)
+                return WeightUpdate(file.n_bytes, await self._swap(version, file.info(), UPDATE_TRIES))
             except RunFailed:
                 file.check()  # whether they failed because they were replaced meanwhile
                 raise
-            return WeightUpdate(version.pack(), file.n_bytes, pause_seconds, tries)
 
     async def _receive(self, version: PolicyVersion, data: WeightBytes, checksum: int) -> WeightUpdate:
         """Load weights from the trainer's GPU; `data` announces the tensors, which the trainer sends or shares once."""
         info, n_bytes = decode_announcement(data, checksum, self._size)
         try:
-            pause_seconds, tries = await self._swap(version, info, tries=1)
+            return WeightUpdate(n_bytes, await self._swap(version, info, tries=1))
         except RunFailed as error:
             if self._config.weights.transport == "nccl":
                 raise WeightsCutOff(str(error.__cause__)) from error
             raise
-        return WeightUpdate(version.pack(), n_bytes, pause_seconds, tries)
 
     async def join(self, meeting: Meeting, first_rank: int) -> None:
         """Let this engine's workers join a group with the trainer's first rank, at ranks from `first_rank` on.
@@ -237,26 +229,28 @@ class VllmEngine:
         request = WeightTransferInitRequest(init_info={"meeting": meeting, "first_rank": first_rank})
         try:
             await self._unless_dead(self._running().init_weight_transfer_engine(request))
+        except RunFailed:
+            raise
         except Exception as error:  # vLLM passes the worker's error on as a bare Exception
-            raise self._death() or WeightsCutOff(str(error)) from error
+            raise WeightsCutOff(str(error)) from error
 
-    async def _swap(self, version: PolicyVersion, info: dict[str, Any], tries: int) -> tuple[float, int]:
-        """Pause, load the weights, resume; returns the seconds of the pause and the number of tries."""
+    async def _swap(self, version: PolicyVersion, info: dict[str, Any], tries: int) -> float:
+        """Pause, load the weights, resume; returns the seconds of the pause."""
         llm = self._running()
         # `pause_generation` would sleep 20 ms more, only to order the outputs.
         clear_cache = self._config.weights.kv_cache == "recompute"
         await llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=clear_cache)
         self.times.pause()
-        tried = await self._load(llm, info, version, tries)
+        await self._load(llm, info, version, tries)
         if clear_cache and self._recorder is not None:
             self._recorder.preempted_by_update()  # now, because every step before the pause is recorded by now
         await llm.update_weight_version(str(version.pack()))
         self._serve(version)
         await llm.resume_generation()
-        return self.times.resume(), tried
+        return self.times.resume()
 
-    async def _load(self, llm: AsyncLLM, info: dict[str, Any], version: PolicyVersion, tries: int) -> int:
-        """Load the weights, or the adapter, into the paused engine; returns the number of tries.
+    async def _load(self, llm: AsyncLLM, info: dict[str, Any], version: PolicyVersion, tries: int) -> None:
+        """Load the weights, or the adapter, into the paused engine.
 
         Raises:
             RunFailed: every try failed; the engine holds parts of both versions and must not resume.
@@ -271,11 +265,10 @@ class VllmEngine:
                     await llm.start_weight_update()
                     await llm.update_weights(WeightTransferUpdateRequest(update_info=info))
                     await llm.finish_weight_update()
-                break
+                return
             except Exception as error:  # vLLM passes the worker's error on as a bare Exception
                 if tried == tries:
                     raise RunFailed(f"the weights of version {version} were not loaded in {tries} tries") from error
-        return tried
 
     def _serve(self, version: PolicyVersion) -> None:
         self.serving = version
@@ -293,8 +286,6 @@ class VllmEngine:
                 await self._unless_dead(self._running().get_weight_version())
         except TimeoutError:
             raise RunFailed(f"the engine core did not answer within {deadline:.0f} s") from None
-        except Exception as error:  # noqa: BLE001 - raised, as it is or as the core's death
-            raise self._death() or error from None
 
     @property
     def load(self) -> EngineLoad | None:
@@ -323,13 +314,16 @@ class VllmEngine:
             raise RunFailed(f"the engine serves {self.serving}; to be evaluated is {PolicyVersion.unpack(version)}")
 
     async def _unless_dead(self, answer: Coroutine[Any, Any, Answer]) -> Answer:
-        """Wait for the engine core's answer, or raise when the core is dead, where vLLM would wait for ever."""
+        """Wait for the engine core's answer, or raise when the core is dead, where vLLM would wait for ever or raise an
+        error of its own."""
         waiting = asyncio.ensure_future(answer)
         try:
             while not (await asyncio.wait([waiting], timeout=CHECK_SECONDS))[0]:
                 if (death := self._death()) is not None:
                     raise death
             return waiting.result()
+        except Exception as error:  # noqa: BLE001 - raised, as it is or as the core's death
+            raise self._death() or error from error.__cause__
         finally:
             waiting.cancel()
 

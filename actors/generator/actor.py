@@ -114,7 +114,6 @@ class Generator(ImageHolder, Supervised):
         self._counts: Counter[str] = Counter()
         self._unmeasured: list[Steps] = []
         """Steps that were sent and are not measured yet."""
-        self._paused_seconds = 0.0
         self._reporter = Reporter("generator", name, self._config, resolve_actor(hub), self._measure_now)
         self._metrics = self._reporter.metrics
         self._activity = Activity(self._reporter.trace, self._engine.times)
@@ -292,7 +291,6 @@ class Generator(ImageHolder, Supervised):
             raise self._failed(error) from error.__cause__
         claimer.look_again()
         self._counts["updates"] += 1
-        self._paused_seconds += update.pause_seconds
         self._metrics.observe("baton_weight_sync_pause_seconds", update.pause_seconds)
         self._metrics.count("baton_weight_sync_bytes_total", update.bytes)
         return update._asdict()
@@ -325,25 +323,20 @@ class Generator(ImageHolder, Supervised):
         """The generator's state and its counts since the start."""
         joined = self._joined
         waiting = joined.claimer.waiting if joined is not None else None
-        elapsed, engine = self._activity.elapsed, self._engine.counts
         return {
             "name": self._name,
             "pid": os.getpid(),
-            "incarnation": joined.claimer.incarnation if joined is not None else 0,
             "policy_version": str(self._engine.serving),
             "groups": self._groups,
-            "group_limit": self._limit.groups,
             "trajectories": len(self._playing),
-            "elapsed_seconds": elapsed,
+            "elapsed_seconds": self._activity.elapsed,
             "wait_seconds": self._activity.seconds,
             "waiting": f"{waiting.reason}: {waiting.detail}" if waiting is not None else None,
-            "paused_seconds": self._paused_seconds,
-            "tokens_per_second": engine["generated_tokens"] / elapsed if elapsed else 0.0,
             "counts": dict(self._counts),
             "environments": self._player.env_metrics.sums,
             "failures": self._player.failures | (joined.outbox.last_refusals if joined is not None else {}),
             "leaked_tasks": len(self._player.leaked),
-            "engine": dict(engine),
+            "engine": dict(self._engine.counts),
             "outbox": dict(joined.outbox.counts) if joined is not None else {},
             "refusals": dict(joined.outbox.refusals) if joined is not None else {},
         }

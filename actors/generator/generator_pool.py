@@ -69,7 +69,7 @@ class GeneratorPool:
         self._down: set[str] = set()
         """Names of the generators that restart or stop; they are not called for weights or evaluations."""
         workers, by_name = settings.engine_gpus, self._generators
-        broadcasts = Broadcasts.of(weights, collective_deadline, workers, by_name, trainer)
+        broadcasts = Broadcasts(weights, collective_deadline, workers, by_name, trainer)
         failed, sent = partial(supervisor.report, TRAINER), telemetry.sent
         self.weights = Delivery(weights, by_name, trainer, broadcasts, self._is_up, self._not_taken, failed, sent)
         self._stopping = False

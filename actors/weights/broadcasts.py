@@ -42,27 +42,21 @@ class BroadcastGroup(NamedTuple):
 class Broadcasts:
     """Sends weights to engines through one group of them and the trainer's first rank."""
 
-    def __init__(self, generators: Mapping[str, Any], trainer: WeightSource, workers: int, within: float) -> None:
-        """Store the settings; `workers`: the number of workers of each engine; `within`: the deadline of one
-        broadcast in seconds."""
-        self._generators, self._trainer = generators, trainer
-        self._workers, self._within = workers, within
-        self._group: BroadcastGroup | None = None
-        self._is_over = True
-        """A new group has to be formed."""
-
-    @staticmethod
-    def of(
+    def __init__(
+        self,
         config: WeightsConfig,
         collective_deadline: float,
         workers: int,
         generators: Mapping[str, Any],
         trainer: WeightSource,
-    ) -> Broadcasts:
-        """Create it with at most half of a collective's deadline, because a hanging broadcast may block rank 0 in
-        a collective."""
-        within = min(config.sync_deadline / TRIES, collective_deadline / 2)
-        return Broadcasts(generators, trainer, workers, within)
+    ) -> None:
+        """Store the settings; `workers`: the number of workers of each engine. A broadcast may take at most half of a
+        collective's deadline, because one that hangs may block rank 0 in a collective."""
+        self._generators, self._trainer, self._workers = generators, trainer, workers
+        self._within = min(config.sync_deadline / TRIES, collective_deadline / 2)
+        self._group: BroadcastGroup | None = None
+        self._is_over = True
+        """A new group has to be formed."""
 
     async def send(
         self, names: Sequence[str], version: PolicyVersion, weights: PublishedWeights

@@ -135,16 +135,11 @@ class BroadcastSender:
     def _send(self, meeting: Meeting, weights: Mapping[str, Tensor]) -> None:
         with self._lock:  # the previous broadcast has its own deadline
             try:
-                group = self._joined(meeting)
+                if self._group is not None and self._group.meeting != meeting:
+                    self._group.end("another group takes its place")
+                    self._group = None
+                self._group = group = self._group or WeightGroup(meeting, 0, self._device)
                 with group.under_way(), torch.cuda.stream(self._stream) if self._stream else nullcontext():
                     send(group, weights, self._device)
             except WeightsCutOff as error:
                 log.warning("the broadcast of weights was cut off: %s", error)
-
-    def _joined(self, meeting: Meeting) -> WeightGroup:
-        if self._group is not None and self._group.meeting != meeting:
-            self._group.end("another group takes its place")
-            self._group = None
-        if self._group is None:
-            self._group = WeightGroup(meeting, 0, self._device)
-        return self._group

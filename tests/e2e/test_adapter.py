@@ -262,7 +262,7 @@ async def test_an_adapter_arrives_by_broadcast(local_ray: None, tmp_path: Path) 
     config = CONFIG_OF_ADAPTERS.model_copy(update={"weights": WeightsConfig(transport="nccl")})
     actor = started(tmp_path, base(), config, Engine)
     trainer = Trainer(config)
-    driver = Broadcasts.of(
+    driver = Broadcasts(
         config.weights,
         config.trainer.collective_deadline,
         1,

@@ -217,7 +217,7 @@ def test_after_an_update_a_tied_head_computes_with_the_new_weights(engine: Any, 
     assert difference(dense(1), prompt(1), generation, temperature) < ATOL
     assert difference(dense(0), prompt(1), generation, temperature) > 0.1
     assert set(generation.versions.tolist()) == {PolicyVersion(1, 1).pack()}
-    assert cost.tries == 1 and cost.bytes > 1e6 and cost.pause_seconds > 0
+    assert cost.bytes > 1e6 and cost.pause_seconds > 0
 
 
 def test_a_token_sampled_before_an_update_has_the_old_version_and_one_after_it_the_new(engine: Any) -> None:

@@ -123,7 +123,7 @@ async def test_an_engine_that_dies_in_a_broadcast_costs_the_others_one_more_and_
 
     engines = {name: start(name) for name in ("generator-0", "generator-1")}
     deadline, workers = CONFIG_OF_ENGINES.trainer.collective_deadline, CONFIG_OF_ENGINES.generator.tensor_parallel_size
-    driver = Broadcasts.of(CONFIG_OF_ENGINES.weights, deadline, workers, engines, trainer)  # type: ignore[arg-type]
+    driver = Broadcasts(CONFIG_OF_ENGINES.weights, deadline, workers, engines, trainer)  # type: ignore[arg-type]
 
     async def publish(step: int, *names: str) -> dict[str, BaseException]:
         version = PolicyVersion(1, step)

@@ -190,7 +190,7 @@ class SimEngine:
         if not (torch.stack(rows) == version.step).all():
             raise ValueError(f"weights of {version} are {rows}")
         self.serving = version
-        return WeightUpdate(version.pack(), file.n_bytes, 0.1, 1)
+        return WeightUpdate(file.n_bytes, 0.1)
 
     def measure(self, metrics: Metrics) -> None:
         """Nothing."""

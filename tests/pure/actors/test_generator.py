@@ -56,7 +56,7 @@ class FakeEngine:
         if self.error is not None:
             raise self.error
         self.taken.append((version, data, checksum))
-        return WeightUpdate(version.pack(), 10, 0.25, 1)
+        return WeightUpdate(10, 0.25)
 
 
 class AnsweringEngine(FakeEngine):
@@ -423,8 +423,8 @@ async def test_an_update_is_counted_and_a_waiting_claim_looks_again(generator: G
     checksum = xxhash.xxh3_64_intdigest(b"weights")
     update = await generator.update_weights(PolicyVersion(2, 3).pack(), "/path", checksum)
     assert engine_of(generator).taken == [(PolicyVersion(2, 3), "/path", checksum)]
-    assert (update["version"], update["pause_seconds"]) == (PolicyVersion(2, 3).pack(), 0.25)
-    assert (looked, generator._counts["updates"], generator._paused_seconds) == ([True], 1, 0.25)
+    assert update == {"bytes": 10, "pause_seconds": 0.25}
+    assert (looked, generator._counts["updates"]) == ([True], 1)
     assert exits == []
 
 

@@ -31,7 +31,13 @@ WEIGHTS = {
     "norm": torch.tensor([1.5, -2.0], dtype=torch.bfloat16),
     "head": torch.arange(77, dtype=torch.int8).view(7, 11),
 }
-SPECS = TensorSpec.of_weights(WEIGHTS)
+
+
+def specs_of(weights: dict[str, torch.Tensor]) -> list[TensorSpec]:
+    return [TensorSpec(name, str(w.dtype).removeprefix("torch."), tuple(w.shape)) for name, w in weights.items()]
+
+
+SPECS = specs_of(WEIGHTS)
 
 
 class Members:
@@ -114,7 +120,7 @@ def test_a_bucket_holds_parts_of_tensors_so_two_of_them_are_all_that_a_sender_al
     bucket_bytes = 1 << 20
     weights = {f"layers.{n}": torch.full((3 << 20,), n, dtype=torch.int8) for n in range(8)}
     group = members(2, bucket_bytes)
-    receiving = group.receives(1, TensorSpec.of_weights(weights))
+    receiving = group.receives(1, specs_of(weights))
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as measured:
         broadcast_from(group.groups[0], weights)
     assert receiving.result(LONG).keys() == weights.keys()
@@ -169,7 +175,7 @@ def test_a_member_that_fails_midway_ends_the_group_for_all_at_once_with_its_reas
 ) -> None:
     group = members(3, 97)
     small_first = {name: WEIGHTS[name] for name in ("norm", "embedding")}  # whole in the first of many buckets
-    specs = TensorSpec.of_weights(small_first)
+    specs = specs_of(small_first)
 
     def fail_midway() -> None:
         with group.groups[2].under_way():
