@@ -342,7 +342,7 @@ class VllmEngine:
         if llm is not None:
             getLogger(ANSWERS).addFilter(not_of_the_end)
             llm.shutdown(timeout=5)
-            llm.shutdown = _has_ended  # vLLM repeats it while Python ends, and fails then
+            llm.shutdown = lambda timeout=None: None  # vLLM repeats it while Python ends, and fails then
 
     def _running(self) -> AsyncLLM:
         if self._stopped:
@@ -350,10 +350,6 @@ class VllmEngine:
         if self._llm is None:
             raise RuntimeError("the engine is not started")
         return self._llm
-
-
-def _has_ended(timeout: float | None = None) -> None:
-    """Do nothing: the engine has been shut down."""
 
 
 def _checked_experts(model_folder: Path, generation: Generation) -> np.dtype[Any]:

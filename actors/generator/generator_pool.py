@@ -98,15 +98,6 @@ class GeneratorPool:
         if failed is not None:
             await self._start_again(name, failed)
 
-    async def _started(self, name: str) -> None:
-        """Start a generator's engine; if its process dies meanwhile, start it in the restarted process."""
-
-        async def start() -> None:
-            if not self._ends(name):
-                await self._start(name, self._generators[name])
-
-        await started(start, self._settings.start_deadline)
-
     async def _start(self, name: str, generator: Any) -> None:
         """Start a generator's engine, whose own deadline ends before that of the call."""
         self._supervisor.watch(name, partial(life_of, generator), self._settings.silent_deadline, BLOCKED)
@@ -254,8 +245,13 @@ class GeneratorPool:
 
     async def _came_up(self, name: str) -> BaseException | None:
         """Wait until a new process of a generator runs and has the newest weights; if that fails, returns why."""
+
+        async def start() -> None:
+            if not self._ends(name):
+                await self._start(name, self._generators[name])
+
         try:
-            await self._started(name)
+            await started(start, self._settings.start_deadline)
         except BatonError as failed:
             return failed
         except ray.exceptions.RayActorError as down:
