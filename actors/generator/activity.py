@@ -80,11 +80,8 @@ class Activity:
         return time.monotonic() - self._began if self._began is not None else 0.0
 
     def _look(self) -> None:
-        self._states.enter(self._now())
-
-    def _now(self) -> str:
-        if not self._has_work:
-            return EVALUATING if self._evaluations else WAITING if self._began is not None else STARTING
-        if self._engine.is_paused:
-            return PAUSED
-        return GENERATING if self._engine.running else ENVIRONMENT
+        if self._has_work:
+            now = PAUSED if self._engine.is_paused else GENERATING if self._engine.running else ENVIRONMENT
+        else:
+            now = EVALUATING if self._evaluations else WAITING if self._began is not None else STARTING
+        self._states.enter(now)
