@@ -11,7 +11,8 @@ because Ray might fetch the original from any node that holds it, including the 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from itertools import chain, zip_longest
 from typing import Any
 
@@ -19,7 +20,7 @@ import ray.exceptions
 
 from actors.calls import ACTOR_FAILED, answer, call, first_error
 from actors.weights.part import WeightBucket
-from actors.weights.weight_source import WeightSource
+from actors.weights.weight_source import PublishedWeights, WeightSource
 from service.errors import BatonError, Starved
 from service.types import PolicyVersion
 
@@ -40,32 +41,43 @@ class Replaced(BatonError):
     """The trainer has newer weights, which are about to be published."""
 
 
+@dataclass(eq=False)
+class NodeImage:
+    """A node's image of some weights, as the driver knows it."""
+
+    weights: PublishedWeights
+    holder: str
+    """Name of the generator that writes and holds the image."""
+    generator: Any
+    """This generator, also after it has left."""
+    number: int
+    users: int = 1
+    path: str | None = None
+    """Where engines load the image; None after `arrived`: the trainer has newer weights."""
+    error: BaseException | None = None
+    """Why the node does not have the weights."""
+    arrived: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when the image is whole, or will not be."""
+
+
 class WeightChain:
-    """The path of one publication over some generators, each on a different node."""
+    """The path of one publication over the images of some nodes."""
 
     def __init__(
         self,
-        generators: Mapping[str, Any],
         trainer: WeightSource,
         version: PolicyVersion,
         sizes: Sequence[int],
-        images: Mapping[str, int],
-        ways: Sequence[Sequence[str]],
+        ways: Sequence[Sequence[NodeImage]],
         deadline: float,
     ) -> None:
-        """Store the settings. `sizes`: the bytes of each rank's part; `images`: the number of the image that each
-        generator writes; `ways`: for each rank, the order in which the generators get its part."""
-        self._generators = {name: generators[name] for name in images}  # also after one of them has left
-        self._trainer, self._version, self._sizes = trainer, version, sizes
-        self._images, self._ways = images, ways
+        """Store the settings. `sizes`: the bytes of each rank's part; `ways`: for each rank, the order in which the
+        images get its part."""
+        self._trainer, self._version, self._sizes, self._ways = trainer, version, sizes, ways
         self._within = deadline / TRIES
-        self._hops = {name: asyncio.Semaphore(AT_ONCE) for name in images}
-        self._mute = set[str]()
-        """Generators whose copies did not reach the next node."""
-        self.paths: dict[str, str] = {}
-        """The path of each generator's image."""
-        self.lost: dict[str, BaseException] = {}
-        """Why a generator does not have the weights."""
+        self._hops = {image: asyncio.Semaphore(AT_ONCE) for image in ways[0]}
+        self._mute = set[NodeImage]()
+        """Images whose copies did not reach the next node."""
 
     async def send(self) -> None:
         """Send the file of these weights.
@@ -74,7 +86,7 @@ class WeightChain:
             Replaced: the trainer has newer ones.
             TrainerLost: a rank does not answer.
         """
-        under_way = asyncio.Semaphore(AT_ONCE * (len(self._images) + 1))
+        under_way = asyncio.Semaphore(AT_ONCE * (len(self._hops) + 1))
         try:
             async with asyncio.TaskGroup() as trips:
                 for rank, start, stop in bounds_of_buckets(self._sizes):
@@ -85,37 +97,37 @@ class WeightChain:
             raise first_error(group) from group
 
     async def _trip(self, rank: int, start: int, stop: int) -> None:
-        """Take one bucket to every generator that is not lost."""
+        """Take one bucket to every node that is not lost."""
         if (found := await self._trainer.bucket(self._version, rank, start, stop)) is None:
             raise Replaced(f"newer weights than those of version {self._version} are about to be published")
         bucket, from_rank = found
-        source, giver = from_rank, ""
+        source, giver = from_rank, None
         way = self._ways[rank]
-        for name in way:
-            async with self._hops[name]:
-                if name in self.lost:
+        for image in way:
+            async with self._hops[image]:
+                if image.error is not None:
                     continue
                 try:
                     try:
-                        copy = await self._give(name, bucket, source, name != way[-1])
+                        copy = await self._give(image, bucket, source, image is not way[-1])
                     except NOT_PASSED_ON:
-                        if not giver:
+                        if giver is None:
                             raise
                         self._mute.add(giver)
-                        copy = await self._give(name, bucket, from_rank, name != way[-1])
-                    if name not in self._mute:
-                        source, giver = copy, name
+                        copy = await self._give(image, bucket, from_rank, image is not way[-1])
+                    if image not in self._mute:
+                        source, giver = copy, image
                 except ACTOR_FAILED as error:
-                    self.lost[name] = error
+                    image.error = error
 
-    async def _give(self, name: str, bucket: WeightBucket, message: Any, passes_on: bool) -> Any:
+    async def _give(self, image: NodeImage, bucket: WeightBucket, message: Any, passes_on: bool) -> Any:
         """Let a generator write a bucket; returns a copy of the bucket on its node."""
-        generator, number = self._generators[name], self._images[name]
-        if name not in self.paths:
-            of = self._version.pack(), sum(self._sizes)
-            self.paths[name] = await call(generator.hold_image, number, *of, who=name, within=self._within)
-        copy, written = generator.write_image.remote(number, bucket, message, passes_on)
-        await answer(written, who=name, within=self._within)
+        generator, who = image.generator, image.holder
+        if image.path is None:
+            of = image.number, self._version.pack(), sum(self._sizes)
+            image.path = await call(generator.hold_image, *of, who=who, within=self._within)
+        copy, written = generator.write_image.remote(image.number, bucket, message, passes_on)
+        await answer(written, who=who, within=self._within)
         return copy
 
 

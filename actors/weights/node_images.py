@@ -13,28 +13,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
-from actors.calls import ACTOR_FAILED, call, may_be_dropped
-from actors.weights.chain import Replaced, WeightChain
+from actors.calls import ACTOR_FAILED, call
+from actors.weights.chain import NodeImage, Replaced, WeightChain
 from actors.weights.part import Source, WeightPart
 from actors.weights.weight_source import PublishedWeights, WeightSource
 from service.types import PolicyVersion
-
-
-@dataclass
-class NodeImage:
-    """A node's image of some weights, as the driver knows it."""
-
-    weights: PublishedWeights
-    holder: str
-    """Name of the generator that writes and holds the image."""
-    number: int
-    path: asyncio.Future[str | None] = field(default_factory=asyncio.Future)
-    """Where engines load the image, once it is whole; None: the trainer has newer weights."""
-    users: int = 1
 
 
 class NodeImages:
@@ -94,8 +80,8 @@ class NodeImages:
             return
         held = await self._hold(name, version, weights)
         try:
-            path, whole = held.path.result(), WeightPart(((0, sum(weights.sizes)),))
-            yield None if path is None else [Source(whole, path)]
+            whole = WeightPart(((0, sum(weights.sizes)),))
+            yield None if held.path is None else [Source(whole, held.path)]
         finally:
             await self._let_go(held)
 
@@ -111,59 +97,56 @@ class NodeImages:
             else:
                 held.users += 1
             try:
-                await asyncio.shield(held.path)
-                return held
-            except ACTOR_FAILED:
-                if held.holder == name:
-                    raise
+                await held.arrived.wait()
             except asyncio.CancelledError:
                 await self._let_go(held)
                 raise
+            if held.error is None:
+                return held
+            if held.holder == name or not isinstance(held.error, ACTOR_FAILED):
+                raise held.error
 
     def _begin(self, names: Sequence[str], version: PolicyVersion, weights: PublishedWeights) -> list[NodeImage]:
         """Begin to send weights to the nodes of these generators, one generator per node; each image then has one
         user."""
-        begun = [NodeImage(weights, name, next(self._numbers)) for name in names]
+        begun = [NodeImage(weights, name, self._generators[name], next(self._numbers)) for name in names]
         self._held |= {self._node_of[held.holder]: held for held in begun}
         if begun:
-            numbers = {held.holder: held.number for held in begun}
-            ways = [self._way(names, node) for node in self._trainer.nodes]
-            of = version, weights.sizes
-            chain = WeightChain(self._generators, self._trainer, *of, numbers, ways, self._deadline)
+            ways = [self._way(begun, node) for node in self._trainer.nodes]
+            chain = WeightChain(self._trainer, version, weights.sizes, ways, self._deadline)
             task = asyncio.ensure_future(self._send(chain, begun))
             self._under_way.add(task)  # the event loop itself keeps only a weak reference
             task.add_done_callback(self._under_way.discard)
         return begun
 
-    def _way(self, names: Sequence[str], node: str) -> list[str]:
-        """Return these generators in a ring, beginning with that of the rank's own node, which does not use the
-        rank's network link."""
-        nodes = [self._node_of[name] for name in names]
+    def _way(self, images: Sequence[NodeImage], node: str) -> list[NodeImage]:
+        """Return these images in a ring, beginning with that of the rank's own node, which does not use the rank's
+        network link."""
+        nodes = [self._node_of[image.holder] for image in images]
         at = nodes.index(node) if node in nodes else 0
-        return [*names[at:], *names[:at]]
+        return [*images[at:], *images[:at]]
 
     async def _send(self, chain: WeightChain, begun: Sequence[NodeImage]) -> None:
-        """Fill these images; at the end each has a path or an error."""
+        """Fill these images."""
         try:
             await chain.send()
             self._sent(sum(begun[0].weights.sizes))
         except Replaced:
-            chain.paths.clear()
-        except Exception as error:  # noqa: BLE001 - raised to all who wait for a path
-            chain.lost |= {held.holder: error for held in begun}
+            for held in begun:
+                held.path = None
+        except Exception as error:  # noqa: BLE001 - raised to all who wait for an image
+            for held in begun:
+                held.error = error
         for held in begun:
-            if (why := chain.lost.get(held.holder)) is None:
-                held.path.set_result(chain.paths.get(held.holder))
-            else:
+            if held.error is not None:
                 self._forget(held)  # now, because a caller that retries before its release would get the same error
-                held.path.set_exception(why)
-                may_be_dropped(held.path)  # all who wait for it may be cancelled
-        unused = [held for held in begun if held.path.exception() is not None or not held.users]
+            held.arrived.set()
+        unused = [held for held in begun if held.error is not None or not held.users]
         await asyncio.gather(*(self._release(held) for held in unused))
 
     async def _let_go(self, held: NodeImage) -> None:
         held.users -= 1
-        if not held.users and held.path.done() and held.path.exception() is None:
+        if not held.users and held.arrived.is_set() and held.error is None:
             await self._release(held)
 
     def _forget(self, held: NodeImage) -> None:

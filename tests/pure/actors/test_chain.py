@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from ray.exceptions import ObjectLostError
 
-from actors.weights.chain import MIN_BYTES, Replaced, WeightChain
+from actors.weights.chain import MIN_BYTES, NodeImage, Replaced, WeightChain
 from actors.weights.part import WeightBucket
-from actors.weights.weight_source import TrainerLost, WeightSource
+from actors.weights.weight_source import PublishedWeights, TrainerLost, WeightSource
 from service.errors import Starved
 from service.types import PolicyVersion
 from tests.pure.actors.fakes import Method, Stores, bucket_of, died
@@ -81,8 +81,15 @@ class World:
         self, deadline: float = 60.0, sizes: Sequence[int] = (N_BYTES,), ways: Sequence[str] = ("abc",)
     ) -> None:
         self.nodes, self.ranks, self.sizes = {name: Node(name) for name in NAMES}, Ranks(sizes), sizes
-        numbers, ranks = {name: number for number, name in enumerate(NAMES)}, cast(WeightSource, self.ranks)
-        self.chain = WeightChain(self.nodes, ranks, VERSION, sizes, numbers, ways, deadline)
+        weights, ranks = PublishedWeights(), cast(WeightSource, self.ranks)
+        self.images = {name: NodeImage(weights, name, self.nodes[name], n) for n, name in enumerate(NAMES)}
+        of_rank = [[self.images[name] for name in way] for way in ways]
+        self.chain = WeightChain(ranks, VERSION, sizes, of_rank, deadline)
+
+    @property
+    def lost(self) -> dict[str, type[BaseException]]:
+        """The errors of the nodes that do not have the weights."""
+        return {name: type(image.error) for name, image in self.images.items() if image.error is not None}
 
     async def send(self) -> None:
         async with asyncio.timeout(30):
@@ -99,7 +106,7 @@ async def test_rank_0_gives_each_bucket_once_and_every_node_passes_it_on_to_the_
     await world.send()
     assert [world.givers(name) for name in NAMES] == [["rank 0"] * BUCKETS, ["a"] * BUCKETS, ["b"] * BUCKETS]
     assert sorted(world.ranks.given) == [(0, start) for start in range(0, N_BYTES, MIN_BYTES)]
-    assert world.chain.paths == {"a": "/a/0", "b": "/b/1", "c": "/c/2"} and world.chain.lost == {}
+    assert [image.path for image in world.images.values()] == ["/a/0", "/b/1", "/c/2"] and world.lost == {}
     assert [node.most_at_once for node in world.nodes.values()] == [2, 2, 2], "a link is busy, and no more than that"
 
 
@@ -119,7 +126,7 @@ async def test_where_a_node_dies_the_next_takes_from_the_one_before() -> None:
     world = World()
     world.nodes["b"].failing["any"], world.nodes["b"].fails_after = died(), 3
     await world.send()
-    assert list(world.chain.lost) == ["b"]
+    assert list(world.lost) == ["b"]
     assert world.givers("a") == ["rank 0"] * BUCKETS
     assert sorted(world.givers("c")) == ["a"] * (BUCKETS - 3) + ["b"] * 3
 
@@ -129,7 +136,7 @@ async def test_a_node_whose_copies_do_not_arrive_is_left_out_as_a_giver_and_keep
     world = World(deadline=0.3)
     world.nodes["b"].failing["a"], world.nodes["b"].fails_after = error, 2
     await world.send()
-    assert world.chain.lost == {}
+    assert world.lost == {}
     givers = world.givers("b")
     assert givers.count("a") == 2 and givers.count("rank 0") == BUCKETS - 2
     assert set(world.givers("c")) == {"b"}
@@ -139,7 +146,7 @@ async def test_a_node_that_is_silent_is_given_up_at_the_deadline_and_the_others_
     world = World(deadline=0.3)
     world.nodes["a"].failing["any"] = "silent"
     await world.send()
-    assert {name: type(error) for name, error in world.chain.lost.items()} == {"a": Starved}
+    assert world.lost == {"a": Starved}
     assert (world.givers("b"), world.givers("c")) == (["rank 0"] * BUCKETS, ["b"] * BUCKETS)
 
 

@@ -158,11 +158,18 @@ async def test_who_asks_in_the_moment_in_which_an_image_fails_begins_another_one
     (failing,) = files._held.values()
     asks = path_for(files, "second", VERSION, WEIGHTS)
     asking: Any = asks.__aenter__()
-    failing.path.add_done_callback(lambda path: asking.send(None))  # before anything that the failure has woken up
+    set_arrived = failing.arrived.set
+
+    def arrives() -> None:
+        set_arrived()
+        asking.send(None)  # before anything that the failure has woken up
+
+    failing.arrived.set = arrives  # type: ignore[method-assign]
     with pytest.raises(Starved):
         await taking
     (held,) = files._held.values()
-    assert held is not failing and await held.path == "/second/1"
+    await held.arrived.wait()
+    assert held is not failing and held.path == "/second/1"
     asking.close()
 
 
