@@ -59,7 +59,8 @@ async def write_note(
     if result.done:
         note = Note(True, info=dict(info))
     elif isinstance(snapshot := await environment.snapshot(), bytes):
-        note = Note(False, snapshot, history or result.messages, history is not None, dict(info))
+        messages = result.messages if history is None else history
+        note = Note(False, snapshot, messages, history is not None, dict(info))
     elif snapshot:
         note = Note(False)
     else:

@@ -11,7 +11,7 @@ import numpy as np
 from service.handoff.steps.roles import roles_from
 from service.handoff.steps.tables import end_objects, step_objects
 from service.rollout.environment import Task
-from service.types import Int32s, StepGroup
+from service.types import StepGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,8 @@ def trajectories_of(
     roles = {end.trajectory: roles_from(end.roles, end.n_steps, named) for end in ends}
     later = {end.trajectory: end.rewards for end in ends if end.rewards}
     for step in sorted(step_objects(group.steps), key=lambda step: step.index):
-        prompt, response = _plain(step.prompt_ids), _plain(step.response_ids)
+        prompt: list[int] = step.prompt_ids.tolist()
+        response: list[int] = step.response_ids.tolist()
         of, index = step.trajectory, step.index
         reward = float(np.sum(step.reward)) + (later[of][index] if of in later else 0.0)
         turn = Turn(decode(prompt), decode(response), prompt, response, reward, step.stop_reason, roles[of][index])
@@ -81,8 +82,3 @@ def trajectories_of(
         )
         for end in ends
     ]
-
-
-def _plain(token_ids: Int32s) -> list[int]:
-    ids: list[int] = token_ids.tolist()
-    return ids

@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 import uuid
 from pathlib import Path, PurePosixPath
-from typing import Literal, NamedTuple, Self
+from typing import Literal, Self
 
 import xxhash
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
@@ -157,14 +157,6 @@ class ReachedStep(_Record):
             return None
 
 
-class LostTokens(NamedTuple):
-    """Accepted tokens of a run after the checkpoint from which its folder was restored."""
-
-    owner: str
-    """The process that lost them; the buffer counts the tokens of each once."""
-    tokens: int
-
-
 class FolderMark(_Record):
     """The mark of a store in a run's folder: the file `store.json`."""
 
@@ -172,7 +164,9 @@ class FolderMark(_Record):
     owner: str
     previous: str = ""
     """The previous owner: a process may have been killed before it wrote the new owner into the store."""
-    lost: LostTokens | None = None
+    lost: tuple[str, int] | None = None
+    """The process that had accepted tokens after the checkpoint from which the folder was restored, and their number;
+    the buffer counts the tokens of each process once."""
 
     @staticmethod
     def read(run: Path) -> FolderMark | None:

@@ -25,7 +25,6 @@ from service.run.resuming import Load
 from service.store.contents import (
     Damaged,
     FolderMark,
-    LostTokens,
     ReachedStep,
     RunMark,
     StoredCheckpoint,
@@ -140,7 +139,7 @@ def _digest_of_copy(objects: Objects, folder: Path, entry: tuple[str, StoredFile
 
 def _lost(
     objects: Objects, sizes: dict[str, int], manifest: StoredCheckpoint, say: Callable[[str], None]
-) -> LostTokens | None:
+) -> tuple[str, int] | None:
     """The run's progress after the checkpoint, as far as the store has a record of it; it counts as rolled back."""
     reached = ReachedStep.read(objects, sizes)
     if reached is None or reached.accepted_tokens <= manifest.accepted_tokens or reached.step < manifest.step:
@@ -151,7 +150,7 @@ def _lost(
         f"the run had come to step {reached.step} at least: {steps} optimizer steps and {tokens} accepted tokens after "
         f"step {manifest.step} count as rolled back, and are generated again"
     )
-    return LostTokens(owner=reached.owner, tokens=tokens)
+    return reached.owner, tokens
 
 
 def _as_new(parent: Path, mark: RunMark) -> Path | None:

@@ -33,15 +33,12 @@ class Spent(NamedTuple):
 
 def spent(timeline: RunTimeline) -> list[Spent]:
     """The sums over all processes, largest first."""
-    sums: dict[tuple[str, str], list[tuple[int, float, float]]] = {}
-    for totals in timeline.totals.values():
-        for env, name, number, seconds, longest in totals.sums:
-            sums.setdefault((env, name), []).append((number, seconds, longest))
-    found = [
-        Spent(env, name, sum(n for n, _, _ in of), sum(s for _, s, _ in of), max(most for _, _, most in of))
-        for (env, name), of in sums.items()
-    ]
-    return sorted(found, key=lambda one: -one.seconds)
+    sums: dict[tuple[str, str], Spent] = {}
+    for one in (Spent(*line) for totals in timeline.totals.values() for line in totals.sums):
+        of = sums.get((one.env, one.name), Spent(one.env, one.name, 0, 0.0, 0.0))
+        longest = max(of.longest, one.longest)
+        sums[one.env, one.name] = Spent(one.env, one.name, of.number + one.number, of.seconds + one.seconds, longest)
+    return sorted(sums.values(), key=lambda one: -one.seconds)
 
 
 def slowest(timeline: RunTimeline) -> list[Sampled]:

@@ -67,6 +67,15 @@ async def test_a_restored_conversation_has_all_that_its_messages_held(chat: Chat
     assert msgspec.json.decode(text, type=handover.Note).messages == told
 
 
+async def test_a_history_that_an_environment_emptied_is_empty_in_the_other_generator_too(chat: Chat) -> None:
+    guard = EnvGuard("counts", Restorable, limits(chat))
+    await guard.reset(QUESTION, 0)
+    result = StepResult(QUESTION.prompt, 0.0, False, history=[])
+    text = await handover.write_note(guard, result, result.history, Counter(), 4096)
+    await guard.close(OF)
+    assert msgspec.json.decode(text, type=handover.Note).messages == []
+
+
 async def test_a_restored_environment_is_not_played_again_and_a_replayed_one_hears_the_same_texts(chat: Chat) -> None:
     for kind, heard in ((Restorable, 1), (Replayable, TURNS)):
         made: list[Counts] = [kind(), kind()]

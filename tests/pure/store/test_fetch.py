@@ -96,16 +96,16 @@ def test_what_was_accepted_after_the_checkpoint_counts_as_rolled_back_once(tmp_p
     until(lambda: REACHED in objects.held, 10)
     run = gone_on(tmp_path / "second", objects, said)
     lost = FolderMark.read(run.folder)
-    assert lost is not None and lost.lost is not None and lost.lost.tokens > 0
+    assert lost is not None and lost.lost is not None and lost.lost[1] > 0
     assert said[-1] == (
-        f"the run had come to step 5 at least: 1 optimizer steps and {lost.lost.tokens} accepted tokens after step 4 "
+        f"the run had come to step 5 at least: 1 optimizer steps and {lost.lost[1]} accepted tokens after step 4 "
         "count as rolled back, and are generated again"
     )
     ledger = run.world.buffer.ledger.state
-    assert ledger.fates[Fate.ROLLED_BACK] == lost.lost.tokens
+    assert ledger.fates[Fate.ROLLED_BACK] == lost.lost[1]
     assert ledger.accepted == sum(ledger.fates.values()) > accepted
     run.world.buffer.resume(Lost(*lost.lost))
-    assert ledger.fates[Fate.ROLLED_BACK] == lost.lost.tokens
+    assert ledger.fates[Fate.ROLLED_BACK] == lost.lost[1]
 
 
 Spoil = Callable[[MemoryObjects], object]
