@@ -29,17 +29,16 @@ WAITING = "waiting"
 
 
 class Drawn(NamedTuple):
-    """A slice on a row; slices of a trajectory have the trajectory's number."""
+    """A slice on a row."""
 
     row: Row
     span: Span
-    flow: int | None = None
 
 
 def chrome_trace(timeline: RunTimeline) -> dict[str, Any]:
     """The whole trace as JSON values."""
-    drawn = [*_states(timeline), *_trajectories(timeline)]
-    flows = _with_leases(timeline, drawn)
+    sampled = list(_trajectories(timeline))
+    drawn = [*_states(timeline), *(one for slices in sampled for one in slices)]
     start = min([one.span.began for one in drawn] + [counter.at for _, counter in timeline.counters], default=0.0)
 
     def us(at: float) -> float:
@@ -49,16 +48,16 @@ def chrome_trace(timeline: RunTimeline) -> dict[str, Any]:
     pids = {source: number for number, source in enumerate(sources, 1)}
     tids = {row: number for number, row in enumerate(dict.fromkeys(one.row for one in drawn), 1)}
     events = [*_names(timeline, pids, tids)]
-    for row, (began, ended, name, detail), _ in drawn:
+    for row, (began, ended, name, detail) in drawn:
         at = {"ts": us(began), "dur": round(us(ended) - us(began), 1), "pid": pids[row[0]], "tid": tids[row]}
         category = row[1].partition(" ")[0]
         events.append({"ph": "X", "name": name, "cat": category, **at, "args": detail})
     for owner, counter in timeline.counters:
         at = {"ts": us(counter.at), "pid": pids[owner]}
         events.append({"ph": "C", "name": counter.name, **at, "args": counter.values})
-    for number, points in flows.items():
+    for number, points in _flows(timeline, sampled):
         phases = ["s", *"t" * (len(points) - 2), "f"]
-        for phase, (row, span, _) in zip(phases, points, strict=True):
+        for phase, (row, span) in zip(phases, points, strict=True):
             at = {"ts": us(span.began), "pid": pids[row[0]], "tid": tids[row]}
             events.append({"ph": phase, "bp": "e", "name": "trajectory", "cat": "flow", "id": number, **at})
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": _about(timeline, start)}
@@ -102,8 +101,9 @@ def _explained(spans: Iterable[Span], doing: Sequence[Span]) -> Iterator[Span]:
             yield Span(at, span.ended, WAITING, {})
 
 
-def _trajectories(timeline: RunTimeline) -> Iterator[Drawn]:
-    """The sampled trajectories, each on a free row of its generator; simultaneous calls need more rows."""
+def _trajectories(timeline: RunTimeline) -> Iterator[list[Drawn]]:
+    """Each sampled trajectory as a whole, its claim and its calls, on a free row of its generator; simultaneous calls
+    need more rows."""
     busy: dict[str, list[tuple[float, int]]] = {}
     """(end, number) of the rows of a generator, the one that is free first in front."""
 
@@ -114,37 +114,33 @@ def _trajectories(timeline: RunTimeline) -> Iterator[Drawn]:
         heappush(rows, (ended, number))
         return owner, f"trajectories {number}"
 
-    for number, one in enumerate(timeline.trajectories):
+    for one in timeline.trajectories:
         row = lane(one.owner, one.span.began, one.span.ended)
-        yield Drawn(row, one.span)
         first = one.calls[0].began if one.calls else one.span.ended
-        yield Drawn(row, Span(one.span.began, first, "claim", {}), number)
+        drawn = [Drawn(row, one.span), Drawn(row, Span(one.span.began, first, "claim", {}))]
         at = one.span.began
         for call in one.calls:
             if call.began >= at:
-                yield Drawn(row, call, number)
+                drawn.append(Drawn(row, call))
                 at = call.ended
             else:
-                yield Drawn(lane(one.owner, call.began, call.ended), call, number)
+                drawn.append(Drawn(lane(one.owner, call.began, call.ended), call))
+        yield drawn
 
 
-def _with_leases(timeline: RunTimeline, drawn: Iterable[Drawn]) -> dict[int, list[Drawn]]:
-    """The slices of each trajectory's flow in order of time, plus the last lease of its group and that lease's
-    commit."""
-    flows: dict[int, list[Drawn]] = {}
-    for one in drawn:
-        if one.flow is not None:
-            flows.setdefault(one.flow, []).append(one)
+def _flows(timeline: RunTimeline, sampled: Sequence[Sequence[Drawn]]) -> Iterator[tuple[int, list[Drawn]]]:
+    """The claim and the calls of each trajectory in order of time, the last lease of its group and that lease's commit;
+    with the trajectory's number."""
     leases = {group: span for span in timeline.rows.get(LEASES, []) for group in span.detail["groups"]}
     commits = {span.detail["lease"]: span for span in timeline.rows.get(COMMITS, [])}
-    for number, points in flows.items():
-        trajectory = timeline.trajectories[number]
-        points.sort(key=lambda point: point.span.began)
+    for number, (trajectory, (_, *slices)) in enumerate(zip(timeline.trajectories, sampled, strict=True)):
+        points = sorted(slices, key=lambda point: point.span.began)
         if (lease := leases.get(trajectory.of.group_id)) is not None and lease.ended >= trajectory.span.ended:
             points.append(Drawn(LEASES, lease))
             if (commit := commits.get(lease.detail["lease"])) is not None:
                 points.append(Drawn(COMMITS, commit))
-    return {number: points for number, points in flows.items() if len(points) > 1}
+        if len(points) > 1:
+            yield number, points
 
 
 def _names(timeline: RunTimeline, pids: dict[str, int], tids: dict[Row, int]) -> Iterator[Event]:
