@@ -33,7 +33,6 @@ class Gsm8k:
         if method not in PATTERNS:
             raise TypeError(f"method is one of {', '.join(PATTERNS)}, not {method!r}")
         self._pattern = PATTERNS[method]
-        self._truth = ""
 
     def check_task(self, task: Task) -> None:
         """Raises if the row has no `ground_truth` of the kind that the method reads."""

@@ -56,7 +56,6 @@ class SearchR1:
             raise TypeError(f"calls is tags or tools, not {self.calls!r}")
         self._corpus = Path(self.corpus).absolute()  # another environment may change the current folder
         self._client: RetrievalClient | None = None
-        self._truths: frozenset[str] = frozenset()
 
     def check_task(self, task: Task) -> None:
         """Raises if the row has no answer as its `ground_truth`, or the corpus cannot be read."""

@@ -76,10 +76,8 @@ def print_calls(console: Console, timeline: RunTimeline, wanted: str) -> None:
         UserError: no kept trajectory has that id.
     """
     start = wanted if wanted.startswith("group=") else f"group={wanted}"
-    for one in slowest(timeline):
-        if str(one.of) == start or str(one.of).startswith(f"{start}/"):
-            break
-    else:
+    one = next((one for one in slowest(timeline) if f"{one.of}/".startswith(f"{start}/")), None)
+    if one is None:
         raise UserError(f"{wanted}: not among the {len(timeline.trajectories)} trajectories that the timeline keeps")
     console.print(Text(f"{one.of}  {one.span.seconds:.2f} s on {one.owner.partition('/')[2]}", style="bold"))
     parts = ", ".join(f"{part} {seconds:.2f} s" for part, seconds in one.parts.items())

@@ -52,11 +52,9 @@ def print_list(console: Console, records: Sequence[Record], kept: int) -> None:
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("ended by", overflow="fold")
     for record in records:
-        fate, ended_by = (
-            Text(in_one_line(fate_of(record) if is_wide else record["fate"])),
-            Text(in_one_line(record["stop_reason"])),
-        )
-        table.add_row(Text(in_one_line(record["id"])), fate, *_numbers(record, is_wide).values(), ended_by)
+        fate = fate_of(record) if is_wide else record["fate"]
+        cells = (record["id"], fate, *_numbers(record, is_wide).values(), record["stop_reason"])
+        table.add_row(*(Text(in_one_line(cell)) for cell in cells))
     console.print(table)
     notes = [] if len(records) == kept else [f"the newest {len(records)} of {kept} kept trajectories (--last N)"]
     notes += [] if is_wide else [f"reasons, advantage, turns and rows are shown from {WIDE} columns on"]
@@ -65,7 +63,7 @@ def print_list(console: Console, records: Sequence[Record], kept: int) -> None:
 
 
 def _numbers(record: Record, is_wide: bool) -> dict[str, str]:
-    """The numeric columns: name -> function of a trajectory's record."""
+    """The numeric columns of a trajectory: name -> text."""
     wide = {
         "advantage": number(record["advantage"], "+.2f"),
         "turns": str(len(record["steps"])),
