@@ -118,7 +118,7 @@ class Agents:
         try:
             return await self._played(session, task, guard, seed, sink, restored is not None)
         finally:
-            if session.recorded is not None and session.recorded.cancel():
+            if session.recorded.cancel():
                 self.sessions.finished(session, "")  # the buffer was not asked, so no end of it counts
             self.sessions.remove(session)
 
@@ -161,8 +161,7 @@ class Agents:
         self._count(session.tree.calls, roles)
         sink.end(end)
         is_accepted = await sink.accepted(trajectory)
-        if session.recorded is not None:
-            session.recorded.set_result(is_accepted)
+        session.recorded.set_result(is_accepted)
         return Played(end, outcome.info, failure)
 
     def _count(self, calls: Sequence[Call], roles: Sequence[str]) -> None:
@@ -244,7 +243,6 @@ class Agents:
             name = f"eval-{secrets.token_hex(8)}"
         key, max_tokens = self._keys.of(name), self._config.max_tokens
         session = Session(trajectory, task.uid, tree, limits, max_tokens, sample, accept, name, key)
-        session.recorded = asyncio.get_running_loop().create_future()
         self.sessions.add(session)
         return session
 

@@ -34,8 +34,8 @@ class Offers:
         self.config = config
         self._waiting: dict[str, Offer] = {}
         """By the session's name, oldest first."""
-        self._claims: dict[asyncio.Future[None], None] = {}
-        """Claims that wait for an offer, oldest first; each offer wakes one of them."""
+        self._offered = asyncio.Semaphore(0)
+        """Counts the waiting offers, and those that nobody can claim any more; wakes one claim for each."""
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -68,21 +68,17 @@ class Offers:
 
     async def claim(self, seconds: float) -> Offer | None:
         """The oldest offer; None if there is none within `seconds`."""
-        loop = asyncio.get_running_loop()
-        until = loop.time() + seconds
-        while not self._waiting and (left := until - loop.time()) > 0:
-            self._claims[woken := loop.create_future()] = None
-            try:
-                await asyncio.wait({woken}, timeout=left)
-            finally:
-                self._claims.pop(woken, None)
-        return self._waiting.pop(next(iter(self._waiting))) if self._waiting else None
+        try:
+            async with asyncio.timeout(seconds):
+                await self._offered.acquire()
+                while not self._waiting:
+                    await self._offered.acquire()
+        except TimeoutError:
+            return None
+        return self._waiting.pop(next(iter(self._waiting)))
 
     def offer(self, offer: Offer) -> None:
         """Offer a trajectory to workers; called again if the worker that claimed it did not get the answer."""
         self._waiting[offer.session.name] = offer
         offer.session.is_offered = True
-        if self._claims:
-            woken = next(iter(self._claims))
-            del self._claims[woken]
-            woken.set_result(None)
+        self._offered.release()

@@ -43,6 +43,7 @@ DIALECTS: Mapping[str, Dialect] = {
     "/inference/v1/generate": GENERATE,
 }
 """The dialects by the path at which clients use them."""
+COUNT_TOKENS = "/v1/messages/count_tokens"
 MODEL = "policy"
 """The name of the only model; requests may name any."""
 IGNORED_HEADER = "X-Baton-Ignored"
@@ -71,7 +72,7 @@ class Calls:
     def add_routes(self, router: web.UrlDispatcher, prefix: str) -> None:
         """Add the routes of all dialects behind `prefix`."""
         for path, dialect in DIALECTS.items():
-            router.add_post(prefix + path, self._requests.guarded(dialect, partial(self._answer, dialect)))
+            router.add_post(prefix + path, partial(self._answer, dialect))
 
     async def _answer(self, dialect: Dialect, request: web.Request) -> web.StreamResponse:
         """Handle one call: read, begin, wait for the result, answer."""

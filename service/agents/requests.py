@@ -15,13 +15,12 @@ import asyncio
 import logging
 import zlib
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import TypeVar
 
 from aiohttp import web
-from aiohttp.typedefs import Handler
 
 from service.agents.dialects.dialect import Dialect, Refused
 from service.agents.session import MAX_LOGGED, Session
@@ -63,7 +62,7 @@ SESSION = web.RequestKey("session", Session)
 
 
 class Requests:
-    """Finds the sessions of requests, and answers the requests that are refused."""
+    """Finds the sessions of requests, reads the bodies, and answers the requests that are refused."""
 
     def __init__(self, sessions: Sessions, keys: Keys) -> None:
         self.sessions = sessions
@@ -117,23 +116,6 @@ class Requests:
         if not self._keys.is_worker(_key(request)):
             raise Refused(401, None, "the key is not that of the workers", "invalid_api_key")
 
-    def guarded(self, dialect: Dialect, answer: Callable[[web.Request], Awaitable[web.StreamResponse]]) -> Handler:
-        """Wrap `answer` so that its errors are sent in the dialect's form, as an event if a stream has begun."""
-
-        async def guard(request: web.Request) -> web.StreamResponse:
-            try:
-                return await answer(request)
-            except Refused as refused:
-                return await self._refuse(request, dialect, refused)
-            except ConnectionError:
-                self.undelivered += 1
-                return request.get(STREAM) or web.Response()  # the client has left
-            except Exception:  # a bug, or the engine died: the client gets an error in its dialect
-                log.exception("a request of dialect %s failed", dialect.name)
-                return await self._refuse(request, dialect, Refused(500, None, "the endpoint failed"))
-
-        return guard
-
     @asynccontextmanager
     async def body(self, request: web.Request, most: int) -> AsyncIterator[bytes]:
         """Within the block, the request's body of up to `most` bytes; memory is reserved for it meanwhile.
@@ -158,7 +140,8 @@ class Requests:
             return work()
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
-    async def _refuse(self, request: web.Request, dialect: Dialect, refused: Refused) -> web.StreamResponse:
+    async def refuse(self, request: web.Request, dialect: Dialect, refused: Refused) -> web.StreamResponse:
+        """Count, note and send a refusal in the dialect's form, as an event if a stream has begun."""
         self.refused[str(refused.status)] += 1
         if (session := request.get(SESSION)) is not None:
             session.note_refusal(refused, request.headers.get("user-agent", "without a name"))

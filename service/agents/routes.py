@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
@@ -22,12 +23,11 @@ from msgspec import Struct
 
 from service.agents.dialects import chat
 from service.agents.dialects.body import TokenIds, parse_body, read_as
-from service.agents.dialects.chat import CHAT
-from service.agents.dialects.dialect import Dialect, Refused
-from service.agents.dialects.messages import MESSAGES, read_to_count
+from service.agents.dialects.dialect import Refused
+from service.agents.dialects.messages import read_to_count
 from service.agents.message_form import read_messages
 from service.agents.offers import Offers
-from service.agents.policy_calls import MODEL
+from service.agents.policy_calls import COUNT_TOKENS, MODEL
 from service.agents.requests import NO_ROOM, Requests, is_connected
 from service.agents.session import Outcome, Session, plain_outcome
 from service.handoff.steps.reward import NEEDED
@@ -65,7 +65,7 @@ class Routes:
 
     def add_token_routes(self, router: web.UrlDispatcher, prefix: str) -> None:
         """Add the routes for tokens and models, behind `prefix`."""
-        router.add_post(f"{prefix}/v1/messages/count_tokens", self._about_tokens(_count_tokens, MESSAGES))
+        router.add_post(prefix + COUNT_TOKENS, self._about_tokens(_count_tokens))
         router.add_get(f"{prefix}/v1/models", self._about_tokens(self._models))
         router.add_get(f"{prefix}/v1/models/{{model}}", self._about_tokens(self._model))
         router.add_post(f"{prefix}/tokenize", self._about_tokens(self._tokenize))
@@ -74,16 +74,16 @@ class Routes:
     def add_session_routes(self, router: web.UrlDispatcher) -> None:
         """Add the routes by which agents and workers manage a session; a session's key overrides the path."""
         path = "/rl/sessions/{session}"
-        router.add_post("/rl/claim", self._requests.guarded(CHAT, self._claim))
-        router.add_get(path, self._requests.guarded(CHAT, self._show))
+        router.add_post("/rl/claim", self._claim)
+        router.add_get(path, self._show)
         router.add_post(f"{path}/reward", self._about_session(_reward, MAX_END_BYTES))
-        router.add_post(f"{path}/finish", self._requests.guarded(CHAT, self._finish))
+        router.add_post(f"{path}/finish", self._finish)
         router.add_post(f"{path}/heartbeat", self._about_session(_heartbeat, MAX_CLAIM_BYTES))
         router.add_post(f"{path}/abort", self._about_session(_abort, MAX_CLAIM_BYTES))
 
     # -- tokens -------------------------------------------------------------------------------------------------------
 
-    def _about_tokens(self, answer: Callable[[Session, Body], dict[str, Any]], dialect: Dialect = CHAT) -> Handler:
+    def _about_tokens(self, answer: Callable[[Session, Body], dict[str, Any]]) -> Handler:
         """Make a handler of a body as large as a prompt; `answer` must not change any state."""
 
         async def about_tokens(request: web.Request) -> web.StreamResponse:
@@ -95,7 +95,7 @@ class Routes:
 
                 return web.json_response(await self._requests.apart(len(raw), work))
 
-        return self._requests.guarded(dialect, about_tokens)
+        return about_tokens
 
     def _models(self, session: Session, body: Body) -> dict[str, Any]:
         return {"object": "list", "data": [self._model(session, body)]}
@@ -123,17 +123,16 @@ class Routes:
 
     # -- sessions -----------------------------------------------------------------------------------------------------
 
-    def _about_session(self, answer: Callable[[Session, bytes], Awaitable[None]], most_bytes: int) -> Handler:
+    def _about_session(self, answer: Callable[[Session, bytes], None], most_bytes: int) -> Handler:
         """Make a handler of a body about the request's session; the answer is an empty object."""
 
         async def about_session(request: web.Request) -> web.StreamResponse:
             session = self._requests.managed(request)
             async with self._requests.body(request, most_bytes) as raw:
-                pass
-            await answer(session, raw)
+                answer(session, raw)
             return web.json_response({})
 
-        return self._requests.guarded(CHAT, about_session)
+        return about_session
 
     async def _show(self, request: web.Request) -> web.StreamResponse:
         return web.json_response(_shown(self._requests.managed(request), request))
@@ -157,23 +156,17 @@ class Routes:
         before = self._requests.finished_with(request)
         if before not in ("", digest):
             raise Refused(409, None, "the session was finished with another body")
-        if session is not None and not before:
-            _end_session(session, body)
-            self._requests.sessions.finished(session, digest)
         if session is not None:
-            await self._recorded(session)
+            if not before:
+                _end(session, body)
+                self._requests.sessions.finished(session, digest)
+            await asyncio.wait({session.recorded})
+            if session.recorded.cancelled():
+                raise Refused(NO_ROOM, None, "the buffer was not asked; send the request again")
+            if not session.recorded.result():
+                self._requests.sessions.finished(session, "")
+                raise Refused(409, None, "the buffer wants no more of this trajectory")
         return web.json_response({})
-
-    async def _recorded(self, session: Session) -> None:
-        """Wait for the buffer's answer about the end of a finished session; see `_finish` for the errors."""
-        if session.recorded is None:
-            return
-        await asyncio.wait({session.recorded})
-        if session.recorded.cancelled():
-            raise Refused(NO_ROOM, None, "the buffer was not asked; send the request again")
-        if not session.recorded.result():
-            self._requests.sessions.finished(session, "")
-            raise Refused(409, None, "the buffer wants no more of this trajectory")
 
     async def _claim(self, request: web.Request) -> web.StreamResponse:
         """Answer with the oldest waiting trajectory, or with 204 after `CLAIM_SECONDS` without one."""
@@ -206,25 +199,27 @@ def _count_tokens(session: Session, body: Body) -> dict[str, Any]:
     return {"input_tokens": len(session.opened(read_to_count(body)).prompt_ids)}
 
 
-async def _reward(session: Session, raw: bytes) -> None:
-    end = _end(session, parse_body(raw))
+def _reward(session: Session, raw: bytes) -> None:
+    body = parse_body(raw)
+    with _naming_the_field():
+        outcome = _outcome(body)
+        session.rewards_of_calls(outcome)
     session.check_open()
-    session.posted = end.reward
+    session.posted = outcome.reward
 
 
-def _end_session(session: Session, body: Body) -> None:
+def _end(session: Session, body: Body) -> None:
     if not is_text(transcript := body.get("transcript", "")):
         raise Refused(400, "transcript", "is a text")
-    end = _end(session, body)
-    session.finish(end.reward, end.status, end.info, "", end.rewards, end.reason, end.exit_code)
-    session.transcript = session.transcript or transcript
+    with _naming_the_field():
+        session.end(_outcome(body), session.transcript or transcript)
 
 
-async def _heartbeat(session: Session, raw: bytes) -> None:
+def _heartbeat(session: Session, raw: bytes) -> None:
     session.check_open()
 
 
-async def _abort(session: Session, raw: bytes) -> None:
+def _abort(session: Session, raw: bytes) -> None:
     """Abort the session, because its worker stops: the trajectory is retried. A repeated request changes nothing."""
     if session.state == "finished":
         raise Refused(409, None, "the session is finished")
@@ -237,25 +232,23 @@ def _shown(session: Session, request: web.Request) -> dict[str, Any]:
     return {"session": session.name, "state": session.state, "base_url": address, "calls": session.n_steps}
 
 
-def _end(session: Session, body: Body) -> Outcome:
+def _outcome(body: Body) -> Outcome:
     """The result of a trajectory in a request: its reward, its status, and further numbers.
 
     Raises:
-        Refused: the buffer would not accept the reward, or another value is not allowed.
+        Refused: the reward is no number.
+        NotAllowed: a value is not allowed.
     """
     if isinstance(body.get("reward"), bool):
         raise Refused(400, "reward", f"{NEEDED} is needed")
+    return plain_outcome(**{name: body[name] for name in Outcome._fields if name in body})
+
+
+@contextmanager
+def _naming_the_field() -> Iterator[None]:
+    """Turn `NotAllowed` into a refusal of the field at fault."""
     try:
-        outcome = plain_outcome(
-            body.get("reward"),
-            body.get("status", "ok"),
-            body.get("info"),
-            body.get("rewards"),
-            body.get("reason", ""),
-            body.get("exit_code"),
-        )
-        session.rewards_of_calls(outcome)
+        yield
     except NotAllowed as refused:
         field = re.split(r"\W", refused.detail, maxsplit=1)[0]
         raise Refused(400, field, refused.detail) from refused
-    return outcome

@@ -19,15 +19,21 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 from aiohttp.web_protocol import RequestHandler
 
-from service.agents.dialects.dialect import Refused, openai_error
+from service.agents.dialects.chat import CHAT
+from service.agents.dialects.dialect import Dialect, Refused, openai_error
+from service.agents.dialects.messages import MESSAGES
 from service.agents.offers import Offers
-from service.agents.policy_calls import Calls
-from service.agents.requests import Requests
+from service.agents.policy_calls import COUNT_TOKENS, DIALECTS, Calls
+from service.agents.requests import STREAM, Requests
 from service.agents.routes import Routes
 from service.agents.session_keys import Keys
 from service.agents.sessions import Sessions
 from service.rollout.chat.chat import Chat
 
+log = logging.getLogger(__name__)
+
+NAMED = "/s/{session}"
+"""What may stand in front of a path."""
 FIRST_SECONDS = 30.0
 """Seconds in which a connection sends its first request."""
 IDLE_SECONDS = 30.0
@@ -93,8 +99,8 @@ class Endpoint:
 
     def application(self) -> web.Application:
         """The web application with all routes."""
-        app = web.Application(middlewares=[self._note_connection])
-        for prefix in ("", "/s/{session}"):
+        app = web.Application(middlewares=[self._answered])
+        for prefix in ("", NAMED):
             self.calls.add_routes(app.router, prefix)
             self._routes.add_token_routes(app.router, prefix)
         self._routes.add_session_routes(app.router)
@@ -116,18 +122,35 @@ class Endpoint:
             connection.transport.abort()
 
     @web.middleware
-    async def _note_connection(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+    async def _answered(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """The handler's answer; an error has the form of the path's dialect."""
         if (timer := self._silent.pop(request.protocol, None)) is not None:
             timer.cancel()
+        dialect = _dialect(request)
         try:
             response = await handler(request)
         except web.HTTPException as unknown:  # no such path: no key was read
             refused = Refused(unknown.status, None, f"there is no {request.method} {request.path:.200}")
             response = web.json_response(openai_error(refused), status=unknown.status)
             response.force_close()
+        except Refused as refused:
+            response = await self.requests.refuse(request, dialect, refused)
+        except ConnectionError:  # the client has left
+            self.requests.undelivered += 1
+            response = request.get(STREAM) or web.Response()
+        except Exception:  # a bug, or the engine died: the client gets an error in its dialect
+            log.exception("a request of dialect %s failed", dialect.name)
+            response = await self.requests.refuse(request, dialect, Refused(500, None, "the endpoint failed"))
         if response.status in CLOSING:
             response.force_close()
         return response
+
+
+def _dialect(request: web.Request) -> Dialect:
+    """The dialect of a request's path."""
+    resource = request.match_info.route.resource
+    path = "" if resource is None else resource.canonical.removeprefix(NAMED)
+    return MESSAGES if path == COUNT_TOKENS else DIALECTS.get(path, CHAT)
 
 
 def _silent() -> logging.Logger:

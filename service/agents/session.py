@@ -107,7 +107,7 @@ class Session:
         """True while it waits for a worker that claims it."""
         self.transcript = ""
         """What whoever ran the agent says about the run, as text."""
-        self.recorded: asyncio.Future[bool] | None = None
+        self.recorded: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         """Whether the buffer accepted the trajectory's end, once it has answered; cancelled if it was never asked."""
         self.posted: float | None = None
         """The reward that the agent itself posted, for an end without one."""
@@ -313,15 +313,24 @@ class Session:
             Refused: the session was finished otherwise, or is closed.
         """
         try:
-            given = self.posted if reward is None else reward
-            outcome = plain_outcome(given, status, info, rewards, reason, exit_code)
-            self.rewards_of_calls(outcome)
             if type(transcript) is not str:
                 raise NotAllowed(StopReason.ENVIRONMENT_ERROR, f"transcript is a {type_name(transcript)}, and no text")
-            self.transcript = transcript or self.transcript
+            self.end(plain_outcome(reward, status, info, rewards, reason, exit_code), transcript)
         except NotAllowed as refused:
             self.check_open()
-            return self.close(TrajectoryFailed(refused.reason, f"session.finish: {refused.detail}"))
+            self.close(TrajectoryFailed(refused.reason, f"session.finish: {refused.detail}"))
+
+    def end(self, outcome: Outcome, transcript: str) -> None:
+        """End the session as `finish` does, which has the meaning of the transcript.
+
+        Raises:
+            NotAllowed: the rewards are not allowed; the session stays open.
+            Refused: the session was finished otherwise, or is closed.
+        """
+        if outcome.reward is None:
+            outcome = outcome._replace(reward=self.posted)
+        self.rewards_of_calls(outcome)
+        self.transcript = transcript or self.transcript
         if self.state == "finished" and self.ended.result() == outcome:
             return
         self.check_open()
@@ -401,7 +410,14 @@ class Session:
             task.exception()  # read the result here too, because the client may have left
 
 
-def plain_outcome(reward: Any, status: Any, info: Any, rewards: Any, reason: Any, exit_code: Any) -> Outcome:
+def plain_outcome(
+    reward: Any = None,
+    status: Any = "ok",
+    info: Any = None,
+    rewards: Any = None,
+    reason: Any = "",
+    exit_code: Any = None,
+) -> Outcome:
     """The result that an agent's code or a request gave, in plain values.
 
     Raises:

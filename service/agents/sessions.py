@@ -1,28 +1,61 @@
-"""The sessions of a generator, by their keys; only issued keys have an entry."""
+"""The sessions of a generator by their keys: open ones, and those that ended most recently, also after a restart.
+
+    finish(body) --noted--> journal --> 200         the same body again: 200; another one: 409
+
+A body is noted before the trajectory's end is in the journal. If the generator dies between the two, the restarted
+generator opens the session again, and forgets the body.
+"""
 
 from __future__ import annotations
 
 import hmac
+import logging
 from collections import Counter
 from hashlib import sha256
 from pathlib import Path
+from typing import NamedTuple
 
 from service.agents.dialects.dialect import Refused
-from service.agents.ended_sessions import Ended, EndedSessions
 from service.agents.session import Session
+from service.files import write_atomic
+
+log = logging.getLogger(__name__)
+
+MAX_ENDED = 4096
+"""Sessions that ended and are still known."""
+
+
+class Ended(NamedTuple):
+    """A session that ended: a line of the file."""
+
+    name: str
+    key: str
+    """The digest of its key."""
+    body: str
+    """The digest of the body with which a client finished it; empty where none did."""
 
 
 class Sessions:
-    """Open sessions, and those that ended most recently."""
+    """Open sessions, and those that ended most recently; only issued keys have an entry."""
 
-    def __init__(self, ended_file: Path | None = None) -> None:
-        """`ended_file`: see `EndedSessions`."""
+    def __init__(self, file: Path | None = None) -> None:
+        """`file`: has a line for each ended session; without it, or if this host lacks its folder, nothing outlives the
+        process."""
         self._open: dict[str, Session] = {}
+        """By name, as in the next one."""
+        self._ended: dict[str, Ended] = {}
+        self._names: dict[str, str] = {}
         """By the digest of the key: how long a look-up takes then says nothing about the keys."""
-        self._named: dict[str, Session] = {}
-        self._ended = EndedSessions(ended_file)
         self.counts: Counter[str] = Counter()
         """Sessions that ended, by state."""
+        self._lines = 0
+        """Lines of the file."""
+        self._file = file if file is not None and file.parent.is_dir() else None
+        if self._file is not None and self._file.exists():
+            for line in self._file.read_text("ascii", errors="replace").splitlines():
+                if len(parts := line.split(" ")) == len(Ended._fields):  # else its writer was killed
+                    self._keep(Ended(*parts))
+            self._rewrite(self._file)
 
     def __len__(self) -> int:
         return len(self._open)
@@ -37,17 +70,16 @@ class Sessions:
 
     def add(self, session: Session) -> None:
         """Add a session, so that clients can reach it; an ended session of the same name is forgotten."""
-        self._ended.forget(session.name)
-        self._open[_digest(session.key)] = self._named[session.name] = session
+        self._forget(session.name)
+        self._open[session.name] = session
+        self._names[_digest(session.key)] = session.name
 
     def remove(self, session: Session) -> None:
         """Close a session, if it is open, and forget its tokens."""
         session.close()
         self.counts[session.state] += 1
-        found = _digest(session.key)
-        del self._open[found]
-        self._named.pop(session.name, None)
-        if self._ended.of(found) is None:
+        del self._open[session.name]
+        if session.name not in self._ended:
             self.finished(session, "")
 
     def open(self) -> list[Session]:
@@ -60,7 +92,7 @@ class Sessions:
         Raises:
             Refused: there is no session of this name.
         """
-        if (session := self._named.get(name)) is None:
+        if (session := self._open.get(name)) is None:
             raise Refused(404, None, "there is no open session of this name")
         return session
 
@@ -70,23 +102,54 @@ class Sessions:
         Raises:
             Refused: 401 for an unknown key, 409 for one of a session that ended.
         """
-        found = _digest(key)
-        if (session := self._open.get(found)) is not None and hmac.compare_digest(session.key, key):
+        name = self._names.get(_digest(key), "")
+        if (session := self._open.get(name)) is not None and hmac.compare_digest(session.key, key):
             return session
-        if self._ended.of(found) is not None:
+        if name in self._ended:
             raise Refused(409, None, "the session has ended")
         raise Refused(401, None, "the key is that of no session", "invalid_api_key")
 
     def finished(self, session: Session, body: str) -> None:
         """Note the digest of the body with which a client finishes a session; empty: the session is not finished."""
-        self._ended.note(Ended(session.name, _digest(session.key), body))
+        ended = Ended(session.name, _digest(session.key), body)
+        self._keep(ended)
+        try:
+            if self._file is not None:
+                with self._file.open("a", encoding="ascii") as file:
+                    file.write(_line(ended))
+                self._lines += 1
+                if self._lines > 2 * MAX_ENDED:
+                    self._rewrite(self._file)
+        except OSError as error:
+            log.warning("%s: %s; after a restart, repeated requests of sessions get 404", self._file, error)
+            self._file = None
 
     def finished_with(self, key: str, name: str | None = None) -> str:
-        """The digest of the body that finished the session of this key, or of this name; empty if it was not
-        finished."""
-        ended = self._ended.of(_digest(key), name)
+        """The digest of the body that finished the session of this name or, without a name, of this key; empty if the
+        session was not finished."""
+        ended = self._ended.get(self._names.get(_digest(key), "") if name is None else name)
         return "" if ended is None else ended.body
+
+    def _keep(self, ended: Ended) -> None:
+        self._forget(ended.name)
+        self._ended[ended.name], self._names[ended.key] = ended, ended.name
+        if len(self._ended) > MAX_ENDED:
+            self._forget(next(iter(self._ended)))
+
+    def _forget(self, name: str) -> None:
+        """Forget that a session ended."""
+        if (ended := self._ended.pop(name, None)) is not None and name not in self._open:
+            del self._names[ended.key]
+
+    def _rewrite(self, file: Path) -> None:
+        """Rewrite the file, without the sessions that are no longer known."""
+        write_atomic(file, "".join(map(_line, self._ended.values())))
+        self._lines = len(self._ended)
 
 
 def _digest(key: str) -> str:
     return sha256(key.encode(errors="surrogatepass")).hexdigest()
+
+
+def _line(ended: Ended) -> str:
+    return f"{' '.join(ended)}\n"

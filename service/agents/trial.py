@@ -69,8 +69,7 @@ class Trial:
         print(f"export ANTHROPIC_BASE_URL={url} ANTHROPIC_API_KEY={key}", flush=True)
         while not (await asyncio.wait({self.session.ended}, timeout=CHECK_SECONDS))[0]:
             await check()
-        if self.session.recorded is not None:
-            self.session.recorded.set_result(True)  # who finished it gets an answer
+        self.session.recorded.set_result(True)  # who finished it gets an answer
         calls, trained = self.session.tree.calls, self._agents.trained
         roles = roles_of(calls)
         print("\nat the end:", *map(told, calls, roles), sep="\n")

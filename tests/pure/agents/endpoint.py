@@ -85,6 +85,7 @@ class House:
         id, name, key = TrajectoryId(3, number), str(number), f"key-of-session-{number}"
         made = Session(id, "p-0", tree, self.allowed, self.max_tokens, sample, accept, name, key)
         made.base_url = f"{self.address}/s/{number}/v1"
+        made.recorded.set_result(True)
         self.sessions.add(made)
         return made
 

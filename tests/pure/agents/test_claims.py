@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
@@ -18,12 +19,12 @@ import pytest
 
 from actors.engine.run_player import RunPlayer
 from baton.examples import lookup
-from service.agents import ended_sessions
-from service.agents.ended_sessions import Ended, EndedSessions
+from service.agents import sessions
 from service.agents.offers import Offers
 from service.agents.runner.runner import AgentRunner
 from service.agents.session import Session
 from service.agents.session_keys import SECRET_FILE, Keys, run_keys
+from service.agents.sessions import Sessions
 from service.agents.worker import work
 from service.config import AgentsConfig, Config
 from service.config.checks import problems
@@ -250,14 +251,16 @@ async def test_a_finish_says_what_the_buffer_said(model: Path, tasks: list[Task]
 def test_the_file_of_ended_sessions_holds_the_newest_ones_and_stays_small(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ended_sessions, "MAX_ENDED", 4)
+    monkeypatch.setattr(sessions, "MAX_ENDED", 4)
     file = tmp_path / "ended"
-    noted = EndedSessions(file)
+    noted = Sessions(file)
     for number in range(30):
-        noted.note(Ended(f"s{number}", f"key{number}", "body"))
+        noted.finished(SimpleNamespace(name=f"s{number}", key=f"key{number}"), f"body{number}")  # type: ignore[arg-type]
         assert len(file.read_text().splitlines()) <= 8
-    again = EndedSessions(file)
-    assert [again.of(f"key{number}") is not None for number in range(30)] == [False] * 26 + [True] * 4
+    again = Sessions(file)
+    for by_key in (True, False):
+        found = [again.finished_with(f"key{number}", None if by_key else f"s{number}") for number in range(30)]
+        assert found == [""] * 26 + [f"body{number}" for number in range(26, 30)]
 
 
 @pytest.mark.parametrize(
