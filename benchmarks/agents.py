@@ -56,7 +56,7 @@ from service.rollout.engine import Generation, Sampling
 from service.rollout.environment import AgentSession, Message, Task
 from service.rollout.limits import AgentLimits
 from service.rollout.prompts.dataset import load_tasks, write_rows
-from service.types import Int32s, PolicyVersion, Step, TrajectoryId
+from service.types import Int32s, PolicyVersion, Step, TrajectoryEnd, TrajectoryId
 
 NAME = "benchmarks.agents"
 """This module's, which runs as `__main__` too."""
@@ -316,14 +316,21 @@ class Alone:
         async def sample(prompt_ids: Int32s, most: int, structure: str, request_id: str) -> Generation:
             return reply_to(chat, prompt_ids)
 
-        async def accept(step: Step) -> bool:
-            return True
-
         tree = ConversationTree(chat, JsonCalls())
-        self.session = Session(TrajectoryId(number, 0), "p", tree, limits, 1 << 20, sample, accept, "alone", "key")
+        self.session = Session(TrajectoryId(number, 0), "p", tree, limits, 1 << 20, sample, self, "alone", "key")
         self._drawn = random.Random(number)
         self.messages: list[Mapping[str, Any]] = [{"role": "user", "content": excerpt(self._drawn, 500)}]
         self.cpu_seconds = 0.0
+
+    def append(self, step: Step) -> None:
+        """Take a step, which nobody needs."""
+
+    def end(self, end: TrajectoryEnd) -> None:
+        """Take the trajectory's end, which nobody needs."""
+
+    async def accepted(self, trajectory: TrajectoryId) -> bool:
+        """Whether the steps are accepted: always."""
+        return True
 
     async def call(self) -> None:
         """One call, from the bytes of its body to those of its answer."""

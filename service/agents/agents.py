@@ -15,8 +15,9 @@ from dataclasses import replace
 from ipaddress import ip_address
 from socket import gaierror
 from typing import Any
+from urllib.parse import urlsplit
 
-from service.agents.call_roles import n_roots, roles_of
+from service.agents.call_roles import roles_of
 from service.agents.conversation_tree import Call, ConversationTree
 from service.agents.dialects.dialect import Refused
 from service.agents.offers import Offers
@@ -37,7 +38,7 @@ from service.rollout.engine import Engine, Generation, StructureRefused
 from service.rollout.env_guard import EnvGuard
 from service.rollout.environment import Task, TrajectoryFailed
 from service.rollout.limits import AgentLimits
-from service.types import EvaluationId, Int32s, Step, Steps, TrajectoryEnd, TrajectoryId
+from service.types import EvaluationId, Int32s, Steps, TrajectoryEnd, TrajectoryId
 
 log = logging.getLogger(__name__)
 
@@ -169,7 +170,7 @@ class Agents:
         if not roles:
             return
         self._roles.update(roles)
-        self._roots.append(n_roots(calls))
+        self._roots.append(sum(call.parent is None for call in calls))
         for call, role in zip(calls, roles, strict=True):
             self._tokens[role] += len(call.response.token_ids)
         share = self._tokens[Role.AUX] / self._tokens.total()
@@ -217,7 +218,7 @@ class Agents:
                 setting = "agents.host" if isinstance(error, gaierror | UnicodeError) else "agents.port"
                 raise UserError(f"{setting}: the endpoint cannot listen on {host}, port {port}: {error}") from error
             log.info("agents call the policy at %s", self.address)
-            if not _is_loopback(host):
+            if not ip_address(urlsplit(self.address).hostname or "").is_loopback:
                 log.warning("agents.host: %s is no loopback: keys and texts cross the network unencrypted", host)
 
     def session(self, trajectory: TrajectoryId, task: Task, sink: StepSink) -> Session:
@@ -233,16 +234,12 @@ class Agents:
             except StructureRefused as error:
                 raise Refused(400, None, f"the engine cannot enforce the form of the answer: {error}") from error
 
-        async def accept(step: Step) -> bool:
-            sink.append(step)
-            return await sink.accepted(trajectory)
-
         tree = ConversationTree(self._chat, self.parser)
         name = "-".join(map(str, trajectory))
         if isinstance(trajectory, EvaluationId):  # it may be played again
             name = f"eval-{secrets.token_hex(8)}"
         key, max_tokens = self._keys.of(name), self._config.max_tokens
-        session = Session(trajectory, task.uid, tree, limits, max_tokens, sample, accept, name, key)
+        session = Session(trajectory, task.uid, tree, limits, max_tokens, sample, sink, name, key)
         self.sessions.add(session)
         return session
 
@@ -265,10 +262,3 @@ async def _outcome(session: Session, playing: asyncio.Task[None]) -> Outcome:
         error = "" if outcome.exit_code is None else str(outcome.exit_code)
         raise TrajectoryFailed(StopReason.ENVIRONMENT_ERROR, detail, session.transcript, error)
     return outcome
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

@@ -20,11 +20,10 @@ the last named one counts. Calls whose prompts are token ids are `main`.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from service.agents.conversation_tree import Call
+from service.agents.conversation_tree import Beginning, Call
 from service.handoff.steps.roles import Role
 
 PIECE = 16
@@ -36,33 +35,36 @@ NEXT = 8
 
 
 class _Conversation(NamedTuple):
-    """A root call, and the calls that continue it."""
-
-    root: Call
     calls: list[Call]
-    longest: int
-    """Calls of its longest chain."""
-    named: str | None
-    """The role that the client names for the conversation."""
+    """A root call, and the calls that continue it, in order."""
+
+    @property
+    def begun(self) -> Beginning | None:
+        return self.calls[0].begun
 
     @property
     def has_tools(self) -> bool:
-        return self.root.begun is not None and self.root.begun.has_tools
+        return self.begun is not None and self.begun.has_tools
+
+    @property
+    def is_continued(self) -> bool:
+        return any(call.parent is not None for call in self.calls)
 
     @property
     def is_single(self) -> bool:
         """Whether the conversation is a single call without tools that no other call continues."""
-        return self.longest == 1 and not self.has_tools
+        return not self.is_continued and not self.has_tools
 
     @property
-    def is_received(self) -> bool:
-        """Whether the client received any reply of the conversation."""
-        return self.longest > 1 or any(map(_is_delivered, self.calls))
+    def named(self) -> str | None:
+        """The role that the client names for the conversation; the last named one counts."""
+        return next((call.named for call in reversed(self.calls) if call.named), None)
 
     @property
     def rank(self) -> tuple[bool, bool, bool, bool]:
         """The sort key of a conversation: the one with the highest key is the agent's own; of equal ones, the first."""
-        return self.is_received, self.named == Role.MAIN, self.has_tools, self.longest > 1
+        is_received = self.is_continued or any(map(_is_delivered, self.calls))
+        return is_received, self.named == Role.MAIN, self.has_tools, self.is_continued
 
 
 _WithRoles = list[tuple[_Conversation, str]]
@@ -71,18 +73,16 @@ _WithRoles = list[tuple[_Conversation, str]]
 def roles_of(calls: Sequence[Call]) -> list[str]:
     """The role of each call of a tree, in order."""
     conversations, continued = _conversations(calls), {call.parent for call in calls}
-    received = {call for call in calls if call in continued or _is_delivered(call)}
-    newest = {call.body: call for call in calls if call in continued}
+    newest = {call.body: call.index for call in calls if call in continued}
     roles: dict[Call, str] = {}
     for conversation, role in zip(conversations, _of_conversations(conversations), strict=True):
         for call in conversation.calls:
             if call in continued:
                 roles[call] = role
-            elif call not in received:
+            elif not _is_delivered(call):
                 roles[call] = Role.UNDELIVERED
             else:
-                is_replaced = call.body in newest and newest[call.body].index > call.index
-                roles[call] = Role.RETRY if is_replaced else role
+                roles[call] = Role.RETRY if newest.get(call.body, -1) > call.index else role
     return [roles[call] for call in calls]
 
 
@@ -91,25 +91,12 @@ def _is_delivered(call: Call) -> bool:
     return call.delivered or call.is_restored
 
 
-def n_roots(calls: Sequence[Call]) -> int:
-    """Number of conversations in a tree."""
-    return sum(call.parent is None for call in calls)
-
-
 def _conversations(calls: Sequence[Call]) -> list[_Conversation]:
-    root_of: dict[Call, Call] = {}
-    depth: dict[Call, int] = {}
-    by_root: defaultdict[Call, list[Call]] = defaultdict(list)
+    of: dict[Call, _Conversation] = {}
     for call in calls:  # a call follows its parent in the list
-        root_of[call] = call if call.parent is None else root_of[call.parent]
-        depth[call] = 1 if call.parent is None else depth[call.parent] + 1
-        by_root[root_of[call]].append(call)
-    return [
-        _Conversation(
-            root, of, max(depth[call] for call in of), next((call.named for call in reversed(of) if call.named), None)
-        )
-        for root, of in by_root.items()
-    ]
+        of[call] = _Conversation([]) if call.parent is None else of[call.parent]
+        of[call].calls.append(call)
+    return [of[call] for call in calls if call.parent is None]
 
 
 def _of_conversations(conversations: Sequence[_Conversation]) -> list[str]:
@@ -124,18 +111,18 @@ def _of_conversations(conversations: Sequence[_Conversation]) -> list[str]:
 
 def _role(conversation: _Conversation, own: _Conversation | None, is_newest: bool, later: _WithRoles) -> str:
     """The role of a conversation; `own`: the agent's own conversation; `later`: later ones, with their roles."""
-    begun = conversation.root.begun
+    begun = conversation.begun
     if conversation.named is not None:
         return conversation.named
     if own is None or conversation is own or begun is None:
         return Role.MAIN
-    if len(conversation.calls) == 1 and (found := _begun_by(conversation.root, later)) is not None:
+    if len(conversation.calls) == 1 and (found := _begun_by(conversation.calls[0], later)) is not None:
         return found
-    alike = own.root.begun is not None and own.root.begun.system == begun.system
+    alike = own.begun is not None and own.begun.system == begun.system
     if not conversation.is_single:
         return Role.MAIN if alike else Role.SUB
     # An edited history is no separate question, and the newest call may give the result.
-    is_own = own.is_single or is_newest or (alike and conversation.root.how == "rerendered")
+    is_own = own.is_single or is_newest or (alike and conversation.calls[0].how == "rerendered")
     return Role.MAIN if is_own else Role.AUX
 
 
@@ -144,7 +131,7 @@ def _begun_by(call: Call, later: _WithRoles) -> Role | None:
     found = {
         role
         for conversation, role in later[-NEXT:]
-        if (begun := conversation.root.begun) is not None and _reappears(call, begun.text)
+        if (begun := conversation.begun) is not None and _reappears(call, begun.text)
     }
     return next((role for role in (Role.MAIN, Role.SUB) if role in found), None)
 

@@ -17,7 +17,7 @@ import secrets
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import dropwhile, takewhile
 from typing import Any, Literal, NamedTuple
 
 import msgspec
@@ -216,24 +216,32 @@ class ConversationTree:
             MessagesRefused: a message cannot be read, or the chat template refuses it.
         """
         read = read_messages(messages)
-        said = _without_leading_system(read)
+        # Some agents change leading system messages in every turn; the first turn's text is kept.
+        said = list(dropwhile(lambda message: message["role"] == "system", read))
         digest_of = digests(said, tools)
         begun = [self._chat.plain(prefix)] if prefix else []
         known = {*echoed, *(of.removeprefix("call_").rpartition("_")[0] for of in echoed_ids(messages))}
+        received = self._received(read, known)
         for length in range(len(said), 0, -1):
             if found := self._after.get(digest_of[length]):
                 if any(message["role"] == "assistant" for message in said[length:]):
                     break
-                parent, received = _best(found, known), self._received(read, known)
+                parent = _best(found, known)
                 follows = self._chat.delta(said[length:], int(parent.response.token_ids[-1]))
                 carried = np.concatenate([follows, *begun])
                 whole = np.concatenate([parent.token_ids(), carried])
-                about = tools, None, received, None, prefix
-                return PreparedCall(parent, "appended", carried, whole, digest_of[-1], *about)
+                return PreparedCall(
+                    parent, "appended", carried, whole, digest_of[-1], tools, received=received, prefix=prefix
+                )
         how: How = "rerendered" if any(message["role"] == "assistant" for message in said) else "root"
-        prompt_ids = np.concatenate([self._chat.prompt(read, tools), *begun])
-        first = _beginning(read, said, tools), self._received(read, known), None, prefix
-        return PreparedCall(None, how, prompt_ids, prompt_ids, digest_of[-1], tools, *first)
+        whole = np.concatenate([self._chat.prompt(read, tools), *begun])
+        before = takewhile(lambda message: message["role"] != "assistant", read)
+        beginning = Beginning(
+            digests(read[: len(read) - len(said)], ())[-1],
+            "\n".join(message["content"] for message in before),
+            bool(tools),
+        )
+        return PreparedCall(None, how, whole, whole, digest_of[-1], tools, beginning, received, prefix=prefix)
 
     def prompt_ids(self, prompt: str | Int32s) -> Int32s:
         """[P] ids of a prompt that a client rendered; special tokens in its text are special.
@@ -324,10 +332,19 @@ class ConversationTree:
         return self._call(opened, response, Reply(text, "", ()), "", "stop")
 
     def _call(self, opened: PreparedCall, response: Response, reply: Reply, body: str, stop_reason: str) -> Call:
-        parent, how, carried_ids, *_ = opened
-        request = body, stop_reason, len(self.calls)
-        about = {"begun": opened.begun, "named": opened.named}
-        return Call(self._new_name(), parent, how, carried_ids, response, reply, *request, **about)  # type: ignore[arg-type]
+        return Call(
+            self._new_name(),
+            opened.parent,
+            opened.how,
+            opened.carried_ids,
+            response,
+            reply,
+            body,
+            stop_reason,
+            len(self.calls),
+            begun=opened.begun,
+            named=opened.named,
+        )
 
     def replayed(self, body: str, is_retry: bool = False, tools: Sequence[Tool] = ()) -> Call | None:
         """The earlier call that answers a repeated request; None if the policy has to be called. `tools`: the request's
@@ -382,17 +399,3 @@ def _best(calls: Sequence[Call], echoed: set[str]) -> Call:
         return sum(of.name in echoed for of in call.path()), call.delivered
 
     return max(reversed(calls), key=rank) if len(calls) > 1 else calls[0]
-
-
-def _beginning(messages: Sequence[Message], said: Sequence[Message], tools: Sequence[Tool]) -> Beginning:
-    """The beginning of a conversation; `said`: the messages without leading system messages."""
-    system = digests(messages[: len(messages) - len(said)], ())[-1]
-    before = takewhile(lambda message: message["role"] != "assistant", messages)
-    return Beginning(system, "\n".join(message["content"] for message in before), bool(tools))
-
-
-def _without_leading_system(messages: Sequence[Message]) -> Sequence[Message]:
-    """The messages after leading system messages; some agents change these in every turn, and the first turn's text is
-    kept."""
-    first = next((i for i, message in enumerate(messages) if message["role"] != "system"), len(messages))
-    return messages[first:]

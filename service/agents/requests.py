@@ -129,7 +129,18 @@ class Requests:
         if n_bytes > most:
             raise _too_large(most)
         async with self._room.taken(n_bytes if n_bytes > LARGE_BYTES else 0):
-            yield await _read(request, most)
+            raw = bytearray()
+            try:
+                async with asyncio.timeout(BODY_SECONDS):
+                    async for part in request.content.iter_any():
+                        raw += part
+                        if len(raw) > most:
+                            raise _too_large(most)
+            except TimeoutError as error:
+                raise Refused(408, None, f"the body did not come within {BODY_SECONDS:.0f} s") from error
+            except web.RequestPayloadError as error:
+                raise Refused(400, None, f"the body cannot be read: {error}") from error
+            yield _decoded(bytes(raw), request.headers.get("content-encoding", "identity").lower(), most)
 
     async def apart(self, n_bytes: int, work: Callable[[], Result]) -> Result:
         """Return the result of `work` for a body of `n_bytes`; a large body is handled in a thread.
@@ -186,21 +197,6 @@ class Room:
         finally:
             self._left += n_bytes
             self._given_back.set()
-
-
-async def _read(request: web.Request, most: int) -> bytes:
-    raw = bytearray()
-    try:
-        async with asyncio.timeout(BODY_SECONDS):
-            async for part in request.content.iter_any():
-                raw += part
-                if len(raw) > most:
-                    raise _too_large(most)
-    except TimeoutError as error:
-        raise Refused(408, None, f"the body did not come within {BODY_SECONDS:.0f} s") from error
-    except web.RequestPayloadError as error:
-        raise Refused(400, None, f"the body cannot be read: {error}") from error
-    return _decoded(bytes(raw), request.headers.get("content-encoding", "identity").lower(), most)
 
 
 def _decoded(raw: bytes, encoding: str, most: int) -> bytes:

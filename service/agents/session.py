@@ -23,6 +23,7 @@ from service.agents.dialects.dialect import CallRequest, Refused
 from service.columns import digest
 from service.errors import in_one_line
 from service.handoff.group_bytes import TRANSCRIPT_BYTES
+from service.handoff.steps.builder import StepSink
 from service.handoff.steps.reward import NEEDED, is_reward
 from service.handoff.steps.roles import Role
 from service.handoff.steps.stop_reason import StopReason
@@ -49,13 +50,10 @@ SHOWN_REFUSALS = 3
 SPENT = "Step budget exhausted."
 """The answer if a session has no room left. An error with status 429 would make clients repeat the request."""
 
-State = Literal["open", "finished", "closed"]
 Sample = Callable[[Int32s, int, str, str], Awaitable[Generation]]
 """(ids of the prompt, maximum tokens of the response, enforced form, id of the request) -> what the policy sampled.
 
 Raises `Refused` if the engine cannot enforce the form."""
-Accept = Callable[[Step], Awaitable[bool]]
-"""Takes a step at once, and returns whether the buffer accepted it."""
 
 
 class Outcome(NamedTuple):
@@ -84,7 +82,7 @@ class Session:
         limits: AgentLimits,
         max_tokens: int,
         sample: Sample,
-        accept: Accept,
+        sink: StepSink,
         name: str,
         key: str,
     ) -> None:
@@ -100,8 +98,7 @@ class Session:
         self.tree = tree
         self.base_url = ""
         """Where clients call."""
-        self.state: State = "open"
-        self.heard = self._now()
+        self.heard = asyncio.get_running_loop().time()
         """When a client or a worker was heard last, in seconds of the event loop."""
         self.is_offered = False
         """True while it waits for a worker that claims it."""
@@ -121,7 +118,7 @@ class Session:
         self._limits = limits
         self._max_tokens = max_tokens
         self._sample = sample
-        self._accept = accept
+        self._sink = sink
         self._tokens = 0
         """Tokens of all steps, and the most that the calls that are being sampled may bring."""
         self._calls = 0
@@ -132,6 +129,13 @@ class Session:
         """Calls that are being sampled, by the request's body."""
         self._in_order = asyncio.Lock()
         """Held from a call's number until its step is accepted: what is journalled has no gaps."""
+
+    @property
+    def state(self) -> Literal["open", "finished", "closed"]:
+        """Closed sessions have no reward."""
+        if not self.ended.done():
+            return "open"
+        return "closed" if self.ended.cancelled() or self.ended.exception() is not None else "finished"
 
     @property
     def n_steps(self) -> int:
@@ -201,7 +205,7 @@ class Session:
     @property
     def silence(self) -> float:
         """Seconds since a client or a worker was last heard; 0 while a call is being sampled."""
-        return 0.0 if self._flying else self._now() - self.heard
+        return 0.0 if self._flying else asyncio.get_running_loop().time() - self.heard
 
     @property
     def sampling(self) -> dict[str, float]:
@@ -211,7 +215,7 @@ class Session:
 
     def hear(self) -> None:
         """Note a sign of life from the agent's client or worker."""
-        self.heard = self._now()
+        self.heard = asyncio.get_running_loop().time()
 
     def restore(self, steps: Steps) -> None:
         """Continue after the calls of an earlier process, whose steps the buffer accepted.
@@ -335,7 +339,7 @@ class Session:
             return
         self.check_open()
         self.ended.set_result(outcome)
-        self._end("finished")
+        self._abandon_calls()
 
     def close(self, error: BaseException | None = None) -> None:
         """End the session without a reward; calls that are being sampled are abandoned."""
@@ -345,10 +349,9 @@ class Session:
             self.ended.cancel()
         else:
             self.ended.set_exception(error)
-        self._end("closed")
+        self._abandon_calls()
 
-    def _end(self, state: State) -> None:
-        self.state = state
+    def _abandon_calls(self) -> None:
         for task in self._flying.values():
             task.cancel()
 
@@ -362,7 +365,8 @@ class Session:
                     call = self.tree.add(opened, generation, body, bool(structure))
                 self._tokens += len(call.carried_ids) + len(call.response.token_ids) - reserved
                 self._cut = StopReason.STOP
-                if not await self._accept(self._step(call, generation)):
+                self._sink.append(self._step(call, generation))
+                if not await self._sink.accepted(self.trajectory):
                     raise TrajectoryFailed(StopReason.ABORT, "the buffer wants no more of it")
         except Refused:
             self._tokens -= reserved
@@ -399,10 +403,6 @@ class Session:
             routed_experts=experts_of(generation.routed_experts, n_total, n_carried),
             note=call.note,
         )
-
-    @staticmethod
-    def _now() -> float:
-        return asyncio.get_running_loop().time()
 
     def _landed(self, body: str, task: asyncio.Task[Call]) -> None:
         del self._flying[body]

@@ -1,5 +1,7 @@
 """One session for an agent that is tried: prints each call as it comes, and at the end what would be trained.
 
+For bug reports a proxy in front of the endpoint records what both sides send, without keys.
+
 call 0: main, a new conversation, 17 tokens -> 23 sampled, calls search({"query": "fox"})
 call 1: main, continues 0, 12 tokens -> 5 sampled, "it is 17"
 28 of 28 sampled tokens would be trained
@@ -9,7 +11,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import chain, repeat
 from pathlib import Path
@@ -20,7 +24,7 @@ import numpy as np
 from service.agents.agents import Agents
 from service.agents.call_roles import roles_of
 from service.agents.conversation_tree import Call
-from service.agents.wire_record import record_wire
+from service.agents.runner.forward import forward
 from service.rollout.chat.chat import Chat
 from service.rollout.chat.conversation import generation_of
 from service.rollout.engine import Generation, Sampling
@@ -31,6 +35,8 @@ CHECK_SECONDS = 2.0
 """Seconds between two looks at the engine."""
 SHOWN = 60
 """Characters of a text or of arguments that are printed."""
+SECRETS = re.compile(rb"(?im)^((?:proxy-)?authorization|(?:x-)?(?:goog-)?api-key|cookie):[^\r\n]*")
+"""Headers whose values are not recorded."""
 HOW = {"root": "a new conversation", "rerendered": "a new conversation (it has an answer that the policy did not give)"}
 
 
@@ -98,3 +104,25 @@ def told(call: Call, role: str) -> str:
     calls = [f"{name}({json.dumps(dict(arguments)):.{SHOWN}})" for name, arguments in call.reply.calls]
     said = f"calls {', '.join(calls)}" if calls else json.dumps(call.reply.content[:SHOWN])
     return f"call {call.index}: {role}, {begins}, {len(call.carried_ids)} tokens -> {call.n_sampled} sampled, {said}"
+
+
+async def record_wire(endpoint: str, key: str, file: Path) -> str:
+    """Listen on loopback in front of an endpoint, and record what both sides send; returns the address.
+
+    A line of `file` is a connection: what the client sent, and what it received. `key` is replaced wherever it stands.
+    """
+
+    async def passed_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        sent, received = bytearray(), bytearray()
+        with suppress(asyncio.CancelledError):  # the trial ends before its client leaves: what was said is kept too
+            await forward(reader, writer, endpoint, sent, received)
+        told = {"sent": _without_key(sent, key), "received": _without_key(received, key)}
+        with file.open("a", encoding="utf-8") as lines:
+            lines.write(json.dumps(told) + "\n")
+
+    server = await asyncio.start_server(passed_on, "127.0.0.1", 0)
+    return f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+
+
+def _without_key(said: bytearray, key: str) -> str:
+    return SECRETS.sub(rb"\1: [key]", said.replace(key.encode(), b"[key]")).decode(errors="replace")

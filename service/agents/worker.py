@@ -13,11 +13,10 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -45,14 +44,10 @@ SHOWN = 200
 
 OVER = (404, 409, 410)
 """Statuses of a session that is no longer open."""
-SESSION_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+SESSION_NAME = r"\A[A-Za-z0-9][A-Za-z0-9._-]{0,127}\Z"
 """A name that can be part of an address without escapes."""
 MAX_TRANSCRIPT = 64 << 10
 """Characters of a transcript that is sent, of at most 12 bytes each; of a longer transcript only the end is sent."""
-
-
-class OddClaim(Exception):
-    """An endpoint's answer to a claim is not a session that the worker can run."""
 
 
 class _Unanswered(Exception):
@@ -62,32 +57,13 @@ class _Unanswered(Exception):
 class SessionClaim(msgspec.Struct):
     """The fields of a claim that a worker reads."""
 
-    session: str
+    session: Annotated[str, msgspec.Meta(pattern=SESSION_NAME)]
     base_url: str
     api_key: str
-    task: dict[str, Any]
+    task: Task
     seed: int
     deadline: Annotated[float, msgspec.Meta(gt=0, le=1e9)]
     heartbeat_deadline: Annotated[float, msgspec.Meta(gt=0, le=1e9)] = HEARTBEATS * HEARTBEAT_SECONDS
-
-    @staticmethod
-    def read(answer: Mapping[str, Any]) -> tuple[SessionClaim, Task]:
-        """Parse a claim and its task.
-
-        Raises:
-            OddClaim: the answer is not a valid claim.
-        """
-        try:
-            claim = msgspec.convert(answer, SessionClaim)
-            task = msgspec.convert(claim.task, Task)
-            scheme = urlsplit(claim.base_url).scheme
-        except (msgspec.ValidationError, ValueError, RecursionError) as error:
-            raise OddClaim(str(error)) from error
-        if not SESSION_NAME.fullmatch(claim.session):
-            raise OddClaim("the name of the session has other characters than an address")
-        if scheme not in ("http", "https"):
-            raise OddClaim("base_url is no address")
-        return claim, task
 
 
 async def work(urls: Sequence[str], key: str, runner: AgentRunner, concurrent: int) -> None:
@@ -124,19 +100,41 @@ class _Endpoint:
         loop = asyncio.get_running_loop()
         while True:
             began = loop.time()
-            claim = await self._post("claim", {})
-            try:
-                if isinstance(claim, Mapping):
-                    await self._play(*SessionClaim.read(claim))
-                    continue
-            except OddClaim as odd:
-                log.warning("%s: an odd claim is left alone: %s", self._url, in_one_line(str(odd))[:SHOWN])
-            await asyncio.sleep(began + MIN_CLAIM_SECONDS - loop.time())
+            if (claim := await self._claim()) is not None:
+                await self._play(claim)
+            else:
+                await asyncio.sleep(began + MIN_CLAIM_SECONDS - loop.time())
 
-    async def _play(self, claim: SessionClaim, task: Task) -> None:
+    async def _claim(self) -> SessionClaim | None:
+        """Claim a session; None if there is none, or the answer is no session that the worker can run.
+
+        Raises:
+            UserError: the address is not an endpoint.
+        """
+        status, text = await self._post("claim", {})
+        if status >= 300:
+            raise UserError(f"{self._url}/rl/claim: refused with status {status}{_why(text)}")
+        try:
+            answer = json.loads(text) if text else None
+        except (ValueError, RecursionError):
+            answer = text
+        if not isinstance(answer, dict | None):
+            raise UserError(f"{self._url} is no endpoint of Baton: it answers {in_one_line(text)[:SHOWN]}")
+        if answer is None:
+            return None
+        try:
+            claim = msgspec.convert(answer, SessionClaim)
+            if urlsplit(claim.base_url).scheme not in ("http", "https"):
+                raise ValueError("base_url is no address")
+        except (msgspec.ValidationError, ValueError, RecursionError) as odd:
+            log.warning("%s: an odd claim is left alone: %s", self._url, in_one_line(str(odd))[:SHOWN])
+            return None
+        return claim
+
+    async def _play(self, claim: SessionClaim) -> None:
         """Run a session and finish it, unless the session was over before."""
         session = f"sessions/{claim.session}"
-        run = asyncio.create_task(self._runner.run(task, claim.base_url, claim.api_key, claim.seed))
+        run = asyncio.create_task(self._runner.run(claim.task, claim.base_url, claim.api_key, claim.seed))
         beating = asyncio.create_task(self._beat_until_over(session, claim.heartbeat_deadline / HEARTBEATS))
         try:
             await asyncio.wait({run, beating}, timeout=claim.deadline, return_when=asyncio.FIRST_COMPLETED)
@@ -150,11 +148,11 @@ class _Endpoint:
                 why = in_one_line(finished.reason) + last_lines(finished.transcript)
                 log.warning("%s %s: %s", session, finished.status, why)
             finished = finished._replace(transcript=finished.transcript[-MAX_TRANSCRIPT:])
-            await self._post(f"{session}/finish", finished._asdict())
+            await self._is_open(f"{session}/finish", finished._asdict())
         except asyncio.CancelledError:
             with suppress(TimeoutError, UserError):  # the endpoint notices the missing heartbeats
                 async with asyncio.timeout(ABORT_SECONDS):
-                    await self._post(f"{session}/abort", {})
+                    await self._is_open(f"{session}/abort", {})
             raise
         finally:
             run.cancel()
@@ -163,21 +161,28 @@ class _Endpoint:
 
     async def _beat_until_over(self, session: str, seconds: float) -> None:
         seconds = min(seconds, HEARTBEAT_SECONDS)
-        while await self._post(f"{session}/heartbeat", {}, longest_pause=seconds) != "over":
+        while await self._is_open(f"{session}/heartbeat", {}, longest_pause=seconds):
             await asyncio.sleep(seconds)
 
-    async def _post(
-        self, path: str, body: Mapping[str, Any], longest_pause: float = LONGEST_PAUSE
-    ) -> Mapping[str, Any] | Literal["over"] | None:
-        """Retry a request until it is answered; returns the answer, None for an empty one.
+    async def _is_open(self, path: str, body: Mapping[str, Any], longest_pause: float = LONGEST_PAUSE) -> bool:
+        """Send a request about a session; returns whether the session was still open for it."""
+        status, text = await self._post(path, body, longest_pause)
+        if status >= 300 and status not in OVER:
+            log.warning("%s/rl/%s: refused with status %d%s", self._url, path, status, _why(text))
+        return status < 300
+
+    async def _post(self, path: str, body: Mapping[str, Any], longest_pause: float = LONGEST_PAUSE) -> tuple[int, str]:
+        """Retry a request until it is answered; returns the answer's status and text.
 
         Raises:
-            UserError: the endpoint refuses the request.
+            UserError: the endpoint refuses the key.
         """
         backoff = Backoff(FIRST_PAUSE, longest_pause)
         status, text = await retried(partial(self._sent, path, body), _Unanswered, backoff, failed=self._warn_once)
         self._is_silent = False
-        return self._read(path, status, text)
+        if status in (401, 403):
+            raise UserError(f"{self._url}: the endpoint refuses the worker key{_why(text)}")
+        return status, text
 
     async def _sent(self, path: str, body: Mapping[str, Any]) -> tuple[int, str]:
         try:
@@ -193,24 +198,6 @@ class _Endpoint:
         if not self._is_silent:
             log.warning("%s does not answer (%s); asking again", self._url, in_one_line(str(problem)))
         self._is_silent = True
-
-    def _read(self, path: str, status: int, text: str) -> Mapping[str, Any] | Literal["over"] | None:
-        if path != "claim" and status in OVER:
-            return "over"
-        if status in (401, 403):
-            raise UserError(f"{self._url}: the endpoint refuses the worker key{_why(text)}")
-        if status >= 300 and path != "claim":
-            log.warning("%s/rl/%s: refused with status %d%s", self._url, path, status, _why(text))
-            return "over"
-        if status >= 300:
-            raise UserError(f"{self._url}/rl/{path}: refused with status {status}{_why(text)}")
-        try:
-            answer = json.loads(text) if text else None
-        except (ValueError, RecursionError):
-            answer = text
-        if not isinstance(answer, dict | None):
-            raise UserError(f"{self._url} is no endpoint of Baton: it answers {in_one_line(text)[:SHOWN]}")
-        return answer
 
 
 def _why(text: str) -> str:

@@ -17,7 +17,7 @@ from service.rollout.chat.chat import Tool
 from service.types import Int32s
 
 DONE = b"data: [DONE]\n\n"
-ERROR_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+ERROR_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
 
 
 class AnswerForm(NamedTuple):

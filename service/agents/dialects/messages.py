@@ -29,16 +29,10 @@ from service.agents.dialects.body import (
     taken_begun,
     text_of,
 )
-from service.agents.dialects.dialect import CallAnswer, CallRequest, Dialect, Refused, frame
+from service.agents.dialects.dialect import ERROR_TYPES, CallAnswer, CallRequest, Dialect, Refused, frame
 
-ERROR_TYPES = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    529: "overloaded_error",
-}
+KINDS = ERROR_TYPES | {413: "request_too_large"}
+"""Of errors, by their status."""
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 EMPTY: Mapping[str, Mapping[str, Any]] = {
     "text": {"text": ""},
@@ -172,7 +166,7 @@ def events(answer: CallAnswer, asked: CallRequest) -> Iterator[bytes]:
 
 def error(refused: Refused) -> dict[str, Any]:
     """The body of an error."""
-    kind = ERROR_TYPES.get(refused.status, "api_error" if refused.status >= 500 else "invalid_request_error")
+    kind = KINDS.get(refused.status, "api_error" if refused.status >= 500 else "invalid_request_error")
     details = {"error_code": refused.code, "unsupported": [refused.field]} if refused.code == NO_THREAD else None
     return {"type": "error", "error": {"type": kind, "message": str(refused), "details": details}}
 

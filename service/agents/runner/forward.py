@@ -1,4 +1,4 @@
-"""Forwards the connections of a command without a network to its endpoint."""
+"""Forwards connections to an endpoint: those of a command without a network, or of a client that is recorded."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from urllib.parse import SplitResult, urlsplit
+from urllib.parse import urlsplit
 
 CHUNK = 1 << 16
 PORTS = {"http": 80, "https": 443}
@@ -31,17 +31,13 @@ def on_loopback(base_url: str) -> str:
 async def forwarded(listener: socket.socket, base_url: str) -> AsyncIterator[None]:
     """While the block runs, connections to `listener` reach the endpoint; at its end they are closed."""
     connections: set[asyncio.Task[None] | None] = set()
-    endpoint = urlsplit(base_url)
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         connections.add(task := asyncio.current_task())
         try:
-            await _connect(endpoint, port_of(base_url), reader, writer)
-        except OSError:
-            pass  # one side has closed the connection: close the other side too
+            await forward(reader, writer, base_url)
         finally:
             connections.discard(task)
-            writer.close()
 
     server = await asyncio.start_server(serve, sock=listener)
     try:
@@ -54,18 +50,35 @@ async def forwarded(listener: socket.socket, base_url: str) -> AsyncIterator[Non
         await asyncio.gather(*left, return_exceptions=True)
 
 
-async def _connect(
-    endpoint: SplitResult, port: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+async def forward(
+    reader: asyncio.StreamReader,
+    writer: asyncio.StreamWriter,
+    base_url: str,
+    sent: bytearray | None = None,
+    received: bytearray | None = None,
 ) -> None:
-    there, to_there = await asyncio.open_connection(endpoint.hostname, port, ssl=endpoint.scheme == "https" or None)
+    """Forward a client's connection to an endpoint until both sides have ended, or one has broken off.
+
+    `sent` and `received` get what the client sent and received.
+    """
+    endpoint = urlsplit(base_url)
     try:
-        await asyncio.gather(_pump(reader, to_there), _pump(there, writer))
+        tls = endpoint.scheme == "https" or None
+        there, to_there = await asyncio.open_connection(endpoint.hostname, port_of(base_url), ssl=tls)
+        try:
+            await asyncio.gather(_pump(reader, to_there, sent), _pump(there, writer, received))
+        finally:
+            to_there.close()
+    except OSError:
+        pass  # one side has closed the connection: close the other side too
     finally:
-        to_there.close()
+        writer.close()
 
 
-async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, kept: bytearray | None) -> None:
     while data := await reader.read(CHUNK):
+        if kept is not None:
+            kept += data
         writer.write(data)
         await writer.drain()
     if writer.can_write_eof():

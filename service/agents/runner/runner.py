@@ -17,14 +17,14 @@ from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 from service.agents.runner.command_process import remove
 from service.config.command import CommandConfig
 from service.errors import in_one_line
 from service.files import LOCK, is_locked, lock_folder
 from service.rollout.child_process import ChildDied, ChildProcesses, ChildRaised
-from service.rollout.environment import AgentSession, OversizedOutput, Status, Task
+from service.rollout.environment import AgentSession, OversizedOutput, Task
 
 log = logging.getLogger(__name__)
 
@@ -65,8 +65,7 @@ class CommandAgent:
         """Run the command, and finish the session with its score; without a score, with the reward that the agent
         posted."""
         finished = await self._runner.run(task, session.base_url, session.key, seed)
-        reward, status, reason, info, transcript, exit_code = finished
-        session.finish(reward, cast(Status, status), info, transcript, {}, reason, exit_code)
+        session.finish(**finished._asdict())
 
 
 class AgentRunner:

@@ -25,7 +25,7 @@ from service.config import AgentsConfig
 from service.rollout.chat.chat import Chat
 from service.rollout.engine import Generation
 from service.rollout.limits import AgentLimits
-from service.types import Int32s, Step, TrajectoryId
+from service.types import Int32s, Step, TrajectoryEnd, TrajectoryId
 from tests.pure.rollout.conftest import generated, limits
 
 WORKER = "key-of-all-workers"
@@ -76,18 +76,23 @@ class House:
             self.replies.append(generation.token_ids.tolist())
             return generation
 
-        async def accept(step: Step) -> bool:
-            self.steps.append(step)
-            await self.accepting.wait()
-            return self.accepts
-
         tree = ConversationTree(self.chat, JsonCalls())
         id, name, key = TrajectoryId(3, number), str(number), f"key-of-session-{number}"
-        made = Session(id, "p-0", tree, self.allowed, self.max_tokens, sample, accept, name, key)
+        made = Session(id, "p-0", tree, self.allowed, self.max_tokens, sample, self, name, key)
         made.base_url = f"{self.address}/s/{number}/v1"
         made.recorded.set_result(True)
         self.sessions.add(made)
         return made
+
+    def append(self, step: Step) -> None:
+        self.steps.append(step)
+
+    def end(self, end: TrajectoryEnd) -> None:
+        raise AssertionError("a session sends no end")
+
+    async def accepted(self, trajectory: TrajectoryId) -> bool:
+        await self.accepting.wait()
+        return self.accepts
 
     async def connected(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         """A connection that has sent nothing."""
