@@ -24,7 +24,7 @@ from service.agents.offers import Offers
 from service.agents.reply_parser import JsonCalls, ReplyParser
 from service.agents.server import Endpoint
 from service.agents.session import Outcome, Session, kept_transcript
-from service.agents.session_keys import Keys, passing_keys
+from service.agents.session_keys import SECRET_BYTES, Keys
 from service.agents.sessions import Sessions
 from service.config.rollout import AgentsConfig
 from service.errors import UserError, in_one_line, last_lines
@@ -62,7 +62,7 @@ class Agents:
         number, from 0."""
         self._config = config
         self._number = number
-        self._keys = keys or passing_keys()
+        self._keys = keys or Keys(secrets.token_bytes(SECRET_BYTES))
         self._chat = chat
         self._engine = engine
         self.limits = replace(limits, max_turns=config.max_calls, step_deadline=config.deadline)

@@ -73,16 +73,20 @@ _WithRoles = list[tuple[_Conversation, str]]
 def roles_of(calls: Sequence[Call]) -> list[str]:
     """The role of each call of a tree, in order."""
     conversations, continued = _conversations(calls), {call.parent for call in calls}
-    newest = {call.body: call.index for call in calls if call in continued}
+    own = max((of for of in conversations if of.named in (None, Role.MAIN)), key=lambda of: of.rank, default=None)
+    replaced = {call.body: call.index for call in calls if call in continued}
     roles: dict[Call, str] = {}
-    for conversation, role in zip(conversations, _of_conversations(conversations), strict=True):
+    later: _WithRoles = []
+    for conversation in reversed(conversations):  # a compaction depends on what follows it
+        role = _role(conversation, own, conversation.calls[-1] is calls[-1], later)
+        later.append((conversation, role))
         for call in conversation.calls:
             if call in continued:
                 roles[call] = role
             elif not _is_delivered(call):
                 roles[call] = Role.UNDELIVERED
             else:
-                roles[call] = Role.RETRY if newest.get(call.body, -1) > call.index else role
+                roles[call] = Role.RETRY if replaced.get(call.body, -1) > call.index else role
     return [roles[call] for call in calls]
 
 
@@ -97,16 +101,6 @@ def _conversations(calls: Sequence[Call]) -> list[_Conversation]:
         of[call] = _Conversation([]) if call.parent is None else of[call.parent]
         of[call].calls.append(call)
     return [of[call] for call in calls if call.parent is None]
-
-
-def _of_conversations(conversations: Sequence[_Conversation]) -> list[str]:
-    """The role of each conversation; decided from the last to the first, as a compaction depends on what follows it."""
-    own = max((of for of in conversations if of.named in (None, Role.MAIN)), key=lambda of: of.rank, default=None)
-    newest = max(conversations, key=lambda of: of.calls[-1].index, default=None)
-    later: _WithRoles = []
-    for conversation in reversed(conversations):
-        later.append((conversation, _role(conversation, own, conversation is newest, later)))
-    return [role for _, role in reversed(later)]
 
 
 def _role(conversation: _Conversation, own: _Conversation | None, is_newest: bool, later: _WithRoles) -> str:

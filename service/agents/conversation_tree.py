@@ -243,25 +243,21 @@ class ConversationTree:
         )
         return PreparedCall(None, how, whole, whole, digest_of[-1], tools, beginning, received, prefix=prefix)
 
-    def prompt_ids(self, prompt: str | Int32s) -> Int32s:
-        """[P] ids of a prompt that a client rendered; special tokens in its text are special.
+    def open_ids(self, prompt: str | Int32s) -> PreparedCall:
+        """The prompt of a client that sends token ids, or text in which special tokens are special: it continues the
+        longest call whose tokens are its prefix.
 
         Raises:
             MessagesRefused: no tokenizer accepts the text, or an id is outside of the vocabulary.
         """
-        if isinstance(prompt, str):
-            return self._chat.encode(prompt)
-        if len(prompt) and not 0 <= int(prompt.min()) <= int(prompt.max()) < self._chat.vocab_size:
+        ids = self._chat.encode(prompt) if isinstance(prompt, str) else prompt
+        if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < self._chat.vocab_size:
             raise MessagesRefused(f"a token id is outside of the vocabulary of {self._chat.vocab_size}")
-        return prompt
-
-    def open_ids(self, prompt_ids: Int32s) -> PreparedCall:
-        """The prompt of a client that sends token ids: it continues the longest call whose tokens are its prefix."""
-        lengths = sorted({length for length, _ in self._of_ids if length < len(prompt_ids)}, reverse=True)
+        lengths = sorted({length for length, _ in self._of_ids if length < len(ids)}, reverse=True)
         for length in lengths:
-            if parent := self._of_ids.get((length, digest(prompt_ids[:length]))):
-                return PreparedCall(parent, "appended", prompt_ids[length:], prompt_ids, None)
-        return PreparedCall(None, "root", prompt_ids, prompt_ids, None)
+            if parent := self._of_ids.get((length, digest(ids[:length]))):
+                return PreparedCall(parent, "appended", ids[length:], ids, None)
+        return PreparedCall(None, "root", ids, ids, None)
 
     def add(self, opened: PreparedCall, generation: Generation, body: str, is_constrained: bool = False) -> Call:
         """Add a call with the tokens that the engine sampled for it.

@@ -12,7 +12,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import xxhash
@@ -78,7 +78,7 @@ class Calls:
         """Handle one call: read, begin, wait for the result, answer."""
         session = self._requests.session(request)
         known = session.n_steps
-        calling, asked, model = await self._begin(dialect, request, session)
+        calling, asked = await self._begin(dialect, request, session)
         self._note(dialect, asked.ignored)
         while (await asyncio.wait(calling, timeout=KEEP_ALIVE_SECONDS))[1]:
             if asked.stream:
@@ -87,7 +87,7 @@ class Calls:
             session.check_open()
         calls = [one.result() for one in calling]
         self.answered.update((dialect.name, "replayed" if call.index < known else call.how) for call in calls)
-        first, *others = (CallAnswer(call, model, int(time.time())) for call in calls)
+        first, *others = (CallAnswer(call, asked.model, int(time.time())) for call in calls)
         response = await _write(request, dialect, asked, first._replace(others=others))
         self.constrained += sum(call.n_sampled for call in calls) if asked.structure else 0
         for call in calls:
@@ -97,36 +97,32 @@ class Calls:
 
     async def _begin(
         self, dialect: Dialect, request: web.Request, session: Session
-    ) -> tuple[Sequence[asyncio.Future[Call]], CallRequest, str]:
-        """Begin the calls of a request; returns them, the request without its prompt, and the requested model.
+    ) -> tuple[Sequence[asyncio.Future[Call]], CallRequest]:
+        """Begin the calls of a request; returns them, and the request without its prompt.
 
         Requests of one session begin their calls one after the other.
         """
-        named = role_named(request, self._named_roles)
+        role = role_named(request, self._named_roles)
+
+        def read(raw: bytes) -> tuple[CallRequest, PreparedCall, str]:
+            body = parse_body(raw)
+            asked = self._with_forms(dialect.read(body))._replace(model=str(body.get("model") or MODEL))
+            if asked.tools and not session.tree.shows_tools:
+                asked = asked._replace(ignored=(*asked.ignored, "tools"))
+            name = f"{dialect.name}/{xxhash.xxh3_128_hexdigest(raw)}"
+            if of := request.headers.get(SAMPLE_HEADER):
+                name += f"/{xxhash.xxh3_64_hexdigest(of.encode(errors='surrogateescape'))}"
+            return asked, session.opened(asked)._replace(named=role), name
+
         try:
-            async with self._requests.body(request, session.most_body_bytes) as raw, session.opening:
-
-                def read() -> tuple[CallRequest, PreparedCall, str]:
-                    body = parse_body(raw)
-                    asked = self._with_forms(dialect.read(body))
-                    if asked.tools and not session.tree.shows_tools:
-                        asked = asked._replace(ignored=(*asked.ignored, "tools"))
-                    return asked, session.opened(asked), str(body.get("model") or MODEL)
-
-                asked, opened, model = await self._requests.apart(len(raw), read)
-                opened = opened._replace(named=named)
-                return (
-                    [
-                        session.begin(asked, opened, name, is_retry(request))
-                        for name in _names(dialect, request, raw, asked.n)
-                    ],
-                    asked._replace(messages=(), prompt=None),
-                    model,
-                )
+            async with self._requests.prompt(request, session, read) as (asked, opened, name):
+                names = (f"{name}/{index}" if index else name for index in range(asked.n))
+                calls = [session.begin(asked, opened, sample, is_retry(request)) for sample in names]
         except Refused as refused:
             if refused.status == TOO_LARGE:
                 raise session.too_long(refused.reason) from refused
             raise
+        return calls, asked._replace(messages=(), prompt=None)
 
     def _with_forms(self, asked: CallRequest) -> CallRequest:
         """The request with the form that the engine enforces; other forms are among its ignored fields.
@@ -149,14 +145,6 @@ class Calls:
         if new and len(self._noted) < MAX_NOTED:
             self._noted.update((dialect.name, name) for name in new)
             log.info("calls of dialect %s have fields that do not reach the policy: %s", dialect.name, ", ".join(new))
-
-
-def _names(dialect: Dialect, request: web.Request, raw: bytes, n: int) -> Iterator[str]:
-    """What identifies each sample of a request: its body, what the client calls it, and its number."""
-    name = f"{dialect.name}/{xxhash.xxh3_128_hexdigest(raw)}"
-    if of := request.headers.get(SAMPLE_HEADER):
-        name += f"/{xxhash.xxh3_64_hexdigest(of.encode(errors='surrogateescape'))}"
-    return (f"{name}/{index}" if index else name for index in range(n))
 
 
 async def _write(request: web.Request, dialect: Dialect, asked: CallRequest, answer: CallAnswer) -> web.StreamResponse:

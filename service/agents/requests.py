@@ -51,7 +51,6 @@ ENCODINGS, EITHER_HEADER = ("gzip", "deflate"), 32
 """Encodings of bodies that are accepted, and the argument with which zlib reads the headers of both."""
 KEY_HEADERS = ("x-api-key", "api-key", "x-goog-api-key")
 """Headers with a key, of Anthropic's, Azure's and Google's clients."""
-NO_WORKERS = "this run has no worker key, so no worker may claim"
 ROLE_HEADER = "X-Baton-Role"
 CONVERSATIONS = (Role.MAIN, Role.SUB, Role.AUX)
 """Roles that a conversation can have in every run."""
@@ -84,7 +83,7 @@ class Requests:
         Raises:
             Refused: 401 for an unknown key, 409 for one of a session that ended.
         """
-        session = request[SESSION] = self.sessions.by_key(_key(request))
+        session = request[SESSION] = self.sessions.find(_key(request))
         session.check_open()
         return session
 
@@ -96,23 +95,25 @@ class Requests:
         Raises:
             Refused: 401 for an unknown key, 404 for an unknown name, 409 for the key of a session that ended.
         """
-        key = _key(request)
-        by_worker = self._keys.is_worker(key)
-        session = self.sessions.by_name(request.match_info["session"]) if by_worker else self.sessions.by_key(key)
-        request[SESSION] = session
+        session = request[SESSION] = self.sessions.find(*self._named(request))
         session.hear()
         return session
 
     def finished_with(self, request: web.Request) -> str:
         """The digest of the body that finished the session of a request, for the same keys as `managed`; empty if the
         session was not finished."""
+        return self.sessions.finished_with(*self._named(request))
+
+    def _named(self, request: web.Request) -> tuple[str, str | None]:
+        """The key of a request, and the session's name in its path if the key is that of the workers."""
         key = _key(request)
-        return self.sessions.finished_with(key, request.match_info["session"] if self._keys.is_worker(key) else None)
+        return key, request.match_info["session"] if self._keys.is_worker(key) else None
 
     def check_worker(self, request: web.Request) -> None:
         """Raises `Refused` unless the request carries the worker key."""
         if not self._keys.worker:
-            raise Refused(403, None, f"{NO_WORKERS}; set agents.worker_key_file, or {WORKER_KEY} where the run starts")
+            needed = f"set agents.worker_key_file, or {WORKER_KEY} where the run starts"
+            raise Refused(403, None, f"this run has no worker key, so no worker may claim; {needed}")
         if not self._keys.is_worker(_key(request)):
             raise Refused(401, None, "the key is not that of the workers", "invalid_api_key")
 
@@ -142,14 +143,23 @@ class Requests:
                 raise Refused(400, None, f"the body cannot be read: {error}") from error
             yield _decoded(bytes(raw), request.headers.get("content-encoding", "identity").lower(), most)
 
-    async def apart(self, n_bytes: int, work: Callable[[], Result]) -> Result:
-        """Return the result of `work` for a body of `n_bytes`; a large body is handled in a thread.
+    @asynccontextmanager
+    async def prompt(
+        self, request: web.Request, session: Session, read: Callable[[bytes], Result]
+    ) -> AsyncIterator[Result]:
+        """Within the block, what `read` made of a body as large as a prompt; the tree of calls does not grow meanwhile.
 
-        `work` must not change any state, because it keeps running if the caller is cancelled.
+        A large body is handled in a thread. `read` must not change any state, because it keeps running if the caller is
+        cancelled.
+
+        Raises:
+            Refused: as `body`.
         """
-        if n_bytes < LARGE_BYTES:
-            return work()
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+        async with self.body(request, session.most_body_bytes) as raw, session.opening:
+            if len(raw) < LARGE_BYTES:
+                yield read(raw)
+            else:
+                yield await asyncio.get_running_loop().run_in_executor(self._threads, read, raw)
 
     async def refuse(self, request: web.Request, dialect: Dialect, refused: Refused) -> web.StreamResponse:
         """Count, note and send a refusal in the dialect's form, as an event if a stream has begun."""

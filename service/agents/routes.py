@@ -88,12 +88,12 @@ class Routes:
 
         async def about_tokens(request: web.Request) -> web.StreamResponse:
             session = self._requests.session(request)
-            async with self._requests.body(request, session.most_body_bytes) as raw, session.opening:
 
-                def work() -> dict[str, Any]:
-                    return answer(session, parse_body(raw) if request.method == "POST" else {})
+            def read(raw: bytes) -> dict[str, Any]:
+                return answer(session, parse_body(raw) if request.method == "POST" else {})
 
-                return web.json_response(await self._requests.apart(len(raw), work))
+            async with self._requests.prompt(request, session, read) as found:
+                return web.json_response(found)
 
         return about_tokens
 

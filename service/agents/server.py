@@ -69,11 +69,12 @@ class Endpoint:
 
     async def start(self, host: str, port: int) -> str:
         """Listen, and return the address that clients call, such as `http://127.0.0.1:41234`."""
-        # aiohttp's log may quote requests, and therefore keys.
+        silent = logging.getLogger(f"{__name__}.http")  # aiohttp's log may quote requests, and therefore keys
+        silent.setLevel(logging.CRITICAL + 1)
         runner = self._runner = web.AppRunner(
             self.application(),
             access_log=None,
-            logger=_silent(),
+            logger=silent,
             shutdown_timeout=1.0,
             keepalive_timeout=IDLE_SECONDS,
             auto_decompress=False,  # aiohttp decompresses without limit, even bodies that are refused unread
@@ -151,9 +152,3 @@ def _dialect(request: web.Request) -> Dialect:
     resource = request.match_info.route.resource
     path = "" if resource is None else resource.canonical.removeprefix(NAMED)
     return MESSAGES if path == COUNT_TOKENS else DIALECTS.get(path, CHAT)
-
-
-def _silent() -> logging.Logger:
-    silent = logging.getLogger(f"{__name__}.http")
-    silent.setLevel(logging.CRITICAL + 1)
-    return silent

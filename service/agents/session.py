@@ -268,7 +268,7 @@ class Session:
         """
         try:
             if asked.prompt is not None:
-                return self.tree.open_ids(self.tree.prompt_ids(asked.prompt))
+                return self.tree.open_ids(asked.prompt)
             opened = self.tree.open(asked.messages, asked.tools, asked.echoed, asked.begun)
             return opened if asked.may_call else opened._replace(tools=())
         except MessagesRefused as refused:

@@ -48,11 +48,6 @@ class Keys(NamedTuple):
         return bool(self.worker) and hmac.compare_digest(self.worker.encode(), key.encode(errors="surrogatepass"))
 
 
-def passing_keys() -> Keys:
-    """Temporary keys, valid only in this process."""
-    return Keys(secrets.token_bytes(SECRET_BYTES))
-
-
 def run_keys(run: Path, agents: AgentsConfig, from_environment: str, needs_worker: bool) -> Keys:
     """The keys of a run, whose secret is stored in the run's folder; see `worker_key` for the other arguments.
 

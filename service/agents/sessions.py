@@ -86,26 +86,19 @@ class Sessions:
         """All sessions that have not ended."""
         return [session for session in self._open.values() if session.state == "open"]
 
-    def by_name(self, name: str) -> Session:
-        """The session of this name; it may have just ended.
+    def find(self, key: str, name: str | None = None) -> Session:
+        """The session of this name or, without a name, of this key; it may have just ended.
 
         Raises:
-            Refused: there is no session of this name.
+            Refused: 401 for an unknown key, 404 for an unknown name, 409 for the key of a session that ended.
         """
-        if (session := self._open.get(name)) is None:
-            raise Refused(404, None, "there is no open session of this name")
-        return session
-
-    def by_key(self, key: str) -> Session:
-        """The session of this key; it may have just ended.
-
-        Raises:
-            Refused: 401 for an unknown key, 409 for one of a session that ended.
-        """
-        name = self._names.get(_digest(key), "")
-        if (session := self._open.get(name)) is not None and hmac.compare_digest(session.key, key):
+        found = self._names.get(_digest(key), "") if name is None else name
+        session = self._open.get(found)
+        if session is not None and (name is not None or hmac.compare_digest(session.key, key)):
             return session
-        if name in self._ended:
+        if name is not None:
+            raise Refused(404, None, "there is no open session of this name")
+        if found in self._ended:
             raise Refused(409, None, "the session has ended")
         raise Refused(401, None, "the key is that of no session", "invalid_api_key")
 

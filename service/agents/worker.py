@@ -22,7 +22,8 @@ from urllib.parse import urlsplit
 import aiohttp
 import msgspec
 
-from service.agents.runner.runner import AgentRunner, Finished
+from service.agents.runner.command_process import Finished
+from service.agents.runner.runner import AgentRunner
 from service.backoff import Backoff, retried
 from service.errors import UserError, in_one_line, last_lines
 from service.rollout.environment import Task

@@ -71,18 +71,19 @@ def _forced(choice: Any, kind: str, tools: Sequence[Tool]) -> Iterator[AnswerFor
         return
     named = read_as(choice, _Choice, "tool_choice") if isinstance(choice, dict) else _Choice()
     name = (named.function or named).name
+    functions = [tool["function"] for tool in tools if kind in FORCES and name in (None, tool["function"]["name"])]
     calls = [
-        _call_of(tool["function"]) for tool in tools if kind in FORCES and name in (None, tool["function"]["name"])
+        {
+            "type": "object",
+            "properties": {"name": {"const": one["name"]}, "arguments": one["parameters"]},
+            "required": ["name", "arguments"],
+            "additionalProperties": False,
+        }
+        for one in functions
     ]
     schema = {"type": "json_schema", "json_schema": {"anyOf": calls}}
     tag = {"type": "tag", "begin": "<tool_call>\n", "content": schema, "end": "\n</tool_call>"}
     yield AnswerForm("tool_choice", tag if calls else None)
-
-
-def _call_of(function: Mapping[str, Any]) -> dict[str, Any]:
-    """The schema of a call of a function."""
-    fields = {"name": {"const": function["name"]}, "arguments": function["parameters"]}
-    return {"type": "object", "properties": fields, "required": [*fields], "additionalProperties": False}
 
 
 def _schemas(body: Mapping[str, Any]) -> Iterator[AnswerForm]:

@@ -34,8 +34,6 @@ MAX_NAMED = 32
 MISSING = re.compile(r"required field `(\w+)`")
 Shape = TypeVar("Shape", bound=Struct)
 Positive = Annotated[int, Meta(ge=1)]
-Samples = Annotated[int, Meta(ge=1, le=128)]
-"""Answers of one request."""
 Name = Annotated[str, Meta(min_length=1)]
 TokenIds = Annotated[list[Annotated[int, Meta(ge=0, lt=2**31)]], Meta(min_length=1)]
 
@@ -69,10 +67,23 @@ class CommonFields(Struct, kw_only=True):
         return self.tool_choice.type if isinstance(self.tool_choice, ToolChoice) else self.tool_choice or "auto"
 
 
-class StreamOptions(Struct):
-    """Options of a stream of chat completions or completions."""
-
+class _StreamOptions(Struct):
     include_usage: bool | None = None
+
+
+class CompletionFields(CommonFields, kw_only=True):
+    """Fields that requests of chat completions and completions share."""
+
+    max_tokens: Positive | None = None
+    n: Annotated[int, Meta(ge=1, le=128)] | None = None
+    """Answers of the request."""
+    stream_options: _StreamOptions | None = None
+    return_token_ids: bool | None = None
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether a stream ends with the numbers of tokens."""
+        return bool(self.stream_options and self.stream_options.include_usage)
 
 
 class _Unless(NamedTuple):

@@ -15,12 +15,10 @@ from msgspec import Meta, Struct
 
 from service.agents.dialects.answer_form import forms_of
 from service.agents.dialects.body import (
-    CommonFields,
+    CompletionFields,
     Content,
     Name,
     Positive,
-    Samples,
-    StreamOptions,
     function_tool,
     ignored_fields,
     own_tools,
@@ -28,7 +26,7 @@ from service.agents.dialects.body import (
     taken_begun,
     text_of,
 )
-from service.agents.dialects.dialect import DONE, CallAnswer, CallRequest, Dialect, frame
+from service.agents.dialects.dialect import DONE, CallAnswer, CallRequest, Dialect, frame, head
 
 TOOLS = ("function",)
 """Types of tools that the client runs and describes."""
@@ -64,16 +62,12 @@ class _Message(Struct):
     tool_call_id: str | None = None
 
 
-class _Request(CommonFields, kw_only=True):
+class _Request(CompletionFields, kw_only=True):
     messages: Annotated[list[_Message], Meta(min_length=1)]
     tools: list[dict[str, Any]] | None = None
-    max_tokens: Positive | None = None
     max_completion_tokens: Positive | None = None
-    n: Samples | None = None
-    stream_options: StreamOptions | None = None
     continue_final_message: bool | None = None
     logprobs: bool | None = None
-    return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
 
 
@@ -92,7 +86,7 @@ def read(body: Mapping[str, Any]) -> CallRequest:
         max_tokens=request.max_completion_tokens or request.max_tokens,
         wants_ids=bool(request.return_token_ids or request.return_tokens_as_token_ids),
         wants_logprobs=bool(request.logprobs),
-        include_usage=bool(request.stream_options and request.stream_options.include_usage),
+        include_usage=request.include_usage,
         may_call=request.choice != "none",
         forms=forms_of(body, request, tools),
         n=request.n or 1,
@@ -105,23 +99,24 @@ def reply(answer: CallAnswer, asked: CallRequest) -> dict[str, Any]:
     choices = []
     for index, one in enumerate(answer.all):
         message = one.call.message()
-        choice = {"index": index, "message": {**message, "content": _content(message)}, "finish_reason": one.finish}
-        choices.append({**choice, **_tokens(one, asked)})
+        if "tool_calls" in message:
+            message["content"] = message["content"] or None  # as clients expect
+        choices.append({"index": index, "message": message, "finish_reason": one.finish, **_tokens(one, asked)})
     ids = {"prompt_token_ids": answer.prompt_ids} if asked.wants_ids else {}
-    return {**_head(answer), "object": "chat.completion", "choices": choices, "usage": answer.usage, **ids}
+    return {**head(answer, "chatcmpl", "chat.completion"), "choices": choices, "usage": answer.usage, **ids}
 
 
 def events(answer: CallAnswer, asked: CallRequest) -> Iterator[bytes]:
     """The answer as chunks of a chat completion."""
-    head = {**_head(answer), "object": "chat.completion.chunk"}
+    chunk = head(answer, "chatcmpl", "chat.completion.chunk")
     if asked.wants_ids:
-        head["prompt_token_ids"] = answer.prompt_ids
+        chunk["prompt_token_ids"] = answer.prompt_ids
     for index, one in enumerate(answer.all):
         for choice in _pieces(one, asked):
-            yield frame({**head, "choices": [{"index": index, **choice}]})
-            head.pop("prompt_token_ids", None)
+            yield frame({**chunk, "choices": [{"index": index, **choice}]})
+            chunk.pop("prompt_token_ids", None)
     if asked.include_usage:
-        yield frame({**head, "choices": [], "usage": answer.usage})
+        yield frame({**chunk, "choices": [], "usage": answer.usage})
     yield DONE
 
 
@@ -147,15 +142,6 @@ def _message(message: _Message) -> dict[str, Any]:
     if message.tool_call_id is not None:
         read["tool_call_id"] = message.tool_call_id
     return read
-
-
-def _content(message: Mapping[str, Any]) -> str | None:
-    """The content of a message: null instead of an empty text beside calls, as clients expect."""
-    return message["content"] or (None if "tool_calls" in message else "")
-
-
-def _head(answer: CallAnswer) -> dict[str, Any]:
-    return {"id": f"chatcmpl-{answer.call.name}", "created": answer.created, "model": answer.model}
 
 
 def _tokens(answer: CallAnswer, asked: CallRequest) -> dict[str, Any]:

@@ -13,18 +13,8 @@ from typing import Any
 import numpy as np
 from msgspec import Struct
 
-from service.agents.dialects.body import (
-    CommonFields,
-    Name,
-    Positive,
-    Samples,
-    StreamOptions,
-    TokenIds,
-    ignored_fields,
-    read_as,
-    read_request,
-)
-from service.agents.dialects.dialect import DONE, CallAnswer, CallRequest, Dialect, frame
+from service.agents.dialects.body import CompletionFields, Name, TokenIds, ignored_fields, read_as, read_request
+from service.agents.dialects.dialect import DONE, CallAnswer, CallRequest, Dialect, frame, head
 from service.types import Int32s
 
 
@@ -32,12 +22,8 @@ class _Ids(Struct):
     prompt: TokenIds
 
 
-class _Request(CommonFields, kw_only=True):
+class _Request(CompletionFields, kw_only=True):
     prompt: Name | list[Any]
-    max_tokens: Positive | None = None
-    n: Samples | None = None
-    stream_options: StreamOptions | None = None
-    return_token_ids: bool | None = None
 
 
 def read(body: Mapping[str, Any]) -> CallRequest:
@@ -49,7 +35,7 @@ def read(body: Mapping[str, Any]) -> CallRequest:
         stream=bool(request.stream),
         max_tokens=request.max_tokens,
         wants_ids=bool(request.return_token_ids),
-        include_usage=bool(request.stream_options and request.stream_options.include_usage),
+        include_usage=request.include_usage,
         n=request.n or 1,
         ignored=ignored_fields(body, _Request),
     )
@@ -58,16 +44,17 @@ def read(body: Mapping[str, Any]) -> CallRequest:
 def reply(answer: CallAnswer, asked: CallRequest) -> dict[str, Any]:
     """The answer as a text completion."""
     choices = [{"index": index, **_choice(one, asked)} for index, one in enumerate(answer.all)]
-    return {**_head(answer), "choices": choices, "usage": answer.usage}
+    return {**head(answer, "cmpl", "text_completion"), "choices": choices, "usage": answer.usage}
 
 
 def events(answer: CallAnswer, asked: CallRequest) -> Iterator[bytes]:
     """The answer as chunks of a text completion."""
+    chunk = head(answer, "cmpl", "text_completion")
     for index, one in enumerate(answer.all):
         for piece in (_choice(one, asked) | {"finish_reason": None}, {"text": "", "finish_reason": _finish(one)}):
-            yield frame({**_head(answer), "choices": [{"index": index, **piece}]})
+            yield frame({**chunk, "choices": [{"index": index, **piece}]})
     if asked.include_usage:
-        yield frame({**_head(answer), "choices": [], "usage": answer.usage})
+        yield frame({**chunk, "choices": [], "usage": answer.usage})
     yield DONE
 
 
@@ -79,11 +66,6 @@ def _prompt(prompt: str | list[Any]) -> str | Int32s:
 
 def _finish(answer: CallAnswer) -> str:
     return "length" if answer.finish == "length" else "stop"
-
-
-def _head(answer: CallAnswer) -> dict[str, Any]:
-    made = {"created": answer.created, "model": answer.model}
-    return {"id": f"cmpl-{answer.call.name}", "object": "text_completion", **made}
 
 
 def _choice(answer: CallAnswer, asked: CallRequest) -> dict[str, Any]:

@@ -34,6 +34,8 @@ class CallRequest(NamedTuple):
 
     messages: Sequence[Mapping[str, Any]]
     """In the form of chat completions, as `ConversationTree.open` takes them; empty where `prompt` is given."""
+    model: str = ""
+    """The model that the client named; the answer repeats it."""
     tools: Sequence[Tool] = ()
     echoed: frozenset[str] = frozenset()
     """Names of calls that came back as a signature or as encrypted content."""
@@ -120,6 +122,12 @@ def frame(data: Any, event: str = "") -> bytes:
     """One server-sent event; `data`, as JSON, has no line break."""
     head = f"event: {event}\n" if event else ""
     return f"{head}data: {json.dumps(data)}\n\n".encode()
+
+
+def head(answer: CallAnswer, prefix: str, kind: str) -> dict[str, Any]:
+    """The fields with which answers of chat completions and completions, and chunks of them, begin."""
+    made = {"created": answer.created, "model": answer.model}
+    return {"id": f"{prefix}-{answer.call.name}", "object": kind, **made}
 
 
 def openai_error(refused: Refused) -> dict[str, Any]:

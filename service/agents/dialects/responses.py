@@ -120,7 +120,9 @@ class _Request(CommonFields, kw_only=True):
 def read(body: Mapping[str, Any]) -> CallRequest:
     """Read the request."""
     request = read_request(body, _Request)
-    items = _items(request.input)
+    shape: Any = Item
+    given = [{"role": "user", "content": request.input}] if isinstance(request.input, str) else request.input
+    items: list[Item] = [read_as({"type": "message", **item}, shape, f"input[{i}]") for i, item in enumerate(given)]
     system = [{"role": "system", "content": request.instructions}] if request.instructions else []
     if not items:
         raise Refused(400, "input", "is empty")
@@ -210,13 +212,6 @@ def error_event(refused: Refused) -> bytes:
     return frame(first | {"type": "error"}, "error") + frame(second, "response.failed")
 
 
-def _items(given: str | list[dict[str, Any]]) -> list[Item]:
-    if isinstance(given, str):
-        return [_Message("user", given)]
-    shape: Any = Item
-    return [read_as({"type": "message", **item}, shape, f"input[{i}]") for i, item in enumerate(given)]
-
-
 def _echoed(items: Iterable[Item]) -> Iterator[str]:
     """Names of the calls that the client sent back; some clients keep the items' ids, others only the encrypted
     content."""
@@ -231,37 +226,31 @@ def _messages(items: Iterable[Item]) -> list[dict[str, Any]]:
     """The items as messages; all items of one answer become one message."""
     messages: list[dict[str, Any]] = []
     before: Item | None = None
-    asked: dict[str, Any] | None = None
+    said: dict[str, Any] = {"role": None}
+    """The newest message that is not a tool's answer."""
     for item in items:
         message = _message(item)
-        begun = _begun(messages, asked, before, item)
-        if begun is None:
-            messages.append(message)
-            asked = asked if message["role"] == "tool" else message
+        if said["role"] == message["role"] == "assistant" and _is_part(item, said, before):
+            said["content"] += message.pop("content")
+            said.setdefault("tool_calls", []).extend(message.pop("tool_calls", ()))
+            said |= message
         else:
-            begun["content"] += message.pop("content")
-            begun.setdefault("tool_calls", []).extend(message.pop("tool_calls", ()))
-            begun |= message
+            messages.append(message)
+            said = said if message["role"] == "tool" else message
         before = item
     return messages
 
 
-def _begun(
-    messages: list[dict[str, Any]], asked: dict[str, Any] | None, before: Item | None, item: Item
-) -> dict[str, Any] | None:
-    """The message that an item belongs to; a client may put a tool's answer between two calls of one message.
-
-    `asked`: the newest message that is not a tool's answer.
-    """
-    if _message(item)["role"] != "assistant" or not messages:
-        return None
-    if messages[-1]["role"] == "assistant":
+def _is_part(item: Item, said: Mapping[str, Any], before: Item | None) -> bool:
+    """Whether an item belongs to the answer `said`; `before`: the item before it."""
+    if type(before) in ORDER:
         first, second = ORDER[type(before)], ORDER[type(item)]
-        return messages[-1] if first < second or first == second == ORDER[_Call] else None
-    if asked is not None and isinstance(item, _Call | _CustomCall) and (ours := OURS.fullmatch(item.call_id)):
-        last = OURS.fullmatch(asked["tool_calls"][-1]["id"]) if asked.get("tool_calls") else None
-        return asked if last and last[1] == ours[1] else None
-    return None
+        return first < second or first == second == ORDER[_Call]
+    if not isinstance(item, _Call | _CustomCall) or not said.get("tool_calls"):
+        return False
+    # A client may put a tool's answer between two calls of one answer.
+    last, ours = OURS.fullmatch(said["tool_calls"][-1]["id"]), OURS.fullmatch(item.call_id)
+    return last is not None and ours is not None and last[1] == ours[1]
 
 
 def _message(item: Item) -> dict[str, Any]:

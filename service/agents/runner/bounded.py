@@ -28,8 +28,6 @@ WATCH_SHARE = 0.05
 ENTRIES_AT_ONCE = 1000
 FILE_BYTES = 4096
 """Minimum bytes that a file or folder counts as."""
-TIME = "seconds"
-"""The limit that ends a command whose result still counts."""
 
 
 class CommandEnd(NamedTuple):
@@ -43,8 +41,8 @@ class CommandEnd(NamedTuple):
     """Its stdout and stderr, up to the limit."""
 
 
-async def run_command(launch: Launch, seconds: float, root: Path, base_url: str, namespaces: bool) -> CommandEnd:
-    """Run a command in its folder below `root` until it ends or exceeds a limit.
+async def run_command(launch: Launch, time: str, root: Path, base_url: str, namespaces: bool) -> CommandEnd:
+    """Run a command in its folder below `root` until it ends or exceeds a limit; `time`: the name of its time limit.
 
     Raises:
         NotStarted: the command cannot be started.
@@ -55,7 +53,7 @@ async def run_command(launch: Launch, seconds: float, root: Path, base_url: str,
         async with AsyncExitStack() as scope:
             if started.listener is not None:
                 await scope.enter_async_context(forwarded(started.listener, base_url))
-            await run.until_stopped(seconds)
+            await run.until_stopped(time)
     finally:
         run.end()
     if not run.limit and await _is_larger(root, launch.limits["folder_bytes"]):
@@ -84,16 +82,16 @@ class _Run:
         self.code: int | None = None
         self.limit = ""
 
-    async def until_stopped(self, seconds: float) -> None:
+    async def until_stopped(self, time: str) -> None:
         """Wait until the command ends or exceeds a limit."""
         watcher = asyncio.create_task(self._watch())
         watcher.add_done_callback(lambda _: self._stopped.set())  # no command goes on unwatched
         try:
-            async with asyncio.timeout(seconds):
+            async with asyncio.timeout(self._limits[time]):
                 await self._stopped.wait()
         except TimeoutError:
             self._check_processes(self._processes.folders())
-            self._stop(TIME)
+            self._stop(time)
         finally:
             self._loop.remove_reader(self._pidfd)
             if not watcher.cancel():

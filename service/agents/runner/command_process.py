@@ -18,9 +18,9 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from time import monotonic
-from typing import Any
+from typing import Any, NamedTuple
 
-from service.agents.runner.bounded import TIME, CommandEnd, run_command
+from service.agents.runner.bounded import CommandEnd, run_command
 from service.agents.runner.forward import on_loopback, port_of
 from service.agents.runner.sandbox import Launch, NotStarted, namespaces_refused
 from service.handoff.steps.reward import NEEDED, is_reward
@@ -44,10 +44,8 @@ them."""
 PLACEHOLDER = re.compile(r"\{(\w+)\}")
 SIGNALLED = range(129, 193)
 """Exit codes that stand for signals: 128 + the signal."""
-
-
-SCORE_TIME = "score_seconds"
-"""The limit of a score's seconds."""
+TIME, SCORE_TIME = "seconds", "score_seconds"
+"""The time limits: of a command, whose result still counts, and of its score."""
 
 
 class _TooLate(BaseException):
@@ -56,6 +54,23 @@ class _TooLate(BaseException):
 
 class Failed(Exception):
     """The trajectory fails; the message gives the reason."""
+
+
+class Finished(NamedTuple):
+    """Result of one run of the command."""
+
+    reward: float | None
+    """The score; None where the settings have none, or the run failed."""
+    status: str
+    """`ok`, or `failed`: the run is no evidence about the policy."""
+    reason: str
+    """Why it failed, or that its time was over; empty otherwise."""
+    info: Mapping[str, float]
+    """Seconds and bytes of output."""
+    transcript: str
+    """The command's stdout and stderr, without the key; the middle of a long one is left out."""
+    exit_code: int | None = None
+    """The command's exit code; None if the command was ended, or did not start."""
 
 
 class _Trajectory:
@@ -72,9 +87,10 @@ class _Trajectory:
         self.root = Path(request["root"])
         self._folder = self.root / WORK
 
-    async def play(self) -> dict[str, Any]:
+    async def play(self) -> Finished:
         """Run the command and score its result."""
-        transcript, reward, status, info, code = "", None, "ok", {}, None
+        transcript, reward, status, code = "", None, "ok", None
+        info: Mapping[str, float] = {}
         try:
             self._fill_folder()
             # Keeping the folder open reserves its inode number, so that a replacement is noticed.
@@ -84,7 +100,7 @@ class _Trajectory:
                 code = ended.code
                 info = {"seconds": round(monotonic() - began, 3), "output_bytes": len(ended.output)}
                 transcript = ended.output.decode(errors="replace").replace(self._key, "[key]")
-                reason = _why(ended, self._limits, TIME)
+                reason = _why(ended, self._limits)
                 if reason and ended.limit != TIME:
                     raise Failed(reason)
                 if not os.path.samestat(os.fstat(folder), self._folder.stat(follow_symlinks=False)):
@@ -96,15 +112,8 @@ class _Trajectory:
             status, reason = "failed", "it removed its folder"
         except (Failed, NotStarted) as failed:
             status, reason = "failed", str(failed).replace(self._key, "[key]")
-        transcript = shortened(transcript, self._limits["transcript_characters"])
-        return {
-            "reward": reward,
-            "status": status,
-            "reason": reason,
-            "info": info,
-            "transcript": transcript,
-            "exit_code": code,
-        }
+        kept = shortened(transcript, self._limits["transcript_characters"])
+        return Finished(reward, status, reason, info, kept, code)
 
     def _fill_folder(self) -> None:
         """Make the folder with the template's files, the row's files and the prompt."""
@@ -150,7 +159,7 @@ class _Trajectory:
             "ANTHROPIC_API_KEY": self._key,
         }
         stdin = Path(os.devnull) if in_command else self.root / PROMPT
-        return await self._run(command, stdin, variables, self._limits["seconds"])
+        return await self._run(command, stdin, variables, TIME)
 
     async def _score(self, transcript: str) -> float | None:
         """The score of the command's result."""
@@ -161,9 +170,9 @@ class _Trajectory:
             return _reward(self._call(score, transcript))
         question = {"task": asdict(self._task), "folder": str(self._folder), "transcript": transcript}
         (self.root / QUESTION).write_text(json.dumps(question), encoding="utf-8")
-        ended = await self._run(score, self.root / QUESTION, {}, self._limits[SCORE_TIME])
+        ended = await self._run(score, self.root / QUESTION, {}, SCORE_TIME)
         if ended.code != 0 and (ended.code is None or ended.code in SIGNALLED):
-            raise Failed(f"its score failed: {_why(ended, self._limits, SCORE_TIME)}")
+            raise Failed(f"its score failed: {_why(ended, self._limits)}")
         return 0.0 if ended.code else _number(ended.output)
 
     def _call(self, score: str, transcript: str) -> Any:
@@ -176,14 +185,12 @@ class _Trajectory:
         except (Exception, SystemExit) as error:  # a user's function may raise anything
             raise Failed(f"{score} raised {describe_error(error)}") from error
 
-    async def _run(
-        self, command: Sequence[str], stdin: Path, variables: Mapping[str, str], seconds: float
-    ) -> CommandEnd:
+    async def _run(self, command: Sequence[str], stdin: Path, variables: Mapping[str, str], time: str) -> CommandEnd:
         kept = {name: os.environ.get(name, default) for name, default in KEPT_VARIABLES.items()}
         own = {"HOME": str(self._folder), "TMPDIR": str(self.root / TEMPORARY)}
         port = None if self._settings["network"] == "open" else port_of(self._base_url)
         launch = Launch(command, self._folder, stdin, {**kept, **own, **variables}, self._limits, port)
-        return await run_command(launch, seconds, self.root, self._base_url, self._namespaces)
+        return await run_command(launch, time, self.root, self._base_url, self._namespaces)
 
 
 @contextmanager
@@ -240,11 +247,10 @@ def _prompt(task: Task) -> str:
     return "\n\n".join(message["content"] for message in task.prompt)
 
 
-def _why(ended: CommandEnd, limits: Mapping[str, Any], time: str) -> str:
-    """Why the command failed; empty if it succeeded. `time`: the name of its time limit."""
+def _why(ended: CommandEnd, limits: Mapping[str, Any]) -> str:
+    """Why the command failed; empty if it succeeded."""
     if ended.limit:
-        limit = time if ended.limit == TIME else ended.limit
-        return f"it was ended at limits.{limit} ({limits[limit]:g})"
+        return f"it was ended at limits.{ended.limit} ({limits[ended.limit]:g})"
     if ended.code is not None and ended.code in SIGNALLED:
         return f"it was ended by signal {ended.code - 128}"
     return f"its exit code was {ended.code}" if ended.code else ""
@@ -280,7 +286,7 @@ def main() -> None:
         """Play a trajectory; the answer has the fields of `Finished`, and the reason if there are no namespaces."""
         trajectory = _Trajectory(request, namespaces=not refused)
         try:
-            return {**await trajectory.play(), "refused": refused}
+            return {**(await trajectory.play())._asdict(), "refused": refused}
         finally:
             remove(trajectory.root)
 

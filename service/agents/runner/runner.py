@@ -13,13 +13,11 @@ import asyncio
 import logging
 import os
 import tempfile
-from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import NamedTuple
 
-from service.agents.runner.command_process import remove
+from service.agents.runner.command_process import Finished, remove
 from service.config.command import CommandConfig
 from service.errors import in_one_line
 from service.files import LOCK, is_locked, lock_folder
@@ -36,23 +34,6 @@ BYTES_PER_CHARACTER = 6
 """Maximum bytes of JSON for one character (`\\u0000`)."""
 ROOM = 1 << 16
 """Bytes of a command process's answer besides the transcript."""
-
-
-class Finished(NamedTuple):
-    """Result of one run of the command."""
-
-    reward: float | None
-    """The score; None where the settings have none, or the run failed."""
-    status: str
-    """`ok`, or `failed`: the run is no evidence about the policy."""
-    reason: str
-    """Why it failed, or that its time was over; empty otherwise."""
-    info: Mapping[str, float]
-    """Seconds and bytes of output."""
-    transcript: str
-    """The command's stdout and stderr, without the key; the middle of a long one is left out."""
-    exit_code: int | None = None
-    """The command's exit code; None if the command was ended, or did not start."""
 
 
 class CommandAgent:

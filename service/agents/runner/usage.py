@@ -90,7 +90,9 @@ class Processes:
                     looked_at.add(namespace)
                     for device, place in _memory_mounts(folder):
                         if device not in self._our_mounts:
-                            used[device] = _used(os.fsencode(f"{folder}/root") + place)
+                            with suppress(OSError):  # the file system is out of sight
+                                found = os.statvfs(os.fsencode(f"{folder}/root") + place)
+                                used[device] = (found.f_blocks - found.f_bfree) * found.f_frsize
         return sum(used.values())
 
 
@@ -101,14 +103,6 @@ def _memory_mounts(folder: str) -> Iterator[tuple[bytes, bytes]]:
         if kind.startswith(b"tmpfs "):
             _, _, device, _, place, *_ = fields.split(b" ")
             yield device, ESCAPED.sub(lambda found: bytes([int(found[1], 8)]), place)
-
-
-def _used(place: bytes) -> int:
-    """Bytes that are used in the file system at a path; 0 if it is out of sight."""
-    with suppress(OSError):
-        found = os.statvfs(place)
-        return (found.f_blocks - found.f_bfree) * found.f_frsize
-    return 0
 
 
 def _numbers(folder: str, file: str, pattern: re.Pattern[str]) -> Mapping[str, int]:

@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from service.agents.runner.runner import FOLDERS, AgentRunner, Finished
+from service.agents.runner.command_process import Finished
+from service.agents.runner.runner import FOLDERS, AgentRunner
 from service.agents.runner.sandbox import KERNEL, PID_MAX_OF_NAMESPACES, namespaces_refused
 from service.config.command import OWN_VARIABLES, CommandConfig
 from service.rollout.child_process import STARTED_SECONDS
@@ -328,7 +329,7 @@ def memory(*given):
 Processes.memory = memory
 limits = CommandConfig(command=("sleep", "60")).limits.model_dump()
 launch = Launch(("sleep", "60"), Path.cwd(), Path(os.devnull), {"PATH": os.defpath}, limits, None)
-asyncio.run(run_command(launch, 60.0, Path.cwd(), "", namespaces=False))
+asyncio.run(run_command(launch, "seconds", Path.cwd(), "", namespaces=False))
 """
 
 
