@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from actors.calls import call
 from service.config import Config
@@ -25,14 +25,6 @@ HOLD_ATTEMPTS = 3
 """Attempts to read the journal for an upload; a segment of it may be removed meanwhile."""
 
 
-class _Begun(NamedTuple):
-    version: PolicyVersion
-    status: dict[str, Any]
-    """The buffer's status when the checkpoint was begun."""
-    at: float
-    """When it was begun, in seconds of the monotonic clock."""
-
-
 class Checkpointer:
     """Writes checkpoints while training continues; one is complete when every rank has written its files."""
 
@@ -49,7 +41,8 @@ class Checkpointer:
         self._checkpoints = Checkpoints(run_folder / CHECKPOINTS, config.trainer.keep_checkpoints)
         self._buffer, self._trainer = cluster.buffer, cluster.trainer
         self._checkpointed = checkpointed
-        self._begun: _Begun | None = None
+        self._begun: tuple[PolicyVersion, dict[str, Any], float] | None = None
+        """The version of the begun checkpoint, the buffer's status when it was begun, and when that was (monotonic)."""
         self._completing: asyncio.Task[None] | None = None
         """The end of the newest checkpoint whose files are written."""
 
@@ -83,7 +76,7 @@ class Checkpointer:
         status = await self._status()
         folder = await asyncio.to_thread(self._checkpoints.begin, version.step)
         await self._trainer.save(folder / TRAINER)
-        self._begun = _Begun(version, status, at)
+        self._begun = version, status, at
 
     async def _status(self) -> dict[str, Any]:
         """Return the buffer's status; if checkpoints are uploaded, its journal is kept for the upload."""
@@ -99,16 +92,16 @@ class Checkpointer:
         if self._begun is None:
             return
         await self._trainer.finish_save()
-        self._completing = asyncio.ensure_future(self._complete(self._begun))
+        self._completing = asyncio.ensure_future(self._complete(*self._begun))
         await asyncio.shield(self._completing)  # the files are complete, also if the trainer is lost now
 
-    async def _complete(self, begun: _Begun) -> None:
-        (step, incarnation), status = (begun.version.step, begun.version.incarnation), begun.status
+    async def _complete(self, version: PolicyVersion, status: dict[str, Any], at: float) -> None:
+        step, position = version.step, status["journal_synced"]
         oldest_kept = await asyncio.to_thread(
-            self._checkpoints.finish, step, incarnation, status["journal_synced"], status["issued"], status["frontier"]
+            self._checkpoints.finish, step, version.incarnation, position, status["issued"], status["frontier"]
         )
         await call(self._buffer.covered, step, oldest_kept, who="the buffer")
-        self._checkpointed(step, begun.at)
+        self._checkpointed(step, at)
         if self._uploads is not None:
             await asyncio.to_thread(self._uploads.checkpoint, step, status["accepted_tokens"])
         self._begun = None

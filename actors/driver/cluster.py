@@ -1,28 +1,21 @@
-"""Starts Ray or connects to a cluster, and creates the actors of the run."""
+"""Creates the actors of the run."""
 
 from __future__ import annotations
 
 import asyncio
-import math
 import os
-import socket
-import tempfile
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import ray
-from ray.job_config import JobConfig
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors.buffer.actor import BufferActor
-from actors.calls import in_a_line
 from actors.cuda import refuse_unusable_cuda
 from actors.deaths import WATCHING
-from actors.driver.local_ray import is_failed_start, start_local_ray
 from actors.driver.node_check import RunFiles, check_nodes
 from actors.driver.placement import (
     buffer_options,
@@ -37,106 +30,23 @@ from actors.driver.placement import (
     reserve,
     run_bundles,
 )
-from actors.driver.signals import run_beside, when_stuck
-from actors.engine.vllm_arguments import SCRATCH, engine_env
+from actors.engine.vllm_arguments import engine_env
 from actors.generator.actor import Generator
 from actors.generator.scaling import Placed
-from actors.observe.actor_logs import log_env
 from actors.observe.metrics_hub import MetricsHub
-from actors.scorers.actor import actor_names, place_scorers, workers
-from actors.scorers.frozen_model import actor_name, ask_role, place_roles
+from actors.scorers.actor import place_scorers, workers
+from actors.scorers.frozen_model import ask_role, place_roles
 from actors.trainer.actor import SENDING, TrainerRank
 from actors.trainer.group import TrainerGroup
-from actors.watchdog import MARK, start_watchdog
 from service.agents.session_keys import Keys
 from service.config import Config
-from service.environment_variables import SAFE_PATH, USER_FOLDER
 from service.errors import RunFailed, UserError
 from service.run.folder import ADDRESS
 from service.run.inputs import Prepared
 from service.run.phases import say
-from service.user_code import user_folder
-
-CONNECT_SECONDS = 10.0
-"""Seconds in which the head of a cluster must accept a connection."""
 
 HUB = "metrics-hub"
 BUFFER = "buffer"
-
-
-@contextmanager
-def ray_session(
-    config: Config, mark: str, logs: Path | None = None, stopped: Callable[[], None] = lambda: None
-) -> Iterator[None]:
-    """Connect to the cluster that RAY_ADDRESS names, or start a local Ray and shut it down afterwards.
-
-    The actors write their logs into the folder `logs`, if there is one.
-    Every process of the run has `mark` in its environment, by which the watchdog ends them all when this process dies.
-    If a stop signal comes while this process is stuck in Ray's start, `stopped` is called before the process ends.
-    """
-    os.environ[MARK] = mark
-
-    def end(number: int) -> None:
-        stopped()
-        os._exit(128 + number)
-
-    try:
-        with when_stuck(end):
-            _connect(config, mark, logs)
-    except Exception as error:
-        if not is_failed_start(error):
-            raise
-        raise RunFailed(f"Ray did not answer: {in_a_line(error)}") from error
-    try:
-        yield
-    finally:
-        run_beside(ray.shutdown)
-
-
-class _BatonJob(JobConfig):  # type: ignore[misc]
-    """A Ray job whose workers do not have the driver's folder first in their import path, where Ray would put it."""
-
-    def _runtime_env_has_working_dir(self) -> bool:
-        return True
-
-
-def _connect(config: Config, mark: str, logs: Path | None) -> None:
-    os.environ[SAFE_PATH] = "1"
-    variables = {MARK: mark, SAFE_PATH: "1", USER_FOLDER: str(user_folder())}
-    settings = {
-        "namespace": f"baton-{config.run.name}-{mark}",
-        "job_config": _BatonJob(),
-        "runtime_env": {"env_vars": variables | ({} if logs is None else log_env(logs))},
-        "log_to_driver": False,
-        "logging_level": "error",
-    }
-    if address := os.environ.get("RAY_ADDRESS"):
-        check_address(address)
-        os.environ.pop(SCRATCH, None)
-        start_watchdog(mark)
-        ray.init(**settings)
-    else:
-        needed_cpus = config.trainer.ranks + config.generator.max_engines
-        needed_cpus += math.ceil(
-            sum(config.scorers[name].cpus * len(each) for name, each in actor_names(config.scorers).items())
-        )
-        folder = Path(tempfile.mkdtemp(prefix="baton-"))
-        os.environ[SCRATCH] = str(folder)
-        start_watchdog(mark, folder)
-        start_local_ray(mark, folder, logs, num_cpus=max(os.cpu_count() or 1, needed_cpus), **settings)
-
-
-def check_address(address: str) -> None:
-    """Raises `UserError` if nothing listens at host:port; Ray would retry for ever and ignore stop signals."""
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdigit():
-        return
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_SECONDS).close()
-    except (OSError, OverflowError, UnicodeError) as error:
-        raise UserError(
-            f"{address}: no Ray cluster answers there ({error}); start one, or unset RAY_ADDRESS"
-        ) from error
 
 
 @dataclass(frozen=True)
@@ -149,18 +59,16 @@ class Cluster:
     trainer: TrainerGroup
     place: Callable[[int], Awaitable[Placed]]
     """Makes a further generator with this number, as soon as there is room for it."""
-    scorers: tuple[Any, ...] = ()
-    roles: tuple[Any, ...] = ()
+    scorers: Mapping[str, Any] = field(default_factory=dict)
+    roles: Mapping[str, Any] = field(default_factory=dict)
     """The actors of frozen roles that the run serves."""
     shares_cores: bool = False
     """Engines and ranks compute on the CPU cores of one machine."""
 
-    def named(self, config: Config) -> dict[str, Any]:
-        """Return all actors but the generators, by name."""
-        scorers = [name for names in actor_names(config.scorers).values() for name in names]
-        roles = [actor_name(role) for role in config.served_roles]
-        served = zip((*scorers, *roles), (*self.scorers, *self.roles), strict=True)
-        return {HUB: self.hub, BUFFER: self.buffer, **dict(served), **self.trainer.named}
+    @property
+    def named(self) -> dict[str, Any]:
+        """All actors but the generators, by name."""
+        return {HUB: self.hub, BUFFER: self.buffer, **self.scorers, **self.roles, **self.trainer.named}
 
 
 def place_actors(config: Config, prepared: Prepared, journal: Path, keys: Keys | None = None) -> Cluster:

@@ -102,8 +102,8 @@ def downloaded(config: Config) -> tuple[Config, dict[str, str]]:
     local: dict[Path, Path] = {}
     revisions: dict[str, str] = {}
     for setting, named, address in addresses:
-        found = download(setting, named, str(address), USER_IS_OFFLINE, say)
-        local[address], revisions[setting] = found.path, f"{address} is {found.revision}"
+        local[address], revision = download(setting, named, str(address), USER_IS_OFFLINE, say)
+        revisions[setting] = f"{address} is {revision}"
     return with_downloads(config, local), revisions
 
 
@@ -126,11 +126,11 @@ def evaluate(arguments: argparse.Namespace, overrides: list[str]) -> int:
     with phase(LOADING):
         from actors.driver.evaluate_model import evaluate
 
-    found = evaluate(config, chosen, say)
-    print(table(found.sets))
+    weights, evaluations = evaluate(config, chosen, say)
+    print(table(evaluations))
     if arguments.output is not None:
-        sets = [evaluation.record() for evaluation in found.sets]
-        result = {"path": str(arguments.path), "weights": str(found.weights), "sets": sets}
+        sets = [evaluation.record() for evaluation in evaluations]
+        result = {"path": str(arguments.path), "weights": str(weights), "sets": sets}
         write_output(arguments.output, json.dumps(result, indent=2) + "\n")
     return 0
 
@@ -151,7 +151,7 @@ def sft(arguments: argparse.Namespace, overrides: list[str]) -> int:
                 raise UserError("run.store: baton sft uploads nothing; add run.store=null")
     with phase("reading the model and the conversations", after=SHORT_SECONDS), source.named_in_errors():
         from service.config.paths import with_absolute_paths
-        from service.run.conversations import read_conversations
+        from service.run.inputs import read_conversations
 
         config = with_absolute_paths(config)
         model, train, held_out = read_conversations(config.model, config.data, config.generator)
@@ -169,9 +169,13 @@ def submit(arguments: argparse.Namespace, overrides: list[str]) -> int:
     config = checked_config(arguments, overrides).config
     # Ray reads the variable when it is imported; without it Ray sends no token.
     os.environ.setdefault("RAY_AUTH_MODE", "token")
-    from actors.driver.submit_job import submit_run
+    from actors.driver.authentication import keep_token_private, refuse_open_ray
+    from actors.driver.submit_job import entrypoint, submit
 
-    return submit_run(config, arguments.config, overrides, arguments.address, not arguments.no_follow)
+    refuse_open_ray(os.environ, config.run.insecure_local)
+    keep_token_private({**os.environ, "RAY_ADDRESS": "of a cluster"}, Path.home())
+    command = entrypoint(arguments.config, overrides, Path.cwd())
+    return submit(command, arguments.address, not arguments.no_follow)
 
 
 def agent_try(arguments: argparse.Namespace, overrides: list[str]) -> int:

@@ -17,7 +17,6 @@ from actors.deaths import cause_of_death, is_death, life_of
 from actors.driver.checkpointer import Checkpointer
 from actors.driver.cluster import Cluster
 from actors.driver.host_watch import HostWatch
-from actors.driver.warm_start_steps import WarmStart
 from actors.evaluation.during_training import Evaluations
 from actors.generator.generator_pool import GeneratorPool
 from actors.generator.scaling import Scaling
@@ -31,10 +30,9 @@ from service.config import Config, resolved_yaml
 from service.errors import BatonError, ProcessLost, RunFailed
 from service.handoff.verbs import WaitReason
 from service.observe.logprob_mismatch import LogprobCheck
-from service.run.best import is_best
 from service.run.checkpoints import Manifest
 from service.run.folder import BEST, FINAL, LOGS
-from service.run.inputs import Prepared
+from service.run.inputs import Prepared, demonstrations
 from service.run.metrics_port import DEFAULT_PORT
 from service.run.phases import phase
 from service.run.progress import QUIET_SECONDS, Progress, end_early
@@ -78,9 +76,7 @@ class Coordinator:
         self._progress = Progress(
             config.run.max_steps, tuple(config.roles), resumes, folder, say, self._telemetry.seconds_by_state
         )
-        self._supervised = cluster.named(config)
-        self._supervisor = Supervisor(say, cause_of_death, is_death)
-        self._warm_start = WarmStart(config, prepared, cluster.trainer, self._telemetry, say)
+        self._supervised, self._supervisor = cluster.named, Supervisor(say, cause_of_death, is_death)
         self._generator_pool = GeneratorPool(
             config.generator,
             config.run,
@@ -185,7 +181,7 @@ class Coordinator:
             # change.
             self._folder.begin(resolved_yaml(self._config), self._config.metrics.wandb, self._prepared.model_folder)
         elif self._prepared.warmed_model is not None:
-            await self._warm_start.make_base(self._prepared.warmed_model, self._config.run.max_restarts)
+            await self._make_base(self._prepared.warmed_model)
         url = await self._all_up()
         await self._hosts.begin()
         logged = parts(self._config.generator.min_engines, self._config.trainer.ranks)
@@ -212,9 +208,10 @@ class Coordinator:
             "the generators": self._generator_pool.start(),
         }
         if self._scorers:
-            starting["the scorers"] = all_up(self._scorers, self._config.scorers, "a scorer")
+            starting["the scorers"] = all_up(self._scorers.values(), self._config.scorers, "a scorer")
         if self._roles:
-            starting["the frozen roles' models"] = all_up(self._roles, self._config.served_roles, "a role's model")
+            served = self._config.served_roles
+            starting["the frozen roles' models"] = all_up(self._roles.values(), served, "a role's model")
         waited_for = dict.fromkeys(starting)
 
         async def up(name: str) -> Any:
@@ -247,7 +244,7 @@ class Coordinator:
         if self._config.trainer.checkpoint_every:
             await self._checkpoints.begin(self._version)
             await self._checkpoints.settle()  # an unexpected warm start ends the run, which can be resumed from here
-        await self._warm_start.probe(self._weights, self._evaluations, self._progress)
+        await self._probe()
         await self._evaluate(self._evaluations.is_due(0))
 
     async def _set_up(self, manifest: Manifest | None) -> None:
@@ -256,8 +253,48 @@ class Coordinator:
             with phase(f"reading the checkpoint of step {manifest.step}", self._say):
                 await self._trainer.restore(self._checkpoints.path(manifest.step))
         elif self._prepared.warmed_model is None:
-            await self._warm_start.run()
+            await self._warm_up()
         await self._continue_from(0 if manifest is None else manifest.step)
+
+    async def _make_base(self, folder: Path) -> None:
+        """Do the warm start of all weights, and write the model to which trainer and engines add the adapter."""
+        load = self._trainer.load
+        for restarts_left in reversed(range(self._config.run.max_restarts + 1)):
+            try:
+                with phase("loading the model: trainer ranks start", self._say):
+                    await load(self._prepared.model_folder, adapter=False)
+                await self._warm_up()
+                return await self._trainer.export(folder)
+            except TrainerLost as lost:
+                if not restarts_left:
+                    raise
+                self._say(f"{lost}; the warm start begins anew")
+                load = self._trainer.restart
+
+    async def _warm_up(self) -> None:
+        """Take the supervised steps of `model.warm_start`, if it is configured."""
+        config = self._config
+        if (settings := config.model.warm_start) is None:
+            return
+        self._telemetry.state("warm_start")
+        self._telemetry.doing("warm_start")
+        with phase(f"warm start: {settings.steps} supervised steps on demonstrations", self._say):
+            folder = self._prepared.model_folder
+            rows = demonstrations(config.model, config.env, config.generator, config.run.seed, folder)
+            loss = await self._trainer.warm_start(rows)
+        self._say(f"warm start: cross-entropy {loss:.3f} per token")
+
+    async def _probe(self) -> None:
+        """Measure the success rate after the warm start, once the engines serve the weights."""
+        settings, samples = self._config.model.warm_start, self._config.algorithm.n_samples_per_prompt
+        if settings is None or not settings.probe_prompts:
+            return
+        with phase("warm start: measuring the success rate", self._say):
+            await self._weights.published()
+            tasks_file, most = self._prepared.tasks_file, settings.probe_prompts
+            probe = await self._evaluations.of_set("warm_start", tasks_file, samples, most)
+        if probe is not None:
+            self._progress.probed(probe.avg_score, settings.expected_success)
 
     async def _continue_from(self, step: int) -> None:
         """Join the buffer as a trainer at this step, and publish the weights to the engines."""
@@ -346,7 +383,7 @@ class Coordinator:
         self._progress.synced(await self._weights.published())
         await self._evaluations.at(self._version.step)
         best = self._config.run.keep_best
-        if best is not None and is_best(self._folder.path, best, self._version.step):
+        if best is not None and self._folder.is_best(self._version.step, best):
             with phase("writing the best weights so far", self._say, after=QUIET_SECONDS):
                 await self._trainer.export(self._folder.path / BEST)
 

@@ -60,7 +60,7 @@ def _of_cluster(address: str, folder: Path, store: str | None) -> tuple[list[tup
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     from actors.calls import in_a_line
-    from actors.driver.cluster import check_address
+    from actors.driver.ray_session import check_address
 
     check_address(address)
     try:

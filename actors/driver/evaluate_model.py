@@ -10,16 +10,16 @@ import uuid
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import ray
 import ray.exceptions
 
 from actors.calls import call, in_a_line
 from actors.driver.authentication import keep_token_private, refuse_open_ray
-from actors.driver.cluster import ray_session
 from actors.driver.node_check import RunFiles, check_nodes
 from actors.driver.placement import engine_bundle, engine_options, gpus_each, reserve
+from actors.driver.ray_session import ray_session
 from actors.driver.signals import exit_on_stop_signals, on_stop_signal
 from actors.engine.vllm_arguments import engine_env
 from actors.evaluation.evaluator import Evaluator, evaluate_on
@@ -35,16 +35,10 @@ from service.run.inputs import prepare_evaluation, prepare_weights
 from service.run.phases import phase
 
 
-class Results(NamedTuple):
-    """The evaluations of every set, and the weights that were evaluated."""
-
-    weights: Path
-    """A Hugging Face folder or a checkpoint."""
-    sets: list[Evaluation]
-
-
-def evaluate(config: Config, target: EvalTarget, say: Callable[[str], None]) -> Results:
+def evaluate(config: Config, target: EvalTarget, say: Callable[[str], None]) -> tuple[Path, list[Evaluation]]:
     """Evaluate every set on the target's weights; files and weights are checked before Ray or an engine starts.
+
+    Returns the folder or checkpoint of the weights, and the evaluations.
 
     Raises:
         UserError: the model or a set is missing or malformed.
@@ -71,12 +65,9 @@ def evaluate(config: Config, target: EvalTarget, say: Callable[[str], None]) -> 
         with phase("starting Ray", say):
             held.enter_context(ray_session(config, uuid.uuid4().hex[:12], logs))
         try:
-            results = asyncio.run(_until_stopped(_evaluate(config, model.absolute(), files, say)))
+            return weights, asyncio.run(_until_stopped(_evaluate(config, model.absolute(), files, say)))
         except ray.exceptions.RayError as error:
             raise RunFailed(f"an engine failed: {in_a_line(error)}") from error
-        if isinstance(results, int):
-            raise SystemExit(results)
-        return Results(weights, results)
 
 
 @contextmanager
@@ -106,8 +97,8 @@ def beside_a_run(config: Config) -> Config:
     return config.model_copy(update={"weights": weights, "env": env, "agents": agents})
 
 
-async def _until_stopped(evaluating: Coroutine[Any, Any, list[Evaluation]]) -> list[Evaluation] | int:
-    """Return the evaluations, or the exit code if a stop signal came."""
+async def _until_stopped(evaluating: Coroutine[Any, Any, list[Evaluation]]) -> list[Evaluation]:
+    """Return the evaluations; raises `SystemExit` if a stop signal came."""
     stopped: list[int] = []
     task = asyncio.ensure_future(evaluating)
 
@@ -117,7 +108,9 @@ async def _until_stopped(evaluating: Coroutine[Any, Any, list[Evaluation]]) -> l
 
     with on_stop_signal(stop, lambda number: os._exit(128 + number)):
         await asyncio.wait([task])
-    return 128 + stopped[0] if stopped and task.cancelled() else task.result()
+    if stopped and task.cancelled():
+        raise SystemExit(128 + stopped[0])
+    return task.result()
 
 
 async def _evaluate(
@@ -139,7 +132,7 @@ async def _evaluate(
     with phase("loading the model: engines start", say):
         await asyncio.gather(
             *(call(engine.start, who="an engine", within=config.generator.start_deadline) for engine in engines),
-            all_up(roles, config.served_roles, "a role's model"),
+            all_up(roles.values(), config.served_roles, "a role's model"),
         )
     results = []
     for name, path in files.items():

@@ -14,9 +14,10 @@ from functools import partial
 from pathlib import Path
 
 from actors.driver.authentication import keep_token_private, refuse_open_ray
-from actors.driver.cluster import place_actors, ray_session
+from actors.driver.cluster import place_actors
 from actors.driver.coordinator import Coordinator
 from actors.driver.prepare import prepare
+from actors.driver.ray_session import ray_session
 from actors.driver.signals import FORCING, exit_on_stop_signals, force_after, heeded_signals, on_stop_signal
 from actors.observe.actor_logs import begin_logs, parts
 from service.agents.session_keys import WORKER_KEY, Keys, run_keys
@@ -111,27 +112,28 @@ def guarded(folder: RunWriter, work: Callable[[], int], steps: int = 0) -> int:
 def _run(
     config: Config, folder: RunWriter, manifest: Manifest | None, revisions: Mapping[str, str] | None = None
 ) -> int:
-    """Prepare and train; if the data or the model is refused, the folder of a new run is deleted."""
+    """Prepare and train; if data, model or store are refused, the folder of a new run is deleted."""
+    kept = config.trainer.keep_checkpoints
     with phase("preparing the data and the model"):
         try:
             prepared = prepare(with_absolute_paths(config), folder.path)
             key, outside = os.environ.pop(WORKER_KEY, ""), config.env.workers == "outside"
             keys = run_keys(folder.path, config.endpoint, key, outside) if config.endpoint is not None else None
-            uploads = claimed_store(config, folder) if manifest is None else None
+            if manifest is not None:
+                settings = buffer_settings(config, prepared.vocab_size, prepared.routing)
+                uids = [task.uid for task in prepared.tasks]
+                check_begun(folder.path / JOURNAL, opening(settings, uids, rows_digest(prepared.tasks)))
+                checkpoints = Checkpoints(folder.path / CHECKPOINTS, kept)
+                check_checkpoint(config.model.lora, prepared.base, checkpoints.path(manifest.step))
+            uploads = None
+            if (url := config.run.store) is not None:
+                uploads = claim_store(open_store(url), folder.path, kept, config.run.store_deadline, say)
         except UserError:
             if manifest is None:
                 shutil.rmtree(folder.path)
             raise
     if manifest is None:
         folder.begin(resolved_yaml(config), config.metrics.wandb, prepared.model_folder)
-    else:
-        uids = [task.uid for task in prepared.tasks]
-        settings = buffer_settings(config, prepared.vocab_size, prepared.routing)
-        opened = opening(settings, uids, rows_digest(prepared.tasks))
-        check_begun(folder.path / JOURNAL, opened)
-        checkpoints = Checkpoints(folder.path / CHECKPOINTS, config.trainer.keep_checkpoints)
-        check_checkpoint(config.model.lora, prepared.base, checkpoints.path(manifest.step))
-        uploads = claimed_store(config, folder)
     say(f"run folder: {folder.path}")
     if revisions:
         write_atomic(folder.path / REVISIONS, json.dumps(revisions, indent=2) + "\n")
@@ -162,6 +164,7 @@ def _run_on_ray(
     uploads: Uploads | None,
     countdown: Callable[[int], None],
 ) -> int:
+    """Run the coordinator; the first stop signal ends it cleanly, within the time of the countdown."""
     mark = uuid.uuid4().hex[:12]
     address = os.environ.get("RAY_ADDRESS")
     stopped_early = partial(end_early, folder, say, 0 if manifest is None else manifest.step)
@@ -172,17 +175,17 @@ def _run_on_ray(
         cluster = place_actors(with_absolute_paths(config), prepared, folder.path / JOURNAL, keys)
         coordinator = Coordinator(config, cluster, folder, prepared, say, manifest, uploads)
         force = partial(end_by_force, config, folder, f"{FORCING} stop signals came before the run had ended in order")
-        return asyncio.run(_until_stopped(coordinator, countdown, force))
 
+        def stop(number: int) -> None:
+            countdown(number)
+            coordinator.stop(number)
 
-def claimed_store(config: Config, folder: RunWriter) -> Uploads | None:
-    """Claim the run's store for this process and return the uploads to it; None if the run has no store."""
-    url = config.run.store
-    return (
-        None
-        if url is None
-        else claim_store(open_store(url), folder.path, config.trainer.keep_checkpoints, config.run.store_deadline, say)
-    )
+        async def until_stopped() -> None:
+            with on_stop_signal(stop, force):
+                await coordinator.run()
+
+        asyncio.run(until_stopped())
+        return 128 + coordinator.stopped_by if coordinator.stopped_by else 0
 
 
 def wait_for_uploads(uploads: Uploads | None, heeded: Sequence[signal.Signals], has_final: bool = False) -> int:
@@ -210,35 +213,19 @@ def wait_for_uploads(uploads: Uploads | None, heeded: Sequence[signal.Signals], 
     return 0
 
 
-async def _until_stopped(
-    coordinator: Coordinator, countdown: Callable[[int], None], force: Callable[[int], None]
-) -> int:
-    """Run the coordinator; the first stop signal ends it cleanly, within the time of the countdown."""
-
-    def stop(number: int) -> None:
-        countdown(number)
-        coordinator.stop(number)
-
-    with on_stop_signal(stop, force):
-        await coordinator.run()
-    return 128 + coordinator.stopped_by if coordinator.stopped_by else 0
-
-
 def end_by_force(config: Config, folder: RunWriter, why: str, number: int) -> None:
     """End this process now; the watchdog ends the others."""
     reason = f"ended by force: {why}"
     try:
         if not (folder.path / SUMMARY).exists():
             if not folder.has_final:
-                reason += f"; {_without_final(folder, config)}"
+                reason += f"; the final weights of step {folder.step} are not written"
+                reason += (
+                    f"; `baton run --resume {folder.path}` goes on from the newest checkpoint and writes them"
+                    if config.trainer.checkpoint_every
+                    else ", and with trainer.checkpoint_every=0 there is no checkpoint to write them from"
+                )
             folder.write_summary({"state": "stopped", "steps": folder.step, "reason": reason})
         say(reason)
     finally:  # the disk may be full, and the terminal closed
         os._exit(128 + number)
-
-
-def _without_final(folder: RunWriter, config: Config) -> str:
-    missing = f"the final weights of step {folder.step} are not written"
-    if not config.trainer.checkpoint_every:
-        return f"{missing}, and with trainer.checkpoint_every=0 there is no checkpoint to write them from"
-    return f"{missing}; `baton run --resume {folder.path}` goes on from the newest checkpoint and writes them"

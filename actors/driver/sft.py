@@ -16,9 +16,10 @@ from pathlib import Path
 import numpy as np
 
 from actors.driver.authentication import keep_token_private, refuse_open_ray
-from actors.driver.cluster import place_trainer, ray_session
+from actors.driver.cluster import place_trainer
 from actors.driver.node_check import RunFiles, check_nodes
 from actors.driver.placement import gpus_each, rank_bundle, reserve
+from actors.driver.ray_session import ray_session
 from actors.driver.run import guarded
 from actors.driver.signals import on_stop_signal
 from actors.trainer.group import TrainerGroup

@@ -14,9 +14,7 @@ import aiohttp
 import ray.exceptions
 from ray.job_submission import JobStatus, JobSubmissionClient
 
-from actors.driver.authentication import keep_token_private, refuse_open_ray
 from service.backoff import Backoff, retried
-from service.config import Config
 from service.errors import RunFailed, UserError, printable
 from service.run.phases import phase, say
 
@@ -30,19 +28,6 @@ REFUSALS = (OSError, RuntimeError, ValueError, ray.exceptions.RayError, aiohttp.
 ADDRESS = "RAY_API_SERVER_ADDRESS"
 LEFT_OUT = [".git", ".venv", "runs", "build", "dist", "tests", "benchmarks", "docs", "**/__pycache__"]
 """Parts of the current folder that the job does not need."""
-
-
-def submit_run(
-    config: Config, files: Sequence[Path], overrides: Sequence[str], address: str | None, follow: bool
-) -> int:
-    """Submit `baton run` with these files and settings from the current folder; returns the exit code.
-
-    Raises:
-        UserError: a file lies outside the folder, the cluster refuses the job, or it has no authentication.
-    """
-    refuse_open_ray(os.environ, config.run.insecure_local)
-    keep_token_private({**os.environ, "RAY_ADDRESS": "of a cluster"}, Path.home())
-    return submit(entrypoint(files, overrides, Path.cwd()), address, follow)
 
 
 def entrypoint(files: Sequence[Path], overrides: Sequence[str], folder: Path) -> str:
@@ -80,8 +65,13 @@ def submit(
     say(f"submitted {job}; stop it with: ray job stop {to_job}")
     if not follow:
         return 0
+
+    async def follow_output() -> None:
+        async for text in client.tail_job_logs(job):
+            print(printable(text), end="", flush=True)
+
     try:
-        asyncio.run(_follow(client, job))
+        asyncio.run(follow_output())
         status = client.get_job_status(job)
     except KeyboardInterrupt:
         say(f"{job} goes on; show its output with: ray job logs --follow {to_job}")
@@ -127,8 +117,3 @@ def _reason(error: BaseException) -> str:
     if isinstance(error, ValueError | ray.exceptions.RpcError):
         return f"{first} (a dashboard's address is of the form http://HOST:8265)"
     return first
-
-
-async def _follow(client: Any, job: str) -> None:
-    async for text in client.tail_job_logs(job):
-        print(printable(text), end="", flush=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -137,13 +137,13 @@ def place_scorers(
     tasks_file: Path,
     engine_env: Mapping[str, str],
     has_gpu: bool,
-) -> tuple[Any, ...]:
-    """Start the actors of all scorers; they use CPUs and GPUs beside those of ranks and engines.
+) -> dict[str, Any]:
+    """Start the actors of all scorers, by name; they use CPUs and GPUs beside those of ranks and engines.
 
     `engine_env`: environment variables of a process with an engine.
     """
-    return tuple(
-        ray.remote(ScorerActor)
+    return {
+        actor: ray.remote(ScorerActor)
         .options(
             name=actor,
             max_restarts=-1,
@@ -155,10 +155,10 @@ def place_scorers(
         .remote(config_json, name, str(model_folder), str(tasks_file))
         for name, actors in actor_names(scorers).items()
         for actor in actors
-    )
+    }
 
 
-async def all_up(actors: Sequence[Any], settings: Mapping[str, ScorerConfig | RoleConfig], who: str) -> None:
+async def all_up(actors: Iterable[Any], settings: Mapping[str, ScorerConfig | RoleConfig], who: str) -> None:
     """Wait until every actor can be asked; a scorer that cannot be loaded ends the run before its first step."""
     within = max((each.start_deadline for each in settings.values()), default=0.0)
     await asyncio.gather(*(started(partial(call, actor.ready, who=who, within=within), within) for actor in actors))

@@ -176,10 +176,11 @@ def actor_name(role: str) -> str:
 
 def place_roles(
     roles: Mapping[str, RoleConfig], config_json: str, engine_env: Mapping[str, str], has_gpu: bool, hub: str | None
-) -> tuple[Any, ...]:
-    """Start the actors of frozen roles that the run serves; they have GPUs beside those of ranks and engines."""
-    return tuple(
-        ray.remote(FrozenActor)
+) -> dict[str, Any]:
+    """Start the actors of frozen roles that the run serves, by name; they have GPUs beside those of ranks and
+    engines."""
+    return {
+        actor_name(name): ray.remote(FrozenActor)
         .options(
             name=actor_name(name),
             max_restarts=-1,
@@ -190,4 +191,4 @@ def place_roles(
         )
         .remote(config_json, name, hub)
         for name, role in roles.items()
-    )
+    }

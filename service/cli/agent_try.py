@@ -5,10 +5,6 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from service.cli.in_ray import in_ray as run
-
-__all__ = ["ABOUT", "EXAMPLES", "add_arguments", "run"]
-
 ABOUT = """\
 Serve the endpoint for agents alone, without a run: an agent's calls are printed as they come, with their roles, and at
 the end which of their tokens would be trained. Ctrl-C ends the trial.

@@ -8,7 +8,6 @@ import json
 import logging
 import os
 import signal
-from pathlib import Path
 from urllib.parse import urlsplit
 
 from service.errors import UserError
@@ -68,7 +67,7 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
     check_command_paths(config)
     check_score(config.env)
     settings = {name: getattr(config.env, name) for name in CommandConfig.model_fields}
-    command = CommandConfig(**settings | {"workdir": _absolute(config.env.workdir)})
+    command = CommandConfig(**settings | {"workdir": config.env.workdir and config.env.workdir.absolute()})
 
     async def until_stopped() -> int:
         loop, runner, stopped = asyncio.get_running_loop(), AgentRunner(command), []
@@ -90,7 +89,3 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
         return 128 + stopped[0]
 
     return asyncio.run(until_stopped())
-
-
-def _absolute(path: Path | None) -> Path | None:
-    return None if path is None else path.absolute()

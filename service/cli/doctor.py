@@ -5,10 +5,6 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from service.cli.in_ray import in_ray as run
-
-__all__ = ["ABOUT", "EXAMPLES", "add_arguments", "run"]
-
 ABOUT = "Measure every node of a Ray cluster, or this machine, and say what is wrong and what to do, before a run."
 
 EXAMPLES = """\

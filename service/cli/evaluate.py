@@ -5,10 +5,6 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from service.cli.in_ray import in_ray as run
-
-__all__ = ["ABOUT", "EXAMPLES", "add_arguments", "run"]
-
 ABOUT = """\
 Evaluate a model, a run or a checkpoint on the evaluation sets (data.eval, data.eval_make_rows), without training.
 """

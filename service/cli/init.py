@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import re
+from importlib import resources
+from itertools import count
 from pathlib import Path
 
-from service.cli.recipes import new_task
 from service.errors import UserError
 
 ABOUT = """\
@@ -41,8 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
     """Write the folder and print the next steps."""
     folder: Path = arguments.folder
-    written = write_task(folder)
-    print(f"{folder}: {', '.join(written)}")
+    print(f"{folder}: {', '.join(write_task(folder))}")
     print(f"next:\n  cd {folder}\n  python -m pytest   # after: pip install pytest\n  baton run --config config.yaml")
     return 0
 
@@ -64,17 +64,12 @@ def write_task(folder: Path) -> list[str]:
         )
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         taken = "is not empty" if folder.is_dir() else "is a file"
-        raise UserError(f"{folder} {taken}; give the name of a new folder, for example {_free(folder)}")
+        numbered = (folder.with_name(f"{folder.name}-{number}") for number in count(2))
+        free = next(other for other in numbered if not other.exists())
+        raise UserError(f"{folder} {taken}; give the name of a new folder, for example {free}")
     folder.mkdir(parents=True, exist_ok=True)
-    sources = sorted(path for path in new_task().iterdir() if path.suffix in SUFFIXES)
+    template = Path(str(resources.files("baton.examples") / "new_task"))
+    sources = sorted(path for path in template.iterdir() if path.suffix in SUFFIXES)
     for source in sources:
         (folder / source.name).write_text(source.read_text("utf-8").replace(PLACEHOLDER, name), "utf-8")
     return [source.name for source in sources]
-
-
-def _free(folder: Path) -> Path:
-    """The next free name: `my-task-2`."""
-    number = 2
-    while (candidate := folder.with_name(f"{folder.name}-{number}")).exists():
-        number += 1
-    return candidate

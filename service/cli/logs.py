@@ -12,7 +12,7 @@ from pathlib import Path
 
 from service.errors import UserError
 from service.run.arguments import NEWEST_HELP, count
-from service.run.folder import LOGS, newest_run, run_folder
+from service.run.folder import LOGS, run_folder
 from service.run.log_file import SUFFIX
 from service.run.phases import say
 
@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
     """Print the newest lines; with --follow, also new lines as they are written."""
-    files = _files((run_folder(arguments.run) if arguments.run else newest_run()) / LOGS, arguments.part)
+    files = _files(run_folder(arguments.run) / LOGS, arguments.part)
     lines = (_coming if arguments.follow else _newest)(files, arguments.last)
     width = max(len(file.stem) for file in files)
     for part, line in lines:

@@ -11,6 +11,7 @@ from importlib import import_module
 from itertools import islice
 from typing import NamedTuple
 
+from service.cli.in_ray import in_ray
 from service.cli.recipes import add_settings
 from service.errors import BatonError, printable
 from service.version import installed_version
@@ -51,7 +52,8 @@ examples:
 class Command(NamedTuple):
     """A command: a module with ABOUT, EXAMPLES, `add_arguments(parser)` and `run(arguments, overrides)`.
 
-    A command that consists of actions sets the function of each action as the default of `command` instead of `run`.
+    A command that consists of actions sets the function of each action as the default of `command` instead of `run`. A
+    module with neither describes a command of `actors.driver.commands`.
     """
 
     name: str
@@ -174,7 +176,7 @@ def _parser(typed: str) -> argparse.ArgumentParser:
         if command.name == typed:
             module = import_module(command.module)
             page.description, page.epilog = module.ABOUT, module.EXAMPLES
-            page.set_defaults(command=getattr(module, "run", None), name=command.name)
+            page.set_defaults(command=getattr(module, "run", in_ray), name=command.name)
             module.add_arguments(page)
             if command.has_settings:
                 add_settings(page)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import argparse
 import time
-from pathlib import Path
 
 from service.run.arguments import NEWEST_HELP, count
-from service.run.folder import newest_run, run_folder
+from service.run.folder import run_folder
 from service.run.profiles import MAX_STEPS, ask
 
 WAIT_SECONDS = 600.0
@@ -46,7 +45,6 @@ def numbers(text: str) -> tuple[int, ...]:
 
 def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
     """Request the profiles from the run, and print their files."""
-    folder: Path = newest_run() if arguments.run is None else run_folder(arguments.run)
-    for file in ask(folder, arguments.steps, arguments.ranks, arguments.wait, time.sleep):
+    for file in ask(run_folder(arguments.run), arguments.steps, arguments.ranks, arguments.wait, time.sleep):
         print(f"{file} ({file.stat().st_size / 1e6:.1f} MB)")
     return 0

@@ -1,9 +1,8 @@
-"""Files that come with Baton: the recipes, and the folder that `baton init` copies."""
+"""The recipes that come with Baton, and the arguments for configurations."""
 
 from __future__ import annotations
 
 import argparse
-from importlib import resources
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[1]
@@ -13,11 +12,6 @@ def recipes() -> Path:
     """The folder of recipes: `service/recipes` in an installed package, `configs` in a checkout."""
     packaged = PACKAGE / "recipes"
     return packaged if packaged.is_dir() else PACKAGE.parent / "configs"
-
-
-def new_task() -> Path:
-    """The template folder of a new task."""
-    return Path(str(resources.files("baton.examples") / "new_task"))
 
 
 def config_file(word: str) -> Path:

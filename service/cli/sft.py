@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import argparse
 
-from service.cli.in_ray import in_ray as run
-
-__all__ = ["ABOUT", "EXAMPLES", "add_arguments", "run"]
-
 ABOUT = """\
 Train a model on conversations, before reinforcement learning or without it. data.train is a JSONL or parquet file with
 one conversation a row:

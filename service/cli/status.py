@@ -33,9 +33,9 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
     """Print what a run is doing now, or how it ended."""
     from service.cli.status_client import run_status
     from service.cli.status_view import status_lines
-    from service.run.folder import newest_run
+    from service.run.folder import run_folder
 
-    status = run_status(arguments.run or str(newest_run()))
+    status = run_status(arguments.run or str(run_folder(None)))
     if arguments.json:
         print(json.dumps(status, indent=2))
     else:

@@ -35,47 +35,45 @@ def run_status(target: str, runs: Path = RUNS) -> Status:
         UserError: the run does not answer, and no summary says how it ended.
     """
     folder = find_run(target, runs)
-    summary = None if folder is None else _read_summary(folder)
+    if folder is None:
+        return fetch_status(_address(target, runs))
+    summary = _read_summary(folder)
     try:
-        status = fetch_status(status_address(target, runs))
+        status = fetch_status(_address_in(folder))
     except UserError as error:
         if summary is not None:
             return {"folder": str(folder), "summary": summary}
-        if folder is not None and not is_locked(folder):
+        if not is_locked(folder) or not (folder / ADDRESS).exists():
             raise UserError(_no_address(folder)) from error
         raise
     # An address outlives its run, and the next run may listen at the same port.
     run = status.get("run")
     served = run.get("folder") if isinstance(run, dict) else None
-    if folder is None or not isinstance(served, str) or Path(served) == folder.resolve():
+    if not isinstance(served, str) or Path(served) == folder.resolve():
         return status
     if summary is None:
         raise UserError(f"{folder}: this run does not answer; at its address answers {served}")
     return {"folder": str(folder), "summary": summary}
 
 
-def status_address(target: str, runs: Path = RUNS) -> str:
-    """The address behind a URL, `host:port`, a run folder or a run's name.
-
-    Raises:
-        UserError: there is no such run, or it has no address.
-    """
+def _address(target: str, runs: Path) -> str:
+    """The address that a URL or `host:port` gives; UserError for another word."""
     if target.startswith(SCHEMES):
         return target.rstrip("/").removesuffix("/status")
-    if (folder := find_run(target, runs)) is not None:
-        if not (folder / ADDRESS).exists():
-            raise UserError(_no_address(folder))
-        try:
-            url = read_address(folder)
-            if not url.startswith(SCHEMES):
-                raise ValueError(f"{url:.200} is no address of a web page")
-            return url
-        except DAMAGED as error:
-            raise UserError(f"{folder / ADDRESS} is damaged: {error!r}") from None
     host, _, port = target.rpartition(":")
     if host and port.isdigit():
         return f"http://{target}"
     raise no_such_run(target, runs, besides="a URL, host:port, ")
+
+
+def _address_in(folder: Path) -> str:
+    try:
+        url = read_address(folder)
+        if not url.startswith(SCHEMES):
+            raise ValueError(f"{url:.200} is no address of a web page")
+        return url
+    except DAMAGED as error:
+        raise UserError(f"{folder / ADDRESS} is damaged: {error!r}") from None
 
 
 def fetch_status(address: str) -> Status:

@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import argparse
 
-from service.cli.in_ray import in_ray as run
-
-__all__ = ["ABOUT", "EXAMPLES", "add_arguments", "run"]
-
 ABOUT = "Submit `baton run` as a Ray job and show its output; while the cluster is starting, try again."
 
 EXAMPLES = """\

@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import argparse
 
-from service.cli.in_ray import in_ray as run
-
-__all__ = ["ABOUT", "EXAMPLES", "add_arguments", "run"]
-
 ABOUT = """\
 Run a training: start Ray, or connect to the cluster that RAY_ADDRESS names; prepare the model and the data; train;
 write the run folder.

@@ -61,9 +61,9 @@ def planned_model(model: ModelConfig, env: EnvConfig, seed: int, run: str | None
     """
     path = model.path
     if path is not None and is_on_hub(path):
-        path = download(
+        path, _ = download(
             "model.path", MODEL_FOLDER, str(path), constants.HF_HUB_OFFLINE, _say, model_files=[MODEL_CONFIG]
-        ).path
+        )
     if path is None and run is not None and is_model_folder(run_folder(run) / MODEL):
         path = run_folder(run) / MODEL
     if path is not None and not is_model_folder(path):

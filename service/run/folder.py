@@ -82,27 +82,20 @@ def find_run(run: str | Path, runs: Path = RUNS) -> Path | None:
     return next((folder for folder in (Path(run), runs / run) if is_run_folder(folder)), None)
 
 
-def run_folder(run: str | Path, runs: Path = RUNS) -> Path:
-    """Same as `find_run`, but raises if there is no such run.
+def run_folder(run: str | Path | None, runs: Path = RUNS) -> Path:
+    """Same as `find_run`, but raises if there is no such run; None: the run in `runs` that was started or resumed last.
 
     Raises:
         UserError: there is no such run.
     """
+    if run is None:
+        begun = [(file.stat().st_mtime_ns, file.parent) for file in runs.glob(f"*/{CONFIG}")]
+        if not begun:
+            raise UserError(f"there is no run in {runs}/; give the run's folder or address")
+        return max(begun)[1]
     if (folder := find_run(run, runs)) is None:
         raise no_such_run(run, runs)
     return folder
-
-
-def newest_run(runs: Path = RUNS) -> Path:
-    """The run in `runs` that was started or resumed last.
-
-    Raises:
-        UserError: there is no run.
-    """
-    begun = [(file.stat().st_mtime_ns, file.parent) for file in runs.glob(f"*/{CONFIG}")]
-    if not begun:
-        raise UserError(f"there is no run in {runs}/; give the run's folder or address")
-    return max(begun)[1]
 
 
 def no_such_run(run: str | Path, runs: Path = RUNS, besides: str = "") -> UserError:

@@ -7,10 +7,8 @@ data.train: hf:org/name@revision:file.parquet       a file of a dataset
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from service.config.section import HUB, Named
 from service.errors import UserError, in_one_line
@@ -20,14 +18,6 @@ MODEL_FILES = ("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model")
 """Files of a model that are downloaded; never files of pickled weights."""
 
 
-class Downloaded(NamedTuple):
-    """The model or file that an address of a hub names, on this machine."""
-
-    path: Path
-    revision: str
-    """The commit."""
-
-
 def download(
     setting: str,
     named: Named,
@@ -35,9 +25,9 @@ def download(
     offline: bool,
     say: Callable[[str], None],
     model_files: Sequence[str] = MODEL_FILES,
-) -> Downloaded:
-    """The model or the file at an address, from the cache if it is there; `offline`: only from the cache;
-    `model_files`: the needed files of a model.
+) -> tuple[Path, str]:
+    """The model or the file at an address, and its commit, from the cache if it is there; `offline`: only from the
+    cache; `model_files`: the needed files of a model.
 
     Raises:
         UserError: the address is malformed, the hub does not have it, or there is neither a network nor a cached copy.
@@ -49,7 +39,7 @@ def download(
         raise UserError(f"{setting}: {address:.200} is no address of a {named.what} on a hub; the form is {form}")
     repo, revision, file = found["repo"], found["revision"], found["file"]
     # imported here because it takes half a second
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError is its HTTP client's
         HTTPError,
         RevisionResolutionError,
@@ -59,13 +49,12 @@ def download(
     say(f"{setting}: looking for {address} on the hub and in its cache")
     files = [file] if file else list(model_files)
     kind, ignored = ("dataset", None) if of_dataset else ("model", "*/*")
+    # Only here may huggingface_hub use the network in the driver, unless `offline`.
+    before, constants.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE, offline
     try:
-        with _asking_the_hub(offline):
-            folder = Path(
-                snapshot_download(
-                    repo, repo_type=kind, revision=revision, allow_patterns=files, ignore_patterns=ignored
-                )
-            )
+        folder = Path(
+            snapshot_download(repo, repo_type=kind, revision=revision, allow_patterns=files, ignore_patterns=ignored)
+        )
     except (OSError, ValueError, HTTPError, RevisionResolutionError, XetDownloadError) as error:
         words = f"{repo} {file} --repo-type dataset" if file else repo
         local = Path("data" if file else "models") / repo.partition("/")[2]
@@ -75,19 +64,9 @@ def download(
             f"{setting}: {address} is neither cached nor to be had ({why}); where there is a network run `{command}`, "
             f"and give {setting}={local / (file or '')}"
         ) from error
+    finally:
+        constants.HF_HUB_OFFLINE = before
     path = folder / (file or "")
     if not path.exists():
         raise UserError(f"{setting}: the dataset {repo} has no file {file} at revision {folder.name}")
-    return Downloaded(path, folder.name)
-
-
-@contextmanager
-def _asking_the_hub(offline: bool) -> Iterator[None]:
-    """Within the block huggingface_hub may use the network, unless `offline`; elsewhere in the driver it may not."""
-    from huggingface_hub import constants
-
-    before, constants.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE, offline
-    try:
-        yield
-    finally:
-        constants.HF_HUB_OFFLINE = before
+    return path, folder.name

@@ -1,4 +1,4 @@
-"""The inputs of a run or of an evaluation: makes or reads data and models, and checks them."""
+"""The inputs of a run, an evaluation or `baton sft`: makes or reads data and models, and checks them."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ from service.rollout.chat.tokenizer import load_tokenizer, make_tokenizer
 from service.rollout.check_inputs import check_environments
 from service.rollout.environment import Task
 from service.rollout.environments.registry import synthetic_data
+from service.rollout.prompts.conversations import conversation_rows
 from service.rollout.prompts.dataset import load_tasks
 from service.rollout.prompts.mixture import eval_files
 from service.rollout.prompts.warm_start import demonstration_rows
@@ -164,6 +165,25 @@ def demonstrations(
     rng = np.random.default_rng(seed)
     conversations = synthetic.demonstrations(warm_start.demonstrations, warm_start.right_fraction, rng)
     return demonstration_rows(load_chat(model_folder, generator), generator.conversation, conversations)
+
+
+def read_conversations(
+    model: ModelConfig, data: DataConfig, generator: GeneratorConfig
+) -> tuple[Path, list[SupervisedRow], dict[str, list[SupervisedRow]]]:
+    """The model's folder, checked, the rows to learn, and those of each evaluation set.
+
+    Raises:
+        UserError: the model or a row is malformed, or supervised training does not support a setting.
+    """
+    if model.path is None or model.warm_start is not None:
+        needed = "the folder of a model, and takes the place of the warm start"
+        raise UserError(f"model.path: baton sft needs {needed}; add model.make=null model.warm_start=null")
+    if data.train is None:
+        raise UserError("data.train: there are no conversations; give a JSONL or parquet file of them")
+    checked_shapes(model, model.path, checked_model(model.path)[0])
+    how = load_chat(model.path, generator), generator.conversation, generator.longest_row
+    held_out = {name: conversation_rows(file, *how)[: data.eval_rows] for name, file in data.eval.items()}
+    return model.path, conversation_rows(data.train, *how), held_out
 
 
 def make_policy(model: ModelConfig, env: EnvConfig, seed: int, folder: Path) -> Path:

@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from service.config import Config, RunConfig, TrainerConfig, load
 from service.config.source import read_sources
@@ -21,12 +21,8 @@ from service.run.folder import CHECKPOINTS, CONFIG, FINAL, JOURNAL, METRICS, SUM
 
 Load = Callable[[Path], Config]
 """Reads the configuration of a run, with what the command line sets over it."""
-
-
-class FromStore(Protocol):
-    """Restores the folder of a run from the store at an address, to `into` or to a new folder in `run.dir`."""
-
-    def __call__(self, url: str, load: Load, into: Path | None = None) -> Path: ...
+FromStore = Callable[[str, Load, Path | None], Path]
+"""Restores the folder of a run from the store at an address, to the given folder or to a new one in `run.dir`."""
 
 
 def folder_to_resume(
@@ -45,13 +41,13 @@ def folder_to_resume(
         return load([*files, *configs], overrides).config
 
     if is_store_url(run):
-        return from_store(run, loaded), [*overrides, f"run.store={run}"]
+        return from_store(run, loaded, None), [*overrides, f"run.store={run}"]
     folder = find_run(run)
     store = loaded().run.store if folder is None and configs else None
     if folder is not None and not any(any((folder / name).glob("*")) for name in (CHECKPOINTS, JOURNAL)):
         store = loaded(folder / CONFIG).run.store
     if store is not None:
-        folder = from_store(store, loaded, into=folder and folder.resolve())
+        folder = from_store(store, loaded, folder and folder.resolve())
     if folder is None:
         raise no_such_run(run, besides="the address of a store, ")
     return folder.resolve(), [*overrides]

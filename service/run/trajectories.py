@@ -42,7 +42,7 @@ from service.handoff.ledger.versions import version_of
 from service.handoff.prefixes.merge import Mode, merge_steps
 from service.handoff.steps.roles import roles_from
 from service.handoff.steps.tables import end_objects, step_objects
-from service.run.folder import RUNS, TRAJECTORIES, TRAJECTORIES_BYTES, newest_run, refuse_larger, run_folder
+from service.run.folder import RUNS, TRAJECTORIES, TRAJECTORIES_BYTES, refuse_larger, run_folder
 from service.types import Extension, Int64s, MiniBatch, PolicyVersion, Step, TrajectoryEnd, TrajectoryId
 
 Record = dict[str, Any]
@@ -328,7 +328,7 @@ def find_recorded_run(run: str | None, runs: Path = RUNS) -> Path:
     """
     if run is not None and (Path(run) / TRAJECTORIES).is_file():
         return Path(run)
-    folder = newest_run(runs) if run is None else run_folder(run, runs)
+    folder = run_folder(run, runs)
     if not (folder / TRAJECTORIES).is_file():
         raise UserError(f"{folder}: this run has kept no trajectories (run.trajectories_per_step, or no step yet)")
     return folder

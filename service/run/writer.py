@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, TextIO
 
 from service.config import WandbConfig
+from service.config.model_folder import TOKENIZER, read_tokenizer
 from service.errors import printable
 from service.files import append_lines, atomic_file, write_atomic
 from service.observe.plot import draw_learning_curve
@@ -24,7 +26,13 @@ from service.run.folder import (
     TRAJECTORIES_BYTES,
     read_lines,
 )
-from service.run.sample_table import table_rows
+
+TABLE_KEYS = ("id", "fate", "return", "advantage", "stop_reason", "sampled_tokens")
+TABLE_ROWS = 16
+TABLE_CHARACTERS = 20_000
+"""Of a trajectory's text; the end is kept."""
+
+_tokenizer = lru_cache(maxsize=1)(read_tokenizer)
 
 
 class RunWriter:
@@ -42,7 +50,6 @@ class RunWriter:
         self._model_folder = Path()
         self._kept: list[Mapping[str, Any]] = []
         """Trajectories of the current step, for a table."""
-        self._trajectories_full = False
         self._targets: Sequence[Mapping[str, Any]] = ()
         self.step = 0
         """The optimizer step that was logged last."""
@@ -112,20 +119,23 @@ class RunWriter:
         with append_lines(self.path / EVALUATIONS) as file:
             file.writelines(json.dumps({"step": step, **record}, allow_nan=False) + "\n" for record in records)
 
-    def append_trajectories(self, trajectories: Sequence[Mapping[str, Any]]) -> int:
-        """Append trajectories, a line each, until the file is full; returns how many were written."""
+    def is_best(self, step: int, key: str) -> bool:
+        """Whether the evaluation after `step` has the highest score of the run so far; of several with this score the
+        first is the best. `key` is `eval/<set>/<score>`."""
+        name, _, score = key.removeprefix("eval/").rpartition("/")
+        scores = {line["step"]: line[score] for line in read_lines(self.path / EVALUATIONS) if line["set"] == name}
+        return step in scores and all(scores[step] > value for other, value in scores.items() if other != step)
+
+    def append_trajectories(self, trajectories: Sequence[Mapping[str, Any]]) -> None:
+        """Append trajectories, a line each, until the file is full."""
         self._kept += trajectories if self._wandb is not None else []
-        if self._trajectories_full or not trajectories:
-            return 0
-        kept = 0
+        if not trajectories:
+            return
         with append_lines(self.path / TRAJECTORIES) as file:
             for trajectory in trajectories:
                 if file.tell() >= TRAJECTORIES_BYTES:
-                    self._trajectories_full = True
                     break
                 file.write(json.dumps(trajectory, allow_nan=False, ensure_ascii=False) + "\n")
-                kept += 1
-        return kept
 
     def plot(self) -> None:
         """Draw `learning_curve.png` from `metrics.jsonl`."""
@@ -149,6 +159,17 @@ class RunWriter:
         for tracker in self._trackers:
             tracker.close()
         self._trackers = []
+
+
+def table_rows(records: Sequence[Mapping[str, Any]], model_folder: Path) -> list[dict[str, Any]]:
+    """Records as in `trajectories.jsonl` as rows of a tracker's table, with the texts by the model folder's
+    tokenizer."""
+    rows = []
+    for record in records[:TABLE_ROWS]:
+        ids = [token for step in record["steps"] for token in (*step["prompt_ids"], *step["response_ids"])]
+        text = str(_tokenizer(model_folder / TOKENIZER).decode(ids, skip_special_tokens=False))
+        rows.append({key: record[key] for key in TABLE_KEYS} | {"text": text[-TABLE_CHARACTERS:]})
+    return rows
 
 
 def _cut(path: Path, key: str, limit: int) -> list[dict[str, Any]]:

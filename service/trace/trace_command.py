@@ -65,8 +65,8 @@ def recorded(run: str | None) -> tuple[Path, RunTimeline]:
     Raises:
         UserError: there is no such run, or it kept no timeline.
     """
-    from service.run.folder import newest_run, run_folder
+    from service.run.folder import run_folder
     from service.run.timeline import read_timeline
 
-    folder = newest_run() if run is None else run_folder(run)
+    folder = run_folder(run)
     return folder, read_timeline(folder)

@@ -24,7 +24,7 @@ SMALL = [
 WORKER = """
 from pathlib import Path
 import ray
-from actors.driver.cluster import ray_session
+from actors.driver.ray_session import ray_session
 from service.config import Config
 
 def look():

@@ -232,7 +232,7 @@ class PairWorld:
         ]
         handles = [add(actor, 1.0) for actor in (buffer, *ranks, *generators)]
         trainer = TrainerGroup.of(self.config, handles[1 : 1 + RANKS])
-        return Cluster(hub, handles[0], tuple(handles[1 + RANKS :]), trainer, self._no_room, (judge,))
+        return Cluster(hub, handles[0], tuple(handles[1 + RANKS :]), trainer, self._no_room, {"scorer-judge-0": judge})
 
     async def _no_room(self, number: int) -> Any:
         raise AssertionError("no further generator is asked for")

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from actors.buffer.actor import LeasedBatch
-from actors.driver import warm_start_steps as warm_start
+from actors.driver import coordinator as driving_loop
 from actors.driver.cluster import Cluster
 from actors.driver.coordinator import Coordinator
 from actors.observe import metrics_hub
@@ -155,8 +155,8 @@ def test_every_process_of_a_run_is_asked_whether_it_lives_scorers_and_frozen_rol
         trainer=SimpleNamespace(  # type: ignore[arg-type]
             named={name: asks(name) for name in ("trainer-0", "trainer-1")}, load=answering(), weights=weights
         ),
-        scorers=(asks("scorer-judge-0"), asks("scorer-judge-1")),
-        roles=(asks("role-critic"),),
+        scorers={name: asks(name) for name in ("scorer-judge-0", "scorer-judge-1")},
+        roles={"role-critic": asks("role-critic")},
     )
     prepared = Prepared(tmp_path / "rows.jsonl", [], tmp_path, 8, None)
     with pytest.raises(RunFailed, match="all were asked"):
@@ -242,7 +242,7 @@ def test_an_adapter_is_added_to_what_the_warm_start_of_all_weights_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lora: bool
 ) -> None:
     """Trainer and engines begin with it; without an adapter the warm start goes on with what the trainer has loaded."""
-    monkeypatch.setattr(warm_start, "demonstrations", lambda *_: [])
+    monkeypatch.setattr(driving_loop, "demonstrations", lambda *_: [])
     config = load_config(["configs/quickstart.yaml"], ["model.lora={}"] if lora else [])
     run, trainer, hub = RunWriter(tmp_path / "run"), Trainer(), Method(answering("http://127.0.0.1:9400"))
     write_address(run.path, "http://127.0.0.1:9400")

@@ -82,7 +82,7 @@ def test_every_engine_of_an_evaluation_is_made_and_scores_its_shard(
         learner.save(checkpoints.begin(3) / TRAINER)
         checkpoints.finish(3, 0, 0, 0, 0)
         target = checkpoints.path(3)
-    found = command.evaluate(config, eval_target(target), lambda line: None)
+    _, evaluations = command.evaluate(config, eval_target(target), lambda line: None)
     (files,) = checked
     folders = {path.parent for path in map(Path, files.sizes) if path.name == "config.json"}
     assert len(folders) == 1 and (folders == {model}) != of_checkpoint, "engines of other nodes have another folder"
@@ -90,7 +90,7 @@ def test_every_engine_of_an_evaluation_is_made_and_scores_its_shard(
     assert sum(path.endswith(".jsonl") for path in files.sizes) == 1 and all(
         map(Path.is_absolute, map(Path, files.sizes))
     )
-    assert [(of.n_trajectories, of.avg_score) for of in found.sets] == [(2, 1.0)]
+    assert [(of.n_trajectories, of.avg_score) for of in evaluations] == [(2, 1.0)]
 
 
 def test_a_stop_signal_ends_the_wait_for_room_in_the_cluster(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from actors.driver import cluster, local_ray
-from actors.driver.local_ray import RAYLET_ERRORS, START_TRIES
+from actors.driver import ray_session
+from actors.driver.ray_session import RAYLET_ERRORS, START_TRIES
 from actors.watchdog import MARK
 from service.config import Config
 from service.errors import RunFailed
@@ -31,14 +31,14 @@ def starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int, Ex
             if done.count("start") <= times:
                 raise failure
 
-        monkeypatch.setattr(local_ray.ray, "init", init)
+        monkeypatch.setattr(ray_session.ray, "init", init)
         return done
 
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setenv(MARK, "")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(cluster, "start_watchdog", lambda *words: None)
-    monkeypatch.setattr(local_ray, "end_processes", lambda mark, known: done.append(f"end {mark}"))
+    monkeypatch.setattr(ray_session, "start_watchdog", lambda *words: None)
+    monkeypatch.setattr(ray_session, "end_processes", lambda mark, known: done.append(f"end {mark}"))
     return failing
 
 
@@ -47,7 +47,7 @@ def test_a_ray_that_never_starts_is_tried_again_and_ends_the_run_with_why_its_ra
     failure: Exception, starts: Callable[..., list[str]], tmp_path: Path
 ) -> None:
     done = starts(START_TRIES, failure)
-    with pytest.raises(RunFailed) as refused, cluster.ray_session(Config(), "mark", tmp_path):
+    with pytest.raises(RunFailed) as refused, ray_session.ray_session(Config(), "mark", tmp_path):
         raise AssertionError("there is no Ray")
     assert str(failure) in str(refused.value) and CHECK in str(refused.value)
     assert done == [*["start", "end mark"] * (START_TRIES - 1), "start"]
@@ -58,7 +58,7 @@ def test_a_ray_that_starts_at_the_second_try_is_used(
     starts: Callable[..., list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     done = starts(1, Exception(SLOW))
-    with cluster.ray_session(Config(), "mark", tmp_path):
+    with ray_session.ray_session(Config(), "mark", tmp_path):
         assert done == ["start", "end mark", "start"]
     (line,) = capsys.readouterr().out.splitlines()
     assert CHECK in line and f"try 2 of {START_TRIES}" in line
@@ -66,6 +66,6 @@ def test_a_ray_that_starts_at_the_second_try_is_used(
 
 def test_a_bug_in_the_start_of_ray_stays_one(starts: Callable[..., list[str]], tmp_path: Path) -> None:
     done = starts(1, TypeError("a bug"))
-    with pytest.raises(TypeError, match="a bug"), cluster.ray_session(Config(), "mark", tmp_path):
+    with pytest.raises(TypeError, match="a bug"), ray_session.ray_session(Config(), "mark", tmp_path):
         raise AssertionError("there is no Ray")
     assert done == ["start"]

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from actors.driver.evaluate_model import Results, beside_a_run
+from actors.driver.evaluate_model import beside_a_run
 from actors.driver.prepare import prepare
 from service.cli.parser import main
 from service.config import load_config, resolved_yaml
@@ -227,7 +227,7 @@ def test_an_evaluation_takes_nothing_that_its_run_may_still_hold() -> None:
 
 
 def test_a_result_is_replaced_at_once(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("actors.driver.evaluate_model.evaluate", lambda *arguments: Results(run / "final", []))
+    monkeypatch.setattr("actors.driver.evaluate_model.evaluate", lambda *arguments: (run / "final", []))
     output = tmp_path / "o.json"
     empty = {"path": str(run), "weights": str(run / "final"), "sets": []}
     for _ in range(2):
@@ -239,7 +239,7 @@ def test_a_result_is_replaced_at_once(run: Path, tmp_path: Path, monkeypatch: py
 def test_an_output_that_is_no_plain_file_is_written_through_and_stays(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("actors.driver.evaluate_model.evaluate", lambda *arguments: Results(run / "final", []))
+    monkeypatch.setattr("actors.driver.evaluate_model.evaluate", lambda *arguments: (run / "final", []))
     empty = {"path": str(run), "weights": str(run / "final"), "sets": []}
     link, pipe, target = tmp_path / "link", tmp_path / "pipe", tmp_path / "target.json"
     link.symlink_to(target)

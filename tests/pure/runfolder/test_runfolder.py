@@ -140,10 +140,9 @@ def test_trajectories_are_kept_until_the_file_is_full(tmp_path: Path, monkeypatc
     monkeypatch.setattr(writer, "TRAJECTORIES_BYTES", 50)
     folder = RunWriter(tmp_path)
     trajectories = [{"id": f"group={number}/sample=0/attempt=0"} for number in range(10)]
-    assert folder.append_trajectories(trajectories[:1]) == 1
-    assert folder.append_trajectories(trajectories[1:]) == 1
-    assert folder.append_trajectories(trajectories) == 0
-    assert len(list(read_lines(tmp_path / "trajectories.jsonl"))) == 2
+    for some, lines in ((trajectories[:1], 1), (trajectories[1:], 2), (trajectories, 2)):
+        folder.append_trajectories(some)
+        assert len(list(read_lines(tmp_path / "trajectories.jsonl"))) == lines
 
 
 def test_a_whole_file_is_replaced_at_once_and_leaves_no_parts(tmp_path: Path) -> None:

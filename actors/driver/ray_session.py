@@ -1,0 +1,146 @@
+"""Starts a Ray for one run or evaluation, or connects to a cluster; every process of the run ends with this one."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import shutil
+import socket
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.job_config import JobConfig
+
+from actors.calls import in_a_line
+from actors.driver.signals import run_beside, when_stuck
+from actors.engine.vllm_arguments import SCRATCH
+from actors.observe.actor_logs import log_env
+from actors.scorers.actor import actor_names
+from actors.watchdog import MARK, end_processes, start_watchdog
+from service.config import Config
+from service.environment_variables import SAFE_PATH, USER_FOLDER
+from service.errors import RunFailed, UserError
+from service.run.phases import say
+from service.user_code import user_folder
+
+CONNECT_SECONDS = 10.0
+"""Seconds in which the head of a cluster must accept a connection."""
+START_TRIES = 3
+"""Ray's raylet ends if one of its agents is not up within 15 s, a bound that no setting changes
+(https://github.com/ray-project/ray/issues/65983). On a busy machine the next start is faster: the files are cached."""
+RAYLET_ERRORS = "raylet.err"
+
+_CHECK_FAILED = re.compile(r"Check failed: .*")
+
+
+@contextmanager
+def ray_session(
+    config: Config, mark: str, logs: Path | None = None, stopped: Callable[[], None] = lambda: None
+) -> Iterator[None]:
+    """Connect to the cluster that RAY_ADDRESS names, or start a local Ray and shut it down afterwards.
+
+    The actors write their logs into the folder `logs`, if there is one.
+    Every process of the run has `mark` in its environment, by which the watchdog ends them all when this process dies.
+    If a stop signal comes while this process is stuck in Ray's start, `stopped` is called before the process ends.
+
+    Raises:
+        UserError: nothing listens at the address.
+        RunFailed: Ray has not started, or does not answer; the message says why.
+    """
+    os.environ[MARK] = mark
+
+    def end(number: int) -> None:
+        stopped()
+        os._exit(128 + number)
+
+    try:
+        with when_stuck(end):
+            _connect(config, mark, logs)
+    except Exception as error:
+        if not _is_failed_start(error):
+            raise
+        raise RunFailed(f"Ray did not answer: {in_a_line(error)}") from error
+    try:
+        yield
+    finally:
+        run_beside(ray.shutdown)
+
+
+class _BatonJob(JobConfig):  # type: ignore[misc]
+    """A Ray job whose workers do not have the driver's folder first in their import path, where Ray would put it."""
+
+    def _runtime_env_has_working_dir(self) -> bool:
+        return True
+
+
+def _connect(config: Config, mark: str, logs: Path | None) -> None:
+    os.environ[SAFE_PATH] = "1"
+    variables = {MARK: mark, SAFE_PATH: "1", USER_FOLDER: str(user_folder())}
+    settings = {
+        "namespace": f"baton-{config.run.name}-{mark}",
+        "job_config": _BatonJob(),
+        "runtime_env": {"env_vars": variables | ({} if logs is None else log_env(logs))},
+        "log_to_driver": False,
+        "logging_level": "error",
+    }
+    if address := os.environ.get("RAY_ADDRESS"):
+        check_address(address)
+        os.environ.pop(SCRATCH, None)
+        start_watchdog(mark)
+        ray.init(**settings)
+        return
+    scorers = sum(config.scorers[name].cpus * len(each) for name, each in actor_names(config.scorers).items())
+    cpus = max(os.cpu_count() or 1, config.trainer.ranks + config.generator.max_engines + math.ceil(scorers))
+    folder = Path(tempfile.mkdtemp(prefix="baton-"))
+    os.environ[SCRATCH] = str(folder)
+    start_watchdog(mark, folder)
+    _start(mark, folder, logs, num_cpus=cpus, **settings)
+
+
+def check_address(address: str) -> None:
+    """Raises `UserError` if nothing listens at host:port; Ray would retry for ever and ignore stop signals."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_SECONDS).close()
+    except (OSError, OverflowError, UnicodeError) as error:
+        raise UserError(
+            f"{address}: no Ray cluster answers there ({error}); start one, or unset RAY_ADDRESS"
+        ) from error
+
+
+def _start(mark: str, folder: Path, logs: Path | None, **settings: Any) -> None:
+    """Start a Ray on this machine that keeps its files in `folder`; if a raylet ended, copy its error log to `logs`."""
+    for number in range(1, START_TRIES + 1):
+        try:
+            ray.init(address="local", include_dashboard=False, _temp_dir=str(folder), **settings)
+            return
+        except Exception as error:
+            if not _is_failed_start(error):
+                raise
+            reason = f"Ray did not start: {in_a_line(error)}{_why(folder, logs)}"
+            if number == START_TRIES:
+                raise RunFailed(reason) from error
+        say(f"{reason}; starting it again, try {number + 1} of {START_TRIES} ...")
+        end_processes(mark, set())
+
+
+def _is_failed_start(error: Exception) -> bool:
+    """Whether `ray.init` failed for Ray's own reasons; Ray raises a bare Exception if it is not up in time."""
+    return isinstance(error, RuntimeError | ConnectionError) or type(error) is Exception
+
+
+def _why(folder: Path, logs: Path | None) -> str:
+    """Return which check ended the raylet, for a message; the raylet's error log is copied to `logs`."""
+    file = folder / "session_latest" / "logs" / RAYLET_ERRORS
+    if not file.is_file() or not (found := _CHECK_FAILED.search(file.read_text(errors="replace"))):
+        return ""
+    if logs is not None:
+        shutil.copyfile(file, logs / RAYLET_ERRORS)
+    return f" Its raylet ended: {found[0]}" + ("" if logs is None else f" (more in {logs / RAYLET_ERRORS})")
