@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from benchmarks.in_process import warm_started
 from benchmarks.own_environment import ROOT
-from service.cli.status_client import fetch_status
+from service.cli.status import fetch_status
 from service.config import load
 from service.errors import UserError
 from service.run.folder import METRICS, read_address, read_lines

@@ -73,7 +73,11 @@ def _sft(config: Config, model: Path, train: Rows, held_out: Held, folder: RunWr
 async def _until_stopped(config: Config, model: Path, train: Rows, held_out: Held, folder: RunWriter) -> int:
     stopped: list[int] = []
     with on_stop_signal(stopped.append, lambda number: os._exit(128 + number)):
-        trainer = await _placed(config, model, folder.path)
+        gpus = gpus_each()
+        bundles = [rank_bundle(config, gpus)] * config.trainer.ranks
+        room = await reserve(bundles, config.trainer.start_deadline, say)
+        await asyncio.to_thread(check_nodes, room, bundles, RunFiles.of(model, (), folder.path))
+        trainer = place_trainer(config, gpus, room, hub=None)
         with phase("loading the model: trainer ranks start"):
             await trainer.load(model)
         training = _Training(config, held_out, trainer, folder)
@@ -84,15 +88,6 @@ async def _until_stopped(config: Config, model: Path, train: Rows, held_out: Hel
                 break
             await training.step(rows)
         return await training.end(stopped)
-
-
-async def _placed(config: Config, model: Path, folder: Path) -> TrainerGroup:
-    """Create the trainer's ranks, as soon as the cluster has room for them."""
-    gpus = gpus_each()
-    bundles = [rank_bundle(config, gpus)] * config.trainer.ranks
-    room = await reserve(bundles, config.trainer.start_deadline, say)
-    await asyncio.to_thread(check_nodes, room, bundles, RunFiles.of(model, (), folder))
-    return place_trainer(config, gpus, room, hub=None)
 
 
 def _batches(rows: Rows, config: Config) -> Iterator[list[SupervisedRow]]:

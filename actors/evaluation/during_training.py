@@ -26,9 +26,6 @@ from service.run.writer import RunWriter
 STOP_CHECK_SECONDS = 0.5
 """Seconds between two checks whether the run was stopped."""
 
-Ended = Callable[[int, float], None]
-"""Called with the evaluated step and the start time of the evaluation."""
-
 
 class Evaluations:
     """Evaluates on the run's generators, while training waits or beside it."""
@@ -43,9 +40,10 @@ class Evaluations:
         files: Mapping[str, Path],
         say: Callable[[str], None],
         is_stopped: Callable[[], bool],
-        ended: Ended = lambda step, began: None,
+        ended: Callable[[int, float], None] = lambda step, began: None,
     ) -> None:
-        """Store the settings; `files` maps each evaluation set to its rows."""
+        """Store the settings; `files` maps each evaluation set to its rows; `ended` is called with the step and the
+        start time of each evaluation that ended."""
         self._data, self._run, self._sync_every = data, run, sync_every
         self._pool, self._folder, self._files = generator_pool, folder, files
         self._say, self._is_stopped, self._ended = say, is_stopped, ended
@@ -144,7 +142,7 @@ class Evaluations:
             return None
 
     def _look(self) -> None:
-        """Return whether the evaluation beside training has ended; raises its error if it failed."""
+        """Forget the evaluation beside training if it has ended; raises its error if it failed."""
         if self._running is not None and self._running.done():
             self._running.result()
             self._running = None

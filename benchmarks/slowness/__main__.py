@@ -25,7 +25,7 @@ from typing import Any
 
 import psutil
 
-from service.cli.status_client import run_status
+from service.cli.status import run_status
 from service.errors import UserError
 from service.plan.binding import Part
 

@@ -158,17 +158,13 @@ def _from_home(word: str) -> str:
     return f"{option}{equals}{os.path.expanduser(path)}"
 
 
-def _examples() -> str:
-    """The examples of all available commands."""
-    there = {command.name for command in COMMANDS}
-    lines = EXAMPLES.splitlines()
-    return "\n".join(line for line in lines if not line.startswith("  baton ") or line.split()[1] in there)
-
-
 def _parser(typed: str) -> argparse.ArgumentParser:
     """The parser; imports only the module of the command that was typed."""
     plain = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser("baton", description=ABOUT, epilog=_examples(), formatter_class=plain)
+    there = {command.name for command in COMMANDS}
+    lines = EXAMPLES.splitlines()
+    examples = "\n".join(line for line in lines if not line.startswith("  baton ") or line.split()[1] in there)
+    parser = argparse.ArgumentParser("baton", description=ABOUT, epilog=examples, formatter_class=plain)
     parser.add_argument("--version", action="version", version=f"baton {installed_version()}")
     added = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for command in COMMANDS:

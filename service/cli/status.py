@@ -1,4 +1,5 @@
-"""`baton status`, which is typed often and loads neither NumPy nor pydantic."""
+"""`baton status`: finds the run that a user names, and shows its `/status` document or, if the run has ended, its
+summary. It is typed often and loads neither NumPy nor pydantic."""
 
 from __future__ import annotations
 
@@ -6,9 +7,22 @@ import argparse
 import json
 import shutil
 import sys
+import urllib.error
+import urllib.request
+from http.client import HTTPException
+from ipaddress import ip_address
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from threading import Thread
+from typing import Any
+from urllib.parse import urlsplit
 
-from service.errors import printable
+from service.cli.status_view import status_lines
+from service.errors import UserError, in_one_line, printable
+from service.files import is_locked
+from service.observe.status import SCHEMA, Status
 from service.run.arguments import NEWEST_HELP
+from service.run.folder import ADDRESS, RUNS, SUMMARY, find_run, no_such_run, read_address, run_folder
 
 ABOUT = """\
 Show a run's rates, its groups by state, its tokens by fate, and which actor waits for what; of a run that has ended,
@@ -22,6 +36,15 @@ examples:
   baton status 127.0.0.1:9400 --json
 """
 
+FETCH_SECONDS = 5.0
+"""Longest wait for a whole status document."""
+MAX_STATUS_BYTES = 16 << 20
+
+SCHEMES = ("http://", "https://")
+
+DAMAGED = (ValueError, TypeError, KeyError, RecursionError, OSError)
+"""The errors of reading a damaged JSON file."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
@@ -31,10 +54,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
     """Print what a run is doing now, or how it ended."""
-    from service.cli.status_client import run_status
-    from service.cli.status_view import status_lines
-    from service.run.folder import run_folder
-
     status = run_status(arguments.run or str(run_folder(None)))
     if arguments.json:
         print(json.dumps(status, indent=2))
@@ -42,3 +61,134 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
         width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
         print(printable("\n".join(status_lines(status, width))))
     return 0
+
+
+def run_status(target: str, runs: Path = RUNS) -> Status:
+    """The status of a running run, or `{"folder": ..., "summary": ...}` of a run folder whose run has ended.
+
+    Raises:
+        UserError: the run does not answer, and no summary says how it ended.
+    """
+    folder = find_run(target, runs)
+    if folder is None:
+        return fetch_status(_address(target, runs))
+    summary = _read_summary(folder)
+    try:
+        status = fetch_status(_address_in(folder))
+    except UserError as error:
+        if summary is not None:
+            return {"folder": str(folder), "summary": summary}
+        if not is_locked(folder) or not (folder / ADDRESS).exists():
+            raise UserError(_no_address(folder)) from error
+        raise
+    # An address outlives its run, and the next run may listen at the same port.
+    run = status.get("run")
+    served = run.get("folder") if isinstance(run, dict) else None
+    if not isinstance(served, str) or Path(served) == folder.resolve():
+        return status
+    if summary is None:
+        raise UserError(f"{folder}: this run does not answer; at its address answers {served}")
+    return {"folder": str(folder), "summary": summary}
+
+
+def _address(target: str, runs: Path) -> str:
+    """The address that a URL or `host:port` gives; UserError for another word."""
+    if target.startswith(SCHEMES):
+        return target.rstrip("/").removesuffix("/status")
+    host, _, port = target.rpartition(":")
+    if host and port.isdigit():
+        return f"http://{target}"
+    raise no_such_run(target, runs, besides="a URL, host:port, ")
+
+
+def _address_in(folder: Path) -> str:
+    try:
+        url = read_address(folder)
+        if not url.startswith(SCHEMES):
+            raise ValueError(f"{url:.200} is no address of a web page")
+        return url
+    except DAMAGED as error:
+        raise UserError(f"{folder / ADDRESS} is damaged: {error!r}") from None
+
+
+def fetch_status(address: str) -> Status:
+    """The document served at `address`.
+
+    Raises:
+        UserError: no server answers there, or the answer is not a status document.
+    """
+    try:
+        status = json.loads(_fetched(f"{address}/status"))
+    except urllib.error.HTTPError as error:
+        error.close()
+        raise UserError(f"{address}: something answers there, but not with a run's status ({error})") from None
+    except (OSError, ValueError, RecursionError, HTTPException) as error:
+        reason = in_one_line(str(getattr(error, "reason", error)))[:200]
+        raise UserError(
+            f"{address}: no run answers there ({reason}); it has ended, has not started yet, or its metrics service "
+            "died and is back within seconds"
+        ) from None
+    if not isinstance(status, dict) or status.get("schema") != SCHEMA:
+        raise UserError(f"{address}: something answers there, but not with a run's status of schema {SCHEMA}")
+    return status
+
+
+def _fetched(url: str) -> bytes:
+    """The document at `url`, fetched within `FETCH_SECONDS`; requests to this machine bypass proxies."""
+    here = is_loopback(urlsplit(url).hostname or "")
+    opener = urllib.request.build_opener(*([urllib.request.ProxyHandler({})] if here else []))
+    answers: SimpleQueue[bytes | Exception] = SimpleQueue()
+
+    def fetch() -> None:
+        try:
+            with opener.open(url, timeout=FETCH_SECONDS) as answer:
+                answers.put(answer.read(MAX_STATUS_BYTES))
+        except Exception as error:  # noqa: BLE001 - raised by the thread that waits
+            answers.put(error)
+
+    # A socket's timeout restarts with every byte; a server that sends byte by byte would take for ever.
+    Thread(target=fetch, daemon=True).start()
+    try:
+        answer = answers.get(timeout=FETCH_SECONDS)
+    except Empty:
+        raise TimeoutError(f"no whole answer in {FETCH_SECONDS:g} s") from None
+    if isinstance(answer, Exception):
+        raise answer
+    return answer
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host's name or address is of this machine.
+
+    >>> [is_loopback(host) for host in ("localhost", "127.0.0.2", "::1", "10.0.0.1", "head")]
+    [True, True, True, False, False]
+    """
+    try:
+        return host == "localhost" or ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _read_summary(folder: Path) -> dict[str, Any] | None:
+    """The summary of a run that has ended; None for a running or killed run."""
+    file = folder / SUMMARY
+    if not file.exists():
+        return None
+    try:
+        summary: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        if not isinstance(summary["state"], str):
+            raise TypeError("state is not a text")
+    except DAMAGED as error:
+        raise UserError(f"{file} is damaged: {error!r}") from None
+    return summary
+
+
+def _no_address(folder: Path) -> str:
+    """The reason why a run without a summary serves no status."""
+    if is_locked(folder):
+        return f"{folder}: the run is starting, and its status is there as soon as its actors are (baton sft has none)"
+    return (
+        f"{folder}: no process of this machine runs it, and it did not say how it ended: it was killed, or runs "
+        f"elsewhere; logs/ has what its parts printed, `baton run --resume {folder}` goes on from its newest "
+        "checkpoint"
+    )

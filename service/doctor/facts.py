@@ -69,7 +69,14 @@ class Facts(NamedTuple):
 
 def measure(places: Places, list_store: Callable[[], object] | None = None) -> Facts:
     """Measure this machine, in some seconds; `list_store` lists the object store, if there is one."""
-    seconds, error = _timed(list_store)
+    seconds = error = None
+    if list_store is not None:
+        began = time.perf_counter()
+        try:
+            list_store()
+            seconds = time.perf_counter() - began
+        except (StoreFailed, OSError) as failure:
+            error = f"{failure}"
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     return Facts(
         host=socket.gethostname(),
@@ -147,15 +154,3 @@ def _rate(folder: Path) -> float | str:
     except OSError as error:
         return error.strerror or repr(error)
     return WRITTEN_BYTES / (time.perf_counter() - began)
-
-
-def _timed(work: Callable[[], object] | None) -> tuple[float | None, str | None]:
-    """(seconds, None) of the work; (None, error) if it fails; (None, None) if there is none."""
-    if work is None:
-        return None, None
-    began = time.perf_counter()
-    try:
-        work()
-    except (StoreFailed, OSError) as error:
-        return None, f"{error}"
-    return time.perf_counter() - began, None

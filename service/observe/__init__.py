@@ -3,7 +3,7 @@
 metrics       an event -> `measure` -> the recorder of `metrics`, with the names of `metrics_table` -> each second
               `actors.observe.reporting` pushes a snapshot -> `hub` merges the actors' snapshots -> `/metrics`
 status        reports of the driver and the buffer -> `hub` -> the document of `status` -> `/status`; shown by
-              `status_page.html` in a browser, by `status_client` and `status_view` in a terminal (`baton status`)
+              `status_page.html` in a browser, by `status` and `status_view` in a terminal (`baton status`)
 progress      a line per optimizer step -> `metrics.jsonl`, `trackers`, the curve of `plot`; `summary` at the end;
               the keys of a line are those of `metrics_table`
 trajectories  a sample of the trajectories for people: on a terminal, on an HTML page

@@ -127,7 +127,9 @@ class Checkpoints:
             sync(folder)
         self._hashed[step] = self._stamps(manifest)
         readable = [found for found in self._readable() if found.step <= step]
-        kept = [found.step for found in readable if self._is_still_whole(found)][: self._keep]
+        # Files that have not changed since they were last hashed are not read again.
+        whole = (one for one in readable if self._stamps(one) == self._hashed.get(one.step) or self._is_whole(one))
+        kept = [found.step for found in whole][: self._keep]
         for other in self._steps():
             if other not in kept:
                 self._remove(other)
@@ -185,9 +187,8 @@ class Checkpoints:
         except _OtherFormat as error:
             raise _OtherFormat(f"{path}: its {MANIFEST} {error}") from None
         except (OSError, ValidationError) as error:
-            raise UserError(
-                f"{path}: its {MANIFEST} is damaged ({_first_line(error)}); use another checkpoint"
-            ) from error
+            why = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error.strerror
+            raise UserError(f"{path}: its {MANIFEST} is damaged ({why}); use another checkpoint") from error
         if manifest.step != step:
             raise UserError(f"{path}: its {MANIFEST} is of step {manifest.step}; use another checkpoint")
         return manifest
@@ -218,10 +219,6 @@ class Checkpoints:
         self._hashed[manifest.step] = stamps
         return True
 
-    def _is_still_whole(self, manifest: Manifest) -> bool:
-        """Same as `_is_whole`, but does not read files that have not changed since they were last hashed."""
-        return self._stamps(manifest) == self._hashed.get(manifest.step) or self._is_whole(manifest)
-
     def _stamps(self, manifest: Manifest) -> _Stamps:
         """The size and time stamps of the files that exist."""
         files = [self.path(manifest.step) / name for name in manifest.files]
@@ -236,10 +233,6 @@ def _is_file(file: Path) -> bool:
         if error.errno != errno.ENAMETOOLONG:
             raise
         return False
-
-
-def _first_line(error: OSError | ValidationError) -> str:
-    return error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error.strerror)
 
 
 def _damage(file: Path, expected: FileChecksum) -> str | None:

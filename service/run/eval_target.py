@@ -100,23 +100,17 @@ def eval_target(path: Path) -> EvalTarget:
         raise UserError(f"{path}: name the run, {run}, or one of its checkpoints: {_listed(absolute)}")
     step = absolute.name.removeprefix(PREFIX)
     if absolute.name.startswith(PREFIX) and step.isdecimal():
-        return _checkpoint(path, int(step))
+        if run.name != CHECKPOINTS or not is_run_folder(run.parent):
+            raise UserError(
+                f"{path}: the checkpoint lies in no run folder, whose {CONFIG} and model it needs; give "
+                f"RUN/{CHECKPOINTS}/{path.name}"
+            )
+        if not absolute.is_dir():
+            raise UserError(f"{path}: there is no checkpoint of step {step}; nearest: {_listed(run, int(step))}")
+        return EvalTarget(path, run.parent, None, int(step))
     if not path.exists():
         raise UserError(f"{path}: there is no such folder{near(path)}; give a model, a run or a checkpoint of one")
     raise UserError(f"{path}: no model (config.json), no run folder (config.yaml) and no checkpoint ({MANIFEST})")
-
-
-def _checkpoint(path: Path, step: int) -> EvalTarget:
-    folder = path.resolve()
-    run = folder.parents[1]
-    if folder.parent.name != CHECKPOINTS or not is_run_folder(run):
-        raise UserError(
-            f"{path}: the checkpoint lies in no run folder, whose {CONFIG} and model it needs; give "
-            f"RUN/{CHECKPOINTS}/{path.name}"
-        )
-    if not folder.is_dir():
-        raise UserError(f"{path}: there is no checkpoint of step {step}; nearest: {_listed(folder.parent, step)}")
-    return EvalTarget(path, run, None, step)
 
 
 def _listed(folder: Path, step: int | None = None) -> str:

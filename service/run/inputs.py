@@ -15,7 +15,6 @@ from service.config import (
     EnvConfig,
     GeneratorConfig,
     LoraConfig,
-    MakeModelConfig,
     ModelConfig,
 )
 from service.config.model_folder import check_vocabulary, is_model_folder
@@ -199,7 +198,13 @@ def make_policy(model: ModelConfig, env: EnvConfig, seed: int, folder: Path) -> 
     synthetic = synthetic_data(env.name, env.options, env.trusted_modules, "vocabulary")
     make_tokenizer(folder, synthetic.vocabulary())
     tokenizer = load_tokenizer(folder)
-    _check_memory(model.make, len(tokenizer))
+    parameters = count_parameters(model.make, len(tokenizer))
+    needed, free = parameters * TRAINING_BYTES, psutil.virtual_memory().available
+    if needed > free:
+        raise UserError(
+            f"model.make: training {parameters} parameters takes {needed >> 20} MiB, {free >> 20} MiB are free; make "
+            "it smaller"
+        )
     make_model(
         folder,
         model.make,
@@ -209,14 +214,3 @@ def make_policy(model: ModelConfig, env: EnvConfig, seed: int, folder: Path) -> 
         seed=seed,
     )
     return folder
-
-
-def _check_memory(shape: MakeModelConfig, vocab_size: int) -> None:
-    """Raises `UserError` if the training state of the model alone exceeds the free memory."""
-    needed = count_parameters(shape, vocab_size) * TRAINING_BYTES
-    free = psutil.virtual_memory().available
-    if needed > free:
-        raise UserError(
-            f"model.make: training {count_parameters(shape, vocab_size)} parameters takes {needed >> 20} MiB, "
-            f"{free >> 20} MiB are free; make it smaller"
-        )

@@ -16,6 +16,8 @@ MANY = 0.05
 FEWEST = 3
 """Failures that are worth a warning."""
 RECENT_STEPS = 5
+REFUSED = "refused_"
+"""Begins the reason of a refused message, among the reasons for which trajectories end."""
 
 Statuses = Sequence[Mapping[str, Any]]
 """The statuses of the generators."""
@@ -85,23 +87,21 @@ class FailureWatch:
         """Count, and write one line to the terminal for the first failure with each reason."""
         self._now = Counter()
         for status in statuses:
-            self._now.update({name: n for name, n in status["counts"].items() if name.startswith("end_")})
-            self._now.update({f"refused_{reason}": n for reason, n in status["refusals"].items()})
-        for reason, why in [kind for status in statuses for kind in status["failures"].items()]:
-            if reason not in self._said:
-                self._said.add(reason)
-                self._say(f"a trajectory failed and starts again, the first one for this reason: {why}")
+            ends = {name: n for name, n in status["counts"].items() if name.startswith("end_")}
+            self._now.update({name.removeprefix("end_"): n for name, n in ends.items()})
+            self._now.update({f"{REFUSED}{reason}": n for reason, n in status["refusals"].items()})
+            for reason, why in status["failures"].items():
+                if reason not in self._said:
+                    self._said.add(reason)
+                    self._say(f"a trajectory failed and starts again, the first one for this reason: {why}")
 
 
 def _ended(counts: Counter[str]) -> Counter[str]:
-    """The trajectories by the reason for which they ended."""
-    return Counter({name.removeprefix("end_"): n for name, n in counts.items() if name.startswith("end_")})
+    return Counter({reason: n for reason, n in counts.items() if not reason.startswith(REFUSED)})
 
 
 def _lost(counts: Counter[str]) -> Counter[str]:
-    """Failed trajectories and refused messages, by reason."""
-    failed = {reason: n for reason, n in _ended(counts).items() if reason in FAILURES}
-    return Counter(failed | {name: n for name, n in counts.items() if name.startswith("refused_")})
+    return Counter({reason: n for reason, n in counts.items() if reason in FAILURES or reason.startswith(REFUSED)})
 
 
 def _in_words(counts: Counter[str], statuses: Statuses) -> str:

@@ -258,12 +258,6 @@ class RunTimeline:
         else:
             self.totals[f"{owner}/{source.host}/{source.pid}"] = event
 
-    def whole(self) -> RunTimeline:
-        """The timeline sorted by time; call after the last file was read."""
-        self.rows = {row: _joined(spans) for row, spans in self.rows.items()}
-        self.trajectories.sort(key=lambda one: one.span.began)
-        return self
-
     def since(self, began: float) -> None:
         """Drop events that ended before this Unix time."""
         self.rows = {row: [span for span in spans if span.ended >= began] for row, spans in self.rows.items()}
@@ -301,7 +295,9 @@ def read_timeline(folder: Path) -> RunTimeline:
             timeline.read(file)
         except (ValueError, RecursionError) as error:
             raise UserError(f"{file}: its timeline is not one of this version of Baton ({error!r:.200})") from None
-    return timeline.whole()
+    timeline.rows = {row: _joined(spans) for row, spans in timeline.rows.items()}
+    timeline.trajectories.sort(key=lambda one: one.span.began)
+    return timeline
 
 
 def _first_measured(lines: list[bytes]) -> dict[tuple[str, str, str, int], Process]:

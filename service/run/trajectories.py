@@ -292,12 +292,15 @@ def _step_record(step: Step, row: int | None, later: float) -> Record:
     """The record of a step; `later`: the reward that the step was given after it was sent, on top of its own."""
     rewards = np.atleast_1d(np.array(step.reward, np.float64))
     rewards[-1:] += later
+    logprobs = None
+    if step.logprobs is not None:  # JSON has no NaN, and the buffer masks log-probabilities that are not finite
+        logprobs = [round(value, 4) if math.isfinite(value) else None for value in step.logprobs.tolist()]
     return {
         "index": step.index,
         "prompt_ids": step.prompt_ids.tolist(),
         "extends": step.extends is not None,
         "response_ids": step.response_ids.tolist(),
-        "logprobs": None if step.logprobs is None else [_finite(value) for value in step.logprobs.tolist()],
+        "logprobs": logprobs,
         "loss_mask": step.loss_mask.astype(int).tolist(),
         "versions": _runs(step.versions),
         "temperature": step.temperature,
@@ -305,11 +308,6 @@ def _step_record(step: Step, row: int | None, later: float) -> Record:
         "stop_reason": step.stop_reason,
         "row": row,
     }
-
-
-def _finite(value: float) -> float | None:
-    """The number, or None if it is not finite: JSON has no NaN, and the buffer masks such log-probabilities."""
-    return round(value, 4) if math.isfinite(value) else None
 
 
 def _runs(versions: Int64s) -> list[tuple[int, str | None]]:

@@ -15,7 +15,7 @@ import pytest
 import ray
 
 from actors.observe.metrics_hub import MetricsHub, prefers_html, run_target
-from service.cli.status_client import fetch_status
+from service.cli.status import fetch_status
 from service.cli.status_view import status_lines
 from service.config import Config, MetricsConfig, load_config
 from service.errors import UserError

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.cli import status_client
+from service.cli import status as status_command
 from service.cli.parser import main
 from service.cli.status_view import status_lines
 from service.clock import SystemClock
@@ -128,7 +128,7 @@ def serving(answer: Callable[[socket.socket], None]) -> Iterator[str]:
 def test_a_server_that_sends_byte_by_byte_is_left_at_the_deadline(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(status_client, "FETCH_SECONDS", 2.0)
+    monkeypatch.setattr(status_command, "FETCH_SECONDS", 2.0)
     over = threading.Event()
 
     def drip(connection: socket.socket) -> None:
