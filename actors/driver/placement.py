@@ -42,6 +42,10 @@ NODE_ID = "ray.io/node-id"
 """Label of every node of Ray."""
 
 
+Node = Mapping[str, Any]
+"""A node of the cluster, as `ray.nodes` describes it."""
+
+
 class Bundle(NamedTuple):
     """The resources that one rank or engine needs, and the labels that its node must have."""
 
@@ -49,21 +53,13 @@ class Bundle(NamedTuple):
     labels: Mapping[str, str] = {}
 
 
-class Node(NamedTuple):
-    """A node of the cluster, with its total resources."""
-
-    address: str
-    resources: Mapping[str, float]
-    labels: Mapping[str, str] = {}
-
-    def fits(self, labels: Mapping[str, str]) -> bool:
-        """Check whether the node matches these labels, in Ray's form: `value`, `!value`, `in(one,other)`,
-        `!in(one,other)`."""
-        for name, choice in labels.items():
-            values = choice.removeprefix("!").removeprefix("in(").removesuffix(")").split(",")
-            if (self.labels.get(name) in values) == choice.startswith("!"):
-                return False
-        return True
+def fits(node: Node, labels: Mapping[str, str]) -> bool:
+    """Check whether a node has such labels, in Ray's form: `value`, `!value`, `in(one,other)`, `!in(one,other)`."""
+    for name, choice in labels.items():
+        values = choice.removeprefix("!").removeprefix("in(").removesuffix(")").split(",")
+        if (node["Labels"].get(name) in values) == choice.startswith("!"):
+            return False
+    return True
 
 
 def gpus_each() -> int:
@@ -127,20 +123,20 @@ async def reserve(bundles: Sequence[Bundle], within: float, say: Callable[[str],
 
 
 def nodes() -> list[Node]:
-    """The nodes of the cluster."""
-    found = (node for node in ray.nodes() if node["Alive"])
-    return [Node(node["NodeManagerAddress"], node["Resources"], node["Labels"]) for node in found]
+    """The living nodes of the cluster, with their total resources."""
+    return [node for node in ray.nodes() if node["Alive"]]
 
 
 def missing_room(bundles: Sequence[Bundle], nodes: Sequence[Node]) -> str:
     """Describe what a run needs and what every node has, because Ray only reports that there is no room."""
     needed = Counter(_in_words(*bundle) for bundle in bundles)
     asked = {name for bundle in bundles for name in bundle.labels}
-    own = [{name: value for name, value in node.labels.items() if name in asked} for node in nodes]
-    words = [_in_words(node.resources, labels) for node, labels in zip(nodes, own, strict=True)]
-    has = "; ".join(f"{node.address} has {has or 'none of it'}" for node, has in zip(nodes, words, strict=True))
+    has = []
+    for node in nodes:
+        labels = {name: value for name, value in node["Labels"].items() if name in asked}
+        has.append(f"{node['NodeManagerAddress']} has {_in_words(node['Resources'], labels) or 'none of it'}")
     needs = "; ".join(f"{number} x ({each})" for each, number in needed.items())
-    return f"the run needs {needs}, each on one node ({has})"
+    return f"the run needs {needs}, each on one node ({'; '.join(has)})"
 
 
 def refuse_foreign_labels(config: Config, nodes: Sequence[Node]) -> None:
@@ -151,7 +147,7 @@ def refuse_foreign_labels(config: Config, nodes: Sequence[Node]) -> None:
     """
     for part in ("trainer", "generators"):
         labels = getattr(config.placement, part)
-        if not any(node.fits(labels) for node in nodes):
+        if not any(fits(node, labels) for node in nodes):
             raise UserError(
                 f"placement.{part}: this machine is not {_in_words({}, labels)}, and no other joins a Ray that the run "
                 "starts itself; leave it out, or start Ray with `ray start --head --labels ...` and set RAY_ADDRESS"
@@ -167,8 +163,7 @@ def refuse_too_few_gpus(config: Config, gpus: int) -> None:
     generator, ranks = config.generator, config.trainer.ranks
     each = generator.engine_gpus
     engines = 0 if config.weights.transport == "ipc" else generator.min_engines
-    scorers = [scorer for scorer in config.scorers.values() for _ in range(scorer.workers if scorer.use else 1)]
-    others = sum(math.ceil(scorer.gpus) for scorer in scorers)
+    others = sum(math.ceil(each.gpus) * (each.workers if each.use else 1) for each in config.scorers.values())
     others += sum(math.ceil(role.gpus) for role in config.served_roles.values())
     if (needed := ranks + engines * each + others) <= gpus:
         return

@@ -10,6 +10,7 @@ import pytest
 from actors.driver.placement import (
     Bundle,
     Node,
+    fits,
     missing_room,
     refuse_foreign_labels,
     refuse_too_few_gpus,
@@ -26,8 +27,8 @@ def config(**parts: dict[str, object]) -> Config:
 FOUR_AND_TWO = config(trainer={"ranks": 4}, generator={"engines": 2, "tensor_parallel_size": 2})
 
 
-def node(name: str, gpus: int) -> Node:
-    return Node(name, {"CPU": 16.0, "GPU": float(gpus), "memory": 1e11, f"node:{name}": 1.0})
+def node(name: str, resources: dict[str, float], labels: dict[str, str] | None = None) -> Node:
+    return {"NodeManagerAddress": name, "Resources": resources, "Labels": labels or {}}
 
 
 def test_a_run_has_a_bundle_for_each_rank_and_each_engine() -> None:
@@ -40,7 +41,8 @@ def test_a_run_has_a_bundle_for_each_rank_and_each_engine() -> None:
 
 def test_what_a_run_needs_and_what_each_node_has_is_said_in_words() -> None:
     spot = {"ray.io/market-type": "spot"}
-    cluster = [node("10.0.0.1", 3), Node("b", {"memory": 1.0}), Node("c", {"CPU": 16.0}, spot | {"zone": "x"})]
+    with_gpus = node("10.0.0.1", {"CPU": 16.0, "GPU": 3.0, "memory": 1e11, "node:10.0.0.1": 1.0})
+    cluster = [with_gpus, node("b", {"memory": 1.0}), node("c", {"CPU": 16.0}, spot | {"zone": "x"})]
     said = missing_room([*run_bundles(FOUR_AND_TWO, 1), Bundle({"CPU": 0.5}, {"ray.io/market-type": "!spot"})], cluster)
     assert "4 x (1 GPU, 1 CPU); 2 x (2 GPU, 1 CPU); 1 x (0.5 CPU, ray.io/market-type: !spot), each on one node" in said
     assert "10.0.0.1 has 3 GPU, 16 CPU; b has none of it; c has 16 CPU, ray.io/market-type: spot)" in said
@@ -48,20 +50,20 @@ def test_what_a_run_needs_and_what_each_node_has_is_said_in_words() -> None:
 
 @pytest.mark.parametrize("part", ["trainer", "generators"])
 def test_labels_of_other_hosts_are_refused_at_once_where_no_other_host_can_join(part: str) -> None:
-    here = [Node("a", {"CPU": 16.0}, {"ray.io/node-id": "0"})]
+    here = [node("a", {"CPU": 16.0}, {"ray.io/node-id": "0"})]
     refuse_foreign_labels(config(placement={part: {"ray.io/market-type": "!spot"}}), here)
     with pytest.raises(UserError, match=rf"^placement\.{part}: this machine is not zone: nowhere, .* leave it out"):
         refuse_foreign_labels(config(placement={part: {"zone": "nowhere"}}), here)
 
 
 @pytest.mark.parametrize(
-    ("choice", "fits"),
+    ("choice", "fitting"),
     [("red", "a"), ("!red", "bc"), ("in(red, blue)", "ab"), ("!in(red,blue)", "c"), ("green", "")],
 )
-def test_a_choice_of_labels_means_what_it_means_to_ray(choice: str, fits: str) -> None:
-    nodes = [Node("a", {}, {"color": "red"}), Node("b", {}, {"color": "blue"}), Node("c", {})]
+def test_a_choice_of_labels_means_what_it_means_to_ray(choice: str, fitting: str) -> None:
+    nodes = [node("a", {}, {"color": "red"}), node("b", {}, {"color": "blue"}), node("c", {})]
     labels = Config.model_validate({"placement": {"buffer": {"color": choice}}}).placement.buffer
-    assert "".join(node.address for node in nodes if node.fits(labels)) == fits
+    assert "".join(each["NodeManagerAddress"] for each in nodes if fits(each, labels)) == fitting
     assert " " not in labels["color"], "to Ray a space is part of the value that follows"
 
 
