@@ -97,9 +97,9 @@ class FrozenEngine:
 def _frozen_settings(config: Config) -> Config:
     """Return the settings of a frozen engine; rows may have one more token, because vLLM samples one after a
     teacher's prompt."""
-    longer = {"max_generate_length": config.generator.max_generate_length + 1}
-    plain = {"quantization": None, "tensor_parallel_size": 1, "engine_options": {}, "stop": ()}
-    generator = config.generator.model_copy(update=longer | plain)
+    update: dict[str, Any] = {"quantization": None, "tensor_parallel_size": 1, "engine_options": {}, "stop": ()}
+    update |= {"max_generate_length": config.generator.max_generate_length + 1}
+    generator = config.generator.model_copy(update=update)
     return config.model_copy(update={"generator": generator, "model": config.model.model_copy(update={"lora": None})})
 
 
