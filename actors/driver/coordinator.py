@@ -39,7 +39,7 @@ from service.run.progress import QUIET_SECONDS, Progress, end_early
 from service.run.repeated_failures import FailureWatch
 from service.run.scale_request import asked_for
 from service.run.supervisor import Supervisor
-from service.run.trajectories import describe_ends, trained
+from service.run.trajectories import describe_ends
 from service.run.writer import RunWriter
 from service.store.uploads import Uploads
 from service.types import PolicyVersion
@@ -70,7 +70,6 @@ class Coordinator:
         self._prepared = prepared
         self._say = say
         self._resume_from = resume_from
-        self._stopping = False
         self._telemetry = RunTelemetry(config, cluster.hub, str(folder.path), uploads, cluster.shares_cores)
         resumes = bool(config.trainer.checkpoint_every)
         self._progress = Progress(
@@ -98,7 +97,7 @@ class Coordinator:
         checkpointed, evaluated = (partial(self._telemetry.span, row) for row in ("checkpoints", "evaluations"))
         self._checkpoints = Checkpointer(config, folder.path, cluster, checkpointed, uploads)
         self._profiles = Profiles(folder.path, config.trainer.ranks, cluster.trainer, say)
-        eval_files, stopped = prepared.eval_files, lambda: self._stopping
+        eval_files, stopped = prepared.eval_files, lambda: bool(self.stopped_by)
         sections = config.data, config.run, config.weights.sync_every
         self._evaluations = Evaluations(*sections, self._generator_pool, folder, eval_files, say, stopped, evaluated)
         samples = config.trainer.mini_batch_size * config.algorithm.n_samples_per_prompt
@@ -111,12 +110,12 @@ class Coordinator:
         """Failures of the trainer, and the highest step before one: steps that are repeated are no progress."""
         self._starting: asyncio.Task[None] | None = None
         """Set while the actors start."""
-        self.stopped_by: int | None = None
+        self.stopped_by = 0
+        """Number of the stop signal that ends the run; 0: none came."""
 
     def stop(self, number: int) -> None:
         """End the run after the current optimizer step and write the final weights; during the start, end at once."""
         self.stopped_by = number
-        self._stopping = True
         if self._starting is not None:
             self._say("stopping before the first step ...")
             self._starting.cancel()
@@ -166,7 +165,7 @@ class Coordinator:
         try:
             await starting
         except asyncio.CancelledError:
-            if not self._stopping:
+            if not self.stopped_by:
                 raise
         return not starting.cancelled()
 
@@ -311,7 +310,7 @@ class Coordinator:
         try:
             await self._generator_pool.run()
         except RunFailed as failed:
-            if not self._stopping:
+            if not self.stopped_by:
                 raise
             self._say(str(failed))
 
@@ -328,7 +327,7 @@ class Coordinator:
                 lost = error
 
     async def _train(self) -> None:
-        while not self._has_all_steps and not self._stopping:
+        while not self._has_all_steps and not self.stopped_by:
             await self._step()
         await self._write_final()
 
@@ -368,7 +367,7 @@ class Coordinator:
         self._telemetry.doing("bookkeeping")
         generators = await self._generator_pool.statuses()
         self._failures.stepped(generators)
-        self._folder.append_trajectories(trained(leased.trajectories, self._version))
+        self._folder.append_trajectories(leased.trajectories)
         measured = {**report.metrics, **self._evaluations.numbers(self._version.step)}
         line = self._progress.stepped(self._version, leased.metrics, measured, generators)
         self._telemetry.stepped(self._version, line, self._progress.seconds_left, self._progress.not_learning)
@@ -392,7 +391,7 @@ class Coordinator:
         start = time.monotonic()
         self._waits_for = "a mini-batch"
         self._telemetry.doing("waiting")
-        while not self._stopping:
+        while not self.stopped_by:
             answer = await ask_buffer(self._buffer.lease, self._version.incarnation, POLL_SECONDS)
             if self._config.scorers:
                 self._failures.name_scorers(await ask_buffer(self._buffer.scorer_failures))
@@ -448,7 +447,7 @@ class Coordinator:
             self._say(f"{error}; the last checkpoint is completed first")
         await self._checkpoints.abandon()
         manifest = self._checkpoints.newest()
-        unwritten = f"; the final weights of step {self._version.step} are not written" if self._stopping else ""
+        unwritten = f"; the final weights of step {self._version.step} are not written" if self.stopped_by else ""
         if manifest is None and self._version.step and not self._config.trainer.checkpoint_every:
             why = f"{error}; there is no checkpoint to restart from (trainer.checkpoint_every)"
             raise RunFailed(why + unwritten) from error

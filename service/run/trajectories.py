@@ -125,8 +125,8 @@ class RecordSettings:
 def trajectory_records(
     batch: MiniBatch, groups: Sequence[CompleteGroup], at: PolicyVersion, settings: RecordSettings
 ) -> list[Record]:
-    """An evenly spread sample of the trajectories of a mini-batch that is trained at version `at`; the settings give
-    its size."""
+    """An evenly spread sample of the trajectories of a mini-batch, once it is trained at version `at`; the settings
+    give its size."""
     count = min(settings.per_step, len(batch.return_G))
     chosen = sorted({round(g) for g in np.linspace(0, len(batch.return_G) - 1, count)}) if count else []
     first_of_group = np.searchsorted(batch.prompt_of_trajectory_G, np.arange(len(groups)))
@@ -146,6 +146,8 @@ def trajectory_records(
         records.append(
             {
                 **record,
+                "fate": "trained",
+                "optimizer_step": at.step + 1,
                 "reward": end.reward,
                 "return": float(batch.return_G[g]),
                 "advantage": float(batch.advantage_G[g]),
@@ -173,11 +175,6 @@ def _scores(group: CompleteGroup, place: int) -> Record:
         }
         for score in group.scores
     }
-
-
-def trained(records: Sequence[Mapping[str, Any]], version: PolicyVersion) -> list[Record]:
-    """The records of a mini-batch, updated after the optimizer step that made `version` was committed."""
-    return [{**record, "fate": "trained", "optimizer_step": version.step} for record in records]
 
 
 def describe_ends(records: Sequence[Mapping[str, Any]]) -> str:

@@ -21,7 +21,7 @@ from service.handoff.ledger.versions import VersionHistory
 from service.handoff.steps.builder import steps_table
 from service.handoff.steps.roles import Role, packed_roles
 from service.handoff.steps.tables import ends_table
-from service.run.trajectories import RecordSettings, load_records, trained, trajectory_records
+from service.run.trajectories import RecordSettings, load_records, trajectory_records
 from service.trace.terminal import print_record
 from service.trace.tokens import ASIDE, LOSS, branches, tokens_of
 from service.trace.trajectories_page import html_page
@@ -54,8 +54,7 @@ def agent_record(transcript: str = TRANSCRIPT) -> dict[str, Any]:
     history.publish(PolicyVersion(1, 0))
     settings = batch_settings(CONFIG)
     batch = form_mini_batch(1, groups, history, settings)
-    records = trajectory_records(batch, groups, PolicyVersion(1, 0), RecordSettings.of(CONFIG))
-    (record,) = trained(records, PolicyVersion(1, 1))
+    (record,) = trajectory_records(batch, groups, PolicyVersion(1, 0), RecordSettings.of(CONFIG))
     return dict(json.loads(json.dumps(record)))
 
 

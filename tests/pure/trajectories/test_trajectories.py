@@ -29,7 +29,6 @@ from service.run.trajectories import (
     find_record,
     find_recorded_run,
     load_records,
-    trained,
     trajectory_records,
 )
 from service.run.writer import RunWriter
@@ -83,8 +82,7 @@ def records(config: Config = CONFIG) -> list[dict[str, object]]:
 
 
 def recorded(batch: MiniBatch, groups: list[CompleteGroup], config: Config) -> list[dict[str, object]]:
-    made = trajectory_records(batch, groups, PolicyVersion(1, 1), RecordSettings.of(config))
-    return trained(made, PolicyVersion(1, 2))
+    return trajectory_records(batch, groups, PolicyVersion(1, 1), RecordSettings.of(config))
 
 
 def test_a_record_says_what_was_generated_and_what_became_of_it() -> None:
