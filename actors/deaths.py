@@ -110,12 +110,12 @@ async def cause_of_death(name: str, last: Life) -> str | None:
             worker = await asyncio.wait_for(asyncio.to_thread(_worker, last.process), CAUSE_SECONDS)
         except TimeoutError:
             return "died; Ray's control store does not answer"
-        if worker is None or not worker.is_alive:
-            break
+        if worker is None:
+            return "died; Ray does not know why"
+        if not worker.is_alive:
+            return why_died(name, last, worker)
         await asyncio.sleep(REPORT_SECONDS)
-    if worker is None:
-        return "died; Ray does not know why"
-    return "cannot be reached" if worker.is_alive else why_died(name, last, worker)
+    return "cannot be reached"
 
 
 def why_died(name: str, last: Life, worker: WorkerTableData) -> str | None:

@@ -117,17 +117,14 @@ def prepare_weights(model: ModelConfig, target: EvalTarget) -> Manifest | None:
     manifest = target.manifest() if target.adapter is None else None
     begun_with = target.begun_with(model)
     hf_config, _ = checked_model(begun_with)
-    lora = model.lora
-    shapes, base = trained_shapes(hf_config, lora), None if lora is None else Base.of(begun_with)
     if manifest is not None:
-        check_checkpoint(lora, begun_with, target.weights(manifest))
-    elif lora is None or base is None or target.adapter is None:
-        raise UserError(
-            f"{target.path}: {target.adapter} is an adapter, but the configuration has no model.lora; add it"
-        )
-    else:
-        check_adapter(target.adapter, lora, base, shapes)
-    return manifest
+        check_checkpoint(model.lora, begun_with, target.weights(manifest))
+        return manifest
+    adapter = target.weights(None)
+    if model.lora is None:
+        raise UserError(f"{target.path}: {adapter} is an adapter, but the configuration has no model.lora; add it")
+    check_adapter(adapter, model.lora, Base.of(begun_with), trained_shapes(hf_config, model.lora))
+    return None
 
 
 def check_checkpoint(lora: LoraConfig | None, begun_with: Path, checkpoint: Path) -> None:
