@@ -70,6 +70,8 @@ class Coordinator:
         self._prepared = prepared
         self._say = say
         self._resume_from = resume_from
+        self.stopped_by = 0
+        """Number of the stop signal that ends the run; 0: none came."""
         self._telemetry = RunTelemetry(config, cluster.hub, str(folder.path), uploads, cluster.shares_cores)
         resumes = bool(config.trainer.checkpoint_every)
         self._progress = Progress(
@@ -110,8 +112,6 @@ class Coordinator:
         """Failures of the trainer, and the highest step before one: steps that are repeated are no progress."""
         self._starting: asyncio.Task[None] | None = None
         """Set while the actors start."""
-        self.stopped_by = 0
-        """Number of the stop signal that ends the run; 0: none came."""
 
     def stop(self, number: int) -> None:
         """End the run after the current optimizer step and write the final weights; during the start, end at once."""
