@@ -59,17 +59,18 @@ def violations(ledger: Ledger) -> list[str]:
     if list(ledger.slots) != sorted(o for o, g in state.groups.items() if g.state not in USED):
         found.append("the slots are not the unused groups in order of admission")
     unfinished = [
-        *ledger.holdings.since,
+        *ledger.since,
         *((o, sample) for o, samples in ledger.unassigned.items() for sample in samples),
     ]
     n_bytes = sum(state.groups[o].trajectories[sample].n_bytes for o, sample in unfinished)
-    if (len(unfinished), n_bytes) != (ledger.holdings.count, ledger.holdings.n_bytes):
-        found.append(
-            f"{len(unfinished)} samples of {n_bytes} bytes are unfinished, counted are {ledger.holdings.count} of "
-            f"{ledger.holdings.n_bytes}"
-        )
-    by_generator = {(o, s) for name in state.generators for o, of in ledger.holdings.of(name).items() for s in of}
-    if by_generator != set(ledger.holdings.since):
+    if n_bytes != ledger.unfinished_bytes:
+        found.append(f"unfinished samples have {n_bytes} bytes, counted are {ledger.unfinished_bytes}")
+    if len(unfinished) != sum(not t.complete for g in state.groups.values() for t in g.trajectories):
+        found.append(f"{len(unfinished)} samples are played or wait for a claim, which are not the unfinished ones")
+    if list(ledger.issued_at) != [o for o, g in state.groups.items() if g.state in UNFINISHED]:
+        found.append("the groups with a deadline are not the unfinished ones, in order of issue")
+    by_generator = {(o, s) for name in state.generators for o, of in ledger.played_by(name).items() for s in of}
+    if by_generator != set(ledger.since):
         found.append("the samples of the generators are not those that are held")
     found += [
         f"group={o}: no one holds an unfinished sample" for o, g in state.groups.items() if _dropped(ledger, o, g)
@@ -85,6 +86,6 @@ def _dropped(ledger: Ledger, group_id: int, group: Group) -> bool:
     return any(
         not trajectory.complete
         and sample not in waiting
-        and (trajectory.generator is None or (group_id, sample) not in ledger.holdings.since)
+        and (trajectory.generator is None or (group_id, sample) not in ledger.since)
         for sample, trajectory in enumerate(group.trajectories)
     )

@@ -159,7 +159,7 @@ class Admission:
         """Maximum bytes that unfinished trajectories and scorers' answers may still add to the accepted bytes."""
         scoring = [ledger.state.groups[group_id] for group_id in ledger.scoring]
         answers = sum(len(group.trajectories) * self._score_bytes + group.tokens * TEACHER_BYTES for group in scoring)
-        return max(ledger.holdings.count * self._worst_bytes - ledger.holdings.n_bytes, 0) + answers
+        return max(ledger.unfinished * self._worst_bytes - ledger.unfinished_bytes, 0) + answers
 
 
 def effective_step(ledger: Ledger, version: PolicyVersion) -> int:

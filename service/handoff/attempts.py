@@ -7,9 +7,8 @@ from typing import Literal
 
 from service.handoff.batches.filters import FilterSettings, examine
 from service.handoff.ledger import events
-from service.handoff.ledger.lifecycle import UNFINISHED, GroupState
+from service.handoff.ledger.lifecycle import GroupState
 from service.handoff.ledger.record import Record
-from service.handoff.ledger.state import Group
 from service.handoff.steps.tables import trajectory_ids
 from service.types import Refusal, RefusalReason, StepGroup
 
@@ -83,25 +82,19 @@ class Attempts:
     def end_overdue_groups(self, now: float) -> None:
         """Apply `buffer.on_group_deadline` to groups that take too long; by default nothing happens."""
         issued_at, settings = self._record.ledger.issued_at, self._settings
-        while issued_at:
+        while issued_at and settings.on_group_deadline is not None:
             group_id, since = next(iter(issued_at.items()))
-            group = self._record.ledger.state.groups.get(group_id)
-            unfinished = group is not None and group.state in UNFINISHED
-            if unfinished and (settings.on_group_deadline is None or now - since < settings.group_deadline):
+            if now - since < settings.group_deadline:
                 break
-            del issued_at[group_id]
-            if group is not None and unfinished:
-                self._end_overdue_group(group_id, group)
-
-    def _end_overdue_group(self, group_id: int, group: Group) -> None:
-        open_samples = tuple(s for s, trajectory in enumerate(group.trajectories) if not trajectory.complete)
-        # A trajectory alone in its group has no baseline.
-        n_finished = sum(trajectory.complete and not trajectory.given_up for trajectory in group.trajectories)
-        if self._settings.on_group_deadline == "train_partial" and n_finished > 1:
-            self._record.add(events.Truncated(group_id, open_samples, GROUP_DEADLINE))
-            examine(self._record, self._filters, [group_id])
-        else:
-            self._record.add(events.Ended(group_id, GroupState.EXPIRED, GROUP_DEADLINE))
+            trajectories = self._record.ledger.state.groups[group_id].trajectories
+            n_finished = sum(trajectory.complete and not trajectory.given_up for trajectory in trajectories)
+            # A trajectory alone in its group has no baseline.
+            if settings.on_group_deadline == "train_partial" and n_finished > 1:
+                open_samples = tuple(s for s, trajectory in enumerate(trajectories) if not trajectory.complete)
+                self._record.add(events.Truncated(group_id, open_samples, GROUP_DEADLINE))
+                examine(self._record, self._filters, [group_id])
+            else:
+                self._record.add(events.Ended(group_id, GroupState.EXPIRED, GROUP_DEADLINE))
 
     def restart_refused(self, message: StepGroup, refused: Refusal) -> None:
         """Restart a trajectory whose own message was refused: it cannot become complete without that message.
@@ -117,8 +110,9 @@ class Attempts:
 
     def restart_silent(self, now: float) -> None:
         """Restart trajectories without progress for `buffer.step_deadline` seconds."""
-        while self._record.ledger.holdings.since:
-            (group_id, sample), since = next(iter(self._record.ledger.holdings.since.items()))
+        waiting = self._record.ledger.since
+        while waiting:
+            (group_id, sample), since = next(iter(waiting.items()))
             if now - since < self._settings.step_deadline:
                 break
             self.restart(group_id, (sample,), "silent")

@@ -29,6 +29,7 @@ from service.handoff.ledger.lifecycle import USED, GroupState
 from service.handoff.ledger.record import OnEnd, OnFailure
 from service.handoff.ledger.replaying import complete_group, opened_record
 from service.handoff.ledger.scores import CompleteGroup
+from service.handoff.ledger.state import distance
 from service.handoff.prompt_order import Prompts
 from service.handoff.scoring import Scoring
 from service.handoff.settings import BufferSettings, opening
@@ -278,7 +279,7 @@ class Buffer:
         """
         for of in trajectories:
             if self.ledger.plays(Sender(generator, incarnation, 0), of):
-                self.ledger.holdings.renew((of.group_id, of.sample), self._clock.monotonic())
+                self.ledger.renew((of.group_id, of.sample), self._clock.monotonic())
 
     def leave(self, generator: str, incarnation: int | None, reason: str) -> None:
         """Remove a generator; others continue its unfinished trajectories, or restart them as new attempts."""
@@ -287,7 +288,7 @@ class Buffer:
             return
         self._record.add(events.Left(generator, member.incarnation, reason))
         self._waits.end(f"generator {generator}")
-        for group_id, samples in self.ledger.holdings.of(generator).items():
+        for group_id, samples in self.ledger.played_by(generator).items():
             self._attempts.hand_over(group_id, tuple(samples))
 
     def covered(self, step: int, oldest_kept: int | None = None) -> None:
@@ -361,8 +362,8 @@ class Buffer:
             next_slot=ledger.next_slot,
             lookahead=self._lookahead.value,
             lengths=state.lengths.export(),
-            length_distance=state.lengths.trajectory_distance(),
-            token_length_distance=state.lengths.token_distance(),
+            length_distance=distance(state.lengths.generated, state.lengths.trained),
+            token_length_distance=distance(state.lengths.generated_tokens, state.lengths.loss_tokens),
             n_bytes=record.store.n_bytes,
             reserved_bytes=self._admission.reserved(record),
             waits=self._waits.current(),

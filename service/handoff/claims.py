@@ -60,7 +60,7 @@ class Claims:
         samples = tuple(
             sample
             for sample, attempt in attempts.items()
-            if (group_id, sample) in ledger.holdings.since and groups[group_id].trajectories[sample].attempt == attempt
+            if (group_id, sample) in ledger.since and groups[group_id].trajectories[sample].attempt == attempt
         )
         if samples:
             return self._assignment(group_id, samples)
@@ -103,7 +103,7 @@ class Claims:
 
     def unfinished(self, generator: str) -> Iterator[Assignment]:
         """The unfinished trajectories of a generator, by group."""
-        for group_id, samples in self._record.ledger.holdings.of(generator).items():
+        for group_id, samples in self._record.ledger.played_by(generator).items():
             yield self._assignment(group_id, tuple(samples))
 
     def _assignment(self, group_id: int, samples: tuple[int, ...]) -> Assignment:

@@ -44,7 +44,7 @@ class Waits:
         """All waits; and the trajectory that has made no progress for the longest time, if that is too long."""
         now = self._clock.monotonic()
         waits = [Waiting(who, str(w.reason), w.detail, now - w.since) for who, w in self._waits.items()]
-        for (group_id, sample), since in self._record.ledger.holdings.since.items():
+        for (group_id, sample), since in self._record.ledger.since.items():
             if now - since >= SILENT_FRACTION * self._step_deadline:
                 waits.append(
                     Waiting(f"group={group_id}/sample={sample}", "silent", self._silence(group_id, sample), now - since)
@@ -89,13 +89,13 @@ class Waits:
         return f", {len(ledger.scoring)} wait for a scorer ({', '.join(awaited)})" if awaited else ""
 
     def _longest_silent(self) -> str:
-        for group_id, sample in self._record.ledger.holdings.since:
+        for group_id, sample in self._record.ledger.since:
             return f"; longest silent is {self._silence(group_id, sample)}"
         return ""
 
     def _silence(self, group_id: int, sample: int) -> str:
         trajectory = self._record.ledger.state.groups[group_id].trajectories[sample]
-        since = self._record.ledger.holdings.since.get((group_id, sample))
+        since = self._record.ledger.since.get((group_id, sample))
         seconds = "" if since is None else f", silent for {self._clock.monotonic() - since:.0f} s"
         where = "waiting for a claim" if trajectory.generator is None else f"on {trajectory.generator}"
         steps = len(trajectory.indices)

@@ -71,7 +71,7 @@ class BufferMachine(RuleBasedStateMachine):
         buffer = self.world.buffer
         self.generators[name] = Generator(buffer, name, resumes=True)
         self.work[name] = []
-        held = buffer.ledger.holdings.of(name)
+        held = buffer.ledger.played_by(name)
         for left in buffer.unfinished(name, self.generators[name].incarnation):
             assert held.pop(left.group_id) == list(left.samples)
             self.take(name, left)

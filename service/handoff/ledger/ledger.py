@@ -9,75 +9,19 @@ from __future__ import annotations
 import math
 from bisect import insort
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
 from service.handoff.ledger import events
 from service.handoff.ledger.events import Addition
-from service.handoff.ledger.lifecycle import GIVEN_UP, NEXT_STATES, Fate, GroupState
-from service.handoff.ledger.state import (
-    MESSAGES_REMEMBERED,
-    Group,
-    Lease,
-    Member,
-    State,
-    Trajectory,
-    bucket,
-)
+from service.handoff.ledger.lifecycle import GIVEN_UP, NEXT_STATES, USED, Fate, GroupState
+from service.handoff.ledger.state import MESSAGES_REMEMBERED, Group, Lease, Member, State, Success, Trajectory, bucket
 from service.handoff.ledger.versions import VersionHistory
 from service.types import RefusalReason, Sender, TrajectoryId
 
 Sample = tuple[int, int]
 """(group_id, sample)"""
-
-
-class Holdings:
-    """The unfinished samples: those that each generator plays, and the number and bytes of all of them."""
-
-    def __init__(self) -> None:
-        self.since: OrderedDict[Sample, float] = OrderedDict()
-        """Time of the last progress of each sample that a generator plays, oldest first."""
-        self.count = 0
-        """Unfinished samples, played or not."""
-        self.n_bytes = 0
-        """Bytes of the unfinished samples' accepted steps, as `service.handoff.group_bytes` counts them."""
-        self._of: dict[str, set[Sample]] = {}
-        """The samples that each generator plays."""
-
-    def of(self, generator: str) -> dict[int, list[int]]:
-        """The unfinished samples that a generator plays, by group_id."""
-        samples: dict[int, list[int]] = {}
-        for group_id, sample in sorted(self._of.get(generator, ())):
-            samples.setdefault(group_id, []).append(sample)
-        return samples
-
-    def begin(self, sample: Sample, trajectory: Trajectory, now: float) -> None:
-        """Record that the trajectory's generator plays it from now on; does nothing if it has no generator."""
-        if trajectory.generator is not None:
-            self._of.setdefault(trajectory.generator, set()).add(sample)
-            self.since[sample] = now
-
-    def renew(self, sample: Sample, now: float) -> None:
-        """Record progress of a sample that a generator plays."""
-        self.since[sample] = now
-        self.since.move_to_end(sample)
-
-    def let_go(self, sample: Sample, trajectory: Trajectory) -> None:
-        """Record that the trajectory's generator no longer plays it; does nothing if it has no generator."""
-        if self.since.pop(sample, None) is None or trajectory.generator is None:
-            return
-        held = self._of[trajectory.generator]
-        held.discard(sample)
-        if not held:
-            del self._of[trajectory.generator]
-
-    def finish(self, sample: Sample, trajectory: Trajectory) -> None:
-        """Record that a sample is finished."""
-        self.let_go(sample, trajectory)
-        self.count -= 1
-        self.n_bytes -= trajectory.n_bytes
 
 
 class Ledger:
@@ -92,50 +36,30 @@ class Ledger:
         """Groups not yet used, in order of admission."""
         self.unassigned: dict[int, set[int]] = {}
         """Restarted and moved samples that wait for a claim, by group_id."""
-        self.holdings = Holdings()
-        self.issued_at: OrderedDict[int, float] = OrderedDict()
-        """Time at which each unfinished group was claimed, oldest first; ended groups are removed only on access."""
+        self.since: OrderedDict[Sample, float] = OrderedDict()
+        """Time of the last progress of each unfinished sample that a generator plays, oldest first."""
+        self.unfinished_bytes = 0
+        """Bytes of the accepted steps of unfinished samples, as `service.handoff.group_bytes` counts them."""
+        self.issued_at: dict[int, float] = {}
+        """Time at which each unfinished group was claimed, oldest first."""
         self.scoring: dict[int, None] = {}
         """Groups that wait for a scorer, in the order in which they were finished."""
         self.tried: set[int] = set()
         """Rows whose success changed since the curriculum last read it."""
         self.leased_at: dict[int, float] = {}
-        self.groups_by_optimizer_step: dict[int, list[int]] = {}
-        """Groups that each optimizer step used."""
         self.in_state: Counter[GroupState] = Counter()
-        self._handlers: dict[type[Any], Callable[[Any], None]] = {
-            events.Joined: self._joined,
-            events.Issued: self._issued,
-            events.Tried: self._tried,
-            events.Scored: self._scored,
-            events.Assigned: self._assigned,
-            events.Restarted: self._restarted,
-            events.Moved: self._moved,
-            events.Truncated: self._truncated,
-            events.Ended: self._ended,
-            events.Leased: self._leased,
-            events.Committed: self._committed,
-            events.Released: self._released,
-            events.Covered: self._covered,
-            events.Lost: lambda event: self.state.count_lost(event.owner, event.tokens),
-        }
 
     def snapshot(self) -> bytes:
         """The whole state as bytes; `service.handoff.ledger.replaying.restored` reads them."""
         return msgspec.msgpack.encode(self.state)
 
     def apply(self, event: events.Event, now: float) -> None:
-        """Change the state by one event, at a monotonic time in seconds."""
+        """Change the state by one event, at a monotonic time in seconds.
+
+        The method for an event has the name of its class: `_issued` applies `Issued`.
+        """
         self._now = now
-        match event:
-            case events.Opened():
-                self.state.opened = event
-            case events.Left():
-                self.state.generators[event.generator].alive = False
-            case events.Drained():
-                self.state.draining = event.reason
-            case _:
-                self._handlers[type(event)](event)
+        getattr(self, f"_{type(event).__name__.lower()}")(event)
 
     def accept(
         self, sender: Sender, additions: Sequence[Addition], position: int, routing: tuple[int, ...] | None, now: float
@@ -157,13 +81,13 @@ class Ledger:
             trajectory.moves = 0 if new.indices else trajectory.moves
             if new.end is not None:
                 trajectory.n_steps = new.end.n_steps
-            self.holdings.n_bytes += new.n_bytes
+            self.unfinished_bytes += new.n_bytes
             if group.state is GroupState.ISSUED:
                 self._enter(group, GroupState.OPEN)
-            if trajectory.n_steps != len(trajectory.indices):
-                self.holdings.renew((new.group_id, new.sample), now)
+            if not trajectory.complete:
+                self.renew((new.group_id, new.sample), now)
                 continue
-            self.holdings.finish((new.group_id, new.sample), trajectory)
+            self._finish_sample((new.group_id, new.sample), trajectory)
             self.state.lengths.generated[bucket(trajectory.tokens)] += 1
             self.state.lengths.generated_tokens[bucket(trajectory.tokens)] += trajectory.tokens
             self._complete_when_all_are(new.group_id, group)
@@ -173,6 +97,24 @@ class Ledger:
         """The slot of the next issued group."""
         return self.state.next_group_id - self.state.vacated
 
+    @property
+    def unfinished(self) -> int:
+        """Number of unfinished samples, whether a generator plays them or they wait for a claim."""
+        return len(self.since) + sum(map(len, self.unassigned.values()))
+
+    def played_by(self, generator: str) -> dict[int, list[int]]:
+        """The unfinished samples that a generator plays, by group_id."""
+        groups, samples = self.state.groups, dict[int, list[int]]()
+        played = [(o, sample) for o, sample in self.since if groups[o].trajectories[sample].generator == generator]
+        for group_id, sample in sorted(played):
+            samples.setdefault(group_id, []).append(sample)
+        return samples
+
+    def renew(self, sample: Sample, now: float) -> None:
+        """Record progress of a sample that a generator plays."""
+        self.since[sample] = now
+        self.since.move_to_end(sample)
+
     def received(self, sender: Sender) -> bool:
         """Whether this message was received before. Very old messages are forgotten; their steps are compared one by
         one."""
@@ -181,7 +123,7 @@ class Ledger:
 
     def plays(self, sender: Sender, of: TrajectoryId) -> bool:
         """Whether the sender currently plays this attempt."""
-        if (of.group_id, of.sample) not in self.holdings.since:
+        if (of.group_id, of.sample) not in self.since:
             return False
         trajectory = self.state.groups[of.group_id].trajectories[of.sample]
         holder = (trajectory.generator, trajectory.incarnation, trajectory.attempt)
@@ -189,16 +131,30 @@ class Ledger:
 
     # -- members ------------------------------------------------------------------------------------------------------
 
+    def _opened(self, event: events.Opened) -> None:
+        self.state.opened = event
+
     def _joined(self, event: events.Joined) -> None:
         if event.role == "trainer":
             self.state.trainer_incarnation = event.incarnation
             self._go_back(event.step)
         else:
             self.state.generators[event.name] = Member(event.incarnation)
-            taken = self.holdings.of(event.name).items() if event.resumes else ()
-            for group_id, sample in [(group_id, sample) for group_id, samples in taken for sample in samples]:
-                self.state.groups[group_id].trajectories[sample].incarnation = event.incarnation
-                self.holdings.renew((group_id, sample), self._now)
+            for group_id, samples in self.played_by(event.name).items() if event.resumes else ():
+                for sample in samples:
+                    self.state.groups[group_id].trajectories[sample].incarnation = event.incarnation
+                    self.renew((group_id, sample), self._now)
+
+    def _left(self, event: events.Left) -> None:
+        self.state.generators[event.generator].alive = False
+
+    def _drained(self, event: events.Drained) -> None:
+        self.state.draining = event.reason
+
+    def _lost(self, event: events.Lost) -> None:
+        self.state.lost[event.owner] = event.tokens
+        self.state.accepted += event.tokens
+        self.state.fates[Fate.ROLLED_BACK] += event.tokens
 
     # -- from issue to completion -------------------------------------------------------------------------------------
 
@@ -211,10 +167,8 @@ class Ledger:
         self.in_state[GroupState.ISSUED] += 1
         self.slots[event.group_id] = None
         self.issued_at[event.group_id] = self._now
-        self.holdings.count += len(trajectories)
-        for sample, trajectory in enumerate(trajectories):
-            self.holdings.begin((event.group_id, sample), trajectory, self._now)
-        given = event.request_id, event.group_id, dict.fromkeys(range(len(trajectories)), 0)
+        self.since |= {(event.group_id, sample): self._now for sample in range(self.state.n_samples)}
+        given = event.request_id, event.group_id, dict.fromkeys(range(self.state.n_samples), 0)
         self.state.generators[event.generator].note_given(*given)
 
     def _assigned(self, event: events.Assigned) -> None:
@@ -222,14 +176,14 @@ class Ledger:
         for sample in event.samples:
             trajectory = group.trajectories[sample]
             trajectory.generator, trajectory.incarnation = event.generator, event.incarnation
-            self.holdings.begin((event.group_id, sample), trajectory, self._now)
+            self.since[event.group_id, sample] = self._now
         self._no_longer_unassigned(event.group_id, event.samples)
         attempts = {sample: group.trajectories[sample].attempt for sample in event.samples}
         self.state.generators[event.generator].note_given(event.request_id, event.group_id, attempts)
 
     def _complete_when_all_are(self, group_id: int, group: Group) -> None:
-        held = any((group_id, sample) in self.holdings.since for sample in range(self.state.n_samples))
-        if group_id not in self.unassigned and not held:
+        if all(trajectory.complete for trajectory in group.trajectories):
+            self.issued_at.pop(group_id)
             group.attempts = attempts_of(group)
             group.lengths = _lengths(group)
             if group.awaited:
@@ -261,15 +215,14 @@ class Ledger:
     def _tried(self, event: events.Tried) -> None:
         group = self.state.groups[event.group_id]
         group.tried = True
-        self.state.note_success(group.row, event.successes / event.trajectories)
+        self.state.successes.setdefault(group.row, Success()).note(event.successes / event.trajectories)
         self.tried.add(group.row)
 
     def _restarted(self, event: events.Restarted) -> None:
         group = self.state.groups[event.group_id]
         for sample in event.samples:
             old = group.trajectories[sample]
-            self.holdings.let_go((event.group_id, sample), old)
-            self.holdings.n_bytes -= old.n_bytes
+            self._finish_sample((event.group_id, sample), old)
             group.trajectories[sample] = Trajectory(None, 0, old.attempt + 1)
             group.tokens -= old.tokens
             group.n_bytes -= old.n_bytes
@@ -280,7 +233,7 @@ class Ledger:
     def _moved(self, event: events.Moved) -> None:
         for sample in event.samples:
             trajectory = self.state.groups[event.group_id].trajectories[sample]
-            self.holdings.let_go((event.group_id, sample), trajectory)
+            self.since.pop((event.group_id, sample), None)
             trajectory.generator, trajectory.incarnation, trajectory.moves = None, 0, trajectory.moves + 1
             self.unassigned.setdefault(event.group_id, set()).add(sample)
         self.state.moved += len(event.samples)
@@ -290,7 +243,7 @@ class Ledger:
         for sample in event.samples:
             trajectory = group.trajectories[sample]
             group.n_bytes -= trajectory.n_bytes
-            self.holdings.finish((event.group_id, sample), trajectory)
+            self._finish_sample((event.group_id, sample), trajectory)
             self._give_up(group, sample, event.reason)
         if event.group_id in self.unassigned:
             self._no_longer_unassigned(event.group_id, event.samples)
@@ -308,10 +261,11 @@ class Ledger:
 
     def _ended(self, event: events.Ended) -> None:
         group = self.state.groups[event.group_id]
-        waiting = self.unassigned.pop(event.group_id, set())
-        for sample in range(self.state.n_samples):
-            if sample in waiting or (event.group_id, sample) in self.holdings.since:
-                self.holdings.finish((event.group_id, sample), group.trajectories[sample])
+        for sample, trajectory in enumerate(group.trajectories):
+            if not trajectory.complete:
+                self._finish_sample((event.group_id, sample), trajectory)
+        self.unassigned.pop(event.group_id, None)
+        self.issued_at.pop(event.group_id, None)
         del self.state.groups[event.group_id]
         if group.state is GroupState.COMPLETE:
             self.finished.remove((group.finished, event.group_id))
@@ -358,19 +312,17 @@ class Ledger:
             for fate, tokens in _used_fates(group, Fate.STEPPED):
                 self._move_tokens(waiting, fate, tokens)
             group.rolled_back, group.step, group.trajectories = False, event.version.step, []
-            self.state.note_trained(group)
+            self._count_trained(group, 1)
             self._enter(group, GroupState.STEPPED)
             self.slots.pop(group_id)
         if event.final:
             used = [self.state.groups.pop(group_id) for group_id in lease.group_ids]
             self.state.finals[event.version.step] = (len(used), sum(group.loss_tokens for group in used))
-        else:
-            self.groups_by_optimizer_step[event.version.step] = list(lease.group_ids)
 
     def _covered(self, event: events.Covered) -> None:
-        for step in range(self.state.covered + 1, event.step + 1):
-            for group_id in self.groups_by_optimizer_step.get(step, ()):
-                group = self.state.groups[group_id]
+        used = [(o, group) for o, group in self.state.groups.items() if group.state in USED]
+        for _, group in used:
+            if group.state is GroupState.STEPPED and group.step <= event.step:
                 self._move_tokens(Fate.STEPPED, Fate.TRAINED, group.loss_tokens)
                 self._enter(group, GroupState.TRAINED)
         for step in [step for step in self.state.finals if step <= event.step]:
@@ -380,8 +332,8 @@ class Ledger:
             self.in_state[GroupState.TRAINED] += groups
             self._count_end(GroupState.TRAINED, "", groups)
         self.state.covered = max(self.state.covered, event.step)
-        for step in [step for step in self.groups_by_optimizer_step if step <= event.oldest_kept]:
-            for group_id in self.groups_by_optimizer_step.pop(step):
+        for group_id, group in used:
+            if group.step <= event.oldest_kept:
                 del self.state.groups[group_id]
                 self._count_end(GroupState.TRAINED, "")
 
@@ -391,19 +343,29 @@ class Ledger:
         self.history.rollback(to_step)
         self.state.step = to_step
         self.state.covered = min(self.state.covered, to_step)
-        for step in [step for step in self.groups_by_optimizer_step if step > to_step]:
-            for group_id in self.groups_by_optimizer_step.pop(step):
-                group = self.state.groups[group_id]
+        for group_id, group in self.state.groups.items():
+            if group.state in USED and group.step > to_step:
                 used = Fate.STEPPED if group.state is GroupState.STEPPED else Fate.TRAINED
                 for fate, tokens in _used_fates(group, used):
                     self._move_tokens(fate, Fate.ROLLED_BACK, tokens)
-                self.state.note_trained(group, times=-1)
+                self._count_trained(group, -1)
                 group.rolled_back, group.step, group.lease_count = True, 0, 0
                 self._wait_again(group_id, group)
                 self.slots[group_id] = None
         self.slots = dict.fromkeys(sorted(self.slots))
 
     # -- helpers ------------------------------------------------------------------------------------------------------
+
+    def _finish_sample(self, sample: Sample, trajectory: Trajectory) -> None:
+        """The attempt of a sample ends, or is complete."""
+        self.since.pop(sample, None)
+        self.unfinished_bytes -= trajectory.n_bytes
+
+    def _count_trained(self, group: Group, times: int) -> None:
+        """Count the trajectories of a group as trained; with `times` -1, undo that."""
+        for tokens, loss in zip(group.lengths, group.losses, strict=True):
+            self.state.lengths.trained[bucket(tokens)] += times
+            self.state.lengths.loss_tokens[bucket(tokens)] += times * loss
 
     def _wait_again(self, group_id: int, group: Group) -> None:
         group.losses, group.stale_tokens, group.untrained = (), 0, {}

@@ -291,7 +291,7 @@ class Record:
         self.store.expert_bytes = expert_bytes(ledger, self.limits.routing)
         self.revision += 1
         for new in additions:
-            if (new.group_id, new.sample) not in ledger.holdings.since:
+            if (new.group_id, new.sample) not in ledger.since:
                 self.store.completed(new.group_id, new.sample)
 
     # -- the journal's size -------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from service.handoff.journal.journal import Frame, Journal, Segment, frames
 from service.handoff.ledger import events
 from service.handoff.ledger.accept import items_by_trajectory, new_content
 from service.handoff.ledger.ledger import Ledger, attempts_of
-from service.handoff.ledger.lifecycle import USED, GroupState
+from service.handoff.ledger.lifecycle import UNFINISHED, USED, GroupState
 from service.handoff.ledger.record import Record, Store, cut, end_bytes, expert_bytes
 from service.handoff.ledger.scores import CompleteGroup
 from service.handoff.ledger.state import Group, State
@@ -190,23 +190,22 @@ def restored(snapshot: bytes, now: float = 0.0) -> Ledger:
     _publish_up_to(ledger.history, state.step)
     for group_id, group in sorted(state.groups.items()):
         ledger.in_state[group.state] += 1
-        ledger.issued_at[group_id] = now
+        if group.state in UNFINISHED:
+            ledger.issued_at[group_id] = now
         if group.state is GroupState.COMPLETE:
             insort(ledger.finished, (group.finished, group_id))
         if group.state is GroupState.SCORING:
             ledger.scoring[group_id] = None
-        if group.state in USED:
-            ledger.groups_by_optimizer_step.setdefault(group.step, []).append(group_id)
-        else:
+        if group.state not in USED:
             ledger.slots[group_id] = None
         for sample, trajectory in enumerate(group.trajectories):
             if trajectory.complete:
                 continue
-            ledger.holdings.count += 1
-            ledger.holdings.n_bytes += trajectory.n_bytes
-            ledger.holdings.begin((group_id, sample), trajectory, now)
+            ledger.unfinished_bytes += trajectory.n_bytes
             if trajectory.generator is None:
                 ledger.unassigned.setdefault(group_id, set()).add(sample)
+            else:
+                ledger.since[group_id, sample] = now
     ledger.tried = set(state.successes)
     ledger.leased_at = dict.fromkeys(state.leases, now)
     ledger.in_state[GroupState.STEPPED] += sum(groups for groups, _ in state.finals.values())

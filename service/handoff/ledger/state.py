@@ -178,14 +178,6 @@ class Lengths:
         used = max((place + 1 for of in counts.values() for place, count in enumerate(of) if count), default=0)
         return {name: of[:used] for name, of in counts.items()}
 
-    def trajectory_distance(self) -> float:
-        """The distance between the histograms of trained and of generated trajectories."""
-        return distance(self.generated, self.trained)
-
-    def token_distance(self) -> float:
-        """The same distance for tokens: those with loss against those that were sampled."""
-        return distance(self.generated_tokens, self.loss_tokens)
-
 
 def bucket(tokens: int) -> int:
     """The bucket of `Lengths` in which a trajectory of `tokens` tokens counts."""
@@ -267,19 +259,3 @@ class State:
     """The success of each row's prompt so far; empty without a curriculum."""
     lost: dict[str, int] = field(default_factory=dict)
     """By process: tokens that it had accepted and that no journal has any more; they count as rolled back."""
-
-    def note_trained(self, group: Group, times: int = 1) -> None:
-        """Count the trajectories of a group as trained; with `times` -1, undo that."""
-        for tokens, loss in zip(group.lengths, group.losses, strict=True):
-            self.lengths.trained[bucket(tokens)] += times
-            self.lengths.loss_tokens[bucket(tokens)] += times * loss
-
-    def note_success(self, row: int, success: float) -> None:
-        """Record a complete group of the row's prompt; `success` is the fraction of its trajectories that succeeded."""
-        self.successes.setdefault(row, Success()).note(success)
-
-    def count_lost(self, owner: str, tokens: int) -> None:
-        """Count tokens that a process had accepted but that no journal has any more."""
-        self.lost[owner] = tokens
-        self.accepted += tokens
-        self.fates[Fate.ROLLED_BACK] += tokens

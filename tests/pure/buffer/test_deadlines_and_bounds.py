@@ -137,7 +137,7 @@ def test_undone_training_no_longer_counts_in_the_trained_lengths(tmp_path: Path)
 
 def test_distances_of_lengths() -> None:
     lengths = Lengths()
-    assert lengths.trajectory_distance() == 0
+    assert distance(lengths.generated, lengths.trained) == 0
     assert distance([1, 1, 2], [0, 1, 1]) == 0.25
     assert distance([1, 0], [0, 1]) == 1
     assert bucket(0) == 0 and bucket(1) == 1 and bucket(7) == 3 and bucket(1 << 60) == 32
