@@ -13,15 +13,15 @@ waited longer than the target while claims waited for newer weights; it shrinks 
 from __future__ import annotations
 
 from itertools import islice
-from typing import Literal
 
 from service.clock import Clock
 from service.errors import ConfigError
-from service.handoff.group_bytes import EVENT_BYTES, TEACHER_BYTES, WorstBytes
+from service.handoff.group_bytes import EVENT_BYTES, TEACHER_BYTES
 from service.handoff.journal.journal import Journal
 from service.handoff.ledger.compaction import make_room
 from service.handoff.ledger.ledger import Ledger
 from service.handoff.ledger.record import Record
+from service.handoff.settings import BufferSettings
 from service.handoff.verbs import WaitReason
 from service.types import PolicyVersion
 
@@ -34,13 +34,11 @@ PATIENT_WINDOWS = 20
 
 
 class Lookahead:
-    """The current lookahead: a constant, or with `auto` a number that is adjusted to the trainer's waits."""
+    """The current lookahead, adjusted to the trainer's waits within its bounds; a constant if these are equal."""
 
-    def __init__(self, setting: int | Literal["auto"], minimum: int, maximum: int, clock: Clock) -> None:
-        """`minimum` and `maximum`: bounds of the lookahead with `auto`."""
-        self._auto = setting == "auto"
+    def __init__(self, minimum: int, maximum: int, clock: Clock) -> None:
         self._minimum, self._maximum = minimum, maximum
-        self.value = minimum if setting == "auto" else setting
+        self.value = minimum
         self._clock = clock
         self._too_small = 0
         """The largest lookahead with which the trainer waited too long; 0 when there is none."""
@@ -58,11 +56,8 @@ class Lookahead:
     def committed(self) -> None:
         """Adjust the lookahead after an optimizer step."""
         self._steps += 1
-        if self._auto and self._steps >= 2 * (self.value + 1):
-            self._judge()
-            self._begin_window()
-
-    def _judge(self) -> None:
+        if self._steps < 2 * (self.value + 1):
+            return
         waiting_fraction = self._waited / max(self._clock.monotonic() - self._began, 1e-9)
         self._windows_since += 1
         if waiting_fraction > TARGET_FRACTION and self._was_blocked:
@@ -71,6 +66,7 @@ class Lookahead:
         elif waiting_fraction < CALM * TARGET_FRACTION and self.value > self._minimum:
             known = self.value - 1 <= self._too_small and self._windows_since < PATIENT_WINDOWS
             self.value -= 0 if known else 1
+        self._begin_window()
 
     def _begin_window(self) -> None:
         self._began = self._clock.monotonic()
@@ -80,19 +76,14 @@ class Lookahead:
 class Admission:
     """Decides whether the next slot may be issued."""
 
-    def __init__(
-        self, lookahead: Lookahead, worst: WorstBytes, mini_batch_size: int, max_bytes: int, max_journal_bytes: int
-    ) -> None:
+    def __init__(self, settings: BufferSettings, lookahead: Lookahead) -> None:
         """Raises a ConfigError if `max_bytes` cannot hold one mini-batch of the maximum size."""
-        self._lookahead = lookahead
-        self._mini_batch_size = mini_batch_size
-        self._max_bytes = max_bytes
-        self._max_journal_bytes = max_journal_bytes
-        self._worst_bytes, self._worst_group_bytes, self._score_bytes = worst.trajectory, worst.group, worst.scores
-        if mini_batch_size * self._worst_group_bytes > max_bytes:
+        self._settings, self._worst, self._lookahead = settings, settings.worst, lookahead
+        size, max_bytes = settings.mini_batch_size, settings.max_bytes
+        if size * self._worst.group > max_bytes:
             raise ConfigError(
-                f"buffer.max_bytes is {max_bytes}, but one mini-batch may need {mini_batch_size} groups of "
-                f"{self._worst_group_bytes} bytes at worst: the trainer would wait forever. Raise "
+                f"buffer.max_bytes is {max_bytes}, but one mini-batch may need {size} groups of "
+                f"{self._worst.group} bytes at worst: the trainer would wait forever. Raise "
                 "max_bytes, or lower max_group_bytes, the length limits or trainer.mini_batch_size"
             )
 
@@ -101,13 +92,13 @@ class Admission:
 
         A mini-batch that waits to be read back, because an optimizer step was undone, counts as stored.
         """
-        groups, next_ones = record.ledger.state.groups, record.ledger.finished[: self._mini_batch_size]
+        groups, next_ones = record.ledger.state.groups, record.ledger.finished[: self._settings.mini_batch_size]
         to_read_back = sum(groups[o].n_bytes for _, o in next_ones if o not in record.store)
         return record.store.n_bytes + to_read_back + self._to_come(record.ledger)
 
     def journal_limit(self, journal: Journal) -> int:
         """Bytes of the journal that steps may take; one segment's bytes stay free for the copies of `compaction`."""
-        return self._max_journal_bytes - journal.segment_bytes
+        return self._settings.max_journal_bytes - journal.segment_bytes
 
     def disk_wait(self, record: Record, n_samples: int) -> tuple[WaitReason, str] | None:
         """Return why work with `n_samples` more unfinished trajectories has to wait for the disk; None if it need not
@@ -116,34 +107,31 @@ class Admission:
         A wait also starts the removal of unneeded frames from the journal.
         """
         journal, groups = record.journal, record.ledger.state.groups.values()
-        worst = self._to_come(record.ledger) + n_samples * self._worst_bytes + EVENT_BYTES
+        worst = self._to_come(record.ledger) + n_samples * self._worst.trajectory + EVENT_BYTES
         held, limit = journal.position - journal.start, self.journal_limit(journal)
         missing = held + worst - limit
         if missing <= 0 and journal.reserve(worst):
             return None
-        needed = sum(group.n_bytes for group in groups) + worst + self._worst_group_bytes
+        needed = sum(group.n_bytes for group in groups) + worst + self._worst.group
         enough = needed <= limit and journal.reserve(worst + journal.segment_bytes)
         make_room(record, wanted=missing if enough else 0)
         if missing <= 0:
             return WaitReason.DISK, f"{journal.folder} has no room for {worst} more bytes"
-        bound = f"{limit} of buffer.max_journal_bytes ({self._max_journal_bytes}) are for steps"
+        bound = f"{limit} of buffer.max_journal_bytes ({self._settings.max_journal_bytes}) are for steps"
         return WaitReason.DISK, f"the journal holds {held} bytes and may need {worst} more, {bound}"
 
     def wait(self, record: Record, serving: PolicyVersion) -> tuple[WaitReason, str] | None:
         """Return why the next slot has to wait; None if an engine that serves `serving` may get it."""
         ledger = record.ledger
-        batch = ledger.next_slot // self._mini_batch_size
+        batch = ledger.next_slot // self._settings.mini_batch_size
         ahead = self._lookahead.value
         if batch > effective_step(ledger, serving) + ahead:
             self._lookahead.blocked()
             due = f"waits for the weights of step {batch - ahead} (lookahead {ahead})"
             return WaitReason.LOOKAHEAD, f"{due}; has those of step {serving.step}"
-        needed = self.reserved(record) + self._worst_group_bytes
-        if needed > self._max_bytes:
-            return (
-                WaitReason.BYTES,
-                f"one more group may need {needed} bytes in all, buffer.max_bytes is {self._max_bytes}",
-            )
+        needed = self.reserved(record) + self._worst.group
+        if needed > (max_bytes := self._settings.max_bytes):
+            return WaitReason.BYTES, f"one more group may need {needed} bytes in all, buffer.max_bytes is {max_bytes}"
         return None
 
     def first_to_wait(self, ledger: Ledger, serving: PolicyVersion) -> int:
@@ -152,14 +140,14 @@ class Admission:
         After a trainer went back, the slots of the undone steps wait until those steps are repeated.
         """
         batches = effective_step(ledger, serving) + self._lookahead.value + 1
-        free = batches * self._mini_batch_size - (ledger.next_slot - len(ledger.slots))
+        free = batches * self._settings.mini_batch_size - (ledger.next_slot - len(ledger.slots))
         return next(islice(ledger.slots, max(free, 0), None), ledger.state.next_group_id)
 
     def _to_come(self, ledger: Ledger) -> int:
         """Maximum bytes that unfinished trajectories and scorers' answers may still add to the accepted bytes."""
         scoring = [ledger.state.groups[group_id] for group_id in ledger.scoring]
-        answers = sum(len(group.trajectories) * self._score_bytes + group.tokens * TEACHER_BYTES for group in scoring)
-        return max(ledger.unfinished * self._worst_bytes - ledger.unfinished_bytes, 0) + answers
+        answers = sum(len(group.trajectories) * self._worst.scores + group.tokens * TEACHER_BYTES for group in scoring)
+        return max(ledger.unfinished * self._worst.trajectory - ledger.unfinished_bytes, 0) + answers
 
 
 def effective_step(ledger: Ledger, version: PolicyVersion) -> int:

@@ -38,15 +38,7 @@ from service.handoff.steps.wire import decode, encode
 from service.handoff.validate import refusal
 from service.handoff.verbs import Assignment, Claim, Receipt, Wait, WaitReason
 from service.handoff.waits import Waits
-from service.types import (
-    MiniBatch,
-    PolicyVersion,
-    Refusal,
-    RefusalReason,
-    Sender,
-    StepGroup,
-    TrajectoryId,
-)
+from service.types import MiniBatch, PolicyVersion, Refusal, RefusalReason, Sender, StepGroup, TrajectoryId
 
 
 class Buffer:
@@ -70,37 +62,34 @@ class Buffer:
             JournalError: the journal is damaged.
             UserError: the journal's run began with other rows or settings.
         """
-        self._settings = settings
-        self._clock = clock
-        self._limits, self._filters = settings.limits, settings.filters
+        self._settings, self._clock = settings, clock
         self._max_trajectory_bytes = settings.worst.trajectory
-        self._size, is_strict = settings.mini_batch_size, settings.order == "strict"
         prompts = Prompts(prompt_uids, settings.seed, settings.shuffle)
-        self._lookahead = Lookahead(settings.lookahead, settings.min_lookahead, settings.max_lookahead, clock)
-        bounds = settings.max_bytes, settings.max_journal_bytes
-        self._admission = Admission(self._lookahead, settings.worst, self._size, *bounds)
+        bounds = settings.min_lookahead, settings.max_lookahead
+        if settings.lookahead != "auto":
+            bounds = settings.lookahead, settings.lookahead
+        self._lookahead = Lookahead(*bounds, clock)
+        self._admission = Admission(settings, self._lookahead)
         journal.configure(settings.max_journal_bytes // JOURNAL_SEGMENTS, settings.keep_reclaimed)
-        self._record = opened_record(opening(settings, prompt_uids, rows_digest), self._limits, journal, clock)
+        self._record = opened_record(opening(settings, prompt_uids, rows_digest), settings.limits, journal, clock)
         self.ledger = self._record.ledger
-        self._attempts = Attempts(settings.attempts, self._filters, self._record)
-        lease_bounds = settings.lease_deadline, settings.max_lease_attempts
-        self._leases = Leases(settings.batches, self._size, is_strict, *lease_bounds, self._record, clock)
-        self._waits = Waits(self._record, self._size, is_strict, settings.attempts.step_deadline)
+        self._attempts = Attempts(settings.attempts, settings.filters, self._record)
+        self._leases = Leases(settings, self._record)
+        self._waits = Waits(settings, self._record)
         self._curriculum = Curriculum(settings.curriculum, prompts, self.ledger)
-        self.scoring = Scoring(settings.scorers, self._filters, self._record, teacher_of_row)
+        self.scoring = Scoring(settings.scorers, settings.filters, self._record, teacher_of_row)
         """Takes the answers of scorers; groups wait for scorers between their last submit and their lease."""
         self._claims = Claims(self._record, prompts, self._curriculum, self._admission, self._waits, self.scoring)
-        self._shares = self._size if is_strict else settings.max_generators
+        self._shares = settings.mini_batch_size if settings.order == "strict" else settings.max_generators
         """Generators that share the groups still missing from the next mini-batch; in strict order each group may be
         awaited."""
         self._refused: Counter[str] = Counter()
         self._duplicates = 0
         self._late = 0
         self._one_row = None if settings.step_wise else settings.batches.mode
-        self._examines = self._filters.any
         groups = self.ledger.state.groups.items()
         unused = [o for o, group in groups if not group.lease_count and not group.rolled_back]
-        examine(self._record, self._filters, unused)
+        examine(self._record, self._settings.filters, unused)
 
     # -- the five verbs -----------------------------------------------------------------------------------------------
 
@@ -128,18 +117,19 @@ class Buffer:
 
     def submit(self, data: bytes) -> Receipt | Refusal:
         """Accept a message (a step group); the receipt is valid once the journal is synced up to its position."""
-        message = decode(data, self._limits)
+        message = decode(data, self._settings.limits)
         if isinstance(message, Refusal):
             return self._refuse(message)
         sender = message.sender
         if (fenced := self._fenced(sender.generator, sender.incarnation)) is not None:
             return fenced
-        answer = refusal(message, self._limits) or self._accept(data, message)
+        answer = refusal(message, self._settings.limits) or self._accept(data, message)
         if isinstance(answer, Refusal):
             self._attempts.restart_refused(message, answer)
             return self._refuse(answer)
         self._duplicates += answer.duplicate
-        lacks = self._size - len(self.ledger.finished) % self._size
+        size = self._settings.mini_batch_size
+        lacks = size - len(self.ledger.finished) % size
         return answer._replace(wanted=max(lacks // self._shares, 1))
 
     def _accept(self, data: bytes, message: StepGroup) -> Receipt | Refusal:
@@ -158,8 +148,7 @@ class Buffer:
         if (kept := new.only(shared, len(data))) is not message:
             data = encode(kept)
         position = self._record.accept(data, shared, new.additions)
-        if self._examines:
-            examine(self._record, self._filters, {addition.group_id for addition in new.additions})
+        examine(self._record, self._settings.filters, {addition.group_id for addition in new.additions})
         return Receipt(max(position, self._restart_failed(message)), superseded=new.superseded)
 
     def _restart_failed(self, message: StepGroup) -> int:

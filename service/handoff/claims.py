@@ -14,7 +14,7 @@ from service.handoff.steps.tables import concat_steps, ends_table
 from service.handoff.steps.wire import encode
 from service.handoff.verbs import Assignment, Claim, Wait, WaitReason
 from service.handoff.waits import Waits
-from service.types import PolicyVersion, Sender, StepGroup, Steps
+from service.types import PolicyVersion, Sender, StepGroup
 
 
 class Claims:
@@ -39,18 +39,31 @@ class Claims:
     def answer(self, claim: Claim) -> Assignment | Wait:
         """The work for a claim, or what the claim waits for; a repeated claim gets the unfinished part of its first
         answer."""
-        state = self._record.ledger.state
+        record, state = self._record, self._record.ledger.state
         if claim.request_id in state.generators[claim.generator].given:
             return self._given_before(claim)
         who = f"generator {claim.generator}"
         if state.draining is not None:
             return self._waits.begin(who, WaitReason.DRAINED, f"no more prompts are issued: {state.draining}")
         restarted = self._restarted_group(claim.serving)
-        why = self._not_admitted(claim.serving) if restarted is None else self._room_is_made()
+        if restarted is None:
+            why = self._admission.wait(record, claim.serving) or self._admission.disk_wait(record, state.n_samples)
+        else:  # needs no new admission, but a full journal must first remove the last attempts
+            why = self._admission.disk_wait(record, 0)
+            why = why if record.journal.reclaims else None
         if why is not None:
             return self._waits.begin(who, *why)
         self._waits.end(who)
-        return self._issue(claim) if restarted is None else self._assign_again(claim, restarted)
+        generator = claim.generator, claim.incarnation
+        if restarted is not None:
+            samples = tuple(sorted(record.ledger.unassigned[restarted]))
+            record.add(events.Assigned(restarted, samples, *generator, claim.request_id))
+            return self._assignment(restarted, samples)
+        group_id, place = state.next_group_id, self._curriculum.next_place()
+        row = self._prompts.row(place)
+        prompt, scorers = (row, self._prompts.uid(row)), self._scoring.of_row(row)
+        record.add(events.Issued(group_id, *prompt, *generator, claim.serving, claim.request_id, place, scorers))
+        return self._assignment(group_id, tuple(range(state.n_samples)))
 
     def _given_before(self, claim: Claim) -> Assignment | Wait:
         """The part of a repeated claim's first answer that its generator has not finished."""
@@ -75,32 +88,6 @@ class Claims:
         end, groups = self._admission.first_to_wait(ledger, serving), ledger.state.groups
         return min((o for o in ledger.unassigned if o < end and groups[o].admitted <= serving), default=None)
 
-    def _assign_again(self, claim: Claim, group_id: int) -> Assignment:
-        samples = tuple(sorted(self._record.ledger.unassigned[group_id]))
-        self._record.add(events.Assigned(group_id, samples, claim.generator, claim.incarnation, claim.request_id))
-        return self._assignment(group_id, samples)
-
-    def _room_is_made(self) -> tuple[WaitReason, str] | None:
-        """Why restarted samples have to wait: a full journal must first remove their last attempts; None if they need
-        not wait. A restart needs no new admission."""
-        why = self._admission.disk_wait(self._record, 0)
-        return why if self._record.journal.reclaims else None
-
-    def _not_admitted(self, serving: PolicyVersion) -> tuple[WaitReason, str] | None:
-        record = self._record
-        why = self._admission.wait(record, serving)
-        return why or self._admission.disk_wait(record, record.ledger.state.n_samples)
-
-    def _issue(self, claim: Claim) -> Assignment:
-        state = self._record.ledger.state
-        group_id = state.next_group_id
-        place = self._curriculum.next_place()
-        row = self._prompts.row(place)
-        who = (claim.generator, claim.incarnation)
-        uid, scorers = self._prompts.uid(row), self._scoring.of_row(row)
-        self._record.add(events.Issued(group_id, row, uid, *who, claim.serving, claim.request_id, place, scorers))
-        return self._assignment(group_id, tuple(range(state.n_samples)))
-
     def unfinished(self, generator: str) -> Iterator[Assignment]:
         """The unfinished trajectories of a generator, by group."""
         for group_id, samples in self._record.ledger.played_by(generator).items():
@@ -109,10 +96,9 @@ class Claims:
     def _assignment(self, group_id: int, samples: tuple[int, ...]) -> Assignment:
         group, held = self._record.ledger.state.groups[group_id], self._record.store.of(group_id)
         attempts = tuple(group.trajectories[sample].attempt for sample in samples)
-        steps = tuple(_as_message(held.steps_of(sample)) for sample in samples) if held.steps else ()
-        return Assignment(group_id, group.uid, group.row, samples, attempts, steps)
-
-
-def _as_message(tables: list[Steps]) -> bytes:
-    """The steps of one trajectory as wire bytes; empty without steps."""
-    return encode(StepGroup(Sender("", 0, 0), concat_steps(tables), ends_table(()))) if tables else b""
+        if not held.steps:
+            return Assignment(group_id, group.uid, group.row, samples, attempts)
+        ends = ends_table(())
+        accepted = [held.steps_of(sample) for sample in samples]
+        steps = [encode(StepGroup(Sender("", 0, 0), concat_steps(own), ends)) if own else b"" for own in accepted]
+        return Assignment(group_id, group.uid, group.row, samples, attempts, tuple(steps))

@@ -9,11 +9,11 @@ its trainer, by a new trainer, or at its deadline (`buffer.lease_deadline`).
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
 
-from service.clock import Clock
 from service.handoff.batches.advantages import NoAdvantage, group_stats, reward_metrics
 from service.handoff.batches.batch import BatchSettings, Formed, form_mini_batch, formed
 from service.handoff.ledger import events
@@ -22,6 +22,7 @@ from service.handoff.ledger.record import Record
 from service.handoff.ledger.replaying import complete_group, read_back
 from service.handoff.ledger.scores import CompleteGroup
 from service.handoff.ledger.versions import VersionHistory
+from service.handoff.settings import BufferSettings
 from service.types import MiniBatch, PolicyVersion, RefusalReason
 
 
@@ -55,24 +56,8 @@ class BatchJob:
 class Leases:
     """Leases mini-batches of complete groups, one at a time."""
 
-    def __init__(
-        self,
-        settings: BatchSettings,
-        size: int,
-        is_strict: bool,
-        deadline: float,
-        max_attempts: int,
-        record: Record,
-        clock: Clock,
-    ) -> None:
-        """`size`: groups per mini-batch; `is_strict`: take groups in the order in which they were issued.
-
-        `deadline`: seconds after which a lease is released. `max_attempts`: number of leases after
-        which an untrained group is refused.
-        """
-        self._record, self._settings, self._clock = record, settings, clock
-        self._size, self._is_strict = size, is_strict
-        self._deadline, self._max_attempts = deadline, max_attempts
+    def __init__(self, settings: BufferSettings, record: Record) -> None:
+        self._settings, self._record = settings, record
         self._newest: MiniBatch | None = None
 
     def begin(self, trainer_incarnation: int) -> BatchJob:
@@ -81,7 +66,9 @@ class Leases:
         Raises:
             ValueError: a group is not complete; otherwise the same mini-batch would be formed again for ever.
         """
-        state, group_ids = self._record.ledger.state, self._next_groups()
+        ledger, size = self._record.ledger, self._settings.mini_batch_size
+        ready = ledger.slots if self._settings.order == "strict" else [group_id for _, group_id in ledger.finished]
+        state, group_ids = ledger.state, tuple(islice(ready, size))
         for group_id in group_ids:
             if state.groups[group_id].state is not GroupState.COMPLETE:
                 raise ValueError(f"group {group_id} is to be leased and is {state.groups[group_id].state}")
@@ -115,33 +102,26 @@ class Leases:
         return self._newest
 
     def release(self, lease: int, reason: str) -> None:
-        """Release an open lease: its groups wait to be leased again, or are refused after `max_attempts` leases."""
+        """Release an open lease: its groups wait to be leased again, or are refused after too many leases."""
         ledger = self._record.ledger
         group_ids = ledger.state.leases[lease].group_ids
         self._record.add(events.Released(lease, reason))
         for group_id in group_ids:
-            if ledger.state.groups[group_id].lease_count >= self._max_attempts:
+            if ledger.state.groups[group_id].lease_count >= self._settings.max_lease_attempts:
                 self._record.add(events.Ended(group_id, GroupState.REFUSED, RefusalReason.MAX_LEASE_ATTEMPTS))
 
     def release_overdue(self) -> None:
         """Release every lease that is older than the deadline."""
-        now = self._clock.monotonic()
+        now = self._record.clock.monotonic()
         for lease, since in list(self._record.ledger.leased_at.items()):
-            if now - since >= self._deadline:
+            if now - since >= self._settings.lease_deadline:
                 self.release(lease, "deadline")
-
-    def _next_groups(self) -> tuple[int, ...]:
-        """The groups of the next mini-batch, in the configured order."""
-        ledger = self._record.ledger
-        if self._is_strict:
-            return tuple(group_id for group_id, _ in zip(ledger.slots, range(self._size), strict=False))
-        return tuple(group_id for _, group_id in ledger.finished[: self._size])
 
     def _job(self, lease: int, trainer_incarnation: int, group_ids: tuple[int, ...]) -> BatchJob:
         history = self._record.ledger.history
         read_back(self._record, group_ids)
         groups = [complete_group(self._record, group_id) for group_id in group_ids]
-        return BatchJob(lease, trainer_incarnation, history.current, groups, history, self._settings)
+        return BatchJob(lease, trainer_incarnation, history.current, groups, history, self._settings.batches)
 
 
 def with_filtered(batch: MiniBatch, filtered: events.GroupStats) -> MiniBatch:

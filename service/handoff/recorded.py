@@ -15,7 +15,7 @@ from service.handoff.journal.journal import KEPT, Frame, Journal, Segment, frame
 from service.handoff.leases import with_filtered
 from service.handoff.ledger import events
 from service.handoff.ledger.record import Record, Store
-from service.handoff.ledger.replaying import Wanted, apply_frame, fetch
+from service.handoff.ledger.replaying import apply_frame, fetch
 from service.handoff.ledger.scores import CompleteGroup
 from service.handoff.ledger.versions import VersionHistory
 from service.handoff.steps.limits import Limits
@@ -56,18 +56,17 @@ def recorded(limits: Limits, folder: Path, step: int) -> Recorded:
         event = events.decode(frame.payload) if frame.kind == events.EVENT else None
         if isinstance(event, events.Leased):
             groups = {group_id: state.groups[group_id] for group_id in event.group_ids}
-            wanted = {group_id: Wanted.of(group) for group_id, group in groups.items()}
-            uids = {group_id: group.uid for group_id, group in groups.items()}
-            leased = event.lease, wanted, uids, copy.deepcopy(history), state.filtered
+            leased = event.lease, groups, copy.deepcopy(history), state.filtered
         elif isinstance(event, events.Committed) and event.version.step == step:
             found = leased
         apply_frame(record, frame)
     if found is None:
         raise UserError(f"{folder} holds no optimizer step {step}")
-    lease, wanted, uids, history, filtered = found
+    lease, groups, history, filtered = found
     store = Store()
-    fetch(store, wanted, _recorded(folder), limits)
-    return Recorded(lease, [CompleteGroup(o, uid, *store.whole(o)) for o, uid in uids.items()], history, filtered)
+    fetch(store, groups, _recorded(folder), limits)
+    whole = [CompleteGroup(group_id, group.uid, *store.whole(group_id)) for group_id, group in groups.items()]
+    return Recorded(lease, whole, history, filtered)
 
 
 def _recorded(folder: Path) -> Iterator[Frame]:

@@ -80,7 +80,7 @@ class Scoring:
         for group_id, group in list(record.ledger.state.groups.items()):
             for name in group.awaited:  # also of groups that are not finished yet
                 if name not in scorers and group.state in (*UNFINISHED, GroupState.SCORING):
-                    self._go_on(group_id, name, REMOVED)
+                    self._add(events.Scored(group_id, name, fallback=REMOVED))
 
     def of_row(self, row: int) -> tuple[str, ...]:
         """The scorers of this row's groups."""
@@ -119,7 +119,7 @@ class Scoring:
                 self.failed(scorer, RefusalReason.REWARD, why)
                 self._record.lost(ends[sample], RefusalReason.SCORER)
         teacher = b"" if answer.logprobs is None else np.ascontiguousarray(answer.logprobs, LOGPROBS).tobytes()
-        info = tuple(_cut(text) for text in answer.info)
+        info = tuple(text.encode(errors="replace")[:INFO_BYTES].decode(errors="ignore") for text in answer.info)
         replaces = rewards is not None and settings.combine == "replace"
         self._status[scorer].scored += 1
         self._add(events.Scored(group_id, scorer, rewards, replaces, info, teacher))
@@ -144,7 +144,7 @@ class Scoring:
             self._record.add(events.Ended(group_id, GroupState.REFUSED, RefusalReason.SCORER))
         else:
             self._status[scorer].fallbacks += 1
-            self._go_on(group_id, scorer, reason)
+            self._add(events.Scored(group_id, scorer, fallback=reason))
 
     def awaits(self, group_id: int, scorer: str) -> bool:
         """Whether a group still waits for a scorer."""
@@ -156,9 +156,6 @@ class Scoring:
         for name, status in self._status.items():
             status.waiting = len(self.pending(name))
         return self._status
-
-    def _go_on(self, group_id: int, scorer: str, reason: str) -> None:
-        self._add(events.Scored(group_id, scorer, fallback=reason))
 
     def _add(self, event: events.Scored) -> None:
         self._record.add(event)
@@ -199,7 +196,3 @@ class Scoring:
         columns = zip(answer.rewards, so_far, *(each.rewards or () for each in earlier), strict=True)
         weighted = [(settings.weight * float(reward), sum(others)) for reward, *others in columns]
         return tuple(own if is_reward(own) and is_reward(own + others) else math.nan for own, others in weighted)
-
-
-def _cut(text: str) -> str:
-    return text.encode(errors="replace")[:INFO_BYTES].decode(errors="ignore")

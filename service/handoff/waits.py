@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import islice
+
 from service.handoff.ledger.events import GroupStats
 from service.handoff.ledger.lifecycle import UNFINISHED, GroupState
 from service.handoff.ledger.record import Record
+from service.handoff.settings import BufferSettings
 from service.handoff.status import Waiting
 from service.handoff.verbs import Wait, WaitReason
 
@@ -20,12 +23,8 @@ So many in a row are rare even if only one group in a hundred passes the filters
 class Waits:
     """All current waits, with their reasons in words."""
 
-    def __init__(self, record: Record, mini_batch_size: int, is_strict: bool, step_deadline: float) -> None:
-        self._record = record
-        self._size = mini_batch_size
-        self._is_strict = is_strict
-        self._step_deadline = step_deadline
-        self._clock = record.clock
+    def __init__(self, settings: BufferSettings, record: Record) -> None:
+        self._settings, self._record, self._clock = settings, record, record.clock
         self._waits: dict[str, Wait] = {}
 
     def begin(self, who: str, reason: WaitReason, detail: str) -> Wait:
@@ -44,17 +43,15 @@ class Waits:
         """All waits; and the trajectory that has made no progress for the longest time, if that is too long."""
         now = self._clock.monotonic()
         waits = [Waiting(who, str(w.reason), w.detail, now - w.since) for who, w in self._waits.items()]
-        for (group_id, sample), since in self._record.ledger.since.items():
-            if now - since >= SILENT_FRACTION * self._step_deadline:
-                waits.append(
-                    Waiting(f"group={group_id}/sample={sample}", "silent", self._silence(group_id, sample), now - since)
-                )
-            break
+        for (group_id, sample), since in islice(self._record.ledger.since.items(), 1):
+            if now - since >= SILENT_FRACTION * self._settings.attempts.step_deadline:
+                who, detail = f"group={group_id}/sample={sample}", self._silence(group_id, sample)
+                waits.append(Waiting(who, "silent", detail, now - since))
         return tuple(waits)
 
     def lease_wait(self) -> tuple[WaitReason, str] | None:
         """Why no mini-batch can be leased; None when one can."""
-        ledger, size = self._record.ledger, self._size
+        ledger, size = self._record.ledger, self._settings.mini_batch_size
         complete = len(ledger.finished)
         growing = ledger.in_state[GroupState.ISSUED] + ledger.in_state[GroupState.OPEN] + len(ledger.scoring)
         if ledger.state.draining is not None and complete + growing < size:
@@ -62,11 +59,13 @@ class Waits:
         filtered = describe_filtered(ledger.state.filtered)
         if not complete and ledger.state.filtered.groups >= max(FRUITLESS_GROUPS, FRUITLESS_MINI_BATCHES * size):
             return WaitReason.FILTERED, filtered
-        if self._is_strict:
+        if self._settings.order == "strict":
             return self._slot_wait(size)
         if complete < size:
             detail = f"{complete} of {size} groups are complete{self._unscored()}{f'; {filtered}' if filtered else ''}"
-            return WaitReason.GROUPS, f"{detail}{self._longest_silent()}"
+            for longest in islice(ledger.since, 1):
+                detail += f"; longest silent is {self._silence(*longest)}"
+            return WaitReason.GROUPS, detail
         return None
 
     def _slot_wait(self, size: int) -> tuple[WaitReason, str] | None:
@@ -87,11 +86,6 @@ class Waits:
         ledger = self._record.ledger
         awaited = sorted({name for group_id in ledger.scoring for name in ledger.state.groups[group_id].awaited})
         return f", {len(ledger.scoring)} wait for a scorer ({', '.join(awaited)})" if awaited else ""
-
-    def _longest_silent(self) -> str:
-        for group_id, sample in self._record.ledger.since:
-            return f"; longest silent is {self._silence(group_id, sample)}"
-        return ""
 
     def _silence(self, group_id: int, sample: int) -> str:
         trajectory = self._record.ledger.state.groups[group_id].trajectories[sample]

@@ -53,26 +53,22 @@ def turn_metrics(rows: Rows, steps: Steps, count: int) -> dict[str, float]:
     """Means over trajectories: turns, tokens after the first prompt of a row, sampled tokens; and the fraction of
     responses that were truncated."""
     responses = len(rows.token_ids_N) - int(rows.prompt_length_R.sum())
+    length_K = lengths_of(steps.offsets_K) - steps.prompt_length_K
+    lengths: dict[str, float] = {}
+    if len(steps):
+        lengths = {
+            "generate/avg_response_length": float(length_K.mean()),
+            "generate/std_response_length": float(length_K.std()),
+            "generate/min_response_length": float(length_K.min()),
+            "generate/max_response_length": float(length_K.max()),
+        }
     return {
-        **_response_lengths(steps),
+        **lengths,
         "generate/avg_num_tokens": responses / max(count, 1),
         "generate/avg_assistant_tokens": int(np.count_nonzero(steps.loss_mask_N)) / max(count, 1),
         "generate/avg_num_turns": len(steps) / max(count, 1),
         "generate/truncated_ratio": float(is_truncated_K(steps).mean()) if len(steps) else 0.0,
         **{f"generate/truncated_ratio_turn_{turns}": n_cut / n for turns, n, n_cut in by_turn([steps])},
-    }
-
-
-def _response_lengths(steps: Steps) -> dict[str, float]:
-    """Mean, standard deviation, minimum and maximum of response lengths; empty if there are no steps."""
-    length_K = np.diff(steps.offsets_K) - steps.prompt_length_K
-    if not len(length_K):
-        return {}
-    return {
-        "generate/avg_response_length": float(length_K.mean()),
-        "generate/std_response_length": float(length_K.std()),
-        "generate/min_response_length": float(length_K.min()),
-        "generate/max_response_length": float(length_K.max()),
     }
 
 

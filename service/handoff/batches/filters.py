@@ -48,23 +48,17 @@ class FilterSettings:
 def filtered(group: CompleteGroup, settings: FilterSettings) -> Ended | None:
     """The event that ends a complete group untrained; None if no filter removes it."""
     played = Played.of(group.steps, group.ends)
-    return_G = returns(played, settings.rule.returns)
-    reason = None
+    over_long = [group.ends.stop_reasons[code] in OVER_LONG for code in group.ends.stop_reason_E.tolist()]
     if settings.zero_variance and not teaches(played, settings.rule, settings.train):
         reason = "zero_variance"
-    elif settings.over_long is not None and over_long_fraction(group) > settings.over_long:
+    elif settings.over_long is not None and sum(over_long) / max(len(over_long), 1) > settings.over_long:
         reason = "over_long"
-    if reason is None:
+    else:
         return None
+    return_G = returns(played, settings.rule.returns)
     stats = group_stats(return_G, np.zeros(len(return_G), np.int64))
     stats.tokens = int(np.count_nonzero(group.steps.loss_mask_N))
     return Ended(group.group_id, GroupState.FILTERED, reason, stats)
-
-
-def over_long_fraction(group: CompleteGroup) -> float:
-    """Fraction of the group's trajectories that ended at a length limit."""
-    long = [reason in OVER_LONG for reason in group.ends.stop_reasons]
-    return float(np.mean([long[code] for code in group.ends.stop_reason_E.tolist()] or [False]))
 
 
 def examine(record: Record, settings: FilterSettings, group_ids: Iterable[int]) -> None:

@@ -36,7 +36,13 @@ def complete_groups(steps: Iterable[Step], ends: Iterable[TrajectoryEnd] | None 
     last: dict[TrajectoryId, Step] = {}
     for step in sorted(listed, key=lambda step: step.index):
         last[step.trajectory] = step
-    finished = [_end_with(step) for step in last.values()] if ends is None else list(ends)
+    if ends is None:
+        rewards = [float(np.sum(step.reward, dtype=np.float64)) for step in last.values()]
+        ends = [
+            TrajectoryEnd(of, step.prompt_uid, step.index + 1, step.stop_reason, reward)
+            for (of, step), reward in zip(last.items(), rewards, strict=True)
+        ]
+    finished = list(ends)
     n_steps = {step.trajectory: step.index + 1 for step in last.values()}
     n_told = {end.trajectory: end.n_steps for end in finished}
     if len(n_told) != len(finished):
@@ -62,8 +68,3 @@ def complete_groups(steps: Iterable[Step], ends: Iterable[TrajectoryEnd] | None 
         )
         for group_id, uid in uids.items()
     ]  # fmt: skip
-
-
-def _end_with(step: Step) -> TrajectoryEnd:
-    reward = float(np.sum(step.reward, dtype=np.float64))
-    return TrajectoryEnd(step.trajectory, step.prompt_uid, step.index + 1, step.stop_reason, reward)

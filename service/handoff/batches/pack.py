@@ -91,13 +91,11 @@ def in_bins(costs_of_rank: Sequence[Sequence[int]], budget: int, layout: Layout)
     needed = max(max(1, -(-sum(costs) // budget)) for costs in costs_of_rank)
     bins = [_packed(costs, budget, needed, layout) for costs in costs_of_rank]
     count = max(len(of_rank) for of_rank in bins)
-    return [_evened(of_rank, costs, budget, count, layout) for of_rank, costs in zip(bins, costs_of_rank, strict=True)]
-
-
-def _evened(bins: list[list[int]], costs: Sequence[int], budget: int, count: int, layout: Layout) -> list[list[int]]:
-    """A rank's items in exactly `count` bins: all bins are used if possible, otherwise the last ones are empty."""
-    spread = bins if len(bins) == count else _packed(costs, budget, count, layout)
-    return spread if len(spread) == count else bins + [[] for _ in range(count - len(bins))]
+    for rank, costs in enumerate(costs_of_rank):
+        if len(bins[rank]) < count:  # all bins are used if possible, otherwise the last ones are empty
+            spread = _packed(costs, budget, count, layout)
+            bins[rank] = spread if len(spread) == count else bins[rank] + [[] for _ in range(count - len(bins[rank]))]
+    return bins
 
 
 def partition(cost_G: Int64s, parts: int) -> Int64s:
@@ -121,7 +119,6 @@ def _heaviest(cost_G: Int64s, part_G: Int64s, parts: int) -> float:
 
 
 def _heaviest_first(cost_G: Int64s, parts: int) -> Int64s:
-    """Assign each item, heaviest first, to the part that is lightest so far."""
     loads, part_G = [(0, part) for part in range(parts)], np.zeros(len(cost_G), np.int64)
     costs = cost_G.tolist()
     for g in np.argsort(-cost_G, kind="stable").tolist():
@@ -214,30 +211,27 @@ def micro_batches(
     packed: Rows, staleness_N: Int32s, trajectory_R: Int32s, placement: Placement
 ) -> tuple[tuple[MicroBatch, ...], ...]:
     """The micro-batches of every rank, as views of rows in packing order."""
-    ranks, start = [], 0
+    columns = [column.name for column in columns_of(TrainedTokens).tokens if getattr(packed, column.name) is not None]
+    ranks, stop = [], 0
     for rank in placement.ranks:
         batches = []
         for chosen in rank:
-            batches.append(_micro_batch(packed, staleness_N, trajectory_R, start, start + len(chosen)))
-            start += len(chosen)
+            start, stop = stop, stop + len(chosen)
+            if not chosen:
+                batches.append(_dummy(packed))
+                continue
+            first, last = int(packed.offsets_R[start]), int(packed.offsets_R[stop])
+            batch = MicroBatch(
+                offsets_R=packed.offsets_R[start : stop + 1] - first,
+                staleness_N=staleness_N[first:last],
+                temperature_R=packed.temperature_R[start:stop],
+                trajectory_of_row_R=trajectory_R[start:stop],
+                turn_N=None if packed.turn_N is None else packed.turn_N[first:last],
+                **{name: getattr(packed, name)[first:last] for name in columns},
+            )
+            batches.append(batch)
         ranks.append(tuple(batches))
     return tuple(ranks)
-
-
-def _micro_batch(packed: Rows, staleness_N: Int32s, trajectory_R: Int32s, start: int, stop: int) -> MicroBatch:
-    if start == stop:
-        return _dummy(packed)
-    first, last = int(packed.offsets_R[start]), int(packed.offsets_R[stop])
-    arrays = {column.name: getattr(packed, column.name) for column in columns_of(TrainedTokens).tokens}
-    tokens: dict[str, Any] = {name: None if array is None else array[first:last] for name, array in arrays.items()}
-    return MicroBatch(
-        offsets_R=packed.offsets_R[start : stop + 1] - first,
-        staleness_N=staleness_N[first:last],
-        temperature_R=packed.temperature_R[start:stop],
-        trajectory_of_row_R=trajectory_R[start:stop],
-        turn_N=None if packed.turn_N is None else packed.turn_N[first:last],
-        **tokens,
-    )
 
 
 def _dummy(rows: Rows) -> MicroBatch:

@@ -278,14 +278,17 @@ def _new_end(received: _Received) -> TrajectoryEnd | Refusal | None:
 def _new_steps(received: _Received) -> list[int] | Refusal:
     """The positions of new steps, by index; steps equal to accepted ones are not new."""
     new: dict[int, int] = {}
-    by_prefix = cache(lambda: _prefix_index(received))
+    accepted = cache(lambda: received.held.places_of(received.id.sample))  # only repeated steps need it
+    by_prefix = cache(
+        lambda: PrefixIndex([*accepted().values(), *((received.message.steps, k) for k in received.items)])
+    )
     for k in received.items:
         index = received.columns.index[k]
         known: tuple[Steps, int] | None
         if index in new:
             known = received.message.steps, new[index]
         elif index in received.trajectory.indices:
-            known = received.held.places_of(received.id.sample).get(index)
+            known = accepted().get(index)
         else:
             new[index] = k
             continue
@@ -297,12 +300,6 @@ def _new_steps(received: _Received) -> list[int] | Refusal:
         if not same:
             return Refusal(RefusalReason.CONFLICT, f"{received.id}/step={index}", index)
     return [new[index] for index in sorted(new)]
-
-
-def _prefix_index(received: _Received) -> PrefixIndex:
-    """An index of the trajectory's accepted and received steps by their prefixes."""
-    accepted = received.held.places_of(received.id.sample).values()
-    return PrefixIndex([*accepted, *((received.message.steps, k) for k in received.items)])
 
 
 def _version_refusal(ledger: Ledger, steps: Steps, current: list[tuple[list[int], Group]]) -> Refusal | None:

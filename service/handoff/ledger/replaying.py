@@ -6,7 +6,6 @@ from bisect import insort
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
 
 import msgspec
 
@@ -132,28 +131,14 @@ def read_back(record: Record, group_ids: Sequence[int]) -> None:
             raise JournalError(f"{record.journal.folder} no longer holds group {group_id}, which waits to be trained")
 
 
-class Wanted(NamedTuple):
-    """Which data of a group to fetch."""
-
-    attempts: Sequence[int]
-    """The attempt of each sample whose steps are fetched."""
-    scored: Sequence[str]
-    """The scorers that answered."""
-
-    @staticmethod
-    def of(group: Group) -> Wanted:
-        """All accepted data of a group."""
-        return Wanted(attempts_of(group), group.scored)
-
-
-def fetch(store: Store, wanted: Mapping[int, Wanted], frames: Iterable[Frame], limits: Limits) -> None:
-    """Add steps, ends and scores of groups to a store, each once; stops reading after the last of them."""
+def fetch(store: Store, groups: Mapping[int, Group], frames: Iterable[Frame], limits: Limits) -> None:
+    """Add all accepted steps, ends and scores of groups to a store, each once; stops reading after the last of them."""
     seen: set[tuple[int, int, int]] = set()
-    attempts = {group_id: of_group.attempts for group_id, of_group in wanted.items()}
+    attempts = {group_id: attempts_of(group) for group_id, group in groups.items()}
     unfinished: set[tuple[int, int | str]] = {
         (o, sample) for o, of_group in attempts.items() for sample, at in enumerate(of_group) if at >= 0
     }
-    unfinished |= {(o, scorer) for o, of_group in wanted.items() for scorer in of_group.scored}
+    unfinished |= {(o, scorer) for o, group in groups.items() for scorer in group.scored}
     for frame in frames:
         if not unfinished:
             break
@@ -225,7 +210,7 @@ def _fetch_groups(record: Record, group_ids: Sequence[int], stop: int) -> None:
     groups = {group_id: record.ledger.state.groups[group_id] for group_id in group_ids}
     starts = [group.first_position for group in groups.values() if group.first_position is not None]
     frames = record.journal.read(min(starts, default=stop), stop)
-    fetch(record.store, {group_id: Wanted.of(group) for group_id, group in groups.items()}, frames, record.limits)
+    fetch(record.store, groups, frames, record.limits)
 
 
 def message_of(frame: Frame, limits: Limits) -> StepGroup:

@@ -151,7 +151,7 @@ class Trainer:
 
     def __init__(self) -> None:
         self.clock = TurnedClock()
-        self.lookahead = Lookahead("auto", 1, 4, self.clock)
+        self.lookahead = Lookahead(1, 4, self.clock)
 
     def steps(self, count: int, waiting: float, blocked: bool = True) -> int:
         for _ in range(count):
