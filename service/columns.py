@@ -12,7 +12,7 @@ and the table in docs/formats.md derive from it:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import fields, replace
 from operator import attrgetter
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
@@ -31,8 +31,8 @@ Float32s = np.ndarray[tuple[Any, ...], np.dtype[np.float32]]
 Float64s = np.ndarray[tuple[Any, ...], np.dtype[np.float64]]
 Bools = np.ndarray[tuple[Any, ...], np.dtype[np.bool_]]
 
-Item = TypeVar("Item", bound=np.generic)
 AnyTable = TypeVar("AnyTable", bound="Table")
+Name = TypeVar("Name", bound=Hashable)
 
 
 NO_BYTE = 255
@@ -119,7 +119,9 @@ def columns_of(table: type) -> Columns:
     if table not in _COLUMNS:
         hints = get_type_hints(table, include_extras=True)
         found = tuple(column for field in fields(table) for column in _column(field.name, hints[field.name]))
-        offsets = {_bounded(column.name): column.name for column in found if column.is_offsets}
+        # `offsets_K` bounds N, tokens; `step_offsets_E` bounds S
+        bounds = [column.name for column in found if column.is_offsets]
+        offsets = {"N" if name.startswith("offsets_") else name[0].upper(): name for name in bounds}
         items = tuple(column for column in found if column.axis not in {"N", *offsets} and not column.is_offsets)
         of_axis = {axis: tuple(column for column in found if column.axis == axis) for axis in ("N", *offsets)}
         ragged = tuple((name, of_axis[axis]) for axis, name in offsets.items())
@@ -127,11 +129,6 @@ def columns_of(table: type) -> Columns:
         names = tuple((name, f"{name.removesuffix('s')}_{items[0].axis}") for name in lists)
         _COLUMNS[table] = Columns(found, items, of_axis["N"], ragged, names)
     return _COLUMNS[table]
-
-
-def _bounded(offsets: str) -> str:
-    """The axis letter that an offsets column bounds: `N`, tokens, for `offsets_K`; `S` for `step_offsets_E`."""
-    return "N" if offsets.startswith("offsets_") else offsets[0].upper()
 
 
 def _column(name: str, hint: Any) -> Iterator[Column]:
@@ -341,10 +338,10 @@ def digest(token_ids: Int32s) -> int:
     return int(xxhash.xxh3_64_intdigest(token_bytes(token_ids)))
 
 
-def codes_of(strings: Sequence[str]) -> tuple[tuple[str, ...], Int32s]:
-    """The distinct strings, and each string's index among them: ("b" "a" "b") -> ("b" "a"), [0 1 0]."""
-    code: dict[str, int] = {}
-    codes = [code.setdefault(string, len(code)) for string in strings]
+def codes_of(names: Iterable[Name]) -> tuple[tuple[Name, ...], Int32s]:
+    """The distinct names, and each name's index among them: ("b" "a" "b") -> ("b" "a"), [0 1 0]."""
+    code: dict[Name, int] = {}
+    codes = [code.setdefault(name, len(code)) for name in names]
     return tuple(code), np.array(codes, np.int32)
 
 

@@ -1,16 +1,5 @@
 """The exceptions that Baton raises on purpose.
 
-BatonError
-├── UserError          wrong input: one clear line, exit code 2, no traceback
-│   └── ConfigError    a configuration that cannot be right
-├── JournalError       the journal cannot be written or read; names file and position
-├── Starved            a wait exceeded its deadline; the message names who waited, for what and since when
-├── ProcessLost        an actor's process died, is silent, or was restarted and is not set up yet
-├── StoreFailed        a request to the object store failed; the run tries it again
-├── WeightsGone        the process that held a node's file of new weights died; retry with the next file
-├── WeightsCutOff      a broadcast of weights ended before an engine had them; the engine is paused until the next
-└── RunFailed          the run cannot make progress; it ends with a reason, exit code 1
-
 Bad *data* raises none of these: it becomes a `service.types.Refusal`, a value with a reason.
 A bug raises one of Python's own exceptions (ValueError, TypeError, ...), which nothing catches.
 Messages may hold texts of users, models and environments; `printable` makes them safe for a terminal.

@@ -19,7 +19,6 @@ from enum import StrEnum
 from typing import Annotated, NamedTuple
 
 import numpy as np
-from numpy.typing import ArrayLike
 
 from service.columns import About, Table
 from service.columns import Bools as Bools
@@ -101,16 +100,6 @@ class Sender(NamedTuple):
     sequence: int
 
 
-def as_token_ids(name: str, ids: ArrayLike) -> Int32s:
-    """Token ids in the type of tables; ValueError unless they are whole numbers that fit int32."""
-    array = np.asarray(ids)
-    if array.dtype == np.int32 or not array.size:
-        return np.asarray(array, np.int32)
-    if array.dtype.kind not in "iu" or array.min() < 0 or array.max() > np.iinfo(np.int32).max:
-        raise ValueError(f"{name} holds what is no int32 token id: {array.dtype} from {array.min()} to {array.max()}")
-    return array.astype(np.int32)
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Step:
     """One LLM call as an object: the result of a rollout before it becomes a row of a `Steps` table."""
@@ -152,7 +141,12 @@ class Step:
             if array is not None and len(array) != length:
                 raise ValueError(f"Step.{name} has {len(array)} items; its axis has {length}")
         for name in ("prompt_ids", "response_ids"):
-            as_token_ids(f"Step.{name}", getattr(self, name))
+            ids = np.asarray(getattr(self, name))
+            if ids.dtype == np.int32 or not ids.size:
+                continue
+            if ids.dtype.kind not in "iu" or ids.min() < 0 or ids.max() > np.iinfo(np.int32).max:
+                bounds = f"{ids.dtype} from {ids.min()} to {ids.max()}"
+                raise ValueError(f"Step.{name} holds what is no int32 token id: {bounds}")
         if rewards.dtype.kind not in "biuf" or not np.isfinite(rewards).all():
             raise ValueError(f"Step.reward is {self.reward!r}; it must be a finite number, or one per response token")
         if self.score is not None and not np.isfinite(self.score):

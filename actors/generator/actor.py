@@ -43,7 +43,7 @@ from service.evaluation.play import play_shard
 from service.evaluation.scores import EvalShard, EvalTrajectory
 from service.handoff.steps.builder import steps_table
 from service.handoff.steps.stop_reason import StopReason
-from service.handoff.steps.wire import accepted_steps
+from service.handoff.steps.wire import accepted_group
 from service.handoff.verbs import Assignment
 from service.observe.loop_watch import LoopWatch
 from service.observe.measure import measure_states, measure_steps
@@ -167,7 +167,7 @@ class Generator(ImageHolder, Supervised):
         for assignment in await self._ask(self._buffer.unfinished, self._name, claimer.incarnation):
             task, taken = task_of(self._tasks, *assignment[1:3]), list[tuple[int, int, bytes]]()
             for of, sent in assignment.trajectories():
-                steps = accepted_steps(sent) if sent else steps_table(())
+                steps = accepted_group(sent).steps if sent else steps_table(())
                 if self._player.restore(of, task, steps, outbox):
                     taken.append((of.sample, of.attempt, sent))
                 else:
@@ -246,7 +246,7 @@ class Generator(ImageHolder, Supervised):
                 for trajectory, sent in assignment.trajectories():
                     for older in range(trajectory.attempt):
                         self._cancel(trajectory._replace(attempt=older))
-                    left = accepted_steps(sent) if sent else None
+                    left = accepted_group(sent).steps if sent else None
                     playing = samples.create_task(self._play(outbox, trajectory, task, left))
                     self._playing[trajectory] = playing
                     # A callback, because a task that is cancelled before it starts runs no line of `_play`.

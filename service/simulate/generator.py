@@ -11,7 +11,7 @@ from service.columns import select, token_bytes
 from service.handoff.steps.builder import StepColumns
 from service.handoff.steps.roles import Role, packed_roles
 from service.handoff.steps.stop_reason import StopReason
-from service.handoff.steps.wire import accepted_steps, encode
+from service.handoff.steps.wire import accepted_group, encode
 from service.handoff.verbs import Assignment, Claim, Receipt, WaitReason
 from service.simulate.host import Client, Host
 from service.simulate.loop import Activity, Resume, Waiting
@@ -157,7 +157,7 @@ class SimulatedGenerator(Client):
         self._measured.generated[of] = left
         length, digest, roles, first = 0, xxhash.xxh3_64(), [Role.MAIN] * scenario.turns, 0
         if taken:
-            steps = accepted_steps(taken)
+            steps = accepted_group(taken).steps
             steps = select(steps, np.argsort(steps.index_K))
             first, length = len(steps), len(steps.token_ids_N)
             digest.update(token_bytes(steps.token_ids_N))

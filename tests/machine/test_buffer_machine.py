@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from service.handoff.steps.roles import Role, packed_roles
-from service.handoff.steps.wire import accepted_steps
+from service.handoff.steps.wire import accepted_group
 from service.handoff.verbs import Assignment, Receipt, Wait, WaitReason
 from service.types import MiniBatch, PolicyVersion, Refusal, RefusalReason, Step, TrajectoryEnd, TrajectoryId
 from tests.invariant import fingerprint, violations
@@ -81,7 +81,7 @@ class BufferMachine(RuleBasedStateMachine):
         """A generator has this to play, each trajectory after the steps that the buffer has."""
         steps = work.steps or (b"",) * len(work.samples)
         for sample, attempt, data in zip(work.samples, work.attempts, steps, strict=True):
-            indices = sorted(accepted_steps(data).index_K.tolist()) if data else []
+            indices = sorted(accepted_group(data).steps.index_K.tolist()) if data else []
             assert set(indices) == self.world.buffer.ledger.state.groups[work.group_id].trajectories[sample].indices
             if indices == list(range(len(indices))):  # a crash may have lost one that was not synced
                 self.work[name].append((TrajectoryId(work.group_id, sample, attempt), work.prompt_uid, len(indices)))

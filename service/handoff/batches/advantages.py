@@ -62,7 +62,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from service.columns import check_choice, lengths_of, offsets_of
+from service.columns import check_choice, codes_of, lengths_of, offsets_of
 from service.errors import UserError
 from service.handoff.ledger.events import GroupStats
 from service.handoff.steps.roles import ROLES, Role
@@ -151,11 +151,9 @@ def advantages_of(played: Played, prompt_G: Int32s, rule: Rule) -> Advantages:
 
 def teaches(played: Played, rule: Rule, train: Sequence[str]) -> bool:
     """Whether any turn of a trained role of this group has a nonzero advantage; False if all returns are equal."""
-    if not rule.by_turn:
-        return _vary(returns(played, rule.returns))
     trained = (part for part in parts(played, rule) if part.role in train)
     if rule.credit == "trajectory":
-        return any(_vary(part.return_V) for part in trained)
+        return any((part.return_V != part.return_V[:1]).any() for part in trained)
     return any(part.advantages(np.zeros(len(played.ends), np.int32), rule).any() for part in trained)
 
 
@@ -254,10 +252,6 @@ def parts(played: Played, rule: Rule) -> Iterator[Part]:
         yield Part(role, number_V, return_V, own, place_X)
 
 
-def _vary(return_V: Float64s) -> bool:
-    return bool((return_V != return_V[:1]).any())
-
-
 def _role_metrics(part: Part, advantage_X: Float64s, prompt_X: Int32s) -> dict[str, float]:
     """Metrics of a role: its advantages, and its turns per trajectory, over the trajectories in which it has turns."""
     moved_P = np.bincount(prompt_X[part.place_X], advantage_X[part.place_X] != 0)
@@ -304,7 +298,7 @@ def advantages(estimator: str, return_G: ArrayLike, prompt_uids_G: Sequence[Any]
         raise ValueError(f"returns of shape {returns.shape} for {len(prompt_uids_G)} prompt uids")
     if not (finite_G := np.isfinite(returns)).all():
         raise ValueError(f"return_G[{finite_G.argmin()}] is {returns[finite_G.argmin()]}, not a finite number")
-    advantage_G = np.asarray(function(returns, numbered(prompt_uids_G)), np.float64)
+    advantage_G = np.asarray(function(returns, codes_of(prompt_uids_G)[1].astype(np.int64)), np.float64)
     problem = f"algorithm.estimator: {estimator!r} gave no finite number for each of {len(returns)} trajectories"
     if advantage_G.shape != returns.shape:
         raise UserError(f"{problem} (shape {advantage_G.shape})")
@@ -312,13 +306,6 @@ def advantages(estimator: str, return_G: ArrayLike, prompt_uids_G: Sequence[Any]
         g = int(fine_G.argmin())
         raise NoAdvantage(f"{problem}: number {g} has {advantage_G[g]}", np.flatnonzero(~fine_G).tolist())
     return advantage_G
-
-
-def numbered(prompt_uids_G: Sequence[Any] | NDArray[Any]) -> Int64s:
-    """The number of each trajectory's group: ("b" "a" "b") -> [0 1 0]."""
-    code: dict[Any, int] = {}
-    uids = prompt_uids_G.tolist() if isinstance(prompt_uids_G, np.ndarray) else prompt_uids_G
-    return np.array([code.setdefault(uid, len(code)) for uid in uids], np.int64)
 
 
 @estimator("grpo")
@@ -434,10 +421,10 @@ def turn_advantages(
     if [len(s) for s in score_G] != [len(r) for r in reward_G] or len(prompt_uids) != len(reward_G):
         raise ValueError("rewards, scores and prompt uids are not of the same trajectories and turns")
     first_G = offsets_of(np.array([len(turns) for turns in reward_G], np.int64))
-    turns = TurnRewards(first_G, _joined(reward_G), _joined(score_G))
+    turns = TurnRewards(first_G, *(np.concatenate([np.zeros(0), *parts]) for parts in (reward_G, score_G)))
     if not np.isfinite(turns.reward_X).all() or np.isinf(turns.score_X).any():
         raise ValueError("a reward or a score is no finite number")
-    advantage_X = credited(turns, numbered(prompt_uids), credit, gamma, estimator)
+    advantage_X = credited(turns, codes_of(prompt_uids)[1].astype(np.int64), credit, gamma, estimator)
     return np.split(advantage_X, first_G[1:-1]) if reward_G else []
 
 
@@ -485,7 +472,3 @@ def _scores_before(turns: TurnRewards, alive_GT: Bools) -> Float64s:
     known_GT = np.where(np.isnan(score_GT), 0, np.arange(score_GT.shape[1]))
     np.maximum.accumulate(known_GT, axis=1, out=known_GT)
     return np.where(alive_GT, np.take_along_axis(score_GT, known_GT, axis=1)[:, :-1], 0.0)
-
-
-def _joined(parts: Sequence[NDArray[Any]]) -> Float64s:
-    return np.concatenate([np.zeros(0), *parts])

@@ -27,7 +27,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from service.columns import changes, check_choice, columns_of, filled, lengths_of, offsets_of, segments_of
-from service.handoff.prefixes.prefix_index import IndexedStep, Place, PrefixIndex, Run, check_chain, common
+from service.handoff.prefixes.prefix_index import Place, PrefixIndex, Run, check_chain, common
 from service.handoff.prefixes.step_equality import in_order
 from service.handoff.steps.builder import steps_table
 from service.handoff.steps.tables import name_of, row_objects, total_lengths, with_token_rewards
@@ -178,7 +178,9 @@ def _rows(steps: Steps, layout: _Layout, begin_R: Int64s) -> Rows:
     last_R = layout.last_K[first_R]
     prompt_length_K = total_lengths(steps) - lengths_of(steps.offsets_K) + steps.prompt_length_K
     offsets_R = offsets_of(np.add.reduceat(length_S, begin_R) if len(begin_R) else length_S)
-    columns = _assembled(steps, layout)
+    columns = segments_of(steps, layout.start_S, layout.stop_S)
+    if not layout.live_S.all():  # a context token keeps only its id and routed experts, like a prompt token
+        _fill(columns, np.repeat(~layout.live_S, length_S), on_prompt=False)
     if any(column.about.on_prompt and columns[column.name] is not None for column in _FILLED):
         _fill(columns, _observed(steps, layout), on_prompt=True)
     return Rows(
@@ -201,14 +203,6 @@ def _rows(steps: Steps, layout: _Layout, begin_R: Int64s) -> Rows:
 
 
 _FILLED = tuple(column for column in columns_of(Rows).tokens if column.about.fill is not None)
-
-
-def _assembled(steps: Steps, layout: _Layout) -> dict[str, Any]:
-    """Token columns built from segments; a context token keeps only its id and routed experts, like a prompt token."""
-    columns = segments_of(steps, layout.start_S, layout.stop_S)
-    if not layout.live_S.all():
-        _fill(columns, np.repeat(~layout.live_S, layout.stop_S - layout.start_S), on_prompt=False)
-    return columns
 
 
 def _observed(steps: Steps, layout: _Layout) -> Bools:
@@ -238,19 +232,13 @@ def _fill(columns: dict[str, Any], where_N: Bools, on_prompt: bool) -> None:
 # -- trajectories that branch -----------------------------------------------------------------------------------------
 
 
-class _Kind(NamedTuple):
-    """Properties that all steps of a row must have in common."""
-
-    temperature: float
-    has_logprobs: bool
-
-
 @dataclass(slots=True, eq=False)
 class _OpenRow:
     """A row that may still grow; its tokens are the prompt and response of its last step."""
 
     number: int
-    kind: _Kind
+    kind: tuple[float, bool]
+    """Temperature, and whether there are log-probabilities: all steps of a row have these in common."""
     tip: Place
     """Where its tokens end in the trajectory's tree."""
     first_sampled: int
@@ -277,7 +265,7 @@ class _RowBuilder:
     def add(self, k: int) -> None:
         """Add item `k`; steps must be added in order."""
         steps, indexed = self._steps, self._index.add(self._steps, k)
-        kind = _Kind(float(steps.temperature_K[k]), bool(steps.has_logprobs_K[k]))
+        kind = float(steps.temperature_K[k]), bool(steps.has_logprobs_K[k])
         prompt_length = indexed.cut + int(steps.prompt_length_K[k])
         # where the prompt ends; inside what earlier steps had, where the prompt continues with new tokens
         prompt = indexed.branch.before(min(prompt_length, indexed.branch.length))
@@ -289,17 +277,21 @@ class _RowBuilder:
         else:
             row = _OpenRow(len(self.rows), kind, indexed.tip, self._first_sampled(prompt, prompt_length))
             self.rows.append(row)
-        self._extend(row, k, indexed, length)
+        # the rest of the step, after the first `length` tokens, which the row has
+        own_start = indexed.own_start
+        row.segments += [(*each, each[0] >= own_start) for each in indexed.segments(length, indexed.tip.length)]
+        row.steps.append(k)
+        row.tip, self._row_of[int(steps.index_K[k])] = indexed.tip, row
         self._rows_in.setdefault(row.tip.run, []).append(row)
 
-    def _continued(self, prompt: Place, kind: _Kind) -> _OpenRow | None:
+    def _continued(self, prompt: Place, kind: tuple[float, bool]) -> _OpenRow | None:
         """The row that a step continues: the step's prompt begins with all of the row's tokens."""
         if self._mode == "tree":
             return self._longest_prefix(prompt, kind)
         last = self.rows[-1] if self.rows and self._mode == "linear" else None
         return last if last and last.kind == kind and common(last.tip, prompt) == last.tip.length else None
 
-    def _longest_prefix(self, prompt: Place, kind: _Kind) -> _OpenRow | None:
+    def _longest_prefix(self, prompt: Place, kind: tuple[float, bool]) -> _OpenRow | None:
         """The longest row of this kind that is a prefix of a prompt; the first of equally long ones."""
         run, length = prompt
         while True:
@@ -326,10 +318,3 @@ class _RowBuilder:
         forked = shared > nearest.first_sampled
         self._counts["forked" if forked else "reset"] += 1
         return nearest.first_sampled if forked else prompt_length
-
-    def _extend(self, row: _OpenRow, k: int, indexed: IndexedStep, length: int) -> None:
-        """Extend a row that has the first `length` tokens of a step by the rest of the step."""
-        own_start = indexed.own_start
-        row.segments += [(*each, each[0] >= own_start) for each in indexed.segments(length, indexed.tip.length)]
-        row.steps.append(k)
-        row.tip, self._row_of[int(self._steps.index_K[k])] = indexed.tip, row

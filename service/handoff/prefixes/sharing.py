@@ -20,13 +20,8 @@ import xxhash
 
 from service.columns import columns_of, digest, offsets_of, segments_of, token_bytes, trajectories
 from service.handoff.prefixes.prefix_index import PrefixIndex
-from service.handoff.steps.tables import (
-    trajectory_ids,
-)
+from service.handoff.steps.tables import NO_EXTENSION, extension_of, trajectory_ids
 from service.types import Bools, Extension, Steps, TrajectoryId
-
-PROMPT_COLUMNS = tuple(column for column in columns_of(Steps).tokens if column.about.on_prompt and column.optional)
-"""Optional columns that have values for prompt tokens too."""
 
 
 class Chain(NamedTuple):
@@ -69,7 +64,8 @@ def dedupe_prefixes(
     `chain_of`, `index_of`: a trajectory's known earlier steps. Steps with values for their prompt tokens, such as
     routed experts, are not changed: a reference to equal token ids would lose those values.
     """
-    if not wanted_K.any() or any(getattr(steps, column.name) is not None for column in PROMPT_COLUMNS):
+    of_prompts = [column for column in columns_of(Steps).tokens if column.about.on_prompt and column.optional]
+    if not wanted_K.any() or any(getattr(steps, column.name) is not None for column in of_prompts):
         return steps
     found: dict[int, Extension] = {}
     number_K, _ = trajectories(steps.group_id_K, steps.sample_K, steps.attempt_K)
@@ -135,7 +131,7 @@ def _continuing(chain: Chain | None, steps: Steps, items: list[int], wanted_K: B
         index, start, stop = int(steps.index_K[k]), int(steps.offsets_K[k]), int(steps.offsets_K[k + 1])
         if chain is not None and index < chain.steps:
             continue
-        extends = Extension(int(steps.extends_K[k]), int(steps.extends_length_K[k]), int(steps.extends_digest_K[k]))
+        extends = extension_of(steps, k) or NO_EXTENSION
         if wanted_K[k]:
             if chain is None or chain.length > steps.prompt_length_K[k]:
                 break

@@ -119,11 +119,6 @@ def _step_group(head: GroupHead, arrays: dict[str, NDArray[Any]]) -> StepGroup:
     return StepGroup(Sender(head.generator, head.incarnation, head.sequence), steps, ends)
 
 
-def accepted_steps(data: bytes) -> Steps:
-    """Decode steps that the buffer encoded after accepting them; ValueError if the bytes are no such message."""
-    return accepted_group(data).steps
-
-
 def accepted_group(data: bytes) -> StepGroup:
     """Decode steps and ends that the buffer encoded after accepting them; ValueError if the bytes are no such
     message."""

@@ -270,9 +270,9 @@ def test_a_generator_that_goes_on_keeps_its_trajectories_with_the_steps_that_wer
     assert unfinished._replace(steps=()) == work and other.group_id != work.group_id
     none, both = unfinished.steps
     assert not none
-    assert [made.note for made in step_objects(wire.accepted_steps(both))] == ["note 0", "note 1"]
+    assert [made.note for made in step_objects(wire.accepted_group(both).steps)] == ["note 0", "note 1"]
     kept = [*steps[0].prompt_ids, *steps[0].response_ids, *range(15, 20)]
-    assert wire.accepted_steps(both).token_ids_N.tolist() == kept
+    assert wire.accepted_group(both).steps.token_ids_N.tolist() == kept
     world.generator.incarnation = incarnation
     third = step(of, work.prompt_uid, 2)
     end = TrajectoryEnd(of, work.prompt_uid, 3, "stop", 1.0)
@@ -293,7 +293,7 @@ def test_what_a_generator_leaves_goes_on_elsewhere_from_its_last_step_and_its_la
     other.buffer = world.crash()
     again = other.claimed()
     assert (again.group_id, again.samples, again.attempts) == (work.group_id, (0, 1), (0, 1))
-    (made,) = step_objects(wire.accepted_steps(again.steps[0]))
+    (made,) = step_objects(wire.accepted_group(again.steps[0]).steps)
     assert (made.note, made.portable, made.response_ids.tolist()) == ("here", True, [13, 14])
     assert not again.steps[1]
     assert refused(world.buffer.submit(late)) is RefusalReason.FENCED
