@@ -18,7 +18,6 @@ from typing import NamedTuple
 import numpy as np
 
 from service.handoff.ledger.ledger import Ledger
-from service.handoff.ledger.state import Success
 from service.handoff.prompt_order import Prompts
 
 KINDS = ("untried", "below", "inside", "above")
@@ -57,37 +56,31 @@ class Curriculum:
         start = first = self._ledger.state.next_place
         if self._settings is None:
             return first
-        self._catch_up()
+        self._catch_up(self._settings)
         while start < first + len(self._prompts):
             kind_P = self._kind_P[self._prompts.rows(start, min(start + STRETCH, first + len(self._prompts)))]
             end = start + len(kind_P)
             inside = np.flatnonzero(IN_EVERY_EPOCH[kind_P])
-            if (place := self._first_drawn(start, start + int(inside[0]) if len(inside) else end)) < end:
+            stop = start + int(inside[0]) if len(inside) else end
+            outside = range(start, stop) if self._settings.outside else ()
+            drawn = (place for place in outside if self._prompts.draw(place) < self._settings.outside)
+            if (place := next(drawn, stop)) < end:
                 return place
             start = end
         return first
-
-    def _first_drawn(self, start: int, stop: int) -> int:
-        """The first of these places, all outside the band, that is drawn for its epoch; `stop` if there is none."""
-        fraction = self._settings.outside if self._settings is not None else 0.0
-        drawn = (place for place in range(start, stop) if self._prompts.draw(place) < fraction)
-        return next(drawn, stop) if fraction else stop
 
     def counts(self) -> dict[str, int]:
         """The number of prompts that are untried, and below, in and above the band; empty without settings."""
         if self._settings is None:
             return {}
-        self._catch_up()
+        self._catch_up(self._settings)
         return dict(zip(KINDS, np.bincount(self._kind_P, minlength=len(KINDS)).tolist(), strict=True))
 
-    def _catch_up(self) -> None:
+    def _catch_up(self, settings: CurriculumSettings) -> None:
         """Update the kind of each prompt whose success has changed."""
+        low, high = settings.band
         for row in self._ledger.tried:
-            self._kind_P[row] = KINDS.index(self._kind(self._ledger.state.successes[row]))
+            tried = self._ledger.state.successes[row]
+            kind = "below" if tried.success < low else "above" if tried.success > high else "inside"
+            self._kind_P[row] = KINDS.index("untried" if tried.groups < settings.min_groups else kind)
         self._ledger.tried.clear()
-
-    def _kind(self, tried: Success) -> str:
-        if self._settings is None or tried.groups < self._settings.min_groups:
-            return "untried"
-        low, high = self._settings.band
-        return "below" if tried.success < low else "above" if tried.success > high else "inside"

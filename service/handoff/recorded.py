@@ -49,7 +49,7 @@ def recorded(limits: Limits, folder: Path, step: int) -> Recorded:
         UserError: the journal has no such step, or its first frames were removed.
     """
     clock = SystemClock()
-    record = Record(limits.n_samples_per_prompt, limits, Journal(folder, clock), clock)
+    record = Record(limits, Journal(folder, clock), clock)
     state, history = record.ledger.state, record.ledger.history
     leased = found = None
     for frame in _recorded(folder):

@@ -91,11 +91,6 @@ def synced_later(segment: Segment, offset: int) -> int:
     return furthest
 
 
-def has_data(file: File, offset: int) -> bool:
-    """Whether the file has other bytes than zeros after `offset`."""
-    return any(True for _ in _data_behind(file, offset))
-
-
 def _checksum(summed: bytes, payload: Buffer) -> int:
     checksum = xxhash.xxh3_64(summed)
     checksum.update(payload)
@@ -320,7 +315,7 @@ class Journal:
     def _check_end(self, segment: Segment, following: Segment) -> None:
         """Raise an error unless a segment's frames end where the next segment begins, apart from reserved space."""
         offset = self.position - segment.start
-        if has_data(segment.file, offset):
+        if any(_data_behind(segment.file, offset)):
             raise self._damaged(segment)
         if self.position == following.start:
             segment.file.truncate(offset)
@@ -336,7 +331,7 @@ class Journal:
         # The segments before the oldest one were removed when its snapshot had been synced.
         if offset == 0 and segment.start == self.start > 0:
             raise self._damaged(segment)
-        if offset < size and has_data(segment.file, offset):
+        if offset < size and any(_data_behind(segment.file, offset)):
             if synced_later(segment, offset) > self.position:
                 raise self._damaged(segment)
             log.warning("%s: cut a torn tail of %d bytes at byte %d", segment.path, size - offset, offset)

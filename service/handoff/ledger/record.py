@@ -225,12 +225,12 @@ OnEnd = Callable[[events.Ended, str, Store, PolicyVersion], None]
 class Record:
     """Journal, ledger and store, changed together."""
 
-    def __init__(self, n_samples: int, limits: Limits, journal: Journal, clock: Clock) -> None:
+    def __init__(self, limits: Limits, journal: Journal, clock: Clock) -> None:
         """Make an empty record; `service.handoff.ledger.replaying.opened_record` restores one from a journal."""
         self.journal = journal
         self.limits = limits
         self.clock = clock
-        self.ledger = Ledger(n_samples)
+        self.ledger = Ledger(limits.n_samples_per_prompt)
         self.store = Store()
         self.revision = 0
         """Events applied so far."""
@@ -248,7 +248,8 @@ class Record:
         kind = events.SCORES if isinstance(event, events.Scored) else events.EVENT
         self.journal.append(kind, events.encode(event))
         self.apply(event)
-        self._rotate()
+        if self.journal.segment_is_full:
+            self.begin_segment()
 
     def lost(self, end: TrajectoryEnd, reason: str) -> None:
         """Report an attempt that failed, or to which a scorer gave no reward."""
@@ -260,7 +261,8 @@ class Record:
         before = self.journal.position
         position = self.journal.append(events.STEPS, data)
         self.apply_steps(message, additions, before, position)
-        self._rotate()
+        if self.journal.segment_is_full:
+            self.begin_segment()
         return position
 
     # -- the same without the journal ---------------------------------------------------------------------------------
@@ -295,10 +297,6 @@ class Record:
                 self.store.completed(new.group_id, new.sample)
 
     # -- the journal's size -------------------------------------------------------------------------------------------
-
-    def _rotate(self) -> None:
-        if self.journal.segment_is_full:
-            self.begin_segment()
 
     def begin_segment(self) -> None:
         """Begin a new segment of the journal with a snapshot.

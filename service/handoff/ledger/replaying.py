@@ -35,7 +35,7 @@ def opened_record(opened: events.Opened, limits: Limits, journal: Journal, clock
         JournalError: the journal is damaged.
         UserError: it holds a run that began with other rows or settings.
     """
-    record, snapshot = Record(limits.n_samples_per_prompt, limits, journal, clock), None
+    record, snapshot = Record(limits, journal, clock), None
     for frame in journal.replay():
         if frame.kind == events.SNAPSHOT:
             snapshot = frame

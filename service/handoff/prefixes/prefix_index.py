@@ -261,12 +261,12 @@ class Place(NamedTuple):
             run = run.above
         return Place(run, length)
 
-    def tokens(self, start: int = 0) -> Int32s:
-        """The path's tokens from `start` on."""
+    def tokens(self) -> Int32s:
+        """The path's tokens."""
         run, stop = self
         parts = list[Int32s]()
-        while stop > start:
-            parts.append(run.ids[max(start - run.begin, 0) : stop - run.begin])
+        while stop:
+            parts.append(run.ids[: stop - run.begin])
             run, stop = run.above, run.begin
         return np.concatenate([np.zeros(0, np.int32), *reversed(parts)])
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from service.columns import Column, changes, columns_of, digest, filled, of_one_type, select, trajectories
 from service.handoff.prefixes.prefix_index import PrefixIndex
-from service.handoff.steps.tables import NO_EXTENSION, extension_of, name_of
+from service.handoff.steps.tables import NO_EXTENSION, extension_of, name_of, total_lengths
 from service.types import Float32s, Int32s, Int64s, Steps
 
 TokensOf = Callable[[int], Int32s | None]
@@ -27,15 +27,15 @@ TokensOf = Callable[[int], Int32s | None]
 
 def same_step(a: Steps, k: int, b: Steps, j: int, tokens_of: TokensOf) -> bool | None:
     """Whether item `k` of `a` and item `j` of `b` are the same step; None if a step that one extends is not known."""
-    if a.extends_length_K[k] > b.extends_length_K[j]:
-        a, k, b, j = b, j, a, k
-    if not _equal_columns(a, k, b, j):
+    a, b = select(a, np.array([k])), select(b, np.array([j]))
+    if a.extends_length_K[0] > b.extends_length_K[0]:
+        a, b = b, a
+    if not _equal_columns(a, b):
         return False
-    short, long = extension_of(a, k) or NO_EXTENSION, extension_of(b, j) or NO_EXTENSION
+    short, long = extension_of(a, 0) or NO_EXTENSION, extension_of(b, 0) or NO_EXTENSION
     if short.length == long.length:
         return short.digest == long.digest
-    start = int(a.offsets_K[k])
-    between = a.token_ids_N[start : start + long.length - short.length]  # carried by `a`, referred to by `b`
+    between = a.token_ids_N[: long.length - short.length]  # carried by `a`, referred to by `b`
     if not short.length:
         return digest(between) == long.digest
     if (known := tokens_of(short.step)) is not None and digest(known[: short.length]) == short.digest:
@@ -77,41 +77,28 @@ def in_order(steps: Steps) -> tuple[Steps, Int64s]:
     return select(steps, np.flatnonzero(~again_K)), number_K[~again_K]
 
 
-def _equal_columns(a: Steps, k: int, b: Steps, j: int) -> bool:
-    """Whether two records are equal except for tokens that `b` refers to; `b` has at most as many tokens as `a`."""
-    columns, own = columns_of(Steps), int(b.offsets_K[j + 1] - b.offsets_K[j])
-    response = own - int(b.prompt_length_K[j])
-    lengths = own + int(b.extends_length_K[j]), response
-    own_a = int(a.offsets_K[k + 1] - a.offsets_K[k])
-    if (own_a + int(a.extends_length_K[k]), own_a - int(a.prompt_length_K[k])) != lengths:
+def _equal_columns(a: Steps, b: Steps) -> bool:
+    """Whether two records, each a table of one step, are equal except for tokens that `b` refers to; `b` has at most as
+    many tokens as `a`."""
+    columns, own = columns_of(Steps), len(b.token_ids_N)
+    response = own - int(b.prompt_length_K[0])
+    if total_lengths(a)[0] != total_lengths(b)[0] or len(a.token_ids_N) - int(a.prompt_length_K[0]) != response:
         return False
-    if any(
-        getattr(a, names)[getattr(a, code)[k]] != getattr(b, names)[getattr(b, code)[j]]
-        for names, code in columns.names
-    ):
+    if any(getattr(a, names) != getattr(b, names) for names, _ in columns.names):
         return False
-    plain = [column for column in columns.items if column.about.compare == "bits"]
-    return (
-        all(_equal(column, _item(a, k, column), _item(b, j, column)) for column in plain)
-        and _equal_rewards(a, k, b, j, response)
-        and all(
-            _equal(column, _last(a, k, column, own, response), _last(b, j, column, own, response))
-            for column in columns.tokens
-            if column.about.compare == "bits"
-        )
-    )
-
-
-def _item(steps: Steps, k: int, column: Column) -> NDArray[Any] | None:
-    array: NDArray[Any] | None = getattr(steps, column.name)
-    return None if array is None else array[k : k + 1]
-
-
-def _last(steps: Steps, k: int, column: Column, own: int, response: int) -> NDArray[Any] | None:
-    """A column's values for the last `own` tokens of item `k`, or for its response if prompt tokens have no values."""
-    array: NDArray[Any] | None = getattr(steps, column.name)
-    stop = int(steps.offsets_K[k + 1])
-    return None if array is None else array[stop - (own if column.about.on_prompt else response) : stop]
+    for column in columns.items:
+        if column.about.compare == "bits" and not _equal(column, getattr(a, column.name), getattr(b, column.name)):
+            return False
+    for column in columns.tokens:
+        if column.about.compare == "bits":
+            # The step's last tokens: those that both records carry, or its response if prompt tokens have no values.
+            count = own if column.about.on_prompt else response
+            arrays = [getattr(of, column.name) for of in (a, b)]
+            if not _equal(column, *(None if array is None else array[len(array) - count :] for array in arrays)):
+                return False
+    if a.token_rewards_N is None and b.token_rewards_N is None:
+        return bool(a.reward_K[0] == b.reward_K[0])
+    return _rewards(a, response).tobytes() == _rewards(b, response).tobytes()
 
 
 def _equal(column: Column, a: NDArray[Any] | None, b: NDArray[Any] | None) -> bool:
@@ -125,18 +112,11 @@ def _equal(column: Column, a: NDArray[Any] | None, b: NDArray[Any] | None) -> bo
     return a.shape == b.shape and a.tobytes() == b.tobytes()
 
 
-def _equal_rewards(a: Steps, k: int, b: Steps, j: int, response: int) -> bool:
-    """Whether rewards are equal; a scalar reward equals that number on the last token of the response."""
-    if a.token_rewards_N is None and b.token_rewards_N is None:
-        return bool(a.reward_K[k] == b.reward_K[j])
-    return _rewards(a, k, response).tobytes() == _rewards(b, j, response).tobytes()
-
-
-def _rewards(steps: Steps, k: int, response: int) -> Float32s:
-    """[T] the rewards of the response's tokens; -0.0 becomes 0.0."""
+def _rewards(steps: Steps, response: int) -> Float32s:
+    """[T] the rewards of the response's tokens; a scalar is that of the last token; -0.0 becomes 0.0."""
     rewards_T = np.zeros(response, np.float32)
     if steps.token_rewards_N is not None:
-        rewards_T += steps.token_rewards_N[steps.offsets_K[k + 1] - response : steps.offsets_K[k + 1]]
+        rewards_T += steps.token_rewards_N[len(steps.token_rewards_N) - response :]
     else:
-        rewards_T[-1:] += np.float32(steps.reward_K[k])
+        rewards_T[-1:] += np.float32(steps.reward_K[0])
     return rewards_T

@@ -170,7 +170,7 @@ def judged(stage: Stage) -> dict[str, int]:
     """What the journal says about the promises; the counts show that something was tried."""
     limits = message_limits(stage.config, 1000)
     journal, chat = Journal(stage.folder / "journal", SystemClock()), Chat(load_tokenizer(stage.folder))
-    record = Record(limits.n_samples_per_prompt, limits, journal, SystemClock())
+    record = Record(limits, journal, SystemClock())
     for _ in journal.replay():
         pass
     calls: dict[Called, str] = {}
