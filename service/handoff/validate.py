@@ -23,17 +23,10 @@ from numpy.typing import NDArray
 
 from service.columns import columns_of, lengths_of, widened
 from service.handoff.group_bytes import NAME_BYTES, NOTE_BYTES, TRANSCRIPT_BYTES
-from service.handoff.steps.limits import Limits, Routing
+from service.handoff.steps.limits import Limits
 from service.handoff.steps.reward import MAX_REWARD
 from service.handoff.steps.roles import ROLES
-from service.types import (
-    NO_VERSION,
-    ROUTE_NATIVELY,
-    Experts,
-    Refusal,
-    RefusalReason,
-    StepGroup,
-)
+from service.types import NO_VERSION, ROUTE_NATIVELY, Bools, Int64s, Refusal, RefusalReason, StepGroup, Steps
 
 MAX_NAME_LENGTH = 1024
 """Characters of a generator's name, a prompt's uid or a stop reason, at most."""
@@ -62,16 +55,16 @@ def refusal(group: StepGroup, limits: Limits) -> Refusal | None:
 def _table(group: StepGroup, limits: Limits) -> Refusal | None:
     """The refusal of offsets and string indices out of range; decoding has checked the lengths of columns."""
     steps, ends = group.steps, group.ends
-    own_K = lengths_of(steps.offsets_K)
-    if steps.offsets_K[0] != 0 or steps.offsets_K[-1] != len(steps.token_ids_N) or own_K.min(initial=0) < 0:
-        return Refusal(RefusalReason.LENGTH_MISMATCH, "offsets_K", len(steps.token_ids_N))
-    for name, column in (("offsets_E", ends.transcript_N), ("step_offsets_E", ends.role_S)):
-        offsets_E = getattr(ends, name)
-        if offsets_E[0] != 0 or offsets_E[-1] != len(column) or lengths_of(offsets_E).min(initial=0) < 0:
+    for name, offsets_X, column in (
+        ("offsets_K", steps.offsets_K, steps.token_ids_N),
+        ("offsets_E", ends.offsets_E, ends.transcript_N),
+        ("step_offsets_E", ends.step_offsets_E, ends.role_S),
+    ):
+        if offsets_X[0] != 0 or offsets_X[-1] != len(column) or lengths_of(offsets_X).min(initial=0) < 0:
             return Refusal(RefusalReason.LENGTH_MISMATCH, name, len(column))
     return _first_outside(
         RefusalReason.MALFORMED,
-        ("prompt_length_K", steps.prompt_length_K, 0, own_K + 1),
+        ("prompt_length_K", steps.prompt_length_K, 0, lengths_of(steps.offsets_K) + 1),
         ("uid_K", steps.uid_K, 0, len(steps.uids)),
         ("stop_reason_K", steps.stop_reason_K, 0, len(steps.stop_reasons)),
         ("note_K", steps.note_K, 0, len(steps.notes)),
@@ -174,24 +167,18 @@ def _lengths(group: StepGroup, limits: Limits) -> Refusal | None:
 
 
 def _token_ids(group: StepGroup, limits: Limits) -> Refusal | None:
-    steps, experts_N = group.steps, group.steps.routed_experts_N
+    experts_N, routing = group.steps.routed_experts_N, limits.routing
     if experts_N is not None and 0 in experts_N.shape[1:]:
         return Refusal(RefusalReason.EMPTY, "routed_experts_N")
     if experts_N is not None and experts_N.min(initial=0) < ROUTE_NATIVELY:
         return Refusal(RefusalReason.TOKEN_RANGE, "routed_experts_N", int(experts_N.min()))
-    if experts_N is not None and limits.routing is not None and (found := _unroutable(experts_N, limits.routing)):
-        return found
-    return _first_outside(RefusalReason.TOKEN_RANGE, ("token_ids_N", steps.token_ids_N, 0, limits.vocab_size))
-
-
-def _unroutable(experts_N: Experts, routing: Routing) -> Refusal | None:
-    """The refusal of routed experts that the model lacks, so that the trainer could not replay them."""
-    layers, topk = experts_N.shape[1:]
-    if layers not in routing.layers or topk != routing.topk:
-        return Refusal(RefusalReason.LENGTH_MISMATCH, f"routed_experts_N: {layers} layers, {topk} experts a token")
-    if (largest := int(widened(experts_N).max(initial=ROUTE_NATIVELY))) >= routing.experts:
-        return Refusal(RefusalReason.TOKEN_RANGE, "routed_experts_N", largest)
-    return None
+    if experts_N is not None and routing is not None:  # the trainer can only replay experts that the model has
+        layers, topk = experts_N.shape[1:]
+        if layers not in routing.layers or topk != routing.topk:
+            return Refusal(RefusalReason.LENGTH_MISMATCH, f"routed_experts_N: {layers} layers, {topk} experts a token")
+        if (largest := int(widened(experts_N).max(initial=ROUTE_NATIVELY))) >= routing.experts:
+            return Refusal(RefusalReason.TOKEN_RANGE, "routed_experts_N", largest)
+    return _first_outside(RefusalReason.TOKEN_RANGE, ("token_ids_N", group.steps.token_ids_N, 0, limits.vocab_size))
 
 
 def _numbers(group: StepGroup, limits: Limits) -> Refusal | None:
@@ -216,12 +203,10 @@ def _token_rewards(group: StepGroup, limits: Limits) -> Refusal | None:
     steps, rewards_N = group.steps, group.steps.token_rewards_N
     if rewards_N is None or not len(steps):
         return None
-    bounds_K = np.stack((steps.offsets_K[:-1], steps.offsets_K[:-1] + steps.prompt_length_K), axis=1).reshape(-1)
-    in_prompt_K = np.logical_or.reduceat(rewards_N != 0, bounds_K)[::2] & (steps.prompt_length_K > 0)
-    if in_prompt_K.any():
-        return Refusal(RefusalReason.REWARD, f"token_rewards_N: prompt of step {in_prompt_K.argmax()}")
-    sum_K = np.add.reduceat(rewards_N, bounds_K, dtype=np.float64)[1::2]
-    size_K = np.add.reduceat(np.abs(rewards_N), bounds_K, dtype=np.float64)[1::2]
+    if (k := _first_in_prompt(steps, rewards_N != 0)) is not None:
+        return Refusal(RefusalReason.REWARD, f"token_rewards_N: prompt of step {k}")
+    sum_K = np.add.reduceat(rewards_N, _parts(steps), dtype=np.float64)[1::2]
+    size_K = np.add.reduceat(np.abs(rewards_N), _parts(steps), dtype=np.float64)[1::2]
     wrong_K = np.abs(sum_K - steps.reward_K) > REWARD_TOLERANCE * np.maximum(size_K, 1)
     if wrong_K.any():
         k = int(wrong_K.argmax())
@@ -250,17 +235,25 @@ def _versions(group: StepGroup, limits: Limits) -> Refusal | None:
     if wrong_N.any() or steps.versions_N.min(initial=0) < NO_VERSION:
         n = int(wrong_N.argmax())
         return Refusal(RefusalReason.VERSION, f"versions_N[{n}]", int(steps.versions_N[n]))
-    if len(steps):
-        bounds_K = np.stack((steps.offsets_K[:-1], steps.offsets_K[:-1] + steps.prompt_length_K), axis=1)
-        in_prompt_K = np.logical_or.reduceat(steps.loss_mask_N, bounds_K.reshape(-1))[::2] & (steps.prompt_length_K > 0)
-        if in_prompt_K.any():
-            return Refusal(RefusalReason.MALFORMED, f"loss_mask_N: prompt of step {in_prompt_K.argmax()}")
+    if len(steps) and (k := _first_in_prompt(steps, steps.loss_mask_N)) is not None:
+        return Refusal(RefusalReason.MALFORMED, f"loss_mask_N: prompt of step {k}")
     return None
 
 
 _RULES: tuple[Callable[[StepGroup, Limits], Refusal | None], ...] = (
     _table, _sender, _identity, _order, _said, _lengths, _token_ids, _numbers, _token_rewards, _logprobs, _versions,
 )  # fmt: skip
+
+
+def _parts(steps: Steps) -> Int64s:
+    """Where the prompt and the response of each step begin on the token axis: [p0 r0 p1 r1 ..]."""
+    return np.stack((steps.offsets_K[:-1], steps.offsets_K[:-1] + steps.prompt_length_K), axis=1).reshape(-1)
+
+
+def _first_in_prompt(steps: Steps, mask_N: Bools) -> int | None:
+    """The first step of which a prompt token is in the mask."""
+    in_prompt_K = np.logical_or.reduceat(mask_N, _parts(steps))[::2] & (steps.prompt_length_K > 0)
+    return int(in_prompt_K.argmax()) if in_prompt_K.any() else None
 
 
 def _first_outside(reason: RefusalReason, *ranges: tuple[str, NDArray[Any], int, Any]) -> Refusal | None:

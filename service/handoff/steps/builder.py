@@ -16,14 +16,7 @@ from numpy.typing import NDArray
 
 from service.columns import Column, codes_of, columns_of, filled, of_one_type, offsets_of
 from service.handoff.steps.tables import NO_EXTENSION, ends_table, said_bytes
-from service.types import (
-    Sender,
-    Step,
-    StepGroup,
-    Steps,
-    TrajectoryEnd,
-    TrajectoryId,
-)
+from service.types import Sender, Step, StepGroup, Steps, TrajectoryEnd, TrajectoryId
 
 _TOKEN_COLUMNS = {column.name[:-2]: column for column in columns_of(Steps).tokens}
 _OPTIONAL = [name for name, column in _TOKEN_COLUMNS.items() if column.optional]
