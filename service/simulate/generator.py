@@ -80,12 +80,10 @@ class SimulatedGenerator(Client):
         """Play `count` trajectories; until they end, keep the weights and claim nothing."""
         self._evaluated = ended
         lengths, at_once = self._lengths(count), self.slots * self._host.settings.buffer.limits.n_samples_per_prompt
-
-        def played(lengths: Int64s) -> Activity:
-            yield self.wait(float(lengths.sum()) * self._scenario.token_seconds)
+        longest = max(int(lengths[place::at_once].sum()) for place in range(min(at_once, count)))
 
         def evaluation() -> Activity:
-            yield self.all_of([played(lengths[place::at_once]) for place in range(min(at_once, count))])
+            yield self.wait(longest * self._scenario.token_seconds)
 
         self.run(evaluation(), self._end_evaluation)
 
@@ -124,7 +122,10 @@ class SimulatedGenerator(Client):
             answer = yield self._claim(self._request_id)
             if isinstance(answer, Assignment):
                 self.wait_seconds += self.loop.now - since
-                yield self.all_of(self._trajectories(answer))
+                played = zip(answer.trajectories(), self._lengths(len(answer.samples)).tolist(), strict=True)
+                yield self.all_of(
+                    [self._trajectory(of, answer.prompt_uid, length, taken) for (of, taken), length in played]
+                )
                 since = self.loop.now
             elif isinstance(answer, Refusal):
                 self._refused(answer)
@@ -137,13 +138,6 @@ class SimulatedGenerator(Client):
             self._host.claim(Claim(self.name, self._incarnation, self.serving, request_id), reply)
 
         return self.call(deliver)
-
-    def _trajectories(self, work: Assignment) -> list[Activity]:
-        lengths = self._lengths(len(work.samples)).tolist()
-        return [
-            self._trajectory(of, work.prompt_uid, length, taken)
-            for (of, taken), length in zip(work.trajectories(), lengths, strict=True)
-        ]
 
     def _lengths(self, count: int) -> Int64s:
         return np.minimum(self._scenario.lengths(self._rng, count), self._max_tokens)

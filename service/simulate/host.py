@@ -1,4 +1,4 @@
-"""The buffer's process, and how other processes send requests to it."""
+"""The buffer's process and its scorers, and how other processes send requests to it."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import numpy as np
 
 from service.handoff.buffer import Buffer
 from service.handoff.journal.journal import Journal
+from service.handoff.scoring import Answer
 from service.handoff.verbs import Claim, Wait
 from service.handoff.waiting_claims import ClaimAnswer, WaitingClaims
 from service.simulate.disk import MemoryDisk
 from service.simulate.loop import Activity, Loop, Process, Resume, VirtualClock, Waiting
 from service.simulate.scenario import Scenario, SimulationSettings
-from service.simulate.scorers import SimulatedScorers
 from service.types import PolicyVersion
 
 FOLDER = Path("journal")
@@ -70,10 +70,7 @@ class Host(Process):
 
     def new_scorers(self) -> SimulatedScorers:
         """The scorers of this process."""
-        seconds = self._scenario.scorer_seconds
-        return SimulatedScorers(
-            self.settings.scorers, self.buffer.scoring, self.loop, self._settled, seconds, self._rng
-        )
+        return SimulatedScorers(self, self._scenario.scorer_seconds, self._rng)
 
     def passes(self, seam: str) -> bool:
         """Whether the process survives a point, `before_sync` or `after_sync`, where a test may kill it."""
@@ -99,7 +96,7 @@ class Host(Process):
         self._updated[generator] = version
         self.look_soon()
 
-    def _settled(self, resume: Resume) -> None:
+    def settled(self, resume: Resume) -> None:
         """Continue once all events until now are on the disk."""
         self._answer(None, resume)
 
@@ -185,3 +182,42 @@ class Client(Process):
     def call(self, request: Callable[[Resume], None]) -> Waiting:
         """`answer = yield self.call(...)`: `request` runs at the host, with the function that sends the answer back."""
         return request
+
+
+class SimulatedScorers(Process):
+    """Scores every waiting group, with as many groups at once as the scorer has workers."""
+
+    def __init__(self, host: Host, mean_seconds: float, rng: np.random.Generator) -> None:
+        """`mean_seconds`: mean time of an answer."""
+        super().__init__(host.loop)
+        self._host, self._scorers, self._scoring = host, host.settings.scorers, host.buffer.scoring
+        self._mean_seconds, self._rng = mean_seconds, rng
+        self._asked: dict[str, set[int]] = {name: set() for name in self._scorers}
+
+    def look(self) -> None:
+        """Start to score waiting groups on free workers."""
+        for name, asked in self._asked.items():
+            waiting = [group_id for group_id in self._scoring.pending(name) if group_id not in asked]
+            for group_id in waiting[: self._scorers[name].workers - len(asked)]:
+                asked.add(group_id)
+                self.run(self._ask(name, group_id))
+
+    def _ask(self, name: str, group_id: int) -> Activity:
+        scorer, answer = self._scorers[name], self._answer(name, group_id)
+        for _ in range(scorer.attempts):
+            seconds = float(self._rng.exponential(self._mean_seconds))
+            yield self.wait(min(seconds, scorer.deadline))
+            if seconds <= scorer.deadline:
+                self._scoring.accept(group_id, name, answer)
+                break
+            self._scoring.failed(name, "deadline", "")
+        else:
+            self._scoring.give_up(group_id, name, "deadline")
+        self._asked[name].discard(group_id)
+        yield self._host.settled
+
+    def _answer(self, name: str, group_id: int) -> Answer:
+        _, group = self._scoring.group(group_id)
+        if self._scorers[name].kind == "teacher":
+            return Answer(logprobs=np.full(int(np.count_nonzero(group.steps.loss_mask_N)), -1.0, np.float32))
+        return Answer([sample / 8 for sample in range(len(group.ends))])

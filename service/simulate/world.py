@@ -22,6 +22,11 @@ SEGMENT_BYTES = 64 << 20
 class World:
     """Generators, buffer and trainer of one seed; tests subclass it to use faulty ones."""
 
+    generator_class = SimulatedGenerator
+    trainer_class = SimulatedTrainer
+    calm_from = 0.0
+    """The time from which the world has to make progress; the run does not end earlier."""
+
     def __init__(self, settings: SimulationSettings, scenario: Scenario, seed: int) -> None:
         self.settings, self.scenario, self.seed = settings, scenario, seed
         self.rngs = [np.random.default_rng((seed, part)) for part in range(6)]
@@ -29,8 +34,11 @@ class World:
         self.measured = self.new_measurements()
         self.host = self.new_host()
         self.host.start()
-        self.generators = [self.new_generator(f"g{number}", self.rngs[3]) for number in range(scenario.generators)]
-        self.trainer = self.new_trainer()
+        self.generators = [
+            self.generator_class(f"g{number}", self.host, scenario, self.rngs[3], self.measured)
+            for number in range(scenario.generators)
+        ]
+        self.trainer = self.trainer_class(self.generators, self.host, scenario, self.rngs[4], self.measured)
 
     def new_measurements(self) -> Measurements:
         """An object that records measurements."""
@@ -40,33 +48,17 @@ class World:
         """The process of the buffer."""
         return Host(self.settings, self.scenario, self.loop, self.rngs[5], SEGMENT_BYTES)
 
-    def new_generator(self, name: str, rng: np.random.Generator) -> SimulatedGenerator:
-        """A new generator, not started yet."""
-        return SimulatedGenerator(name, self.host, self.scenario, rng, self.measured)
-
-    def new_trainer(self) -> SimulatedTrainer:
-        """A new trainer."""
-        return SimulatedTrainer(self.generators, self.host, self.scenario, self.rngs[4], self.measured)
-
     def begin(self) -> None:
         """Start all processes except the buffer, which already runs."""
         self.trainer.start()
         for generator in self.generators:
             generator.start()
 
-    def calm_since(self) -> float:
-        """The time after which a world without progress counts as hanging."""
-        return 0.0
-
-    def is_calm(self) -> bool:
-        """Whether the run may end."""
-        return True
-
     def run(self) -> None:
         """Train the scenario's steps, drain, and end the run."""
         self.begin()
         self._until(lambda: self.trainer.version.step >= self.scenario.steps)
-        self._until(self.is_calm)
+        self._until(lambda: self.loop.now > self.calm_from and self.host.alive)
         self.host.buffer.drain("max_steps")
         self.host.look_soon()
         self._until(lambda: self.trainer.drained)
@@ -79,7 +71,7 @@ class World:
         begun = self.loop.now
 
         def stuck() -> bool:
-            return self.loop.now - max(begun, self.calm_since(), *self.measured.committed_at[-1:]) > HANG_SECONDS
+            return self.loop.now - max(begun, self.calm_from, *self.measured.committed_at[-1:]) > HANG_SECONDS
 
         if not self.loop.run(lambda: done() or stuck()):
             raise RunFailed(f"no event is left at {self.loop.now:.0f} s; {self._where()}")

@@ -77,10 +77,6 @@ class FaultyHost(Host):
         if self.alive:
             super().claim(claim, reply)
 
-    def settled(self, reply: Callable[[], None]) -> None:
-        """Call a function when what happened until now is on the disk."""
-        self._answer(None, lambda _: reply())
-
     def passes(self, seam: str) -> bool:
         """Count down to the death at this seam."""
         if seam == "after_sync" and self.journal.synced == self.journal.position:

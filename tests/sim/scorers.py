@@ -111,7 +111,7 @@ class FaultyScorers:
 
     async def _settled(self) -> None:
         done = self._asyncio.create_future()
-        self._host.settled(lambda: None if done.done() else done.set_result(None))
+        self._host.settled(lambda _: None if done.done() else done.set_result(None))
         await done
 
     async def answer(self, name: str, data: bytes) -> bytes:
@@ -144,7 +144,7 @@ class FaultyScorers:
         def answer() -> None:
             if host.alive:
                 host.buffer.scoring.accept(group_id, name, self._answer(name, group))
-                host.settled(lambda: None)
+                host.settled(lambda _: None)
 
         host.loop.after(float(self._rng.exponential(LATE_SECONDS)), answer)
 

@@ -14,11 +14,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from service.config import Config, load_config
-from service.simulate.generator import SimulatedGenerator
 from service.simulate.host import Host
 from service.simulate.measurements import Measurements
 from service.simulate.scenario import Scenario, SimulationSettings
-from service.simulate.trainer import SimulatedTrainer
 from service.simulate.world import World
 from tests.sim.faults import AMPLE_ROOM, Faults, Network
 from tests.sim.processes import FaultyGenerator, FaultyHost, FaultyTrainer
@@ -40,11 +38,12 @@ class FaultyWorld(World):
     host: FaultyHost
     trainer: FaultyTrainer
     generators: list[FaultyGenerator]  # type: ignore[assignment]
+    generator_class, trainer_class = FaultyGenerator, FaultyTrainer
 
     def __init__(
         self, settings: SimulationSettings, scenario: Scenario, faults: Faults, seed: int, segment_bytes: int = 64 << 20
     ) -> None:
-        self.faults, self._segment_bytes = faults, segment_bytes
+        self.faults, self._segment_bytes, self.calm_from = faults, segment_bytes, faults.until
         self.fault_count = 0
         """Faults so far."""
         super().__init__(settings, scenario, seed)
@@ -58,19 +57,6 @@ class FaultyWorld(World):
         network = Network(self.loop, self.rngs[2], self.faults.delay, self.faults.lost, self.faults.doubled)
         rngs, witness = (self.rngs[1], self.rngs[5]), self.witness
         return FaultyHost(self.settings, self.scenario, self.faults, network, witness, rngs, self._segment_bytes)
-
-    def new_generator(self, name: str, rng: np.random.Generator) -> SimulatedGenerator:
-        return FaultyGenerator(name, self.host, self.scenario, rng, self.measured)
-
-    def new_trainer(self) -> SimulatedTrainer:
-        return FaultyTrainer(self.generators, self.host, self.scenario, self.rngs[4], self.measured)
-
-    def calm_since(self) -> float:
-        return self.faults.until
-
-    def is_calm(self) -> bool:
-        """Whether no more faults come and the buffer runs."""
-        return self.loop.now >= self.faults.until and self.host.alive and not self.host.doom
 
     def run(self) -> None:
         """Run, end all faults, and check the promises.
@@ -159,7 +145,7 @@ class FaultyWorld(World):
     def _join_generator(self) -> None:
         names = {generator.name for generator in self.generators}
         free = next(name for number in range(len(names) + 1) if (name := f"g{number}") not in names)
-        generator = self.new_generator(free, self._rng)
+        generator = FaultyGenerator(free, self.host, self.scenario, self._rng, self.measured)
         generator.update(self.trainer.published)
         self.generators.append(generator)
         generator.start()

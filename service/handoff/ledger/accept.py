@@ -9,7 +9,7 @@ The ledger is not changed here. Columns are read once for the whole message.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
 
@@ -27,16 +27,7 @@ from service.handoff.prefixes.sharing import Chain, dedupe_prefixes, grown
 from service.handoff.prefixes.step_equality import same_step
 from service.handoff.steps.stop_reason import FAILURES
 from service.handoff.steps.tables import concat_steps, end_objects, ends_table, long_note_bytes
-from service.types import (
-    Bools,
-    Extension,
-    Refusal,
-    RefusalReason,
-    StepGroup,
-    Steps,
-    TrajectoryEnd,
-    TrajectoryId,
-)
+from service.types import Bools, Extension, Refusal, RefusalReason, StepGroup, Steps, TrajectoryEnd, TrajectoryId
 
 MAX_FRACTION_NOT_FINITE = 0.01
 """Fraction of a trajectory's sampled tokens whose log-probability may be missing."""
@@ -64,35 +55,20 @@ class NewContent(NamedTuple):
         return StepGroup(message.sender, select(message.steps, np.array(items, np.int64)), ends_table(ends))
 
 
-@dataclass(frozen=True, slots=True)
 class _Columns:
     """A message's step columns as lists, with counts of each step's tokens."""
 
-    index: list[int]
-    uid: list[int]
-    offsets: list[int]
-    extends: list[Extension]
-    sampled: list[int]
-    """Tokens that the policy sampled."""
-    bad: list[int]
-    """Sampled tokens whose log-probability is not a finite number."""
-    tokens: memoryview
-    """All token ids as bytes."""
-    bytes_per_token: int
-
-    @staticmethod
-    def of(steps: Steps, bytes_per_token: int) -> _Columns:
+    def __init__(self, steps: Steps, bytes_per_token: int) -> None:
+        self.index, self.uid, self.offsets = steps.index_K.tolist(), steps.uid_K.tolist(), steps.offsets_K.tolist()
         extends = (steps.extends_K.tolist(), steps.extends_length_K.tolist(), steps.extends_digest_K.tolist())
-        return _Columns(
-            steps.index_K.tolist(),
-            steps.uid_K.tolist(),
-            steps.offsets_K.tolist(),
-            [Extension(*extension) for extension in zip(*extends, strict=True)],
-            _per_step(steps, steps.loss_mask_N),
-            _per_step(steps, steps.loss_mask_N & ~np.isfinite(steps.logprobs_N)),
-            token_bytes(steps.token_ids_N),
-            bytes_per_token,
-        )
+        self.extends = [Extension(*extension) for extension in zip(*extends, strict=True)]
+        self.sampled = _per_step(steps, steps.loss_mask_N)
+        """Tokens that the policy sampled."""
+        self.bad = _per_step(steps, steps.loss_mask_N & ~np.isfinite(steps.logprobs_N))
+        """Sampled tokens whose log-probability is not a finite number."""
+        self.tokens = token_bytes(steps.token_ids_N)
+        """All token ids as bytes."""
+        self.bytes_per_token = bytes_per_token
 
 
 class _Received(NamedTuple):
@@ -160,7 +136,7 @@ def new_content(
         path = f"routed_experts_N: {experts_N.shape[1:]}, not {ledger.state.routing}"
         return Refusal(RefusalReason.LENGTH_MISMATCH, path)
     additions: list[Addition] = []
-    columns = _Columns.of(message.steps, store.token_bytes(message.steps))
+    columns = _Columns(message.steps, store.token_bytes(message.steps))
     late: list[TrajectoryId] = []
     current: list[tuple[list[int], Group]] = []
     for of, (items, ends) in items_by_trajectory(message).items():
