@@ -22,7 +22,7 @@ from service.handoff.claims import Claims
 from service.handoff.curriculum import Curriculum
 from service.handoff.group_bytes import JOURNAL_SEGMENTS
 from service.handoff.journal.journal import Journal
-from service.handoff.leases import BatchJob, Leases, WithoutAdvantage
+from service.handoff.leases import BatchJob, Leases
 from service.handoff.ledger import events
 from service.handoff.ledger.accept import failed_attempts, new_content, with_shared_prefixes
 from service.handoff.ledger.lifecycle import USED, GroupState
@@ -175,15 +175,15 @@ class Buffer:
             return self._waits.begin("trainer", *why)
         return self._leases.begin(trainer_incarnation)
 
-    def finish_lease(self, job: BatchJob, made: Formed | WithoutAdvantage) -> MiniBatch | Wait | Refusal:
+    def finish_lease(self, job: BatchJob, made: Formed | list[int]) -> MiniBatch | Wait | Refusal:
         """Lease the mini-batch that a job formed; starts another job if the trainer, its version or a group changed
         meanwhile.
 
         A group to which the estimator gave no finite advantage is refused for good; the other groups are formed again.
         """
-        if isinstance(made, WithoutAdvantage):
+        if isinstance(made, list):
             groups = self.ledger.state.groups
-            for group_id in made.group_ids:
+            for group_id in made:
                 if group_id in groups and groups[group_id].state is GroupState.COMPLETE:
                     self._record.add(events.Ended(group_id, GroupState.REFUSED, RefusalReason.ADVANTAGE))
             return self.lease(job.trainer_incarnation)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import NamedTuple
 
 import numpy as np
 
@@ -26,12 +25,6 @@ from service.handoff.settings import BufferSettings
 from service.types import MiniBatch, PolicyVersion, RefusalReason
 
 
-class WithoutAdvantage(NamedTuple):
-    """Result of a job in which the estimator gave these groups no finite advantage: there is no mini-batch."""
-
-    group_ids: tuple[int, ...]
-
-
 @dataclass(frozen=True)
 class BatchJob:
     """All inputs of forming a mini-batch, so that `run` can be called in another thread."""
@@ -44,13 +37,14 @@ class BatchJob:
     history: VersionHistory
     settings: BatchSettings
 
-    def run(self) -> Formed | WithoutAdvantage:
-        """Form the mini-batch: merge steps, compute advantages, pack rows, mask tokens."""
+    def run(self) -> Formed | list[int]:
+        """Form the mini-batch: merge steps, compute advantages, pack rows, mask tokens. Or the group_ids of groups to
+        which the estimator gave no finite advantage: then there is no mini-batch."""
         try:
             return formed(self.lease, self.groups, self.history, self.settings)
         except NoAdvantage as error:
             group_id_G = [group.group_id for group in self.groups for _ in range(len(group.ends))]
-            return WithoutAdvantage(tuple(dict.fromkeys(group_id_G[g] for g in error.trajectories)))
+            return list(dict.fromkeys(group_id_G[g] for g in error.trajectories))
 
 
 class Leases:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from service.handoff.journal.disk import Buffer, File
+from service.handoff.journal.disk import Buffer, Disk, File
 
 
-class MemoryFile:
+class MemoryFile(File):
     """One file; allocated but unwritten space takes no memory, because thousands of generators reserve gigabytes."""
 
     def __init__(self) -> None:
@@ -16,20 +16,16 @@ class MemoryFile:
         self._size = 0
 
     def size(self) -> int:
-        """The file's size in bytes, allocated space included."""
         return self._size
 
     def read(self, offset: int, length: int) -> bytes:
-        """At most `length` bytes from `offset`."""
         there = max(min(length, self._size - offset), 0)
         return bytes(self.data[offset : offset + there]).ljust(there, b"\0")
 
     def extents(self, offset: int) -> list[tuple[int, int]]:
-        """The whole file as a single range."""
         return [(offset, self.size())] if offset < self.size() else []
 
     def write(self, offset: int, buffers: Sequence[Buffer]) -> int:
-        """Write the buffers; returns the number of bytes."""
         data = b"".join(buffers)
         self.data.extend(bytes(max(offset - len(self.data), 0)))
         self.data[offset : offset + len(data)] = data
@@ -37,11 +33,9 @@ class MemoryFile:
         return len(data)
 
     def allocate(self, size: int) -> None:
-        """Make the file at least `size` bytes long."""
         self._size = max(self._size, size)
 
     def truncate(self, size: int) -> None:
-        """Cut the file."""
         del self.data[size:]
         self._size = min(self._size, size)
 
@@ -52,28 +46,23 @@ class MemoryFile:
         """Nothing to close."""
 
 
-class MemoryDisk:
+class MemoryDisk(Disk):
     """Files in memory."""
 
     def __init__(self) -> None:
         self.files: dict[Path, MemoryFile] = {}
 
     def names(self, folder: Path) -> list[str]:
-        """Names of the folder's files, sorted."""
         return sorted(path.name for path in self.files if path.parent == folder)
 
     def open(self, path: Path) -> File:
-        """Open the file, made when it is missing."""
         return self.files.setdefault(path, self.new_file())
 
     def new_file(self) -> MemoryFile:
-        """An empty file."""
         return MemoryFile()
 
     def remove(self, path: Path) -> None:
-        """Remove the file for good."""
         del self.files[path]
 
     def move(self, path: Path, target: Path) -> None:
-        """Move the file to another folder."""
         self.files[target] = self.files.pop(path)

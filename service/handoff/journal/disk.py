@@ -28,7 +28,8 @@ class File(Protocol):
         """The ranges (start, stop) from `offset` on that may contain other bytes than zeros."""
 
     def write(self, offset: int, buffers: Sequence[Buffer]) -> int:
-        """Write the buffers one after the other; returns how many bytes the disk took, which may be fewer."""
+        """Write the buffers one after the other; returns how many bytes the disk took, which may be fewer if it fills
+        up."""
 
     def allocate(self, size: int) -> None:
         """Reserve the file's first `size` bytes on the disk; OSError when it is full."""
@@ -59,7 +60,7 @@ class Disk(Protocol):
         """Move the file to another folder, made when it is missing."""
 
 
-class LocalFile:
+class LocalFile(File):
     """A file in the machine's file system."""
 
     def __init__(self, path: Path) -> None:
@@ -70,11 +71,9 @@ class LocalFile:
         self._close = weakref.finalize(self, os.close, self._fd)
 
     def size(self) -> int:
-        """The file's size in bytes, allocated space included."""
         return os.fstat(self._fd).st_size
 
     def read(self, offset: int, length: int) -> bytes:
-        """At most `length` bytes from `offset`."""
         parts = []
         while length > 0 and (part := os.pread(self._fd, length, offset)):
             parts.append(part)
@@ -103,7 +102,6 @@ class LocalFile:
             return None
 
     def write(self, offset: int, buffers: Sequence[Buffer]) -> int:
-        """Write the buffers; a disk that fills up may take only a part without an error."""
         total = 0
         for first in range(0, len(buffers), MAX_BUFFERS_PER_WRITE):
             some = buffers[first : first + MAX_BUFFERS_PER_WRITE]
@@ -114,27 +112,22 @@ class LocalFile:
         return total
 
     def allocate(self, size: int) -> None:
-        """Reserve the file's first `size` bytes on the disk."""
         os.posix_fallocate(self._fd, 0, size)
 
     def truncate(self, size: int) -> None:
-        """Cut the file to `size` bytes."""
         os.ftruncate(self._fd, size)
 
     def sync(self) -> None:
-        """Return when everything written is on the disk."""
         os.fdatasync(self._fd)
 
     def close(self) -> None:
-        """Close the file."""
         self._close()
 
 
-class LocalDisk:
+class LocalDisk(Disk):
     """The machine's file system."""
 
     def names(self, folder: Path) -> list[str]:
-        """Names of the folder's files, sorted."""
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         return sorted(os.listdir(folder))
 
@@ -147,12 +140,10 @@ class LocalDisk:
         return file
 
     def remove(self, path: Path) -> None:
-        """Remove the file for good."""
         path.unlink()
         self._sync_folder(path.parent)
 
     def move(self, path: Path, target: Path) -> None:
-        """Move the file to another folder, made when it is missing."""
         target.parent.mkdir(mode=0o700, exist_ok=True)
         path.rename(target)
         self._sync_folder(target.parent)
