@@ -237,7 +237,11 @@ class BufferMachine(RuleBasedStateMachine):
             buffer.tick()
             answer = worker.claim(buffer.version)
             if isinstance(answer, Assignment):
-                worker.finish(answer, buffer.version)
+                for number, (of, taken) in enumerate(answer.trajectories()):
+                    sent = len(accepted_group(taken).steps) if taken else 0  # a moved trajectory ends after its steps
+                    steps = [] if sent else [step(of, answer.prompt_uid, index, buffer.version) for index in range(2)]
+                    end = TrajectoryEnd(of, answer.prompt_uid, sent or 2, "stop", float(number % 2))
+                    assert isinstance(worker.send(steps, [end]), Receipt)
             elif answer.reason is WaitReason.LOOKAHEAD:
                 batch = buffer.lease(self.world.trainer_incarnation)
                 assert isinstance(batch, MiniBatch), (batch, buffer.status())

@@ -61,14 +61,6 @@ class Segment(NamedTuple):
     path: Path
 
 
-def frame_bytes(kind: int, payload: Buffer, position: int, synced: int, wall: float) -> tuple[Buffer, ...]:
-    """A frame as buffers to write one after the other; the payload is not copied."""
-    summed = _SUMMED.pack(MAGIC, SCHEMA, kind, position, len(payload), synced, wall)
-    header = (summed + _CHECKSUM.pack(_checksum(summed, payload))).ljust(HEADER_BYTES, b"\0")
-    padding = bytes(-len(payload) % ALIGNMENT)
-    return (header, payload, padding) if padding else (header, payload)
-
-
 def frames(segment: Segment, start: int | None = None) -> Iterator[Frame]:
     """The frames of a segment, from position `start` on, up to the first that cannot be read."""
     offset = 0 if start is None else start - segment.start
@@ -353,11 +345,13 @@ class Journal:
             self._begin_segment(batch[0].position)
         active = self._segments[-1]
         offset = self.synced - active.start
-        buffers = [
-            buffer
-            for queued in batch
-            for buffer in frame_bytes(queued.kind, queued.payload, queued.position, self.synced, queued.wall)
-        ]
+        buffers: list[Buffer] = []  # payloads are not copied
+        for kind, payload, position, _, wall, _ in batch:
+            summed = _SUMMED.pack(MAGIC, SCHEMA, kind, position, len(payload), self.synced, wall)
+            header = (summed + _CHECKSUM.pack(_checksum(summed, payload))).ljust(HEADER_BYTES, b"\0")
+            buffers += [header, payload]
+            if padding := -len(payload) % ALIGNMENT:
+                buffers.append(bytes(padding))
         try:
             written = active.file.write(offset, buffers)
         except OSError as error:

@@ -396,8 +396,8 @@ class Ledger:
 
 def _used_fates(group: Group, loss: Fate) -> tuple[tuple[Fate, int], ...]:
     """The fates of a group's tokens once an optimizer step has used the group."""
-    masked = (Fate.STALE, group.stale_tokens), (Fate.MASKED, group.masked_tokens)
-    return (loss, group.loss_tokens), *masked, *group.untrained.items()
+    counted = (loss, group.loss_tokens), (Fate.STALE, group.stale_tokens), *group.untrained.items()
+    return *counted, (Fate.MASKED, group.tokens - sum(tokens for _, tokens in counted))
 
 
 def unrewarded(group: Group, rewards: Sequence[float]) -> list[int]:

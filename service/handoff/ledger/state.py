@@ -112,11 +112,6 @@ class Group:
         """Tokens that carry loss."""
         return sum(self.losses)
 
-    @property
-    def masked_tokens(self) -> int:
-        """Number of tokens without loss for another reason than staleness or their step's role."""
-        return self.tokens - self.loss_tokens - self.stale_tokens - sum(self.untrained.values())
-
 
 @dataclass(slots=True)
 class Member:
