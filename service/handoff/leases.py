@@ -18,7 +18,7 @@ from service.handoff.batches.batch import BatchSettings, Formed, form_mini_batch
 from service.handoff.ledger import events
 from service.handoff.ledger.lifecycle import GroupState
 from service.handoff.ledger.record import Record
-from service.handoff.ledger.replaying import complete_group, read_back
+from service.handoff.ledger.replaying import complete_groups
 from service.handoff.ledger.scores import CompleteGroup
 from service.handoff.ledger.versions import VersionHistory
 from service.handoff.settings import BufferSettings
@@ -113,8 +113,7 @@ class Leases:
 
     def _job(self, lease: int, trainer_incarnation: int, group_ids: tuple[int, ...]) -> BatchJob:
         history = self._record.ledger.history
-        read_back(self._record, group_ids)
-        groups = [complete_group(self._record, group_id) for group_id in group_ids]
+        groups = complete_groups(self._record, group_ids)
         return BatchJob(lease, trainer_incarnation, history.current, groups, history, self._settings.batches)
 
 

@@ -10,8 +10,7 @@ from typing import NamedTuple
 from service.clock import SystemClock
 from service.errors import UserError
 from service.handoff.batches.batch import BatchSettings, form_mini_batch
-from service.handoff.journal.disk import LocalDisk
-from service.handoff.journal.journal import KEPT, Frame, Journal, Segment, frames
+from service.handoff.journal.journal import KEPT, Frame, Journal, frames_in
 from service.handoff.leases import with_filtered
 from service.handoff.ledger import events
 from service.handoff.ledger.record import Record, Store
@@ -77,12 +76,8 @@ def _recorded(folder: Path) -> Iterator[Frame]:
     for path in sorted(found, key=lambda path: int(path.stem)):
         if int(path.stem) != position:
             raise UserError(f"{folder} does not hold the run from its beginning; buffer.record: true keeps everything")
-        file = LocalDisk().open(path)
-        try:
-            for frame in frames(Segment(position, file, path)):
-                yield frame
-                position = frame.end
-        finally:
-            file.close()
+        for frame in frames_in(path):
+            yield frame
+            position = frame.end
     if not found:
         raise UserError(f"{folder} holds no journal")

@@ -99,7 +99,7 @@ class Scoring:
 
     def answers(self, group_id: int) -> tuple[events.Scored, ...]:
         """The scorers' answers about a group so far; empty if the group is not in memory."""
-        return self._record.store.scores(group_id) if group_id in self._record.store else ()
+        return self._record.store.scores(group_id)
 
     def accept(self, group_id: int, scorer: str, answer: Answer) -> Refusal | None:
         """Journal a scorer's answer about a group; does nothing if the answer is no longer needed.

@@ -70,6 +70,15 @@ def frames(segment: Segment, start: int | None = None) -> Iterator[Frame]:
         offset = frame.end - segment.start
 
 
+def frames_in(path: Path) -> Iterator[Frame]:
+    """The frames of a segment's file, which is not changed."""
+    file = LocalDisk().open(path)
+    try:
+        yield from frames(Segment(int(path.stem), file, path))
+    finally:
+        file.close()
+
+
 def synced_later(segment: Segment, offset: int) -> int:
     """The highest `synced` of the valid frames after `offset`; 0 if there is no such frame."""
     size = segment.file.size()

@@ -185,7 +185,7 @@ class Store:
 
     def scores(self, group_id: int) -> tuple[events.Scored, ...]:
         """The answers of a group's scorers so far, by name."""
-        scores = self._held[group_id].scores
+        scores = self.of(group_id).scores
         return tuple(scores[name] for name in sorted(scores))
 
     def unscored(self, group_id: int) -> tuple[Steps, Ends]:

@@ -11,8 +11,7 @@ import msgspec
 
 from service.clock import Clock
 from service.errors import JournalError, UserError
-from service.handoff.journal.disk import LocalDisk
-from service.handoff.journal.journal import Frame, Journal, Segment, frames
+from service.handoff.journal.journal import Frame, Journal, frames_in
 from service.handoff.ledger import events
 from service.handoff.ledger.accept import items_by_trajectory, new_content
 from service.handoff.ledger.ledger import Ledger, attempts_of
@@ -65,16 +64,8 @@ def check_begun(folder: Path, opened: events.Opened) -> None:
     Raises:
         UserError: the run began with other rows or settings.
     """
-    disk = LocalDisk()
     oldest = min(folder.glob("*.journal"), key=lambda path: int(path.stem), default=None)
-    if oldest is None:
-        return
-    file = disk.open(oldest)
-    try:
-        frame = next(frames(Segment(int(oldest.stem), file, oldest)), None)
-    finally:
-        file.close()
-    if frame is not None:
+    if oldest is not None and (frame := next(frames_in(oldest), None)) is not None:
         begun = _decoder.decode(frame.payload).opened if frame.kind == events.SNAPSHOT else events.decode(frame.payload)
         if isinstance(begun, events.Opened):
             _check_opening(begun, opened, folder)
@@ -106,29 +97,20 @@ def apply_frame(record: Record, frame: Frame) -> None:
         record.apply_steps(message, new.additions, frame.position, frame.end)
 
 
-def complete_group(record: Record, group_id: int) -> CompleteGroup:
-    """The steps and ends of a complete group; reads them back from the journal if an optimizer step on it was undone.
-
-    Raises:
-        JournalError: the journal no longer holds them.
-    """
-    read_back(record, (group_id,))
-    return CompleteGroup(group_id, record.ledger.state.groups[group_id].uid, *record.store.whole(group_id))
-
-
-def read_back(record: Record, group_ids: Sequence[int]) -> None:
-    """Read complete groups whose optimizer steps were undone back from the journal, if they are not in memory.
+def complete_groups(record: Record, group_ids: Sequence[int]) -> list[CompleteGroup]:
+    """The steps and ends of complete groups; reads those back from the journal whose optimizer steps were undone.
 
     Raises:
         JournalError: the journal no longer holds one of them.
     """
-    if not (missing := [group_id for group_id in group_ids if group_id not in record.store]):
-        return
-    record.journal.sync()
-    _fetch_groups(record, missing, record.journal.synced)
+    if missing := [group_id for group_id in group_ids if group_id not in record.store]:
+        record.journal.sync()
+        _fetch_groups(record, missing, record.journal.synced)
     for group_id in missing:
         if group_id not in record.store:
             raise JournalError(f"{record.journal.folder} no longer holds group {group_id}, which waits to be trained")
+    groups, store = record.ledger.state.groups, record.store
+    return [CompleteGroup(group_id, groups[group_id].uid, *store.whole(group_id)) for group_id in group_ids]
 
 
 def fetch(store: Store, groups: Mapping[int, Group], frames: Iterable[Frame], limits: Limits) -> None:
