@@ -8,7 +8,6 @@ If a claim has to wait, all claims of engines with the same or an older version 
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeGuard
@@ -26,8 +25,6 @@ FINAL = (WaitReason.DRAINED, WaitReason.ANSWERED)
 class WaitingClaim:
     """A claim, and where to send its answer."""
 
-    number: int
-    """Claims are served in this order."""
     claim: Claim
     most: int
     """Maximum number of groups in its answer."""
@@ -39,12 +36,13 @@ class WaitingClaim:
 
 
 class WaitingClaims:
-    """Waiting claims, in one queue for each version that engines serve, in order of arrival."""
+    """Waiting claims, in order of arrival."""
 
     def __init__(self, ask: Callable[[Claim, int], ClaimAnswer]) -> None:
         """`ask`: returns the buffer's answer to a claim of up to a given number of groups."""
         self._ask = ask
-        self._queues: dict[PolicyVersion, deque[WaitingClaim]] = {}
+        self._waiting: dict[int, WaitingClaim] = {}
+        """By number of arrival."""
         self._came = 0
 
     def answer(self, claim: Claim, most: int, deadline: float | None, reply: Callable[[ClaimAnswer], None]) -> None:
@@ -57,45 +55,36 @@ class WaitingClaims:
             reply(answer)
             return
         self._came += 1
-        queue = self._queues.setdefault(claim.serving, deque())
-        queue.append(WaitingClaim(self._came, claim, most, answer, deadline, reply))
+        self._waiting[self._came] = WaitingClaim(claim, most, answer, deadline, reply)
 
     def look(self) -> None:
         """Serve claims after a change, in order of arrival, until all remaining ones have to wait."""
         blocked: PolicyVersion | None = None
-        while (first := self._first(blocked)) is not None:
-            answer = self._ask(first.claim, first.most)
+        for number, waiting in list(self._waiting.items()):
+            serving = waiting.claim.serving
+            if number not in self._waiting or (blocked is not None and serving <= blocked):
+                continue  # a reply may have taken it
+            answer = self._ask(waiting.claim, waiting.most)
             if _waits(answer):
-                blocked = first.claim.serving
+                blocked = serving
             else:
-                self._drop(first)
-                first.reply(answer)
+                del self._waiting[number]
+                waiting.reply(answer)
 
     def expire(self, now: float) -> None:
         """Answer every claim whose deadline has passed with the wait that it got."""
-        for version in list(self._queues):
-            while (queue := self._queues.get(version)) and queue[0].deadline <= now:
-                first = queue[0]
-                self._drop(first)
-                first.reply(first.wait)
+        while self._waiting:
+            number, waiting = next(iter(self._waiting.items()))
+            if waiting.deadline > now:
+                return
+            del self._waiting[number]
+            waiting.reply(waiting.wait)
 
     def take(self) -> list[WaitingClaim]:
         """Remove and return all waiting claims, unanswered."""
-        taken = sorted((one for queue in self._queues.values() for one in queue), key=lambda one: one.number)
-        self._queues.clear()
+        taken = list(self._waiting.values())
+        self._waiting.clear()
         return taken
-
-    def _first(self, blocked: PolicyVersion | None) -> WaitingClaim | None:
-        """The earliest claim among those whose engines serve a newer version than `blocked`."""
-        heads = (queue[0] for version, queue in self._queues.items() if blocked is None or version > blocked)
-        return min(heads, key=lambda head: head.number, default=None)
-
-    def _drop(self, first: WaitingClaim) -> None:
-        """Remove a claim that is the first of its queue."""
-        queue = self._queues[first.claim.serving]
-        queue.popleft()
-        if not queue:
-            del self._queues[first.claim.serving]
 
 
 def _waits(answer: ClaimAnswer) -> TypeGuard[Wait]:
