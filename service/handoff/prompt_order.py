@@ -30,8 +30,7 @@ class Prompts:
 
     def row(self, place: int) -> int:
         """The dataset row at a place in the order of issue."""
-        epoch, place = divmod(place, len(self._uids))
-        return int(self._order(epoch)[place]) if self._shuffle else place
+        return int(self.rows(place, place + 1)[0])
 
     def rows(self, start: int, stop: int) -> Int64s:
         """The rows at places from `start` on, up to `stop` or the end of the epoch of `start`."""

@@ -6,6 +6,7 @@ The journal stores an accepted step group as its wire bytes, from which its `Add
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import astuple, dataclass
 from functools import reduce
 from operator import add, or_
@@ -250,29 +251,9 @@ class Addition(NamedTuple):
     """The trajectory's chain with the new steps; None if its steps branch or have gaps, or if it is complete."""
 
 
-_encoder = msgspec.msgpack.Encoder()
-_scored_decoder = msgspec.msgpack.Decoder(Scored)
-_decoder: msgspec.msgpack.Decoder[Event] = msgspec.msgpack.Decoder(reduce(or_, Event.__subclasses__()))
-
-
-def encode(event: Event) -> bytes:
-    """The bytes of an event, as written to the journal."""
-    return _encoder.encode(event)
-
-
-def scored_from(payload: bytes) -> Scored:
-    """Decode a scorer's answer.
-
-    Raises:
-        msgspec.ValidationError: the bytes are malformed.
-    """
-    return _scored_decoder.decode(payload)
-
-
-def decode(payload: bytes) -> Event:
-    """Decode an event.
-
-    Raises:
-        msgspec.ValidationError: the bytes are malformed.
-    """
-    return _decoder.decode(payload)
+encode: Callable[[Event], bytes] = msgspec.msgpack.Encoder().encode
+"""The bytes of an event, as written to the journal."""
+decode: Callable[[bytes], Event] = msgspec.msgpack.Decoder(reduce(or_, Event.__subclasses__())).decode
+"""The event with these bytes; raises a msgspec.ValidationError if they are malformed."""
+scored_from: Callable[[bytes], Scored] = msgspec.msgpack.Decoder(Scored).decode
+"""A scorer's answer with these bytes; raises a msgspec.ValidationError if they are malformed."""
