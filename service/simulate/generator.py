@@ -80,7 +80,7 @@ class SimulatedGenerator(Client):
         """Play `count` trajectories; until they end, keep the weights and claim nothing."""
         self._evaluated = ended
         lengths, at_once = self._lengths(count), self.slots * self._host.settings.buffer.limits.n_samples_per_prompt
-        longest = max(int(lengths[place::at_once].sum()) for place in range(min(at_once, count)))
+        longest = max((int(lengths[place::at_once].sum()) for place in range(min(at_once, count))), default=0)
 
         def evaluation() -> Activity:
             yield self.wait(longest * self._scenario.token_seconds)

@@ -93,6 +93,11 @@ def test_hundreds_of_generators_are_simulated() -> None:
     assert report.generator_wait < 0.2
 
 
+def test_a_run_goes_on_though_the_number_of_evaluation_rows_is_unknown() -> None:
+    settings = config(*SMALL, "data.eval_every=2", "data.eval={held: rows.jsonl}", "data.eval_rows=null")
+    assert simulated(settings, Scenario(steps=6, median_tokens=16), seed=0).steps_per_second > 0
+
+
 def test_evaluation_beside_training_costs_at_most_the_share_of_the_engines_that_evaluate() -> None:
     many = ("generator.concurrent_groups=64", "trainer.mini_batch_size=16", "algorithm.n_samples_per_prompt=4")
     evaluates = ("data.eval_every=8", "data.eval_make_rows=32", "data.eval_rows=32")
