@@ -68,16 +68,20 @@ class Attempts:
 
     def lose(self, group_id: int, sample: int, reason: str) -> None:
         """Restart a failed trajectory; when no attempts are left, its group continues without it."""
-        trajectories = self._record.ledger.state.groups[group_id].trajectories
-        others = [s for s, other in enumerate(trajectories) if s != sample and not other.given_up]
-        draining = self._record.ledger.state.draining is not None
-        can_restart = trajectories[sample].attempt + 1 < self._settings.max_attempts
-        # A trajectory alone in its group has no baseline.
-        if (draining or not can_restart) and len(others) > 1:
-            self._record.add(events.Truncated(group_id, (sample,), reason))
-            examine(self._record, self._filters, [group_id])
-        else:
+        state = self._record.ledger.state
+        can_restart = state.groups[group_id].trajectories[sample].attempt + 1 < self._settings.max_attempts
+        if (can_restart and state.draining is None) or not self._goes_on_without(group_id, (sample,), reason):
             self.restart(group_id, (sample,), reason)
+
+    def _goes_on_without(self, group_id: int, samples: tuple[int, ...], reason: str) -> bool:
+        """Continue a group without some samples; False if that is impossible: a trajectory alone has no baseline."""
+        trajectories = self._record.ledger.state.groups[group_id].trajectories
+        others = [s for s, other in enumerate(trajectories) if s not in samples and not other.given_up]
+        if len(others) < 2:
+            return False
+        self._record.add(events.Truncated(group_id, samples, reason))
+        examine(self._record, self._filters, [group_id])
+        return True
 
     def end_overdue_groups(self, now: float) -> None:
         """Apply `buffer.on_group_deadline` to groups that take too long; by default nothing happens."""
@@ -87,13 +91,9 @@ class Attempts:
             if now - since < settings.group_deadline:
                 break
             trajectories = self._record.ledger.state.groups[group_id].trajectories
-            n_finished = sum(trajectory.complete and not trajectory.given_up for trajectory in trajectories)
-            # A trajectory alone in its group has no baseline.
-            if settings.on_group_deadline == "train_partial" and n_finished > 1:
-                open_samples = tuple(s for s, trajectory in enumerate(trajectories) if not trajectory.complete)
-                self._record.add(events.Truncated(group_id, open_samples, GROUP_DEADLINE))
-                examine(self._record, self._filters, [group_id])
-            else:
+            unfinished = tuple(s for s, trajectory in enumerate(trajectories) if not trajectory.complete)
+            partial = settings.on_group_deadline == "train_partial"
+            if not partial or not self._goes_on_without(group_id, unfinished, GROUP_DEADLINE):
                 self._record.add(events.Ended(group_id, GroupState.EXPIRED, GROUP_DEADLINE))
 
     def restart_refused(self, message: StepGroup, refused: Refusal) -> None:
