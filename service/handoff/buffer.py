@@ -100,7 +100,7 @@ class Buffer:
         """
         if (fenced := self._fenced(claim.generator, claim.incarnation)) is not None:
             return fenced
-        if claim.serving not in self.ledger.history.published:
+        if self.ledger.history.published.get(claim.serving.pack()) != claim.serving:
             return self._refuse(Refusal(RefusalReason.VERSION, "serving", claim.serving.step))
         return self._claims.answer(claim)
 

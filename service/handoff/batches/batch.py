@@ -164,7 +164,7 @@ def _refuse_untrainable(steps: Steps, history: VersionHistory) -> None:
         if lacking_N.any():
             k = int(np.searchsorted(steps.offsets_K, lacking_N.argmax(), "right")) - 1
             raise ValueError(f"{name_of(steps, k)} has tokens to train, but logprobs=None: no ratio can be taken")
-    if (newest := int(steps.versions_N.max(initial=NO_VERSION))) > history.published[history.current]:
+    if (newest := int(steps.versions_N.max(initial=NO_VERSION))) > history.current.pack():
         k = int(np.searchsorted(steps.offsets_K, steps.versions_N.argmax(), "right")) - 1
         raise ValueError(
             f"{name_of(steps, k)} was sampled at version {version_of(newest)}, but the newest of the history "

@@ -279,17 +279,17 @@ def _new_steps(received: _Received) -> list[int] | Refusal:
 
 def _version_refusal(ledger: Ledger, steps: Steps, current: list[tuple[list[int], Group]]) -> Refusal | None:
     """The refusal of a sampled token whose version was never published, or is older than its group's admission."""
-    published, sampled_N = ledger.history.published, steps.versions_N[steps.loss_mask_N]
+    history, sampled_N = ledger.history, steps.versions_N[steps.loss_mask_N]
     if len(sampled_N) and (sampled_N == sampled_N[0]).all():
         number = int(sampled_N[0])
-        if number in ledger.history.numbers and all(published[group.admitted] <= number for _, group in current):
+        if number in history.published and all(group.admitted.pack() <= number for _, group in current):
             return None
     admitted_K = np.full(len(steps), -1, np.int64)
     for items, group in current:
-        admitted_K[items] = published[group.admitted]
+        admitted_K[items] = group.admitted.pack()
     admitted_N = np.repeat(admitted_K, np.diff(steps.offsets_K))
-    versions_N = np.where(steps.loss_mask_N & (admitted_N >= 0), steps.versions_N, published[ledger.history.current])
-    wrong_N = ~ledger.history.known(versions_N) | (versions_N < admitted_N)
+    versions_N = np.where(steps.loss_mask_N & (admitted_N >= 0), steps.versions_N, history.current.pack())
+    wrong_N = ~history.known(versions_N) | (versions_N < admitted_N)
     if not wrong_N.any():
         return None
     n = int(wrong_N.argmax())

@@ -21,10 +21,8 @@ class VersionHistory:
     """Every published version, and the steps at which incarnations branched off."""
 
     def __init__(self, start: PolicyVersion | None = None) -> None:
-        self.published: dict[PolicyVersion, int] = {}
-        """Every published version, oldest first, with its packed number, which tokens carry."""
-        self.numbers: set[int] = set()
-        """The packed numbers of all published versions."""
+        self.published: dict[int, PolicyVersion] = {}
+        """Every published version, oldest first, by its packed number, which tokens carry."""
         self._branches: list[tuple[int, int]] = []  # (the incarnation that began, the step that it went back to)
         self._note(start or PolicyVersion(0, 0))
 
@@ -46,7 +44,7 @@ class VersionHistory:
     def known(self, versions_N: Int64s) -> Bools:
         """[N] whether each token's version was published."""
         heads = np.flatnonzero(changes(versions_N))  # equal versions are adjacent
-        known_H = np.array([number in self.numbers for number in versions_N[heads].tolist()], np.bool_)
+        known_H = np.array([number in self.published for number in versions_N[heads].tolist()], np.bool_)
         return np.repeat(known_H, np.diff(np.append(heads, len(versions_N))))
 
     def staleness(self, versions_N: Int64s, at: PolicyVersion) -> Int32s:
@@ -63,8 +61,7 @@ class VersionHistory:
     def _note(self, version: PolicyVersion) -> None:
         self.current = version
         """The newest published version."""
-        self.published[version] = version.pack()
-        self.numbers.add(self.published[version])
+        self.published[version.pack()] = version
 
 
 def version_of(number: int) -> PolicyVersion | None:
