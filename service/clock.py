@@ -14,13 +14,11 @@ class Clock(Protocol):
         """Unix time in seconds; for logs and metrics only."""
 
 
-class SystemClock:
+class SystemClock(Clock):
     """The machine's clock."""
 
     def monotonic(self) -> float:
-        """Seconds of the machine's monotonic clock."""
         return time.monotonic()
 
     def wall(self) -> float:
-        """Unix time in seconds."""
         return time.time()

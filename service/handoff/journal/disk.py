@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
+from service.files import sync
+
 Buffer = bytes | bytearray | memoryview
 
 MAX_BUFFERS_PER_WRITE = 512
@@ -136,22 +138,15 @@ class LocalDisk(Disk):
         new = not path.exists()
         file = LocalFile(path)
         if new:
-            self._sync_folder(path.parent)
+            sync(path.parent)
         return file
 
     def remove(self, path: Path) -> None:
         path.unlink()
-        self._sync_folder(path.parent)
+        sync(path.parent)
 
     def move(self, path: Path, target: Path) -> None:
         target.parent.mkdir(mode=0o700, exist_ok=True)
         path.rename(target)
-        self._sync_folder(target.parent)
-        self._sync_folder(path.parent)
-
-    def _sync_folder(self, folder: Path) -> None:
-        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+        sync(target.parent)
+        sync(path.parent)
