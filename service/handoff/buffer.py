@@ -86,6 +86,7 @@ class Buffer:
         self._refused: Counter[str] = Counter()
         self._duplicates = 0
         self._late = 0
+        self._examines = settings.filters.any
         self._one_row = None if settings.step_wise else settings.batches.mode
         groups = self.ledger.state.groups.items()
         unused = [o for o, group in groups if not group.lease_count and not group.rolled_back]
@@ -148,7 +149,8 @@ class Buffer:
         if (kept := new.only(shared, len(data))) is not message:
             data = encode(kept)
         position = self._record.accept(data, shared, new.additions)
-        examine(self._record, self._settings.filters, {addition.group_id for addition in new.additions})
+        if self._examines:
+            examine(self._record, self._settings.filters, {addition.group_id for addition in new.additions})
         return Receipt(max(position, self._restart_failed(message)), superseded=new.superseded)
 
     def _restart_failed(self, message: StepGroup) -> int:

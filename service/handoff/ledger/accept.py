@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from service.columns import offsets_of, select, token_bytes
-from service.handoff.group_bytes import item_bytes
+from service.handoff.group_bytes import ITEM_BYTES
 from service.handoff.ledger.events import Addition
 from service.handoff.ledger.ledger import Ledger
 from service.handoff.ledger.record import Held, Store, end_bytes
@@ -225,7 +225,8 @@ def _addition(received: _Received) -> Addition | Refusal | None:
         indices,
         tokens=sum(columns.sampled[k] for k in items),
         bad_tokens=sum(columns.bad[k] for k in items),
-        n_bytes=item_bytes(n_tokens, columns.bytes_per_token, len(items))
+        n_bytes=n_tokens * columns.bytes_per_token
+        + ITEM_BYTES * len(items)
         + long_note_bytes(received.message.steps, items)
         + (end_bytes(end) if end else 0),
         end=end,
