@@ -194,8 +194,7 @@ def _raises_trainer_lost() -> Iterator[None]:
         why = in_a_line(error)
         raise TrainerLost(f"the trainer failed ({why}{advice(why, 'trainer')})") from error
     except OutOfMemory as error:
-        why, is_remedied = in_a_line(error), error.lighter is not None
-        what = "" if is_remedied else advice(why, "trainer")
-        raise TrainerLost(f"the trainer failed ({why}{what})", is_remedied) from error
+        why = in_a_line(error)
+        raise TrainerLost(f"the trainer failed ({why}{advice(why, 'trainer')})", error.lighter is not None) from error
     except Starved as error:
         raise TrainerLost(f"the trainer is silent ({error})") from error

@@ -31,5 +31,5 @@ def naming_lack_of_memory(policy: Policy) -> Iterator[None]:
     except torch.OutOfMemoryError as error:
         (first, *_), lighter = str(error).splitlines() or [""], policy.lighter()
         held = f"{policy.checkpointing.layers} of {len(policy.model.layers)} layers kept their input only"
-        better = f", from now on {lighter.layers}" if lighter is not None else ""
+        better = f" ({lighter.layers} would take less)" if lighter is not None else ""
         raise OutOfMemory(f"rank {policy.rank} was out of memory, {held}{better}: {first}", lighter) from error

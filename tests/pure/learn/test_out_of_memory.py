@@ -34,8 +34,8 @@ def without_memory(folder: Path, checkpointing: Checkpointing | None) -> Policy:
 @pytest.mark.parametrize(
     ("now", "lighter", "told"),
     [
-        (None, Checkpointing(1), "0 of 2 layers kept their input only, from now on 1"),
-        (Checkpointing(1), Checkpointing(2), "1 of 2 layers kept their input only, from now on 2"),
+        (None, Checkpointing(1), "0 of 2 layers kept their input only (1 would take less)"),
+        (Checkpointing(1), Checkpointing(2), "1 of 2 layers kept their input only (2 would take less)"),
         (Checkpointing(2), None, "2 of 2 layers kept their input only"),
     ],
 )
