@@ -190,5 +190,5 @@ def _no_address(folder: Path) -> str:
     return (
         f"{folder}: no process of this machine runs it, and it did not say how it ended: it was killed, or runs "
         f"elsewhere; logs/ has what its parts printed, `baton run --resume {folder}` goes on from its newest "
-        "checkpoint"
+        "checkpoint (not of baton sft, whose models in checkpoints/ are for model.path)"
     )

@@ -265,6 +265,7 @@ def test_status_tells_a_run_that_starts_from_one_that_was_killed(
         assert "no run answers there" in said()
     killed = said()
     assert "it was killed" in killed and f"baton run --resume {tmp_path}" in killed
+    assert "not of baton sft" in killed
     folder.begin(resolved_yaml(Config()))
     assert "it was killed" in said()
 
