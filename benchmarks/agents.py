@@ -338,7 +338,7 @@ class Alone:
         began = time.process_time()
         asked = dialect.read(parse_body(raw))
         call = await self.session.begin(asked, self.session.opened(asked), str(len(raw)))
-        answer = CallAnswer(call, "policy", 0)
+        answer = CallAnswer(call, 0)
         json.dumps(reply := dialect.reply(answer, asked)).encode()
         self.cpu_seconds = time.process_time() - began
         told = Message(role="user", content=excerpt(self._drawn, RESULT_CHARACTERS))

@@ -130,8 +130,7 @@ class Call:
     @property
     def n_prompt(self) -> int:
         """Tokens of the whole prompt."""
-        whole = sum(len(call.carried_ids) + len(call.response.token_ids) for call in self.path())
-        return whole - len(self.response.token_ids)
+        return len(self.token_ids()) - len(self.response.token_ids)
 
     @property
     def is_sampled(self) -> Bools:

@@ -23,7 +23,7 @@ from service.agents.dialects.answer_form import structural_tag
 from service.agents.dialects.body import parse_body
 from service.agents.dialects.chat import CHAT
 from service.agents.dialects.completions import COMPLETIONS
-from service.agents.dialects.dialect import CallAnswer, CallRequest, Dialect, Refused
+from service.agents.dialects.dialect import MODEL, CallAnswer, CallRequest, Dialect, Refused
 from service.agents.dialects.generate import GENERATE
 from service.agents.dialects.messages import MESSAGES
 from service.agents.dialects.responses import RESPONSES
@@ -44,8 +44,6 @@ DIALECTS: Mapping[str, Dialect] = {
 }
 """The dialects by the path at which clients use them."""
 COUNT_TOKENS = "/v1/messages/count_tokens"
-MODEL = "policy"
-"""The name of the only model; requests may name any."""
 IGNORED_HEADER = "X-Baton-Ignored"
 """Header of an answer that names the fields of its request which changed nothing."""
 SAMPLE_HEADER = "X-Baton-Sample"
@@ -87,7 +85,7 @@ class Calls:
             session.check_open()
         calls = [one.result() for one in calling]
         self.answered.update((dialect.name, "replayed" if call.index < known else call.how) for call in calls)
-        first, *others = (CallAnswer(call, asked.model, int(time.time())) for call in calls)
+        first, *others = (CallAnswer(call, int(time.time())) for call in calls)
         response = await _write(request, dialect, asked, first._replace(others=others))
         self.constrained += sum(call.n_sampled for call in calls) if asked.structure else 0
         for call in calls:

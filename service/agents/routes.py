@@ -23,11 +23,11 @@ from msgspec import Struct
 
 from service.agents.dialects import chat
 from service.agents.dialects.body import TokenIds, parse_body, read_as
-from service.agents.dialects.dialect import Refused
+from service.agents.dialects.dialect import MODEL, Refused
 from service.agents.dialects.messages import read_to_count
 from service.agents.message_form import read_messages
 from service.agents.offers import Offers
-from service.agents.policy_calls import COUNT_TOKENS, MODEL
+from service.agents.policy_calls import COUNT_TOKENS
 from service.agents.requests import NO_ROOM, Requests, is_connected
 from service.agents.session import Outcome, Session, plain_outcome
 from service.handoff.steps.reward import NEEDED

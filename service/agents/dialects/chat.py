@@ -103,12 +103,12 @@ def reply(answer: CallAnswer, asked: CallRequest) -> dict[str, Any]:
             message["content"] = message["content"] or None  # as clients expect
         choices.append({"index": index, "message": message, "finish_reason": one.finish, **_tokens(one, asked)})
     ids = {"prompt_token_ids": answer.prompt_ids} if asked.wants_ids else {}
-    return {**head(answer, "chatcmpl", "chat.completion"), "choices": choices, "usage": answer.usage, **ids}
+    return {**head(answer, asked, "chatcmpl", "chat.completion"), "choices": choices, "usage": answer.usage, **ids}
 
 
 def events(answer: CallAnswer, asked: CallRequest) -> Iterator[bytes]:
     """The answer as chunks of a chat completion."""
-    chunk = head(answer, "chatcmpl", "chat.completion.chunk")
+    chunk = head(answer, asked, "chatcmpl", "chat.completion.chunk")
     if asked.wants_ids:
         chunk["prompt_token_ids"] = answer.prompt_ids
     for index, one in enumerate(answer.all):

@@ -44,12 +44,12 @@ def read(body: Mapping[str, Any]) -> CallRequest:
 def reply(answer: CallAnswer, asked: CallRequest) -> dict[str, Any]:
     """The answer as a text completion."""
     choices = [{"index": index, **_choice(one, asked)} for index, one in enumerate(answer.all)]
-    return {**head(answer, "cmpl", "text_completion"), "choices": choices, "usage": answer.usage}
+    return {**head(answer, asked, "cmpl", "text_completion"), "choices": choices, "usage": answer.usage}
 
 
 def events(answer: CallAnswer, asked: CallRequest) -> Iterator[bytes]:
     """The answer as chunks of a text completion."""
-    chunk = head(answer, "cmpl", "text_completion")
+    chunk = head(answer, asked, "cmpl", "text_completion")
     for index, one in enumerate(answer.all):
         for piece in (_choice(one, asked) | {"finish_reason": None}, {"text": "", "finish_reason": _finish(one)}):
             yield frame({**chunk, "choices": [{"index": index, **piece}]})

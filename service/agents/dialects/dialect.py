@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 from service.agents.conversation_tree import Call
@@ -16,6 +15,8 @@ from service.errors import UserError
 from service.rollout.chat.chat import Tool
 from service.types import Int32s
 
+MODEL = "policy"
+"""The name of the only model; requests may name any."""
 DONE = b"data: [DONE]\n\n"
 ERROR_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
 
@@ -34,8 +35,8 @@ class CallRequest(NamedTuple):
 
     messages: Sequence[Mapping[str, Any]]
     """In the form of chat completions, as `ConversationTree.open` takes them; empty where `prompt` is given."""
-    model: str = ""
-    """The model that the client named; the answer repeats it."""
+    model: str = MODEL
+    """The name of the model in the request; the answer repeats it."""
     tools: Sequence[Tool] = ()
     echoed: frozenset[str] = frozenset()
     """Names of calls that came back as a signature or as encrypted content."""
@@ -52,7 +53,7 @@ class CallRequest(NamedTuple):
     """The client asked for log-probabilities alone."""
     include_usage: bool = False
     """A stream of chat completions or completions ends with the numbers of tokens."""
-    repeated: Mapping[str, Any] = MappingProxyType({})
+    repeated: Mapping[str, Any] = {}
     """Fields of the request that the dialect's answer has too."""
     n: int = 1
     """Samples that the client wants."""
@@ -70,7 +71,6 @@ class CallAnswer(NamedTuple):
     """One call of the policy, with the data for the client's answer."""
 
     call: Call
-    model: str
     created: int
     """Seconds since 1970."""
     others: Sequence[CallAnswer] = ()
@@ -124,9 +124,9 @@ def frame(data: Any, event: str = "") -> bytes:
     return f"{head}data: {json.dumps(data)}\n\n".encode()
 
 
-def head(answer: CallAnswer, prefix: str, kind: str) -> dict[str, Any]:
+def head(answer: CallAnswer, asked: CallRequest, prefix: str, kind: str) -> dict[str, Any]:
     """The fields with which answers of chat completions and completions, and chunks of them, begin."""
-    made = {"created": answer.created, "model": answer.model}
+    made = {"created": answer.created, "model": asked.model}
     return {"id": f"{prefix}-{answer.call.name}", "object": kind, **made}
 
 

@@ -132,7 +132,7 @@ def reply(answer: CallAnswer, asked: CallRequest) -> dict[str, Any]:
         "id": f"msg_{call.name}",
         "type": "message",
         "role": "assistant",
-        "model": answer.model,
+        "model": asked.model,
         "content": blocks,
         "stop_reason": STOP_REASONS[answer.finish],
         "stop_sequence": None,

@@ -155,7 +155,7 @@ def reply(answer: CallAnswer, asked: CallRequest) -> dict[str, Any]:
         "id": f"resp_{answer.call.name}",
         "object": "response",
         "created_at": answer.created,
-        "model": answer.model,
+        "model": asked.model,
         "status": "incomplete" if is_cut else "completed",
         "error": None,
         "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,

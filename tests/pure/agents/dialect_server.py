@@ -67,7 +67,7 @@ class DialectServer:
         # Not the tokens that a tokenizer would choose.
         ids = [token for letter in next(self.replies) for token in self.chat.plain(letter).tolist()]
         call = self.tree.add(opened, generated([*ids, self.chat.end_id]), str(raw))
-        return CallAnswer(call, "policy", 5)
+        return CallAnswer(call, 5)
 
     def _open(self, asked: CallRequest) -> PreparedCall:
         said = asked.messages or [{"role": "user", "content": str(asked.prompt)}]
