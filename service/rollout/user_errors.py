@@ -9,9 +9,10 @@ from __future__ import annotations
 import asyncio
 import os
 from contextvars import ContextVar
+from inspect import CORO_CREATED, getcoroutinestate
 from itertools import dropwhile
 from traceback import walk_tb
-from types import TracebackType
+from types import CoroutineType, TracebackType
 from typing import Any
 
 MAX_CHARACTERS = 500
@@ -59,8 +60,14 @@ def contain_exits() -> None:
 def _make_task(loop: asyncio.AbstractEventLoop, coroutine: Any, **more: Any) -> asyncio.Task[Any]:
     if not (asyncio.iscoroutine(coroutine) and _CONTAINED.get()):
         return asyncio.Task(coroutine, loop=loop, **more)
+
+    def close(task: object) -> None:
+        # A task that was cancelled before its first line leaves its coroutine; closing that runs no code of users.
+        if type(coroutine) is CoroutineType and getcoroutinestate(coroutine) == CORO_CREATED:
+            coroutine.close()
+
     task = asyncio.Task(_contained(coroutine), loop=loop, **more)
-    task.add_done_callback(lambda task: coroutine.close())  # it never began if the task was cancelled before
+    task.add_done_callback(close)
     return task
 
 

@@ -12,7 +12,6 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
 
 import aiohttp
 import msgspec
@@ -86,10 +85,11 @@ class FrozenModels:
 
     async def _answer_within(self, role: str, messages: Sequence[Message], sampling: Sampling, deadline: float) -> str:
         """Retry until there is an answer or a refusal, or the deadline passes."""
-        asked, failures, errors = self._roles[role], list[str](), (aiohttp.ClientError, ConnectionError)
+        asked, last, errors = self._roles[role], "no answer", (aiohttp.ClientError, ConnectionError)
 
         def failed(error: Exception) -> None:
-            failures[:] = [f"{type(error).__name__}: {error}" if isinstance(error, aiohttp.ClientError) else str(error)]
+            nonlocal last
+            last = f"{type(error).__name__}: {error}" if isinstance(error, aiohttp.ClientError) else str(error)
 
         try:
             async with asyncio.timeout(deadline) as scope:
@@ -98,7 +98,6 @@ class FrozenModels:
         except TimeoutError as error:
             if not scope.expired():
                 raise
-            last = failures[0] if failures else "no answer"
             late = f"roles.{role}: {asked.url or asked.model} gave no answer within {deadline:g} s, at last {last}"
             raise TrajectoryFailed(StopReason.ENVIRONMENT_TIMEOUT, late) from error
 
@@ -115,19 +114,17 @@ class FrozenModels:
             "temperature": sampling.temperature,
             "max_tokens": sampling.max_tokens,
         }
-        status, answer = await self._post(f"{asked.url}/chat/completions", body, self._headers[role])
-        if status in AGAIN:
-            raise ConnectionError(f"status {status}")
-        return _text(role, status, answer)
-
-    async def _post(self, url: str, body: Mapping[str, Any], headers: Mapping[str, str]) -> tuple[int, bytes | None]:
         if self._session is None:
             # The deadline of `answer` bounds a request; the number of played trajectories bounds the number of
             # requests.
             without = aiohttp.ClientTimeout(total=None)
             self._session = aiohttp.ClientSession(timeout=without, connector=aiohttp.TCPConnector(limit=0))
+        url, headers = f"{asked.url}/chat/completions", self._headers[role]
         async with self._session.post(url, json=body, headers=headers, allow_redirects=False) as response:
-            return response.status, await whole_body(response, ANSWER_BYTES)
+            status, answer = response.status, await whole_body(response, ANSWER_BYTES)
+        if status in AGAIN:
+            raise ConnectionError(f"status {status}")
+        return _text(role, status, answer)
 
     async def close(self) -> None:
         """Close the connections."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Coroutine, Generator, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -170,6 +171,35 @@ async def test_a_task_of_an_environment_that_exits_ends_its_own_trajectory_and_n
 
     _, end = await play(chat, engine(chat), StartsTasks(""))
     assert end.stop_reason == "environment_error"
+
+
+class ExitsWhenClosed(Coroutine[None, None, None]):
+    """A coroutine of a class of its own."""
+
+    def send(self, value: None) -> None:
+        raise StopIteration
+
+    def throw(self, *error: Any) -> None:
+        raise StopIteration
+
+    def close(self) -> None:
+        raise SystemExit(3)
+
+    def __await__(self) -> Generator[None, None, None]:
+        yield
+
+
+async def test_a_coroutine_of_an_environment_that_exits_when_it_is_closed_does_not_end_the_event_loop(
+    chat: Chat,
+) -> None:
+    class StartsTasks(Stubborn):
+        async def step(self, text: str) -> StepResult:
+            await asyncio.create_task(ExitsWhenClosed())
+            await asyncio.sleep(0)
+            return StepResult((), 1.0, True)
+
+    _, end = await play(chat, engine(chat), StartsTasks(""))
+    assert end.reward == 1.0
 
 
 async def test_only_a_tool_that_the_task_describes_names_a_call_whatever_the_policy_wrote(chat: Chat) -> None:
