@@ -56,10 +56,7 @@ class SkyRLGym:
     """One episode of the environment that skyrl-gym registered as `env_id`; `options` are its `env_config`."""
 
     def __init__(self, env_id: str, max_turns: int = 4, **options: str | int | float | bool) -> None:
-        try:
-            self._gym = import_module("skyrl_gym")
-        except ImportError as error:
-            raise UserError("env.name: skyrl_gym is not installed; install baton-rl[skyrl-gym]") from error
+        self._gym = _library("skyrl_gym")
         try:
             entry_point = self._gym.spec(env_id).entry_point
         except Exception as error:  # the library's error classes exist only if it is installed
@@ -120,7 +117,6 @@ class ReasoningGym:
     """One question of the dataset `name`; `options` configure it."""
 
     def __init__(self, name: str, **options: Option) -> None:
-        _gym()
         self._name = name
         self._options = tuple(sorted(options.items()))
         _dataset(name, seed=0, size=1, options=self._options)  # refuses an unknown name or option at the start
@@ -174,13 +170,14 @@ class SyntheticRows:
 @lru_cache(maxsize=64)
 def _dataset(name: str, seed: int, size: int, options: tuple[tuple[str, Option], ...]) -> Any:
     try:
-        return _gym().create_dataset(name, seed=seed, size=size, **dict(options))
+        return _library("reasoning_gym").create_dataset(name, seed=seed, size=size, **dict(options))
     except (ValueError, TypeError, AssertionError) as error:
         raise UserError(f"env.name: reasoning-gym does not make {name!r} with {dict(options)}: {error}") from error
 
 
-def _gym() -> Any:
+def _library(name: str) -> Any:
     try:
-        return import_module("reasoning_gym")
+        return import_module(name)
     except ImportError as error:
-        raise UserError("env.name: reasoning_gym is not installed; install baton-rl[reasoning-gym]") from error
+        extra = name.replace("_", "-")
+        raise UserError(f"env.name: {name} is not installed; install baton-rl[{extra}]") from error
