@@ -133,12 +133,7 @@ def place_actors(config: Config, prepared: Prepared, journal: Path, keys: Keys |
 
 
 def _refuse_unfit_nodes(config: Config, has_gpu: bool) -> None:
-    """Refuse settings that the nodes can never fulfil. A cluster may grow later, but a single machine does not.
-
-    Raises:
-        UserError: the transport of weights needs GPUs and there are none, or this machine has too few GPUs or
-        other labels.
-    """
+    """Refuse settings that the nodes can never fulfil. A cluster may grow later, but a single machine does not."""
     if config.weights.transport != "memory" and not has_gpu:
         how = f"weights.transport: {config.weights.transport}"
         raise UserError(f"{how} sends weights from GPU to GPU, but Ray has no GPU; use memory")

@@ -50,11 +50,12 @@ class FrozenEngine:
         self._starting = asyncio.Lock()
         self._numbers = itertools.count()
 
-    async def start(self) -> None:
-        """Load the model, if it is not loaded yet."""
+    async def start(self) -> AsyncLLM:
+        """Load the model, if it is not loaded yet; returns vLLM's engine."""
         async with self._starting:
             if self._llm is None:
                 self._llm = await asyncio.to_thread(_build, self._arguments)
+            return self._llm
 
     async def logprobs(self, token_ids: list[int]) -> Sequence[float | None]:
         """Return the log-probability of each token given those before it, at temperature 1; for the first token
@@ -81,14 +82,12 @@ class FrozenEngine:
         return token_ids
 
     async def _output(self, prompt_ids: list[int], sampling: SamplingParams) -> RequestOutput:
-        await self.start()
-        if self._llm is None:
-            raise RuntimeError("the engine is not started")
+        llm = await self.start()
         prompt: Any = {"type": "token", "prompt_token_ids": prompt_ids}
         try:
-            return [output async for output in self._llm.generate(prompt, sampling, f"{next(self._numbers)}")][-1]
+            return [output async for output in llm.generate(prompt, sampling, f"{next(self._numbers)}")][-1]
         except Exception:  # vLLM's errors have no common class; if its core still runs, they are raised again
-            if self._llm.errored:
+            if llm.errored:
                 log.exception("the engine core died")
                 os._exit(1)  # Ray restarts the actor
             raise

@@ -52,11 +52,7 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def _files(folder: Path, part: str | None) -> list[Path]:
-    """The log file of a part, or all log files.
-
-    Raises:
-        UserError: there is no such log.
-    """
+    """The log file of a part, or all log files; `UserError` if there is none."""
     files = sorted(folder.glob(f"*{SUFFIX}"))
     chosen = [file for file in files if part in (None, file.stem)]
     if chosen:

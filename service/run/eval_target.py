@@ -47,17 +47,14 @@ class EvalTarget:
     def begun_with(self, model: ModelConfig) -> Path:
         """The folder of the model that gives the run's checkpoints their shape and tokenizer, and that adapters
         extend."""
-        if self.run is None:
-            raise ValueError(f"{self.path} belongs to no run")
-        return warmed_model(model, self.run) or initial_model(model, self.run)
+        run = self.run or self.path
+        return warmed_model(model, run) or initial_model(model, run)
 
     def weights(self, manifest: Manifest | None) -> Path:
         """The folder of the weights: a checkpoint's, an adapter's, or the Hugging Face folder."""
         if manifest is not None:
             return self.checkpoints.path(manifest.step)
-        if (folder := self.model or self.adapter) is None:
-            raise ValueError(f"{self.path} is no model")
-        return folder
+        return self.model or self.adapter or self.path
 
     def manifest(self) -> Manifest:
         """The manifest of the checkpoint at `step`, or of the newest complete one.

@@ -6,7 +6,6 @@ baton profile --writes--> profiles/request.json --read before a step by--> drive
 
 from __future__ import annotations
 
-import json
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -87,7 +86,7 @@ def ask(folder: Path, steps: int, ranks: Sequence[int], seconds: float, sleep: C
         raise UserError(f"{folder}: this run is not going on")
     request = ProfileRequest(uuid.uuid4().hex, steps, tuple(ranks))
     file = folder / PROFILES / REQUEST
-    create_private(file, json.dumps(msgspec.to_builtins(request)))
+    create_private(file, msgspec.json.encode(request).decode())
     deadline = time.monotonic() + seconds
     try:
         if msgspec.json.decode(file.read_bytes(), type=ProfileRequest) != request:
