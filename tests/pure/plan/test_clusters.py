@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.plan_field import MODELS
+from benchmarks.estimates import SHAPES
 from service.cli.configuration import _estimates
 from service.cli.parser import main
 from service.config import load
@@ -103,7 +103,7 @@ def test_every_constant_has_a_source_and_the_page_lists_those_of_clusters() -> N
 @pytest.fixture
 def experts(tmp_path: Path) -> list[str]:
     """The arguments for two layers with experts on 16 GPUs."""
-    (tmp_path / "config.json").write_text(json.dumps(MODELS["Qwen3-30B-A3B"] | {"num_hidden_layers": 2}))
+    (tmp_path / "config.json").write_text(json.dumps(SHAPES["Qwen3-30B-A3B"] | {"num_hidden_layers": 2}))
     words = ["model.make=null", "model.warm_start=null", f"model.path={tmp_path}", "model.dtype=bfloat16"]
     words += ["generator.engines=8", "trainer.ranks=8", "trainer.gradient_checkpointing=true"]
     return ["--config", str(QUICKSTART), *words]

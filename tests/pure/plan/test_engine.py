@@ -1,12 +1,10 @@
 """An engine's roofline: decoding waits for the memory, prefill for the products."""
 
-import json
 from pathlib import Path
 
 import pytest
 
 from benchmarks.estimates import SHAPES, model_folder
-from benchmarks.plan_field import MODELS
 from service.errors import UserError
 from service.learn.estimate.gpus import DATA_SHEETS
 from service.learn.model.hf_config import read_config
@@ -17,10 +15,7 @@ H100 = profile("h100")
 
 
 def shape(name: str, parent: Path) -> Shape:
-    if name in SHAPES:
-        return Shape.of(read_config(model_folder(name, parent)))
-    (parent / "config.json").write_text(json.dumps(MODELS[name]))
-    return Shape.of(read_config(parent))
+    return Shape.of(read_config(model_folder(name, parent)))
 
 
 @pytest.mark.parametrize(
