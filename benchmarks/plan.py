@@ -23,7 +23,7 @@ from pathlib import Path
 import psutil
 
 from service.config import Config, load
-from service.plan.forecast import Forecast, forecast
+from service.plan.forecast import Plan
 from service.plan.live_binding import WAITING
 from service.plan.machine.device import Device
 from service.plan.machine.measure import measured, pace
@@ -78,12 +78,12 @@ def _held(pid: int) -> dict[str, float]:
     return {"rank": max(held["rank"], default=0.0), "engine": sum(held["engine"]) / max(1, cores)}
 
 
-def planned(config: Config, folder: Path, device: Device) -> Forecast:
+def planned(config: Config, folder: Path, device: Device) -> Plan:
     """The plan of a run that has ended, with its lengths and times."""
     settings = PlanSettings.of(config)
     work = work_of(settings, lengths_of_run(str(folder)), dict.fromkeys(OPTIONS))
     with planned_model(config.model, config.env, config.run.seed, str(folder)) as model:
-        return forecast(settings, model, device, work, None)
+        return Plan(settings, model, device, work, None)
 
 
 def seconds_and_waits(folder: Path) -> tuple[float, float, float]:

@@ -40,6 +40,11 @@ class Side(StrEnum):
     GENERATION = "generation"
     TRAINING = "training"
 
+    @property
+    def other(self) -> Side:
+        """The side that runs at the same time."""
+        return Side.TRAINING if self is Side.GENERATION else Side.GENERATION
+
 
 BOTH_WAIT = 0.15
 """Both sides count as waiting if each waits for more than this fraction of the time."""
@@ -96,22 +101,18 @@ class Demand:
         """Fraction of the time for which a side waits for the other one."""
         return max(0.0, 1 - self.seconds(side) / self.step_seconds) if self.step_seconds else 0.0
 
-    def with_more(self, part: Part) -> Demand:
-        """The demand with one more engine, rank or mini-batch of lookahead; the part's time shrinks in proportion."""
+    def gain(self, part: Part, side: Side) -> float:
+        """The speed with one more engine, rank or mini-batch of lookahead, over the current speed; for any other part
+        of the side, the speed if the part took no time."""
         if part is Part.LOOKAHEAD:
-            return replace(self, lookahead=self.lookahead + 1)
-        if part is Part.ENGINES:
-            parts = {**self.generation, part: self.generation.get(part, 0.0) * self.engines / (self.engines + 1)}
-            return replace(self, generation=parts, engines=self.engines + 1)
-        parts = {**self.training, part: self.training.get(part, 0.0) * self.ranks / (self.ranks + 1)}
-        return replace(self, training=parts, ranks=self.ranks + 1)
+            return self.speed_of(replace(self, lookahead=self.lookahead + 1))
+        remaining = {Part.ENGINES: self.engines / (self.engines + 1), Part.TRAINER: self.ranks / (self.ranks + 1)}
+        parts = self.of(side)
+        parts = {**parts, part: parts.get(part, 0.0) * remaining.get(part, 0.0)}
+        is_generation = side is Side.GENERATION
+        return self.speed_of(replace(self, generation=parts) if is_generation else replace(self, training=parts))
 
-    def without(self, side: Side, part: Part) -> Demand:
-        """The demand if a part of a side took no time."""
-        parts = {**self.of(side), part: 0.0}
-        return replace(self, generation=parts) if side is Side.GENERATION else replace(self, training=parts)
-
-    def gain(self, other: Demand) -> float:
+    def speed_of(self, other: Demand) -> float:
         """The speed of another demand relative to this one, by the arithmetic seconds."""
         seconds = other.arithmetic_seconds
         return self.arithmetic_seconds / seconds if seconds else 1.0
@@ -151,8 +152,7 @@ class Binding:
 
     def sentence(self) -> str:
         """A description in one line."""
-        waiting = Side.TRAINING if self.side is Side.GENERATION else Side.GENERATION
-        begin = f"{self.side}: {waiting} waits {self.waits:.0%} of the time"
+        begin = f"{self.side}: {self.side.other} waits {self.waits:.0%} of the time"
         if self.both_wait:
             what = "each other" if self.part is Part.LOOKAHEAD else "new weights to arrive"
             begin = f"{self.part}: {begin.partition(': ')[2]}, {self.side} {self.share:.0%}, both for {what}"
@@ -185,36 +185,22 @@ def binding(demand: Demand, slow: Part | None = None) -> Binding:
     """
     side, both_wait = demand.longer, demand.waits(demand.longer) > BOTH_WAIT
     if both_wait and slow is None:
-        return _both_wait(demand)
-    if both_wait:
-        side = Side.GENERATION if slow is Part.ENGINES else Side.TRAINING
-    shorter = Side.TRAINING if side is Side.GENERATION else Side.GENERATION
-    parts, total = demand.of(side), demand.seconds(side)
-    part = slow if both_wait and slow is not None else max(parts, key=lambda each: parts[each])
-    countable = part in (Part.ENGINES, Part.TRAINER)
+        late = demand.arrival > max(max(demand.of(each).values()) for each in Side)
+        part, share = Part.WEIGHTS if late else Part.LOOKAHEAD, demand.waits(side)
+        gain = demand.speed_of(replace(demand, arrival=0.0)) if late else demand.gain(part, side)
+    else:
+        if both_wait:
+            side = Side.GENERATION if slow is Part.ENGINES else Side.TRAINING
+        parts, total = demand.of(side), demand.seconds(side)
+        part = slow if both_wait and slow is not None else max(parts, key=lambda each: parts[each])
+        share, gain = parts[part] / total if total else 0.0, demand.gain(part, side)
     return Binding(
         side=side,
         part=part,
-        share=parts[part] / total if total else 0.0,
-        waits=demand.waits(shorter),
-        balanced=not both_wait and demand.seconds(shorter) >= (1 - BALANCED) * total,
-        gain=demand.gain(demand.with_more(part) if countable else demand.without(side, part)),
+        share=share,
+        waits=demand.waits(side.other),
+        balanced=not both_wait and demand.seconds(side.other) >= (1 - BALANCED) * demand.seconds(side),
+        gain=gain,
         shares_cores=demand.shares_cores,
-    )
-
-
-def _both_wait(demand: Demand) -> Binding:
-    """The binding if both sides wait: the lookahead, or the update of the engines if nothing takes longer."""
-    side = demand.longer
-    shorter = Side.TRAINING if side is Side.GENERATION else Side.GENERATION
-    late = demand.arrival > max(max(demand.of(each).values()) for each in Side)
-    return Binding(
-        side=side,
-        part=Part.WEIGHTS if late else Part.LOOKAHEAD,
-        share=demand.waits(side),
-        waits=demand.waits(shorter),
-        balanced=False,
-        gain=demand.gain(replace(demand, arrival=0.0) if late else demand.with_more(Part.LOOKAHEAD)),
-        shares_cores=demand.shares_cores,
-        both_wait=True,
+        both_wait=both_wait and slow is None,
     )

@@ -19,7 +19,7 @@ from service.plan.engine import Engine, Shape
 from service.plan.machine.costs import CPU, GPU, TRAINER
 from service.plan.machine.device import Device, crowding
 from service.plan.settings import PlanSettings
-from service.plan.step_seconds import Flow, Setting, flow_of
+from service.plan.step_seconds import Flow, Setting
 from service.plan.trainer import estimated
 from service.plan.weights import Update, update
 from service.plan.work import Work
@@ -87,43 +87,105 @@ def splits_of(settings: PlanSettings, gpus: int) -> Iterator[tuple[int, int]]:
         yield engines, gpus - engines * each
 
 
-class Planner:
-    """All figures of a configuration that do not depend on the split."""
+class Plan:
+    """The plan of a configuration: whether it fits, the seconds of a step with each split of the GPUs, what binds."""
 
-    def __init__(self, settings: PlanSettings, folder: Path, device: Device, work: Work) -> None:
-        """`folder` needs only a config.json.
+    def __init__(self, settings: PlanSettings, folder: Path, device: Device, work: Work, gpus: int | None) -> None:
+        """Plan for `gpus` GPUs; None: the number in the configuration. `folder` needs only a config.json.
 
         Raises:
-            UserError: the model cannot be made or run.
+            UserError: the model cannot be made or run, or there are too few GPUs.
         """
         self.settings, self.device, self.work = settings, device, work
-        self.trainer, self.memory, self.problem = estimated(settings.fit, folder, device)
+        self._trainer, self._memory, problem = estimated(settings.fit, folder, device)
         hf_config = read_config(folder)
-        self.shape = Shape.of(hf_config, 2.0 if settings.fit.learn.model.dtype == "bfloat16" else 4.0)
+        self._shape = Shape.of(hf_config, 2.0 if settings.fit.learn.model.dtype == "bfloat16" else 4.0)
         self._on_cpu, pace = device.cores is not None, device.pace
         recorded = settings.generator.record_experts and not self._on_cpu
         self.journal_token_bytes = TOKEN_BYTES + routing_of_model(hf_config, recorded).token_bytes
         token = CPU["token"] + CPU["turn"] / work.response_tokens
         self._engine = Engine(
-            self.shape,
+            self._shape,
             device,
             settings.generator.engine_gpus,
-            self.memory.kv or device.memory,
+            self._memory.kv or device.memory,
             CPU["iteration"] * pace if self._on_cpu else GPU["iteration"],
             token * pace if self._on_cpu else GPU["request"],
         )
         self._trajectories = settings.trainer.mini_batch_size * settings.samples
-        # a token that turns share is written once
         self.journal_bytes = self._trajectories * work.length * self.journal_token_bytes
-        self._iteration = cache(self._iteration_of)
+        """What the buffer writes for a mini-batch; a token that turns share is written once."""
+        self._cached_iteration = cache(self._iteration_of)
+
+        engines, ranks = settings.generator.max_engines, settings.trainer.ranks
+        used = ranks if settings.fit.shares_gpus else engines * settings.generator.engine_gpus + ranks
+        self.gpus = gpus or used
+        self.chosen = self.split(engines, ranks)
+        """The split of the configuration."""
+        self.splits = [
+            self.chosen if pair == (engines, ranks) else self.split(*pair) for pair in splits_of(settings, self.gpus)
+        ]
+        """All splits of the GPUs, the configuration's among them where it uses them all."""
+        self.on_policy = self.split(engines, ranks, lookahead=0).flow
+        """The chosen split with `buffer.lookahead: 0`."""
+        # an engine and a rank can hand over handles on a GPU that they share, and NCCL only between GPUs
+        possible = ("memory",) if self._on_cpu else ("memory", "ipc" if settings.fit.shares_gpus else "nccl")
+        transports = dict.fromkeys((settings.weights.transport, *possible))
+        self.updates = {name: self._update(name, engines, ranks) for name in transports}
+        self.problem = problem or self._too_large() or self._too_few_gpus(used)
+        """Why the configuration does not fit, and what would help; None if it fits."""
+
+    @property
+    def best(self) -> Split:
+        """The fastest split that fits; the fastest of all if none fits."""
+        return min(self.splits, key=lambda split: (not split.fits, split.step_seconds))
+
+    @property
+    def gpu_hours(self) -> float | None:
+        """GPU hours of the whole run, without its start; None on a CPU."""
+        seconds = self.settings.max_steps * self.chosen.step_seconds * self.gpus
+        return None if self._on_cpu else seconds / 3600
+
+    @property
+    def engine_bytes(self) -> dict[str, float]:
+        """Bytes on each GPU of an engine, by part."""
+        weights = self._shape.parameters * self._shape.width / self.settings.generator.engine_gpus
+        parts = {"weights": weights, "kv cache": max(0.0, self._memory.kv)}
+        if self._on_cpu:
+            return {**parts, "libraries": CPU["engine_bytes"]}
+        return {**parts, "graphs and buffers": max(0.0, self._memory.engine - weights)}
+
+    def _too_large(self) -> str | None:
+        """Why the processes of a CPU machine, or ranks in float32, do not fit its memory; None if they do."""
+        split, room = self.chosen, self.device.memory * (1 - MARGIN)
+        needed = rank = sum(split.rank_bytes.values())
+        who, helps = "a rank takes", "use more of them, or a smaller model"
+        if self._on_cpu:
+            needed = split.ranks * rank + split.engines * sum(self.engine_bytes.values())
+            who = f"{split.ranks} ranks and {split.engines} engines on this machine take"
+            helps = "use fewer of them or a smaller model, or plan for GPUs (--gpu h100)"
+        if needed <= room:
+            return None
+        return f"trainer.ranks: {who} {needed / 1e9:.1f} GB, of which there are {room / 1e9:.1f}; {helps}"
+
+    def _too_few_gpus(self, used: int) -> str | None:
+        """Why the configured engines and ranks need more GPUs than there are; None if they do not."""
+        if used <= self.gpus:
+            return None
+        generator, unit = self.settings.generator, self.device.unit
+        return (
+            f"generator.engines: {generator.max_engines} engines of {generator.engine_gpus} {unit} and "
+            f"{self.settings.trainer.ranks} ranks take {used}, {used - self.gpus} more than --gpus {self.gpus}; lower "
+            "one of them, see the best split"
+        )
 
     def split(self, engines: int, ranks: int, lookahead: int | None = None) -> Split:
         """The speed of this number of engines and of ranks."""
-        work, update = self.work, self.update(self.settings.weights.transport, engines, ranks)
+        work, update = self.work, self._update(self.settings.weights.transport, engines, ranks)
         rows = self._trajectories * work.row_tokens(self.settings.merges)
         running = self.settings.generator.concurrent_groups * self.settings.samples / engines
         # seconds of busy engines to sample a mini-batch
-        sampling = self._trajectories * work.sampled / engines / running * self.iteration(running)
+        sampling = self._trajectories * work.sampled / engines / running * self._iteration(running)
         factor, training = self._training(engines, ranks, rows, sampling, update)
         trained = sum(training.values())
         pause = update.pause + self._recomputed(running * min(1.0, sampling * factor / trained))
@@ -133,23 +195,21 @@ class Planner:
         writing = self.journal_bytes / TRAINER["disk"]
         held_up = max(1.0, writing / (sampling * paused))  # engines sample no faster than the disk takes steps
         stepping = training[Part.TRAINER] + training[Part.JOURNAL]
-        flow = flow_of(
-            Setting(
-                mini_batch_size=self.settings.trainer.mini_batch_size,
-                samples=self.settings.samples,
-                lookahead=self.settings.lookahead if lookahead is None else lookahead,
-                slots=self.settings.generator.concurrent_groups,
-                engines=engines,
-                iteration=lambda running: self.iteration(running) * paused * held_up,
-                tokens=work.sampled,
-                sigma=work.sigma,
-                most_tokens=float(self.settings.env_turns * self.settings.generator.max_generate_length),
-                environment_seconds=work.turns * work.environment_seconds,
-                train_seconds=stepping,
-                after_seconds=trained - stepping,
-                sync_seconds=update.arrival,
-            )
-        )
+        flow = Setting(
+            mini_batch_size=self.settings.trainer.mini_batch_size,
+            samples=self.settings.samples,
+            lookahead=self.settings.lookahead if lookahead is None else lookahead,
+            slots=self.settings.generator.concurrent_groups,
+            engines=engines,
+            iteration=lambda running: self._iteration(running) * paused * held_up,
+            tokens=work.sampled,
+            sigma=work.sigma,
+            most_tokens=float(self.settings.env_turns * self.settings.generator.max_generate_length),
+            environment_seconds=work.turns * work.environment_seconds,
+            train_seconds=stepping,
+            after_seconds=trained - stepping,
+            sync_seconds=update.arrival,
+        ).flow()
         demand = self._demand(engines, ranks, flow, training, pause, held_up, update.arrival)
         generation = max(flow.step_seconds * (1 - flow.generators_wait), 1e-9)
         held = self._rank_bytes(ranks, rows)
@@ -171,7 +231,7 @@ class Planner:
         """The factor by which training slows generation down, and the parts of training in seconds per step."""
         work, settings, pace = self.work, self.settings, self.device.pace
         row = work.length if settings.merges else work.prompt_tokens + work.response_tokens
-        compute = self.trainer.seconds(self.device, ranks, rows, row, settings.trainer.max_tokens_per_micro_batch)
+        compute = self._trainer.seconds(self.device, ranks, rows, row, settings.trainer.max_tokens_per_micro_batch)
         handoff = CPU["forming_turn"] * self._trajectories * work.turns * pace
         share = min(1.0, compute / max(compute + handoff, sampling))
         generation_factor, factor = crowding(self.device, engines, ranks, share, settings.fit.shares_gpus)
@@ -198,7 +258,7 @@ class Planner:
         generation = flow.step_seconds * (1 - flow.generators_wait)
         pause *= 1 - flow.generators_wait  # the other slots have nothing to pause
         outside = work.turns * work.environment_seconds
-        inside = work.sampled * self.iteration(max(1.0, flow.running))
+        inside = work.sampled * self._iteration(max(1.0, flow.running))
         waiting = generation * outside / (outside + inside)
         playing = max(0.0, generation - waiting - pause)
         engine = playing / held_up
@@ -220,15 +280,15 @@ class Planner:
         )
 
     def _rank_bytes(self, ranks: int, rows: float) -> dict[str, float]:
-        held = self.trainer.memory(ranks)
+        held = self._trainer.memory(ranks)
         if not self._on_cpu:
             return held
-        full = min(1.0, rows / ranks / self.trainer.micro_tokens)
+        full = min(1.0, rows / ranks / self._trainer.micro_tokens)
         return {"libraries": CPU["rank_bytes"], **held, "activations": held.get("activations", 0.0) * full}
 
-    def iteration(self, running: float) -> float:
+    def _iteration(self, running: float) -> float:
         """Seconds of an iteration of an engine with `running` requests."""
-        return self._iteration(max(1, round(running)))
+        return self._cached_iteration(max(1, round(running)))
 
     def _iteration_of(self, running: int) -> float:
         work, at_once = self.work, min(float(running), self._engine.most_running(self.work.length))
@@ -244,15 +304,15 @@ class Planner:
         at_once = min(running, self._engine.most_running(self.work.length))
         return self._engine.prefill_seconds(at_once * context, context)
 
-    def update(self, transport: str, engines: int, ranks: int) -> Update:
+    def _update(self, transport: str, engines: int, ranks: int) -> Update:
         """Seconds of an update of the engines by a transport."""
         gpus, trainer = self.settings.generator.engine_gpus, self.settings.trainer
         nodes = -(-(engines * gpus + ranks) // GPUS_OF_A_NODE)
         lora = self.settings.fit.learn.model.lora  # only the adapter is sent
-        sent = self.shape.parameters if lora is None else self.shape.adapter_parameters(lora.rank)
+        sent = self._shape.parameters if lora is None else self._shape.adapter_parameters(lora.rank)
         # with copies of the model on several nodes, the ranks of one copy send
         senders = ranks if trainer.shard_within == "all" else min(ranks, GPUS_OF_A_NODE)
-        return update(transport, sent * self.shape.width, self.device, nodes, senders, gpus)
+        return update(transport, sent * self._shape.width, self.device, nodes, senders, gpus)
 
     def _evaluation(self, sampling: float) -> float:
         """Seconds per step of evaluations that pause training; evaluations beside training take engines from it."""
@@ -264,96 +324,4 @@ class Planner:
 
     def _checkpoint(self) -> float:
         every, costs = self.settings.trainer.checkpoint_every, TRAINER
-        return self.trainer.step.trained * costs["checkpoint_bytes"] / costs["disk"] / every if every else 0.0
-
-
-@dataclass(frozen=True)
-class Forecast:
-    """The result of `baton plan`."""
-
-    settings: PlanSettings
-    device: Device
-    gpus: int
-    work: Work
-    chosen: Split
-    """The split of the configuration."""
-    splits: tuple[Split, ...]
-    """All splits of the GPUs, the configuration's among them where it uses them all."""
-    on_policy: Flow
-    """The chosen split with `buffer.lookahead: 0`."""
-    engine_bytes: Mapping[str, float]
-    """On each GPU of an engine, by part."""
-    updates: Mapping[str, Update]
-    journal_bytes: float
-    """What the buffer writes for a mini-batch."""
-    journal_token_bytes: int
-    problem: str | None
-    """Why the configuration does not fit, and what would help."""
-
-    @property
-    def best(self) -> Split:
-        """The fastest split that fits; the fastest of all if none fits."""
-        return min(self.splits, key=lambda split: (not split.fits, split.step_seconds))
-
-    @property
-    def gpu_hours(self) -> float | None:
-        """GPU hours of the whole run, without its start; None on a CPU."""
-        seconds = self.settings.max_steps * self.chosen.step_seconds * self.gpus
-        return seconds / 3600 if self.device.cores is None else None
-
-
-def forecast(settings: PlanSettings, folder: Path, device: Device, work: Work, gpus: int | None) -> Forecast:
-    """The plan of a configuration on `gpus` GPUs; None: the number in the configuration.
-
-    Raises:
-        UserError: the model cannot be made or run, or there are too few GPUs.
-    """
-    each, transport = settings.generator.engine_gpus, settings.weights.transport
-    engines, ranks = settings.generator.max_engines, settings.trainer.ranks
-    used = ranks if settings.fit.shares_gpus else engines * each + ranks
-    gpus = gpus or used
-    planner = Planner(settings, folder, device, work)
-    chosen = planner.split(engines, ranks)
-    splits = [chosen if pair == (engines, ranks) else planner.split(*pair) for pair in splits_of(settings, gpus)]
-    weights = planner.shape.parameters * planner.shape.width / each
-    parts = {"weights": weights, "kv cache": max(0.0, planner.memory.kv)}
-    if device.cores is not None:
-        parts["libraries"] = CPU["engine_bytes"]
-    else:
-        parts["graphs and buffers"] = max(0.0, planner.memory.engine - weights)
-    problem = planner.problem or _too_large(chosen, sum(parts.values()), device)
-    if used > gpus and problem is None:
-        problem = (
-            f"generator.engines: {engines} engines of {each} {device.unit} and {ranks} ranks take {used}, "
-            f"{used - gpus} more than --gpus {gpus}; lower one of them, see the best split"
-        )
-    # an engine and a rank can hand over handles on a GPU that they share, and NCCL only between GPUs
-    possible = ("memory",) if device.cores is not None else ("memory", "ipc" if settings.fit.shares_gpus else "nccl")
-    transports = dict.fromkeys((transport, *possible))
-    return Forecast(
-        settings=settings,
-        device=device,
-        gpus=gpus,
-        work=work,
-        chosen=chosen,
-        splits=tuple(splits),
-        on_policy=planner.split(engines, ranks, lookahead=0).flow,
-        engine_bytes=parts,
-        updates={name: planner.update(name, engines, ranks) for name in transports},
-        journal_bytes=planner.journal_bytes,
-        journal_token_bytes=planner.journal_token_bytes,
-        problem=problem,
-    )
-
-
-def _too_large(split: Split, engine_bytes: float, device: Device) -> str | None:
-    """Why the processes of a CPU machine, or ranks in float32, do not fit its memory; None if they do."""
-    rank, room = sum(split.rank_bytes.values()), device.memory * (1 - MARGIN)
-    needed = rank if device.cores is None else split.ranks * rank + split.engines * engine_bytes
-    if needed <= room:
-        return None
-    who, helps = "a rank takes", "use more of them, or a smaller model"
-    if device.cores is not None:
-        who = f"{split.ranks} ranks and {split.engines} engines on this machine take"
-        helps = "use fewer of them or a smaller model, or plan for GPUs (--gpu h100)"
-    return f"trainer.ranks: {who} {needed / 1e9:.1f} GB, of which there are {room / 1e9:.1f}; {helps}"
+        return self._trainer.step.trained * costs["checkpoint_bytes"] / costs["disk"] / every if every else 0.0

@@ -8,8 +8,8 @@ training:   the seconds of the driver's states, without its waits for a mini-bat
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -91,6 +91,12 @@ class Limits(NamedTuple):
     """Groups that are generated at once, in mini-batches."""
     shares_cores: bool = False
 
+    @classmethod
+    def of(cls, run: Mapping[str, Any]) -> Limits:
+        """The limits in the report of the part `run`."""
+        ahead = run.get("concurrent_groups", 1) / run.get("mini_batch_size", 1)
+        return cls(run.get("ranks", 1), run.get("lookahead", 2), ahead, run.get("shares_cores", False))
+
 
 def _grown(now: Any, before: Any) -> Any:
     if not isinstance(now, Mapping):
@@ -120,9 +126,7 @@ def demand(grown: Figures, limits: Limits) -> Demand | None:
             training[needs] = training.get(needs, 0.0) + seconds / grown.steps
     # neither the start nor the end of the run is part of a step
     of_step = sum(seconds for state, seconds in grown.trainer.items() if state in (*STATES, WAITING)) / grown.steps
-    arrival = grown.arriving / grown.steps
-    needed = Demand(generation, training, len(grown.engines), *limits, arrival)
-    return replace(needed, seconds_of_step=of_step)
+    return Demand(generation, training, len(grown.engines), *limits, grown.arriving / grown.steps, of_step)
 
 
 class Live(NamedTuple):
@@ -133,11 +137,6 @@ class Live(NamedTuple):
     """Length of the window that was measured, in seconds."""
     slow: str
     """An engine or rank that is slower than the others, in words; empty without one."""
-
-    def report(self) -> dict[str, Any]:
-        """The fields of the status document."""
-        found = self.found
-        return {"part": str(found.part), "usual": found.is_usual, "waits": found.waits, "sentence": self.sentence()}
 
     def sentence(self) -> str:
         """A description in one line."""
@@ -162,9 +161,8 @@ def _slow_engine(grown: Figures) -> str:
         for name, states in grown.engines.items()
         if states.get("generating", 0.0) > 0
     }
-    for name, rate in rates.items():
-        others = [other for each, other in rates.items() if each != name]
-        if others and rate < SLOW * (usual := median(others)):
+    for name, rate, usual in _beside_others(rates):
+        if rate < SLOW * usual:
             return f"{name} samples {rate:,.0f} tokens a second, others {usual:,.0f}"
     return ""
 
@@ -172,13 +170,20 @@ def _slow_engine(grown: Figures) -> str:
 def _slow_rank(grown: Figures) -> str:
     """The rank that computes longer than the others; only visible if the ranks do not wait inside a step."""
     busy = {
-        name: states.get("forward_backward", 0.0) + states.get("optimizer", 0.0) for name, states in grown.ranks.items()
+        name: (states.get("forward_backward", 0.0) + states.get("optimizer", 0.0)) / grown.steps
+        for name, states in grown.ranks.items()
     }
-    for name, seconds in busy.items():
-        others = [other for each, other in busy.items() if each != name]
-        if others and seconds * SLOW > (usual := median(others)):
-            return f"{name} computes {seconds / grown.steps:.2f} s a step, others {usual / grown.steps:.2f} s"
+    for name, seconds, usual in _beside_others(busy):
+        if seconds * SLOW > usual:
+            return f"{name} computes {seconds:.2f} s a step, others {usual:.2f} s"
     return ""
+
+
+def _beside_others(values: Mapping[str, float]) -> Iterator[tuple[str, float, float]]:
+    """(name, value, median of the others' values) of each that has others."""
+    for name, value in values.items():
+        if others := [other for each, other in values.items() if each != name]:
+            yield name, value, median(others)
 
 
 def figures_of(now: float, actors: Iterable[Pushed]) -> Figures:
@@ -190,13 +195,13 @@ def figures_of(now: float, actors: Iterable[Pushed]) -> Figures:
     for pushed in actors:
         if states := pushed.by_label("baton_state_seconds_total", "state"):
             by_role.setdefault(pushed.role, {})[pushed.ident] = states
-        trajectories.update(pushed.of_histogram("baton_trajectory_seconds", "sum", "part"))
-        played += max(pushed.of_histogram("baton_trajectory_seconds", "count", "part").values(), default=0.0)
+        trajectories.update(pushed.by_label("baton_trajectory_seconds", "part", "_sum"))
+        played += max(pushed.by_label("baton_trajectory_seconds", "part", "_count").values(), default=0.0)
         if pushed.role == "generator":
             tokens[pushed.ident] = pushed.total("baton_generated_tokens_total")
         elif pushed.role == "driver":
             steps = pushed.total("baton_optimizer_steps_total")
-            arriving = pushed.of_histogram("baton_weight_sync_seconds", "sum", "role").get("driver", 0.0)
+            arriving = pushed.by_label("baton_weight_sync_seconds", "role", "_sum").get("driver", 0.0)
         elif pushed.role == "buffer":
             syncs = pushed.total("baton_journal_syncs_total")
     trainer, syncing = by_role["driver"].get("driver", {}), by_role["buffer"].get("buffer", {}).get("syncing", 0.0)
@@ -204,12 +209,6 @@ def figures_of(now: float, actors: Iterable[Pushed]) -> Figures:
         now, steps, trainer, by_role["generator"], by_role["trainer"], trajectories, tokens, played, syncing, syncs,
         arriving,
     )  # fmt: skip
-
-
-def limits_of(run: Mapping[str, Any]) -> Limits:
-    """The limits in the report of the part `run`."""
-    ahead = run.get("concurrent_groups", 1) / run.get("mini_batch_size", 1)
-    return Limits(run.get("ranks", 1), run.get("lookahead", 2), ahead, run.get("shares_cores", False))
 
 
 class Window:
@@ -229,13 +228,15 @@ class Window:
 
     def waits(self, run: Mapping[str, Any]) -> tuple[str, float] | None:
         """What binds over the whole window, and its waits; 0 if that is no bottleneck."""
-        found = self.live(limits_of(run))
-        return None if found is None else (str(found.found.part), found.found.waits * found.found.is_bottleneck)
+        whole = self.live(Limits.of(run))
+        return None if whole is None else (str(whole.found.part), whole.found.waits * whole.found.is_bottleneck)
 
     def report(self, run: Mapping[str, Any]) -> dict[str, Any] | None:
         """The current bottleneck, for the status document."""
-        found = self.now(limits_of(run))
-        return None if found is None else found.report()
+        if (now := self.now(Limits.of(run))) is None:
+            return None
+        found = now.found
+        return {"part": str(found.part), "usual": found.is_usual, "waits": found.waits, "sentence": now.sentence()}
 
     def live(self, limits: Limits) -> Live | None:
         """The bottleneck of the whole window; None if there is too little data."""

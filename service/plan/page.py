@@ -9,7 +9,7 @@ from typing import Any
 from service.learn.estimate.fit import MARGIN
 from service.observe.summary import duration
 from service.plan.binding import Part, Side
-from service.plan.forecast import Forecast, Split
+from service.plan.forecast import Plan, Split
 from service.plan.machine.costs import listed
 from service.plan.work import lines_of
 
@@ -21,7 +21,7 @@ MODEL = (
 )
 
 
-def lines(plan: Forecast) -> Iterator[str]:
+def lines(plan: Plan) -> Iterator[str]:
     """The lines of the page."""
     split, settings = plan.chosen, plan.settings
     parallel = settings.generator.engine_gpus
@@ -65,7 +65,7 @@ def _count(number: int, what: str) -> str:
     return f"{number} {what}" + "s" * (number > 1)
 
 
-def _memory(plan: Forecast) -> Iterator[str]:
+def _memory(plan: Plan) -> Iterator[str]:
     room = plan.device.memory * (1 - MARGIN)
     for name, parts in (("a rank", plan.chosen.rank_bytes), ("a GPU of an engine", plan.engine_bytes)):
         held = sum(parts.values())
@@ -75,7 +75,7 @@ def _memory(plan: Forecast) -> Iterator[str]:
     yield "it fits" if plan.problem is None else f"it does not fit: {plan.problem}"
 
 
-def _speed(plan: Forecast) -> Iterator[str]:
+def _speed(plan: Plan) -> Iterator[str]:
     split, flow = plan.chosen, plan.chosen.flow
     yield f"engines: {split.sampled_tokens:,.0f} sampled and {split.prefilled_tokens:,.0f} prefilled tokens a second"
     yield f"trainer: {split.trained_tokens:,.0f} tokens of rows a second"
@@ -101,7 +101,7 @@ def _speed(plan: Forecast) -> Iterator[str]:
     yield f"the run: {steps} steps, {duration(steps * flow.step_seconds)} without its start{rented}"
 
 
-def as_dict(plan: Forecast) -> dict[str, Any]:
+def as_dict(plan: Plan) -> dict[str, Any]:
     """The figures of the page as JSON values; lengths in tokens, times in seconds, memory in bytes."""
     work = asdict(plan.work)
     sources = work.pop("sources")
@@ -112,7 +112,7 @@ def as_dict(plan: Forecast) -> dict[str, Any]:
         "problem": plan.problem,
         "gpus": plan.gpus,
         "device": asdict(plan.device),
-        "engine_bytes": dict(plan.engine_bytes),
+        "engine_bytes": plan.engine_bytes,
         "chosen": _split(plan.chosen),
         "best": {"engines": plan.best.engines, "ranks": plan.best.ranks},
         "splits": [_split(split) for split in plan.splits],

@@ -20,7 +20,7 @@ from service.config.section import MODEL_FOLDER
 from service.errors import UserError
 from service.learn.estimate.kv_cache import check_engine
 from service.learn.model.hf_config import read_config
-from service.plan.forecast import forecast
+from service.plan.forecast import Plan
 from service.plan.machine.device import Device, profile
 from service.plan.page import as_dict, lines
 from service.plan.settings import PlanSettings
@@ -46,7 +46,7 @@ def print_plan(
     device = named(arguments.gpu)
     work = work_of(settings, measured, {name: getattr(arguments, name) for name in OPTIONS})
     check_engine(read_config(folder), settings.generator, settings.fit.learn.model.dtype)
-    plan = forecast(settings, folder, device, work, arguments.gpus)
+    plan = Plan(settings, folder, device, work, arguments.gpus)
     print(json.dumps(as_dict(plan), indent=2) if arguments.json else "\n".join(lines(plan)))
     return plan.problem is None
 

@@ -33,6 +33,9 @@ class PlanSettings:
     def of(cls, config: Config) -> PlanSettings:
         """The settings from a configuration."""
         lookahead, staleness = config.buffer.lookahead, config.buffer.max_staleness
+        turns = {"env.max_turns": config.env.max_turns}
+        if config.endpoint is not None:
+            turns["agents.max_calls"] = config.endpoint.max_calls
         return cls(
             name=config.run.name,
             max_steps=config.run.max_steps,
@@ -42,7 +45,7 @@ class PlanSettings:
             lookahead=min(4, staleness) if lookahead == "auto" else lookahead,
             merges=config.merge_mode != "off",
             env_turns=config.env.max_turns,
-            most_turns=("env.max_turns" if config.endpoint is None else "endpoint.max_calls", config.most_steps),
+            most_turns=max(turns.items(), key=lambda limit: limit[1]),
         )
 
     @property

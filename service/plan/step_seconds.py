@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from statistics import NormalDist
 
 import numpy as np
@@ -39,32 +40,6 @@ ADMISSION = 1.01
 PHASES, HALVINGS, ROUNDS = 16, 40, 100
 """Moments of a step at which the open groups are counted; rounds of the searches for the seconds of a step and of an
 iteration."""
-
-
-@dataclass(frozen=True)
-class Setting:
-    """Inputs of the model: amounts and rates."""
-
-    mini_batch_size: int
-    samples: int
-    """Trajectories of a group."""
-    lookahead: int
-    slots: int
-    """Groups that all engines generate at once."""
-    engines: int
-    iteration: Callable[[float], float]
-    """Seconds of an iteration of an engine, by the number of requests that run in it."""
-    tokens: float
-    """Mean of the sampled tokens of a trajectory."""
-    sigma: float
-    most_tokens: float
-    environment_seconds: float
-    """Seconds of a whole trajectory in its environment."""
-    train_seconds: float
-    after_seconds: float = 0.0
-    """Seconds of the trainer after the commit of a step, before it asks for the next mini-batch."""
-    sync_seconds: float = 0.0
-    """Seconds from the commit of a step until the engines serve its weights."""
 
 
 @dataclass(frozen=True)
@@ -105,60 +80,82 @@ def seconds_of_means(generation: float, training: float, arrival: float, lookahe
     return max(beside, (min(concurrency, ahead) * generation + training + arrival) / ahead)
 
 
-def flow_of(setting: Setting) -> Flow:
-    """The steady-state means of a setting."""
-    return _Model(setting).flow()
+@dataclass(frozen=True)
+class Setting:
+    """The model: its inputs, amounts and rates, and its equations. Axis `Q`: groups of all lengths, equally
+    frequent."""
 
+    mini_batch_size: int
+    samples: int
+    """Trajectories of a group."""
+    lookahead: int
+    slots: int
+    """Groups that all engines generate at once."""
+    engines: int
+    iteration: Callable[[float], float]
+    """Seconds of an iteration of an engine, by the number of requests that run in it."""
+    tokens: float
+    """Mean of the sampled tokens of a trajectory."""
+    sigma: float
+    most_tokens: float
+    environment_seconds: float
+    """Seconds of a whole trajectory in its environment."""
+    train_seconds: float
+    after_seconds: float = 0.0
+    """Seconds of the trainer after the commit of a step, before it asks for the next mini-batch."""
+    sync_seconds: float = 0.0
+    """Seconds from the commit of a step until the engines serve its weights."""
 
-class _Model:
-    """The model's equations. Axis `Q`: groups of all lengths, equally frequent."""
+    @cached_property
+    def _longest_Q(self) -> Float64s:
+        """[Q] tokens of the longest trajectory of a group."""
+        return self._lengths(self.samples)
 
-    def __init__(self, setting: Setting) -> None:
-        self._set = setting
-        self._longest_Q = self._lengths(setting.samples)
-        self._tokens = setting.samples * float(self._lengths(1).mean())
+    @cached_property
+    def _group_tokens(self) -> float:
         """Sampled tokens of a group."""
-        self._last = int(QUANTILES * (1 - LONGEST / setting.mini_batch_size))
-        """The longest of a mini-batch."""
-        self._busy = setting.train_seconds + setting.after_seconds
-        self._late = setting.train_seconds + setting.sync_seconds
+        return self.samples * float(self._lengths(1).mean())
+
+    @property
+    def _late(self) -> float:
         """From a lease until the engines serve what was trained."""
+        return self.train_seconds + self.sync_seconds
 
     def _lengths(self, samples: int) -> Float64s:
         """Quantiles of the tokens of the longest of `samples` trajectories."""
         tail_Q = ((np.arange(QUANTILES) + 0.5) / QUANTILES) ** (1 / samples)
         normal_Q = np.array([NormalDist().inv_cdf(float(tail)) for tail in tail_Q])
-        sigma = self._set.sigma
-        return np.minimum(self._set.tokens * np.exp(sigma * normal_Q - sigma**2 / 2), self._set.most_tokens)
+        lengths_Q = self.tokens * np.exp(self.sigma * normal_Q - self.sigma**2 / 2)
+        return np.minimum(lengths_Q, self.most_tokens)
 
     def _at(self, step: float) -> tuple[Float64s, float]:
         """[Q] seconds of groups, and the number of requests in an engine with work, if a step takes `step` seconds."""
-        setting, running = self._set, 0.0
-        most = setting.slots * setting.samples / setting.engines
+        running, most = 0.0, self.slots * self.samples / self.engines
+        longest = int(QUANTILES * (1 - LONGEST / self.mini_batch_size))
         for _ in range(ROUNDS):
-            iteration, before = setting.iteration(running), running
-            seconds_Q = self._longest_Q * iteration + setting.environment_seconds
-            generating = min(step, seconds_Q[self._last] + self._queue(seconds_Q))
-            generated = setting.mini_batch_size * self._tokens * iteration / generating
-            running = min(most, generated / setting.engines)
+            iteration, before = self.iteration(running), running
+            seconds_Q = self._longest_Q * iteration + self.environment_seconds
+            generating = min(step, seconds_Q[longest] + self._queue(seconds_Q))
+            generated = self.mini_batch_size * self._group_tokens * iteration / generating
+            running = min(most, generated / self.engines)
             if running - before <= 1e-4 * running:
                 break
         return seconds_Q, running * generating / step
 
     def _queue(self, seconds_Q: Float64s) -> float:
         """Seconds for which the last group of a mini-batch waits for a slot."""
-        return max(0.0, self._set.mini_batch_size / self._set.slots - 1) * float(seconds_Q.mean())
+        return max(0.0, self.mini_batch_size / self.slots - 1) * float(seconds_Q.mean())
 
     def _full(self) -> float:
         """Seconds of a step if all slots are always busy."""
-        setting, running, mean = self._set, 0.0, float(self._longest_Q.mean())
+        running, mean = 0.0, float(self._longest_Q.mean())
         for _ in range(ROUNDS):
-            iteration, before = setting.iteration(running), running
-            group_seconds = mean * iteration + setting.environment_seconds
-            running = setting.slots * self._tokens * iteration / group_seconds / setting.engines
+            iteration, before = self.iteration(running), running
+            group_seconds = mean * iteration + self.environment_seconds
+            running = self.slots * self._group_tokens * iteration / group_seconds / self.engines
             if running - before <= 1e-4 * running:
                 break
-        return setting.mini_batch_size * group_seconds / setting.slots
+        return self.mini_batch_size * group_seconds / self.slots
 
     def _longer(self, seconds_Q: Float64s, seconds: Float64s) -> Float64s:
         """Fraction of the groups that take longer than each of these seconds."""
@@ -166,7 +163,7 @@ class _Model:
 
     def _admitted(self, floor: float) -> float:
         """Seconds of a step if admission is the limit, but at least `floor`."""
-        lookahead = self._set.lookahead
+        lookahead = self.lookahead
 
         def is_too_short(step: float) -> bool:
             seconds_Q, _ = self._at(step)
@@ -174,7 +171,7 @@ class _Model:
             begun = np.linspace(0.0, queue, 8)
             cycles = np.arange(1, 2 + lookahead + int((seconds_Q[-1] + queue + self._late) / step))
             longer = self._longer(seconds_Q, cycles[:, None] * step - self._late - begun)
-            return float(longer.mean(1).sum()) > lookahead + LONGEST / self._set.mini_batch_size
+            return float(longer.mean(1).sum()) > lookahead + LONGEST / self.mini_batch_size
 
         low, high = floor, floor
         while is_too_short(high):
@@ -184,22 +181,22 @@ class _Model:
             low, high = (middle, high) if is_too_short(middle) else (low, middle)
         return high
 
-    def _staleness(self, step: float, full: float, seconds_Q: Float64s) -> float:
+    def _staleness(self, step: float, full: float, busy: float, seconds_Q: Float64s) -> float:
         """Mean over groups of the versions from the middle of their generation to their lease."""
-        lookahead, middle_Q = self._set.lookahead, np.ceil((seconds_Q / 2 + self._set.sync_seconds) / step)
+        lookahead, middle_Q = self.lookahead, np.ceil((seconds_Q / 2 + self.sync_seconds) / step)
         if not lookahead:
             return 0.0
-        if step > ADMISSION * either_longer(full, self._busy):  # groups begin together and are leased when complete
+        if step > ADMISSION * either_longer(full, busy):  # groups begin together and are leased when complete
             return float(np.maximum(0.0, np.ceil((seconds_Q + self._late) / step) - middle_Q).mean())
         # otherwise groups wait for a slot or for the trainer: then each is trained at the last moment
         at_last = float(np.maximum(0.0, lookahead + 1 - middle_Q).mean())
-        at_once = min(float(lookahead), (float(seconds_Q.mean()) / 2 + self._set.train_seconds) / step)
-        share = 1 / (1 + (full / self._busy) ** BACKLOG) if self._busy else 0.0
+        at_once = min(float(lookahead), (float(seconds_Q.mean()) / 2 + self.train_seconds) / step)
+        share = 1 / (1 + (full / busy) ** BACKLOG) if busy else 0.0
         return share * at_last + (1 - share) * at_once
 
     def _open(self, step: float, full: float, seconds_Q: Float64s) -> Float64s:
         """[P] number of open groups at several moments of a step; a step begins when new weights are served."""
-        batch = self._set.mini_batch_size
+        batch = self.mini_batch_size
         if full >= 0.99 * step:  # groups begin one by one
             return np.array([batch * float(seconds_Q.mean()) / step])
         begun = np.linspace(0.0, self._queue(seconds_Q), 8)
@@ -213,15 +210,15 @@ class _Model:
 
     def flow(self) -> Flow:
         """The steady-state means."""
-        setting, full = self._set, self._full()
-        step = self._admitted(either_longer(full, self._busy))
+        full, busy = self._full(), self.train_seconds + self.after_seconds
+        step = self._admitted(either_longer(full, busy))
         seconds_Q, running = self._at(step)
         open_P = self._open(step, full, seconds_Q)
         return Flow(
             step_seconds=step,
-            trainer_waits=max(0.0, 1 - self._busy / step),
-            generators_wait=max(0.0, 1 - float(open_P.mean()) / setting.slots),
-            engines_idle=float(np.maximum(0.0, 1 - open_P / setting.engines).mean()),
-            staleness=self._staleness(step, full, seconds_Q),
+            trainer_waits=max(0.0, 1 - busy / step),
+            generators_wait=max(0.0, 1 - float(open_P.mean()) / self.slots),
+            engines_idle=float(np.maximum(0.0, 1 - open_P / self.engines).mean()),
+            staleness=self._staleness(step, full, busy, seconds_Q),
             running=running,
         )

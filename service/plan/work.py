@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import statistics
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -48,17 +46,6 @@ class Work:
     def row_tokens(self, merged: bool) -> float:
         """Number of tokens of a trajectory's rows: one row if turns are merged, otherwise one per turn."""
         return self.length if merged else self.turns * (self.prompt_tokens + self.length) / 2 + self.sampled / 2
-
-    def longest_of(self, count: float) -> float:
-        """Length of the longest of `count` trajectories relative to the mean: the quantile 1 - 1 / (count + 1).
-
-        >>> from service.config import Config
-        >>> work = assumed(PlanSettings.of(Config()))
-        >>> work.longest_of(1) < 1 < work.longest_of(64) < work.longest_of(1024)
-        True
-        """
-        normal = statistics.NormalDist()
-        return math.exp(self.sigma * normal.inv_cdf(count / (count + 1)) - self.sigma**2 / 2)
 
 
 OPTIONS = {option.name: option for option in fields(Work) if "help" in option.metadata}

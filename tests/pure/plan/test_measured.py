@@ -11,7 +11,7 @@ from service.cli.parser import main
 from service.config import load
 from service.errors import UserError
 from service.observe.recorder import TRAJECTORY, Trace
-from service.plan.forecast import Forecast, forecast
+from service.plan.forecast import Plan
 from service.plan.machine.costs import CPU
 from service.plan.machine.device import Device, profile
 from service.plan.machine.pace import message_seconds
@@ -29,11 +29,11 @@ TWO_CORES = replace(
 )
 
 
-def planned(device: Device, *settings: str) -> Forecast:
+def planned(device: Device, *settings: str) -> Plan:
     config = load([QUICKSTART], list(settings)).config
     work = work_of(PlanSettings.of(config), {}, dict.fromkeys(OPTIONS) | {"turns": 2.5, "response_tokens": 3.6})
     with planned_model(config.model, config.env, config.run.seed) as model:
-        return forecast(PlanSettings.of(config), model, device, work, None)
+        return Plan(PlanSettings.of(config), model, device, work, None)
 
 
 def test_messages_between_processes_take_a_part_of_a_second_on_any_machine() -> None:

@@ -88,6 +88,12 @@ def test_ranks_that_divide_the_experts_stay_together() -> None:
         list(splits_of(PlanSettings.of(load([], words).config), 3))
 
 
+@pytest.mark.parametrize(("turns", "limit"), [(4, ("agents.max_calls", 64)), (100, ("env.max_turns", 100))])
+def test_the_turns_of_an_agent_are_limited_by_the_larger_of_two_settings(turns: int, limit: tuple[str, int]) -> None:
+    config = load([], ["env.name=agent", "env.command=[codex]", f"env.max_turns={turns}"]).config
+    assert PlanSettings.of(config).most_turns == limit
+
+
 def test_what_does_not_fit_is_an_answer_with_an_exit_code_of_its_own(
     recipe: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

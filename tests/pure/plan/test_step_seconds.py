@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from service.config import load
-from service.plan.step_seconds import Setting, flow_of
+from service.plan.step_seconds import Setting
 from service.simulate.command import PRESET
 from service.simulate.scenario import Scenario, SimulationSettings
 from service.simulate.world import simulated
@@ -38,7 +38,7 @@ def test_speed_waiting_and_staleness_are_those_of_the_simulator(sigma: float, lo
     scenario = replace(SCENARIO, sigma=sigma)
     config = load([], [*PRESET, *SIZE, f"buffer.lookahead={lookahead}"]).config
     simulator = simulated(SimulationSettings.of(config), scenario, seed=0)
-    flow = flow_of(setting(scenario, lookahead))
+    flow = setting(scenario, lookahead).flow()
     assert flow.step_seconds == pytest.approx(1 / simulator.steps_per_second, rel=0.15)
     assert flow.trainer_waits == pytest.approx(simulator.trainer_wait, abs=0.08)
     assert flow.generators_wait == pytest.approx(simulator.generator_wait, abs=0.08)
@@ -46,18 +46,18 @@ def test_speed_waiting_and_staleness_are_those_of_the_simulator(sigma: float, lo
 
 
 def test_more_lookahead_makes_no_step_slower_and_all_work_staler() -> None:
-    found = [flow_of(setting(SCENARIO, lookahead)) for lookahead in (0, 1, 2, 4)]
+    found = [setting(SCENARIO, lookahead).flow() for lookahead in (0, 1, 2, 4)]
     seconds, staleness = [flow.step_seconds for flow in found], [flow.staleness for flow in found]
     assert seconds == sorted(seconds, reverse=True) and staleness == sorted(staleness)
     assert staleness[0] == 0
 
 
 def test_a_slow_environment_lengthens_every_trajectory_and_leaves_the_engines_free() -> None:
-    fast, slow = flow_of(setting(SCENARIO, 1)), flow_of(replace(setting(SCENARIO, 1), environment_seconds=5.0))
+    fast, slow = setting(SCENARIO, 1).flow(), replace(setting(SCENARIO, 1), environment_seconds=5.0).flow()
     assert slow.step_seconds > fast.step_seconds + 2 and slow.running < fast.running
 
 
 def test_a_large_mini_batch_is_played_in_part_and_takes_as_long() -> None:
     small = setting(SCENARIO, 4)
     large = replace(small, mini_batch_size=512, slots=1024, engines=64, train_seconds=small.train_seconds)
-    assert flow_of(large).step_seconds == pytest.approx(flow_of(small).step_seconds, rel=0.15)
+    assert large.flow().step_seconds == pytest.approx(small.flow().step_seconds, rel=0.15)
