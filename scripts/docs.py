@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from itertools import groupby
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
@@ -19,7 +18,7 @@ from service.config.engine_options import JUDGED
 from service.config.load import section_of
 from service.config.section import MOST
 from service.config.tree import Config
-from service.observe.metrics_table import MEANINGS, TABLE, Metric
+from service.observe.metrics_table import MEANINGS, TABLE
 from service.observe.not_learning import SYMPTOMS, Is
 from service.types import Steps
 
@@ -101,19 +100,17 @@ seconds, memory in bytes.
 
 def metrics_page() -> str:
     """`docs/metrics.md`."""
-    in_ray = ", ".join(f"`ray_{metric.name}`" for metric in TABLE if metric.in_ray)
-    metrics = METRICS_INTRO.replace("IN_RAY", in_ray) + "".join(_metric_line(metric) for metric in TABLE)
-    return metrics + KEYS_INTRO + "".join(_key_line(key, meaning) for key, meaning in sorted(MEANINGS.items()))
+    text = METRICS_INTRO.replace("IN_RAY", _as_code(f"ray_{metric.name}" for metric in TABLE if metric.in_ray))
+    for metric in TABLE:
+        text += f"| `{metric.name}` | {metric.kind} | {_as_code(metric.labels)} | {metric.help} |\n"
+    text += KEYS_INTRO
+    for key, meaning in sorted(MEANINGS.items()):
+        text += f"| `{key}` | {meaning} | {_as_code(metric.name for metric in TABLE if metric.key == key)} |\n"
+    return text
 
 
-def _metric_line(metric: Metric) -> str:
-    labels = ", ".join(f"`{label}`" for label in metric.labels)
-    return f"| `{metric.name}` | {metric.kind} | {labels} | {metric.help} |\n"
-
-
-def _key_line(key: str, meaning: str) -> str:
-    names = ", ".join(f"`{metric.name}`" for metric in TABLE if metric.key == key)
-    return f"| `{key}` | {meaning} | {names} |\n"
+def _as_code(words: Iterable[str]) -> str:
+    return ", ".join(f"`{word}`" for word in words)
 
 
 def configuration_page() -> str:
@@ -136,15 +133,10 @@ def _section(path: str, field: FieldInfo) -> str:
             inner.append(_section(f"{path}.{name}", child))
             continue
         meaning = (child.description or "").replace("\n", " ").replace("|", "\\|")
-        text += f"| `{name}` | {_type(schemas[name])} | {_default(child)} | {meaning} |\n"
+        value = list(child.default) if isinstance(child.default, tuple) else child.default
+        default = "none" if value is None else f"`{value}`"
+        text += f"| `{name}` | {_type(schemas[name])} | {default} | {meaning} |\n"
     return text + "".join(inner)
-
-
-def _default(field: FieldInfo) -> str:
-    value = field.default
-    if value is None:
-        return "none"
-    return f"`{list(value) if isinstance(value, tuple) else value}`"
 
 
 _BOUNDS = (("exclusiveMinimum", ">"), ("minimum", ">="), ("exclusiveMaximum", "<"), ("maximum", "<="))
@@ -155,7 +147,7 @@ def _type(schema: dict[str, Any]) -> str:
     if "anyOf" in schema:
         return " or ".join(_type(member) for member in schema["anyOf"] if member.get("type") != "null")
     if "enum" in schema:
-        return ", ".join(f"`{choice}`" for choice in schema["enum"])
+        return _as_code(schema["enum"])
     if "const" in schema:
         return f"`{schema['const']}`"
     if schema.get("type") == "array":
@@ -190,16 +182,12 @@ def formats_page() -> str:
 
 def not_learning_page() -> str:
     """`docs/not-learning.md` with the table of symptoms; the rest of the page is written by hand."""
-    lines = "".join(
-        f"| [`{name}`](#{name}) | `{key}` | {comparison} {threshold:g}{_of_what(comparison)} |\n"
-        for name, key, comparison, threshold, _ in SYMPTOMS
-    )
+    lines = ""
+    for name, key, comparison, threshold, _ in SYMPTOMS:
+        of_what = " times that of the first steps" if comparison is Is.FALLEN_TO else ""
+        lines += f"| [`{name}`](#{name}) | `{key}` | {comparison} {threshold:g}{of_what} |\n"
     head = "| symptom | figure, mean of the last steps | named when it is |\n|---|---|---|\n"
     return _with_table("docs/not-learning.md", SYMPTOMS_BEGIN, head + lines, SYMPTOMS_END)
-
-
-def _of_what(comparison: Is) -> str:
-    return " times that of the first steps" if comparison is Is.FALLEN_TO else ""
 
 
 def _with_table(page: str, begin: str, table: str, end: str) -> str:
@@ -225,10 +213,9 @@ def prometheus_rule() -> str:
 def engine_options_page() -> str:
     """The page about `generator.engine_options`: a row for all arguments of one judgement."""
     order = ("owned", "warned", "refused", "passed")
-    rows = sorted(JUDGED.items(), key=lambda row: order.index(row[1].verdict))
     return OPTIONS_INTRO + "".join(
-        f"| {', '.join(f'`{name}`' for name, _ in group)} | {judged.verdict} | {judged.reason} |\n"
-        for judged, group in groupby(rows, key=lambda row: row[1])
+        f"| {_as_code(judged.fields)} | {judged.verdict} | {judged.reason} |\n"
+        for judged in sorted(dict.fromkeys(JUDGED.values()), key=lambda judged: order.index(judged.verdict))
     )
 
 
@@ -246,19 +233,16 @@ FILES: dict[str, Callable[[], str]] = {
 
 def main(argv: Sequence[str]) -> int:
     """Write the files, or with `--check` say which are not current."""
-    old = [name for name, made in FILES.items() if not _is(ROOT / name, made())]
-    if "--check" in argv:
-        for name in old:
-            print(f"{name} is not current: run python -m scripts.docs")
-        return 1 if old else 0
-    for name in old:
-        (ROOT / name).write_text(FILES[name](), encoding="utf-8")
-        print(f"wrote {name}")
-    return 0
-
-
-def _is(file: Path, text: str) -> bool:
-    return file.is_file() and file.read_text(encoding="utf-8") == text
+    is_check, found_old = "--check" in argv, False
+    for name, made in FILES.items():
+        file, text = ROOT / name, made()
+        if file.is_file() and file.read_text(encoding="utf-8") == text:
+            continue
+        found_old = True
+        if not is_check:
+            file.write_text(text, encoding="utf-8")
+        print(f"{name} is not current: run python -m scripts.docs" if is_check else f"wrote {name}")
+    return 1 if is_check and found_old else 0
 
 
 if __name__ == "__main__":

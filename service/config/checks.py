@@ -475,7 +475,7 @@ def _teacher(config: Config) -> Iterator[str]:
 
 def _packing(config: Config) -> Iterator[str]:
     trainer, sharing = config.trainer, config.trainer.sequence_parallel
-    longest = config.generator.max_input_length + config.generator.max_generate_length
+    longest = config.generator.longest_row
     if trainer.tokens_of_micro_batch < longest:
         together = f", of {sharing} ranks together," if sharing > 1 else ""
         yield (

@@ -133,7 +133,7 @@ def worst_bytes(config: Config, expert_bytes: int = 0) -> WorstBytes:
     return WorstBytes(
         n_samples=config.algorithm.n_samples_per_prompt,
         max_group_bytes=config.buffer.max_group_bytes,
-        tokens_of_step=config.generator.max_input_length + config.generator.max_generate_length,
+        tokens_of_step=config.generator.longest_row,
         max_turns=config.env.max_turns,
         max_note_bytes=max(config.env.max_snapshot_bytes, NOTE_BYTES),
         max_session_tokens=0 if agents is None else agents.max_tokens,

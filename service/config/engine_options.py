@@ -9,32 +9,23 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import msgspec
 from pydantic import TypeAdapter, ValidationError
 
 
-class Judgement(NamedTuple):
-    """How a field that a user sets is treated, and why."""
+class Judgement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How fields that a user sets are treated, and why."""
 
     verdict: Literal["owned", "passed", "warned", "refused"]
     reason: str
+    fields: tuple[str, ...] = ()
 
 
-class _Fields(msgspec.Struct, forbid_unknown_fields=True):
-    """Fields of the same judgement, as in the file."""
-
-    verdict: Literal["owned", "passed", "warned", "refused"]
-    reason: str
-    fields: list[str]
-
-
-_FILE = msgspec.toml.decode(Path(__file__).with_suffix(".toml").read_bytes(), type=dict[str, list[_Fields]])
-JUDGED: Mapping[str, Judgement] = {
-    field: Judgement(group.verdict, group.reason) for group in _FILE["judged"] for field in group.fields
-}
-"""Of each field of the vLLM that the lock files name."""
+_FILE = msgspec.toml.decode(Path(__file__).with_suffix(".toml").read_bytes(), type=dict[str, list[Judgement]])
+JUDGED = {field: judged for judged in _FILE["judged"] for field in judged.fields}
+"""The judgement of each field of the vLLM that the lock files name."""
 
 PLAIN: Mapping[str, Any] = {
     "int": int, "float": float, "bool": bool, "str": str, "list": list, "dict": dict, "None": None

@@ -18,12 +18,10 @@ from service.config.checks import too_many
 from service.config.gone import MOVED_MODULES
 from service.config.model_folder import check_model_folder, is_model_folder
 from service.config.rollout import RoleConfig
-from service.config.section import HUB, ModelFolder, Named, Section
+from service.config.section import HUB, MODEL_FOLDER, Named, Section
 from service.config.tree import Config
 from service.errors import UserError
 from service.user_code import find_user_module, user_folder
-
-SERVED_MODEL = get_args(ModelFolder)[-1]
 
 
 class _Problem(NamedTuple):
@@ -100,8 +98,7 @@ def _problems(config: Config) -> Iterator[_Problem]:
         yield from wrong
         if setting == "model.path" and not wrong:
             try:
-                longest = config.generator.max_input_length + config.generator.max_generate_length
-                trainer = config.trainer
+                longest, trainer = config.generator.longest_row, config.trainer
                 check_model_folder(path, longest, trainer.sequence_parallel, trainer.expert_parallel)
             except UserError as error:
                 yield _Problem(str(error))
@@ -124,7 +121,7 @@ def paths(value: Any, setting: str = "", marks: Iterable[Any] = ()) -> Iterator[
             yield from paths(inner, f"{setting}.{key}", marks)
     elif isinstance(value, Section):
         if isinstance(value, RoleConfig) and value.is_served and value.model:
-            yield f"{setting}.model", SERVED_MODEL, Path(value.model)
+            yield f"{setting}.model", MODEL_FOLDER, Path(value.model)
         for name, field in type(value).model_fields.items():
             inner = [*field.metadata, *_marks(field.annotation)]
             yield from paths(getattr(value, name), f"{setting}.{name}".lstrip("."), inner)

@@ -8,7 +8,7 @@ trainer.lr=2e-4                                     places[("trainer", "lr")] = 
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,11 +36,7 @@ class _Loader(yaml.SafeLoader):
     """The safe loader with YAML 1.2 scalars (`merge: off` is a word, `lr: 1e-4` a number) and a bounded depth."""
 
     yaml_implicit_resolvers: dict[str, Any] = {}
-
-    def __init__(self, text: str, name: str) -> None:
-        super().__init__(text)
-        self.name = name
-        self._depth = 0
+    _depth = 0
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):
@@ -101,13 +97,12 @@ class Source:
         try:
             yield
         except UserError as error:
-            lines = [self._named(line) for line in str(error).splitlines()]
+            lines = []
+            for line in str(error).splitlines():
+                setting, colon, message = line.partition(": ")
+                path = tuple(setting.split("."))
+                lines.append(self.line(path, message) if colon and self.place(path) else line)
             raise type(error)("\n".join(lines)) from error
-
-    def _named(self, line: str) -> str:
-        setting, colon, message = line.partition(": ")
-        path = tuple(setting.split("."))
-        return self.line(path, message) if colon and self.place(path) else line
 
     def merge(self, values: Mapping[str, Any], places: Mapping[KeyPath, str], path: KeyPath = ()) -> None:
         """Merge values into those below `path`: mappings key by key; other values, and an empty mapping, replace the
@@ -171,7 +166,8 @@ class _Reader:
         self.places: dict[KeyPath, str] = {}
         self._name = name
         try:
-            self._loader = _Loader(text, name)
+            self._loader = _Loader(text)
+            self._loader.name = name
             self.root: yaml.Node | None = self._loader.get_single_node()
         except yaml.MarkedYAMLError as error:
             mark = error.problem_mark or error.context_mark
@@ -185,7 +181,11 @@ class _Reader:
         if isinstance(node, yaml.SequenceNode):
             return [self.value(item, (*path, str(index))) for index, item in enumerate(node.value)]
         if not isinstance(node, yaml.MappingNode):
-            return self._scalar(node, path)
+            try:
+                return self._loader.construct_object(node)
+            except (yaml.YAMLError, ValueError, AttributeError, KeyError, TypeError):
+                where = f"{self.at(node)}  {plain('.'.join(path))}"
+                raise ConfigError(f"{where}: cannot read the value {short(node.value)}") from None
         values: dict[str, Any] = {}
         for key_node, value_node in node.value:
             if not isinstance(key_node, yaml.ScalarNode):
@@ -197,14 +197,6 @@ class _Reader:
             self.places[here] = self.at(key_node)
             values[key] = self.value(value_node, here)
         return values
-
-    def _scalar(self, node: yaml.Node, path: KeyPath) -> Any:
-        try:
-            value: Hashable = self._loader.construct_object(node)
-            return value
-        except (yaml.YAMLError, ValueError, AttributeError, KeyError, TypeError):
-            where = f"{self.at(node)}  {plain('.'.join(path))}"
-            raise ConfigError(f"{where}: cannot read the value {short(node.value)}") from None
 
     def at(self, node: yaml.Node) -> str:
         """File and line of a YAML node."""
