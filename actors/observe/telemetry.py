@@ -14,7 +14,6 @@ from service.observe.measure import (
     LeasedBatches,
     measure_buffer,
     measure_run,
-    measure_state,
     measure_states,
     measure_step,
     measure_store,
@@ -58,7 +57,7 @@ class RunTelemetry(Reporter):
 
     def state(self, state: str) -> None:
         """Report that the run entered a state: starting, warm_start, training, stopping, finished or stopped."""
-        measure_state(self.metrics, state)
+        self.metrics.set_all("baton_run_state", "state", {state: 1})
         self._report_run(state=state)
         self.push()
 

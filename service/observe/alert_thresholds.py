@@ -25,7 +25,7 @@ class AlertThresholds:
     @classmethod
     def of(cls, config: Config) -> AlertThresholds:
         """The thresholds from a run's configuration."""
-        longest = config.generator.max_input_length + config.generator.max_generate_length
+        longest = config.generator.longest_row
         return cls(
             longest,
             config.metrics.long_batch_tokens or longest * 12 // 16,

@@ -6,7 +6,7 @@ import math
 import re
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from service.clock import Clock
@@ -59,27 +59,18 @@ class Pushed:
         """Whether the push is recent."""
         return self.age(now) <= SILENT_SECONDS
 
-    def value(self, name: str) -> float:
-        """The value of a family without labels of its own; 0 if the actor has not measured it."""
-        return float(self.samples[name].split()[-1]) if name in self.samples else 0.0
-
-    def by_label(self, name: str, label: str) -> dict[str, float]:
-        """The values of a family by one of its labels, summed over the others."""
+    def by_label(self, name: str, label: str, of_each: Literal["", "_sum", "_count"] = "") -> dict[str, float]:
+        """The values of a family by one of its labels, summed over the others; of a histogram the sums or counts."""
         found: dict[str, float] = {}
         for line in self.samples.get(name, b"").decode().splitlines():
-            if (of := re.search(rf'[{{,]{label}="([^"]*)"', line)) is not None:
+            of = re.search(rf'[{{,]{label}="([^"]*)"', line)
+            if of is not None and line.startswith(f"{name}{of_each}{{"):
                 found[of[1]] = found.get(of[1], 0.0) + float(line.split()[-1])
         return found
 
     def total(self, name: str) -> float:
-        """The sum of a counter's series."""
-        return sum(float(line.split()[-1]) for line in self.samples.get(name, b"").splitlines())
-
-    def of_histogram(self, name: str, what: Literal["sum", "count"], label: str) -> dict[str, float]:
-        """The sums or counts (`what`) of a histogram by one of its labels, summed over the others."""
-        lines = self.samples.get(name, b"").splitlines(keepends=True)
-        kept = b"".join(line for line in lines if line.startswith(f"{name}_{what}{{".encode()))
-        return replace(self, samples={name: kept}).by_label(name, label)
+        """The sum of a family's series; 0 if the actor has not measured it."""
+        return sum(self.by_label(name, "role").values())
 
     def sample(self, name: str, value: float) -> bytes:
         """A line of samples about this actor."""
@@ -171,7 +162,10 @@ class Hub:
                 lines = [actor.sample(metric.name, actor.age(now)) for actor in actors]
             elif metric.name == "baton_binding_ratio":
                 found = None if self._bottleneck is None else self._bottleneck.waits(self._parts.get("run", {}))
-                lines = [] if found is None else [_binding_sample(metric.name, *found)]
+                lines = []
+                if found is not None:
+                    part, waits = found
+                    lines = [f'{metric.name}{{ident="metrics-hub",part="{part}",role="hub"}} {waits!r}\n'.encode()]
             else:
                 served = [actor for actor in actors if metric.kind != "gauge" or actor.is_up(now)]
                 lines = [actor.samples[metric.name] for actor in served if metric.name in actor.samples]
@@ -190,7 +184,7 @@ class Hub:
                 "host": next(iter(pushed.by_label("baton_actor_host_info", "host")), ""),
                 "state": "up" if pushed.is_up(now) else "silent",
                 "age_seconds": round(pushed.age(now), 3),
-                "leaked_tasks": int(pushed.value("baton_environment_leaked_tasks")),
+                "leaked_tasks": int(pushed.total("baton_environment_leaked_tasks")),
             }
             for _, pushed in sorted(self._sources.items())
         ]
@@ -210,10 +204,6 @@ class Hub:
         """The actors that have not pushed metrics for too long."""
         now = self._clock.monotonic()
         return sorted(source for source, pushed in self._sources.items() if not pushed.is_up(now))
-
-
-def _binding_sample(name: str, part: str, waits: float) -> bytes:
-    return f'{name}{{ident="metrics-hub",part="{part}",role="hub"}} {waits!r}\n'.encode()
 
 
 def _rate(totals: Sequence[tuple[float, float]]) -> float:

@@ -61,6 +61,6 @@ class LogprobCheck:
         if self._agreed_at is None:
             return (
                 "They have not agreed in any step, so look at what differs between them from the start: model.dtype, "
-                "generator.engine_args (quantization, rope scaling), sampling settings that change the distribution"
+                "generator.engine_options (quantization, rope scaling), sampling settings that change the distribution"
             )
         return f"They agreed until step {self._agreed_at}: the engine does not serve what the trainer sent"

@@ -30,11 +30,6 @@ def measure_run(metrics: Metrics, thresholds: AlertThresholds, name: str, versio
     metrics.count("baton_weight_sync_failures_total", 0)
 
 
-def measure_state(metrics: Metrics, state: str) -> None:
-    """Record that the run entered a state."""
-    metrics.set_all("baton_run_state", "state", {state: 1})
-
-
 def measure_step(metrics: Metrics, line: Mapping[str, float], wall: float) -> None:
     """Record an optimizer step; `line` is its line of `metrics.jsonl`, `wall` the Unix time."""
     for metric in TABLE:

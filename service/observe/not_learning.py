@@ -69,15 +69,15 @@ class Diagnosis:
 
     def found(self) -> dict[str, str]:
         """The symptoms of the last steps by name, each in words, the most likely cause first."""
-        measured = ((symptom, self._value(symptom)) for symptom in SYMPTOMS)
-        return {of.name: of.says.format(value) for of, value in measured if value is not None and _shows(of, value)}
-
-    def _value(self, symptom: Symptom) -> float | None:
-        last = _mean(self._last, symptom.key)
-        if last is None or symptom.comparison is not Is.FALLEN_TO:
-            return last
-        first = _mean(self._first, symptom.key)
-        return last / first if first else None
+        found = {}
+        for name, key, comparison, threshold, says in SYMPTOMS:
+            value = _mean(self._last, key)
+            if value is not None and comparison is Is.FALLEN_TO:
+                first = _mean(self._first, key)
+                value = value / first if first else None
+            if value is not None and (value >= threshold if comparison is Is.AT_LEAST else value <= threshold):
+                found[name] = says.format(value)
+        return found
 
 
 def in_words(found: Mapping[str, str]) -> str:
@@ -93,7 +93,3 @@ def _mean(lines: Iterable[Mapping[str, float]], key: str) -> float | None:
     """The mean of a figure; None if fewer than `WINDOW` lines have it."""
     values = [line[key] for line in lines if line.get(key) is not None]
     return sum(values) / len(values) if len(values) == WINDOW else None
-
-
-def _shows(symptom: Symptom, value: float) -> bool:
-    return value >= symptom.threshold if symptom.comparison is Is.AT_LEAST else value <= symptom.threshold

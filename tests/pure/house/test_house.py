@@ -5,6 +5,7 @@ import re
 import subprocess
 from pathlib import Path
 
+from service.config.load import key_paths
 from tests.pure.conftest import SLOW
 
 ROOT = Path(__file__).parents[3]
@@ -88,3 +89,20 @@ def test_only_the_command_line_imports_the_actors_and_does_so_once() -> None:
             names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             found += [f"{path.relative_to(ROOT)}: {name}" for name in names if name.split(".")[0] == "actors"]
     assert found == ["service/cli/in_ray.py: actors.driver.commands"]
+
+
+SETTINGS = {".".join(path) for path in key_paths()}
+SETTING = re.compile(
+    r"(?<![\w./])(?:agents|algorithm|buffer|data|env|generator|placement|trainer|weights)\.[a-z]\w+(?![\w(.])"
+)
+"""A setting in a text, such as `trainer.lr`; what begins with `model` or `run` may be a tensor or a file."""
+
+
+def test_every_setting_that_a_message_or_a_docstring_names_is_there() -> None:
+    found = []
+    for path in PRODUCT:
+        texts = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant)]
+        for node in texts if path.name != "gone.py" else ():
+            named = SETTING.findall(node.value) if isinstance(node.value, str) else ()
+            found += [f"{path.relative_to(ROOT)}:{node.lineno}: {name}" for name in named if name not in SETTINGS]
+    assert [place for place in found if not place.endswith(".log")] == []

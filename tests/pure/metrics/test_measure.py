@@ -19,7 +19,6 @@ from service.observe.measure import (
     measure_ended,
     measure_process,
     measure_run,
-    measure_state,
     measure_step,
     measure_steps,
 )
@@ -73,8 +72,8 @@ def test_a_line_of_metrics_becomes_gauges_histograms_and_counters(metrics: Metri
 
 def test_the_state_of_a_run_is_one_series(metrics: Metrics) -> None:
     measure_run(metrics, AlertThresholds.of(Config()), "run-2", "0.1.0")
-    measure_state(metrics, "warm_start")
-    measure_state(metrics, "training")
+    for state in ("warm_start", "training"):
+        metrics.set_all("baton_run_state", "state", {state: 1})
     assert value(metrics, "baton_run_state", state="training") == 1
     assert b"warm_start" not in metrics.snapshot()
     assert value(metrics, "baton_run_info", run="run-2", baton_version="0.1.0") == 1

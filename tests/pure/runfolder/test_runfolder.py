@@ -16,7 +16,6 @@ from actors.driver.run import run
 from service.cli import main
 from service.config import Config, WandbConfig, load_config, resolved_yaml
 from service.errors import RunFailed, UserError
-from service.observe.plot import smooth
 from service.run import writer
 from service.run.folder import CONFIG, RUNS, SUMMARY, TARGETS, new_run_folder, read_lines, write_address
 from service.run.writer import RunWriter
@@ -123,17 +122,12 @@ def test_a_half_written_last_line_is_left_out(tmp_path: Path) -> None:
 def test_the_curve_is_drawn_from_however_many_steps_there_are(tmp_path: Path, steps: int) -> None:
     folder = RunWriter(tmp_path)
     for number in range(1, steps + 1):
-        folder.log_step(step(number, **{"reward/avg_pass_at_8": 1.0, "async/staleness_max": 2.0}))
+        missing = float("nan") if number % 3 else 2.0
+        folder.log_step(step(number, **{"reward/avg_pass_at_8": 1.0, "async/staleness_max": missing}))
     folder.plot()
     folder.close()
     picture = (tmp_path / "learning_curve.png").read_bytes()
     assert picture.startswith(b"\x89PNG") and len(picture) > 10_000
-
-
-def test_the_smooth_curve_skips_what_was_not_measured() -> None:
-    values = np.array([np.nan, 1.0, np.nan, 3.0, np.nan, np.nan])
-    assert smooth(values, 2).tolist()[1:5] == [1.0, 1.0, 3.0, 3.0]
-    assert np.isnan(smooth(values, 2)[[0, 5]]).all()
 
 
 def test_trajectories_are_kept_until_the_file_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
