@@ -1,21 +1,16 @@
-"""The `/status` document for a terminal: the data flow with its counts, and current waits."""
+"""The `/status` document for a terminal: a line for each part of the data flow, and current waits."""
 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from service.errors import UserError
 from service.observe.status import Status
 from service.observe.summary import duration, fates_in_words, summary_lines
 
-Column = tuple[str, tuple[str, ...]]
-"""A station of the road, and the lines below it."""
-
-VERBS = ("claim", "submit", "lease", "publish")
-
-LABEL_WIDTH = 10
+LABEL_WIDTH = 11
 
 
 ODD = (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, RecursionError)
@@ -39,12 +34,8 @@ def _lines(status: Status, width: int | None) -> list[str]:
     if "summary" in status:
         first, *rest = summary_lines(status["summary"])
         return [f"{status['folder']}: {first}", *(f"  {line}" for line in rest)]
-    columns = stations(status)
-    road = road_lines(columns)
-    if width is not None and max(map(len, road)) + 2 > width:
-        road = road_lines(columns, verbs=("",) * len(VERBS))
-    details = [f"  {label:<{LABEL_WIDTH}}{text}" for label, text in _details(status)]
-    lines = [headline(status), "", *(f"  {line}" for line in road), "", *details]
+    details = (f"  {label:<{LABEL_WIDTH}}{text}" for label, text in _details(status))
+    lines = [headline(status), "", *details]
     return lines if width is None else [part for line in lines for part in _wrapped(line, width)]
 
 
@@ -59,74 +50,32 @@ def headline(status: Status) -> str:
     return f"{run.get('name', 'run')}: {state}, step {steps}{restarted}{since}{left}"
 
 
-def stations(status: Status) -> list[Column]:
-    """The stages of the data flow with their counts."""
-    run, buffer, step, version = status["run"], status["buffer"], status["step"], status["policy_version"]
-    groups = buffer.get("groups", {})
-    up = sum(actor["role"] == "generator" and actor["state"] == "up" for actor in status["actors"])
-    generators = (
-        f"{up} of {run['generators']} up" if "generators" in run else f"{up} up",
-        f"{_number(buffer.get('tokens_per_second'))} tokens/s",
-        f"idle {_percent(step.get('async/generator_wait_fraction'))}",
-    )
-    trainer = (
-        f"{_number(step.get('timing/step'), 2)} s/step",
-        f"waited {_percent(step.get('async/trainer_wait_fraction'))}",
-        f"staleness {_number(step.get('async/staleness_mean'), 2)}",
-    )
-    weights = (f"step {version['step']}", f"sync {_number(run.get('weights_sync_seconds'), 2)} s")
-    return [
-        ("prompts", (f"{_number(buffer.get('issued'))} issued",)),
-        ("GENERATORS", generators),
-        ("BUFFER", tuple(f"{_number(groups.get(state))} {state}" for state in ("open", "complete", "leased"))),
-        ("TRAINER", trainer),
-        ("WEIGHTS", weights),
-    ]
-
-
-def road_lines(columns: Sequence[Column], verbs: Sequence[str] = VERBS) -> list[str]:
-    """The stages side by side, connected by arrows with verbs; an empty verb gives a plain arrow.
-
-    >>> for line in road_lines([("prompts", ("9 issued",)), ("GENERATORS", ("1 up",))]): print(line)
-    prompts --claim--> GENERATORS
-    9 issued           1 up
-    """
-    arrows = [f" --{verb}--> " if verb else " --> " for verb in verbs[: len(columns) - 1]] + [""]
-    road = [name + arrow for (name, _), arrow in zip(columns, arrows, strict=True)]
-    widths = [
-        max(len(part), 2 + max((len(line) for line in lines), default=0))
-        for part, (_, lines) in zip(road, columns, strict=True)
-    ]
-    out = ["".join(_stretched(part, width) for part, width in zip(road, widths, strict=True))]
-    for row in range(max(len(lines) for _, lines in columns)):
-        cells = (lines[row] if row < len(lines) else "" for _, lines in columns)
-        out.append("".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)))
-    return [line.rstrip() for line in out]
-
-
-def _stretched(part: str, width: int) -> str:
-    """A stage and its arrow, which is extended if the lines below need more room."""
-    return part.replace("--> ", "-" * (width - len(part)) + "--> ") if "--> " in part else part.ljust(width)
-
-
 def _details(status: Status) -> Iterator[tuple[str, str]]:
-    """The lines below the data flow: (label, text)."""
-    run, step, now = status["run"], status["step"], status["time"]
-    for label, shown in (
-        ("groups", _counts(status["buffer"].get("groups", {}))),
-        ("tokens", fates_in_words(status["tokens"])),
-    ):
-        if shown:
-            yield label, shown
+    """(label, text) of each line below the headline, in the order of the data flow."""
+    run, buffer, step, now = status["run"], status["buffer"], status["step"], status["time"]
+    prompts = f"{_number(buffer.get('issued'))} issued"
+    if by_success := buffer.get("prompts"):
+        passed_over = _number(buffer.get("passed_over"))
+        prompts += f"; {_counts(by_success)} (success so far, by the band); {passed_over} passed over"
+    yield "prompts", prompts
+    up = sum(actor["role"] == "generator" and actor["state"] == "up" for actor in status["actors"])
+    of_all = f" of {run['generators']}" if "generators" in run else ""
+    tokens, idle = _number(buffer.get("tokens_per_second")), _percent(step.get("async/generator_wait_fraction"))
+    yield "generators", f"{up}{of_all} up, {tokens} tokens/s, idle {idle}"
     if sessions := (agents := status.get("agents", {})).get("sessions"):
         yield "agents", f"{_number(agents.get('calls_per_second'), 1)} calls/s; sessions: {_counts(sessions) or 'none'}"
-    if prompts := status["buffer"].get("prompts"):
-        passed_over = _number(status["buffer"].get("passed_over"))
-        yield "prompts", f"{_counts(prompts)} (success so far, by the band); {passed_over} passed over"
-    for name, scorer in status["buffer"].get("scorers", {}).items():
+    if groups := _counts(buffer.get("groups", {})):
+        yield "groups", groups
+    if tokens := fates_in_words(status["tokens"]):
+        yield "tokens", tokens
+    for name, scorer in buffer.get("scorers", {}).items():
         groups = {what: scorer[what] for what in ("waiting", "scored", "fallbacks", "refused")}
         last = f"; last failure: {scorer['last_failure']}" if scorer["last_failure"] else ""
         yield "scorer", f"{name}: {_counts(groups) or 'no group yet'}{last}"
+    seconds, waited = _number(step.get("timing/step"), 2), _percent(step.get("async/trainer_wait_fraction"))
+    yield "trainer", f"{seconds} s/step, waited {waited}, staleness {_number(step.get('async/staleness_mean'), 2)}"
+    sync = _number(run.get("weights_sync_seconds"), 2)
+    yield "weights", f"step {status['policy_version']['step']}, sync {sync} s"
     if "reward/avg_raw_reward" in step:
         length = _number(step.get("generate/avg_response_length"), 1)
         ago = f", {duration(now - run['stepped'])} ago" if "stepped" in run else ""
