@@ -191,7 +191,8 @@ def install(venv: Path, step: Step) -> None:
     pip_says = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=pip_environment(), cwd=ROOT
     )
-    total = sum(len(_pins(LOCKS / lock)) for lock in step.locks)
+    lines = [line for lock in step.locks for line in (LOCKS / lock).read_text().splitlines()]
+    total = sum(bool(line) and not line.startswith("#") for line in lines)
     said: list[str] = []
     with (venv / "install.log").open("a") as log:
         for line in _echoed(pip_says, total):
@@ -264,10 +265,6 @@ def reason(said: list[str], log: Path) -> str:
         errors = [line.strip() for line in said if line.startswith("ERROR")] or [line.strip() for line in said[-1:]]
         why = f"pip failed: {errors[0] if errors else 'without a word'}"
     return f"{why} (pip said: {log})"
-
-
-def _pins(path: Path) -> list[str]:
-    return [line for line in path.read_text().splitlines() if line and not line.startswith("#")]
 
 
 if __name__ == "__main__":

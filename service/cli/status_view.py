@@ -64,8 +64,8 @@ def _details(status: Status) -> Iterator[tuple[str, str]]:
     yield "generators", f"{up}{of_all} up, {tokens} tokens/s, idle {idle}"
     if sessions := (agents := status.get("agents", {})).get("sessions"):
         yield "agents", f"{_number(agents.get('calls_per_second'), 1)} calls/s; sessions: {_counts(sessions) or 'none'}"
-    if groups := _counts(buffer.get("groups", {})):
-        yield "groups", groups
+    if by_state := _counts(buffer.get("groups", {})):
+        yield "groups", by_state
     if tokens := fates_in_words(status["tokens"]):
         yield "tokens", tokens
     for name, scorer in buffer.get("scorers", {}).items():

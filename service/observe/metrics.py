@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from threading import Lock
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -29,7 +29,9 @@ MAX_SERIES = 64
 
 OTHER = "other"
 
-Family = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily
+FAMILIES: Mapping[Kind, Any] = {
+    "counter": CounterMetricFamily, "gauge": GaugeMetricFamily, "histogram": HistogramMetricFamily
+}  # fmt: skip
 Key = tuple[str, ...]
 """The label values of a series, in the table's order."""
 Series = TypeVar("Series")
@@ -120,23 +122,16 @@ class Metrics(Collector):
                 for key, value in series.items()
             ]
 
-    def collect(self) -> Iterator[Family]:
+    def collect(self) -> Iterator[Any]:
         """The measured families as objects of the client library, which `generate_latest` reads."""
         with self._lock:
-            for name, series in self._numbers.items():
+            recorded: dict[str, dict[Key, float] | dict[Key, _Histogram]] = {**self._numbers, **self._histograms}
+            for name, series in recorded.items():
                 metric = BY_NAME[name]
-                form = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
-                numbers: CounterMetricFamily | GaugeMetricFamily = form(
-                    name, metric.help, labels=(*SOURCE_LABELS, *metric.labels)
-                )
+                family = FAMILIES[metric.kind](name, metric.help, labels=(*SOURCE_LABELS, *metric.labels))
                 for key, value in series.items():
-                    numbers.add_metric((*self._source, *key), value)
-                yield numbers
-            for name, histograms in self._histograms.items():
-                metric = BY_NAME[name]
-                family = HistogramMetricFamily(name, metric.help, labels=(*SOURCE_LABELS, *metric.labels))
-                for key, histogram in histograms.items():
-                    family.add_metric((*self._source, *key), histogram.buckets(), sum_value=histogram.sum)
+                    values = (value.buckets(), value.sum) if isinstance(value, _Histogram) else (value,)
+                    family.add_metric((*self._source, *key), *values)
                 yield family
 
 
@@ -162,7 +157,6 @@ class _Histogram:
 
 
 def _row(name: str, kind: Kind, labels: Mapping[str, str]) -> Metric:
-    """The table's row of a metric."""
     metric = BY_NAME.get(name)
     if metric is None or metric.kind != kind or set(metric.labels) != set(labels):
         known = "not in the table" if metric is None else f"a {metric.kind} with labels {metric.labels}"

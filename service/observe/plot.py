@@ -67,7 +67,8 @@ def smooth(values_S: Float64s, window: int) -> Float64s:
     """
     sums_S = np.cumsum(values_S)
     sums_S[window:] -= sums_S[:-window].copy()
-    return sums_S / np.minimum(np.arange(1, len(values_S) + 1), window)
+    counts_S: Float64s = np.minimum(np.arange(1.0, len(values_S) + 1), window)
+    return sums_S / counts_S
 
 
 def _curve(lines: Sequence[Mapping[str, Any]], key: str) -> tuple[Float64s, Float64s]:

@@ -371,7 +371,13 @@ def test_commands_that_are_typed_often_load_only_what_they_need(argv: list[str],
 def test_the_status_has_a_line_for_each_part_of_the_data_flow() -> None:
     hub = Hub(SystemClock())
     hub.put_status(
-        "run", {"generators": 2, "weights_sync_seconds": 0.03, "policy_version": {"incarnation": 1, "step": 7}}
+        "run",
+        {
+            "state": "training",
+            "generators": 2,
+            "weights_sync_seconds": 0.03,
+            "policy_version": {"incarnation": 1, "step": 7},
+        },
     )
     hub.put_status("buffer", {"issued": 1203, "groups": {"open": 4, "leased": 0}, "tokens": {"open": 1903}})
     waits = {"async/generator_wait_fraction": 0.14, "async/trainer_wait_fraction": 0.39, "async/staleness_mean": 1.0}
