@@ -19,7 +19,7 @@ import numpy as np
 from service.columns import lengths_of, select
 from service.handoff.ledger.events import Scored
 from service.handoff.steps.roles import ROLES
-from service.handoff.steps.tables import end_of_items, role_of_steps, without_later_rewards
+from service.handoff.steps.tables import end_of_items, said_steps
 from service.types import Ends, Float64s, Int64s, Steps
 
 LOGPROBS = np.dtype("<f4")
@@ -52,20 +52,25 @@ def with_scores(steps: Steps, ends: Ends, scores: Sequence[Scored]) -> tuple[Ste
 
 
 def _with_rewards(steps: Steps, ends: Ends, added_E: Float64s, replaces: bool) -> tuple[Steps, Ends]:
-    end_K, own_K = end_of_items(steps, ends), role_of_steps(steps, ends) < len(ROLES)
+    end_K, own_K = end_of_items(steps, ends), np.ones(len(steps), np.bool_)
+    k, place_k = said_steps(steps, ends, end_K)
+    own_K[k] = ends.role_S[place_k] < len(ROLES)
     last_E = np.full(len(ends), -1)
     np.maximum.at(last_E, end_K[own_K], steps.index_K[own_K])
     last = np.flatnonzero(steps.index_K == last_E[end_K])
     reward_K = np.where(own_K & replaces, 0.0, steps.reward_K)
     reward_K[last] += added_E[end_K[last]]
-    ends = without_later_rewards(steps, ends, own_K) if replaces else ends
+    later_reward_S = ends.later_reward_S.copy()
+    if replaces:
+        later_reward_S[place_k[own_K[k]]] = 0
     rewards_N = steps.token_rewards_N
     if rewards_N is not None:
         rewards_N = np.where(own_K.repeat(lengths_of(steps.offsets_K)) & replaces, np.float32(0), rewards_N)
         answered = last[lengths_of(steps.offsets_K)[last] > steps.prompt_length_K[last]]
         rewards_N[steps.offsets_K[1:][answered] - 1] += added_E[end_K[answered]].astype(np.float32)
     reward_E = added_E if replaces else ends.reward_E + added_E
-    return replace(steps, reward_K=reward_K, token_rewards_N=rewards_N), replace(ends, reward_E=reward_E)
+    steps = replace(steps, reward_K=reward_K, token_rewards_N=rewards_N)
+    return steps, replace(ends, reward_E=reward_E, later_reward_S=later_reward_S)
 
 
 def rewarded(steps: Steps, ends: Ends, scores: tuple[Scored, ...]) -> tuple[Steps, Ends, tuple[Scored, ...]]:

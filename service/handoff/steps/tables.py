@@ -73,36 +73,8 @@ def said_bytes(end: TrajectoryEnd) -> int:
     return SAID_BYTES * _n_said(end) + len(end.transcript)
 
 
-def role_of_steps(steps: Steps, ends: Ends) -> Uint8s:
-    """[K] the number of each step's role."""
-    role_K, (k, place_k) = np.zeros(len(steps), np.uint8), _said(steps, ends)
-    role_K[k] = ends.role_S[place_k]
-    return role_K
-
-
-def reward_of_steps(steps: Steps, ends: Ends) -> Float64s:
-    """[K] the reward of each step, including rewards given after the step was sent."""
-    k, place_k = _said(steps, ends)
-    if not len(k):
-        return steps.reward_K
-    reward_K = steps.reward_K.copy()
-    reward_K[k] += ends.later_reward_S[place_k]
-    return reward_K
-
-
-def without_later_rewards(steps: Steps, ends: Ends, which_K: Bools) -> Ends:
-    """Copy of `ends` with 0 in place of the rewards that the selected steps got after they were sent."""
-    k, place_k = _said(steps, ends)
-    later_reward_S = ends.later_reward_S.copy()
-    later_reward_S[place_k[which_K[k]]] = 0
-    return replace(ends, later_reward_S=later_reward_S)
-
-
-def _said(steps: Steps, ends: Ends) -> tuple[Int64s, Int64s]:
+def said_steps(steps: Steps, ends: Ends, end_K: Int64s) -> tuple[Int64s, Int64s]:
     """The steps for which the trajectory's end has a role and a later reward, and the position of each on axis `S`."""
-    if not len(ends.role_S):
-        return np.zeros(0, np.int64), np.zeros(0, np.int64)
-    end_K = end_of_items(steps, ends)
     k = np.flatnonzero(lengths_of(ends.step_offsets_E)[end_K])
     return k, ends.step_offsets_E[end_K[k]] + steps.index_K[k]
 
@@ -145,7 +117,11 @@ class Played(NamedTuple):
         if len(again_K):
             raise ValueError(f"{name_of(steps, int(again_K[0]))} came twice")
         first_G = offsets_of(np.bincount(end_K, minlength=len(ends)))
-        return Played(steps, ends, end_K, first_G, role_of_steps(steps, ends), reward_of_steps(steps, ends))
+        role_K, reward_K = np.zeros(len(steps), np.uint8), steps.reward_K.copy()
+        k, place_k = said_steps(steps, ends, end_K)
+        role_K[k] = ends.role_S[place_k]
+        reward_K[k] += ends.later_reward_S[place_k]
+        return Played(steps, ends, end_K, first_G, role_K, reward_K)
 
 
 def trajectory_ids(table: Steps | Ends | Rows) -> list[TrajectoryId]:

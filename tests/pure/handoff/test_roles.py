@@ -25,7 +25,7 @@ from service.handoff.ledger.versions import VersionHistory
 from service.handoff.steps.builder import step_group, steps_table
 from service.handoff.steps.reward import MAX_REWARD
 from service.handoff.steps.roles import TRAINED, packed_roles
-from service.handoff.steps.tables import Played, end_objects, ends_table, reward_of_steps
+from service.handoff.steps.tables import Played, end_objects, ends_table
 from service.handoff.steps.wire import decode, encode
 from service.handoff.validate import refusal
 from service.types import Refusal, RefusalReason, Step, StepGroup, TrajectoryEnd, TrajectoryId
@@ -121,17 +121,11 @@ def test_rewards_given_later_travel_with_the_end_and_count_for_their_step() -> N
     message = decode(encode(StepGroup(SENDER, group.steps, group.ends)), LIMITS_OF_ROLES)
     assert isinstance(message, StepGroup) and refusal(message, LIMITS_OF_ROLES) is None
     assert end_objects(message.ends) == end_objects(group.ends)
-    found = {
-        (sample, index): reward
-        for sample, index, reward in zip(
-            message.steps.sample_K.tolist(),
-            message.steps.index_K.tolist(),
-            reward_of_steps(message.steps, message.ends).tolist(),
-            strict=True,
-        )
-    }
+    played = Played.of(message.steps, message.ends)
+    columns = (played.steps.sample_K.tolist(), played.steps.index_K.tolist(), played.reward_K.tolist())
+    found = {(sample, index): reward for sample, index, reward in zip(*columns, strict=True)}
     assert found == {(g, t): r + later for g, turns in enumerate(GROUP) for t, (_, r, later) in enumerate(turns)}
-    assert returns(Played.of(message.steps, message.ends), "sum").tolist() == [1.5, 0.0, 1.0]
+    assert returns(played, "sum").tolist() == [1.5, 0.0, 1.0]
 
 
 @pytest.mark.parametrize(
