@@ -19,8 +19,8 @@ from service.handoff.batches.batch import BatchSettings, form_mini_batch
 from service.handoff.ledger.scores import CompleteGroup
 from service.handoff.ledger.versions import VersionHistory
 from service.handoff.prefixes.merge import merge
-from service.handoff.prefixes.prefix_index import check_chain
-from service.handoff.prefixes.sharing import share_prefixes
+from service.handoff.prefixes.prefix_index import PrefixIndex, check_chain
+from service.handoff.prefixes.sharing import dedupe_prefixes
 from service.handoff.steps.builder import step_group, steps_table
 from service.handoff.steps.limits import Limits
 from service.handoff.steps.wire import decode, encode
@@ -106,7 +106,7 @@ def tasks(workload: Workload) -> list[Task]:
         Task("codec", full_form, "encode, decode, validate, checksums", lambda: _coded(full_group), PEER_CODEC),
         Task("digest checks alone", small_form, "one pass of check_chain", lambda: _digested(small)),
         Task("conversion to columns", "prefix-shared Step objects", "steps_table", lambda: steps_table(shared_steps)),
-        Task("conversion to shared form", full_form, "share_prefixes, digests", lambda: share_prefixes(full)),
+        Task("conversion to shared form", full_form, "dedupe_prefixes, digests", lambda: _shared(full)),
         Task("conversion to Step objects", list_form, "SkyRL lists", lambda: steps_from_generator_output(lists)),
     ]
 
@@ -206,6 +206,11 @@ def _coded(group: StepGroup) -> Any:
     if not isinstance(again, StepGroup) or refusal(again, LIMITS) is not None:
         raise ValueError("a message of the benchmark was refused")
     return again
+
+
+def _shared(steps: Steps) -> Steps:
+    wanted_K = (steps.extends_K < 0) & (steps.index_K > 0)
+    return dedupe_prefixes(steps, wanted_K, lambda of: None, lambda of: PrefixIndex())
 
 
 def _digested(steps: Steps) -> bool:

@@ -20,7 +20,7 @@ import xxhash
 
 from service.columns import columns_of, digest, offsets_of, segments_of, token_bytes, trajectories
 from service.handoff.prefixes.prefix_index import PrefixIndex
-from service.handoff.steps.tables import NO_EXTENSION, extension_of, trajectory_ids
+from service.handoff.steps.tables import NO_EXTENSION, extension_of
 from service.types import Bools, Extension, Steps, TrajectoryId
 
 
@@ -63,6 +63,17 @@ def dedupe_prefixes(
 
     `chain_of`, `index_of`: a trajectory's known earlier steps. Steps with values for their prompt tokens, such as
     routed experts, are not changed: a reference to equal token ids would lose those values.
+
+    >>> from service.handoff.steps.builder import steps_table
+    >>> from service.types import Step
+    >>> def step(index, prompt, response):
+    ...     ids = np.array(response, np.int32)
+    ...     sampled, versions = np.ones(len(ids), np.bool_), np.zeros(len(ids), np.int64)
+    ...     return Step(TrajectoryId(0, 0), "a", index, np.array(prompt, np.int32), ids, None, sampled, versions)
+    >>> full = steps_table([step(0, [10, 20, 30], [40, 50]), step(1, [10, 20, 30, 40, 50, 60, 70], [80, 90])])
+    >>> small = dedupe_prefixes(full, full.index_K > 0, lambda of: None, lambda of: PrefixIndex())
+    >>> small.extends_K.tolist(), small.extends_length_K.tolist(), small.token_ids_N.tolist()
+    ([-1, 0], [0, 5], [10, 20, 30, 40, 50, 60, 70, 80, 90])
     """
     of_prompts = [column for column in columns_of(Steps).tokens if column.about.on_prompt and column.optional]
     if not wanted_K.any() or any(getattr(steps, column.name) is not None for column in of_prompts):
@@ -80,30 +91,6 @@ def dedupe_prefixes(
             else:
                 found |= index_of(of).references(steps, items, wanted_K, continuing)
     return with_references(steps, found)
-
-
-def share_prefixes(steps: Steps, known: Steps | None = None) -> Steps:
-    """The same steps in shared form; `known` are steps of the same trajectories that came before.
-
-    A step that shares no prefix with an earlier one stays in full form.
-
-    >>> from service.handoff.steps.builder import steps_table
-    >>> from service.types import Step
-    >>> def step(index, prompt, response):
-    ...     ids = np.array(response, np.int32)
-    ...     sampled, versions = np.ones(len(ids), np.bool_), np.zeros(len(ids), np.int64)
-    ...     return Step(TrajectoryId(0, 0), "a", index, np.array(prompt, np.int32), ids, None, sampled, versions)
-    >>> full = steps_table([step(0, [10, 20, 30], [40, 50]), step(1, [10, 20, 30, 40, 50, 60, 70], [80, 90])])
-    >>> small = share_prefixes(full)
-    >>> small.extends_K.tolist(), small.extends_length_K.tolist(), small.token_ids_N.tolist()
-    ([-1, 0], [0, 5], [10, 20, 30, 40, 50, 60, 70, 80, 90])
-    """
-    indices: dict[TrajectoryId, PrefixIndex] = {}
-    if known is not None:
-        for k, of in enumerate(trajectory_ids(known)):
-            indices.setdefault(of, PrefixIndex()).arrived(known, k)
-    wanted_K = (steps.extends_K < 0) & (steps.index_K > 0)
-    return dedupe_prefixes(steps, wanted_K, lambda of: None, lambda of: indices.get(of, PrefixIndex()))
 
 
 def with_references(steps: Steps, found: Mapping[int, Extension]) -> Steps:

@@ -13,12 +13,11 @@ from hypothesis import strategies as st
 from service.columns import digest
 from service.handoff.prefixes.merge import merge
 from service.handoff.prefixes.prefix_index import PrefixIndex
-from service.handoff.prefixes.sharing import share_prefixes
 from service.handoff.steps.builder import steps_table
 from service.handoff.steps.tables import row_objects, step_objects, with_token_rewards
 from service.types import Extension, Row, Step, TrajectoryId
 from tests.pure.handoff.test_properties import MODES, SLOW_MACHINE, TOKENS
-from tests.pure.handoff.worlds import step, whole_prompts
+from tests.pure.handoff.worlds import share_prefixes, step, whole_prompts
 
 
 @dataclass

@@ -29,7 +29,8 @@ from service.handoff.batches.batch import BatchSettings, form_mini_batch
 from service.handoff.ledger.scores import CompleteGroup
 from service.handoff.ledger.versions import VersionHistory
 from service.handoff.prefixes.merge import merge
-from service.handoff.prefixes.sharing import share_prefixes
+from service.handoff.prefixes.prefix_index import PrefixIndex
+from service.handoff.prefixes.sharing import dedupe_prefixes
 from service.handoff.prefixes.step_equality import in_order
 from service.handoff.steps.builder import StepColumns
 from service.handoff.steps.tables import concat_steps
@@ -58,7 +59,8 @@ group = decode(encode(sent.step_group(Sender("g", 1, 0))), limits)
 assert refusal(group, limits) is None
 assert group.steps.entropy_N.tolist() == [0, 0, 0.25, 0.5, 0, 0, 0, 0, 0, 0.75, 0, 0, 0, 0, 1]
 
-shared = share_prefixes(group.steps)
+wanted_K = (group.steps.extends_K < 0) & (group.steps.index_K > 0)
+shared = dedupe_prefixes(group.steps, wanted_K, lambda of: None, lambda of: PrefixIndex())
 assert shared.entropy_N.tolist() == [0, 0, 0.25, 0.5, 0, 0.75, 0, 1]
 
 def contradiction(*tables):

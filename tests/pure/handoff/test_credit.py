@@ -21,7 +21,6 @@ from service.handoff.batches.filters import FilterSettings, filtered
 from service.handoff.ledger.scores import CompleteGroup
 from service.handoff.ledger.versions import VersionHistory
 from service.handoff.prefixes.merge import Mode
-from service.handoff.prefixes.sharing import share_prefixes
 from service.handoff.prefixes.step_equality import same_step
 from service.handoff.steps.builder import step_group, steps_table
 from service.handoff.steps.reward import MAX_REWARD
@@ -29,7 +28,7 @@ from service.handoff.steps.tables import ends_table, step_objects
 from service.handoff.steps.wire import decode, decode_mini_batch, encode, encode_mini_batch
 from service.handoff.validate import refusal
 from service.types import MiniBatch, Refusal, RefusalReason, Step, StepGroup, TrajectoryEnd, TrajectoryId
-from tests.pure.handoff.worlds import LIMITS, SENDER, end, episode, ids, step
+from tests.pure.handoff.worlds import LIMITS, SENDER, end, episode, ids, share_prefixes, step
 
 SETTINGS = BatchSettings(ranks=1, token_budget=256)
 

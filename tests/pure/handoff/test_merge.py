@@ -8,11 +8,10 @@ import pytest
 from service.columns import widened
 from service.handoff.prefixes.merge import Mode, merge, merge_steps
 from service.handoff.prefixes.prefix_index import PrefixError
-from service.handoff.prefixes.sharing import share_prefixes
 from service.handoff.steps.builder import steps_table
 from service.handoff.steps.tables import step_objects
 from service.types import NO_VERSION, ROUTE_NATIVELY, Extension
-from tests.pure.handoff.worlds import episode, ids, shared, step, whole_prompts
+from tests.pure.handoff.worlds import episode, ids, share_prefixes, shared, step, whole_prompts
 
 EXAMPLE = [
     step(0, [10, 20, 30], [40, 50], reward=0.5),

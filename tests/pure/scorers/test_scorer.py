@@ -16,7 +16,6 @@ from aiohttp import web
 from service.config.rollout import ScorerConfig
 from service.errors import UserError
 from service.handoff.ledger.scores import sampled_tokens
-from service.handoff.prefixes.sharing import share_prefixes
 from service.handoff.scoring import Answer
 from service.handoff.steps.builder import steps_table
 from service.handoff.steps.roles import packed_roles
@@ -30,6 +29,7 @@ from service.scorers.scorer import Scorer
 from service.scorers.teacher_logprobs import taught
 from service.types import Sender, Step, StepGroup, TrajectoryEnd, TrajectoryId
 from tests.pure.buffer.world import step
+from tests.pure.handoff.worlds import share_prefixes
 from tests.pure.learn.test_credit_split import played
 
 WORDS = [f"w{i}" for i in range(64)]
