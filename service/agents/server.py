@@ -148,7 +148,6 @@ class Endpoint:
 
 
 def _dialect(request: web.Request) -> Dialect:
-    """The dialect of a request's path."""
     resource = request.match_info.route.resource
     path = "" if resource is None else resource.canonical.removeprefix(NAMED)
     return MESSAGES if path == COUNT_TOKENS else DIALECTS.get(path, CHAT)

@@ -130,7 +130,6 @@ class Sessions:
             self._forget(next(iter(self._ended)))
 
     def _forget(self, name: str) -> None:
-        """Forget that a session ended."""
         if (ended := self._ended.pop(name, None)) is not None and name not in self._open:
             del self._names[ended.key]
 

@@ -88,8 +88,6 @@ async def work(urls: Sequence[str], key: str, runner: AgentRunner, concurrent: i
 
 
 class _Endpoint:
-    """One endpoint, as a worker uses it."""
-
     def __init__(self, url: str, http: aiohttp.ClientSession, runner: AgentRunner) -> None:
         self._url = url
         self._http = http

@@ -62,8 +62,6 @@ async def run_command(launch: Launch, time: str, root: Path, base_url: str, name
 
 
 class _Run:
-    """A running command."""
-
     def __init__(self, started: Started, limits: Mapping[str, Any], root: Path) -> None:
         self._started, self._process = started, started.process
         self._processes = Processes(started.proc)

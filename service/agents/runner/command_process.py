@@ -162,7 +162,6 @@ class _Trajectory:
         return await self._run(command, stdin, variables, TIME)
 
     async def _score(self, transcript: str) -> float | None:
-        """The score of the command's result."""
         score = self._settings["score"]
         if score is None:
             return None
