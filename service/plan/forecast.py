@@ -236,12 +236,13 @@ class Plan:
         share = min(1.0, compute / max(compute + handoff, sampling))
         generation_factor, factor = crowding(self.device, engines, ranks, share, settings.fit.shares_gpus)
         after = CPU["after_step"] * pace if self._on_cpu else 0.0
+        every, written = settings.trainer.checkpoint_every, self._trainer.step.trained * TRAINER["checkpoint_bytes"]
         return generation_factor, {
             Part.TRAINER: compute * factor,
             Part.WEIGHTS: update.trainer / settings.weights.sync_every + after * factor,
             Part.JOURNAL: handoff * factor,
             Part.EVALUATION: self._evaluation(sampling),
-            Part.CHECKPOINT: self._checkpoint(),
+            Part.CHECKPOINT: written / TRAINER["disk"] / every if every else 0.0,
         }
 
     def _demand(
@@ -321,7 +322,3 @@ class Plan:
             return 0.0
         rows = data.eval_make_rows or data.eval_rows or EVALUATED_ROWS
         return sampling * rows * data.eval_samples / self._trajectories / data.eval_every
-
-    def _checkpoint(self) -> float:
-        every, costs = self.settings.trainer.checkpoint_every, TRAINER
-        return self._trainer.step.trained * costs["checkpoint_bytes"] / costs["disk"] / every if every else 0.0

@@ -88,22 +88,18 @@ def work_of(
             raise UserError(
                 f"--{name.replace('_', '-')} {value:g} ({source}): give a number from {lowest:g} to {highest:g}"
             )
-    for name, (setting, allowed) in _limits(settings).items():
+    generator = settings.generator
+    limits = {  # memory is planned for them
+        "turns": settings.most_turns,
+        "prompt_tokens": ("generator.max_input_length", generator.max_input_length),
+        "response_tokens": ("generator.max_generate_length", generator.max_generate_length),
+    }
+    for name, (setting, allowed) in limits.items():
         if (value := given.get(name) or 0.0) > allowed:
             raise UserError(f"--{name.replace('_', '-')} {value:g}: {setting} allows {allowed}; give less, or raise it")
     values: dict[str, Any] = {name: value for name, (value, _) in figures.items()}
     sources = {**work.sources, **{name: source for name, (_, source) in figures.items()}}
     return replace(work, **values, sources=sources)
-
-
-def _limits(settings: PlanSettings) -> dict[str, tuple[str, int]]:
-    """The maximum work that the configuration allows; memory is planned for it."""
-    generator = settings.generator
-    return {
-        "turns": settings.most_turns,
-        "prompt_tokens": ("generator.max_input_length", generator.max_input_length),
-        "response_tokens": ("generator.max_generate_length", generator.max_generate_length),
-    }
 
 
 def lines_of(work: Work) -> Iterator[str]:

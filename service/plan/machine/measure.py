@@ -29,7 +29,8 @@ def measured(cpu: bool = False) -> Device:
     of a run uses one."""
     found = pace()
     device = torch.device("cuda" if torch.cuda.is_available() and not cpu else "cpu")
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    is_gpu = device.type == "cuda"
+    dtype = torch.bfloat16 if is_gpu else torch.float32
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # the same as ranks and engines use on a CPU
     try:
@@ -43,13 +44,13 @@ def measured(cpu: bool = False) -> Device:
             name="cpu" if cpu else "measured",
             source=f"measured here: {_device_name(device)}; work of processes takes {found:.2f} times as long as where "
             "its constants were measured",
-            memory=_memory(device),
+            memory=torch.cuda.get_device_properties(device).total_memory if is_gpu else psutil.virtual_memory().total,
             products=2 * rows**3 / fastest(lambda: matrix @ matrix, device),
             bandwidth=2 * bandwidth,  # each byte is read and written
             attention=flops / forward,
             attention_backward=2.5 * flops / max(both - forward, forward),
             **_links(device, bandwidth),
-            cores=None if device.type == "cuda" else len(os.sched_getaffinity(0)),
+            cores=None if is_gpu else len(os.sched_getaffinity(0)),
             pace=found,
         )
     finally:
@@ -92,12 +93,6 @@ def _device_name(device: torch.device) -> str:
         return torch.cuda.get_device_name(device)
     cores = f"{len(os.sched_getaffinity(0))} CPU cores"
     return cores if torch.cuda.is_available() else f"{cores} (PyTorch can use no GPU here; --gpu h100 plans for one)"
-
-
-def _memory(device: torch.device) -> float:
-    if device.type == "cuda":
-        return float(torch.cuda.get_device_properties(device).total_memory)
-    return float(psutil.virtual_memory().total)
 
 
 def _copied_bytes(device: torch.device) -> float:
