@@ -18,7 +18,6 @@ import json
 import sys
 import tempfile
 from collections.abc import Callable
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -27,7 +26,6 @@ from benchmarks.estimates import BUDGET, configured, model_folder
 from benchmarks.learn import VOCABULARY, compare, lengths, made_row, measure, micro_batch_of, mini_batch_of
 from service.handoff.batches.pack import place, place_sharing, prefix_order
 from service.learn.device_batch import unsampled_micro_batch
-from service.learn.distinct import DistinctTokens
 from service.learn.estimate.step import estimate_step
 from service.types import MiniBatch, SupervisedRow
 
@@ -93,10 +91,11 @@ def counted(batch: MiniBatch, shares: bool) -> tuple[int, int]:
     """The tokens, and the pairs of query and key, that are computed."""
     tokens = pairs = 0
     for micro in batch.ranks[0]:
-        position = np.concatenate([np.arange(stop - start) for start, stop in pairwise(micro.offsets_R)])
+        shared_R, stop_R = np.zeros(len(micro.offsets_R) - 1, np.int64), np.diff(micro.offsets_R)
         if shares:
             order = prefix_order(micro.token_ids_N, micro.offsets_R)
-            position = DistinctTokens.of(order, micro.offsets_R).position_U
+            shared_R, stop_R = order.shared_R, stop_R[order.row_R]
+        position = np.concatenate([np.arange(*ends) for ends in zip(shared_R, stop_R, strict=True)])
         tokens, pairs = tokens + len(position), pairs + int((position + 1).sum())
     return tokens, pairs
 

@@ -6,8 +6,9 @@ a bucket.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from functools import lru_cache
+import math
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,14 +16,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from service.handoff.batches.pack import PrefixOrder
 from service.learn.chunk_layout import Chunks
-from service.learn.distinct import Branch, DistinctTokens
 from service.types import Int64s
 
 CALL_COST = 256 * 256
 """Entries of an attention matrix that take about as much time as one more call of the attention kernel."""
-LONG_RUN = 64
-"""Length from which a run of the prefix tree has its own kernel call on CPU; copying it to a bucket would be slower."""
 
 
 def to_device(array: NDArray[Any], device: torch.device) -> Tensor:
@@ -38,43 +37,65 @@ def positions_in_rows(lengths_R: Int64s) -> Int64s:
     return np.arange(lengths_R.sum()) - np.repeat(starts_R, lengths_R)
 
 
-@dataclass(frozen=True, slots=True)
-class Bucket:
-    """Rows of similar length, padded to lines of one width, which one call of the attention kernel computes."""
+class Lines(NamedTuple):
+    """Tokens of some rows, padded on the right to lines of one width."""
 
     rows: int
     width: int
     token_B: Tensor | None
-    """Index of the bucket's tokens on the packed axis; None if they are all tokens, in order."""
+    """Index of these tokens on their axis; None if they are all tokens, in order."""
     slot_B: Tensor
-    """Position of each of the bucket's tokens among its `rows * width` slots."""
+    """Position of each of these tokens among the `rows * width` slots."""
 
     @staticmethod
-    def of(bounds: Int64s, rows: Int64s, device: torch.device) -> Bucket:
-        """A bucket of some of the rows with these bounds; `token_B` is None if `rows` lists all of them, in order."""
+    def of(bounds: Int64s, rows: Int64s, device: torch.device, slot_N: Int64s | None = None) -> Lines:
+        """The lines of some of the rows with these bounds; `slot_N`: where their tokens are, None: in order."""
         lengths_R = np.diff(bounds)[rows]
         width = int(lengths_R.max())
         position_B = positions_in_rows(lengths_R)
         slot_B = np.repeat(np.arange(len(rows)) * width, lengths_R) + position_B
         token_B = np.repeat(bounds[:-1][rows], lengths_R) + position_B
-        in_order = np.array_equal(rows, np.arange(len(bounds) - 1))
-        return Bucket(len(rows), width, None if in_order else to_device(token_B, device), to_device(slot_B, device))
+        in_order = slot_N is None and np.array_equal(rows, np.arange(len(bounds) - 1))
+        token_B = token_B if slot_N is None else slot_N[token_B]
+        return Lines(len(rows), width, None if in_order else to_device(token_B, device), to_device(slot_B, device))
+
+    def fill(self, x: Tensor) -> Tensor:
+        """[T, heads, head_dim] -> [rows, heads, width, head_dim], with zeros in the padding."""
+        slots = x if self.token_B is None else x.index_select(0, self.token_B)
+        if len(slots) < self.rows * self.width:
+            slots = x.new_zeros(self.rows * self.width, *x.shape[1:]).index_copy(0, self.slot_B, slots)
+        return slots.view(self.rows, self.width, *x.shape[1:]).transpose(1, 2)
+
+    def tokens(self, lines: Tensor) -> Tensor:
+        """[rows, heads, width, head_dim] -> [B, heads, head_dim]"""
+        return lines.transpose(1, 2).flatten(0, 1).index_select(0, self.slot_B)
 
 
-class Paths(NamedTuple):
-    """Shared prefixes for the variable-length kernel: the queries are a row's new tokens, the keys its whole row.
+@dataclass(frozen=True)
+class Bucket:
+    """Rows of similar length, which one call of the attention kernel computes."""
 
-    Rows 1 2 3 and 1 2 5 6: queries 1 2 3 | 5 6, keys 1 2 3 | 1 2 5 6.
-    """
+    queries: Lines
+    keys: Lines
+    before_R: Tensor | None
+    """Number of keys of each row before its first query; None if there are none."""
+    _masks: dict[tuple[int | None, torch.dtype], Tensor] = field(default_factory=dict)
+    """Made once for all layers."""
 
-    slot_N: Tensor
-    """Slots of the keys."""
-    cu_keys: Tensor
-    longest: int
+    def mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
+        """[rows or 1, 1, queries, keys] what is added to logits: 0 for a query's own key and those before it, in the
+        window, else -inf."""
+        if (window, dtype) not in self._masks:
+            queries, keys = (torch.arange(x.width, device=x.slot_B.device) for x in (self.queries, self.keys))
+            before_R = keys[:1] if self.before_R is None else self.before_R
+            distance = before_R[:, None, None] + queries[:, None] - keys
+            hidden = (distance < 0) | (distance >= (window or self.keys.width))
+            self._masks[window, dtype] = torch.zeros_like(hidden, dtype=dtype).masked_fill(hidden, -math.inf)[:, None]
+        return self._masks[window, dtype]
 
 
 class WholeRows(NamedTuple):
-    """Shared prefixes for layers that cannot compute a row in parts: the shared tokens are repeated in every row.
+    """Rows that share prefixes, with the shared tokens repeated in every row, for layers that need whole rows.
 
     Rows 1 2 3 and 1 2 5 6 in the slots 1 2 3 5 6: slot_N 0 1 2 0 1 3 4, first_S 0 1 2 5 6.
     """
@@ -85,29 +106,13 @@ class WholeRows(NamedTuple):
     first_S: Tensor
     """For each slot, the first token of the rows that has it."""
 
-    @staticmethod
-    def of(offsets_R: Int64s, slot_N: Int64s, device: torch.device, variable_length: bool = False) -> WholeRows:
-        """The rows with these bounds, whose tokens are in these slots."""
-        first_S = np.unique(slot_N, return_index=True)[1]
-        packing = Packing.of(offsets_R, device, variable_length)
-        return WholeRows(packing, to_device(slot_N, device), to_device(first_S, device))
-
     def repeat(self, x: Tensor) -> Tensor:
         """[S, ...] -> [N, ...], with gradients that are summed in the accumulation type."""
         wide = torch.promote_types(x.dtype, torch.float32)
         return x.to(wide).index_select(0, self.slot_N).to(x.dtype)
 
 
-class Part(NamedTuple):
-    """A part of attention: queries in consecutive slots that attend to all keys in other slots, or causally to their
-    own."""
-
-    queries: slice
-    keys: slice
-    causal: bool
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Packing:
     """The bounds of rows on the token axis, and further inputs of the attention kernels.
 
@@ -115,118 +120,89 @@ class Packing:
 
         cu_seqlens [0 3 5 9]  ->  lengths 3 2 4  ->  one bucket of 3 rows, 4 wide; slot_B 0 1 2 | 4 5 | 8 9 10 11
 
-    With shared prefixes the bounds are those of each row's new tokens (`paths`), or of the runs of the prefix tree
-    (`shared`).
+    Where rows share prefixes, the queries are a row's new tokens and the keys its whole row. Rows 1 2 3 and 1 2 5 6:
+
+        queries 1 2 3 | 5 6      keys 1 2 3 | 1 2 5 6      cu_seqlens [0 3 5], those of the whole rows [0 3 7]
     """
 
     cu_seqlens: Tensor
+    """Bounds of the queries."""
     max_length: int
+    offsets_R: Int64s
+    """Bounds of the queries, on the host."""
     buckets: tuple[Bucket, ...] = ()
     """Empty for the variable-length kernel."""
     order_N: Tensor | None = None
-    """Index of each packed token in the concatenation of all buckets; None if there is one bucket."""
-    paths: Paths | None = None
-    shared: tuple[Part, ...] = ()
-    """Further parts of attention, in addition to the buckets."""
+    """Index of each query in the concatenation of all buckets; None if there is one bucket."""
     whole: WholeRows | None = None
-    """The rows of a tree, for linear attention and on CPU for attention in a window; None without shared prefixes."""
-    offsets_R: Int64s | None = None
-    """Bounds of the rows, without empty ones; None for a tree."""
+    """The keys; None without shared prefixes."""
 
     @property
+    def rows(self) -> Packing:
+        """The packing of the whole rows, which are the keys."""
+        return self if self.whole is None else self.whole.packing
+
+    @cached_property
     def chunks(self) -> Chunks:
-        """The chunks of the rows, for linear attention."""
-        if self.offsets_R is None:
-            raise ValueError("the parts of a tree have no chunks, its whole rows have")
-        return _chunks(tuple(self.offsets_R.tolist()), self.cu_seqlens.device)
-
-    @property
-    def longest_row(self) -> int:
-        """Tokens of the longest row."""
-        if self.whole is not None:
-            return self.whole.packing.max_length
-        return self.max_length if self.paths is None else self.paths.longest
+        """The chunks of whole rows, for linear attention."""
+        return Chunks.of(self.offsets_R, self.cu_seqlens.device)
 
     @staticmethod
     def of(offsets_R: Int64s, device: torch.device, variable_length: bool = False) -> Packing:
         """The packing of rows with these bounds, without empty rows."""
-        lengths_R = np.diff(offsets_R)
-        bounds = np.concatenate([offsets_R[:1], offsets_R[1:][lengths_R > 0]])
-        cu_seqlens = to_device(bounds.astype(np.int32), device)
-        max_length = int(lengths_R.max(initial=0))
-        if variable_length:
-            return Packing(cu_seqlens, max_length, offsets_R=bounds)
-        buckets = _buckets(bounds, np.arange(len(bounds) - 1), device)
-        token_N = [bucket.token_B for bucket in buckets if bucket.token_B is not None]
-        order_N = torch.argsort(torch.cat(token_N)) if token_N else None
-        return Packing(cu_seqlens, max_length, buckets, order_N, offsets_R=bounds)
+        bounds = np.concatenate([offsets_R[:1], offsets_R[1:][np.diff(offsets_R) > 0]])
+        packing = _of_bounds(bounds, device)
+        return packing if variable_length else _bucketed(packing)
 
     @staticmethod
     def of_tree(
-        distinct: DistinctTokens, row_R: Int64s, offsets_R: Int64s, device: torch.device, variable_length: bool
+        order: PrefixOrder, slot_N: Int64s, offsets_R: Int64s, device: torch.device, variable_length: bool = False
     ) -> Packing:
-        """The packing of rows that share prefixes, for the variable-length kernel or a CPU; `row_R`: the rows in
-        depth-first order."""
-        if variable_length:
-            return _of_paths(distinct.slot_N, row_R, offsets_R, device)
-        whole = WholeRows.of(offsets_R, distinct.slot_N, device)
-        return replace(_of_runs(distinct.branches(), len(distinct.position_U), device), whole=whole)
+        """The packing of rows that share prefixes, without rows that have no new tokens; `slot_N`: the slot of each
+        token of the rows."""
+        lengths_R = np.diff(offsets_R)[order.row_R]
+        new_R = lengths_R - order.shared_R
+        computed_R = new_R > 0
+        queries, keys = (np.cumsum([0, *of_rows[computed_R]]) for of_rows in (new_R, lengths_R))
+        path_N = np.concatenate([slot_N[offsets_R[row] : offsets_R[row + 1]] for row in order.row_R[computed_R]])
+        first_S = np.unique(path_N, return_index=True)[1]
+        whole = WholeRows(_of_bounds(keys, device), to_device(path_N, device), to_device(first_S, device))
+        packing = replace(_of_bounds(queries, device), whole=whole)
+        return packing if variable_length else _bucketed(packing, path_N)
 
 
-def _of_paths(slot_N: Int64s, row_R: Int64s, offsets_R: Int64s, device: torch.device) -> Packing:
-    queries, keys, paths = [0], [0], []
-    for row in row_R.tolist():
-        path = slot_N[offsets_R[row] : offsets_R[row + 1]]
-        if len(path) and path[-1] >= queries[-1]:  # otherwise the row has no new tokens
-            queries.append(int(path[-1]) + 1)
-            keys.append(keys[-1] + len(path))
-            paths.append(path)
-    cu_keys = to_device(np.array(keys, np.int32), device)
-    path_N = np.concatenate(paths)
-    along = Paths(to_device(path_N, device), cu_keys, int(np.diff(keys).max()))
-    whole = WholeRows.of(np.array(keys), path_N, device, variable_length=True)
-    return replace(Packing.of(np.array(queries), device, variable_length=True), paths=along, whole=whole)
+def _of_bounds(bounds: Int64s, device: torch.device) -> Packing:
+    return Packing(to_device(bounds.astype(np.int32), device), int(np.diff(bounds).max(initial=0)), bounds)
 
 
-def _of_runs(branches: list[Branch], n_slots: int, device: torch.device) -> Packing:
-    """A packing in which the tokens of every run attend to the run itself, and its descendants attend to it."""
-    bounds = np.array([*(branch.start for branch in branches), n_slots])
-    short = np.flatnonzero(np.diff(bounds) < LONG_RUN)
-    own = [slice(run.start, run.stop) for run in branches if run.stop - run.start >= LONG_RUN]
-    below = [
-        Part(slice(run.stop, run.below), slice(run.start, run.stop), False) for run in branches if run.below > run.stop
-    ]
-    return Packing(
-        cu_seqlens=to_device(bounds.astype(np.int32), device),
-        max_length=int(np.diff(bounds).max()),
-        buckets=_buckets(bounds, short, device),
-        shared=(*(Part(run, run, True) for run in own), *below),
-    )
+def _bucketed(packing: Packing, slot_N: Int64s | None = None) -> Packing:
+    """The same rows for kernels that compute padded lines; `slot_N`: the slots of the keys of rows that share
+    prefixes."""
+    queries, keys, device = packing.offsets_R, packing.rows.offsets_R, packing.cu_seqlens.device
+    before_R, buckets = np.diff(keys) - np.diff(queries), list[Bucket]()
+    for group in _rows_of_similar_length(np.diff(queries), np.diff(keys)):
+        rows = np.sort(group)
+        of_queries = Lines.of(queries, rows, device)
+        of_keys = of_queries if slot_N is None else Lines.of(keys, rows, device, slot_N)
+        before = to_device(before_R[rows], device) if before_R[rows].any() else None
+        buckets.append(Bucket(of_queries, of_keys, before))
+    token_N = [bucket.queries.token_B for bucket in buckets if bucket.queries.token_B is not None]
+    order_N = torch.argsort(torch.cat(token_N)) if token_N else None
+    return replace(packing, buckets=tuple(buckets), order_N=order_N)
 
 
-@lru_cache(maxsize=4)
-def _chunks(offsets_R: tuple[int, ...], device: torch.device) -> Chunks:
-    """The chunks of rows, made once for all layers of a micro-batch."""
-    return Chunks.of(np.array(offsets_R), device)
-
-
-def _buckets(bounds: Int64s, rows: Int64s, device: torch.device) -> tuple[Bucket, ...]:
-    groups = _rows_of_similar_length(np.diff(bounds)[rows])
-    return tuple(Bucket.of(bounds, np.sort(rows[group]), device) for group in groups)
-
-
-def _rows_of_similar_length(lengths_R: Int64s) -> list[list[int]]:
+def _rows_of_similar_length(queries_R: Int64s, keys_R: Int64s) -> list[list[int]]:
     """Rows sorted from long to short, in groups; a new group begins where padding would cost more than a kernel call.
 
-    Lengths 3 2 900 4 -> [[2], [3, 0, 1]]
+    Lengths 3 2 900 4, for queries and keys -> [[2], [3, 0, 1]]
     """
     groups: list[list[int]] = []
-    width = wasted = 0
-    for row in np.argsort(-lengths_R, kind="stable").tolist():
-        length = int(lengths_R[row])
-        wasted += width * width - length * length
-        if not groups or wasted > CALL_COST:
+    width = longest = used = 0
+    for row in np.argsort(-queries_R, kind="stable").tolist():
+        queries, keys = int(queries_R[row]), int(keys_R[row])
+        used, longest = used + queries * keys, max(longest, keys)
+        if not groups or (len(groups[-1]) + 1) * width * longest - used > CALL_COST:
             groups.append([])
-            width, wasted = length, 0
+            width, longest, used = queries, keys, queries * keys
         groups[-1].append(row)
     return groups

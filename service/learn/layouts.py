@@ -25,9 +25,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from service.handoff.batches.pack import prefix_order
+from service.handoff.batches.pack import PrefixOrder, prefix_order
 from service.learn.attention_layout import Packing, positions_in_rows, to_device
-from service.learn.distinct import DistinctTokens
 from service.learn.sequence_parallel import WHOLE, Exchange, Slice
 from service.types import Int64s, MicroBatch
 
@@ -60,11 +59,11 @@ class Layout(NamedTuple):
         # other GPU kernels would compute each row separately
         if kind in ("shared_prefix", "auto") and (variable_length or device.type == "cpu"):
             order = prefix_order(micro.token_ids_N, offsets_R, micro.routed_experts_N)
-            distinct = DistinctTokens.of(order, offsets_R)
-            n_slots = len(distinct.position_U)
-            if n_slots < len(distinct.slot_N):
-                packing = Packing.of_tree(distinct, order.row_R, offsets_R, device, variable_length)
-                return _on_one_line(distinct.slot_N, n_slots, packing, part)
+            slot_N = distinct_slots(order, offsets_R)
+            n_slots = int(slot_N.max(initial=-1)) + 1
+            if n_slots < len(slot_N):
+                packing = Packing.of_tree(order, slot_N, offsets_R, device, variable_length)
+                return _on_one_line(slot_N, n_slots, packing, part)
         n_slots = len(micro.token_ids_N)
         return _on_one_line(np.arange(n_slots), n_slots, Packing.of(offsets_R, device, variable_length), part)
 
@@ -80,6 +79,23 @@ class Layout(NamedTuple):
         own_N, slot = self.own(self.slot_N)
         values_S[slot] = values_N[own_N]
         return values_S
+
+
+def distinct_slots(order: PrefixOrder, offsets_R: Int64s) -> Int64s:
+    """[N] the slot of each token if rows share the tokens of common prefixes, by the first row that has the token.
+
+    row 0   1 2 3 4      in the order of    row 1   row 0   row 2        slot_N   0 1 2 3 | 0 1 2 | 0 1 4 5
+    row 1   1 2 3        the prefixes       1 2 3       4     7 8
+    row 2   1 2 7 8
+    """
+    slot_N = np.zeros(int(offsets_R[-1]), np.int64)
+    path, end = slot_N[:0], 0
+    for row, shared in zip(order.row_R.tolist(), order.shared_R.tolist(), strict=True):
+        slots = slot_N[offsets_R[row] : offsets_R[row + 1]]
+        slots[:shared] = path[:shared]
+        slots[shared:] = np.arange(end, end + len(slots) - shared)
+        path, end = slots, end + len(slots) - shared
+    return slot_N
 
 
 def _on_one_line(slot_N: Int64s, n_slots: int, packing: Packing, part: Slice) -> Layout:

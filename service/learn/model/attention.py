@@ -2,7 +2,8 @@
 
 No token attends to another row. On CUDA in bfloat16 one variable-length kernel computes all rows. Elsewhere rows of
 similar length are padded together and computed by torch's padded kernel, a bucket at a time
-(`service.learn.attention_layout`).
+(`service.learn.attention_layout`). Where rows share prefixes, a row's new tokens attend to the gathered keys of the
+whole row.
 """
 
 from __future__ import annotations
@@ -23,8 +24,6 @@ from transformers import AttentionInterface
 from service.errors import UserError
 from service.learn.attention_layout import Bucket, Packing
 from service.learn.model import flash
-from service.learn.model.logprob import accumulation_dtype
-from service.learn.model.shared_attention import Form, SharedAttention, as_lines, from_lines
 from service.learn.model.sinks import with_sinks
 from service.learn.sequence_parallel import Exchange
 
@@ -56,12 +55,10 @@ def use_fastest_attention(device: torch.device) -> str:
 
 def _of_torch(device: torch.device) -> str:
     """Let torch use FlashAttention 3 if GPU, torch and an installed wheel allow it."""
-    activate = getattr(torch.nn.attention, "activate_flash_attention_impl", None)  # from torch 2.11 on
-    on_hopper = torch.cuda.get_device_capability(device)[0] == HOPPER
-    if activate is None or find_spec(FLASH_ATTENTION_3) is None or not on_hopper:
+    if find_spec(FLASH_ATTENTION_3) is None or torch.cuda.get_device_capability(device)[0] != HOPPER:
         return "FA2"
     try:
-        activate("FA3")
+        torch.nn.attention.activate_flash_attention_impl("FA3")
     except (ImportError, OSError, RuntimeError) as error:
         log.warning("FlashAttention 3 is installed and cannot be used (%s)", error)
         return "FA2"
@@ -101,64 +98,66 @@ def packed_attention(
     if not getattr(module, "is_causal", True):
         raise UserError("its attention is not causal, which packed rows do not support")
     window = others.get(WINDOW, getattr(module, WINDOW, None)) or None
+    if window is not None and window >= packing.rows.max_length:
+        window = None
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
     if exchange is not None:
         query, key, value = exchange.to_heads(query, key, value)
         s_aux = None if s_aux is None else exchange.own(s_aux)
-    out = _attended(query, key, value, packing, Form(scaling, window, s_aux))
+    if packing.buckets:
+        parts = [_padded(query, key, value, bucket, scale, window, s_aux) for bucket in packing.buckets]
+        out = parts[0] if packing.order_N is None else torch.cat(parts).index_select(0, packing.order_N)
+    else:
+        out = _variable_length(query, key, value, packing, scale, window, s_aux)
     return (out if exchange is None else exchange.to_slots(out)).unsqueeze(0), None
 
 
-def _attended(query: Tensor, key: Tensor, value: Tensor, packing: Packing, form: Form) -> Tensor:
-    if form.window is not None and form.window >= packing.longest_row:
-        form = form._replace(window=None)
-    if packing.shared and form.window is not None and packing.whole is not None:
-        rows = packing.whole
-        out = _attended(rows.repeat(query), rows.repeat(key), rows.repeat(value), rows.packing, form)
-        return out.index_select(0, rows.first_S)
-    if not packing.buckets and not packing.shared:
-        return _variable_length(query, key, value, packing, form)
-    if packing.shared or form.sinks is not None:
-        return cast(Tensor, _in_parts(query, key, value, packing, form))
-    parts = [_padded(query, key, value, bucket, form) for bucket in packing.buckets]
-    return parts[0] if packing.order_N is None else torch.cat(parts).index_select(0, packing.order_N)
-
-
-def _variable_length(query: Tensor, key: Tensor, value: Tensor, packing: Packing, form: Form) -> Tensor:
-    cu_queries, longest_query = packing.cu_seqlens, packing.max_length
-    cu_keys, longest_key = cu_queries, longest_query
-    if packing.paths is not None:
-        cu_keys, longest_key = packing.paths.cu_keys, packing.paths.longest
-        # in the accumulation type, because gradients of a key shared by many rows are summed in it
-        wide, slot_N = accumulation_dtype(key.dtype), packing.paths.slot_N
-        key, value = (x.to(wide).index_select(0, slot_N).to(x.dtype) for x in (key, value))
+def _variable_length(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    packing: Packing,
+    scale: float,
+    window: int | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    if packing.whole is not None:
+        key, value = packing.whole.repeat(key), packing.whole.repeat(value)
     query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
-    bounds = (cu_queries, cu_keys, longest_query, longest_key)
-    window = -1 if form.window is None else form.window - 1
-    if form.sinks is not None:
-        return cast(Tensor, with_sinks(query, key, value, bounds, window, form))
+    rows = packing.rows
+    bounds = (packing.cu_seqlens, rows.cu_seqlens, packing.max_length, rows.max_length)
+    before = -1 if window is None else window - 1
+    if sinks is not None:
+        return cast(Tensor, with_sinks(query, key, value, sinks, bounds, before, scale))
     if flash.takes(query):
-        scale = query.shape[-1] ** -0.5 if form.scaling is None else form.scaling
-        return cast(Tensor, flash.attend(query, key, value, *bounds, scale, window)[0])
-    out = varlen_attn(query, key, value, *bounds, scale=form.scaling, window_size=(window, 0), **_GROUPED)
-    return cast(Tensor, out)
+        return cast(Tensor, flash.attend(query, key, value, *bounds, scale, before)[0])
+    return cast(Tensor, varlen_attn(query, key, value, *bounds, scale=scale, window_size=(before, 0), **_GROUPED))
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def _in_parts(query: Tensor, key: Tensor, value: Tensor, packing: Packing, form: Form) -> Tensor:
-    if query.is_cuda:
-        raise UserError("model.dtype: on a GPU the attention sinks of this model need bfloat16")
-    out: Tensor = SharedAttention.apply(query, key, value, form.sinks, packing, form)  # type: ignore[no-untyped-call]
-    return out
-
-
-def _padded(query: Tensor, key: Tensor, value: Tensor, bucket: Bucket, form: Form) -> Tensor:
-    query, key, value = (as_lines(x, bucket) for x in (query, key, value))
-    mask = form.mask(bucket.width, query)
+def _padded(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bucket: Bucket,
+    scale: float,
+    window: int | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    query, key, value = bucket.queries.fill(query), bucket.keys.fill(key), bucket.keys.fill(value)
+    mask = None
+    if window is not None or sinks is not None or bucket.before_R is not None:
+        mask = bucket.mask(window, query.dtype)
+    if mask is not None and sinks is not None:
+        # one more key, whose logit is the sink and whose value is 0
+        rows, heads, width, _ = query.shape
+        of_sinks = sinks.to(query.dtype)[:, None, None].expand(rows, heads, width, 1)
+        mask = torch.cat((mask.expand(rows, heads, -1, -1), of_sinks), -1)
+        key, value = F.pad(key, (0, 0, 0, 1)), F.pad(value, (0, 0, 0, 1))
     out = F.scaled_dot_product_attention(
-        query, key, value, attn_mask=mask, is_causal=mask is None, scale=form.scaling, enable_gqa=True
+        query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True
     )
-    return from_lines(out, bucket)
+    return bucket.queries.tokens(out)
 
 
 # without a mask function of this name Hugging Face makes no mask, and does not detect packed rows itself

@@ -66,7 +66,7 @@ def _over_rows(mixer: Any, mixed: list[Tensor], packing: Packing, exchange: Exch
     *taps, a_log, dt_bias = of_heads
     if packing.whole is not None:
         mixed = [packing.whole.repeat(x) for x in mixed]
-    chunks = (packing if packing.whole is None else packing.whole.packing).chunks
+    chunks = packing.rows.chunks
     wide = accumulation_dtype(mixed[0].dtype)
     query, key, value, b, a = (x.to(wide) for x in mixed)
     convolved = F.silu(causal_convolution(torch.cat((query, key, value), 1), torch.cat(taps).to(wide), chunks))

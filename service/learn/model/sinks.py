@@ -12,17 +12,18 @@ import torch
 from torch import Tensor
 
 from service.learn.model import flash
-from service.learn.model.shared_attention import Form, gradient_of_sinks, join_sinks
 
 Bounds = tuple[Tensor, Tensor, int, int]
 """Bounds of queries and of keys, the longest row of each."""
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def with_sinks(query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, window: int, form: Form) -> Any:
-    """[T, heads, head_dim] queries, keys and values -> [T, heads, head_dim]; `window`: tokens before a token's own, -1:
-    all."""
-    return _WithSinks.apply(query, key, value, form.sinks, bounds, window, form.scaling)  # type: ignore[no-untyped-call]
+def with_sinks(
+    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, bounds: Bounds, window: int, scale: float
+) -> Any:
+    """[T, heads, head_dim] queries, keys and values -> [T, heads, head_dim]; `sinks` [heads]: their logits; `window`:
+    tokens before a token's own, -1: all."""
+    return _WithSinks.apply(query, key, value, sinks, bounds, window, scale)  # type: ignore[no-untyped-call]
 
 
 class _WithSinks(torch.autograd.Function):
@@ -35,9 +36,8 @@ class _WithSinks(torch.autograd.Function):
         sinks: Tensor,
         bounds: Bounds,
         window: int,
-        scale: float | None,
+        scale: float,
     ) -> Tensor:
-        scale = query.shape[-1] ** -0.5 if scale is None else scale
         out: Tensor
         state = None
         if flash.takes(query):
@@ -45,8 +45,9 @@ class _WithSinks(torch.autograd.Function):
         else:
             kernel = torch.ops.torch_attn._varlen_attn
             out, log_sum, state = kernel(query, key, value, *bounds, window < 0, scale, [window, 0], enable_gqa=True)
-        log_sum_T = log_sum.T.contiguous()
-        join_sinks(out, log_sum_T, sinks)
+        of_kernel = log_sum.T
+        log_sum_T = torch.logaddexp(of_kernel, sinks.to(log_sum.dtype))
+        out.mul_((of_kernel - log_sum_T).exp()[..., None].to(out.dtype))
         ctx.save_for_backward(query, key, value, sinks, out, log_sum_T, state, *bounds[:2])
         ctx.lengths, ctx.window, ctx.scale = bounds[2:], window, scale
         return out
@@ -60,4 +61,6 @@ class _WithSinks(torch.autograd.Function):
         else:
             backward = torch.ops.torch_attn._varlen_attn_backward
             parts = backward(*given, ctx.window < 0, state, ctx.scale, [ctx.window, 0])
-        return *parts, gradient_of_sinks(of_out, out, log_sum_T, sinks), None, None, None
+        share = (sinks.to(log_sum_T.dtype) - log_sum_T).exp()
+        of_sinks = -(share * (of_out * out).sum(-1, dtype=log_sum_T.dtype)).sum(0).to(sinks.dtype)
+        return *parts, of_sinks, None, None, None

@@ -6,9 +6,13 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+import torch
 
 from service.handoff.batches.pack import MIN_SHARED, prefix_order
-from service.learn.distinct import DistinctTokens
+from service.learn import attention_layout
+from service.learn.attention_layout import Lines, Packing
+from service.learn.layouts import distinct_slots
+from tests.pure.learn.builders import CPU
 from tests.pure.learn.trees import tree_rows
 
 
@@ -25,30 +29,38 @@ def prefixes(rows: list[tuple[int, ...]]) -> set[tuple[int, ...]]:
 @pytest.mark.parametrize("seed", range(100))
 def test_two_tokens_are_one_exactly_if_their_rows_are_alike_up_to_them(seed: int) -> None:
     rows, token_ids, offsets = packed(seed)
-    plan = DistinctTokens.of(prefix_order(token_ids, offsets, least=1, fraction=0), offsets)
+    slot_N = distinct_slots(prefix_order(token_ids, offsets, least=1, fraction=0), offsets)
     slots = {}
     for row, start in zip(rows, offsets, strict=False):
         for place in range(len(row)):
-            slot = int(plan.slot_N[start + place])
+            slot = int(slot_N[start + place])
             assert slots.setdefault(slot, row[: place + 1]) == row[: place + 1]
-            assert plan.position_U[slot] == place
-    assert len(plan.position_U) == len(slots) == len(prefixes(rows))
+    assert slots.keys() == set(range(len(prefixes(rows))))
+
+
+def slots_of_lines(lines: Lines, n_slots: int) -> np.ndarray:
+    """[rows, width] the slot of each token of the lines; -1 in the padding."""
+    slots = np.full(lines.rows * lines.width, -1)
+    slots[lines.slot_B.numpy()] = np.arange(n_slots) if lines.token_B is None else lines.token_B.numpy()
+    return slots.reshape(lines.rows, lines.width)
 
 
 @pytest.mark.parametrize("seed", range(100))
-def test_a_token_follows_exactly_the_runs_above_it_and_its_own_run_up_to_it(seed: int) -> None:
+def test_a_token_attends_once_to_each_token_of_its_row_up_to_itself(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_layout, "CALL_COST", 30)
     _, token_ids, offsets = packed(seed)
-    plan = DistinctTokens.of(prefix_order(token_ids, offsets, least=1, fraction=0), offsets)
-    n = len(plan.position_U)
-    attends = np.zeros((n, n), bool)
-    for start, stop, below in plan.branches():
-        attends[start:stop, start:stop] |= np.tri(stop - start, dtype=bool)
-        assert not attends[stop:below, start:stop].any(), "no pair is computed twice"
-        attends[stop:below, start:stop] = True
-    expected = np.zeros((n, n), bool)
+    order = prefix_order(token_ids, offsets, least=1, fraction=0)
+    slot_N = distinct_slots(order, offsets)
+    n = int(slot_N.max()) + 1
+    attends = np.zeros((n, n), int)
+    for bucket in Packing.of_tree(order, slot_N, offsets, CPU).buckets:
+        queries, keys = slots_of_lines(bucket.queries, n)[:, :, None], slots_of_lines(bucket.keys, n)[:, None]
+        seen = (bucket.mask(None, torch.float32)[:, 0].numpy() == 0) & (queries >= 0) & (keys >= 0)
+        np.add.at(attends, tuple(np.broadcast_to(slots, seen.shape)[seen] for slots in (queries, keys)), 1)
+    expected = np.zeros((n, n), int)
     for start, stop in pairwise(offsets):
-        path = plan.slot_N[start:stop]
-        expected[path[:, None], path[None]] |= np.tri(stop - start, dtype=bool)
+        path = slot_N[start:stop]
+        expected[path[:, None], path[None]] |= np.tri(stop - start, dtype=int)
     assert np.array_equal(attends, expected)
 
 
@@ -90,4 +102,4 @@ def test_rows_without_tokens_are_rows() -> None:
     for offsets in (np.array([0]), np.array([0, 0, 0])):
         order = prefix_order(nothing, offsets)
         assert len(order.within(np.zeros(len(offsets) - 1, np.int64)).row_R) == len(offsets) - 1
-        assert DistinctTokens.of(order, offsets).branches() == []
+        assert len(distinct_slots(order, offsets)) == 0

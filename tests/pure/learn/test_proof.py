@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,9 @@ from transformers.utils import logging
 from service.cli.models import run_check
 from service.config.model_folder import FAMILIES
 from service.errors import UserError
+from service.learn.attention_layout import Bucket
 from service.learn.device_batch import DeviceBatch
-from service.learn.model import router_replay, shared_attention
-from service.learn.model.shared_attention import Form
+from service.learn.model import attention, router_replay
 from service.learn.proof.prove import Finding, prove
 from service.learn.proof.small import small_config
 from service.learn.proof.table import HEADING, family_line
@@ -86,16 +87,23 @@ def test_a_family_that_cannot_be_trained_is_told_what_fails(family: str, compari
     assert reason in failed(prove(small_config(family)))[comparison]
 
 
-def without_window(_: Form, width: int, like: torch.Tensor) -> None:
-    return None
+def without_window(bucket: Bucket, window: int | None, dtype: torch.dtype, mask: Any = Bucket.mask) -> torch.Tensor:
+    found: torch.Tensor = mask(bucket, None, dtype)
+    return found
+
+
+def sinks_as(change: Callable[[torch.Tensor], torch.Tensor | None]) -> Callable[..., torch.Tensor]:
+    """Padded attention with other sinks, which are its last argument."""
+    padded = attention._padded
+    return lambda *arguments: padded(*arguments[:-1], change(arguments[-1]))
 
 
 @pytest.mark.parametrize(
     ("family", "place", "name", "broken", "comparisons"),
     [
-        ("olmo3", Form, "mask", without_window, {"packed", "shared prefixes", "sequence parallel"}),
-        ("gpt_oss", shared_attention, "join_sinks", lambda *_: None, {"packed", "shared prefixes"}),
-        ("gpt_oss", shared_attention, "gradient_of_sinks", lambda *x: torch.zeros_like(x[-1]), {"packed"}),
+        ("olmo3", Bucket, "mask", without_window, {"packed", "shared prefixes", "sequence parallel"}),
+        ("gpt_oss", attention, "_padded", sinks_as(lambda _: None), {"packed", "shared prefixes"}),
+        ("gpt_oss", attention, "_padded", sinks_as(torch.Tensor.detach), {"packed"}),
         ("qwen3_moe", router_replay.RouterReplay, "set", lambda replay, _: replay._recorded.update(
             dict.fromkeys(replay._blocks, torch.zeros(262, 2, dtype=torch.int64))), {"packed"}),
     ],

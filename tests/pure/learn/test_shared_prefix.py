@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from service.handoff.batches.pack import prefix_order
-from service.learn import attention_layout, layouts
+from service.learn import layouts
 from service.learn.device_batch import DeviceBatch, DeviceSettings
 from service.learn.learner import Learner
 from service.learn.losses.step_metrics import step_metrics
@@ -57,9 +57,6 @@ def exact(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(Qwen3RMSNorm, "forward", forward)
     monkeypatch.setattr(layouts, "prefix_order", partial(prefix_order, least=1, fraction=0))
-    monkeypatch.setattr(
-        attention_layout, "LONG_RUN", 5
-    )  # so that the short rows of these tests have runs of both kinds
 
 
 def moved(
@@ -114,10 +111,10 @@ def of_gpu(micro: MicroBatch, said: DeviceSettings, original: Any = DeviceBatch.
 @pytest.mark.parametrize(
     ("kernel", "checkpointing", "compiled"),
     [
-        ("in parts", True, False),
+        ("padded lines", True, False),
         ("variable length", False, False),
         ("variable length", True, True),
-        pytest.param("in parts", True, True, marks=pytest.mark.full),
+        pytest.param("padded lines", True, True, marks=pytest.mark.full),
     ],
 )
 def test_so_they_have_with_every_kernel_compiled_and_with_checkpointing(
