@@ -26,7 +26,7 @@ from torch import Tensor
 
 from service.errors import UserError
 from service.files import atomic_file, sync, write_atomic
-from service.learn.model.adapter_folder import Base
+from service.learn.model.adapter_folder import Base, refuse_other_shapes
 from service.learn.model.sharding import Division, begin_host_copy, finish_host_copies
 from service.learn.optimizer import MOMENTS
 
@@ -153,13 +153,8 @@ def check_parts(
                 f"model.lora.alpha: the checkpoint {folder} was written with {metadata.alpha:g}, and any other value "
                 "makes another policy of its adapter; set that"
             )
-    for name in sorted(shapes.keys() | metadata.shapes.keys()):
-        there, here = metadata.shapes.get(name), shapes.get(name)
-        if there != here:
-            raise UserError(
-                f"the checkpoint {folder} is of another model: {name} has shape {there or 'none'} there, "
-                f"{here or 'none'} here; resume with the model that it was written with"
-            )
+    remedy = "; resume with the model that it was written with"
+    refuse_other_shapes(f"the checkpoint {folder}", metadata.shapes, shapes, remedy)
     for writer, name in enumerate(metadata.parts):
         with ExitStack() as stack:
             part = _opened(folder / name, stack)

@@ -87,9 +87,7 @@ def compiler_works(device: torch.device) -> bool:
     return True
 
 
-def compiles_layers(
-    config: PretrainedConfig, trainer: TrainerConfig, device: torch.device | None, compute: torch.dtype
-) -> bool:
+def compiles_layers(trainer: TrainerConfig, device: torch.device | None, compute: torch.dtype) -> bool:
     """`trainer.compile` if set; otherwise whether the layers are bfloat16 layers on a GPU with a working compiler.
 
     The device None is a GPU of another machine, whose compiler is assumed to work. bfloat16 layers have one compiled
@@ -107,7 +105,7 @@ def compiles_whole_layers(
     config: PretrainedConfig, trainer: TrainerConfig, device: torch.device | None, compute: torch.dtype
 ) -> bool:
     """Whether the layers are compiled and have no experts; estimates count a layer with experts as uncompiled."""
-    return not experts_of(config) and compiles_layers(config, trainer, device, compute)
+    return not experts_of(config) and compiles_layers(trainer, device, compute)
 
 
 def share_cores(ranks_of_host: int) -> None:

@@ -13,7 +13,6 @@ Source: Jacobs et al. 2023 (DeepSpeed Ulysses), arXiv:2309.14509.
 
 from __future__ import annotations
 
-import threading
 from typing import Any, NamedTuple
 
 import torch
@@ -62,33 +61,10 @@ WHOLE = Slice()
 """The slice of a rank that computes whole micro-batches."""
 
 
-class ThreadGroup:
-    """A rank of a group whose ranks are threads of this process, for proofs; it takes the place of a process group."""
-
-    def __init__(self, rank: int, meeting: threading.Barrier, parts: dict[int, Tensor]) -> None:
-        """All ranks get the same `meeting`, a barrier with a timeout, and the same `parts`."""
-        self._rank, self._meeting, self._parts = rank, meeting, parts
-
-    def size(self) -> int:
-        """Number of ranks."""
-        return self._meeting.parties
-
-    def rank(self) -> int:
-        """Number of this rank."""
-        return self._rank
-
-    def all_to_all(self, received: Tensor, sent: Tensor) -> None:
-        """Fill `received` with that part of every rank's `sent` that is meant for this rank."""
-        self._parts[self._rank] = sent
-        self._meeting.wait()
-        received.copy_(torch.stack([self._parts[rank][self._rank] for rank in range(self.size())]))
-        self._meeting.wait()
-
-
 class Exchange(NamedTuple):
     """The all-to-all exchanges around the attention of a micro-batch, among the ranks of a group."""
 
-    group: dist.ProcessGroup | ThreadGroup
+    group: dist.ProcessGroup
     n_slots: int
     """Number of slots of the whole micro-batch; the last slices are padded to equal size."""
 
@@ -97,23 +73,19 @@ class Exchange(NamedTuple):
         return value.chunk(self.group.size())[self.group.rank()]
 
     def to_channels(self, values: list[Tensor]) -> list[Tensor]:
-        """[own slots, channels] -> [all slots, own channels], of several values that ranks divide by heads."""
+        """[own slots, channels, ...] -> [all slots, own channels, ...], of several values; heads are channels, too."""
         ranks = self.group.size()
-        by_rank = [x.view(len(x), ranks, -1).transpose(0, 1) for x in values]
+        by_rank = [x.reshape(len(x), ranks, -1, *x.shape[2:]).transpose(0, 1) for x in values]
         received = all_to_all(torch.cat(by_rank, 2), self.group).flatten(0, 1)[: self.n_slots]
         return list(torch.split(received, [x.shape[2] for x in by_rank], 1))
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def to_heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def to_heads(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
         """[own slots, heads, head_dim] -> [all slots, own heads, head_dim], of queries, keys and values."""
-        ranks = self.group.size()
         # rank r has the query heads from r * heads / ranks on, which share key head r * key heads / ranks
-        copies = max(1, ranks // key.shape[1])
+        copies = max(1, self.group.size() // key.shape[1])
         key, value = (x.repeat_interleave(copies, 1) if copies > 1 else x for x in (key, value))
-        by_rank = [x.reshape(len(x), ranks, -1, x.shape[2]).transpose(0, 1) for x in (query, key, value)]
-        received = all_to_all(torch.cat(by_rank, 2), self.group).flatten(0, 1)[: self.n_slots]
-        keys, values = by_rank[0].shape[2], by_rank[0].shape[2] + by_rank[1].shape[2]
-        return received[:, :keys], received[:, keys:values], received[:, values:]
+        return self.to_channels([query, key, value])
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def to_slots(self, out: Tensor) -> Tensor:
@@ -125,10 +97,7 @@ class Exchange(NamedTuple):
 
 
 def all_to_all(
-    x: Tensor,
-    group: dist.ProcessGroup | ThreadGroup,
-    received: list[int] | None = None,
-    sent: list[int] | None = None,
+    x: Tensor, group: dist.ProcessGroup, received: list[int] | None = None, sent: list[int] | None = None
 ) -> Tensor:
     """Exchange parts: [ranks, ...] a part for each rank -> [ranks, ...] a part from each rank.
 
@@ -138,29 +107,16 @@ def all_to_all(
     return exchanged
 
 
-def _exchanged(
-    x: Tensor, group: dist.ProcessGroup | ThreadGroup, received: list[int] | None, sent: list[int] | None
-) -> Tensor:
-    filled = x.new_empty((len(x) if received is None else sum(received), *x.shape[1:]))
-    if isinstance(group, ThreadGroup):
-        group.all_to_all(filled, x.contiguous())
-    else:
-        dist.all_to_all_single(filled, x.contiguous(), received, sent, group=group)
-    return filled
-
-
 class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        group: dist.ProcessGroup | ThreadGroup,
-        received: list[int] | None,
-        sent: list[int] | None,
+        ctx: Any, x: Tensor, group: dist.ProcessGroup, received: list[int] | None, sent: list[int] | None
     ) -> Tensor:
         ctx.back = group, sent, received
-        return _exchanged(x, group, received, sent)
+        exchanged = x.new_empty((len(x) if received is None else sum(received), *x.shape[1:]))
+        dist.all_to_all_single(exchanged, x.contiguous(), received, sent, group=group)
+        return exchanged
 
     @staticmethod
     def backward(ctx: Any, of_received: Tensor) -> tuple[Tensor, None, None, None]:
-        return _exchanged(of_received, *ctx.back), None, None, None
+        return all_to_all(of_received, *ctx.back), None, None, None

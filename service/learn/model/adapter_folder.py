@@ -77,6 +77,18 @@ class Base(BaseModel):
             )
 
 
+def refuse_other_shapes(
+    what: str, there: Mapping[str, Sequence[int]], here: Mapping[str, Sequence[int]], remedy: str = ""
+) -> None:
+    """Raises `UserError` if the tensors in a folder differ from a model's in name or shape."""
+    for name in sorted(there.keys() | here.keys()):
+        found, wanted = (tuple(shapes[name]) if name in shapes else None for shapes in (there, here))
+        if found != wanted:
+            raise UserError(
+                f"{what} is of another model: {name} has shape {found or 'none'} there, {wanted or 'none'} here{remedy}"
+            )
+
+
 def peft_names(tensors: Mapping[str, Named]) -> dict[str, Named]:
     """An adapter's tensors, or rows of them, by PEFT's names."""
     return {PREFIX + name: tensor for name, tensor in tensors.items()}
@@ -172,14 +184,8 @@ def _tensors(folder: Path, base: Base, shapes: Mapping[str, Sequence[int]] | Non
     except (SafetensorError, OSError) as error:
         raise UserError(f"model.adapter: {file} cannot be read: {error}") from error
     base.refuse_other(metadata.get(FINGERPRINT, base.fingerprint), str(folder))  # PEFT's adapters have none
-    found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    wanted = found if shapes is None else {name: tuple(shape) for name, shape in shapes.items()}
-    for name in sorted(found.keys() | wanted.keys()):
-        if (there := found.get(name)) != (here := wanted.get(name)):
-            raise UserError(
-                f"model.adapter: {folder} is of another model: {name} has shape {there or 'none'} there, "
-                f"{here or 'none'} here"
-            )
+    if shapes is not None:
+        refuse_other_shapes(f"model.adapter: {folder}", {name: x.shape for name, x in tensors.items()}, shapes)
     for name, tensor in tensors.items():
         # a single non-finite number would make every log-probability NaN
         if not tensor.is_floating_point() or not tensor.float().isfinite().all():

@@ -85,7 +85,7 @@ class Policy:
         )
         use_fastest_attention(device)
         self.vocab_size: int = hf_config.vocab_size
-        self.compiles = compiles_layers(hf_config, trainer, device, self.dtype)
+        self.compiles = compiles_layers(trainer, device, self.dtype)
         """Whether the first steps compile layers."""
         trainer = trainer.model_copy(update={"compile": self.compiles})
         self.checkpointing = checkpointing or Checkpointing.of(trainer, hf_config.num_hidden_layers)
