@@ -32,10 +32,7 @@ class StepProfile:
             self._left -= 1
             if self._left == 0:
                 self._profile.stop()
-                self.file = self._written()
-
-    def _written(self) -> bytes:
-        with tempfile.TemporaryDirectory() as folder:
-            file = Path(folder) / "profile.json.gz"
-            self._profile.export_chrome_trace(str(file))
-            return file.read_bytes()
+                with tempfile.TemporaryDirectory() as folder:
+                    file = Path(folder) / "profile.json.gz"
+                    self._profile.export_chrome_trace(str(file))
+                    self.file = file.read_bytes()

@@ -133,12 +133,8 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._held[entry[0]] -= entry[1]
         entry[0], entry[1] = part or entry[0], size
         self._held[entry[0]] += size
-        if self.held_on_device() > sum(self.peak.values()):
+        if self._held.total() - self._held[HOST] > self.peak.total():
             self.peak = Counter({part: held for part, held in self._held.items() if held and part != HOST})
-
-    def held_on_device(self) -> int:
-        """Bytes that tensors currently hold."""
-        return self._held.total() - self._held[HOST]
 
     def mark(self, part: str, tensors: Iterable[Tensor | None]) -> None:
         """Assign these tensors to a part."""

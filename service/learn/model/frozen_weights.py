@@ -8,8 +8,7 @@ trained, only the adapter is copied; its KL reference is the base without adapte
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -47,8 +46,11 @@ class FrozenWeights:
         every = self._refresh_every[kind]
         if kind not in self.copies or (every and step - self.taken_at[kind] >= every):
             self.take(kind, step)
-        with self._in_use(kind):
+        self._exchange(kind)
+        try:
             return self._policy.logprobs(micros)
+        finally:
+            self._exchange(kind)
 
     @torch.no_grad()
     def take(self, kind: str, step: int) -> None:
@@ -63,17 +65,10 @@ class FrozenWeights:
         for name, master in masters.items():
             self.copies[kind][name].copy_(master)
 
-    @contextmanager
-    def _in_use(self, kind: str) -> Iterator[None]:
-        """Within the block, the model computes with the frozen weights."""
-        self._exchange(self.copies[kind])
-        try:
-            yield
-        finally:
-            self._exchange(self.copies[kind])
-
     @torch.no_grad()
-    def _exchange(self, copies: dict[str, Tensor]) -> None:
+    def _exchange(self, kind: str) -> None:
+        """Exchange the frozen weights with those of the model."""
+        copies = self.copies[kind]
         for name, master in self._policy.master_weights.tensors.items():
             kept = master.clone()
             master.copy_(copies[name])

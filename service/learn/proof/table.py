@@ -21,7 +21,8 @@ def families_table(families: Iterable[str]) -> Iterator[str]:
     """A Markdown table with a line for each family, each as soon as it is known."""
     yield HEADING
     for family in families:
-        yield family_line(family, *_proved(family))
+        config = small_config(family)
+        yield family_line(family, config, prove(config))
 
 
 def family_line(family: str, config: PretrainedConfig, findings: list[Finding]) -> str:
@@ -30,11 +31,6 @@ def family_line(family: str, config: PretrainedConfig, findings: list[Finding]) 
     worst = max(finding.difference for finding in findings)
     cells = (f"`{family}`", _layers(config), ", ".join(_traits(config)) or "-", f"{passed} of {len(findings)}")
     return f"| {' | '.join(cells)} | {worst:.0e} |\n"
-
-
-def _proved(family: str) -> tuple[PretrainedConfig, list[Finding]]:
-    config = small_config(family)
-    return config, prove(config)
 
 
 def _layers(config: PretrainedConfig) -> str:
