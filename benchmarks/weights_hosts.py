@@ -107,11 +107,11 @@ class World:
         start = time.monotonic()
 
         async def taken(name: str) -> None:
-            async with self.files.sources_for(name, version, weights) as sources:
+            async with self.files.sources_for(name, weights) as sources:
                 if sources is None:
                     raise ValueError(f"{name} has no weights")
 
-        async with self.files.spread(names, version, weights):
+        async with self.files.spread(names, weights):
             await asyncio.gather(*map(taken, names))
             return time.monotonic() - start
 

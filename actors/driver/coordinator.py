@@ -301,7 +301,7 @@ class Coordinator:
         self._version = PolicyVersion(incarnation, step)
         self._progress.go_on_from(step)
         self._evaluations.continue_from(step)
-        await self._weights.publish(self._version, await self._trainer.weights(self._version))
+        await self._weights.publish(await self._trainer.weights(self._version))
 
     # -- training -----------------------------------------------------------------------------------------------------
 
@@ -357,7 +357,7 @@ class Coordinator:
         if self._version.step % self._config.weights.sync_every == 0:
             self._telemetry.doing("weights")
             self._progress.synced(await self._weights.published())
-            await self._weights.publish(self._version, await self._trainer.weights(self._version))
+            await self._weights.publish(await self._trainer.weights(self._version))
         self._telemetry.doing("checkpoint")
         await self._checkpoints.settle()
         every = self._config.trainer.checkpoint_every

@@ -118,8 +118,8 @@ class TrainerGroup:
         published = await self._ask_all("weights", version.pack())
         if isinstance(published[0], Source):
             check_parts([source.part for source in published])
-            return PublishedWeights(sources=(*published,))
-        return PublishedWeights(*(published[0] or ()))
+            return PublishedWeights(version, sources=(*published,))
+        return PublishedWeights(version, *(published[0] or ()))
 
     async def bucket(self, version: PolicyVersion, rank: int, start: int, stop: int) -> tuple[WeightBucket, Any] | None:
         """Return bytes of a rank's part of these weights, and a reference to their message; None if the rank has
@@ -129,11 +129,11 @@ class TrainerGroup:
             found = await answer(bucket, who=f"trainer-{rank}", within=self._deadline)
             return None if found is None else (found, message)
 
-    async def ipc_handles(self, number: int, version: PolicyVersion) -> PublishedWeights | None:
-        """Return memory handles of a rank's weights, for one update of the engine on its GPU; None if the rank has
-        newer weights."""
-        found = await self._ask(number, "ipc_handles", version.pack())
-        return None if found is None else PublishedWeights(*found)
+    async def ipc_handles(self, number: int, version: PolicyVersion) -> tuple[bytes, int] | None:
+        """Return an announcement with memory handles of a rank's weights, for one update of the engine on its GPU, and
+        its checksum; None if the rank has newer weights."""
+        found: tuple[bytes, int] | None = await self._ask(number, "ipc_handles", version.pack())
+        return found
 
     async def begin_send(self, version: PolicyVersion, meeting: Meeting) -> bool:
         """Let rank 0 begin to send weights to a group of engines; False if a newer version has replaced them."""

@@ -20,7 +20,6 @@ from actors.weights.weight_group import OVER, Meeting, open_store
 from actors.weights.weight_source import PublishedWeights, WeightSource
 from service.config import WeightsConfig
 from service.errors import RunFailed, WeightsCutOff
-from service.types import PolicyVersion
 
 ANSWER_SECONDS = 30.0
 """Seconds, beyond the deadline of the broadcast, in which an engine must answer."""
@@ -58,9 +57,7 @@ class Broadcasts:
         self._is_over = True
         """A new group has to be formed."""
 
-    async def send(
-        self, names: Sequence[str], version: PolicyVersion, weights: PublishedWeights
-    ) -> dict[str, BaseException]:
+    async def send(self, names: Sequence[str], weights: PublishedWeights) -> dict[str, BaseException]:
         """Send weights to these engines; returns, by name, why an engine was lost.
 
         A living engine that was cut off receives them in the next group. If the trainer has newer weights, nothing
@@ -73,13 +70,15 @@ class Broadcasts:
         lost: dict[str, BaseException] = {}
         left, futile = list(names), 0
         while left:
-            failed = await self._broadcast(left, version, weights)
+            failed = await self._broadcast(left, weights)
             gone = {name: error for name, error in failed.items() if not isinstance(error, WeightsCutOff)}
             left = [name for name in failed if name not in gone]
             futile += bool(left and not gone)
             if futile == MAX_FUTILE:
                 why = in_a_line(failed[left[0]])
-                raise RunFailed(f"the weights of version {version} reached no engine in {futile} broadcasts: {why}")
+                raise RunFailed(
+                    f"the weights of version {weights.version} reached no engine in {futile} broadcasts: {why}"
+                )
             lost |= gone
         return lost
 
@@ -103,9 +102,7 @@ class Broadcasts:
         self._group, self._is_over = BroadcastGroup(names, store, meeting), False
         return self._group
 
-    async def _broadcast(
-        self, names: list[str], version: PolicyVersion, weights: PublishedWeights
-    ) -> dict[str, BaseException]:
+    async def _broadcast(self, names: list[str], weights: PublishedWeights) -> dict[str, BaseException]:
         """One broadcast; returns the error of each engine that did not take the weights."""
         group, first_ranks = self._group, dict[str, int]()
         if group is None or self._is_over or group.engines != names:
@@ -113,11 +110,11 @@ class Broadcasts:
             first_ranks = {name: 1 + place * self._workers for place, name in enumerate(names)}
         takes: dict[str, asyncio.Future[None]] = {}
         try:
-            if not await self._trainer.begin_send(version, group.meeting):
+            if not await self._trainer.begin_send(weights.version, group.meeting):
                 self.cut_off("the trainer has newer weights")
                 return {}
             for name in names:
-                taking = self._take(name, group.meeting, first_ranks.get(name), version, weights)
+                taking = self._take(name, group.meeting, first_ranks.get(name), weights)
                 takes[name] = asyncio.ensure_future(taking)
             await asyncio.wait(takes.values(), return_when=asyncio.FIRST_EXCEPTION)
             for name, error in _errors(takes).items():
@@ -134,15 +131,13 @@ class Broadcasts:
                 raise error
         return failed
 
-    async def _take(
-        self, name: str, meeting: Meeting, first_rank: int | None, version: PolicyVersion, weights: PublishedWeights
-    ) -> None:
+    async def _take(self, name: str, meeting: Meeting, first_rank: int | None, weights: PublishedWeights) -> None:
         """Let an engine join the group, if the group is new, and receive the weights."""
         generator, within = self._generators[name], self._within + ANSWER_SECONDS
         if first_rank is not None:
             await call(generator.join_trainer, meeting, first_rank, who=name, within=within)
-        update = generator.update_weights
-        await call(update, version.pack(), weights.announcement, weights.checksum, who=name, within=within)
+        sent = weights.version.pack(), weights.announcement, weights.checksum
+        await call(generator.update_weights, *sent, who=name, within=within)
 
 
 def _errors(takes: Mapping[str, asyncio.Future[None]]) -> dict[str, BaseException]:

@@ -22,7 +22,6 @@ from actors.calls import ACTOR_FAILED, answer, call, first_error
 from actors.weights.part import WeightBucket
 from actors.weights.weight_source import PublishedWeights, WeightSource
 from service.errors import BatonError, Starved
-from service.types import PolicyVersion
 
 TRIES = 3
 """The number of successive calls without an answer that fit into `weights.sync_deadline`."""
@@ -66,14 +65,12 @@ class WeightChain:
     def __init__(
         self,
         trainer: WeightSource,
-        version: PolicyVersion,
-        sizes: Sequence[int],
+        weights: PublishedWeights,
         ways: Sequence[Sequence[NodeImage]],
         deadline: float,
     ) -> None:
-        """Store the settings. `sizes`: the bytes of each rank's part; `ways`: for each rank, the order in which the
-        images get its part."""
-        self._trainer, self._version, self._sizes, self._ways = trainer, version, sizes, ways
+        """Store the settings. `ways`: for each rank, the order in which the images get its part."""
+        self._trainer, self._weights, self._ways = trainer, weights, ways
         self._within = deadline / TRIES
         self._hops = {image: asyncio.Semaphore(AT_ONCE) for image in ways[0]}
         self._mute = set[NodeImage]()
@@ -89,7 +86,7 @@ class WeightChain:
         under_way = asyncio.Semaphore(AT_ONCE * (len(self._hops) + 1))
         try:
             async with asyncio.TaskGroup() as trips:
-                for rank, start, stop in bounds_of_buckets(self._sizes):
+                for rank, start, stop in bounds_of_buckets(self._weights.sizes):
                     await under_way.acquire()
                     trip = trips.create_task(self._trip(rank, start, stop))
                     trip.add_done_callback(lambda done: under_way.release())
@@ -98,8 +95,9 @@ class WeightChain:
 
     async def _trip(self, rank: int, start: int, stop: int) -> None:
         """Take one bucket to every node that is not lost."""
-        if (found := await self._trainer.bucket(self._version, rank, start, stop)) is None:
-            raise Replaced(f"newer weights than those of version {self._version} are about to be published")
+        version = self._weights.version
+        if (found := await self._trainer.bucket(version, rank, start, stop)) is None:
+            raise Replaced(f"newer weights than those of version {version} are about to be published")
         bucket, from_rank = found
         source, giver = from_rank, None
         way = self._ways[rank]
@@ -124,7 +122,7 @@ class WeightChain:
         """Let a generator write a bucket; returns a copy of the bucket on its node."""
         generator, who = image.generator, image.holder
         if image.path is None:
-            of = image.number, self._version.pack(), sum(self._sizes)
+            of = image.number, self._weights.version.pack(), sum(self._weights.sizes)
             image.path = await call(generator.hold_image, *of, who=who, within=self._within)
         copy, written = generator.write_image.remote(image.number, bucket, message, passes_on)
         await answer(written, who=who, within=self._within)

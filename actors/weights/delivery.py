@@ -54,7 +54,7 @@ class Delivery:
         self._broadcasts, self._broadcasting = broadcasts, asyncio.Lock()
         self._locks: dict[str, asyncio.Lock] = {}
         """Held while an engine is updated."""
-        self._latest: tuple[PolicyVersion, PublishedWeights] | None = None
+        self._latest: PublishedWeights | None = None
         """The newest weights that were sent to the engines."""
         self._sync: asyncio.Task[float] | None = None
         self._kept: dict[str, PolicyVersion] = {}
@@ -83,11 +83,11 @@ class Delivery:
         """Cut off a broadcast in progress, because the trainer's processes have ended."""
         self._broadcasts.cut_off("the trainer restarts")
 
-    async def publish(self, version: PolicyVersion, weights: PublishedWeights) -> None:
+    async def publish(self, weights: PublishedWeights) -> None:
         """Wait until the previous weights have arrived, then send these to every engine in the background."""
         await self.published()
-        self._latest = version, weights
-        self._sync = asyncio.ensure_future(self._update_all(version, weights))
+        self._latest = weights
+        self._sync = asyncio.ensure_future(self._update_all(weights))
 
     async def published(self) -> float | None:
         """Wait until every engine serves the newest weights; returns the seconds from the start of sending until then.
@@ -117,7 +117,7 @@ class Delivery:
         continue."""
         if self._latest is None or len(up) <= count:
             return None
-        kept = Kept(self._latest[0], dict(islice(up.items(), count)), self._sync)
+        kept = Kept(self._latest.version, dict(islice(up.items(), count)), self._sync)
         self._kept |= dict.fromkeys(kept.generators, kept.version)
         return kept
 
@@ -139,29 +139,29 @@ class Delivery:
         async with lock:
             if self._latest is None or not self._takes(name):
                 return None
-            version, weights = self._latest
+            weights = self._latest
             try:
                 if self._config.transport == "memory":
-                    await self._pull(name, version, weights)
+                    await self._pull(name, weights)
                 else:
-                    handles = await self._source.ipc_handles(list(self._generators).index(name), version)
+                    handles = await self._source.ipc_handles(list(self._generators).index(name), weights.version)
                     if handles is not None:  # otherwise the rank has newer ones, which are about to be published
-                        await self._take(name, version, handles.announcement, handles.checksum)
+                        await self._take(name, weights.version, *handles)
             except TrainerLost as lost:
                 self._source_failed(lost)
             except ACTOR_FAILED as error:
-                self._not_taken(name, version, error)
+                self._not_taken(name, weights.version, error)
                 return error
         return None
 
-    async def _update_all(self, version: PolicyVersion, weights: PublishedWeights) -> float:
+    async def _update_all(self, weights: PublishedWeights) -> float:
         start = time.monotonic()
         if self._config.transport == "nccl":
             await self._broadcast(list(self._generators))
         else:
             up = [name for name in self._generators if self._takes(name)]
             by_memory = self._config.transport == "memory"
-            async with self._images.spread(up if by_memory else (), version, weights):
+            async with self._images.spread(up if by_memory else (), weights):
                 await asyncio.gather(*(self.update(name) for name in up))
         return time.monotonic() - start
 
@@ -171,35 +171,37 @@ class Delivery:
             up = [name for name in names if self._takes(name)]
             if self._latest is None or not up:
                 return {}
-            version, weights = self._latest
+            weights = self._latest
             try:
-                lost = await self._broadcasts.send(up, version, weights)
+                lost = await self._broadcasts.send(up, weights)
             except TrainerLost as trainer_lost:
                 self._source_failed(trainer_lost)
                 return {}
             for name, error in lost.items():
-                self._not_taken(name, version, error)
+                self._not_taken(name, weights.version, error)
             return lost
 
     def _takes(self, name: str) -> bool:
         """Return whether an engine is up and does not keep older weights for an evaluation."""
-        return self._is_up(name) and (self._latest is None or self._kept.get(name, self._latest[0]) == self._latest[0])
+        latest = None if self._latest is None else self._latest.version
+        return self._is_up(name) and self._kept.get(name, latest) == latest
 
-    async def _pull(self, name: str, version: PolicyVersion, weights: PublishedWeights) -> None:
+    async def _pull(self, name: str, weights: PublishedWeights) -> None:
         """Let an engine pull the weights; if the image of its node has vanished with its holder, try a new one.
 
         Raises:
             TrainerLost: the ranks do not hold the newest weights any more.
         """
         for tries_left in reversed(range(len(self._generators))):
-            async with self._images.sources_for(name, version, weights) as sources:
+            async with self._images.sources_for(name, weights) as sources:
                 if sources is None:  # newer weights are about to be published
                     return
                 try:
-                    return await self._take(name, version, sources, weights.checksum)
+                    return await self._take(name, weights.version, sources, weights.checksum)
                 except WeightsGone as gone:
                     if sources is weights.sources:
-                        raise TrainerLost(f"{name} finds no weights of version {version} ({in_a_line(gone)})") from gone
+                        why = f"{name} finds no weights of version {weights.version} ({in_a_line(gone)})"
+                        raise TrainerLost(why) from gone
                     self._images.forget(name)
                     if not tries_left:
                         raise

@@ -20,7 +20,6 @@ from actors.calls import ACTOR_FAILED, call
 from actors.weights.chain import NodeImage, Replaced, WeightChain
 from actors.weights.part import Source, WeightPart
 from actors.weights.weight_source import PublishedWeights, WeightSource
-from service.types import PolicyVersion
 
 
 class NodeImages:
@@ -51,14 +50,12 @@ class NodeImages:
         return self._node_of[name]
 
     @asynccontextmanager
-    async def spread(
-        self, names: Sequence[str], version: PolicyVersion, weights: PublishedWeights
-    ) -> AsyncIterator[None]:
+    async def spread(self, names: Sequence[str], weights: PublishedWeights) -> AsyncIterator[None]:
         """Send weights to the nodes of these generators, from one to the next; the images are held while the block
         runs."""
         lacking = [name for name in reversed(names) if not self._is_beside(name, weights)]
         one_a_node = {self._node_of[name]: name for name in lacking}
-        all_held = self._begin(list(one_a_node.values()), version, weights)
+        all_held = self._begin(list(one_a_node.values()), weights)
         try:
             yield
         finally:
@@ -70,15 +67,13 @@ class NodeImages:
         return nodes == {self._node_of[name]}
 
     @asynccontextmanager
-    async def sources_for(
-        self, name: str, version: PolicyVersion, weights: PublishedWeights
-    ) -> AsyncIterator[Sequence[Source] | None]:
+    async def sources_for(self, name: str, weights: PublishedWeights) -> AsyncIterator[Sequence[Source] | None]:
         """Yield where a generator reads these weights: in the memory of the ranks if all are on its node, else in the
         image of its node, which is held while the block runs. None: newer ones are about to be published."""
         if self._is_beside(name, weights):
             yield weights.sources
             return
-        held = await self._hold(name, version, weights)
+        held = await self._hold(name, weights)
         try:
             whole = WeightPart(((0, sum(weights.sizes)),))
             yield None if held.path is None else [Source(whole, held.path)]
@@ -89,11 +84,11 @@ class NodeImages:
         """Forget a node's image that a generator could not open, because its holder has ended."""
         self._held.pop(self._node_of[name], None)
 
-    async def _hold(self, name: str, version: PolicyVersion, weights: PublishedWeights) -> NodeImage:
+    async def _hold(self, name: str, weights: PublishedWeights) -> NodeImage:
         while True:
             held = self._held.get(self._node_of[name])
             if held is None or held.weights is not weights:
-                (held,) = self._begin([name], version, weights)
+                (held,) = self._begin([name], weights)
             else:
                 held.users += 1
             try:
@@ -106,14 +101,14 @@ class NodeImages:
             if held.holder == name or not isinstance(held.error, ACTOR_FAILED):
                 raise held.error
 
-    def _begin(self, names: Sequence[str], version: PolicyVersion, weights: PublishedWeights) -> list[NodeImage]:
+    def _begin(self, names: Sequence[str], weights: PublishedWeights) -> list[NodeImage]:
         """Begin to send weights to the nodes of these generators, one generator per node; each image then has one
         user."""
         begun = [NodeImage(weights, name, self._generators[name], next(self._numbers)) for name in names]
         self._held |= {self._node_of[held.holder]: held for held in begun}
         if begun:
             ways = [self._way(begun, node) for node in self._trainer.nodes]
-            chain = WeightChain(self._trainer, version, weights.sizes, ways, self._deadline)
+            chain = WeightChain(self._trainer, weights, ways, self._deadline)
             task = asyncio.ensure_future(self._send(chain, begun))
             self._under_way.add(task)  # the event loop itself keeps only a weak reference
             task.add_done_callback(self._under_way.discard)

@@ -30,6 +30,7 @@ class TrainerLost(BatonError):
 class PublishedWeights:
     """Weights that are being sent to the engines."""
 
+    version: PolicyVersion
     announcement: bytes = b""
     """The tensors, if they go from GPU to GPU; see `policy_tensors.encode_announcement`."""
     checksum: int = 0
@@ -55,9 +56,9 @@ class WeightSource(Protocol):
         """Return bytes of a rank's part of these weights, and a reference to their message; None if the rank has
         newer weights."""
 
-    async def ipc_handles(self, number: int, version: PolicyVersion) -> PublishedWeights | None:
-        """Return memory handles of a rank's weights, for one update of the engine on its GPU; None if the rank has
-        newer weights."""
+    async def ipc_handles(self, number: int, version: PolicyVersion) -> tuple[bytes, int] | None:
+        """Return an announcement with memory handles of a rank's weights, for one update of the engine on its GPU, and
+        its checksum; None if the rank has newer weights."""
 
     async def begin_send(self, version: PolicyVersion, meeting: Meeting) -> bool:
         """Let rank 0 begin to send weights to a group of engines; False if a newer version has replaced them."""

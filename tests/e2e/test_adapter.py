@@ -272,8 +272,8 @@ async def test_an_adapter_arrives_by_broadcast(local_ray: None, tmp_path: Path) 
     for step in (1, 2):
         version = PolicyVersion(1, step)
         trainer.rank._learner = SimpleNamespace(weights=partial(adapter, step))  # type: ignore[assignment]
-        published = PublishedWeights(*trainer.rank.weights(version.pack()))  # type: ignore[misc, arg-type]
-        assert await driver.send(["generator-0"], version, published) == {}
+        announced: Any = trainer.rank.weights(version.pack())
+        assert await driver.send(["generator-0"], PublishedWeights(version, *announced)) == {}
         await asyncio.to_thread(serves, actor, step, merged(adapter(step)))
     await actor.stop.remote()
 

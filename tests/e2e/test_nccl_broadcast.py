@@ -97,7 +97,8 @@ class Trainer:
 
     def gathers(self, version: PolicyVersion, model: PreTrainedModel) -> PublishedWeights:
         self.rank._learner = SimpleNamespace(weights=lambda: weights_of(model))  # type: ignore[assignment]
-        return PublishedWeights(*self.rank.weights(version.pack()))  # type: ignore[misc, arg-type]
+        announced: Any = self.rank.weights(version.pack())
+        return PublishedWeights(version, *announced)
 
     async def begin_send(self, version: PolicyVersion, meeting: Meeting) -> bool:
         self.meetings.append(meeting)
@@ -127,7 +128,7 @@ async def test_an_engine_that_dies_in_a_broadcast_costs_the_others_one_more_and_
 
     async def publish(step: int, *names: str) -> dict[str, BaseException]:
         version = PolicyVersion(1, step)
-        return await driver.send(names or list(engines), version, trainer.gathers(version, models[step]))
+        return await driver.send(names or list(engines), trainer.gathers(version, models[step]))
 
     async def serves(name: str, step: int) -> None:
         generation = await engines[name].actor.generate.remote(prompt(0), Sampling(max_tokens=20), f"{name} {step}")

@@ -34,8 +34,9 @@ class Rank0:
 
     def publishes(self, step: int) -> PublishedWeights:
         weights = {"w": torch.full((512, 1024), float(step))}
-        self.publication.copy(PolicyVersion(1, step).pack(), all_rows(weights), torch.float32)
-        return PublishedWeights(None, 0, (self.publication.source,))
+        version = PolicyVersion(1, step)
+        self.publication.copy(version.pack(), all_rows(weights), torch.float32)
+        return PublishedWeights(version, sources=(self.publication.source,))
 
     @property
     def data(self) -> bytes:
@@ -90,16 +91,16 @@ def on_two_nodes(holders: dict[str, Any]) -> tuple[NodeImages, Rank0]:
 def test_a_node_receives_new_weights_once_and_all_of_its_engines_map_that_image(holders: dict[str, Any]) -> None:
     files, rank_0 = on_two_nodes(holders)
 
-    async def take(name: str, version: PolicyVersion, weights: PublishedWeights) -> tuple[str, bytes]:
-        sized = version, len(rank_0.data)
-        async with path_for(files, name, version, weights) as path:
+    async def take(name: str, weights: PublishedWeights) -> tuple[str, bytes]:
+        sized = weights.version, len(rank_0.data)
+        async with path_for(files, name, weights) as path:
             found: tuple[str, bytes] = await holders[name].mapped.remote(path, *sized)
             return found
 
     async def taken_by_all(step: int) -> list[tuple[str, bytes]]:
-        version, weights = PolicyVersion(1, step), rank_0.publishes(step)
-        async with files.spread(list(holders), version, weights):
-            return list(await asyncio.gather(*(take(name, version, weights) for name in holders)))
+        weights = rank_0.publishes(step)
+        async with files.spread(list(holders), weights):
+            return list(await asyncio.gather(*(take(name, weights) for name in holders)))
 
     for step in (1, 2):
         first, second, other = asyncio.run(taken_by_all(step))
@@ -113,11 +114,11 @@ def test_a_node_receives_new_weights_once_and_all_of_its_engines_map_that_image(
 
 def test_where_the_holder_dies_another_generator_of_the_node_writes_the_image_anew(holders: dict[str, Any]) -> None:
     files, rank_0 = on_two_nodes(holders)
-    of = PolicyVersion(1, 3), rank_0.publishes(3)
-    sized = of[0], len(rank_0.data)
+    weights = rank_0.publishes(3)
+    sized = weights.version, len(rank_0.data)
 
     async def killed_between() -> tuple[str, bytes]:
-        async with path_for(files, "generator-0", *of) as path, path_for(files, "generator-1", *of) as same:
+        async with path_for(files, "generator-0", weights) as path, path_for(files, "generator-1", weights) as same:
             assert same == path
             ray.kill(holders["generator-0"])
             await asyncio.to_thread(until, lambda: not file_at(path).exists())  # Ray ends the process when it likes
@@ -125,7 +126,7 @@ def test_where_the_holder_dies_another_generator_of_the_node_writes_the_image_an
                 await holders["generator-1"].mapped.remote(path, *sized)
             assert isinstance(gone.value.cause, WeightsGone)
             files.forget("generator-1")
-            async with path_for(files, "generator-1", *of) as another:
+            async with path_for(files, "generator-1", weights) as another:
                 found: tuple[str, bytes] = await holders["generator-1"].mapped.remote(another, *sized)
                 return found
 

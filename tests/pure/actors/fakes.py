@@ -111,11 +111,9 @@ def at(path: str, n_bytes: int) -> list[Source]:
 
 
 @asynccontextmanager
-async def path_for(
-    files: NodeImages, name: str, version: PolicyVersion, weights: PublishedWeights
-) -> AsyncIterator[str | None]:
+async def path_for(files: NodeImages, name: str, weights: PublishedWeights) -> AsyncIterator[str | None]:
     """The path from which a generator on another host than the ranks loads while the block runs."""
-    async with files.sources_for(name, version, weights) as sources:
+    async with files.sources_for(name, weights) as sources:
         yield None if sources is None else sources[0].path
 
 
@@ -183,7 +181,7 @@ class FakeGenerator:
     async def _update(self, version: int, data: Any, checksum: int) -> None:
         await self.loading.wait()
         self._fail("update")
-        where = data[0].path if isinstance(data, list | tuple) else data
+        where = data.decode() if isinstance(data, bytes) else data[0].path
         self.said.append(f"{self.name} takes {PolicyVersion.unpack(version)} from {where}, checksum {checksum}")
 
     async def _life(self) -> Life:

@@ -12,7 +12,7 @@ import pytest
 from ray.exceptions import ObjectLostError
 
 from actors.weights.chain import MIN_BYTES, NodeImage, Replaced, WeightChain
-from actors.weights.part import WeightBucket
+from actors.weights.part import Source, WeightBucket, WeightPart
 from actors.weights.weight_source import PublishedWeights, TrainerLost, WeightSource
 from service.errors import Starved
 from service.types import PolicyVersion
@@ -81,10 +81,11 @@ class World:
         self, deadline: float = 60.0, sizes: Sequence[int] = (N_BYTES,), ways: Sequence[str] = ("abc",)
     ) -> None:
         self.nodes, self.ranks, self.sizes = {name: Node(name) for name in NAMES}, Ranks(sizes), sizes
-        weights, ranks = PublishedWeights(), cast(WeightSource, self.ranks)
+        sources = tuple(Source(WeightPart(((0, n_bytes),)), "") for n_bytes in sizes)
+        weights, ranks = PublishedWeights(VERSION, sources=sources), cast(WeightSource, self.ranks)
         self.images = {name: NodeImage(weights, name, self.nodes[name], n) for n, name in enumerate(NAMES)}
         of_rank = [[self.images[name] for name in way] for way in ways]
-        self.chain = WeightChain(ranks, VERSION, sizes, of_rank, deadline)
+        self.chain = WeightChain(ranks, weights, of_rank, deadline)
 
     @property
     def lost(self) -> dict[str, type[BaseException]]:

@@ -52,8 +52,12 @@ class FakeTrainer(FakeRank0):
             self.meetings.append(meeting)
         return version == self.newest
 
-    async def ipc_handles(self, number: int, version: PolicyVersion) -> PublishedWeights | None:
-        return PublishedWeights(f"memory {number}", 9) if version == self.newest else None
+    async def ipc_handles(self, number: int, version: PolicyVersion) -> tuple[bytes, int] | None:
+        return (f"memory {number}".encode(), 9) if version == self.newest else None
+
+
+def published(step: int) -> PublishedWeights:
+    return PublishedWeights(PolicyVersion(1, step), f"weights {step}".encode(), step, ONE_BUCKET)
 
 
 class FakeTelemetry:
@@ -96,7 +100,7 @@ class World:
     async def publish(self, step: int) -> list[str]:
         """What was said while the engines took the weights of this step."""
         self.said.clear()
-        await self.pool.weights.publish(PolicyVersion(1, step), PublishedWeights(f"weights {step}", step, ONE_BUCKET))
+        await self.pool.weights.publish(published(step))
         await self.pool.weights.published()
         return sorted(self.said)
 
@@ -159,7 +163,7 @@ async def stopped_while_weights_are_on_their_way() -> None:
         generator.loading.clear()
         generator.failing["update"] = RuntimeError("Server shutting down")
         generator.stop = answering(None)
-    await world.pool.weights.publish(PolicyVersion(1, 1), PublishedWeights("weights 1", 1, ONE_BUCKET))
+    await world.pool.weights.publish(published(1))
     await until(lambda: bool(world.generators[0].paths))
     await world.pool.stop()
     world.supervisor.stop()
@@ -445,7 +449,7 @@ async def test_an_engine_that_evaluates_keeps_its_weights_until_it_is_let_go_on_
 async def test_an_engine_keeps_weights_that_are_still_on_their_way_to_it() -> None:
     world = await World("memory").started()
     world.generators[0].loading.clear()
-    await world.pool.weights.publish(PolicyVersion(1, 1), PublishedWeights("weights 1", 1, ONE_BUCKET))
+    await world.pool.weights.publish(published(1))
     kept = world.pool.weights.keep(world.pool.up(), 1)
     assert kept is not None and kept.arriving is not None
     world.generators[0].loading.set()
@@ -483,13 +487,13 @@ async def test_code_that_blocks_a_generator_is_named_in_the_terminal_as_often_as
     running.cancel()
 
 
-BESIDE = PublishedWeights(None, 0, ONE_BUCKET)
+BESIDE = PublishedWeights(PolicyVersion(1, 1), sources=ONE_BUCKET)
 
 
 async def test_engines_beside_the_ranks_pull_from_their_memory_and_nothing_is_sent() -> None:
     world = await World("memory").started()
     world.trainer.nodes = ("node",)
-    await world.pool.weights.publish(PolicyVersion(1, 1), BESIDE)
+    await world.pool.weights.publish(BESIDE)
     await world.pool.weights.published()
     assert sorted(world.said) == [f"generator-{n} takes 1:1 from /rank-0, checksum 0" for n in range(2)]
     assert [generator.written for generator in world.generators] == [0, 0]
@@ -500,7 +504,7 @@ async def test_where_the_ranks_memory_is_gone_the_trainer_is_lost_and_no_engine_
     world.trainer.nodes = ("node",)
     world.generators[1].failing["update"] = WeightsGone("version 9, not 8")
     training = asyncio.ensure_future(world.supervisor.unless_lost([TRAINER], asyncio.Event().wait()))
-    await world.pool.weights.publish(PolicyVersion(1, 1), BESIDE)
+    await world.pool.weights.publish(BESIDE)
     with pytest.raises(TrainerLost, match=r"generator-1 finds no weights of version 1:1 .*version 9, not 8"):
         await asyncio.wait_for(training, 60)
     assert world.telemetry.failed == 0

@@ -15,8 +15,8 @@ from service.errors import Starved
 from service.types import PolicyVersion
 from tests.pure.actors.fakes import ONE_BUCKET, FakeGenerator, FakeRank0, Stores, died, path_for
 
-VERSION, WEIGHTS = PolicyVersion(1, 1), PublishedWeights("old", 1, ONE_BUCKET)
-NEXT, NEWER = PolicyVersion(1, 2), PublishedWeights("new", 2, ONE_BUCKET)
+WEIGHTS = PublishedWeights(PolicyVersion(1, 1), sources=ONE_BUCKET)
+NEWER = PublishedWeights(PolicyVersion(1, 2), sources=ONE_BUCKET)
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def files_of(*generators: FakeGenerator, rank_0: FakeRank0 | None = None, deadli
 
 async def take(files: NodeImages, name: str) -> str | None:
     """The path from which a generator loads."""
-    async with path_for(files, name, VERSION, WEIGHTS) as path:
+    async with path_for(files, name, WEIGHTS) as path:
         return path
 
 
@@ -45,22 +45,22 @@ Pair = tuple[NodeImages, FakeGenerator, FakeGenerator]
 
 async def test_an_image_is_kept_as_long_as_anybody_loads_from_it_and_then_given_back(pair: Pair) -> None:
     files, first, second = pair
-    async with path_for(files, "first", VERSION, WEIGHTS) as path:
-        async with path_for(files, "second", VERSION, WEIGHTS) as same:
+    async with path_for(files, "first", WEIGHTS) as path:
+        async with path_for(files, "second", WEIGHTS) as same:
             assert path == same == "/first/1"
         assert first.paths == {path}
     assert first.paths == set()
-    async with path_for(files, "second", VERSION, WEIGHTS) as path:
+    async with path_for(files, "second", WEIGHTS) as path:
         assert path == "/second/1", "a file that was given back is not handed out"
     assert (first.written, second.written) == (1, 1)
 
 
 async def test_newer_weights_have_an_image_of_their_own_and_both_are_given_back(pair: Pair) -> None:
     files, first, second = pair
-    async with path_for(files, "first", VERSION, WEIGHTS) as old:
-        async with path_for(files, "second", NEXT, NEWER) as new:
+    async with path_for(files, "first", WEIGHTS) as old:
+        async with path_for(files, "second", NEWER) as new:
             assert (old, new) == ("/first/1", "/second/1")
-        async with path_for(files, "second", NEXT, NEWER) as again:
+        async with path_for(files, "second", NEWER) as again:
             assert again == "/second/2"
             assert first.paths == {old}
     assert first.paths == second.paths == set()
@@ -68,10 +68,10 @@ async def test_newer_weights_have_an_image_of_their_own_and_both_are_given_back(
 
 async def test_the_end_of_an_old_file_does_not_take_the_newer_ones_place(pair: Pair) -> None:
     files, _, second = pair
-    async with path_for(files, "first", VERSION, WEIGHTS):
-        newer = path_for(files, "second", NEXT, NEWER)
+    async with path_for(files, "first", WEIGHTS):
+        newer = path_for(files, "second", NEWER)
         path = await newer.__aenter__()
-    async with path_for(files, "first", NEXT, NEWER) as same:
+    async with path_for(files, "first", NEWER) as same:
         assert same == path
     await newer.__aexit__(None, None, None)
     assert second.paths == set()
@@ -99,7 +99,7 @@ async def test_a_writer_that_never_answers_is_given_up_at_the_deadline() -> None
     frozen.gate.clear()
     files = files_of(frozen, deadline=0.15)
     with pytest.raises(Starved, match="no answer of frozen"):
-        async with path_for(files, "frozen", VERSION, WEIGHTS):
+        async with path_for(files, "frozen", WEIGHTS):
             pass
 
 
@@ -139,11 +139,11 @@ async def test_an_image_that_fails_after_everybody_gave_up_waiting_is_no_forgott
 async def test_an_image_that_nobody_waits_for_any_more_is_given_back_when_it_is_whole(pair: Pair) -> None:
     files, first, _ = pair
     first.gate.clear()
-    async with files.spread(["first"], VERSION, WEIGHTS):
+    async with files.spread(["first"], WEIGHTS):
         pass
-    async with files.spread(["first"], NEXT, NEWER):
+    async with files.spread(["first"], NEWER):
         first.gate.set()
-        async with path_for(files, "first", NEXT, NEWER) as path:
+        async with path_for(files, "first", NEWER) as path:
             assert path == "/first/2"
     for _ in range(5):
         await asyncio.sleep(0)
@@ -153,10 +153,10 @@ async def test_an_image_that_nobody_waits_for_any_more_is_given_back_when_it_is_
 async def test_who_asks_in_the_moment_in_which_an_image_fails_begins_another_one(pair: Pair) -> None:
     files, first, _ = pair
     first.failing["hold"] = Starved("no answer of first")
-    taking = asyncio.ensure_future(path_for(files, "first", VERSION, WEIGHTS).__aenter__())
+    taking = asyncio.ensure_future(path_for(files, "first", WEIGHTS).__aenter__())
     await asyncio.sleep(0)
     (failing,) = files._held.values()
-    asks = path_for(files, "second", VERSION, WEIGHTS)
+    asks = path_for(files, "second", WEIGHTS)
     asking: Any = asks.__aenter__()
     set_arrived = failing.arrived.set
 
@@ -175,26 +175,26 @@ async def test_who_asks_in_the_moment_in_which_an_image_fails_begins_another_one
 
 async def test_a_holder_that_dies_takes_its_file_along_and_nobody_fails_over_giving_it_back(pair: Pair) -> None:
     files, first, second = pair
-    async with path_for(files, "second", VERSION, WEIGHTS) as path:
+    async with path_for(files, "second", WEIGHTS) as path:
         assert path == "/second/1"
         second.dies()
         second.failing["release"] = died()
         files.forget("first")
-        async with path_for(files, "first", VERSION, WEIGHTS) as another:
+        async with path_for(files, "first", WEIGHTS) as another:
             assert another == "/first/1"
     assert first.paths == set()
 
 
 async def test_a_holder_that_started_again_holds_nothing_of_what_it_held(pair: Pair) -> None:
     files, first, second = pair
-    async with path_for(files, "first", VERSION, WEIGHTS):
+    async with path_for(files, "first", WEIGHTS):
         first.dies()
         first.failing["release"] = died()
         files.register("first", "node")
-        async with path_for(files, "second", VERSION, WEIGHTS) as path:
+        async with path_for(files, "second", WEIGHTS) as path:
             assert path == "/second/1"
             files.register("first", "node")
-            async with path_for(files, "first", VERSION, WEIGHTS) as same:
+            async with path_for(files, "first", WEIGHTS) as same:
                 assert same == path, "what another one holds is still there"
     assert second.paths == set()
 
@@ -202,11 +202,11 @@ async def test_a_holder_that_started_again_holds_nothing_of_what_it_held(pair: P
 async def test_of_weights_that_rank_0_has_replaced_nothing_is_held() -> None:
     first, rank_0 = FakeGenerator("first", []), FakeRank0()
     files = files_of(first, rank_0=rank_0)
-    rank_0.newest = NEXT
-    async with path_for(files, "first", VERSION, WEIGHTS) as path:
+    rank_0.newest = NEWER.version
+    async with path_for(files, "first", WEIGHTS) as path:
         assert path is None
     assert first.paths == set()
-    async with path_for(files, "first", NEXT, NEWER) as path:
+    async with path_for(files, "first", NEWER) as path:
         assert path == "/first/1", "no image was begun for the old ones"
 
 
@@ -227,11 +227,10 @@ async def test_weights_go_to_one_generator_of_each_node_and_first_to_that_of_the
             return await writes(number, bucket, *rest)
 
         generator.write_image = Stores(writing)
-    weights = PublishedWeights(
-        "of three ranks", 1, tuple(Source(WeightPart(((start, 8),)), "") for start in (0, 8, 16))
-    )
-    async with files.spread([generator.name for generator in generators], VERSION, weights):
-        async with path_for(files, "beside far", VERSION, weights) as path:
+    sources = tuple(Source(WeightPart(((start, 8),)), "") for start in (0, 8, 16))
+    weights = PublishedWeights(PolicyVersion(1, 1), sources=sources)
+    async with files.spread([generator.name for generator in generators], weights):
+        async with path_for(files, "beside far", weights) as path:
             assert path == "/far/1"
         assert [generator.written for generator in generators] == [1, 1, 0]
     assert (order[0], order[1], sorted(order[2])) == (["near", "far"], ["far", "near"], ["far", "near"])
@@ -244,9 +243,9 @@ async def test_a_generator_that_leaves_while_weights_are_on_their_way_keeps_nobo
     files = NodeImages(generators, FakeRank0(), 60.0)  # type: ignore[arg-type]
     for name in generators:
         files.register(name, f"node of {name}")
-    async with files.spread(["leaves", "stays"], VERSION, WEIGHTS):
+    async with files.spread(["leaves", "stays"], WEIGHTS):
         del generators["leaves"]
         leaves.failing["hold"] = died()
-        async with path_for(files, "stays", VERSION, WEIGHTS) as path:
+        async with path_for(files, "stays", WEIGHTS) as path:
             assert path == "/stays/1"
     assert stays.paths == set()

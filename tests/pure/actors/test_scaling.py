@@ -146,7 +146,7 @@ class World:
 
     async def running(self) -> asyncio.Task[None]:
         await self.pool.start()
-        await self.pool.weights.publish(PolicyVersion(1, 1), PublishedWeights("weights", 1, ONE_BUCKET))
+        await self.pool.weights.publish(PublishedWeights(PolicyVersion(1, 1), sources=ONE_BUCKET))
         await self.pool.weights.published()
         return asyncio.ensure_future(self.pool.run())
 
@@ -211,7 +211,7 @@ async def test_one_that_joins_takes_the_newest_weights_and_one_that_leaves_is_fo
     assert {"generator-1 None gone", "generator-1 left"} <= set(world.told.gone)
     assert (world.there[0].most, world.told.expected[-1]) == (GROUPS, 1)
     world.said.clear()
-    await world.pool.weights.publish(PolicyVersion(1, 2), PublishedWeights("weights", 2, ONE_BUCKET))
+    await world.pool.weights.publish(PublishedWeights(PolicyVersion(1, 2), sources=ONE_BUCKET))
     await world.pool.weights.published()
     assert [line.split()[0] for line in world.said] == ["generator-0"]
     world.there[0].ended.set()
@@ -247,7 +247,7 @@ async def test_one_that_leaves_holds_up_no_publication(monkeypatch: pytest.Monke
         raise died()
 
     leaving.update_weights = Method(update)
-    await world.pool.weights.publish(PolicyVersion(1, 2), PublishedWeights("weights", 2, ONE_BUCKET))
+    await world.pool.weights.publish(PublishedWeights(PolicyVersion(1, 2), sources=ONE_BUCKET))
     world.wanted = 1
     async with asyncio.timeout(30):
         await updating.wait()
@@ -304,7 +304,7 @@ async def test_two_that_join_while_one_leaves_all_arrive_and_share_the_groups(
     world.scaling.look(drained)
     await asyncio.sleep(0)
     await world.looked(lambda: len(world.there) > 1, draining=drained)
-    await world.pool.weights.publish(PolicyVersion(1, 2), PublishedWeights("weights", 2, ONE_BUCKET))
+    await world.pool.weights.publish(PublishedWeights(PolicyVersion(1, 2), sources=ONE_BUCKET))
     world.slow = False
     for made in world.there.values():
         made.may_start.set()
