@@ -109,11 +109,9 @@ def check_parts(parts: Sequence[WeightPart]) -> None:
     Raises:
         ValueError: some bytes are missing or occur twice.
     """
-    expected = 0
-    for start, n_bytes in sorted(span for part in parts for span in part.spans):
-        if start != expected:
-            raise ValueError("the parts of the ranks are not each byte of the weights once")
-        expected += n_bytes
+    whole = WeightPart.of_spans(sorted(span for part in parts for span in part.spans))
+    if [start for start, _ in whole.spans] != [0]:
+        raise ValueError("the parts of the ranks are not each byte of the weights once")
 
 
 class PartBuffers:
