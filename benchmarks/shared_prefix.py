@@ -62,7 +62,7 @@ def apart(rng: np.random.Generator) -> Rows:
 
 WORKLOADS: dict[str, tuple[Callable[[np.random.Generator], Rows], float]] = {
     "samples": (samples, 2.0),
-    "conversation": (conversation, 2.5),
+    "conversation": (conversation, 3.0),
     "apart": (apart, 1 / 1.05),
 }
 """Rows, and how many times as fast the layout has to be at least."""

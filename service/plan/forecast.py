@@ -97,6 +97,10 @@ class Plan:
             UserError: the model cannot be made or run, or there are too few GPUs.
         """
         self.settings, self.device, self.work = settings, device, work
+        engines, ranks = settings.generator.max_engines, settings.trainer.ranks
+        used = ranks if settings.fit.shares_gpus else engines * settings.generator.engine_gpus + ranks
+        self.gpus = gpus or used
+        pairs = list(splits_of(settings, self.gpus))  # before the estimate, which takes up to a minute
         self._trainer, self._memory, problem = estimated(settings.fit, folder, device)
         hf_config = read_config(folder)
         self._shape = Shape.of(hf_config, 2.0 if settings.fit.learn.model.dtype == "bfloat16" else 4.0)
@@ -117,14 +121,9 @@ class Plan:
         """What the buffer writes for a mini-batch; a token that turns share is written once."""
         self._cached_iteration = cache(self._iteration_of)
 
-        engines, ranks = settings.generator.max_engines, settings.trainer.ranks
-        used = ranks if settings.fit.shares_gpus else engines * settings.generator.engine_gpus + ranks
-        self.gpus = gpus or used
         self.chosen = self.split(engines, ranks)
         """The split of the configuration."""
-        self.splits = [
-            self.chosen if pair == (engines, ranks) else self.split(*pair) for pair in splits_of(settings, self.gpus)
-        ]
+        self.splits = [self.chosen if pair == (engines, ranks) else self.split(*pair) for pair in pairs]
         """All splits of the GPUs, the configuration's among them where it uses them all."""
         self.on_policy = self.split(engines, ranks, lookahead=0).flow
         """The chosen split with `buffer.lookahead: 0`."""
