@@ -7,6 +7,7 @@ import os
 import random
 import signal
 import time
+from collections import Counter
 from contextlib import closing
 from multiprocessing.connection import Connection
 from typing import Any
@@ -117,4 +118,5 @@ def test_a_hundred_kills_in_the_middle_of_pulls_leave_no_torn_version_and_nobody
     assert [each.answer() for each in workers] == ["whole"] * len(WORKERS), "all go on"
     for each in [*ranks, *workers]:
         each.process.kill()
-    assert set(said) == {"whole", "gone"}, "some were replaced in time, and none was torn"
+    assert "torn" not in said, Counter(said)
+    assert set(said) == {"whole", "gone"}, "some were replaced in time, others were not"
