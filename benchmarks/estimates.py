@@ -76,8 +76,8 @@ def configured(ranks: int, row_tokens: int, **trainer: Any) -> FitSettings:
 
 
 def utilisations(parent: Path) -> None:
-    """Print the utilisation of a rank of four, by checkpointing, with layers as written and fused."""
-    print("| model, rows | checkpointed layers | as written | fused | GB of a rank |\n|---|---|---|---|---|")
+    """Print the utilisation of a rank of four, by checkpointing, with eager and with fused layers."""
+    print("| model, rows | checkpointed layers | eager | fused | GB of a rank |\n|---|---|---|---|---|")
     for name in ("Qwen3-1.7B", "Qwen3-4B"):
         for row_tokens in (2048, BUDGET):
             found, folder = {}, model_folder(name, parent)
@@ -127,7 +127,7 @@ FLASH_ATTENTION_4 = 1.67
 def bars(parent: Path) -> None:
     """Print the utilisation without checkpointing, and what a publication takes by rates of links.
 
-    Layers with experts are taken as written, all others as compiled.
+    Layers with experts are taken as eager, all others as compiled.
 
     A publication is a copy of each rank's bfloat16 rows to its host's memory, and from there into each engine; links
     reach 70 % of 64 GB/s where memory is registered, and 3.5 GB/s was measured where it is not.

@@ -91,10 +91,10 @@ Files are given with `--config`, later ones merged over earlier ones, key by key
 empty mapping (`env.options={}`) replaces what earlier ones set.
 An unknown key is refused. `baton config show` prints the resolved configuration, `baton config schema` its JSON schema.
 `baton config validate` reads datasets, makes environments, imports scorers, and looks into the model's JSON files,
-tokenizer and weight headers, and into the adapter of `model.adapter`. A file that is here and broken is an error (exit
-code 2). A missing file may be on another machine, so it is only a note; `baton run` refuses it too. If the model folder
-is here, the command prints how much memory of their GPUs a rank and an engine take. Lengths are in tokens, times in
-seconds, memory in bytes.
+tokenizer and weight headers, and into the adapter of `model.adapter`. A file that is on this machine and broken is an
+error (exit code 2). A missing file may be on another machine, so it is only a note; `baton run` refuses it too. If the
+model folder is on this machine, the command prints how much GPU memory a rank and an engine need. Lengths are in
+tokens, times in seconds, memory in bytes.
 """
 
 

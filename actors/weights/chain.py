@@ -60,7 +60,7 @@ class NodeImage:
 
 
 class WeightChain:
-    """The path of one publication over the images of some nodes."""
+    """Sends one publication of the weights from node to node; each node writes what it gets into its image."""
 
     def __init__(
         self,

@@ -30,7 +30,7 @@ from actors.weights.policy_tensors import Octets, checksum_of
 from service.learn.model.sharding import Rows, finish_host_copies
 
 TYPES = {torch.float32: "F32", torch.bfloat16: "BF16"}
-"""Names of the types of weights in a header."""
+"""Names of the weights' dtypes, as written in the header of a weights file."""
 ALIGNED = 8
 """Bytes of which the start of the data is a multiple."""
 

@@ -43,7 +43,7 @@ MIN_BODY_BYTES, BYTES_PER_TOKEN = 64 << 10, 16
 token, escaped ones up to 12. A larger body is refused before its messages are rendered: that takes the event loop about
 a second for each MB."""
 REASON_CHARACTERS = 1000
-"""Most characters of the reason with which a run failed."""
+"""Maximum characters of the reason with which a run failed."""
 MAX_LOGGED, SHOWN = 20, 80
 """Different refusals of one session's requests that are logged, and characters of a client's name."""
 SHOWN_REFUSALS = 3

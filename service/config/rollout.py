@@ -128,11 +128,12 @@ class EnvConfig(CommandConfig):
     isolation: Literal["none", "process"] = "none"
     """`process`: every open episode has a process of its own, which is killed if it blocks."""
     max_processes: Positive = 256
-    """Most processes of one generator at once; further episodes wait for one to end."""
+    """Maximum number of processes of one generator at once; further episodes wait for one to end."""
     max_observation_characters: Positive = 1 << 20
-    """Most characters of one observation, over all texts and names of its messages; with more the trajectory fails."""
+    """Maximum number of characters of one observation, over all texts and names of its messages; a longer one fails the
+    trajectory."""
     max_snapshot_bytes: Annotated[int, Field(ge=0, le=1 << 18)] = 4096
-    """Most bytes of the data with which another generator can continue after a step: the environment's snapshot in
+    """Maximum bytes of the data with which another generator can continue after a step: the environment's snapshot in
     base64 and the messages after the step. A trajectory that needs more restarts if its generator is lost."""
 
 
@@ -159,9 +160,9 @@ class AgentsConfig(Section):
     """Seconds without a call or a heartbeat, after which a worker's session is lost. After a restart of its generator
     a session may take the same time until its next call or heartbeat."""
     max_calls: Annotated[int, Field(gt=0, le=4096)] = 64
-    """Most calls of a session; a further call is answered with a text that says so, and makes no step."""
+    """Maximum number of calls of a session; a further call is answered with a text that says so, and makes no step."""
     max_tokens: Positive = 1 << 15
-    """Most tokens of all steps of a session; tokens that several calls share count once."""
+    """Maximum number of tokens of all steps of a session; tokens that several calls share count once."""
     train: tuple[Literal["main", "sub", "aux"], ...] = ("main", "sub")
     """Roles of conversations that are trained: main, sub (under a system prompt of its own), aux (a single question
     beside them, such as one for a title)."""
@@ -223,9 +224,9 @@ class GeneratorConfig(Section):
     concurrent_groups: Positive = 32
     """Groups that all engines together generate at once."""
     max_input_length: Positive = 1024
-    """Most tokens of a turn's prompt."""
+    """Maximum number of tokens of a turn's prompt."""
     max_generate_length: Annotated[int, Field(ge=2, le=MOST)] = 256
-    """Most tokens of a turn's response, one of them kept for an end token that the loop appends."""
+    """Maximum number of tokens of a turn's response, one of them kept for an end token that the loop appends."""
     temperature: Annotated[float, Field(ge=COLDEST, lt=HOTTEST)] = 1.0
     """Sampling temperature in training."""
     top_p: Fraction = 1.0
@@ -313,7 +314,7 @@ class ScorerConfig(Section):
     deadline: Seconds = 60.0
     """Seconds in which a group must be scored."""
     attempts: Positive = 3
-    """Most times that the scorer is asked about a group, until it gives a valid answer."""
+    """Maximum number of times that the scorer is asked about a group, until it gives a valid answer."""
     fallback: Literal["refuse", "environment_reward"] = "refuse"
     """If there is no valid answer: the group is refused, or continues as if there were no such scorer."""
     cpus: Annotated[float, Field(ge=0)] = 0.0

@@ -41,7 +41,7 @@ _NAME = re.compile(rf"([a-z0-9]([a-z0-9.-]{{0,251}}[a-z0-9])?/)?{_VALUE}")
 _CHOICE = re.compile(rf"!?({_VALUE}|in\({_VALUE}(, ?{_VALUE})*\))")
 
 SHORT_ANSWER = 16
-"""Fewer tokens than this cut most answers of a pretrained model."""
+"""A length limit below this many tokens cuts off most answers of a pretrained model."""
 
 MARKET = "ray.io/market-type"
 """Ray's label for the kind of host; a host with the value `spot` may be taken away at short notice."""

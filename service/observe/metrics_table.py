@@ -179,7 +179,7 @@ TRAINER = (
     counter("baton_curriculum_passed_over_total", "Prompts that the curriculum passed over."),
     gauge(
         "baton_evaluation_lag_intervals",
-        "Steps since the newest step of which an evaluation has ended, in intervals of `data.eval_every`.",
+        "Optimizer steps since the newest step whose evaluation has finished, divided by `data.eval_every`.",
         key="eval/lag_intervals",
     ),
     gauge("baton_groups_all_zero", "Fraction of groups of which every return is 0.", key="reward/groups_all_zero"),

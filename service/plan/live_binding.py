@@ -57,7 +57,7 @@ class Figures:
     """Totals since the start of the run, or their increase."""
 
     at: float
-    """Seconds."""
+    """When the totals were read, in seconds of a monotonic clock; in an increase, its duration."""
     steps: float = 0.0
     trainer: Mapping[str, float] = field(default_factory=dict)
     """The driver's seconds by state."""

@@ -14,7 +14,7 @@ from service.rollout.isolation import IsolatedEnvironment, environment_processes
 
 
 class AgentMaker(Protocol):
-    """Makes the agents of a configured command; optional, and passed in by the actor."""
+    """Makes agents that run `env.command`; `Environments` gets one only if commands may play tasks."""
 
     def make(self) -> Agent:
         """An agent for one trajectory."""

@@ -37,7 +37,7 @@ class Scorer:
         self._tasks, self._roles = tasks, roles
         check_tokenizers({name: settings}, model_folder)
         self._logprobs = engine
-        """Of a teacher; None: a scorer of rewards."""
+        """Computes the log-probabilities of a teacher; None if the scorer gives rewards."""
         if settings.model is not None:
             return
         source: Address | UserScorer

@@ -20,7 +20,8 @@ SEGMENT_BYTES = 64 << 20
 
 
 class World:
-    """Generators, buffer and trainer of one seed; tests subclass it to use faulty ones."""
+    """One simulated run: generators, buffer and trainer, all random numbers drawn from one seed. Tests subclass it
+    to put in faulty parts."""
 
     generator_class = SimulatedGenerator
     trainer_class = SimulatedTrainer

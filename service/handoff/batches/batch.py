@@ -202,7 +202,7 @@ class Masked(NamedTuple):
     staleness_N: Int32s
     """Versions between sampling and training; -1 where no policy sampled the token."""
     sampled_G: Int64s
-    """Tokens of each trajectory that carried loss before."""
+    """Number of tokens of each trajectory that carried loss before `mask` removed any."""
     stale_G: Int64s
     """Tokens of each trajectory that are too stale to carry loss."""
     loss_G: Int64s

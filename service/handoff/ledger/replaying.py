@@ -98,7 +98,8 @@ def apply_frame(record: Record, frame: Frame) -> None:
 
 
 def complete_groups(record: Record, group_ids: Sequence[int]) -> list[CompleteGroup]:
-    """The steps and ends of complete groups; reads those back from the journal whose optimizer steps were undone.
+    """The steps and ends of complete groups. Groups that an undone optimizer step used, and that are no longer in
+    memory, are read back from the journal.
 
     Raises:
         JournalError: the journal no longer holds one of them.

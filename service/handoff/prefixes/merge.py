@@ -221,8 +221,8 @@ def _items_of_segments(steps: Steps, layout: _Layout) -> Int64s:
 
 
 def _fill(columns: dict[str, Any], where_N: Bools, on_prompt: bool) -> None:
-    """Set tokens to the fill value, in columns that also have values on prompt tokens (`on_prompt`) or in the
-    others."""
+    """Set the tokens in `where_N` to each column's fill value. `on_prompt`: in the columns that also have values for
+    prompt tokens; otherwise in those that have none."""
     for column in _FILLED:
         if column.about.on_prompt == on_prompt and (array := columns[column.name]) is not None:
             chosen = where_N.reshape(-1, *(1,) * (array.ndim - 1))

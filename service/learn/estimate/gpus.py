@@ -33,7 +33,7 @@ class _Gpus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 GPUS_OF_A_NODE = 8
-"""On the nodes that the data sheets are for."""
+"""Number of GPUs in a node, assumed for every GPU of the data sheets."""
 
 _GPUS = msgspec.toml.decode(Path(__file__).with_suffix(".toml").read_bytes(), type=_Gpus)
 REACHED, DATA_SHEETS = _GPUS.reached, _GPUS.data_sheets
