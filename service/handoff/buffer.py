@@ -117,7 +117,7 @@ class Buffer:
         return given or answer  # type: ignore[return-value]
 
     def submit(self, data: bytes) -> Receipt | Refusal:
-        """Accept a message (a step group); the receipt is valid once the journal is synced up to its position."""
+        """Accept a message (a step group); the receipt is valid once all that the journal holds by then is synced."""
         message = decode(data, self._settings.limits)
         if isinstance(message, Refusal):
             return self._refuse(message)
@@ -135,9 +135,9 @@ class Buffer:
 
     def _accept(self, data: bytes, message: StepGroup) -> Receipt | Refusal:
         """Journal and apply the new content of a valid message; then restart failed attempts."""
-        member = self.ledger.state.generators[message.sender.generator]
         if self.ledger.received(message.sender):
-            return Receipt(max(member.position, self._restart_failed(message)), duplicate=True)
+            self._restart_failed(message)
+            return Receipt(duplicate=True)
         shared = with_shared_prefixes(self.ledger, self._record.store, message)
         new = new_content(self.ledger, self._record.store, shared, self._max_trajectory_bytes, self._one_row)
         if isinstance(new, Refusal):
@@ -145,22 +145,23 @@ class Buffer:
         self._late += bool(new.superseded)
         if not new.additions:
             failed = self._restart_failed(message)
-            return Receipt(failed or member.position, not (failed or new.superseded), new.superseded)
+            return Receipt(not (failed or new.superseded), new.superseded)
         if (kept := new.only(shared, len(data))) is not message:
             data = encode(kept)
-        position = self._record.accept(data, shared, new.additions)
+        self._record.accept(data, shared, new.additions)
         if self._examines:
             examine(self._record, self._settings.filters, {addition.group_id for addition in new.additions})
-        return Receipt(max(position, self._restart_failed(message)), superseded=new.superseded)
+        self._restart_failed(message)
+        return Receipt(superseded=new.superseded)
 
-    def _restart_failed(self, message: StepGroup) -> int:
-        """Restart failed attempts; returns the journal's position afterwards, 0 if none failed."""
-        position = 0
+    def _restart_failed(self, message: StepGroup) -> bool:
+        """Restart failed attempts; returns whether there were any."""
+        are_any = False
         for end in failed_attempts(self.ledger, message):
             self._record.lost(end, end.stop_reason)
             self._attempts.lose(end.trajectory.group_id, end.trajectory.sample, end.stop_reason)
-            position = self._record.journal.position
-        return position
+            are_any = True
+        return are_any
 
     def lease(self, trainer_incarnation: int) -> MiniBatch | Wait | Refusal:
         """The next mini-batch; the same one again while its lease is open."""

@@ -73,9 +73,8 @@ class Wait(NamedTuple):
 
 
 class Receipt(NamedTuple):
-    """A message (a step group) was accepted, now or before; valid once the journal is synced up to `position`."""
+    """A message (a step group) was accepted, now or before; valid once all that the journal holds by then is synced."""
 
-    position: int
     duplicate: bool = False
     superseded: tuple[TrajectoryId, ...] = ()
     """Trajectories whose content in the message came too late: the group has ended, or a newer attempt has replaced the

@@ -138,7 +138,7 @@ class BufferMachine(RuleBasedStateMachine):
         answer = self.world.buffer.submit(message)
         self.sent.append(message)
         if isinstance(answer, Receipt):
-            self.acknowledged.append((message, answer.position))
+            self.acknowledged.append((message, self.world.journal.position))
         else:
             assert answer.reason is RefusalReason.FENCED or answer.reason is RefusalReason.IDENTITY, answer
 

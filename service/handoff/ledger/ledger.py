@@ -62,10 +62,10 @@ class Ledger:
         getattr(self, f"_{type(event).__name__.lower()}")(event)
 
     def accept(
-        self, sender: Sender, additions: Sequence[Addition], position: int, routing: tuple[int, ...] | None, now: float
+        self, sender: Sender, additions: Sequence[Addition], routing: tuple[int, ...] | None, now: float
     ) -> None:
-        """Record the additions of an accepted message, which is durable once the journal is synced up to `position`."""
-        _note_received(self.state.generators[sender.generator], sender.sequence, position)
+        """Record the additions of an accepted message."""
+        _note_received(self.state.generators[sender.generator], sender.sequence)
         self.state.routing = self.state.routing or routing
         for new in additions:
             group = self.state.groups[new.group_id]
@@ -415,7 +415,7 @@ def attempts_of(group: Group) -> tuple[int, ...]:
     return group.attempts or tuple(GIVEN_UP if t.given_up else t.attempt for t in group.trajectories)
 
 
-def _note_received(member: Member, sequence: int, position: int) -> None:
+def _note_received(member: Member, sequence: int) -> None:
     """Remember that a message was received."""
     member.received.add(sequence)
     while member.received_below in member.received:
@@ -423,4 +423,3 @@ def _note_received(member: Member, sequence: int, position: int) -> None:
         member.received_below += 1
     if len(member.received) > MESSAGES_REMEMBERED:
         member.received.remove(min(member.received))
-    member.position = position

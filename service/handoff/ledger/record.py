@@ -256,14 +256,13 @@ class Record:
         if self.on_failure is not None:
             self.on_failure(end, reason, self.store, self.ledger.history.current)
 
-    def accept(self, data: bytes, message: StepGroup, additions: Sequence[Addition]) -> int:
-        """Append a step group to the journal and apply it; returns the position to which the journal must be synced."""
-        before = self.journal.position
-        position = self.journal.append(events.STEPS, data)
-        self.apply_steps(message, additions, before, position)
+    def accept(self, data: bytes, message: StepGroup, additions: Sequence[Addition]) -> None:
+        """Append a step group to the journal and apply it."""
+        position = self.journal.position
+        self.journal.append(events.STEPS, data)
+        self.apply_steps(message, additions, position)
         if self.journal.segment_is_full:
             self.begin_segment()
-        return position
 
     # -- the same without the journal ---------------------------------------------------------------------------------
 
@@ -280,16 +279,16 @@ class Record:
         for group_id in (event.group_id,) if isinstance(event, events.Ended) else leased:
             self.store.drop(group_id)
 
-    def apply_steps(self, message: StepGroup, additions: Sequence[Addition], before: int, position: int) -> None:
-        """Apply the new content of a message whose frame lies between two positions of the journal."""
+    def apply_steps(self, message: StepGroup, additions: Sequence[Addition], position: int) -> None:
+        """Apply the new content of a message whose frame begins at a position of the journal."""
         ledger = self.ledger
         for new in additions:
             group = ledger.state.groups[new.group_id]
-            group.first_position = before if group.first_position is None else group.first_position
+            group.first_position = position if group.first_position is None else group.first_position
         self.store.add_from(message, additions)
         experts_N = message.steps.routed_experts_N
         routing = experts_N.shape[1:] if experts_N is not None and any(new.items for new in additions) else None
-        ledger.accept(message.sender, additions, position, routing, self.clock.monotonic())
+        ledger.accept(message.sender, additions, routing, self.clock.monotonic())
         self.store.expert_bytes = expert_bytes(ledger, self.limits.routing)
         self.revision += 1
         for new in additions:

@@ -94,7 +94,7 @@ def apply_frame(record: Record, frame: Frame) -> None:
         new = new_content(record.ledger, record.store, message)
         if isinstance(new, Refusal):
             raise _refused_now(frame, new)
-        record.apply_steps(message, new.additions, frame.position, frame.end)
+        record.apply_steps(message, new.additions, frame.position)
 
 
 def complete_groups(record: Record, group_ids: Sequence[int]) -> list[CompleteGroup]:

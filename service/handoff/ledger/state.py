@@ -123,8 +123,6 @@ class Member:
     """Every message with a smaller sequence number was received."""
     received: set[int] = field(default_factory=set)
     """Further sequence numbers that were received; only the newest ones, because a refused message leaves a gap."""
-    position: int = 0
-    """The position to which the journal has to be synced for its last message."""
     given: dict[int, tuple[int, dict[int, int]]] = field(default_factory=dict)
     """For each of its newest claims, by request_id: the assigned group_id, and the attempt of each sample."""
 

@@ -100,7 +100,7 @@ class FakeBuffer:
         group = decode(data, message_limits(Config(), vocab_size=1000))
         assert isinstance(group, StepGroup)
         self.groups.append(group)
-        return Receipt(0)
+        return Receipt()
 
 
 @pytest.fixture

@@ -43,7 +43,7 @@ def end(group_id: int) -> TrajectoryEnd:
 class FakeBuffer:
     """Answers as told, and remembers what it was sent."""
 
-    def __init__(self, answer: Callable[[StepGroup], Answer] = lambda group: Receipt(0)) -> None:
+    def __init__(self, answer: Callable[[StepGroup], Answer] = lambda group: Receipt()) -> None:
         self.answer = answer
         self.sent: list[bytes] = []
         self.refused: list[TrajectoryId] = []
@@ -146,7 +146,7 @@ def test_complete_groups_wait_for_as_many_as_the_next_mini_batch_lacks(monkeypat
         assert await complete(5, last=True) == [0, 1, 2, 3, 4, 5]
         assert len(buffer.sent) == 3
 
-    buffer = FakeBuffer(lambda group: Receipt(0, wanted=3))
+    buffer = FakeBuffer(lambda group: Receipt(wanted=3))
     play(buffer, scene)
 
 
@@ -172,7 +172,7 @@ def test_who_waits_for_a_step_gets_the_answer_to_its_own_trajectory_without_the_
     def answer(group: StepGroup) -> Answer:
         if 1 in group.steps.group_id_K:
             return Refusal(RefusalReason.EMPTY, "poison")
-        return Receipt(0, superseded=(TrajectoryId(2, 0),) if 2 in group.steps.group_id_K else ())
+        return Receipt(superseded=(TrajectoryId(2, 0),) if 2 in group.steps.group_id_K else ())
 
     async def scene(outbox: Outbox) -> list[bool]:
         waiting = []
@@ -212,7 +212,7 @@ def test_routed_experts_of_another_shape_go_into_a_message_of_their_own() -> Non
     def routed(group_id: int, layers: int) -> Step:
         return replace(step(group_id), routed_experts=np.zeros((5, layers, 2), np.int16))
 
-    buffer = FakeBuffer(lambda group: Refusal(RefusalReason.LENGTH_MISMATCH, "") if _layers(group) == 3 else Receipt(0))
+    buffer = FakeBuffer(lambda group: Refusal(RefusalReason.LENGTH_MISMATCH, "") if _layers(group) == 3 else Receipt())
     deliver(buffer, [routed(0, 2), step(1), routed(2, 2), end(2), routed(3, 3), step(4), routed(5, 3), routed(6, 2)])
     sent = [decoded(data).steps.group_id_K.tolist() for data in buffer.sent]
     assert sent[:2] == [[0, 1, 2], [3, 4, 5]] and sorted(sent[2:]) == [[3], [4], [5], [6]]
@@ -258,7 +258,7 @@ def test_a_buffer_that_never_answers_starves_the_generator_with_a_reason() -> No
 
 def poison(group: StepGroup) -> Answer:
     found = np.flatnonzero(group.steps.group_id_K == POISONED)
-    return Refusal(RefusalReason.LOGPROB, f"step={found[0]}", 0.5) if len(found) else Receipt(0)
+    return Refusal(RefusalReason.LOGPROB, f"step={found[0]}", 0.5) if len(found) else Receipt()
 
 
 def test_a_refused_trajectory_does_not_take_the_others_of_its_message_with_it() -> None:
@@ -273,7 +273,7 @@ def test_a_refused_trajectory_does_not_take_the_others_of_its_message_with_it() 
 
 def test_trajectories_that_need_no_more_work_are_passed_on() -> None:
     late = TrajectoryId(4, 0), TrajectoryId(5, 0)
-    buffer = FakeBuffer(lambda group: Receipt(0, superseded=late))
+    buffer = FakeBuffer(lambda group: Receipt(superseded=late))
     deliver(buffer, [step(4), step(5), step(6)])
     assert buffer.refused == [*late]
 

@@ -310,7 +310,7 @@ def test_gaps_in_a_generators_message_numbers_take_bounded_memory() -> None:
     ledger = Ledger(n_samples=1)
     ledger.apply(events.Joined("generator", "g", 1), now=0.0)
     for number in range(0, 4000, 2):  # every other message was refused
-        ledger.accept(Sender("g", 1, number), [], position=number, routing=None, now=0.0)
+        ledger.accept(Sender("g", 1, number), [], routing=None, now=0.0)
     assert len(ledger.state.generators["g"].received) <= MESSAGES_REMEMBERED
     assert [ledger.received(Sender("g", 1, number)) for number in (3998, 3997, 2)] == [True, False, False]
 
