@@ -1,1 +1,1 @@
-"""Baton without Ray and vLLM: everything a laptop can test."""
+"""The parts of Baton that need neither Ray nor vLLM, so that a laptop can test them."""

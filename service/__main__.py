@@ -9,7 +9,7 @@ if sys.version_info < (3, 11):  # noqa: UP036
     sys.exit(2)
 
 if not sys.flags.safe_path and sys.path[0] != os.path.dirname(os.path.dirname(os.path.abspath(__file__))):
-    # `python -m` puts the current folder first, and a file there would be loaded in place of a module of that name.
+    # `python -m` puts the current folder first on the import path, where a file could shadow a module of its name.
     del sys.path[0]
 
 from service.cli import main

@@ -40,7 +40,7 @@ async def retried(
     """Call until there is an answer; retry after each of `errors`.
 
     The error is raised after `tries` tries, or if it comes more than `within` seconds after the first call. Before
-    each pause `failed` is given the error; it may raise another one.
+    each pause `failed` is called with the error; it may raise another error.
     """
     began, failures = time.monotonic(), 0
     while True:

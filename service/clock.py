@@ -1,4 +1,4 @@
-"""Time as an argument, so that the same code runs under a real and under a virtual clock."""
+"""Clocks are arguments, so that the same code runs in real and in virtual time."""
 
 import time
 from typing import Protocol

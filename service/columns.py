@@ -21,7 +21,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-# Written out: with numpy 2.5 and Python 3.12, NDArray[...] is a `type` alias, which does not show its dtype.
+# Not NDArray[...]: with numpy 2.5 and Python 3.12 that is a `type` alias, which does not show its dtype.
 Int16s = np.ndarray[tuple[Any, ...], np.dtype[np.int16]]
 Int32s = np.ndarray[tuple[Any, ...], np.dtype[np.int32]]
 Int64s = np.ndarray[tuple[Any, ...], np.dtype[np.int64]]
@@ -36,9 +36,9 @@ Name = TypeVar("Name", bound=Hashable)
 
 
 NO_BYTE = 255
-"""The byte of an unknown expert."""
+"""The byte that stands for an unknown expert."""
 ALIGNMENT = 64
-"""Bytes, to a multiple of which columns begin."""
+"""Each column begins at a multiple of this many bytes."""
 
 
 class About(NamedTuple):
@@ -46,8 +46,8 @@ class About(NamedTuple):
 
     meaning: str = ""
     compare: Literal["bits", "names", "rewards", "form"] = "bits"
-    """How two records of one step are compared: item by item, the names behind the codes, all rewards together, or not
-    by itself, because the column only describes the form of the record."""
+    """How this column is compared in two records of one step. bits: item by item; names: the names, not their indices;
+    rewards: all rewards together; form: not by itself, because the column only describes the form of the record."""
     fill: float | None = None
     """Value of an item or token that has none of its own, such as a token of a prompt, or context before a response."""
     on_prompt: bool = False
@@ -97,9 +97,9 @@ class Columns(NamedTuple):
 
     all: tuple[Column, ...]
     items: tuple[Column, ...]
-    """One item per step, end or row."""
+    """Columns with one item per step, end or row."""
     tokens: tuple[Column, ...]
-    """One item per token."""
+    """Columns with one item per token."""
     ragged: tuple[tuple[str, tuple[Column, ...]], ...]
     """(column that says where each item's part of a ragged axis begins, columns of that axis): ("offsets_K", tokens)"""
     names: tuple[tuple[str, str], ...]
@@ -176,7 +176,7 @@ def segments_of(
     """The token columns of a table (or the given columns of one ragged axis), cut into the segments `start:stop` and
     concatenated; views if the result is contiguous in the table.
 
-    Segments that lie side by side and stay side by side are copied as one:
+    Segments that are adjacent both before and after are copied as one:
 
         select [0 1 3] of items with offsets [0 5 9 12 20]  ->  copies tokens 0:9 and 12:20
     """
@@ -259,7 +259,7 @@ def of_one_type(column: Column, arrays: list[Any]) -> list[Any]:
 
 
 def widened(array: NDArray[Any]) -> NDArray[Any]:
-    """Numbers of experts `[..., k]` as int16; bytes have 255 in place of -1, then for all k experts of a token.
+    """Expert numbers `[..., k]` as int16. In bytes, 255 stands for -1, but only if all k experts of a token are 255.
 
     The k experts of a token differ, so with more than one of them expert 255 is not mistaken for -1.
     """

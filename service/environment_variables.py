@@ -7,4 +7,4 @@ LOG_FOLDER = "BATON_LOG_FOLDER"
 """Inode number and path of the run's log folder."""
 
 SAFE_PATH = "PYTHONSAFEPATH"
-"""Python's own: if set, the current folder is not on the import path of `-c` and `-m`."""
+"""Python's own variable: if it is set, the current folder is not on the import path of `-c` and `-m`."""

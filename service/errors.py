@@ -10,9 +10,9 @@ from __future__ import annotations
 import unicodedata
 
 LAST_LINES, LINE_CHARACTERS = 20, 300
-"""Of a long text a message has so many lines, each up to so many characters."""
+"""Number of last lines of a text that a message shows at most, and maximum characters of each line."""
 UNSAFE = frozenset({"Cc", "Cf", "Cs", "Co", "Zl", "Zp"})
-"""Unicode categories: control, format (such as a change of direction), half a surrogate pair, private, separators."""
+"""Escaped Unicode categories: control, format (such as a change of direction), surrogates, private, separators."""
 
 
 class BatonError(Exception):

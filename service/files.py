@@ -148,7 +148,7 @@ def recover_folder(folder: Path) -> None:
 
 
 def previous_folder(folder: Path) -> Path:
-    """Path of a folder while another one replaces it."""
+    """Path to which a folder is moved while its replacement takes its place."""
     return folder.with_name(f".previous.{folder.name}")
 
 

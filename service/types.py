@@ -38,7 +38,7 @@ ROUTE_NATIVELY = -1
 
 
 Experts = Int16s | Uint8s
-"""Numbers of experts; as bytes where the model has at most 256, see `service.columns.widened`."""
+"""Expert numbers, in bytes if the model has at most 256 experts; see `service.columns.widened`."""
 
 
 class PolicyVersion(NamedTuple):
@@ -74,7 +74,7 @@ class TrajectoryId(NamedTuple):
 
 class EvaluationId(TrajectoryId):
     """A trajectory of an evaluation, which the buffer does not receive; `group_id` is the row of its prompt in the
-    set."""
+    evaluation set."""
 
     def __str__(self) -> str:
         return f"evaluation/row={self.group_id}/sample={self.sample}"
@@ -112,7 +112,7 @@ class Step:
     response_ids: Int32s
     """[T] generated tokens only, plus an end-of-sequence token that the loop appended (mask 0)."""
     logprobs: Float32s | None
-    """[T] of the sampling distribution; None when the engine gave none."""
+    """[T] log-probabilities under the sampling distribution; None if the engine returned none."""
     loss_mask: Bools
     """[T] True where the policy sampled the token."""
     versions: Int64s
@@ -123,14 +123,14 @@ class Step:
     score: float | None = None
     """How good the state after the turn is, see `StepResult.score`; None where there is none."""
     stop_reason: str = "stop"
-    """Why the turn ended; empty where nobody said."""
+    """Why the turn ended; empty if unknown."""
     extends: Extension | None = None
     routed_experts: Experts | None = None
     """[P + T, layers, topk]; ROUTE_NATIVELY where unknown."""
     note: str = ""
-    """What a generator needs to continue after it; the buffer hands it back as it came."""
+    """What a generator needs to continue after this step; the buffer returns it unchanged."""
     portable: bool = False
-    """Whether any generator can continue after it by the note; else only the one that wrote the note."""
+    """Whether the note lets any generator continue after this step; otherwise only the generator that wrote it can."""
 
     def __post_init__(self) -> None:
         prompt, response, rewards = len(self.prompt_ids), len(self.response_ids), np.asarray(self.reward)
@@ -164,9 +164,9 @@ class TrajectoryEnd(NamedTuple):
     roles: bytes = b""
     """The role of each step, see `service.handoff.steps.roles`; empty: all are `main`."""
     transcript: bytes = b""
-    """What an agent's run wrote, in UTF-8; empty where nobody kept it."""
+    """The output of an agent's run, in UTF-8; empty if it was not kept."""
     rewards: tuple[float, ...] = ()
-    """For each step the rewards that it was given after it was sent, on top of its own; empty: none."""
+    """For each step, the reward given after the step was sent, in addition to the step's own; empty: none."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -176,7 +176,7 @@ class TrainedTokens:
     token_ids_N: Annotated[Int32s, About("prompt part first, response part after it", on_prompt=True)]
     logprobs_N: Annotated[Float32s, About("log-probability under the distribution that sampled the token", fill=0)]
     loss_mask_N: Annotated[Bools, About("true where the policy sampled the token", fill=0)]
-    """Of a micro-batch: true on a token that carries loss; stale and masked tokens are False already."""
+    """In a micro-batch: True for tokens that carry loss, so False for stale and masked tokens."""
     routed_experts_N: Annotated[
         Int16s | Uint8s | None,
         About("`[N, layers, topk]`, -1 (as a byte 255) where unknown", fill=ROUTE_NATIVELY, on_prompt=True, ndim=3),
@@ -194,7 +194,7 @@ class Tokens(TrainedTokens):
     token_rewards_N: Annotated[
         Float32s | None, About("rewards by token, where a step has more than one", compare="rewards", fill=0)
     ] = None
-    """Of rows: a step's scalar reward sits on its last response token; None where the merge was given no rewards."""
+    """In rows, a step's scalar reward is on its last response token; None if the merged steps lack rewards by token."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -241,14 +241,14 @@ class Ends(Table):
     stop_reason_E: Int32s
     reward_E: Float64s
     step_offsets_E: Int64s
-    """Where on the axis `S` the steps of each end begin; an end that says nothing about its steps has none there."""
+    """Where on the axis `S` the steps of each end begin; an end without values for its steps has none there."""
     role_S: Uint8s
     """The role of each step, as its number (`service.handoff.steps.roles`)."""
     later_reward_S: Float64s
-    """What each step was given after it was sent, on top of its own reward."""
+    """The reward given to each step after it was sent, in addition to its own reward."""
     offsets_E: Int64s
     transcript_N: Uint8s
-    """What agents wrote, in UTF-8, end after end."""
+    """The output of agents, in UTF-8, end after end."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -303,7 +303,7 @@ class Rows(Tokens, Table):
     reward_R: Float64s | None = None
     """The last step's scalar reward; None where rewards came per token."""
     turn_N: Int32s | None = None
-    """The step of which each token is, by its place among those merged; None where nobody asked the merge for it."""
+    """The position of each token's step among the merged steps; None unless the merge was asked to record it."""
 
 
 class SupervisedRow(NamedTuple):

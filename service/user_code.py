@@ -1,8 +1,8 @@
 """Loads users' modules: functions that a setting names as `module:name`, and classes of environments.
 
 The folder of such modules is the current folder of the command that started the run. It becomes the last entry of the
-import path, and only when a setting names a module: a file there that is named like a module of Python, of an
-installed package or of Baton is never loaded in its place.
+import path, and only when a setting names a module. So a file there never shadows a module of Python, of an installed
+package or of Baton.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def user_folder() -> Path:
 
 
 def enter_user_folder() -> None:
-    """Change to the user's folder if it exists on this machine, because an environment may read files beside it."""
+    """Change to the user's folder if it exists on this machine, because an environment may read files there."""
     with suppress(OSError):  # every trajectory calls this, and checking first takes longer
         os.chdir(os.environ.get(USER_FOLDER) or ".")
 

@@ -44,8 +44,8 @@ NEUTRAL = {
 
 
 def check(config: Config, source: Source | None = None, unused: tuple[str, ...] = ()) -> None:
-    """Refuse combinations of settings that cannot work, except those of settings whose names begin with one of
-    `unused`.
+    """Refuse combinations of settings that cannot work; errors about settings that begin with one of `unused` are
+    left out.
 
     Raises:
         ConfigError: names every refused combination, a line each, with the place in `source` that set it.
@@ -79,7 +79,7 @@ def _refuse(lines: Iterable[str], source: Source | None = None) -> None:
 
 
 def too_many(config: Config, memory: int = LARGEST_HOST) -> Iterator[str]:
-    """A line for each number of items that one process would have to keep, and that does not fit into its memory."""
+    """A line for each setting with which one process would have to keep more items than fit into its memory."""
     data, generator, warm_start = config.data, config.generator, config.model.warm_start
     trajectories = generator.concurrent_groups * config.algorithm.n_samples_per_prompt // generator.max_engines
     for setting, number, things in (

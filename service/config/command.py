@@ -23,24 +23,24 @@ Limit = Annotated[int, Field(gt=0, le=1 << 62)]
 
 
 class CommandLimits(Section):
-    """Limits of one run of a command; a run that exceeds one is ended with all its processes."""
+    """Limits of one run of a command; a run that exceeds a limit is ended with all its processes."""
 
     seconds: Seconds = 1800.0
-    """Seconds from the command's start; what it did until then is scored."""
+    """Maximum seconds of a command's run; what the command did until then is scored."""
     score_seconds: Seconds = 300.0
-    """Seconds in which the trajectory must be scored."""
+    """Seconds within which the trajectory must be scored."""
     memory_bytes: Limit = 16 << 30
-    """Resident memory of all processes together, shared memory and files in /dev/shm included."""
+    """Maximum resident memory, in bytes, of all processes together, shared memory and files in /dev/shm included."""
     processes: Limit = 512
-    """Processes and threads at once."""
+    """Maximum number of processes and threads at once."""
     output_bytes: Limit = 64 << 20
-    """Bytes of stdout and stderr together."""
+    """Maximum bytes of stdout and stderr together."""
     file_bytes: Limit = 1 << 30
-    """Bytes of one file that is written."""
+    """Maximum bytes of one file that is written."""
     folder_bytes: Limit = 4 << 30
-    """Bytes on disk of the trajectory's folder, at least 4096 for each file."""
+    """Maximum bytes on disk of the trajectory's folder; each file counts as at least 4096."""
     transcript_characters: NotNegative = 1 << 16
-    """Characters of the output that are kept; the middle of a longer output is left out."""
+    """Maximum characters of the output that are kept; the middle of a longer output is left out."""
 
 
 TEMPLATE = "give a folder of which each trajectory gets a copy, or null"
@@ -55,8 +55,8 @@ class CommandConfig(Section):
     workdir: Annotated[UserPath, Named("template", "folder", TEMPLATE)] | None = None
     """Folder that is copied for each command, as its current folder and home; None: an empty folder."""
     score: str | tuple[str, ...] | None = None
-    """What scores a trajectory: `module:function` of a trusted module, or a command and its arguments; None: the agent
-    posts its reward."""
+    """How a trajectory is scored: by `module:function` of a trusted module, or by a command, given with its arguments;
+    None: the agent posts its reward."""
     variables: dict[str, str] = {}
     """Further environment variables of the command, which inherits only PATH from Baton."""
     network: Literal["endpoint", "open"] = "endpoint"

@@ -30,6 +30,6 @@ def no_more_words(arguments: argparse.Namespace) -> None:
         hint = f"; did you mean --config {word}?" if word.endswith((".yaml", ".yml")) else ""
         if word.endswith(("}", "]", ",")):  # the shell has cut a value at its spaces
             hint = "; put quotes around a setting that has spaces: 'section.key={KEY: value}'"
-        elif "=" in word:  # the label of a host, say
+        elif "=" in word:  # for example the label of a host
             hint = "; a key with other signs than letters, digits and _ goes into braces: 'section.key={KEY: value}'"
         raise UserError(f"{word!r}: not of the form section.key=value{hint}")

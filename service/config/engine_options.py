@@ -33,7 +33,7 @@ PLAIN: Mapping[str, Any] = {
 """The types whose values are checked; vLLM checks the others when an engine starts."""
 
 AT_LEAST_1 = ("pipeline_parallel_size", "max_num_batched_tokens")
-"""Numbers that vLLM refuses below 1 only when an engine starts, or with which Baton computes before."""
+"""Numbers that must be at least 1: vLLM checks this late, when an engine starts, or Baton computes with them before."""
 
 
 def refusals(options: Mapping[str, Any]) -> Iterator[str]:

@@ -10,7 +10,7 @@ GONE = {
     "weights.delta": "weights go whole; where links are slow, send them less often (weights.sync_every) or train an "
     "adapter (model.lora)",
 }
-"""By path of a removed setting: what to do instead, for the error message."""
+"""For each removed setting, by its path: what to do instead, for the error message."""
 
 MOVED_MODULES = {"examples": "baton.examples"}
-"""By name of a removed package: the package that has its modules now."""
+"""For each removed package: the package that has its modules now."""

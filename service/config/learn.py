@@ -12,8 +12,8 @@ from service.config.section import MOST, Band, Decay, Fraction, NotNegative, Pos
 class CorrectionConfig(Section):
     """Off-policy correction for tokens that another policy than the trained one sampled; see docs/learning.md.
 
-    A ratio is the token's probability under the anchor divided by that under the rollout; with `anchor: rollout`, that
-    under the trained policy divided by that under the rollout. A masked token has no loss, but counts in the
+    A token's ratio is its probability under the anchor divided by its probability under the rollout policy; with
+    `anchor: rollout`, the trained policy takes the place of the anchor. A masked token has no loss, but counts in the
     denominator of the loss.
     """
 
@@ -68,15 +68,15 @@ class AlgorithmConfig(Section):
     estimator: str = "grpo"
     """grpo, grpo_no_std, rloo, maxrl, reinforce++_baseline; reinforce++ (not step-wise), or `your.module:name`."""
     n_samples_per_prompt: Positive = 8
-    """Trajectories of a group."""
+    """Number of trajectories of a group."""
     returns: Literal["last", "sum"] = "last"
     """The return of a trajectory: the reward at its end, or the sum of the rewards of its steps."""
     credit: Literal["trajectory", "return_to_go", "potential"] = "trajectory"
     """Rewards that the advantage of a turn is computed from: the whole return; the rewards from that turn on; or these,
     shaped by the environment's scores of states. The last two need `returns: sum`; see docs/credit.md."""
     filter_zero_variance: bool = False
-    """Filter groups whose returns are all equal, or with credit by turn those in which every advantage is 0: they are
-    not trained, and other groups take their slots."""
+    """Filter groups whose returns are all equal or, with credit by turn, groups in which every advantage is 0. Filtered
+    groups are not trained, and other groups take their slots."""
     filter_over_long: Fraction | None = None
     """Filter groups in which more than this fraction of the trajectories ended at a length limit (stop reason `length`
     or `truncated`); None: off."""
@@ -125,8 +125,8 @@ class TrainerConfig(Section):
     """Ranks of a node that divide the experts of each layer, and send each other their tokens; 1: every rank gathers
     all experts. It must divide the ranks of each node and the model's experts; see docs/learning.md."""
     layout: Literal["auto", "packed", "padded", "shared_prefix"] = "auto"
-    """`packed`: rows one after another; `padded`: left-padded rows; `shared_prefix`: packed, and what rows that begin
-    alike have in common is computed once, so that the token budget counts distinct tokens; `auto`: `shared_prefix` for
+    """`packed`: rows one after another; `padded`: left-padded rows; `shared_prefix`: packed, and a prefix that
+    several rows share is computed once, so that the token budget counts distinct tokens; `auto`: `shared_prefix` for
     mini-batches of which it saves a tenth of the tokens, else `packed`."""
     lr: Annotated[float, Field(gt=0)] = 1e-6
     warmup_steps: NotNegative = 0
@@ -139,17 +139,17 @@ class TrainerConfig(Section):
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
     gradient_checkpointing: bool | Annotated[int, Field(ge=2, le=MOST)] | Literal["auto"] = "auto"
     """Keep only the inputs of the layers, and recompute the other activations in the backward pass. A number n: do so
-    in every n-th layer only, which takes more memory and less time. auto: on a GPU as little of it as the estimate of
-    memory allows, for bfloat16 models; on a CPU none. After a lack of memory in a step there is more."""
+    in every n-th layer only, which takes more memory and less time. auto: on a GPU, for bfloat16 models, as few layers
+    as the estimate of memory allows; on a CPU none. After a step that ran out of memory, more layers are recomputed."""
     shard_within: Literal["all", "node"] = "all"
     """Shard the policy over all ranks (`all`), or over the ranks of each node (`node`): then nodes send each other only
     gradients, and each rank holds a larger part of weights, gradients and optimizer state."""
     reshard_after_forward: bool | Literal["auto"] = "auto"
     """Free the gathered weights of the layers after the forward pass and gather them again for the backward pass, which
-    sends more and takes less memory. auto: on a GPU they are kept if 15 % of its memory stays free all the same, for
-    bfloat16 models; on a CPU they are freed."""
+    sends more and takes less memory. auto: on a GPU, for bfloat16 models, they are kept if 15 % of its memory
+    stays free nevertheless; on a CPU they are freed."""
     shard_one_rank: bool = False
-    """Shard with a single rank too, as with several: to measure that path on one GPU."""
+    """Shard even with a single rank, as with several ranks: to measure that path on one GPU."""
     cpu_offload: bool = False
     """Keep weights, gradients and optimizer state in CPU memory."""
     compile: bool | None = None
@@ -161,14 +161,14 @@ class TrainerConfig(Section):
     """Optimizer steps between checkpoints; 0: only the final weights are written."""
     keep_checkpoints: Positive = 2
     start_deadline: Seconds = 600.0
-    """Seconds in which the ranks must restart after a failure; if layers are compiled, also those in which a collective
-    of the first step must end, since ranks then wait for each other's compilers."""
+    """Seconds within which the ranks must restart after a failure. If layers are compiled, this is also the deadline of
+    a collective of the first step, since ranks then wait for each other's compilers."""
     max_bad_steps: Positive = 10
     """Optimizer steps in a row that are skipped, for example because the loss is not finite, before the run fails."""
     accelerator: str | None = None
     """Ray accelerator type of the ranks' nodes, such as H100."""
     collective_deadline: Seconds = 120.0
-    """Seconds in which one collective must end; for the first step of compiled layers see `start_deadline`."""
+    """Seconds within which one collective must end; for the first step of compiled layers see `start_deadline`."""
 
     @property
     def sharded(self) -> bool:
@@ -197,14 +197,14 @@ class WeightsConfig(Section):
     sync_every: Positive = 1
     """Optimizer steps between two updates of the engines."""
     transport: Literal["memory", "nccl", "ipc"] = "memory"
-    """`memory`: engines read the ranks' rows in shared memory, on other hosts a copy that arrives by Ray's object store
-    with checksums; `nccl`: broadcast from the
-    trainer's first GPU to the GPUs of all engines; `ipc`: by CUDA IPC on a GPU that a rank and an engine share, so that
-    `generator.gpu_memory_utilization` must leave room for the rank. `ipc` has run on one H100, `nccl` not yet."""
+    """`memory`: engines read the ranks' parts of the weights in shared memory; engines on other hosts read a copy,
+    which Ray's object store transfers, with checksums. `nccl`: broadcast from the trainer's first GPU to the GPUs of
+    all engines. `ipc`: by CUDA IPC on a GPU that a rank and an engine share, so that `generator.gpu_memory_utilization`
+    must leave room for the rank. `ipc` has run on one H100, `nccl` not yet."""
     kv_cache: Literal["recompute", "keep"] = "recompute"
     """The KV cache of running requests at an update: recomputed with the new weights, or kept."""
     sync_deadline: Seconds = 300.0
-    """Seconds in which an update of an engine must end."""
+    """Seconds within which an update of an engine must end."""
     verify: bool = False
     """Fail if engine and trainer disagree, in several steps in a row, on the log-probabilities of more than a tenth of
     the tokens that the newest policy sampled."""

@@ -27,7 +27,7 @@ FAMILIES = (
 """Model types for which the proof holds (`service.learn.proof`) and for which vLLM has a model."""
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-"""Names that families give the number of experts of a layer."""
+"""Keys under which config.json may have the number of experts of a layer, depending on the family."""
 
 MODEL_CONFIG = "config.json"
 ADAPTER_CONFIG = "adapter_config.json"
@@ -63,7 +63,7 @@ def check_model_folder(folder: Path, longest: int, sequence_parallel: int = 1, e
 
 
 def check_description(folder: Path, longest: int, sequence_parallel: int = 1, expert_parallel: int = 1) -> None:
-    """Check as `check_model_folder` a folder that may lack everything but its config.json.
+    """Same as `check_model_folder`, for a folder that may contain nothing but a config.json.
 
     Raises:
         UserError: a file is malformed, or the model is not supported or too short.
@@ -226,7 +226,7 @@ def read_tokenizer(file: Path) -> Tokenizer:
 
     try:
         return Tokenizer.from_file(str(file))
-    except Exception as error:  # the library raises nothing more special, whatever is wrong with the file
+    except Exception as error:  # the library raises nothing more specific, whatever is wrong with the file
         raise UserError(f"model.path: no tokenizer can be read from {file}: {error}") from error
 
 

@@ -92,7 +92,7 @@ def _refuse(problems: Iterable[_Problem]) -> None:
 
 def _problems(config: Config) -> Iterator[_Problem]:
     for setting, named, path in paths(config):
-        if is_on_hub(path):  # looked for when a run starts
+        if is_on_hub(path):  # it is looked up when a run starts
             continue
         wrong = list(_path_problems(setting, named, path))
         yield from wrong

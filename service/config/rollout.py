@@ -39,7 +39,7 @@ class MixturePart(Section):
     path: Dataset
     """A JSONL or parquet file with one prompt a row."""
     weight: Annotated[float, Field(gt=0, le=1e12)] = 1.0
-    """The dataset's fraction of all prompts is its weight over the sum of weights."""
+    """The dataset's weight: its fraction of all prompts is the weight divided by the sum of all weights."""
 
 
 class CurriculumConfig(Section):
@@ -50,7 +50,7 @@ class CurriculumConfig(Section):
     outside: Fraction = 0.1
     """Fraction of the epochs in which a prompt outside of the band is issued; 0: never again."""
     min_groups: Positive = 1
-    """Groups of a prompt after which its success decides; a prompt with fewer groups is issued in any case."""
+    """Number of groups after which a prompt's success decides; a prompt with fewer groups is always issued."""
     success_above: float = 0.0
     """A trajectory succeeds if its return is larger."""
 
@@ -63,10 +63,10 @@ class ColumnsConfig(Section):
     ground_truth: str | None = None
     """Column of the right answer; None: `reward_spec` or `reward_model` has it."""
     answer: Literal["text", "hashes", "boxed"] = "text"
-    """Part of that column that is the answer: all of it; what follows the last `####`, as in GSM8K; what the last
-    `\\boxed{}` holds, as in MATH."""
+    """Part of the `ground_truth` column that is the answer. `text`: all of it; `hashes`: the text after the last
+    `####`, as in GSM8K; `boxed`: the content of the last `\\boxed{}`, as in MATH."""
     instruction: str = ""
-    """Put after each prompt that is a text, on a line of its own, such as the form of the answer."""
+    """Text that is added to each prompt that is a text, on a line of its own, such as the form of the answer."""
 
 
 class DataConfig(Section):
@@ -75,22 +75,22 @@ class DataConfig(Section):
     train: Dataset | None = None
     """A JSONL or parquet file with one prompt a row, or `hf:org/name@revision:file`."""
     make_rows: Positive | None = None
-    """Make so many synthetic rows with the environment's generator instead of reading `train`."""
+    """Number of synthetic rows that the environment's generator makes, instead of rows read from `train`."""
     mixture: dict[str, MixturePart] = {}
     """Several datasets by name instead of `train`, mixed in proportion to their weights; an epoch has each row at least
     once."""
     columns: ColumnsConfig | None = None
-    """Columns of `train`, `mixture` and `eval` if these files have other columns than those that Baton, SkyRL and verl
-    write; None: they have these."""
+    """Names of the columns of `train`, `mixture` and `eval`; None: the files have the columns that Baton, SkyRL or verl
+    write."""
     eval: dict[str, Dataset] = {}
     """Evaluation sets by name: JSONL or parquet files."""
     eval_make_rows: Positive | None = None
-    """Make an evaluation set `made` of so many synthetic rows with the environment's generator."""
+    """Number of synthetic rows that the environment's generator makes as an evaluation set `made`."""
     eval_every: NotNegative = 0
     """Optimizer steps between evaluations; 0: none while training."""
     eval_mode: Literal["pause", "beside"] = "pause"
-    """What training does during an evaluation: it waits (`pause`), or goes on while `eval_engines` engines keep the
-    evaluated weights (`beside`). After the last step, and where too few engines are up, it waits in any case."""
+    """What training does during an evaluation: it waits (`pause`), or continues while `eval_engines` engines keep
+    the evaluated weights (`beside`). After the last step, and if too few engines are up, it waits in any case."""
     eval_engines: Positive = 1
     """Engines that evaluate with `eval_mode: beside`; they claim nothing until the evaluation is done."""
     eval_samples: Positive = 1
@@ -105,7 +105,7 @@ class DataConfig(Section):
     shuffle: bool = True
     """Shuffle each epoch with the run's seed."""
     curriculum: CurriculumConfig | None = None
-    """Issue prompts by their success so far; None: each prompt once an epoch."""
+    """Issue prompts according to their success so far; None: each prompt once an epoch."""
 
 
 class EnvConfig(CommandConfig):
@@ -114,13 +114,13 @@ class EnvConfig(CommandConfig):
     name: str = "lookup"
     """Name of the environment, as registered; agent: each trajectory is a run of `command`."""
     workers: Literal["here", "outside"] = "here"
-    """With `name: agent`: the generators run `command`, or workers on other machines do, which claim trajectories from
-    the endpoints (`baton agent-worker`)."""
+    """With `name: agent`, who runs `command`. `here`: the generators; `outside`: workers on other machines, which claim
+    trajectories from the endpoints (`baton agent-worker`)."""
     max_turns: Positive = 4
     step_deadline: Seconds = 60.0
-    """Seconds in which one call of the environment must return."""
+    """Seconds within which one call of the environment must return."""
     options: dict[str, str | int | float | bool] = {}
-    """Passed to the environment's constructor."""
+    """Arguments of the environment's constructor."""
     class_options: dict[str, dict[str, str | int | float | bool]] = {}
     """Options of other environments that rows name in `env_class`, by that name."""
     trusted_modules: tuple[str, ...] = ()
@@ -149,13 +149,13 @@ class AgentsConfig(Section):
     host: Annotated[str, Field(min_length=1, max_length=253, pattern=r"^[0-9A-Za-z:._%-]+$")] = "127.0.0.1"
     """Address of the endpoint. Beyond loopback, keys and texts cross the network unencrypted."""
     port: Annotated[int, Field(ge=0, le=65535)] = 0
-    """Port of the first generator's endpoint, the next one has the next port; 0: each takes a free one, another after a
-    restart."""
+    """Port of the first generator's endpoint; each further generator has the next port. 0: each generator takes a free
+    port, a different one after a restart."""
     deadline: Seconds = 3600.0
-    """Seconds in which an agent must have finished its session."""
+    """Seconds within which an agent must finish its session."""
     worker_key_file: Annotated[UserPath, Named("worker key")] | None = None
-    """File with the key of workers, which claim sessions from other machines; None: the environment variable
-    BATON_WORKER_KEY, and no worker may claim where that is not set either."""
+    """File with the key of workers, which claim sessions from other machines; None: the key in the environment
+    variable BATON_WORKER_KEY; if that is not set either, no worker may claim."""
     heartbeat_deadline: Seconds = 60.0
     """Seconds without a call or a heartbeat, after which a worker's session is lost. After a restart of its generator
     a session may take the same time until its next call or heartbeat."""
@@ -167,14 +167,14 @@ class AgentsConfig(Section):
     """Roles of conversations that are trained: main, sub (under a system prompt of its own), aux (a single question
     beside them, such as one for a title)."""
     structured: Literal["ignore", "constrain", "refuse"] = "ignore"
-    """What becomes of a request for a form of answer (a JSON schema, a forced tool): the policy answers freely; the
-    engine enforces it, and the answer carries no loss; or the request is refused. A forced call has the form
-    that `tool_parser: json` reads."""
+    """How a request that prescribes the answer's form (a JSON schema, a forced tool) is handled. `ignore`: the policy
+    answers freely; `constrain`: the engine enforces the form, and the answer carries no loss; `refuse`: the request is
+    refused. A forced call has the form that `tool_parser: json` reads."""
     exit_code_reward: dict[FailureName, Annotated[float, Field(ge=-MAX_REWARD, le=MAX_REWARD)]] = {}
     """Rewards of agents that failed because of what the policy wrote: by the exit code of the command, as in
     `{1: 0.0}`, or by the name of the exception that `play` raised. Other failures are attempted again."""
     tool_parser: str = "json"
-    """What reads tool calls and thinking in responses: json, as Qwen's and Hermes' models write them; or vLLM's parsers
+    """Parser of tool calls and thinking in responses: json, as Qwen's and Hermes' models write them; or vLLM's parsers
     by name, such as `hermes` or, with one for the thinking, `hermes+deepseek_r1`."""
 
 
@@ -185,16 +185,16 @@ class RoleConfig(Section):
     """`trained`: the policy plays the role and is trained on it; `judge`: the policy plays the role, untrained;
     `frozen`: another model plays the role."""
     url: Annotated[str, Field(pattern=URL)] | None = None
-    """Of a frozen role: address of an OpenAI-compatible endpoint, including `/v1`; None: an engine of this run
+    """For a frozen role: address of an OpenAI-compatible endpoint, including `/v1`; None: an engine of this run
     serves the model."""
     model: Annotated[str, AfterValidator(os.path.expanduser)] | None = None
-    """Of a frozen role: the model's name at `url`; without `url`, its Hugging Face folder."""
+    """For a frozen role: the model's name at `url`; without `url`, its Hugging Face folder."""
     key_file: KeyFile | None = None
-    """Of a frozen role: file with the key for `url`; None: none is sent."""
+    """For a frozen role: file with the key for `url`; None: no key is sent."""
     gpus: Annotated[float, Field(ge=0)] = 0.0
     """GPUs that Ray reserves for the engine of a frozen role without `url`."""
     start_deadline: Seconds = 600.0
-    """Seconds in which the engine of a frozen role must start."""
+    """Seconds within which the engine of a frozen role must start."""
 
     @property
     def is_served(self) -> bool:
@@ -222,11 +222,11 @@ class GeneratorConfig(Section):
     tensor_parallel_size: Positive = 1
     """GPUs that share each layer of an engine."""
     concurrent_groups: Positive = 32
-    """Groups that all engines together generate at once."""
+    """Number of groups that all engines together generate at once."""
     max_input_length: Positive = 1024
     """Maximum number of tokens of a turn's prompt."""
     max_generate_length: Annotated[int, Field(ge=2, le=MOST)] = 256
-    """Maximum number of tokens of a turn's response, one of them kept for an end token that the loop appends."""
+    """Maximum number of tokens of a turn's response, one of them reserved for an end token that the loop appends."""
     temperature: Annotated[float, Field(ge=COLDEST, lt=HOTTEST)] = 1.0
     """Sampling temperature in training."""
     top_p: Fraction = 1.0
@@ -258,9 +258,9 @@ class GeneratorConfig(Section):
     """Further arguments of vLLM's engines by the names of `AsyncEngineArgs`, such as `max_num_batched_tokens` or
     `pipeline_parallel_size`; docs/engine-options.md says of each whether it is passed on."""
     start_deadline: Seconds = 600.0
-    """Seconds in which an engine must start."""
+    """Seconds within which an engine must start."""
     request_deadline: Seconds = 300.0
-    """Seconds in which the engine must generate one turn."""
+    """Seconds within which the engine must generate one turn."""
     silent_deadline: Seconds = 60.0
     """Seconds without an answer after which a generator counts as frozen and is restarted."""
 
@@ -272,7 +272,7 @@ class GeneratorConfig(Section):
 
     @property
     def longest_row(self) -> int:
-        """Maximum tokens of a row of one step: prompt and response."""
+        """Maximum tokens of a row that consists of one step: prompt and response."""
         return self.max_input_length + self.max_generate_length
 
     @property
@@ -294,15 +294,15 @@ class ScorerConfig(Section):
     use: str | None = None
     """A function, or a class with a method `score` (`logprobs` for a teacher), as `your.module:name`."""
     url: Annotated[str, Field(pattern=URL)] | None = None
-    """An address that takes the group as JSON in a POST; of a teacher, a completions endpoint of vLLM."""
+    """Address to which each group is sent as JSON in a POST; for a teacher, a completions endpoint of vLLM."""
     model: ModelFolder | None = None
     """A teacher's Hugging Face folder, which an engine of this run serves."""
     tokenizer: Annotated[UserPath, Named("tokenizer", "folder", "give a Hugging Face folder")] | None = None
-    """Of a teacher at an address: the Hugging Face folder of its tokenizer, which must be the policy's."""
+    """For a teacher at `url`: the Hugging Face folder of its tokenizer, which must be the policy's tokenizer."""
     served_model: str = ""
-    """Of a teacher at an address: the model's name there."""
+    """For a teacher at `url`: the name under which the model is served there."""
     key_file: KeyFile | None = None
-    """File with a key that is sent to the address as `Authorization: Bearer`."""
+    """File with the key that is sent to `url` as `Authorization: Bearer`."""
     options: dict[str, str | int | float | bool] = {}
     """Arguments for the constructor of the class in `use`."""
     combine: Literal["replace", "add"] = "replace"
@@ -310,16 +310,16 @@ class ScorerConfig(Section):
     weight: float = 1.0
     """Factor of the reward."""
     workers: Positive = 1
-    """Groups that are scored at once. Those of `use` are processes, so that one that hangs or dies costs one group."""
+    """Groups that are scored at once. With `use`, each worker is a process, so that a hang or crash costs one group."""
     deadline: Seconds = 60.0
-    """Seconds in which a group must be scored."""
+    """Seconds within which a group must be scored."""
     attempts: Positive = 3
-    """Maximum number of times that the scorer is asked about a group, until it gives a valid answer."""
+    """Maximum number of times that the scorer is asked about a group before `fallback` applies."""
     fallback: Literal["refuse", "environment_reward"] = "refuse"
-    """If there is no valid answer: the group is refused, or continues as if there were no such scorer."""
+    """What happens to a group without a valid answer: it is refused, or continues as if there were no such scorer."""
     cpus: Annotated[float, Field(ge=0)] = 0.0
     """CPUs that Ray reserves for each process of the scorer."""
     gpus: Annotated[float, Field(ge=0)] = 0.0
     """GPUs that Ray reserves for each process of the scorer."""
     start_deadline: Seconds = 600.0
-    """Seconds in which the scorer must start."""
+    """Seconds within which the scorer must start."""

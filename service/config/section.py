@@ -9,7 +9,7 @@ from typing import Annotated, Literal, NamedTuple
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 MOST = 10**15
-"""Largest value of an integer setting, which fits into all types that are used for numbers."""
+"""Largest value of an integer setting; it fits into all number types that settings are converted to."""
 LARGEST_HOST = 1 << 45
 """Bytes of memory that no host exceeds."""
 Positive = Annotated[int, Field(gt=0, le=MOST)]

@@ -78,11 +78,11 @@ class RunConfig(Section):
     """Failures of a generator, or of the trainer, that a run survives without an optimizer step in between. Steps that
     a trainer repeats after a failure do not count."""
     trajectories_per_step: NotNegative = 2
-    """Number of trajectories of each mini-batch that are kept in `trajectories.jsonl`, and of trajectories that ended
-    untrained since the previous one; until the file is full."""
+    """Number of trajectories of each mini-batch that are kept in `trajectories.jsonl` until the file is full. As many
+    are kept of the trajectories that ended untrained since the previous mini-batch."""
     keep_best: Annotated[str, Field(pattern=r"^eval/.+/avg_score$")] | None = None
-    """Score of an evaluation set, such as `eval/made/avg_score`: the weights with the highest one are kept in `best/`
-    of the run folder; None: none are."""
+    """Score of an evaluation set, such as `eval/made/avg_score`: the weights with the highest score are kept in
+    `best/` of the run folder; None: no weights are kept there."""
     insecure_local: bool = False
     """Run on a Ray without authentication; only for a machine that nobody else can reach."""
     stop_grace: Seconds = 600.0
@@ -94,7 +94,7 @@ class RunConfig(Section):
     """Address of an object store, such as `s3://bucket/run`, to which checkpoints and the final weights are uploaded;
     needs the package obstore. Credentials come from the environment."""
     store_deadline: Seconds = 600.0
-    """Seconds without progress of its uploads after which the end of a run waits for them no longer."""
+    """Seconds without progress of the uploads after which a run that ends stops waiting for them."""
 
 
 class MakeModelConfig(Section):
@@ -117,9 +117,9 @@ class WarmStartConfig(Section):
     right_fraction: Fraction = 0.15
     """Fraction of the demonstrations that solve the task; the others show mistakes."""
     demonstrations: Positive = 4096
-    """Demonstrations that are made; batches are drawn from them."""
+    """Number of demonstrations that are made; batches are drawn from them."""
     probe_prompts: NotNegative = 64
-    """Prompts on which the success rate after the warm start is measured; 0: it is not measured."""
+    """Number of prompts on which the success rate after the warm start is measured; 0: it is not measured."""
     expected_success: Range | None = (0.02, 0.9)
     """Lowest and highest expected success rate after the warm start; with another rate the run ends before its first
     optimizer step. None: any rate is accepted."""
@@ -157,8 +157,8 @@ class BufferConfig(Section):
     step_deadline: Seconds = 300.0
     """Seconds without progress after which a trajectory is restarted as its next attempt."""
     max_attempts: Positive = 3
-    """Attempts of a trajectory. If its environment failed each time, the trajectory is lost; if its generators crashed
-    or timed out, its group is refused."""
+    """Maximum attempts of a trajectory. If its environment failed each time, the trajectory is lost; if its generators
+    crashed or timed out, its group is refused."""
     on_group_deadline: Literal["train_partial", "expire"] | None = None
     """At a group's deadline: train its complete trajectories, or none of them; None: groups have no deadline."""
     group_deadline: Seconds = 3600.0
@@ -168,18 +168,19 @@ class BufferConfig(Section):
     max_lease_attempts: Positive = 3
     """Number of leases after which an untrained group is refused."""
     max_bytes: Annotated[int, Field(gt=0, le=LARGEST_HOST)] = 4 << 30
-    """Bytes of memory: groups are admitted only while the worst case of all admitted groups fits."""
+    """Maximum bytes of memory: groups are admitted only while the worst case of all admitted groups fits."""
     max_group_bytes: Annotated[int, Field(gt=0, le=1 << 40)] = 256 << 20
-    """Bytes of one group, divided equally among its trajectories; a message is refused if a trajectory exceeds its
-    part."""
+    """Maximum bytes of one group, divided equally among its trajectories; a message is refused if a trajectory exceeds
+    its part."""
     max_journal_bytes: Positive = 64 << 30
-    """Bytes of the journal on disk."""
+    """Maximum bytes of the journal on disk."""
     record: bool = False
     """Keep old parts of the journal, so that `baton replay` can form every mini-batch again."""
     sync_interval: Seconds = 0.005
     """Minimum seconds between two syncs of the journal."""
     merge: MergeMode = "linear"
-    """Steps that share a row: none, those that continue the previous step, or those that continue any earlier row."""
+    """Which steps share a row. off: none; linear: steps that continue the previous step; tree: steps that continue any
+    earlier row."""
 
 
 class PlacementConfig(Section):
@@ -200,8 +201,8 @@ class WandbConfig(Section):
 
     project: str = "baton"
     offline: bool | None = None
-    """Write to the run folder only; `wandb sync` uploads the data later. None: where no key is found, in WANDB_API_KEY
-    or where `wandb login` keeps it."""
+    """Write to the run folder only; `wandb sync` uploads the data later. None: do so if there is no key, neither in
+    WANDB_API_KEY nor from `wandb login`."""
     group: str | None = None
     """Runs of a group are shown together, such as the seeds of one experiment."""
     tags: list[str] = []
@@ -229,7 +230,7 @@ class Config(Section):
     data: DataConfig = DataConfig()
     env: EnvConfig = EnvConfig()
     agents: AgentsConfig | None = None
-    """The endpoint for agents; None: there is one, with the defaults, only where `env.name` is agent."""
+    """The endpoint for agents; None: an endpoint with default settings if `env.name` is agent, otherwise none."""
     roles: Annotated[dict[Name, RoleConfig], Field(max_length=MAX_NAMED)] = {}
     """Roles besides `main`, by name, each with rewards and a baseline of its own."""
     generator: GeneratorConfig = GeneratorConfig()

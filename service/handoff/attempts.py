@@ -74,7 +74,7 @@ class Attempts:
             self.restart(group_id, (sample,), reason)
 
     def _goes_on_without(self, group_id: int, samples: tuple[int, ...], reason: str) -> bool:
-        """Continue a group without some samples; False if that is impossible: a trajectory alone has no baseline."""
+        """Continue a group without some samples; False if fewer than two remain, because one has no baseline."""
         trajectories = self._record.ledger.state.groups[group_id].trajectories
         others = [s for s, other in enumerate(trajectories) if s not in samples and not other.given_up]
         if len(others) < 2:

@@ -81,8 +81,8 @@ class Buffer:
         """Takes the answers of scorers; groups wait for scorers between their last submit and their lease."""
         self._claims = Claims(self._record, prompts, self._curriculum, self._admission, self._waits, self.scoring)
         self._shares = settings.mini_batch_size if settings.order == "strict" else settings.max_generators
-        """Generators that share the groups still missing from the next mini-batch; in strict order each group may be
-        awaited."""
+        """Number of parts into which the groups missing from the next mini-batch are divided: one per generator, or in
+        strict order one per group, because the lease may wait for any of them."""
         self._refused: Counter[str] = Counter()
         self._duplicates = 0
         self._late = 0
@@ -169,7 +169,7 @@ class Buffer:
         return self.finish_lease(answer, answer.run()) if isinstance(answer, BatchJob) else answer
 
     def begin_lease(self, trainer_incarnation: int) -> MiniBatch | Wait | Refusal | BatchJob:
-        """Same as `lease`, but the caller runs the job that forms a new mini-batch, then calls `finish_lease`."""
+        """Same as `lease`, but for a new mini-batch the caller runs the returned job, then calls `finish_lease`."""
         if trainer_incarnation != self.ledger.state.trainer_incarnation:
             return self._refuse(Refusal(RefusalReason.FENCED, "trainer_incarnation", trainer_incarnation))
         if self.ledger.state.leases:
@@ -223,7 +223,7 @@ class Buffer:
             return self._refuse(Refusal(RefusalReason.LEASE, "lease", lease))
         return None
 
-    # -- around them --------------------------------------------------------------------------------------------------
+    # -- other operations ---------------------------------------------------------------------------------------------
 
     def join(
         self, role: Literal["generator", "trainer"], name: str, step: int | None = None, resumes: bool = False

@@ -48,7 +48,7 @@ class Claims:
         restarted = self._restarted_group(claim.serving)
         if restarted is None:
             why = self._admission.wait(record, claim.serving) or self._admission.disk_wait(record, state.n_samples)
-        else:  # needs no new admission, but a full journal must first remove the last attempts
+        else:  # needs no admission; but a full journal must first remove the previous attempts
             why = self._admission.disk_wait(record, 0)
             why = why if record.journal.reclaims else None
         if why is not None:

@@ -18,7 +18,7 @@ from service.columns import columns_of
 from service.types import Steps
 
 NAME_BYTES = 5 << 10
-"""UTF-8 bytes of a generator's name, a prompt's uid, a stop reason and a note together, at most."""
+"""Maximum UTF-8 bytes of a generator's name, a prompt's uid, a stop reason and a note together."""
 NOTE_BYTES = 1 << 10
 """The part of NAME_BYTES that is for a note; further bytes of a longer note are counted separately."""
 ITEM_BYTES = (3 << 10) + NAME_BYTES
@@ -33,17 +33,17 @@ reward."""
 TEACHER_BYTES = 4
 """Bytes of a token's log-probability under the teacher."""
 SCORE_BYTES = 1 << 9
-"""A scorer's answer without its rewards, texts and log-probabilities: the journal's frame."""
+"""Bytes of a scorer's answer without its rewards, texts and log-probabilities: its journal frame."""
 INFO_BYTES = 1 << 11
 """Maximum UTF-8 bytes of a scorer's text about one trajectory."""
 SAID_BYTES = 9
 """Maximum bytes of an end's values about one step: a role and a reward."""
 TRANSCRIPT_BYTES = 1 << 16
-"""UTF-8 bytes of the transcript that an end carries, at most."""
+"""Maximum UTF-8 bytes of the transcript that an end carries."""
 EVENT_BYTES = 1 << 20
 """Room in the journal for events, so that leases continue when no more groups are admitted."""
 JOURNAL_SEGMENTS = 8
-"""Segments of a full journal; to free the oldest one, its frames that are still needed are copied to the end."""
+"""Number of segments of a full journal; to free the oldest, its frames that are still needed are copied to the end."""
 
 
 def item_bytes(n_tokens: int, token_bytes: int, n_items: int) -> int:
@@ -61,17 +61,17 @@ class WorstBytes:
     """Maximum bytes of the steps, trajectories and groups of a run."""
 
     n_samples: int
-    """Trajectories of a group."""
+    """Number of trajectories of a group."""
     max_group_bytes: int
     tokens_of_step: int
     """Tokens of the longest prompt and the longest response."""
     max_turns: int
-    """Turns in an environment."""
+    """Maximum turns in an environment."""
     max_note_bytes: int = NOTE_BYTES
     max_session_tokens: int = 0
-    """Tokens of all calls of an agent together."""
+    """Maximum tokens of all calls of an agent together."""
     max_session_calls: int = 0
-    """Calls of an agent; 0: there are no agents."""
+    """Maximum calls of an agent; 0: there are no agents."""
     expert_bytes: int = 0
     """Bytes of a token's routed experts, over all layers."""
     has_teacher: bool = False
@@ -94,7 +94,7 @@ class WorstBytes:
 
     @property
     def trajectory(self) -> int:
-        """Maximum bytes of one trajectory; with `buffer.max_group_bytes`, the trajectory's share of those.
+        """Maximum bytes of one trajectory; with `buffer.max_group_bytes`, the trajectory's share of that limit.
 
         In an environment every turn has maximum length. An agent's calls have at most `agents.max_tokens` tokens
         together, and its end has a transcript. Every end has a role and a reward for each step.

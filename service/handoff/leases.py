@@ -38,8 +38,8 @@ class BatchJob:
     settings: BatchSettings
 
     def run(self) -> Formed | list[int]:
-        """Form the mini-batch: merge steps, compute advantages, pack rows, mask tokens. Or the group_ids of groups to
-        which the estimator gave no finite advantage: then there is no mini-batch."""
+        """Form the mini-batch: merge steps, compute advantages, pack rows, mask tokens. If the estimator gives some
+        groups no finite advantage, return their group_ids instead."""
         try:
             return formed(self.lease, self.groups, self.history, self.settings)
         except NoAdvantage as error:

@@ -31,7 +31,7 @@ from service.types import Float32s, Refusal, RefusalReason, Sender, StepGroup
 log = logging.getLogger(__name__)
 
 REMOVED = "removed"
-"""Why a group continues without a scorer: the configuration of a resumed run does not have it any more."""
+"""Why a group continues without a scorer: a resumed run's configuration no longer has the scorer."""
 
 
 class Answer(NamedTuple):

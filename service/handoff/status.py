@@ -42,32 +42,32 @@ class BufferStatus:
     """The buffer at one revision of its ledger; the tokens by fate sum to `accepted_tokens`."""
 
     revision: int
-    """Events applied so far."""
+    """Number of events applied so far."""
     policy_version: PolicyVersion
     groups: dict[str, int]
-    """Groups by state; the ended ones too."""
+    """Number of groups by state, ended groups included."""
     ended: dict[str, int]
     """Groups that ended, by `state/reason`."""
     accepted_tokens: int
     tokens: dict[str, int]
     """Accepted tokens by fate."""
     issued: int
-    """Groups issued so far, which is the next group_id."""
+    """Number of groups issued so far; also the next group_id."""
     frontier: int
     """Every group with a smaller group_id has ended."""
     next_slot: int
     lookahead: int
-    """Mini-batches beyond the next one whose groups may be generated."""
+    """Number of mini-batches beyond the next one for which groups may be generated."""
     lengths: dict[str, list[int]]
     """Histograms of trajectories, and of their tokens, by length: see `Lengths`."""
     length_distance: float
     """Distance of the lengths of trained trajectories from those of generated ones, 0 to 1."""
     token_length_distance: float
-    """The same distance for tokens: those that carried loss against those that were sampled."""
+    """The same distance in tokens: tokens that carried loss against sampled tokens, 0 to 1."""
     n_bytes: int
     """Bytes of the accepted steps in memory, as `service.handoff.group_bytes` counts them."""
     reserved_bytes: int
-    """The same, plus the maximum that open trajectories may still add."""
+    """`n_bytes`, plus the maximum that open trajectories may still add."""
     waits: tuple[Waiting, ...]
     refused: dict[str, int]
     """Refused messages since this process started, by reason."""

@@ -2,13 +2,13 @@
 
 The effect of an invalid value depends on its kind:
 
-- One token is masked and counted: it was sampled and its log-probability is not finite. The rest of the step carries
+- One token is masked and counted if it was sampled and its log-probability is not finite. The rest of the step carries
   loss. Log-probabilities of tokens without loss are not checked.
-- One trajectory is refused and may be tried again (`ledger.accept`): more than max(1, 1 %) of its sampled tokens have
+- One trajectory is refused and may be tried again (`ledger.accept`) if more than max(1, 1 %) of its sampled tokens have
   such a log-probability, a step comes after the end, the digest of a reference does not match, or two records of one
   step differ.
-- The whole message is refused: every other rule. A reward that is not finite is never replaced by a number, because
-  the number would make the baseline of the other trajectories in the group wrong.
+- The whole message is refused if it breaks any other rule. A reward that is not finite is never replaced by a number,
+  because the number would make the baseline of the other trajectories in the group wrong.
 
 Rules are ordered from cheap to expensive; the refusal names the first one that fails.
 """
@@ -29,7 +29,7 @@ from service.handoff.steps.roles import ROLES
 from service.types import NO_VERSION, ROUTE_NATIVELY, Bools, Int64s, Refusal, RefusalReason, StepGroup, Steps
 
 MAX_NAME_LENGTH = 1024
-"""Characters of a generator's name, a prompt's uid or a stop reason, at most."""
+"""Maximum characters of a generator's name, a prompt's uid or a stop reason."""
 
 MAX_GROUP_ID = 1 << 53
 """Largest group_id, so that it is exact as a number in JSON."""
@@ -37,9 +37,9 @@ MAX_GROUP_ID = 1 << 53
 TEMPERATURES = (1e-6, 1e6)
 
 LOGPROB_TOLERANCE = 1e-4
-"""Largest log-probability, which rounding may move above 0."""
+"""Largest accepted log-probability: rounding may move it above 0."""
 MIN_LOGPROB = -1e7
-"""Smallest log-probability of a sampled token: a logit difference of ten, divided by the lowest temperature."""
+"""Smallest accepted log-probability of a sampled token: a logit difference of ten over the lowest temperature."""
 
 REWARD_TOLERANCE = 1e-4
 """Largest difference between a step's reward and the sum of its token rewards, as a fraction of their magnitudes."""
@@ -156,7 +156,7 @@ def _said(group: StepGroup, limits: Limits) -> Refusal | None:
 def _lengths(group: StepGroup, limits: Limits) -> Refusal | None:
     steps = group.steps
     response_K = lengths_of(steps.offsets_K) - steps.prompt_length_K
-    prompt_K = steps.extends_length_K.astype(np.int64) + steps.prompt_length_K  # 0 is extended by a full prompt
+    prompt_K = steps.extends_length_K.astype(np.int64) + steps.prompt_length_K  # a full prompt extends 0 tokens
     return _first_outside(
         RefusalReason.EMPTY, ("response_length_K", response_K, 1, MAX_GROUP_ID), ("prompt_K", prompt_K, 1, MAX_GROUP_ID)
     ) or _first_outside(

@@ -12,7 +12,7 @@ from service.types import PolicyVersion, TrajectoryId
 
 
 class Claim(NamedTuple):
-    """A generator asks for one group of work."""
+    """A generator's request for one group of work."""
 
     generator: str
     incarnation: int
@@ -59,7 +59,7 @@ class WaitReason(StrEnum):
     GROUPS = "groups"
     """lease: fewer than `mini_batch_size` groups are complete."""
     FILTERED = "filtered"
-    """lease: hundreds of groups in a row were filtered, so no mini-batch is to be expected."""
+    """lease: hundreds of groups in a row were filtered, so no mini-batch is expected."""
     SLOT = "slot"
     """lease with `order: strict`: the next slots are not complete."""
 
@@ -81,4 +81,4 @@ class Receipt(NamedTuple):
     trajectory, or the group continues without it. The generator stops playing these trajectories."""
     wanted: int = 1
     """This generator's share of the complete groups that the next mini-batch still lacks; the generator sends a message
-    at once when the message completes so many groups."""
+    at once when the message completes this many groups."""

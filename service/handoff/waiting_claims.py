@@ -18,7 +18,7 @@ from service.types import PolicyVersion, Refusal
 ClaimAnswer = list[Assignment] | Wait | Refusal
 
 FINAL = (WaitReason.DRAINED, WaitReason.ANSWERED)
-"""Reasons to wait that no later event ends: a claim with one of them is answered at once."""
+"""Reasons to wait that no later event removes: a claim with such a reason is answered at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class WaitingClaims:
         """`ask`: returns the buffer's answer to a claim of up to a given number of groups."""
         self._ask = ask
         self._waiting: dict[int, WaitingClaim] = {}
-        """By number of arrival."""
+        """The waiting claims, by number of arrival."""
         self._came = 0
 
     def answer(self, claim: Claim, most: int, deadline: float | None, reply: Callable[[ClaimAnswer], None]) -> None:

@@ -16,8 +16,8 @@ SILENT_FRACTION = 0.5
 
 
 FRUITLESS_GROUPS, FRUITLESS_MINI_BATCHES = 512, 16
-"""After this many groups in a row were filtered, in groups and in mini-batches, no mini-batch is expected any more.
-So many in a row are rare even if only one group in a hundred passes the filters."""
+"""Once this many groups in a row were filtered (the larger bound of the two, in groups and in mini-batches), no
+mini-batch is expected any more. Such a series is rare even if only one group in a hundred passes the filters."""
 
 
 class Waits:

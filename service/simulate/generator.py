@@ -45,7 +45,7 @@ class SimulatedGenerator(Client):
         self.wait_seconds = 0.0
         """Slot-seconds without work."""
         self._max_tokens = scenario.turns * host.settings.buffer.limits.max_generate_length
-        """Of one trajectory."""
+        """Maximum sampled tokens of one trajectory."""
         self._incarnation = 0
         self._sequence = self._request_id = 0
         self._outbox = StepColumns()
@@ -143,9 +143,9 @@ class SimulatedGenerator(Client):
         return np.minimum(self._scenario.lengths(self._rng, count), self._max_tokens)
 
     def _trajectory(self, of: TrajectoryId, uid: str, left: int, taken: bytes) -> Activity:
-        """Play a trajectory of `left` tokens, spread evenly over its turns; `taken`: turns already played elsewhere.
+        """Play a trajectory of `left` tokens, spread evenly over its turns; `taken`: steps from another generator.
 
-        Each step extends the whole step before by one token of observation.
+        Each step extends the whole step before it by one observation token.
         """
         scenario = self._scenario
         self._measured.generated[of] = left
@@ -209,7 +209,7 @@ class SimulatedGenerator(Client):
         self.acknowledged(steps, answer)
 
     def acknowledged(self, steps: list[tuple[TrajectoryId, int]], receipt: Receipt) -> None:
-        """Called with the receipt of a message with these (trajectory, step index)."""
+        """Called with the receipt of the message that contained these steps, as (trajectory, step index)."""
 
     def silence(self) -> float:
         """Seconds for which a trajectory hangs before it ends silently; 0 if it does not hang."""

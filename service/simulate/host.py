@@ -55,7 +55,7 @@ class Host(Process):
         self._polls: list[Poll] = []
         self.claims = WaitingClaims(lambda claim, most: self.buffer.claim_several(claim, most))
         self._updated: dict[str, PolicyVersion] = {}
-        """What engines serve now whose claims may wait for it."""
+        """New versions of engines, by generator, since the waiting claims were last tried."""
         self._sync_is_due = False
         self._look_is_due = False
 

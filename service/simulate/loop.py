@@ -21,7 +21,7 @@ EPOCH = 1_700_000_000.0
 Resume = Callable[[Any], None]
 """Continues an activity with a result."""
 Waiting = Callable[[Resume], None]
-"""What an activity yields: begins to wait, and calls the function that it is given once with the result."""
+"""What an activity yields: a function that begins to wait, and calls its argument once, with the result."""
 Activity = Generator[Waiting, Any, None]
 
 
@@ -31,7 +31,7 @@ class Loop:
     def __init__(self) -> None:
         self.now = 0.0
         self.events = 0
-        """Callbacks run so far."""
+        """Number of callbacks run so far."""
         self._queue: list[tuple[float, int, Callable[[], None]]] = []
         self._scheduled = 0
 

@@ -21,9 +21,9 @@ class Measurements:
         self.staleness: Counter[int] = Counter()
         """Sampled tokens of trained mini-batches by staleness."""
         self.generated: dict[TrajectoryId, int] = {}
-        """Tokens of every trajectory that was begun."""
+        """Tokens of each trajectory that was begun."""
         self.trained: dict[int, int] = {}
-        """On the committed history, the optimizer step that used each group_id."""
+        """The optimizer step that used each group_id, on the committed history."""
 
     def leased(self, batch: MiniBatch, version: PolicyVersion, waited: float) -> None:
         """Record that the trainer received a mini-batch to train on top of `version`."""
@@ -48,17 +48,17 @@ class Report:
 
     steps_per_second: float
     tokens_per_second: float
-    """Sampled tokens of trained mini-batches."""
+    """Sampled tokens of trained mini-batches, per second."""
     trainer_wait: float
     """Fraction of the time in which the trainer waited for a mini-batch."""
     generator_wait: float
     """Fraction of the slots' time without work."""
     staleness_mean: float
-    """Versions, over all sampled tokens of trained mini-batches."""
+    """Mean staleness, in versions, of all sampled tokens of trained mini-batches."""
     staleness_p99: int
     staleness_max: int
     beyond: float
-    """Fraction of those tokens that were staler than `max_staleness`, and carried no loss."""
+    """Fraction of the sampled tokens of trained mini-batches that were staler than `max_staleness`: without loss."""
     length_distance: float
     """Largest difference between the distributions of generated and trained lengths, 0 to 1."""
 

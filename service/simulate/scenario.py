@@ -72,7 +72,7 @@ class Scenario:
     scorer_seconds: float = _option(1.0, "mean seconds in which a scorer answers about a group")
     steps: int = _option(60, "optimizer steps to simulate")
     linger_seconds: float = 0.05
-    """Seconds that a finished step waits for others to share its message."""
+    """Seconds that a finished step waits for other steps, to share a message with them."""
     success: float = 0.5
     """Fraction of trajectories with reward 1."""
     restorable: bool = True

@@ -20,8 +20,8 @@ SEGMENT_BYTES = 64 << 20
 
 
 class World:
-    """One simulated run: generators, buffer and trainer, all random numbers drawn from one seed. Tests subclass it
-    to put in faulty parts."""
+    """One simulated run: generators, buffer and trainer, all random numbers drawn from one seed. Tests use
+    subclasses with faulty parts."""
 
     generator_class = SimulatedGenerator
     trainer_class = SimulatedTrainer

@@ -118,9 +118,9 @@ class Advantages(NamedTuple):
 
     return_G: Float64s
     advantage_G: Float64s
-    """With credit by turn, the mean over a trajectory's turns."""
+    """The advantage of each trajectory; if its turns have different advantages, their mean."""
     turn_advantage_K: Float32s | None
-    """None without advantages by turn."""
+    """The advantage of each turn; None unless `Rule.by_turn`."""
     metrics: dict[str, float]
 
 
@@ -128,7 +128,7 @@ def advantages_of(played: Played, prompt_G: Int32s, rule: Rule) -> Advantages:
     """The advantages of these trajectories; `prompt_G` is the group of each.
 
     Raises:
-        NoAdvantage: one of them is not finite.
+        NoAdvantage: an advantage is not finite.
     """
     return_G = returns(played, rule.returns)
     metrics = reward_metrics(group_stats(return_G, prompt_G))
@@ -283,8 +283,8 @@ def advantages(estimator: str, return_G: ArrayLike, prompt_uids_G: Sequence[Any]
 
     Raises:
         ValueError: a return is not finite, or has no prompt uid.
-        NoAdvantage: the estimator gave something that is not finite.
-        UserError: there is no such estimator, or it gave another number of advantages.
+        NoAdvantage: the estimator gave a value that is not finite.
+        UserError: there is no such estimator, or it did not give one advantage per trajectory.
 
     >>> advantages("rloo", [1.0, 0.0, 0.0, 5.0, 5.0], ["a", "a", "a", "b", "b"]).tolist()
     [1.0, -0.5, -0.5, 0.0, 0.0]

@@ -104,7 +104,7 @@ def form_mini_batch(
 
 
 def formed(lease: int, groups: Sequence[CompleteGroup], history: VersionHistory, settings: BatchSettings) -> Formed:
-    """Same as `form_mini_batch`, plus the number of stale tokens of each trajectory.
+    """Same as `form_mini_batch`, plus the stale tokens by trajectory and the untrained tokens by group.
 
     Raises:
         ValueError: there are no groups; a sampled token has no log-probability, or its version is not published;

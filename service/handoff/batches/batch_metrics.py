@@ -35,7 +35,7 @@ def merge_metrics(counts: dict[str, int]) -> dict[str, float]:
 def length_metrics(length_R: Int64s, placement: Placement, ranks: Sequence[Sequence[MicroBatch]]) -> dict[str, float]:
     """Metrics of row lengths before packing, of the padded length after packing, and of the imbalance between ranks."""
     longest = int(length_R.max(initial=0))
-    batches = [micro for rank in ranks for micro in rank if micro.trajectory_of_row_R[0] >= 0]  # others: dummies
+    batches = [micro for rank in ranks for micro in rank if micro.trajectory_of_row_R[0] >= 0]  # -1: a dummy
     padded = max((int(lengths_of(micro.offsets_R).max()) for micro in batches), default=0)
     total = int(length_R.sum())
     return {

@@ -82,7 +82,7 @@ def place(length_R: Int64s, trajectory_R: Int32s, ranks: int, budget: int, layou
     (((0,), (3,)), ((1,), (2,)))
     """
     apart = PrefixOrder(np.arange(len(length_R)), np.zeros(len(length_R), np.int64))
-    prompt_G = np.arange(int(trajectory_R.max(initial=-1)) + 1, dtype=np.int32)  # each a prompt of its own
+    prompt_G = np.arange(int(trajectory_R.max(initial=-1)) + 1, dtype=np.int32)  # one prompt per trajectory
     return place_sharing(apart, length_R, trajectory_R, prompt_G, ranks, budget, layout)
 
 
@@ -280,7 +280,7 @@ def distinct_of_parts(order: PrefixOrder, length_R: Int64s, part_R: Int64s, part
 
 
 def _ranks_of_rows(order: PrefixOrder, length_R: Int64s, trajectory_R: Int32s, prompt_G: Int32s, ranks: int) -> Int64s:
-    """The rank of each row: of several ways to deal the rows, the one whose heaviest rank is lightest."""
+    """The rank of each row: of several distributions, the one whose heaviest rank is lightest."""
     if ranks == 1:
         return np.zeros(len(length_R), np.int64)
     enough = BALANCED * float(length_R.sum() - order.shared_R.sum()) / ranks
@@ -296,7 +296,7 @@ def _ranks_of_rows(order: PrefixOrder, length_R: Int64s, trajectory_R: Int32s, p
 
 
 def _units(order: PrefixOrder, trajectory_R: Int32s, prompt_G: Int32s) -> Iterator[Int64s]:
-    """Yield several groupings of the trajectories, as [G] the number of each one's group: first all trajectories of a
+    """Yield groupings of the trajectories, each as [G] the number of a trajectory's group: first all trajectories of a
     prompt together, then halves of a prompt, ..., at last each trajectory alone."""
     first_G = np.full(len(prompt_G), len(trajectory_R))
     np.minimum.at(first_G, trajectory_R[order.row_R], np.arange(len(trajectory_R)))

@@ -40,7 +40,7 @@ class File(Protocol):
         """Cut the file to `size` bytes."""
 
     def sync(self) -> None:
-        """Return when everything written is on the disk."""
+        """Return once everything that was written is on the disk."""
 
     def close(self) -> None:
         """Close the file."""
@@ -50,16 +50,16 @@ class Disk(Protocol):
     """The operations on files of a folder."""
 
     def names(self, folder: Path) -> list[str]:
-        """Names of the folder's files, sorted; the folder is made when it is missing."""
+        """Names of the folder's files, sorted; a missing folder is created."""
 
     def open(self, path: Path) -> File:
-        """Open the file, made when it is missing."""
+        """Open the file; a missing file is created."""
 
     def remove(self, path: Path) -> None:
         """Remove the file for good."""
 
     def move(self, path: Path, target: Path) -> None:
-        """Move the file to another folder, made when it is missing."""
+        """Move the file to another folder, which is created if it is missing."""
 
 
 class LocalFile(File):

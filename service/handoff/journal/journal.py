@@ -8,7 +8,7 @@ A frame is a 64-byte header, the payload, and zeros up to a multiple of 64 bytes
 journal was on the disk when the frame was written. A segment is a file, named by the position of its first byte. Each
 segment but the first begins with a snapshot, so that older segments can be removed.
 
-Only the last segment can have a torn tail: an unreadable frame that no later valid frame states to have been synced.
+Only the last segment can have a torn tail: an unreadable frame, if no later valid frame says that it had been synced.
 The tail is cut off. Every other frame was synced before a later segment began, or before earlier segments were removed.
 If such a frame cannot be read, the file is damaged: the journal refuses to start, and changes nothing.
 """
@@ -179,9 +179,9 @@ class Journal:
         self._disk: Disk = disk or LocalDisk()
         self._keep_reclaimed = False
         self._segment_position = 0
-        """Position after the snapshot of the next frame's segment: a snapshot may be as long as a segment."""
+        """Position from which the bytes of the next frame's segment count: after its snapshot, which may be long."""
         self._reclaims: list[tuple[int, int]] = []
-        """Calls of `reclaim` that are not done, as (`once`, `below`), in order."""
+        """Calls of `reclaim` that `sync` has not carried out yet, as (`once`, `below`), in order."""
         self._queue: list[_Queued] = []
         self._queue_lock = threading.Lock()
         self._sync_lock = threading.Lock()

@@ -298,7 +298,7 @@ def _version_refusal(ledger: Ledger, steps: Steps, current: list[tuple[list[int]
 
 
 def _extended_chain(received: _Received, items: list[int]) -> Chain | None:
-    """The trajectory's chain with the new steps; None if one is not the next step, or does not extend the last step."""
+    """The trajectory's chain with the new steps; None if a step is not the next, or does not extend the last step."""
     columns = received.columns
     chain = received.held.chains.get(received.id.sample)
     if chain is None and received.trajectory.indices:

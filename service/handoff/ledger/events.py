@@ -20,15 +20,15 @@ from service.handoff.prefixes.sharing import Chain
 from service.types import PolicyVersion, TrajectoryEnd
 
 EVENT = 1
-"""Journal kind of an encoded event."""
+"""Kind of a journal frame that holds an encoded event."""
 STEPS = 2
-"""Journal kind of a step group's wire bytes."""
+"""Kind of a journal frame that holds a step group's wire bytes."""
 COPIED = 4
-"""Journal kind of a step group's wire bytes that were copied from an older part of the journal."""
+"""Kind of a journal frame that holds a step group's wire bytes, copied from an older part of the journal."""
 SCORES = 5
-"""Journal kind of an encoded `Scored`; it may be in the journal twice, because it is copied like steps."""
+"""Kind of a journal frame that holds an encoded `Scored`; it may occur twice, because it is copied like steps."""
 SNAPSHOT = 3
-"""Journal kind of the ledger's whole state; frames before it are needed only for the steps of its groups."""
+"""Kind of a journal frame that holds the ledger's whole state; frames before it are needed only for steps."""
 
 
 class Event(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -41,7 +41,7 @@ class Opened(Event, frozen=True):
     rows: str
     """Digest of the dataset's rows, their order included."""
     settings: dict[str, int]
-    """By name: those whose change would give other meanings to group_ids, slots or rows."""
+    """The settings, by name, that give group_ids, slots and rows their meaning."""
 
 
 class Joined(Event, frozen=True):
@@ -57,7 +57,7 @@ class Joined(Event, frozen=True):
 
 
 class Left(Event, frozen=True):
-    """A generator ended."""
+    """A generator left the run."""
 
     generator: str
     incarnation: int
@@ -158,9 +158,9 @@ class GroupStats:
     flat: int = 0
     """Groups without variance: all returns are equal."""
     zeros: int = 0
-    """Groups of which every return is 0."""
+    """Groups in which every return is 0."""
     ones: int = 0
-    """Groups of which every return is 1."""
+    """Groups in which every return is 1."""
     tokens: int = 0
     """Sampled tokens of groups that filters removed."""
 
@@ -185,11 +185,11 @@ class Leased(Event, frozen=True):
     trainer_incarnation: int
     group_ids: tuple[int, ...]
     loss_tokens: tuple[tuple[int, ...], ...]
-    """Of each group, by sample: tokens that carry loss."""
+    """For each group, the number of tokens that carry loss, by sample."""
     stale_tokens: tuple[int, ...]
-    """Of each group: tokens that are too stale to carry loss."""
+    """For each group, the number of tokens that are too stale to carry loss."""
     untrained_tokens: tuple[dict[Fate, int], ...]
-    """Of each group: tokens whose steps have roles that are not trained, by fate."""
+    """For each group, the number of tokens in steps whose role is not trained, by fate."""
 
 
 class Committed(Event, frozen=True):
@@ -202,7 +202,7 @@ class Committed(Event, frozen=True):
 
 
 class Released(Event, frozen=True):
-    """The trainer or a deadline gave a lease back."""
+    """A lease was released, by a trainer or at its deadline."""
 
     lease: int
     reason: str

@@ -39,15 +39,15 @@ class Held:
 
     steps: list[Steps] = field(default_factory=list)
     ends: dict[int, TrajectoryEnd] = field(default_factory=dict)
-    """By sample."""
+    """The trajectory ends, by sample."""
     chains: dict[int, Chain] = field(default_factory=dict)
-    """By sample, while its steps arrive in order; the steps of other samples are checked when these are complete."""
+    """The chain of each sample whose steps arrive in order; other samples are checked once they are complete."""
     places: dict[int, dict[int, tuple[Steps, int]]] | None = None
-    """By sample and step index: a step's table and its position there; made when first needed."""
+    """For each sample and step index, the step's table and its position there; built when first needed."""
     indices: dict[int, PrefixIndex] = field(default_factory=dict)
-    """By sample; made when a full prompt of the sample is looked up for the first time."""
+    """The prefix index of each sample; built when a full prompt of the sample is first looked up."""
     scores: dict[str, events.Scored] = field(default_factory=dict)
-    """By scorer."""
+    """The scorers' answers, by scorer."""
     n_bytes: int = 0
 
     def places_of(self, sample: int) -> dict[int, tuple[Steps, int]]:
@@ -82,7 +82,7 @@ class Held:
         return sorted({*self.ends, *(int(sample) for table in self.steps for sample in np.unique(table.sample_K))})
 
     def rearrange(self, steps: list[Steps]) -> None:
-        """Replace the tables by others that hold the same steps, or a part of them."""
+        """Replace the tables by other tables with the same steps, or some of them."""
         self.steps, self.places = steps, None
         self.indices.clear()
 
@@ -98,7 +98,7 @@ class Store:
         self.n_bytes = 0
         """Bytes of all steps, ends and scores, as `service.handoff.group_bytes` counts them."""
         self.expert_bytes = 0
-        """Bytes of a token's routed experts, 0 until a step has some: then all steps of a group get such a column."""
+        """Bytes of a token's routed experts; 0 until a step has some. From then on all steps get such a column."""
         self._held: dict[int, Held] = {}
 
     def __contains__(self, group_id: int) -> bool:

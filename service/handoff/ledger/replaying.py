@@ -59,7 +59,7 @@ def opened_record(opened: events.Opened, limits: Limits, journal: Journal, clock
 def check_begun(folder: Path, opened: events.Opened) -> None:
     """Check that the run whose journal lies in `folder` began with these rows and settings; no file is changed.
 
-    A journal that cannot be read here is left to the buffer, which may run on another machine.
+    A journal that this machine cannot read is left to the buffer, which may run on another machine.
 
     Raises:
         UserError: the run began with other rows or settings.
@@ -136,7 +136,7 @@ def fetch(store: Store, groups: Mapping[int, Group], frames: Iterable[Frame], li
             for of, (items, ends) in items_by_trajectory(message).items():
                 if of.group_id in attempts and attempts[of.group_id][of.sample] == of.attempt:
                     keys = {(of.group_id, of.sample, index[k]): k for k in reversed(items)}
-                    new = sorted(k for key, k in keys.items() if key not in seen)  # the first copy of each
+                    new = sorted(k for key, k in keys.items() if key not in seen)  # the first copy of each step
                     seen |= keys.keys()
                     steps, held = cut(message.steps, new), store.of(of.group_id)
                     ends = [end for end in ends if of.sample not in held.ends]

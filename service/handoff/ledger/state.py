@@ -46,7 +46,7 @@ class Trajectory:
     given_up: bool = False
     """Whether the group continues without it."""
     moves: int = 0
-    """Generators that went away since its last step was accepted."""
+    """Number of generators that the trajectory lost since its last step was accepted."""
 
     @property
     def complete(self) -> bool:
@@ -63,33 +63,33 @@ class Group:
     admitted: PolicyVersion
     """The version that the claiming engine served; no sample starts on an older one."""
     trajectories: list[Trajectory]
-    """By sample; empty once an optimizer step used the group."""
+    """The trajectories, by sample; empty once an optimizer step used the group."""
     attempts: tuple[int, ...] = ()
     """The completed attempt of each sample, once all are complete; GIVEN_UP where the group continues without it."""
     state: GroupState = GroupState.ISSUED
     first_position: int | None = None
     """Journal position of the frame with its first step or end; None before that."""
     finished: int = 0
-    """Its number in the order of completion."""
+    """The group's number in the order of completion."""
     lease_count: int = 0
-    """Number of leases that had the group."""
+    """Number of leases that contained the group."""
     rolled_back: bool = False
-    """Whether the optimizer step that used it was undone."""
+    """Whether the optimizer step that used the group was undone."""
     step: int = 0
-    """The optimizer step that used it, once it is STEPPED."""
+    """The optimizer step that used the group, once the group is STEPPED."""
     tokens: int = 0
     """Sampled tokens of all current attempts."""
     n_bytes: int = 0
     """Bytes of the current attempts' steps and ends, as `service.handoff.group_bytes` counts them."""
     lengths: tuple[int, ...] = ()
-    """Sampled tokens of each trajectory that is trained."""
+    """Number of sampled tokens of each trained trajectory."""
     losses: tuple[int, ...] = ()
-    """Tokens that carry loss of each trajectory that is trained."""
+    """Number of tokens that carry loss, for each trained trajectory."""
     stale_tokens: int = 0
     untrained: dict[Fate, int] = field(default_factory=dict)
     """Tokens whose steps have roles that are not trained, by fate."""
     tried: bool = False
-    """Whether it counts in its prompt's success."""
+    """Whether the group counts in its prompt's success."""
     scorers: tuple[str, ...] = ()
     """Scorers that have to answer before the group may be leased."""
     scored: tuple[str, ...] = ()
@@ -251,4 +251,4 @@ class State:
     successes: dict[int, Success] = field(default_factory=dict)
     """The success of each row's prompt so far; empty without a curriculum."""
     lost: dict[str, int] = field(default_factory=dict)
-    """By process: tokens that it had accepted and that no journal has any more; they count as rolled back."""
+    """For each process, the tokens that it accepted and that no journal holds any more; they count as rolled back."""

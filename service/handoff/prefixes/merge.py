@@ -43,8 +43,8 @@ class Merged(NamedTuple):
     first_R: Int64s
     """The first step of each row, as its index in the table."""
     counts: dict[str, int]
-    """Numbers of steps by outcome (`extended`, `forked`, `reset`), of all `steps` and of `rows`; `tokens_before` (if
-    each step were a row of its own) and `tokens_after`."""
+    """Number of steps by outcome (`extended`, `forked`, `reset`); number of `steps` and of `rows`; number of tokens
+    with each step as a row of its own (`tokens_before`) and after the merge (`tokens_after`)."""
 
 
 class _Layout(NamedTuple):
@@ -67,7 +67,7 @@ def merge_steps(steps: Iterable[Step], mode: Mode = "linear") -> list[Row]:
 
     Raises:
         ValueError: a trajectory has two prompts, or lacks a step before its last one; a step came twice with different
-            content; the step that another one extends is missing; `mode` is unknown.
+            content; an extended step is missing; `mode` is unknown.
 
     >>> from service.types import TrajectoryId
     >>> def step(index, prompt, response):
@@ -149,8 +149,8 @@ def _layout(steps: Steps, number_K: Int64s, mode: Mode, counts: dict[str, int]) 
 
 
 def _chained(steps: Steps, number_K: Int64s, begins_K: Bools) -> tuple[Bools, Int64s]:
-    """[K] True for the steps of trajectories in which each step begins a row or continues the whole step before it; and
-    [K] how many leading own tokens of a step repeat tokens of the step before it."""
+    """[K] whether every step of the step's trajectory begins a row or continues the whole step before it; and [K] how
+    many of the step's leading own tokens repeat tokens of the step before it."""
     same_kind_K = begins_K | ~changes(steps.temperature_K, steps.has_logprobs_K)
     index_before_K = np.where(begins_K, -1, np.roll(steps.index_K, 1))
     before_K = np.where(begins_K, 0, np.roll(total_lengths(steps), 1))
@@ -221,8 +221,8 @@ def _items_of_segments(steps: Steps, layout: _Layout) -> Int64s:
 
 
 def _fill(columns: dict[str, Any], where_N: Bools, on_prompt: bool) -> None:
-    """Set the tokens in `where_N` to each column's fill value. `on_prompt`: in the columns that also have values for
-    prompt tokens; otherwise in those that have none."""
+    """Set the tokens in `where_N` to each column's fill value. `on_prompt`: whether to fill the columns that
+    have values for prompt tokens, or the columns that have none."""
     for column in _FILLED:
         if column.about.on_prompt == on_prompt and (array := columns[column.name]) is not None:
             chosen = where_N.reshape(-1, *(1,) * (array.ndim - 1))
@@ -240,13 +240,13 @@ class _OpenRow:
     kind: tuple[float, bool]
     """Temperature, and whether there are log-probabilities: all steps of a row have these in common."""
     tip: Place
-    """Where its tokens end in the trajectory's tree."""
+    """Where the row's tokens end in the trajectory's tree."""
     first_sampled: int
     """Position of the first response in the row; it lies in the row's prompt if the row is a fork."""
     steps: list[int] = field(default_factory=list)
-    """Items of the table, in order."""
+    """The row's steps, as items of the table, in order."""
     segments: list[tuple[int, int, bool]] = field(default_factory=list)
-    """(start, stop, live) of its tokens on the steps' token axis."""
+    """(start, stop, live) of each segment of the row, on the steps' token axis."""
 
 
 class _RowBuilder:
@@ -258,7 +258,7 @@ class _RowBuilder:
         self._steps, self._mode, self._counts = steps, mode, counts
         self._index = PrefixIndex()
         self._row_of: dict[int, _OpenRow] = {}
-        """By step index."""
+        """The row of each step, by step index."""
         self._rows_in: dict[Run, list[_OpenRow]] = {}
         """Rows by the run of the tree in which they end."""
 
@@ -267,7 +267,7 @@ class _RowBuilder:
         steps, indexed = self._steps, self._index.add(self._steps, k)
         kind = float(steps.temperature_K[k]), bool(steps.has_logprobs_K[k])
         prompt_length = indexed.cut + int(steps.prompt_length_K[k])
-        # where the prompt ends; inside what earlier steps had, where the prompt continues with new tokens
+        # where the prompt ends in the tree, or where it leaves the tokens of earlier steps
         prompt = indexed.branch.before(min(prompt_length, indexed.branch.length))
         row, length = self._continued(prompt, kind), 0
         if row is not None:
@@ -277,7 +277,7 @@ class _RowBuilder:
         else:
             row = _OpenRow(len(self.rows), kind, indexed.tip, self._first_sampled(prompt, prompt_length))
             self.rows.append(row)
-        # the rest of the step, after the first `length` tokens, which the row has
+        # the step's tokens after the first `length`, which the row already has
         own_start = indexed.own_start
         row.segments += [(*each, each[0] >= own_start) for each in indexed.segments(length, indexed.tip.length)]
         row.steps.append(k)

@@ -43,24 +43,24 @@ class PrefixError(ValueError):
 
 
 class IndexedStep(NamedTuple):
-    """A step in the index: its own tokens begin at `cut`, those before them belong to `parent` and its parents."""
+    """A step in the index: its own tokens begin at `cut`; earlier tokens belong to `parent` and its parents."""
 
     steps: Steps
     own_start: int
     """Position of the step's first own token on the table's token axis."""
     cut: int
-    """How many tokens of earlier steps it extends."""
+    """Number of tokens of earlier steps that this step extends."""
     parent: IndexedStep | None
     """The step whose own tokens include the last extended one."""
     branch: Place
     """Where the step's path leaves the paths of earlier steps in the tree."""
     tip: Place
-    """Where its prompt and response end."""
+    """Where the step's path ends in the tree: after its prompt and response."""
     digests: dict[int, xxhash.xxh3_64]
-    """Running digests of the first tokens, by their number; made when first needed."""
+    """Running digests of the first tokens, by their number; computed when first needed."""
 
     def holder(self, length: int) -> IndexedStep:
-        """The step that owns the last of the first `length` tokens."""
+        """The step that owns the token at position `length` - 1."""
         step = self
         while length <= step.cut and step.parent is not None:
             step = step.parent
@@ -104,7 +104,7 @@ class PrefixIndex:
         """Index item `k` of a table.
 
         Raises:
-            PrefixError: the step that it extends is not here, or has other tokens.
+            PrefixError: the extended step is not in the index, or has other tokens.
         """
         return self._insert(steps, k, extension_of(steps, k), int(steps.offsets_K[k]))
 
@@ -170,7 +170,7 @@ class PrefixIndex:
         return step
 
     def _nearest(self, steps: Steps, k: int) -> Extension | None:
-        """The earlier step that shares the longest prefix with a full prompt; the latest of several."""
+        """The earlier step that shares the longest prefix with a full prompt; if several do, the latest."""
         index, start = int(steps.index_K[k]), int(steps.offsets_K[k])
         prompt = steps.token_ids_N[start : start + int(steps.prompt_length_K[k])]
         place = self._reached(index, prompt)

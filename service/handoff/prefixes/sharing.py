@@ -25,13 +25,13 @@ from service.types import Bools, Extension, Steps, TrajectoryId
 
 
 class Chain(NamedTuple):
-    """A trajectory's steps 0 .. `steps` - 1, each of which is full or extends the whole step before it."""
+    """A trajectory's steps 0 .. `steps` - 1, each of which has a full prompt or extends the whole step before it."""
 
     steps: int
     length: int
     """Tokens of the last step's whole prompt and response."""
     tokens: xxhash.xxh3_64
-    """The running digest of those tokens."""
+    """The running digest of these tokens."""
 
     @property
     def extension(self) -> Extension:

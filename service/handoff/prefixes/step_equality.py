@@ -26,7 +26,7 @@ TokensOf = Callable[[int], Int32s | None]
 
 
 def same_step(a: Steps, k: int, b: Steps, j: int, tokens_of: TokensOf) -> bool | None:
-    """Whether item `k` of `a` and item `j` of `b` are the same step; None if a step that one extends is not known."""
+    """Whether item `k` of `a` and item `j` of `b` are the same step; None if a step that either extends is unknown."""
     a, b = select(a, np.array([k])), select(b, np.array([j]))
     if a.extends_length_K[0] > b.extends_length_K[0]:
         a, b = b, a
@@ -35,7 +35,7 @@ def same_step(a: Steps, k: int, b: Steps, j: int, tokens_of: TokensOf) -> bool |
     short, long = extension_of(a, 0) or NO_EXTENSION, extension_of(b, 0) or NO_EXTENSION
     if short.length == long.length:
         return short.digest == long.digest
-    between = a.token_ids_N[: long.length - short.length]  # carried by `a`, referred to by `b`
+    between = a.token_ids_N[: long.length - short.length]  # `a` carries these tokens, `b` refers to them
     if not short.length:
         return digest(between) == long.digest
     if (known := tokens_of(short.step)) is not None and digest(known[: short.length]) == short.digest:

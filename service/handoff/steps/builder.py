@@ -2,7 +2,7 @@
 
     StepColumns().append(step), .append(step), .end(end)  ->  step_group(sender)  ->  service.handoff.steps.wire.encode
 
-A step comes as a `Step` object; `steps_table` makes a table of several.
+Each step is a `Step` object; `steps_table` makes a table of several.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ def _item_values(step: Step) -> dict[str, Any]:
 
 
 def _token_values(step: Step, name: str) -> Any:
-    """A step's values of a token column; None if it has none."""
+    """A step's values of a token column; None if the step has none."""
     if name == "token_rewards":
         return step.reward if np.ndim(step.reward) else None
     return getattr(step, name, None)

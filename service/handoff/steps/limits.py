@@ -12,10 +12,10 @@ from service.handoff.group_bytes import NOTE_BYTES
 
 
 class Routing(NamedTuple):
-    """Which routed experts a model can replay; all are 0 or empty for a model without experts."""
+    """The form of the routed experts that a model can replay; every field is 0 or empty for a model without experts."""
 
     layers: tuple[int, ...]
-    """The numbers of layers that a record may have: all layers of the model, or only those with experts."""
+    """How many layers a record may have: all layers of the model, or only the layers with experts."""
     topk: int
     experts: int
 
@@ -47,6 +47,6 @@ class Limits:
     max_note_bytes: int = NOTE_BYTES
     needs_logprobs: bool = True
     n_named_roles: int = 0
-    """Roles that the configuration names."""
+    """Number of roles that the configuration names."""
     routing: Routing | None = None
     """The routed experts that the model can replay; None: not known, so records are not checked against the model."""

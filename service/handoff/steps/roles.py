@@ -3,10 +3,10 @@
     steps   0 title   1 question   2 its continuation   3 another answer to 1's request   4 a verdict on 2
     roles   aux       main         main                 retry                             verifier
 
-A trajectory's end carries one byte for each step: the place of the step's role among the names of the run. The kinds
-of calls that `Role` lists come first, then the roles that the configuration names. Without any, all are `main`.
+A trajectory's end carries one byte for each step: the number of the step's role. The roles of `Role` come first, then
+the roles that the configuration names. If an end carries no roles, every step has the role `main`.
 
-Kinds share the rewards and the baseline of `main`; a named role has its own.
+The roles of `Role` share the rewards and the baseline of `main`; a named role has its own.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Role(StrEnum):
 
 
 ROLES: tuple[str, ...] = tuple(Role)
-"""The kinds of calls, in the order of their numbers on the wire; the configured roles have the next numbers."""
+"""The roles of `Role`, in the order of their numbers on the wire; the configured roles have the next numbers."""
 MAX_NAMED = 16
 """Maximum number of roles that a configuration may name."""
 TRAINED = (Role.MAIN, Role.SUB)

@@ -25,7 +25,7 @@ class StopReason(StrEnum):
     ENVIRONMENT_REWARD = "environment_reward"
     """The reward was not a number, or its magnitude exceeded `MAX_REWARD`."""
     ENVIRONMENT_OUTPUT = "environment_output"
-    """The messages were malformed or too large."""
+    """The environment's messages were malformed or too large."""
     ENVIRONMENT_NOT_RESTORED = "environment_not_restored"
     """The trajectory could not continue in another generator: its environment answered the same texts differently."""
 

@@ -175,7 +175,7 @@ def long_note_bytes(steps: Steps, items: Iterable[int]) -> int:
 
 
 def name_of(steps: Steps, k: int) -> str:
-    """The name of step `k` of a table, as error messages have it."""
+    """The name of step `k` of a table, as shown in error messages."""
     trajectory = TrajectoryId(int(steps.group_id_K[k]), int(steps.sample_K[k]), int(steps.attempt_K[k]))
     return f"{trajectory}/step={steps.index_K[k]}"
 
@@ -190,7 +190,7 @@ def with_token_rewards(steps: Steps) -> Steps:
     return replace(steps, token_rewards_N=rewards_N)
 
 
-# -- responses that were cut at the length limit: a step of one has the stop reason `length` ---------------------------
+# -- responses that were cut at the length limit: their steps have the stop reason `length` ----------------------------
 
 
 def is_truncated_K(steps: Steps) -> Bools:

@@ -96,7 +96,7 @@ def encode(group: StepGroup) -> bytes:
 
 
 def decode(data: bytes | memoryview, limits: Limits) -> StepGroup | Refusal:
-    """The step group in these bytes, or why they are not a valid one; never raises."""
+    """The step group in these bytes, or the reason why they are invalid; never raises."""
     try:
         if len(data) > limits.max_group_bytes:
             raise _Damaged(RefusalReason.TOO_LARGE, "message", len(data))
