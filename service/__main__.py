@@ -4,7 +4,7 @@ import os
 import sys
 
 if sys.version_info < (3, 11):  # noqa: UP036
-    # Check this before any other import: those would fail on an old Python with a traceback.
+    # Check this before any other import, because other imports fail on an old Python with a traceback.
     sys.stderr.write("baton: Python 3.11 or newer is needed, this is %d.%d\n" % sys.version_info[:2])  # noqa: UP031
     sys.exit(2)
 

@@ -8,7 +8,7 @@ class Clock(Protocol):
     """A source of time."""
 
     def monotonic(self) -> float:
-        """Seconds that never decrease; deadlines are measured in these."""
+        """Seconds that never decrease; deadlines are measured in them."""
 
     def wall(self) -> float:
         """Unix time in seconds; for logs and metrics only."""

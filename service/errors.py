@@ -88,5 +88,5 @@ def last_lines(text: str) -> str:
 
 
 def in_one_line(text: str) -> str:
-    """The text made printable, and line ends escaped too."""
+    """The text made printable, with line ends escaped too."""
     return printable(text, keep="")

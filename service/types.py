@@ -34,7 +34,7 @@ NO_VERSION = -1
 """The version of a token that no policy sampled: prompt, observation, appended end."""
 
 ROUTE_NATIVELY = -1
-"""The routed expert of a token whose routing nobody recorded."""
+"""The routed expert of a token whose routing was not recorded."""
 
 
 Experts = Int16s | Uint8s

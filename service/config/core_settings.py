@@ -128,7 +128,7 @@ def curriculum_settings(config: Config) -> CurriculumSettings | None:
 
 
 def worst_bytes(config: Config, expert_bytes: int = 0) -> WorstBytes:
-    """Maximum bytes of steps; `expert_bytes`: those of a token's routed experts over all layers."""
+    """Maximum bytes of steps; `expert_bytes`: bytes of a token's routed experts over all layers."""
     agents = config.endpoint
     return WorstBytes(
         n_samples=config.algorithm.n_samples_per_prompt,

@@ -72,8 +72,8 @@ class AlgorithmConfig(Section):
     returns: Literal["last", "sum"] = "last"
     """The return of a trajectory: the reward at its end, or the sum of the rewards of its steps."""
     credit: Literal["trajectory", "return_to_go", "potential"] = "trajectory"
-    """Rewards that the advantage of a turn is computed from: the whole return; the rewards from that turn on; or these,
-    shaped by the environment's scores of states. The last two need `returns: sum`; see docs/credit.md."""
+    """Rewards that the advantage of a turn is computed from: the whole return; the rewards from that turn on; or these
+    rewards, shaped by the environment's scores of states. The last two need `returns: sum`; see docs/credit.md."""
     filter_zero_variance: bool = False
     """Filter groups whose returns are all equal or, with credit by turn, groups in which every advantage is 0. Filtered
     groups are not trained, and other groups take their slots."""
@@ -96,7 +96,7 @@ class AlgorithmConfig(Section):
     norm_tokens: Positive | None = None
     """The constant of `seq_mean_token_sum_norm`; None: max_input_length + max_generate_length."""
     anchor: Literal["rollout", "proximal"] = "rollout"
-    """Denominator of the clipped ratio: the log-probabilities of the rollout, or those of frozen weights."""
+    """Denominator of the clipped ratio: the log-probabilities of the rollout, or of frozen weights."""
     anchor_every: Positive = 1
     """Optimizer steps between two renewals of the frozen weights of `anchor: proximal`."""
     correction: CorrectionConfig = CorrectionConfig()
@@ -127,7 +127,7 @@ class TrainerConfig(Section):
     layout: Literal["auto", "packed", "padded", "shared_prefix"] = "auto"
     """`packed`: rows one after another; `padded`: left-padded rows; `shared_prefix`: packed, and a prefix that
     several rows share is computed once, so that the token budget counts distinct tokens; `auto`: `shared_prefix` for
-    mini-batches of which it saves a tenth of the tokens, else `packed`."""
+    mini-batches in which it saves a tenth of the tokens, else `packed`."""
     lr: Annotated[float, Field(gt=0)] = 1e-6
     warmup_steps: NotNegative = 0
     schedule: Literal["constant", "linear", "cosine"] = "constant"

@@ -266,7 +266,7 @@ class GeneratorConfig(Section):
 
     @property
     def engine_gpus(self) -> int:
-        """GPUs of one engine: those of a layer, times the stages of a pipeline."""
+        """GPUs of one engine: the tensor parallel size times the number of pipeline stages."""
         stages = self.engine_options.get("pipeline_parallel_size", 1)
         return self.tensor_parallel_size * (stages if isinstance(stages, int) else 1)
 

@@ -21,7 +21,7 @@ from service.handoff.steps.roles import ROLES
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BufferSettings:
-    """Settings of the buffer; each part gets those that it needs."""
+    """Settings of the buffer; each part gets the settings that it needs."""
 
     limits: Limits
     worst: WorstBytes

@@ -251,7 +251,7 @@ def _parts(steps: Steps) -> Int64s:
 
 
 def _first_in_prompt(steps: Steps, mask_N: Bools) -> int | None:
-    """The first step of which a prompt token is in the mask."""
+    """The first step with a prompt token in the mask."""
     in_prompt_K = np.logical_or.reduceat(mask_N, _parts(steps))[::2] & (steps.prompt_length_K > 0)
     return int(in_prompt_K.argmax()) if in_prompt_K.any() else None
 

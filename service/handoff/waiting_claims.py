@@ -72,7 +72,7 @@ class WaitingClaims:
                 waiting.reply(answer)
 
     def expire(self, now: float) -> None:
-        """Answer every claim whose deadline has passed with the wait that it got."""
+        """Answer every claim whose deadline has passed; the answer is the claim's `wait`."""
         while self._waiting:
             number, waiting = next(iter(self._waiting.items()))
             if waiting.deadline > now:

@@ -24,7 +24,7 @@ class SimulationSettings:
     buffer: BufferSettings
     scorers: Mapping[str, ScorerConfig]
     data: DataConfig
-    """Settings of the data, of which a simulation uses those of evaluations."""
+    """Settings of the data; a simulation uses only the settings of evaluations."""
     sync_interval: float
     """Minimum seconds between two syncs of the journal."""
     concurrent_groups: int

@@ -188,7 +188,7 @@ def without_untrained(
     if not untrained_K.any():
         return steps, tuple(map(dict, counts))
     for k in np.flatnonzero(untrained_K).tolist():
-        # Of the named roles only a judge has tokens that the policy sampled and is not trained on.
+        # Among the named roles, only a judge has tokens that the policy sampled but is not trained on.
         fate = Fate(ROLES[played.role_K[k]]) if played.role_K[k] < len(ROLES) else Fate.JUDGE
         sampled = np.count_nonzero(steps.loss_mask_N[steps.offsets_K[k] : steps.offsets_K[k + 1]])
         counts[prompt_G[played.end_K[k]]][fate] += int(sampled)

@@ -28,7 +28,7 @@ COPIED = 4
 SCORES = 5
 """Kind of a journal frame that holds an encoded `Scored`; it may occur twice, because it is copied like steps."""
 SNAPSHOT = 3
-"""Kind of a journal frame that holds the ledger's whole state; frames before it are needed only for steps."""
+"""Kind of a journal frame that holds the ledger's whole state; older frames are needed only for its groups' steps."""
 
 
 class Event(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -148,7 +148,7 @@ class Truncated(Event, frozen=True):
 
 @dataclass(slots=True)
 class GroupStats:
-    """The returns of some groups; those of filtered groups count in the next mini-batch's metrics."""
+    """The returns of some groups; the returns of filtered groups count in the next mini-batch's metrics."""
 
     groups: int = 0
     trajectories: int = 0

@@ -149,7 +149,7 @@ def _zeros() -> list[int]:
 
 @dataclass(slots=True)
 class Lengths:
-    """Histograms of the lengths of generated and of trained trajectories: these differ if long ones are lost.
+    """Histograms of the lengths of generated and of trained trajectories: the two differ if long ones are lost.
 
     A trajectory of n sampled tokens counts in bucket `n.bit_length()`: 0 | 1 | 2 3 | 4 .. 7 | 8 .. 15 | ..
     """

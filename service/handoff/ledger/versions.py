@@ -4,9 +4,9 @@ published:  (0,0) (0,1) (0,2) (0,3)      then the trainer goes back to step 1 as
                      \\__ (1,1) (1,2)
 staleness at (1,2):  of a (0,1) token 1; of (1,2) 0; of an abandoned (0,3) token 1, of an abandoned (0,2) token 1
 
-The trainer repeats the undone steps on the same groups, so the weights of an abandoned version are close to those of
-the repeated version of the same step. The staleness of its tokens is the number of steps since that step, but at least
-1, because the weights are not exactly the same.
+The trainer repeats the undone steps on the same groups, so the weights of an abandoned version are close to the
+weights of the repeated version of the same step. The staleness of its tokens is the number of steps since that step,
+but at least 1, because the weights are not exactly the same.
 """
 
 from __future__ import annotations

@@ -292,7 +292,7 @@ class _RowBuilder:
         return last if last and last.kind == kind and common(last.tip, prompt) == last.tip.length else None
 
     def _longest_prefix(self, prompt: Place, kind: tuple[float, bool]) -> _OpenRow | None:
-        """The longest row of this kind that is a prefix of a prompt; the first of equally long ones."""
+        """The longest row of this kind that is a prefix of a prompt; if several are equally long, the first."""
         run, length = prompt
         while True:
             ending = [r for r in self._rows_in.get(run, ()) if r.kind == kind and r.tip.length <= length]

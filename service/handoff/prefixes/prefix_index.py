@@ -51,13 +51,13 @@ class IndexedStep(NamedTuple):
     cut: int
     """Number of tokens of earlier steps that this step extends."""
     parent: IndexedStep | None
-    """The step whose own tokens include the last extended one."""
+    """The step whose own tokens include the last extended token."""
     branch: Place
     """Where the step's path leaves the paths of earlier steps in the tree."""
     tip: Place
     """Where the step's path ends in the tree: after its prompt and response."""
     digests: dict[int, xxhash.xxh3_64]
-    """Running digests of the first tokens, by their number; computed when first needed."""
+    """Running digests of the first n tokens, by n; computed when first needed."""
 
     def holder(self, length: int) -> IndexedStep:
         """The step that owns the token at position `length` - 1."""

@@ -26,7 +26,7 @@ TokensOf = Callable[[int], Int32s | None]
 
 
 def same_step(a: Steps, k: int, b: Steps, j: int, tokens_of: TokensOf) -> bool | None:
-    """Whether item `k` of `a` and item `j` of `b` are the same step; None if a step that either extends is unknown."""
+    """Whether item `k` of `a` and item `j` of `b` are the same step; None if a step that one extends is unknown."""
     a, b = select(a, np.array([k])), select(b, np.array([j]))
     if a.extends_length_K[0] > b.extends_length_K[0]:
         a, b = b, a
@@ -113,7 +113,7 @@ def _equal(column: Column, a: NDArray[Any] | None, b: NDArray[Any] | None) -> bo
 
 
 def _rewards(steps: Steps, response: int) -> Float32s:
-    """[T] the rewards of the response's tokens; a scalar is that of the last token; -0.0 becomes 0.0."""
+    """[T] the rewards of the response's tokens; a scalar is the reward of the last token; -0.0 becomes 0.0."""
     rewards_T = np.zeros(response, np.float32)
     if steps.token_rewards_N is not None:
         rewards_T += steps.token_rewards_N[len(steps.token_rewards_N) - response :]
