@@ -1,17 +1,17 @@
 """The interface for users; names that are neither here nor in `baton.library` may change without notice.
 
-run, Config, load_config, BatonError             a training: `run("mine.yaml")` does what `baton run` does
+run, Config, load_config, BatonError             training: `run("mine.yaml")` does what `baton run` does
 Environment, Task, Message, StepResult           an environment (docs/environments.md)
-OversizedOutput, UserError                       raised for an answer that is too long, for settings that are wrong
+OversizedOutput, UserError                       errors for an answer that is too long, and for wrong settings
 load_tasks                                       the tasks of a dataset, for the tests of an environment
-is_text, tagged, tool_calls, tool_answer         reading what a policy wrote
-RetrievalClient                                  a search server that an environment asks
-ChildProcesses, ChildDied, serve_child           code of an environment in processes of its own
+is_text, tagged, tool_calls, tool_answer         functions that read what a policy wrote
+RetrievalClient                                  a client of a search server, for environments
+ChildProcesses, ChildDied, serve_child           processes for code of an environment
 Agent, AgentSession                              an agent that calls the policy over HTTP (docs/agents.md)
-Trajectory, Turn                                 what a scorer of rewards is given (docs/scorers.md)
+Trajectory, Turn                                 the input of a scorer that gives rewards (docs/scorers.md)
 estimator, policy_loss, LossInputs, LossTerms    advantages and losses (docs/learning.md)
 
-Each name is imported when it is first asked for, because torch and Ray take seconds to load.
+Each name is imported on first use, because torch and Ray take seconds to load.
 """
 
 from __future__ import annotations

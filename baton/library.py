@@ -1,18 +1,18 @@
-"""The way from steps to an optimizer step as plain Python, without a run, Ray or vLLM (docs/library.md).
+"""From steps to an optimizer step in plain Python, without a run, Ray or vLLM (docs/library.md).
 
-Step, TrajectoryId, PolicyVersion             what a generator hands over
+Step, TrajectoryId, PolicyVersion             the output of a generator, and its identifiers
 merge_steps                                   rows of steps
 advantages, turn_advantages                   advantages of trajectories and of turns
-complete_groups, batch_settings               groups of steps; how a configuration wants mini-batches
-VersionHistory, form_mini_batch               the versions that were published; a mini-batch
+complete_groups, batch_settings               groups of steps; the settings of mini-batches from a configuration
+VersionHistory, form_mini_batch               the published policy versions; a mini-batch
 mini_batch_boundaries, batch_of_rank          where mini-batches end, and a rank's part of one
 MakeModelConfig, make_model                   a small random model
-LearnSettings, Learner, StepReport            what learning needs of a configuration; the steps that train a model
-row_of_token, expand_to_tokens                from a value of a row to one of each token
-ConversationTree, JsonCalls, Chat             conversations that come as messages
+LearnSettings, Learner, StepReport            the settings of learning; a policy in training; the result of a mini-batch
+row_of_token, expand_to_tokens                the row of each token; values of trajectories as values of tokens
+ConversationTree, JsonCalls, Chat             conversations in the form of messages
 Generation, load_tokenizer, make_tokenizer    what an engine sampled; tokenizers
 
-Each name is imported when it is first asked for, because torch takes seconds to load.
+Each name is imported on first use, because torch takes seconds to load.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ def run(*files: str | Path, overrides: Sequence[str] = (), resume: str | None = 
     """Train like `baton run --config FILE ... section.key=value ...`; returns the exit code.
 
     `resume`: a run's folder, name or store address, which is continued from its newest checkpoint. The exit code is 0
-    after a run to its end, and 128 + n after signal n. Ray, vLLM and torch are imported only here.
+    if the run reached its end, and 128 + n after signal n. Ray, vLLM and torch are imported only here.
 
     Raises:
         BatonError: the configuration is wrong, or the run failed; the message is what the command prints.

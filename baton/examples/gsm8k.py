@@ -26,8 +26,8 @@ PATTERNS = {"strict": MARKED, "flexible": ANY, "boxed": BOXED}
 
 
 class Gsm8k:
-    """One problem; `strict` reads the number after `####`, `flexible` the last number in the text, and `boxed` what
-    the last `\\boxed{}` holds, which need not be a number."""
+    """One problem; `strict` reads the number after `####`, `flexible` the last number in the text, and `boxed` the
+    content of the last `\\boxed{}`, which need not be a number."""
 
     def __init__(self, method: Literal["strict", "flexible", "boxed"] = "strict") -> None:
         if method not in PATTERNS:
@@ -56,7 +56,7 @@ class Gsm8k:
 
 
 def _equal(answer: str, truth: str) -> bool:
-    """Whether two answers are the same number, or else the same text but for spaces."""
+    """Whether two answers are the same number, or the same text apart from spaces."""
     as_numbers = number(answer), number(truth)
     if None not in as_numbers:
         return as_numbers[0] == as_numbers[1]
@@ -64,7 +64,7 @@ def _equal(answer: str, truth: str) -> bool:
 
 
 def number(text: str) -> Decimal | None:
-    """The number at the end of a text such as `$1,234.50` or `... #### 42`; None without one."""
+    """The number at the end of a text such as `$1,234.50` or `... #### 42`; None if there is none."""
     try:
         return Decimal(text.rpartition("####")[2].strip().replace(",", "").replace("$", ""))
     except InvalidOperation:

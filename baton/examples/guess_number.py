@@ -5,8 +5,8 @@
     user: higher: 9 to 15?               assistant: 13
     user: lower: 9 to 12?                assistant: 10        reward 1, done
 
-A guess halves what is left, so four guesses are enough for every number. The prompt of each row is the same; only the
-environment knows the number.
+A guess halves the remaining range, so four guesses are enough for every number. The prompt of each row is the same;
+only the environment knows the number.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ LARGEST = 15
 GUESSES = 4
 RULE = "Guess the number. Answer with one number only."
 EXAMPLE = (f"1 to {LARGEST}?", "8", "lower: 1 to 7?", "4", f"right! 1 to {LARGEST}?")
-"""A game that was won, by turns of user and assistant, and the beginning of the next one."""
+"""A won game as alternating messages of user and assistant, and the beginning of the next game."""
 
 
 class GuessNumber:
-    """Answers a guess with the numbers that are left; the right one has reward 1 and ends the episode."""
+    """Answers a guess with the remaining range; the right guess has reward 1 and ends the episode."""
 
     replayable = True
 
@@ -44,7 +44,7 @@ class GuessNumber:
         return task.prompt
 
     async def step(self, text: str) -> StepResult:
-        """Judge the first number in the text; a text without one is a wrong guess that rules nothing out."""
+        """Judge the first number in the text; a text without a number is a wrong guess that rules no number out."""
         found = re.search(r"\d+", text)
         guess = int(found[0]) if found else 0
         self._guesses += 1
@@ -63,7 +63,7 @@ class GuessNumber:
 
 
 def rows(n: int, seed: int) -> list[dict[str, Any]]:
-    """`n` games as dataset rows; the numbers come equally often, as far as `n` allows."""
+    """`n` games as dataset rows; each number occurs equally often, as far as `n` allows."""
     rng = np.random.default_rng(seed)
     talk = [Message(role=("user", "assistant")[turn % 2], content=text) for turn, text in enumerate(EXAMPLE)]
     return [

@@ -7,8 +7,9 @@ Every prompt has its own table of facts, so that a policy has to look up and can
     assistant: look owl age                           user: 17
     assistant: answer 17                              reward 1, done
 
-A third of the questions has two hops as here, the others one ("what is the age of fox ?"). The observation is `none`
-for anything that is no action, or a fact that the store does not hold. `answer` ends the episode, also at once.
+A third of the questions have two hops, as in this example; the others have one hop ("what is the age of fox ?"). The
+observation is `none` for a text that is no action, or a fact that the store does not hold. `answer` ends the episode in
+any turn.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ VALUES = tuple(str(value) for value in range(1, 25))
 WORDS = ("what", "is", "the", "of", "?", "look", "answer", "none")
 TWO_HOP_FRACTION = 1 / 3
 REPEAT_FRACTION = 0.55
-"""Fraction of the demonstrations with a wrong lookup that answer with what they read."""
+"""Among demonstrations with a wrong lookup, the fraction that answer with the observation of that lookup."""
 
 
 class Puzzle(NamedTuple):
@@ -162,8 +163,8 @@ def _wrong_actions(drawn: Puzzle, rng: np.random.Generator) -> list[str]:
             attribute = _other(ATTRIBUTES, attribute, rng)
         case _:
             return [*_solution(drawn)[:-1], f"answer {_other(VALUES, drawn.answer, rng)}"]
-    # A small model cannot learn which lookup was wrong: it learns to repeat what it read as often as it is shown. If
-    # demonstrations always repeated it, the model would solve far more tasks than they do, and leave RL little.
+    # A small model cannot learn which lookup was wrong: it learns how often demonstrations answer with what they
+    # read. If they always did, the model would solve far more tasks than the demonstrations, and leave RL little.
     read = drawn.facts[entity, attribute]
     answer = read if rng.random() < REPEAT_FRACTION else _other(VALUES, read, rng)
     return [*_first_hop(drawn), f"look {entity} {attribute}", f"answer {answer}"]

@@ -9,7 +9,7 @@ Every prompt has its own facts, a page holds one of them, and the question is ab
 
 A note is the policy's own summary of what it has read. With `compact: true` the whole conversation is replaced before
 every page by the question, the newest note and the page: a prompt stays short, however many pages there are, and the
-notes are trained with the answer's reward. Without it the history grows until it exceeds the context.
+notes are trained with the answer's reward. Without `compact` the history grows until it exceeds the context.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from baton.examples.lookup import ATTRIBUTES, ENTITIES, VALUES
 NOTE, ANSWER, NONE = "note", "answer", "none"
 WORDS = ("what", "is", "the", "of", "?", "page", "end", NOTE, ANSWER, NONE)
 FEWEST, MOST = 2, 7
-"""Pages of a text."""
+"""Minimum and maximum number of pages of a text."""
 
 
 class Text(NamedTuple):

@@ -5,9 +5,9 @@
     user: <information> 1 : marn is a town on the river sasa . ... </information>
     assistant: <answer> sasa </answer>                                                 done
 
-The reward is 1 where the answer, without case, articles and punctuation, is one of those in the row's
+The reward is 1 if the answer, without case, articles and punctuation, is one of the answers in the row's
 `reward_spec.ground_truth` (a text, a list, or SkyRL's `{"target": ...}`). Passages come from the retrieval server at
-`url`, such as `baton.examples.search_server`; without one, from `corpus` (JSONL) in this process, by BM25 (the
+`url`, such as `baton.examples.search_server`; without a `url`, from `corpus` (JSONL) in this process, by BM25 (the
 extra `search`).
 
 With `calls: tools` the policy searches by tool calls instead (`{"name": "search", "arguments": {"query": ...}}`), and a
@@ -37,7 +37,7 @@ from baton.examples.search_server import Corpus
 ARTICLES = re.compile(r"\b(a|an|the)\b")
 TOPK = 3
 SEARCHES = ThreadPoolExecutor(1, thread_name_prefix="search")
-"""The thread of searches in this process: the first search in a corpus reads the whole corpus."""
+"""The thread for searches in this process, because the first search in a corpus reads the whole corpus."""
 PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
@@ -174,7 +174,7 @@ def vocabulary() -> tuple[str, ...]:
 
 
 def demonstrations(n: int, right_fraction: float, rng: np.random.Generator) -> list[list[Message]]:
-    """`n` conversations, of which about `right_fraction` search and answer right; the others answer at random."""
+    """`n` conversations, of which about `right_fraction` search and answer correctly; the others answer at random."""
     return [_demonstration(question(rng), rng.random() < right_fraction, rng) for _ in range(n)]
 
 

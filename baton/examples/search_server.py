@@ -39,12 +39,12 @@ class Hit(NamedTuple):
 
 
 class Question(msgspec.Struct, frozen=True):
-    """The body of a request: `query` or `queries`; null is the default."""
+    """The body of a request: `query` or `queries`; null means the default."""
 
     query: str | None = None
     queries: Annotated[list[str], msgspec.Meta(min_length=1, max_length=256)] | None = None
     topk: Annotated[int, msgspec.Meta(ge=1, le=100)] | None = None
-    """Passages of each query; None: 3."""
+    """Number of passages per query; None: 3."""
     return_scores: bool | None = None
 
 

@@ -4,10 +4,10 @@
     verifier  user: fox age 17 ? answer 12       assistant: wrong
 
 The verifier reads the record that the question is about, and an answer. The solver's reward is 1 for the right answer,
-the verifier's 1 for the right verdict. Half of the prompts show the verifier a right answer, half a wrong one, however
-often the solver is right: the solver's own where it is of that kind, else one that the environment makes. With the
-solver's own answers alone, the verdict that is right more often would be rewarded more, whatever the verifier reads,
-and a policy learns that first.
+the verifier's 1 for the right verdict. For half of the prompts the verifier is shown a right answer, for the other half
+a wrong answer, however often the solver is right. If the solver's own answer is not of the wanted kind, the environment
+makes an answer that is. If only the solver's answers were shown, a policy would first learn to give always the more
+frequent verdict, without reading.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from baton.examples import lookup
 VERIFIER = "verifier"
 RIGHT, WRONG = "right", "wrong"
 MAX_ACTIONS = 4
-"""Turns of the solver."""
+"""Maximum number of turns of the solver."""
 VERIFIER_FRACTION, VERDICT_RIGHT_FRACTION = 0.5, 0.9
-"""Fraction of the demonstrations that show verdicts, and fraction of those that are right."""
+"""Fraction of the demonstrations that show verdicts, and fraction of these verdicts that are right."""
 
 
 class SolverVerifier(lookup.Lookup):
@@ -73,7 +73,8 @@ def rows(n: int, seed: int) -> list[dict[str, Any]]:
 
 
 def demonstrations(n: int, right_fraction: float, rng: np.random.Generator) -> list[list[Message]]:
-    """Conversations of the solver, and of the verifier about as many right as wrong answers, with noisy verdicts."""
+    """Conversations of the solver, and of the verifier with about as many right as wrong answers; some verdicts are
+    wrong."""
     n_verdicts = round(n * VERIFIER_FRACTION)
     shown = lookup.demonstrations(n - n_verdicts, right_fraction, rng)
     for _ in range(n_verdicts):

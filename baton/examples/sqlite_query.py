@@ -2,7 +2,7 @@
 
 Statements run in a few child processes, one at a time in each. The kernel ends a process whose statement takes too
 long, and refuses it memory beyond its limit; the next statement gets a new process.
-`python -m service.rollout.child_main baton.examples.sqlite_query` is the inside of such a process.
+`python -m service.rollout.child_main baton.examples.sqlite_query` is the command of such a process.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from weakref import WeakKeyDictionary
 from baton import ChildDied, ChildProcesses, serve_child
 
 PROCESSES = min(max(2, os.cpu_count() or 1), 16)
-"""Most processes that run statements at once; further statements wait for their turn."""
+"""Maximum number of processes that run statements at once; further statements wait for their turn."""
 MEMORY = 512 << 20
-"""Bytes of address space of a process."""
+"""Maximum bytes of address space of a process."""
 TEMPORARY_FILE = 1 << 30
-"""Bytes of a temporary file, such as that of a large sort."""
+"""Maximum bytes of a temporary file, such as that of a large sort."""
 ANSWER = 1 << 24
-"""Most bytes of a result as JSON."""
+"""Maximum bytes of a result as JSON."""
 SHOWN_CHARACTERS = 80
-"""Most characters of one cell in a result that is shown."""
+"""Maximum characters of one cell in a result that is shown."""
 OUT_OF_MEMORY = 3
 """Exit code of a process whose statement needed more than `MEMORY`."""
 
@@ -70,13 +70,13 @@ class QueryProcesses:
 
     @classmethod
     def join(cls) -> QueryProcesses:
-        """Join the processes of the running event loop with one more episode."""
+        """Begin to use the processes of the running event loop, for one episode."""
         shared = cls._of_loop.setdefault(asyncio.get_running_loop(), cls())
         shared._episodes += 1
         return shared
 
     async def leave(self) -> None:
-        """Leave with one episode."""
+        """Stop using the processes, for one episode; the last one ends them."""
         self._episodes -= 1
         if not self._episodes:
             del self._of_loop[asyncio.get_running_loop()]
@@ -179,7 +179,7 @@ def _comparable(cell: Cell) -> Cell:
 
 
 async def _answer(request: Mapping[str, Any]) -> dict[str, Any]:
-    """Run one statement; SIGALRM, which has no handler here, ends this process when its time is over."""
+    """Run one statement; SIGALRM, which has no handler in this process, ends the process when its time is over."""
     signal.setitimer(signal.ITIMER_REAL, request["seconds"])
     try:
         result = read(Path(request["database"]), request["sql"], request["max_rows"])

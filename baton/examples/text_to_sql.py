@@ -5,7 +5,7 @@
     user: <observation> height 12 </observation>
     assistant: <solution> SELECT height FROM towns WHERE name = 'marn' </solution>     done
 
-The reward is 1 where the solution returns the same rows as the query in `reward_spec.ground_truth`; their order counts
+The reward is 1 if the solution returns the same rows as the query in `reward_spec.ground_truth`; their order counts
 only if that query has an ORDER BY. `extra_info.db_id` names the database under `databases`. The synthetic rows ask
 about the database in `baton.examples.data`, in words of a small vocabulary.
 """
@@ -27,7 +27,7 @@ DATABASES = Path(__file__).parent / "data" / "databases"
 """The folder of the demonstration's database."""
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 JUDGED_ROWS = 10_000
-"""Most rows of a solution; a longer result scores 0."""
+"""Maximum rows of a solution's result; a longer result scores 0."""
 
 
 class TextToSql:
@@ -66,7 +66,7 @@ class TextToSql:
         return StepResult([observation], 0.0, False, {"queries": 1.0 if queries else 0.0})
 
     async def close(self) -> None:
-        """Leave the processes that run queries."""
+        """Stop using the processes that run queries."""
         if self._queries is not None:
             queries, self._queries = self._queries, None
             await queries.leave()

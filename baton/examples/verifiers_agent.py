@@ -21,7 +21,7 @@ from pathlib import Path
 import verifiers.v1 as vf
 
 TASK = "task.json"
-"""File of the row that holds the task."""
+"""Name of the row's file that holds the task."""
 
 
 def rows(taskset: str) -> Iterator[str]:

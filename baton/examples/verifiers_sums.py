@@ -19,7 +19,7 @@ class SumData(vf.TaskData):
 
 
 class SumTask(vf.Task[SumData]):
-    """Rewards a right last answer, and less a right first answer."""
+    """Rewards a right last answer, and to a lesser degree a right first answer."""
 
     @vf.reward
     async def last(self, trace: vf.Trace) -> float:

@@ -1,4 +1,4 @@
-"""Plays trajectories of agents: each has a session at the endpoint of this process.
+"""Plays trajectories of agents: each trajectory has a session at the endpoint of this process.
 
 agent.play(session, task, seed) --HTTP--> endpoint --> engine, steps --> session.finish(reward) --> the trajectory's end
 offer, claimed by a worker      --HTTP-->
@@ -66,7 +66,7 @@ class Agents:
         self._chat = chat
         self._engine = engine
         self.limits = replace(limits, max_turns=config.max_calls, step_deadline=config.deadline)
-        """Those of an agent: `step_deadline` is that of its whole run."""
+        """Limits of an agent's trajectory; `step_deadline` bounds the agent's whole run."""
         self.parser: ReplyParser = JsonCalls()
         """Reads the responses of sessions that begin from now on."""
         noted = self._keys.run
@@ -77,18 +77,18 @@ class Agents:
         self._restored: dict[str, Session] = {}
         """Sessions of an earlier process that nobody plays yet, by the trajectory's name."""
         self._roles: Counter[str] = Counter()
-        """Steps of trajectories that ended, by role."""
+        """Number of steps of trajectories that ended, by role."""
         self._tokens: Counter[str] = Counter()
-        """Sampled tokens of these steps, by role."""
+        """Number of sampled tokens in the steps of trajectories that ended, by role."""
         self._has_warned = Role.AUX in config.train
-        """Whether a warning about `aux` is in the log, or not needed."""
+        """Whether the warning about `aux` was logged, or is not needed."""
         self._roots: list[int] = []
-        """Conversations of each trajectory that ended since the last measurement."""
+        """Number of conversations of each trajectory that ended since the last measurement."""
         self._starting = asyncio.Lock()
         self.address = ""
-        """Where clients call; empty before `listen`."""
+        """The address that clients call; empty before `listen`."""
         self.trained = config.train
-        """The kinds of calls whose tokens are trained."""
+        """The roles of calls whose tokens are trained."""
 
     def restore(self, trajectory: TrajectoryId, task: Task, steps: Steps, sink: StepSink) -> bool:
         """Reopen the session of an earlier process before clients reach it; returns whether its steps can be continued.

@@ -14,8 +14,8 @@ A root, which is a call that continues no other, and all calls that continue it 
 No rule depends on the length of a response, so that all samples of a group are treated alike. If no conversation has
 tools or a second call, all are `main`: the steps of a pipeline.
 
-A role that the client names (`X-Baton-Role`), one of these or of the configuration, holds for the whole conversation;
-the last named one counts. Calls whose prompts are token ids are `main`.
+A client may name a role (`X-Baton-Role`): one of these, or a configured one. It holds for the whole conversation; if
+the client names several, the last one counts. Calls whose prompts are token ids are `main`.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from service.agents.conversation_tree import Beginning, Call
 from service.handoff.steps.roles import Role
 
 PIECE = 16
-"""Characters of a piece by which a text is recognised; shorter ones stand in many texts by chance."""
+"""Length, in characters, of the pieces by which a text is recognised; shorter pieces occur in many texts by chance."""
 PIECES, FOUND = 8, 2
-"""Pieces of a text that are looked for, and how many have to be found: agents leave out parts of a summary."""
+"""Number of pieces of a text to look for, and how many must be found: agents leave out parts of a summary."""
 NEXT = 8
-"""Conversations after a summary that are checked for beginning with it; more would take unbounded time."""
+"""Number of conversations after a summary that are checked for beginning with it, so that the time is bounded."""
 
 
 class _Conversation(NamedTuple):
@@ -57,12 +57,12 @@ class _Conversation(NamedTuple):
 
     @property
     def named(self) -> str | None:
-        """The role that the client names for the conversation; the last named one counts."""
+        """The role that the client names for the conversation; if it names several, the last one."""
         return next((call.named for call in reversed(self.calls) if call.named), None)
 
     @property
     def rank(self) -> tuple[bool, bool, bool, bool]:
-        """The sort key of a conversation: the one with the highest key is the agent's own; of equal ones, the first."""
+        """The sort key of a conversation. The agent's own conversation is the first one with the highest key."""
         is_received = self.is_continued or any(map(_is_delivered, self.calls))
         return is_received, self.named == Role.MAIN, self.has_tools, self.is_continued
 
@@ -104,7 +104,7 @@ def _conversations(calls: Sequence[Call]) -> list[_Conversation]:
 
 
 def _role(conversation: _Conversation, own: _Conversation | None, is_newest: bool, later: _WithRoles) -> str:
-    """The role of a conversation; `own`: the agent's own conversation; `later`: later ones, with their roles."""
+    """The role of a conversation; `own`: the agent's own one; `later`: later conversations, with their roles."""
     begun = conversation.begun
     if conversation.named is not None:
         return conversation.named

@@ -36,27 +36,27 @@ from service.rollout.environment import Message
 from service.types import NO_VERSION, Bools, Int32s, Step, Steps
 
 How = Literal["root", "appended", "rerendered"]
-"""How a prompt was made: for a new conversation, as a continuation of sampled tokens, or rendered as a whole because it
-has answers that no call sampled."""
+"""How a prompt was made: for a new conversation; by appending to sampled tokens; or by rendering the whole
+conversation, because it contains answers that no call sampled."""
 
 
 class CallNote(msgspec.Struct, frozen=True, array_like=True):
-    """Data of a call besides its tokens: it is the note of the call's step, with which a restarted generator
-    continues the session."""
+    """Data of a call besides its tokens. It is the note of the call's step, so that a restarted generator can continue
+    the session."""
 
     name: str
-    """The id that clients may send back."""
+    """The call's id, which clients may send back."""
     parent: int
-    """Index of the call that it continues; -1 for none."""
+    """Index of the call that this call continues; -1: none."""
     how: How
     body: str
     """What identifies the client's request."""
     after: str
     """Digest, in hex, of the conversation that ends with the reply; empty where the prompt was given as token ids."""
     system: str | None = None
-    """Digest, in hex, of the system messages with which a root begins; None of other calls."""
+    """Digest, in hex, of the system messages with which a root begins; None for other calls."""
     has_tools: bool = False
-    """Of a root: whether the client offered tools."""
+    """Whether the client offered tools; recorded for roots only."""
     named: str | None = None
     """What the client says that the conversation is for."""
 
@@ -65,7 +65,7 @@ class Beginning(NamedTuple):
     """How a client began a conversation; determines the conversation's role."""
 
     system: bytes
-    """What identifies the leading system messages."""
+    """Digest of the leading system messages."""
     text: str
     """All messages before the first answer."""
     has_tools: bool
@@ -76,11 +76,11 @@ class Call:
     """One call of the policy in the tree."""
 
     name: str
-    """An id that a client may send back, for instance as the signature of the thinking."""
+    """The call's id. A client may send it back, for instance as the signature of the thinking."""
     parent: Call | None
     how: How
     carried_ids: Int32s
-    """[P] tokens of the prompt after those of the parent; without a parent the whole prompt."""
+    """[P] prompt tokens after the parent's tokens; without a parent, the whole prompt."""
     response: Response
     reply: Reply
     body: str
@@ -134,7 +134,7 @@ class Call:
 
     @property
     def is_sampled(self) -> Bools:
-        """[T] true for tokens that the policy sampled; those of a constrained answer carry no loss."""
+        """[T] true for tokens that the policy sampled, also for those of a constrained answer, which carry no loss."""
         mask = self.response.loss_mask
         return mask if mask.any() else np.ones_like(mask)
 
@@ -165,15 +165,15 @@ class PreparedCall(NamedTuple):
     prompt_ids: Int32s
     """[P] ids of the whole prompt."""
     digest: bytes | None
-    """What identifies the conversation up to here; None where the client gave tokens."""
+    """Digest of the conversation up to this call; None if the client sent token ids."""
     tools: Sequence[Tool] = ()
     """Tools that the reply may call."""
     begun: Beginning | None = None
     received: Sequence[Call] = ()
-    """Calls that count as not delivered, and whose replies the client sends back."""
+    """Calls that count as not delivered although the client's request contains their replies."""
     named: str | None = None
     prefix: str = ""
-    """Text of the prompt with which the client has begun the answer."""
+    """The beginning of the answer, which the client wrote; part of the prompt."""
 
 
 class ConversationTree:
@@ -189,9 +189,9 @@ class ConversationTree:
         self._after: defaultdict[bytes, list[Call]] = defaultdict(list)
         """Calls by the conversation that ends with their reply."""
         self._of_ids: dict[tuple[int, int], Call] = {}
-        """The newest call by the number and the digest of its tokens."""
+        """The newest call for each (number of tokens, digest of the tokens)."""
         self._newest_of: dict[str, Call] = {}
-        """The newest call of each request's body."""
+        """The newest call for each body of a request."""
 
     @property
     def shows_tools(self) -> bool:
@@ -208,8 +208,8 @@ class ConversationTree:
         """The prompt of a client's request: continues the longest matching earlier call, or renders the whole
         conversation.
 
-        Of several calls with equal content it continues the one whose ids the client sent back, in calls or as
-        `echoed`. The answer begins with the text `prefix`, which the policy continues.
+        Of several calls with equal content, the prompt continues the one whose ids the client sent back, in tool calls
+        or as `echoed`. The answer begins with the text `prefix`, which the policy continues.
 
         Raises:
             MessagesRefused: a message cannot be read, or the chat template refuses it.
@@ -243,8 +243,8 @@ class ConversationTree:
         return PreparedCall(None, how, whole, whole, digest_of[-1], tools, beginning, received, prefix=prefix)
 
     def open_ids(self, prompt: str | Int32s) -> PreparedCall:
-        """The prompt of a client that sends token ids, or text in which special tokens are special: it continues the
-        longest call whose tokens are its prefix.
+        """The prompt of a client that sends token ids, or text in which special tokens are recognised. It continues the
+        longest call whose tokens are a prefix of it.
 
         Raises:
             MessagesRefused: no tokenizer accepts the text, or an id is outside of the vocabulary.
@@ -261,8 +261,8 @@ class ConversationTree:
     def add(self, opened: PreparedCall, generation: Generation, body: str, is_constrained: bool = False) -> Call:
         """Add a call with the tokens that the engine sampled for it.
 
-        An end token is appended where the policy sampled none; a client that sends token ids appends its own. An answer
-        that a grammar constrained carries no loss: its log-probabilities are not those of the policy alone.
+        An end token is appended if the policy sampled none, unless the client sends token ids: it then appends its own.
+        An answer that a grammar constrained carries no loss: its log-probabilities are not those of the policy alone.
         """
         reply = self._reply(generation.token_ids, opened.digest is None, opened.tools)
         brings_tokens = opened.digest is None and len(generation.token_ids)
@@ -282,7 +282,7 @@ class ConversationTree:
         Tokens come from the steps; a reply is parsed from them again if a client asks for it.
 
         Raises:
-            ValueError: they are not all calls of one session.
+            ValueError: the steps are not all calls of one session.
         """
         prefixes, objects = PrefixIndex(), step_objects(steps)
         for place, k in enumerate(np.argsort(steps.index_K, kind="stable").tolist()):

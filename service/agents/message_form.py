@@ -4,7 +4,7 @@
     arguments: '{"b": 1.0, "a":2}'      arguments: {"b": 1, "a": 2}
     role: developer                     role: system
 
-The form is that of chat completions; ids of calls and fields of other names are left out.
+The form is that of chat completions, without ids of calls and without unknown fields.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ def echoed_ids(messages: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 
 def digests(messages: Sequence[Message], tools: Sequence[Any]) -> list[bytes]:
-    """For each number of messages, from 0 on, a digest of the conversation up to there.
+    """Digests of all prefixes of the conversation, from no message to all messages.
 
-    Spaces around an assistant's text, its thinking, and the way in which arguments are written do not change it.
+    An assistant's thinking, spaces around its text, and the way in which arguments are written do not change a digest.
     """
     found = [xxhash.xxh3_128_digest(_json(list(tools)))]
     for message in messages:

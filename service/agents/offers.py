@@ -33,9 +33,9 @@ class Offers:
     def __init__(self, config: AgentsConfig) -> None:
         self.config = config
         self._waiting: dict[str, Offer] = {}
-        """By the session's name, oldest first."""
+        """The waiting offers by the session's name, oldest first."""
         self._offered = asyncio.Semaphore(0)
-        """Counts the waiting offers, and those that nobody can claim any more; wakes one claim for each."""
+        """Wakes one claim per offer; its count includes offers that nobody can claim any more."""
 
     def __len__(self) -> int:
         return len(self._waiting)

@@ -47,9 +47,9 @@ COUNT_TOKENS = "/v1/messages/count_tokens"
 IGNORED_HEADER = "X-Baton-Ignored"
 """Header of an answer that names the fields of its request which changed nothing."""
 SAMPLE_HEADER = "X-Baton-Sample"
-"""Tells apart requests with equal bodies that want an answer each."""
+"""Header that distinguishes requests with equal bodies, if each wants its own answer."""
 MAX_NOTED = 128
-"""Ignored fields after which no more are logged; clients choose the names."""
+"""Maximum number of ignored fields that are logged, because clients choose the names."""
 
 
 class Calls:
@@ -61,11 +61,12 @@ class Calls:
         self._named_roles = named_roles
         self._structured = structured
         self._noted: set[tuple[str, str]] = set()
-        """Ignored fields that are in the log, with their dialects."""
+        """Ignored fields that were logged, with their dialects."""
         self.constrained = 0
-        """Tokens of answers whose form was enforced."""
+        """Number of tokens in answers whose form was enforced."""
         self.answered: Counter[tuple[str, str]] = Counter()
-        """Answered calls by dialect and by how the prompt came about; `replayed`: an earlier call again."""
+        """Number of answered calls by dialect and by how the prompt was made; `replayed`: an earlier call answered
+        again."""
 
     def add_routes(self, router: web.UrlDispatcher, prefix: str) -> None:
         """Add the routes of all dialects behind `prefix`."""

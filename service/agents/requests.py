@@ -5,8 +5,8 @@
     body too large, or late        413, 408
     no room for the body           503 with `Retry-After`
 
-A request that is not answered as asked gets an error in the form of its dialect, never aiohttp's page. 503, because
-some clients (Codex) do not repeat what got 429.
+A refused request gets an error in the form of its dialect, never aiohttp's page. The status is 503 because some clients
+(Codex) do not retry after 429.
 """
 
 from __future__ import annotations
@@ -33,29 +33,31 @@ log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 TOO_LARGE, NO_ROOM = 413, 503
-"""Statuses."""
+"""HTTP statuses: the body is too large; there is no room for it."""
 MAX_BODY_BYTES = 16 << 20
-"""Bytes of a request's body, whatever its route allows."""
+"""Maximum bytes of a request's body on any route."""
 BODY_SECONDS = 60.0
-"""Seconds in which a client sends a request's body."""
+"""Seconds in which a client must send a request's body."""
 LARGE_BYTES = 16 << 10
-"""Bytes from which on a body is parsed and rendered in a thread. A prompt of that size takes the event loop about
-8 ms where it is rendered as a whole; beside other threads, a thread of its own costs up to 5 ms."""
+"""Bodies of at least this many bytes are parsed and rendered in a thread. To render a prompt of this size as a whole
+blocks the event loop for about 8 ms; the use of a thread costs up to 5 ms if other threads run."""
 ROOM_BYTES = 4 * MAX_BODY_BYTES
-"""Bytes of large bodies that are read, parsed and rendered at a time; these take several times as much memory."""
+"""Maximum bytes of large bodies in work at a time; to read, parse and render them takes several times as much
+memory."""
 ROOM_SECONDS = 30.0
-"""Seconds that a large body waits for room."""
+"""Maximum seconds that a large body waits for room."""
 THREADS = 2
-"""Threads that parse and render; only one of them runs Python at a time, but the tokenizer releases the interpreter."""
+"""Number of threads that parse and render. Only one runs Python at a time, but the tokenizer releases the
+interpreter."""
 ENCODINGS, EITHER_HEADER = ("gzip", "deflate"), 32
-"""Encodings of bodies that are accepted, and the argument with which zlib reads the headers of both."""
+"""Accepted encodings of bodies, and the argument with which zlib reads the headers of both encodings."""
 KEY_HEADERS = ("x-api-key", "api-key", "x-goog-api-key")
-"""Headers with a key, of Anthropic's, Azure's and Google's clients."""
+"""Headers in which clients of Anthropic, Azure and Google send the key."""
 ROLE_HEADER = "X-Baton-Role"
 CONVERSATIONS = (Role.MAIN, Role.SUB, Role.AUX)
 """Roles that a conversation can have in every run."""
 STREAM = web.RequestKey("stream", web.StreamResponse)
-"""The stream that a request's answer has begun."""
+"""The stream of a request's answer, once it has begun."""
 SESSION = web.RequestKey("session", Session)
 """The session of a request, once its key was read."""
 
@@ -69,7 +71,7 @@ class Requests:
         self.refused: Counter[str] = Counter()
         """Refused requests by status."""
         self.undelivered = 0
-        """Answers whose client left."""
+        """Number of answers whose client disconnected."""
         self._room = Room(ROOM_BYTES)
         self._threads = ThreadPoolExecutor(THREADS, "baton-agent-body")
 
@@ -81,7 +83,7 @@ class Requests:
         """The open session of the request's key.
 
         Raises:
-            Refused: 401 for an unknown key, 409 for one of a session that ended.
+            Refused: 401 for an unknown key, 409 for the key of a session that ended.
         """
         session = request[SESSION] = self.sessions.find(_key(request))
         session.check_open()
@@ -122,7 +124,8 @@ class Requests:
         """Within the block, the request's body of up to `most` bytes; memory is reserved for it meanwhile.
 
         Raises:
-            Refused: it is too large (413), late (408), or cannot be read (400, 415); there is no room (503).
+            Refused: the body is too large (413), late (408), or cannot be read (400, 415); there is no room for it
+                (503).
         """
         most = min(most, MAX_BODY_BYTES)
         is_known = request.content_length is not None and "content-encoding" not in request.headers
@@ -147,13 +150,14 @@ class Requests:
     async def prompt(
         self, request: web.Request, session: Session, read: Callable[[bytes], Result]
     ) -> AsyncIterator[Result]:
-        """Within the block, what `read` made of a body as large as a prompt; the tree of calls does not grow meanwhile.
+        """Within the block, the result of `read` for a body that may be as large as a prompt; the tree of calls does
+        not grow meanwhile.
 
         A large body is handled in a thread. `read` must not change any state, because it keeps running if the caller is
         cancelled.
 
         Raises:
-            Refused: as `body`.
+            Refused: as in `body`.
         """
         async with self.body(request, session.most_body_bytes) as raw, session.opening:
             if len(raw) < LARGE_BYTES:
@@ -190,7 +194,7 @@ class Room:
         """Within the block, `n_bytes` are reserved.
 
         Raises:
-            Refused: 503, the bytes were not free within `ROOM_SECONDS`.
+            Refused: 503 if the bytes were not free within `ROOM_SECONDS`.
         """
         if n_bytes:
             try:
@@ -239,7 +243,7 @@ def is_retry(request: web.Request) -> bool:
 
 
 def role_named(request: web.Request, named: Sequence[str]) -> str | None:
-    """The role that the client gives the conversation; `named`: the configured roles that the policy plays.
+    """The role that the client names for the conversation; `named`: the configured roles that the policy plays.
 
     Raises:
         Refused: there is no such role, or a client may not name it.

@@ -1,4 +1,4 @@
-"""Requests that make no call: token counts and models, ends of sessions, and claims of workers.
+"""Requests that do not call the policy: token counts and models, ends of sessions, and claims of workers.
 
 /v1/messages/count_tokens  /v1/models  /tokenize  /detokenize        for clients that count tokens before they call
 /rl/sessions/ID/reward     /rl/sessions/ID/finish                    for agents that give their own reward, and workers
@@ -41,7 +41,7 @@ Body = Mapping[str, Any]
 CLAIM_SECONDS = 20.0
 """Seconds for which a claim waits for a trajectory; then it gets status 204."""
 MAX_CLAIM_BYTES = 1 << 10
-"""Bytes of the body of a claim, heartbeat or abort; nothing in it is read."""
+"""Maximum bytes of the body of a claim, heartbeat or abort; its content is ignored."""
 MAX_END_BYTES = 1 << 20
 """Maximum bytes of the body with which an agent ends its session."""
 
@@ -84,7 +84,7 @@ class Routes:
     # -- tokens -------------------------------------------------------------------------------------------------------
 
     def _about_tokens(self, answer: Callable[[Session, Body], dict[str, Any]]) -> Handler:
-        """Make a handler of a body as large as a prompt; `answer` must not change any state."""
+        """Make a handler for a body that may be as large as a prompt; `answer` must not change any state."""
 
         async def about_tokens(request: web.Request) -> web.StreamResponse:
             session = self._requests.session(request)
@@ -124,7 +124,7 @@ class Routes:
     # -- sessions -----------------------------------------------------------------------------------------------------
 
     def _about_session(self, answer: Callable[[Session, bytes], None], most_bytes: int) -> Handler:
-        """Make a handler of a body about the request's session; the answer is an empty object."""
+        """Make a handler for a body about the request's session; the response is an empty object."""
 
         async def about_session(request: web.Request) -> web.StreamResponse:
             session = self._requests.managed(request)
@@ -195,7 +195,7 @@ class Routes:
 
 
 def _count_tokens(session: Session, body: Body) -> dict[str, Any]:
-    """Number of prompt tokens that the same body would have as a call."""
+    """Number of prompt tokens that a call with the same body would have."""
     return {"input_tokens": len(session.opened(read_to_count(body)).prompt_ids)}
 
 

@@ -33,15 +33,15 @@ from service.rollout.chat.chat import Chat
 log = logging.getLogger(__name__)
 
 NAMED = "/s/{session}"
-"""What may stand in front of a path."""
+"""Optional prefix of a path."""
 FIRST_SECONDS = 30.0
-"""Seconds in which a connection sends its first request."""
+"""Seconds in which a new connection must send its first request."""
 IDLE_SECONDS = 30.0
-"""Seconds between two requests of a connection, before it is closed."""
+"""Seconds without a request after which a connection is closed."""
 UNREAD_SECONDS = 60.0
-"""Seconds in which a client reads some of an answer that waits for it, before its connection is closed."""
+"""Seconds after which a connection is closed if its client reads nothing of an answer that waits for it."""
 MAX_CONNECTIONS = 4096
-"""Connections at a time; a further one is closed."""
+"""Maximum number of open connections; further ones are closed."""
 CLOSING = frozenset({401, 409})
 """Statuses of requests without the key of an open session; their connection is closed."""
 
@@ -63,7 +63,7 @@ class Endpoint:
         self.calls = Calls(self.requests, named_roles, offers.config.structured)
         self._routes = Routes(self.requests, offers, of_model, max_model_len)
         self._silent: dict[Any, asyncio.TimerHandle] = {}
-        """Connections that have sent no request yet, and when they are closed."""
+        """Connections that have sent no request yet, each with the timer that closes it."""
         self._runner: web.AppRunner | None = None
         self._listening: asyncio.Server | None = None
 

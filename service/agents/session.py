@@ -39,13 +39,13 @@ from service.types import Extension, Int32s, Step, Steps, TrajectoryId
 log = logging.getLogger(__name__)
 
 MIN_BODY_BYTES, BYTES_PER_TOKEN = 64 << 10, 16
-"""Maximum bytes of a body, and further ones for each token that a prompt may have. Texts have about 4 bytes a
-token, escaped ones up to 12. A larger body is refused before its messages are rendered: that takes the event loop about
-a second for each MB."""
+"""Maximum bytes of a body: a constant, plus bytes for each token that a prompt may have. Texts have about 4 bytes per
+token, escaped texts up to 12. A larger body is refused before its messages are rendered, because that would block the
+event loop for about a second per MB."""
 REASON_CHARACTERS = 1000
 """Maximum characters of the reason with which a run failed."""
 MAX_LOGGED, SHOWN = 20, 80
-"""Different refusals of one session's requests that are logged, and characters of a client's name."""
+"""Maximum number of different refusals of one session that are logged, and maximum characters of a client's name."""
 SHOWN_REFUSALS = 3
 SPENT = "Step budget exhausted."
 """The answer if a session has no room left. An error with status 429 would make clients repeat the request."""
@@ -91,48 +91,50 @@ class Session:
         `max_tokens`: maximum tokens of all steps together; tokens that a step shares with its parent count once.
         """
         self.key = key
-        """What a client has to send; whoever has it may call."""
+        """The key that a client must send; whoever has it may call the policy."""
         self.name = name
         """The session's name in addresses."""
         self.trajectory = trajectory
         self.tree = tree
         self.base_url = ""
-        """Where clients call."""
+        """The address that clients call."""
         self.heard = asyncio.get_running_loop().time()
-        """When a client or a worker was heard last, in seconds of the event loop."""
+        """Time of the last sign of life from a client or a worker, on the event loop's clock in seconds."""
         self.is_offered = False
-        """True while it waits for a worker that claims it."""
+        """Whether the session waits for a worker to claim it."""
         self.transcript = ""
-        """What whoever ran the agent says about the run, as text."""
+        """Text about the run, from whoever ran the agent."""
         self.recorded: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         """Whether the buffer accepted the trajectory's end, once it has answered; cancelled if it was never asked."""
         self.posted: float | None = None
-        """The reward that the agent itself posted, for an end without one."""
+        """The reward that the agent itself posted; used if the session's end has none."""
         self.ended: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
-        """How the agent's run ended; the error that ended the session before it."""
+        """The result of the agent's run, or the error that ended the session earlier."""
         self.refusals: Counter[str] = Counter()
         """How often the endpoint refused requests, by status, field, reason and client."""
         self.opening = asyncio.Lock()
-        """Held while a prompt is looked for, which may be in a thread: the tree does not grow meanwhile."""
+        """Held while a prompt is matched with the tree, possibly in a thread, so that the tree does not grow
+        meanwhile."""
         self._prompt_uid = prompt_uid
         self._limits = limits
         self._max_tokens = max_tokens
         self._sample = sample
         self._sink = sink
         self._tokens = 0
-        """Tokens of all steps, and the most that the calls that are being sampled may bring."""
+        """Tokens of all steps, plus the maximum that calls in progress may add."""
         self._calls = 0
-        """Steps, and calls that are being sampled."""
+        """Number of steps and of calls that are being sampled."""
         self._cut = StopReason.STOP
-        """Why the newest request got no call; `STOP` where it got one."""
+        """Why the newest request got no call; `STOP` if it got one."""
         self._flying: dict[str, asyncio.Task[Call]] = {}
         """Calls that are being sampled, by the request's body."""
         self._in_order = asyncio.Lock()
-        """Held from a call's number until its step is accepted: what is journalled has no gaps."""
+        """Held from when a call gets its number until its step is accepted, so that the journalled steps have no
+        gaps."""
 
     @property
     def state(self) -> Literal["open", "finished", "closed"]:
-        """Closed sessions have no reward."""
+        """The state of the session; a closed session has no reward."""
         if not self.ended.done():
             return "open"
         return "closed" if self.ended.cancelled() or self.ended.exception() is not None else "finished"
@@ -232,7 +234,7 @@ class Session:
     ) -> asyncio.Future[Call]:
         """Begin the call that answers a request with this prompt; it continues even if the client disconnects.
 
-        `body` identifies the request; `is_retry`: the client says that it asks again.
+        `body` identifies the request; `is_retry`: the client marks the request as a retry.
 
         Raises:
             Refused: the session has ended, or the prompt is too long.
@@ -325,7 +327,7 @@ class Session:
             self.close(TrajectoryFailed(refused.reason, f"session.finish: {refused.detail}"))
 
     def end(self, outcome: Outcome, transcript: str) -> None:
-        """End the session as `finish` does, which has the meaning of the transcript.
+        """End the session as `finish` does; `transcript` is explained there.
 
         Raises:
             NotAllowed: the rewards are not allowed; the session stays open.
@@ -421,7 +423,7 @@ def plain_outcome(
     """The result that an agent's code or a request gave, in plain values.
 
     Raises:
-        NotAllowed: one of the values is something else.
+        NotAllowed: a value has another type, or is out of range.
     """
     if type(status) is not str or status not in get_args(Status):
         allowed = ", ".join(get_args(Status))

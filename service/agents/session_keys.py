@@ -18,12 +18,12 @@ from service.errors import UserError
 from service.files import create_private
 
 SECRET_FILE = "session_secret"
-"""In the run folder; readable for its user only."""
+"""File of the secret in the run folder; only its user can read it."""
 SECRET_BYTES, KEY_BYTES = 32, 16
 WORKER_KEY = "BATON_WORKER_KEY"
 """Environment variable with the worker key, of a run and of `baton agent-worker`."""
 MIN_WORKER_KEY = 16
-"""Characters of a worker key, at least."""
+"""Minimum number of characters of a worker key."""
 
 
 class Keys(NamedTuple):
@@ -31,7 +31,7 @@ class Keys(NamedTuple):
 
     secret: bytes
     worker: str = ""
-    """The key of the workers; empty where no worker may claim."""
+    """The key of the workers; empty: no worker may claim sessions."""
     run: Path | None = None
     """The run's folder, in which generators note the sessions that ended; None: they note nothing."""
 
@@ -67,7 +67,7 @@ def run_keys(run: Path, agents: AgentsConfig, from_environment: str, needs_worke
 
 
 def worker_key(file: Path | None, from_environment: str, is_needed: bool) -> str:
-    """The key of the workers; empty if no worker may claim.
+    """The key of the workers; empty if no worker may claim sessions.
 
     `file`: `agents.worker_key_file`, which overrides the key `from_environment`; `is_needed`: workers are expected.
 

@@ -22,7 +22,7 @@ from service.files import write_atomic
 log = logging.getLogger(__name__)
 
 MAX_ENDED = 4096
-"""Sessions that ended and are still known."""
+"""Maximum number of ended sessions that are remembered."""
 
 
 class Ended(NamedTuple):
@@ -30,26 +30,26 @@ class Ended(NamedTuple):
 
     name: str
     key: str
-    """The digest of its key."""
+    """The digest of the session's key."""
     body: str
-    """The digest of the body with which a client finished it; empty where none did."""
+    """The digest of the body with which a client finished the session; empty if no client did."""
 
 
 class Sessions:
     """Open sessions, and those that ended most recently; only issued keys have an entry."""
 
     def __init__(self, file: Path | None = None) -> None:
-        """`file`: has a line for each ended session; without it, or if this host lacks its folder, nothing outlives the
-        process."""
+        """`file`: has a line for each ended session. Without a file, or if this host lacks its folder, ended sessions
+        are forgotten when the process ends."""
         self._open: dict[str, Session] = {}
-        """By name, as in the next one."""
+        """Open sessions by name; `_ended` is by name too."""
         self._ended: dict[str, Ended] = {}
         self._names: dict[str, str] = {}
-        """By the digest of the key: how long a look-up takes then says nothing about the keys."""
+        """Names by the digest of the key, so that the duration of a look-up reveals nothing about the keys."""
         self.counts: Counter[str] = Counter()
-        """Sessions that ended, by state."""
+        """Number of sessions that ended, by state."""
         self._lines = 0
-        """Lines of the file."""
+        """Number of lines in the file."""
         self._file = file if file is not None and file.parent.is_dir() else None
         if self._file is not None and self._file.exists():
             for line in self._file.read_text("ascii", errors="replace").splitlines():
@@ -63,7 +63,7 @@ class Sessions:
     def by_state(self) -> dict[str, int]:
         """Number of sessions by state; open sessions are `calling` (the client waits) or `idle` (the endpoint waits).
 
-        `offered` ones wait for a worker that claims them.
+        `offered`: the session waits for a worker to claim it.
         """
         open_ones = Counter[str](session.waits_for for session in self.open())
         return {"calling": 0, "idle": 0, **open_ones, **self.counts}
@@ -103,7 +103,8 @@ class Sessions:
         raise Refused(401, None, "the key is that of no session", "invalid_api_key")
 
     def finished(self, session: Session, body: str) -> None:
-        """Note the digest of the body with which a client finishes a session; empty: the session is not finished."""
+        """Note the digest of the body with which a client finishes a session; an empty `body`: the session is not
+        finished."""
         ended = Ended(session.name, _digest(session.key), body)
         self._keep(ended)
         try:

@@ -1,4 +1,4 @@
-"""One session for an agent that is tried: prints each call as it comes, and at the end what would be trained.
+"""One session to try out an agent: prints each call when it is made, and at the end what would be trained.
 
 For bug reports a proxy in front of the endpoint records what both sides send, without keys.
 
@@ -32,9 +32,9 @@ from service.rollout.environment import Task
 from service.types import Int32s, TrajectoryEnd, TrajectoryId
 
 CHECK_SECONDS = 2.0
-"""Seconds between two looks at the engine."""
+"""Seconds between two checks of the engine."""
 SHOWN = 60
-"""Characters of a text or of arguments that are printed."""
+"""Maximum characters of a text or of arguments that are printed."""
 SECRETS = re.compile(rb"(?im)^((?:proxy-)?authorization|(?:x-)?(?:goog-)?api-key|cookie):[^\r\n]*")
 """Headers whose values are not recorded."""
 HOW = {"root": "a new conversation", "rerendered": "a new conversation (it has an answer that the policy did not give)"}
@@ -64,8 +64,8 @@ class Trial:
         self.session = agents.session(TrajectoryId(0, 0), Task("try", (), ""), self)
 
     async def run(self, record: Path | None, check: Callable[[], Awaitable[None]]) -> None:
-        """Serve until the session ends, or `check` finds that the engine has died; `record`: where the traffic is
-        kept."""
+        """Serve until the session ends, or `check` finds that the engine has died; `record`: the file for the
+        traffic."""
         await self._agents.listen()
         address, key = self._agents.address, self.session.key
         if record is not None:
@@ -109,7 +109,8 @@ def told(call: Call, role: str) -> str:
 async def record_wire(endpoint: str, key: str, file: Path) -> str:
     """Listen on loopback in front of an endpoint, and record what both sides send; returns the address.
 
-    A line of `file` is a connection: what the client sent, and what it received. `key` is replaced wherever it stands.
+    Each line of `file` is one connection: what the client sent, and what it received. `key` is replaced wherever it
+    occurs.
     """
 
     async def passed_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

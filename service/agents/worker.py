@@ -31,24 +31,24 @@ from service.rollout.environment import Task
 log = logging.getLogger(__name__)
 
 REQUEST_SECONDS = 120.0
-"""Seconds for one request; an endpoint without work may keep a claim waiting."""
+"""Time limit of one request, in seconds; an endpoint without work may keep a claim waiting."""
 HEARTBEAT_SECONDS = 10.0
-"""Seconds between two heartbeats, or `HEARTBEATS` in the time that the claim gives."""
+"""Maximum seconds between two heartbeats; at least `HEARTBEATS` are sent within the claim's heartbeat deadline."""
 HEARTBEATS = 4
 MIN_CLAIM_SECONDS = 1.0
-"""Minimum seconds between two claims of which the first got nothing."""
+"""Minimum seconds from the start of a claim that got nothing to the next claim."""
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0
-"""Backoff in seconds after a request that got no answer."""
+"""First and longest backoff, in seconds, after a request that got no answer."""
 ABORT_SECONDS = 5.0
 SHOWN = 200
-"""Characters of an endpoint's answer that a message repeats."""
+"""Maximum characters of an endpoint's answer that a message repeats."""
 
 OVER = (404, 409, 410)
-"""Statuses of a session that is no longer open."""
+"""HTTP statuses of a session that is no longer open."""
 SESSION_NAME = r"\A[A-Za-z0-9][A-Za-z0-9._-]{0,127}\Z"
 """A name that can be part of an address without escapes."""
 MAX_TRANSCRIPT = 64 << 10
-"""Characters of a transcript that is sent, of at most 12 bytes each; of a longer transcript only the end is sent."""
+"""Maximum characters of a transcript that is sent, each of at most 12 bytes; of a longer one only the end is sent."""
 
 
 class _Unanswered(Exception):
@@ -105,7 +105,7 @@ class _Endpoint:
                 await asyncio.sleep(began + MIN_CLAIM_SECONDS - loop.time())
 
     async def _claim(self) -> SessionClaim | None:
-        """Claim a session; None if there is none, or the answer is no session that the worker can run.
+        """Claim a session; None if there is none, or the worker cannot run the session in the answer.
 
         Raises:
             UserError: the address is not an endpoint.

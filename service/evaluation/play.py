@@ -28,8 +28,8 @@ async def play_shard(
 ) -> list[EvalTrajectory]:
     """Play `n_samples` trajectories of every task of a shard, up to `concurrency` at once.
 
-    `temperature`: of sampling; None: as in training. `check` is called before each trajectory and after the
-    last; what it raises ends the evaluation. The environments' seeds depend on set and prompt only.
+    `temperature`: the sampling temperature; None: as in training. `check` is called before each trajectory and after
+    the last; an error that it raises ends the evaluation. The environments' seeds depend on set and prompt only.
     """
     tasks = await asyncio.to_thread(load_tasks, tasks_file)
     if temperature is not None:

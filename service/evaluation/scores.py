@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from service.handoff.steps.stop_reason import FAILURES
 
 SAMPLE_SEED = 0
-"""Seed of the prompts that evaluations play, the same in all runs."""
+"""Seed that selects the prompts that evaluations play; the same in all runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,10 +28,10 @@ class EvalTrajectory:
     reward: float
     n_turns: int
     n_tokens: int
-    """Tokens that the policy sampled."""
+    """Number of tokens that the policy sampled."""
     stop_reason: str
     n_truncated: int = 0
-    """Turns whose response was cut at the length limit."""
+    """Number of turns whose response was cut at the length limit."""
 
     @property
     def is_lost(self) -> bool:
@@ -87,7 +87,7 @@ class EvalShard(NamedTuple):
     number: int = 0
     of: int = 1
     most: int | None = None
-    """Rows of the whole set that are played; None: all."""
+    """Maximum number of rows of the whole set that are played; None: all."""
 
     def rows(self, n: int) -> Sequence[int]:
         """The row numbers of this shard, for a set of `n` rows; if `n` exceeds `most`, the same random rows each time.
@@ -120,7 +120,8 @@ def summarize(name: str, played: Sequence[EvalTrajectory]) -> Evaluation:
 
 
 def pass_at(k: int, n: int, passed: int) -> float:
-    """The chance that at least one of `k` samples passes, drawn without replacement from `n` of which `passed` did.
+    """Probability that at least one of `k` samples passes, drawn without replacement from `n` samples of which `passed`
+    pass.
 
     The unbiased estimator of Chen et al. 2021 (arXiv:2107.03374, section 2.1).
     """

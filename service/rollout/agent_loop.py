@@ -117,10 +117,11 @@ async def _taken_over(
     read: Callable[[Int32s], str],
     info: Counter[str],
 ) -> StepResult:
-    """Restore the environment after an earlier generator's steps, and return its answer to the last step.
+    """Restore the environment after an earlier generator's steps, and return the environment's answer to the last step.
 
     Raises:
-        TrajectoryFailed: the environment cannot be restored, or did not answer as before when it was played again.
+        TrajectoryFailed: the environment cannot be restored, or its answers in the replay differ from the recorded
+            ones.
     """
     note, steps = handover.read_note(earlier)
     info.update(note.info)
@@ -182,7 +183,7 @@ def _next_prompt(side: Conversation, result: StepResult, tools: Sequence[Tool]) 
 
 
 def _text_until_stop(chat: Chat, stop: tuple[str, ...], token_ids: Int32s) -> str:
-    """The text for the environment, up to and including the first stop string; text after it in the last token is
+    """The text for the environment, up to and including the first stop string; the rest of the last token's text is
     dropped."""
     text = chat.text(token_ids)
     ends = [found + len(s) for s in stop if (found := text.find(s)) >= 0]

@@ -22,7 +22,7 @@ from service.rollout.environment import OversizedOutput
 from service.user_code import user_folder
 
 STARTED_SECONDS = 20.0
-"""Seconds in which a keeper must begin to end processes."""
+"""Seconds in which a keeper must have started, so that it can end processes."""
 
 
 class ChildDied(Exception):

@@ -40,7 +40,7 @@ from service.types import TrajectoryId
 log = logging.getLogger(__name__)
 
 RETURN_SECONDS = 5.0
-"""Seconds in which a cancelled call has to return and the environment to close, before its task is abandoned."""
+"""Seconds in which a cancelled call must return and the environment must close, before its task is abandoned."""
 MAX_LEAKED_TASKS = 100
 """Maximum number of abandoned environment tasks in a process; with more, the process has to be restarted."""
 _TOOL = re.compile(r'<tool_call>\s{0,8}\{\s{0,8}"name"\s{0,8}:\s{0,8}"([\w.-]{1,64})"')
@@ -107,7 +107,8 @@ class EnvGuard:
         self._gave_up = False
         """Whether the task was cancelled during a call, which may still run."""
         self._snapshot: bytes | bool = b""
-        """The last result of `snapshot`; a bool, if the environment makes no snapshots, holds for all its steps."""
+        """The last result of `snapshot`. If the environment makes no snapshots it is a bool, which holds for all
+        steps."""
         self._tools: frozenset[str] = frozenset()
         """Names of the tools that the task describes."""
 
@@ -161,8 +162,8 @@ class EnvGuard:
         read: Callable[[Any], Any] = lambda result: None,
         name: str = "",
     ) -> Any:
-        """Call a method and return its result as copied by `read`; `name`: the call's name in the timeline, by default
-        `method`."""
+        """Call a method and return a copy of its result, made by `read`; `name`: the call's name in the timeline, by
+        default `method`."""
         loop = asyncio.get_running_loop()
         if self._task is None:
             self._task = loop.create_task(self._serve(), name=self._name)

@@ -1,4 +1,4 @@
-"""The token histories of one trajectory, one per role; each finished turn becomes a step.
+"""The token histories of one trajectory, one for each role; each finished turn becomes a step.
 
 turn 0:  whole prompt                -> response      step 0 carries the whole prompt
 turn 1:  history + new tokens        -> response      step 1 carries the new tokens and extends step 0

@@ -33,9 +33,9 @@ class AgentLimits:
     max_input_length: int
     """Maximum tokens of a turn's prompt."""
     step_deadline: float
-    """Seconds for one call of the environment."""
+    """Time limit of one call of the environment, in seconds."""
     request_deadline: float
-    """Seconds for one turn in the engine."""
+    """Time limit of one turn in the engine, in seconds."""
     sampling: Sampling
     max_observation_characters: int = 1 << 20
     """Maximum characters of one observation, over all texts and names of its messages."""

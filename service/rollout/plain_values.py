@@ -26,7 +26,8 @@ MAX_DEPTH = 64
 MAX_PLACE_CHARACTERS = 200
 """Maximum characters of a value's place (such as `['hits'][1]`) in an error message."""
 VALUE_CHARACTERS = 8
-"""Characters counted for each value other than a text, so that the number of such values is bounded too."""
+"""Number of characters that each value other than a text counts as, so that the number of such values is bounded
+too."""
 NUMBER_CHARACTERS = 1 << 10
 """Maximum characters of a reward."""
 INFO_CHARACTERS = 1 << 16
@@ -34,7 +35,7 @@ INFO_CHARACTERS = 1 << 16
 
 
 class NotPlain(Exception):
-    """Raised if a value is not allowed; the message has the value's place and what is allowed."""
+    """Raised if a value is not allowed; the message states the value's place and what is allowed."""
 
     def __init__(self, problem: str) -> None:
         super().__init__(problem)

@@ -29,7 +29,8 @@ from service.types import Steps, TrajectoryEnd, TrajectoryId
 
 
 class AgentPlayer(Protocol):
-    """Plays the trajectories of agents, which call the policy themselves; the actor passes one in if it is needed."""
+    """Plays the trajectories of agents, which call the policy themselves; the actor passes one to `Player` if it is
+    needed."""
 
     limits: AgentLimits
 

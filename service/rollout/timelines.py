@@ -40,7 +40,7 @@ PARTS = ("queue", "prefill", "decode", "pause", ENVIRONMENT, "other")
 
 
 class Timeline:
-    """The times of one trajectory."""
+    """Where one trajectory spends its time."""
 
     def __init__(self, trajectory: TrajectoryId, env: str) -> None:
         self.trajectory, self.env, self.began = trajectory, env, time.monotonic()
@@ -69,7 +69,7 @@ class Timeline:
 
 
 class Timelines:
-    """The trajectories that one process plays, and the times of those that ended."""
+    """The trajectories that one process plays, and the times of the trajectories that ended."""
 
     def __init__(self, engines: int = 1) -> None:
         self._a_window = SAMPLED_A_SECOND * WINDOW_SECONDS / engines
@@ -83,7 +83,8 @@ class Timelines:
         self._slowest: list[tuple[float, int, Timeline]] = []
         """A heap of (seconds, number among the trajectories of this process, trajectory)."""
         self._sums: dict[tuple[str, str], list[float]] = {}
-        """For each (environment, part or tool:NAME): the number of calls, their seconds, and the longest one's."""
+        """For each (environment, part or tool:NAME): the number of calls, their total seconds, and the seconds of the
+        longest."""
         self._parts: dict[tuple[str, str], list[float]] = {}
         self._tools: dict[tuple[str, str], list[float]] = {}
 

@@ -20,7 +20,7 @@ from service.scorers.reply import MAX_REPLY_BYTES, Failure, ScorerFailed, answer
 from service.scorers.scored_trajectories import Trajectory
 
 LOGPROB_BYTES = 1 << 9
-"""Bytes of a token's log-probability in a JSON answer, at most."""
+"""Maximum bytes of a token's log-probability in a JSON answer."""
 
 
 class Address:

@@ -3,7 +3,7 @@
     group 7 waits for judge -> a free worker of judge: ask -> accept | failed, and again | give_up
 
 Each worker is asked about one group at a time, so a group that makes its scorer hang or die costs no other group an
-attempt. Only as many groups as there are workers are in memory a second time.
+attempt. Only groups that are at a worker are in memory twice.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from service.scorers.reply import Failure, ScorerFailed, answer_from
 from service.types import StepGroup
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0
-"""Seconds before a scorer is asked again about a group."""
+"""First and longest pause, in seconds, before a scorer is asked again about a group."""
 
 log = logging.getLogger(__name__)
 

@@ -19,14 +19,14 @@ class Failure(StrEnum):
     """Why a scorer gave no valid answer; also a label of the metric, as are the reasons of refused answers."""
 
     START = "start"
-    """Its process did not start."""
+    """The scorer's process did not start."""
     DEADLINE = "deadline"
     DIED = "died"
     RAISED = "raised"
     HTTP = "http"
-    """Its address did not answer, or answered with an error."""
+    """The scorer's address did not answer, or answered with an error."""
     MALFORMED = "malformed"
-    """The answer has another form."""
+    """The answer does not have the required form."""
     TOO_LARGE = "too_large"
 
 
@@ -51,7 +51,7 @@ class ScorerFailed(Exception):
 
 
 class ScoreReply(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The answer of a scorer; a teacher gives log-probabilities, any other rewards."""
+    """The answer of a scorer: log-probabilities from a teacher, rewards from any other scorer."""
 
     rewards: list[float] | None = None
     info: list[str] = []
@@ -76,7 +76,7 @@ def answer_from(data: object, room: int) -> Answer:
     """Decode a reply; its log-probabilities may take up to `room` bytes.
 
     Raises:
-        ScorerFailed: the bytes are not a reply, or too many.
+        ScorerFailed: the bytes are not a reply, or there are too many bytes.
     """
     if not isinstance(data, bytes):
         raise ScorerFailed(Failure.MALFORMED, f"a {type(data).__name__}, no bytes")
@@ -96,7 +96,7 @@ def answer_of(given: Any, n_trajectories: int) -> Answer:
     """Read the answer of a user's code or an address: `rewards`, or `(rewards, info)`, with one entry per trajectory.
 
     Raises:
-        ScorerFailed: it has another form, or another number of rewards.
+        ScorerFailed: the answer has another form, or another number of rewards.
     """
     try:
         both = isinstance(given, tuple) and len(given) == 2 and np.ndim(given[0]) > 0  # not two rewards
@@ -112,7 +112,8 @@ def answer_of(given: Any, n_trajectories: int) -> Answer:
 
 
 def _number(reward: Any) -> float:
-    """A reward as a float; NaN, which removes only its trajectory, if there is none or it is too large for a float."""
+    """A reward as a float. A missing reward, or one too large for a float, becomes NaN, which removes only its
+    trajectory."""
     try:
         return math.nan if reward is None else float(reward)
     except OverflowError:

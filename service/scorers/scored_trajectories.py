@@ -19,8 +19,8 @@ class Turn:
     """One call of the policy."""
 
     prompt: str
-    """The new part of the prompt: the whole prompt of the first turn, later the text after the tokens of an earlier
-    turn."""
+    """The new part of the prompt: in the first turn the whole prompt, later the text that follows the tokens of an
+    earlier turn."""
     response: str
     prompt_ids: list[int]
     response_ids: list[int]
@@ -28,7 +28,8 @@ class Turn:
     """The environment's reward of the turn, including rewards that it gave the turn later."""
     stop_reason: str
     role: str
-    """Who spoke; `main` unless the configuration names `roles`, or an agent has conversations of other kinds."""
+    """The role of the turn: `main` unless the configuration names `roles`, or an agent has conversations with other
+    roles."""
 
 
 @dataclass(frozen=True, slots=True)

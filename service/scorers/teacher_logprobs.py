@@ -1,6 +1,6 @@
 """A teacher's log-probabilities of the sampled tokens of a group.
 
-The steps are merged into rows, so that what steps share is computed once; each sampled token lies in one row:
+The steps are merged into rows, so that shared prefixes are computed once; each sampled token lies in one row:
 
     step 0: [10 20 | 40 50]   step 1: [10 20 40 50 60 | 80]      sampled: 40 50 80
     row     [10 20 40 50 60 80]  ->  log p of each token given those before it  ->  those of 40 50 80
@@ -26,7 +26,7 @@ from service.scorers.reply import Failure, Logprobs, ScorerFailed
 from service.types import Float32s, Steps
 
 ROWS_AT_ONCE = 8
-"""Rows of a group that a teacher is asked about at once."""
+"""Maximum number of a group's rows that a teacher is asked about at once."""
 
 
 async def taught(steps: Steps, logprobs: Logprobs) -> Float32s:

@@ -46,7 +46,7 @@ def imported(name: str, settings: ScorerConfig) -> Callable[..., Any]:
 
 
 def check_scorers(scorers: Mapping[str, ScorerConfig]) -> None:
-    """Import the scorers' modules; constructs no instances, because a judge may load a model then.
+    """Import the scorers' modules; constructs no instances, because the constructor of a judge may load a model.
 
     Raises:
         ConfigError: see `imported`.

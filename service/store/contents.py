@@ -56,11 +56,11 @@ class StoredCheckpoint(_Record):
     format: int = FORMAT
     run: str
     step: int
-    """Optimizer steps that the weights have had."""
+    """Number of optimizer steps behind the weights."""
     accepted_tokens: int
-    """Tokens that the buffer had accepted at the position at which its journal is cut."""
+    """Number of tokens that the buffer had accepted at the position where its journal is cut."""
     files: dict[str, StoredFile]
-    """By path in the run folder."""
+    """Files by their path in the run folder."""
     xxh3_64: str = ""
     """Checksum of the manifest with this field empty."""
 
@@ -86,7 +86,8 @@ class StoredCheckpoint(_Record):
         return {file.object: file.bytes for file in self.files.values()}
 
     def missing(self, sizes: dict[str, int]) -> str | None:
-        """Which object of the checkpoint the store lacks, or has with another size; None if there is no such object."""
+        """Which object of the checkpoint is missing in the store, or has another size there; None if there is no such
+        object."""
         for name, size in self.objects.items():
             if sizes.get(name) != size:
                 return f"{name} is missing" if name not in sizes else f"{name} has another size than was written"
@@ -122,7 +123,7 @@ class RunMark(_Record):
     run: str
     """The run's own id, which its folder has too."""
     owner: str
-    """The newest process that began to write; an older one stops."""
+    """The process that began to write last; older processes stop."""
 
     @staticmethod
     def read(objects: Objects, sizes: dict[str, int]) -> RunMark | None:
@@ -165,15 +166,15 @@ class FolderMark(_Record):
     previous: str = ""
     """The previous owner: a process may have been killed before it wrote the new owner into the store."""
     lost: tuple[str, int] | None = None
-    """The process that had accepted tokens after the checkpoint from which the folder was restored, and their number;
-    the buffer counts the tokens of each process once."""
+    """(owner, number of tokens): what that process had accepted after the checkpoint from which the folder was
+    restored. The buffer counts these tokens once per process."""
 
     @staticmethod
     def read(run: Path) -> FolderMark | None:
         """Read the mark in a run's folder; None if the run never had a store.
 
         Raises:
-            UserError: it is damaged.
+            UserError: the mark is damaged.
         """
         file = run / STORE_MARK
         try:
@@ -195,8 +196,8 @@ def claimed(objects: Objects, run: Path) -> RunMark:
     one-line error.
 
     Raises:
-        UserError: the store is another run's, or the run continued from it elsewhere.
-        StoreFailed: it cannot be used.
+        UserError: the store belongs to another run, or the run was continued from the store elsewhere.
+        StoreFailed: the store cannot be used.
     """
     sizes = objects.sizes()
     held, own = RunMark.read(objects, sizes), FolderMark.read(run)

@@ -1,7 +1,7 @@
 """Restores a run's folder from its object store, on a disk without data of the run.
 
-The folder is as it was when the checkpoint was written: its journal ends there, so the buffer begins there, and the
-run repeats what it did later. The run then continues as after any other stop.
+The folder has the state of the checkpoint. Its journal ends there, so the buffer begins there, and the run repeats its
+later steps. The run then continues as after any other stop.
 """
 
 from __future__ import annotations
@@ -35,13 +35,14 @@ from service.store.contents import (
 from service.store.objects import Objects, open_store
 
 AT_ONCE = 8
-"""Files that are read at once."""
+"""Maximum number of files that are read at once."""
 READS = 3
-"""How often a file is read whose bytes are others than were written: they may have changed on the way only."""
+"""Maximum attempts to read a file whose bytes differ from those that were written: the error may lie in the transfer
+only."""
 
 
 def from_store(url: str, load: Load, into: Path | None = None) -> Path:
-    """Same as `fetched`, from the store at an address."""
+    """Restore the folder of the run in the store at an address; see `fetched`."""
     with phase(f"reading {url}", after=SECONDS):
         return fetched(open_store(url), load, say, into)
 
@@ -51,7 +52,7 @@ def fetched(objects: Objects, load: Load, say: Callable[[str], None], into: Path
     Returns an existing folder there instead if it is as new as the store.
 
     Raises:
-        UserError: the store cannot be read, or holds no checkpoint that is whole.
+        UserError: the store cannot be read, or holds no complete checkpoint.
     """
     wrong = dict[int, str]()
     try:
@@ -167,8 +168,8 @@ def _as_new(parent: Path, mark: RunMark) -> Path | None:
 
 
 def _move(source: Path, folder: Path) -> None:
-    """Move the fetched files to a folder without a checkpoint; the configuration last, because it makes the folder a
-    run's."""
+    """Move the fetched files to a folder without a checkpoint; the configuration last, because a folder with one counts
+    as a run."""
     for entry in sorted(source.iterdir(), key=lambda entry: entry.name == CONFIG):
         target = folder / entry.name
         if target.is_dir():

@@ -22,11 +22,11 @@ TIMEOUTS = {"timeout": "120s", "connect_timeout": "10s"}
 RETRIES = {"max_retries": 2, "retry_timeout": timedelta(seconds=60)}
 """Retries of a single request; `Uploads` repeats an upload as a whole."""
 CUT_OFF = "Error getting list response body"
-"""What the library says of a listing that broke off half-way, which it does not repeat."""
+"""The library's message for a listing that broke off half-way; the library does not retry it."""
 LISTINGS = 3
-"""Times that such a listing is tried."""
+"""Maximum attempts at such a listing."""
 SHOWN = 200
-"""Characters of the store's answer that a message repeats."""
+"""Maximum characters of the store's answer that a message repeats."""
 
 ANSWERS = {
     "NoSuchBucket": "there is no such bucket",
@@ -37,9 +37,9 @@ ANSWERS = {
     "ExpiredToken": "the credentials of the environment have expired",
 }
 ENDPOINTS = ("AWS_ENDPOINT", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3")
-"""Variables of the environment that lead to another server than Amazon's."""
+"""Environment variables that select a server other than Amazon's."""
 METADATA_SERVICE = "169.254.169.254"
-"""Address at which the libraries of clouds look up the role of the machine if the environment has no credentials."""
+"""Address at which cloud libraries look up the machine's role if the environment has no credentials."""
 
 
 def open_store(url: str) -> Objects:
@@ -121,8 +121,8 @@ class Objects:
 
     @contextmanager
     def _named(self, doing: str) -> Iterator[None]:
-        """Within the block, turn every error of the library into a one-line `StoreFailed`, without the library's dump
-        of the request."""
+        """Within the block, turn every error of the library into a one-line `StoreFailed` without the library's dump of
+        the request."""
         from obstore.exceptions import BaseError
 
         try:

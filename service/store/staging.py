@@ -1,4 +1,4 @@
-"""Links to the files of an upload in their current state, which no later step or deletion changes.
+"""Links to the files of an upload, so that later steps and deletions do not change what is uploaded.
 
     journal/000.journal   growing    -> uploads/3/journal/000.journal       its first bytes, up to the position
     checkpoints/step_40/  removed    -> uploads/3/checkpoints/step_40/...   the same files until they are uploaded
@@ -29,9 +29,9 @@ class Staged(NamedTuple):
     path: str
     """Path in the run folder."""
     file: Path
-    """The file that has its bytes."""
+    """The file that contains the bytes."""
     size: int
-    """Number of its bytes that are uploaded."""
+    """Number of the file's bytes that are uploaded, from the first on."""
     checksum: str = ""
     """Checksum of those bytes, if it is known."""
     shared: bool = True

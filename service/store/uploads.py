@@ -28,10 +28,10 @@ from service.store.staging import Staged, as_it_is, link_checkpoint, link_journa
 from service.store.writing import StoreWriter, TakenOver
 
 REACHED_SECONDS = 30.0
-"""Seconds between two notes in the store of how far the run came."""
+"""Minimum seconds between two writes of the run's progress to the store."""
 POLL_SECONDS = 0.02
 BACKOFF = Backoff(1.0, 60.0)
-"""Pauses after attempts that failed."""
+"""Pauses after failed attempts."""
 ENDS = (METRICS, EVALUATIONS, TRAJECTORIES, "learning_curve.png", SUMMARY)
 """Files of the run folder that are uploaded at the end; the summary is the last."""
 
@@ -43,9 +43,9 @@ class _Job:
     what: str
     files: list[Staged]
     step: int | None = None
-    """The step, if the upload is of a checkpoint."""
+    """The checkpoint's step; None if the upload is not of a checkpoint."""
     folder: Path | None = None
-    """The folder with the links to its files."""
+    """The folder with the links to the upload's files."""
     accepted_tokens: int = 0
     done: set[str] = field(default_factory=set)
     """Paths of files that are in the store."""
@@ -84,25 +84,25 @@ class Uploads:
         self._writer = StoreWriter(objects, mark, keep, self._uploaded)
         self._folders = (run / UPLOADS / str(number) for number in count())
         self._held: tuple[Path, list[Staged]] | None = None
-        """The journal of the checkpoint that was begun, with the folder of its links."""
+        """The folder with the journal's links, and its files, for the checkpoint that was begun."""
         self._jobs: list[_Job] = []
-        """Those that are not over, in the order in which they came."""
+        """Uploads that have not ended, oldest first."""
         self._under_way: _Job | None = None
         self._lock = threading.Lock()
-        """Guards these two."""
+        """Guards `_jobs` and `_under_way`."""
         self._queue = SimpleQueue[_Job]()
         self._came = threading.Event()
-        """Ends a pause: another job came, or the run does not wait any longer."""
+        """Set to end a pause: another upload was added, or the run no longer waits."""
         self._is_over = False
         self._broken: Exception | None = None
         """Why nothing is uploaded any more: `TakenOver`, or a bug."""
         self._reached_at = -REACHED_SECONDS
         self._keeps_old = False
-        """Whether something that is too old could not be deleted."""
+        """Whether a deletion of old checkpoints has failed."""
         self.status = Uploaded(self._writer.newest, 0, 0, "")
         """The state of the uploads."""
         self._progress = time.monotonic()
-        """When bytes were uploaded last."""
+        """Time at which bytes were last uploaded."""
         shutil.rmtree(run / UPLOADS, ignore_errors=True)
         threading.Thread(target=self._work, name="uploads", daemon=True).start()
 

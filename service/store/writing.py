@@ -43,7 +43,7 @@ class StoreWriter:
         """`keep`: number of checkpoints in the store; `uploaded` is called with the number of bytes of each chunk."""
         self._objects, self._mark, self._keep, self._uploaded = objects, mark, keep, uploaded
         self._known = objects.sizes()
-        """Objects in the store, by name."""
+        """Sizes of the objects in the store, by name."""
         self._digests: dict[tuple[str, int, int, int], str] = {}
 
     @property

@@ -105,7 +105,7 @@ def _trajectories(timeline: RunTimeline) -> Iterator[list[Drawn]]:
     """Each sampled trajectory as a whole, its claim and its calls, on a free row of its generator; simultaneous calls
     need more rows."""
     busy: dict[str, list[tuple[float, int]]] = {}
-    """(end, number) of the rows of a generator, the one that is free first in front."""
+    """(end, number) of each generator's rows; the row that becomes free first comes first."""
 
     def lane(owner: str, began: float, ended: float) -> Row:
         rows = busy.setdefault(owner, [])

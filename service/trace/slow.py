@@ -73,7 +73,7 @@ def print_calls(console: Console, timeline: RunTimeline, wanted: str) -> None:
     """Print the calls of one trajectory, in order.
 
     Raises:
-        UserError: no kept trajectory has that id.
+        UserError: no recorded trajectory has that id.
     """
     start = wanted if wanted.startswith("group=") else f"group={wanted}"
     one = next((one for one in slowest(timeline) if f"{one.of}/".startswith(f"{start}/")), None)

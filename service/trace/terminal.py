@@ -36,10 +36,10 @@ MARKS = {
     ASIDE: ("{=", "=}"),
     UNUSED: ("{?", "?}"),
 }
-"""Around tokens of a kind where the output has no colours, as in a pipe."""
+"""Marks around the tokens of each kind, for output without colours, such as a pipe."""
 
 WIDE = 110
-"""Columns of a terminal from which on a list shows all fields of a trajectory."""
+"""Minimum width of a terminal, in columns, at which a list shows all fields of a trajectory."""
 
 
 def print_list(console: Console, records: Sequence[Record], kept: int) -> None:

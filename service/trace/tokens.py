@@ -14,9 +14,9 @@ Words = Callable[[Sequence[int]], list[str]]
 
 PREVIEW_TOKENS = 60
 DEEPEST = 8
-"""Levels of branches that have different indentation; deeper levels have the last one."""
+"""Number of branch levels with an indentation of their own; deeper levels share the last one."""
 CONTEXT_TOKENS = 4
-"""Tokens before a token that may decide its text."""
+"""Number of preceding tokens that may affect a token's text."""
 
 TRANSCRIPT = "transcript"
 PROMPT, LOSS, STALE, MASKED, ASIDE, UNUSED = "prompt", "loss", "stale", "masked", "aside", "unused"
@@ -67,7 +67,7 @@ def tokens_of(step: Record, record: Record, max_staleness: int, words: Words) ->
 
 
 def sections(record: Record, max_staleness: int, words: Words) -> Iterator[tuple[str, Iterable[Token]]]:
-    """The parts of a trajectory, each with its title: its branches, its steps, and what an agent's run wrote."""
+    """The parts of a trajectory, each with its title: its branches, its steps, and the transcript of an agent's run."""
     if tree := branches(record):
         yield "branches", [_plain("\n".join(tree))]
     for step in record["steps"]:
@@ -158,7 +158,7 @@ def branches(record: Record) -> list[str]:
         return []
     after: dict[int | None, list[int]] = {}
     longest = [1] * len(steps)
-    """Steps of the longest chain that begins with each."""
+    """Number of steps of the longest chain that begins with each step."""
     for k in reversed(range(len(steps))):
         parent = steps[k].get("parent")
         after.setdefault(parent, []).insert(0, k)
@@ -180,7 +180,7 @@ def branches(record: Record) -> list[str]:
 
 
 def step_line(step: Record) -> str:
-    """Role, row, weights, reward, advantage if it has one of its own, and stop reason of a step in one line."""
+    """A step in one line: role, row, weights, reward, advantage if the step has its own, and stop reason."""
     reward = step["reward"] if isinstance(step["reward"], int | float) else sum(step["reward"])
     versions = ", ".join(dict.fromkeys(weights(version) for _, version in step["versions"] if version)) or "not sampled"
     role = "" if (of := step.get("role", "main")) == "main" else f"{of}, "

@@ -23,7 +23,7 @@ examples:
   baton trajectories export-html runs/quickstart --last 20
 """
 PIPED_WIDTH = 200
-"""Columns of a table that is not written to a terminal."""
+"""Width of a table that is not written to a terminal, in columns."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

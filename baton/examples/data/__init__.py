@@ -28,7 +28,7 @@ SCHEMA = (
 )
 """The tables of the database."""
 LARGEST = 40
-"""Numbers of people (thousands) and heights (tens of metres) are at most this."""
+"""Maximum of the numbers of people (in thousands) and of the heights (in tens of metres)."""
 
 
 class Town(NamedTuple):

@@ -25,9 +25,10 @@ from service.rollout.chat.chat import Tool
 FORCES = ("required", "any", "function", "tool", "custom")
 """Kinds of `tool_choice` that force a call of a tool which the client runs."""
 THINKING = {"type": "tag", "begin": "<think>", "content": {"type": "any_text"}, "end": "</think>\n\n"}
-"""What an enforced form may follow."""
+"""Format of the thinking that may precede an enforced form."""
 MAX_FORM_BYTES = 1 << 16
-"""Of an enforced form as JSON: the time to compile it grows with the square of its size, and is a few seconds here."""
+"""Maximum bytes of an enforced form as JSON. The time to compile a form grows with the square of its size; at this size
+it is a few seconds."""
 
 
 class _Format(Struct):

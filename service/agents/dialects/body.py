@@ -23,14 +23,14 @@ from service.rollout.chat.chat import Tool
 from service.rollout.chat.tools import read_json
 
 HALF = re.compile(rb"\\u[dD][89a-fA-F]")
-"""Half of a surrogate pair as JSON writes it: programs that cut text in the middle of a character send one."""
+"""Half of a surrogate pair, as a JSON escape; programs that cut text in the middle of a character send such halves."""
 WHERE = re.compile(r"(?P<reason>.*?)(?: - at `\$\.?(?P<field>.*)`)?", re.DOTALL)
 FIELD_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}")
-"""A field's name that stands in a header and in a log as it is."""
+"""Names of fields that are written to a header and to a log unchanged."""
 FORMATS, OPTIONS = ("response_format", "output_format"), ("text", "output_config")
-"""Fields that state the form of an answer, and fields with options that may have it as `format`."""
+"""Fields that state the form of an answer, and fields with options, which may state the form as `format`."""
 MAX_NAMED = 32
-"""Ignored fields that an answer names."""
+"""Maximum number of ignored fields that an answer names."""
 MISSING = re.compile(r"required field `(\w+)`")
 Shape = TypeVar("Shape", bound=Struct)
 Positive = Annotated[int, Meta(ge=1)]
@@ -76,13 +76,13 @@ class CompletionFields(CommonFields, kw_only=True):
 
     max_tokens: Positive | None = None
     n: Annotated[int, Meta(ge=1, le=128)] | None = None
-    """Answers of the request."""
+    """Number of answers that the client wants."""
     stream_options: _StreamOptions | None = None
     return_token_ids: bool | None = None
 
     @property
     def include_usage(self) -> bool:
-        """Whether a stream ends with the numbers of tokens."""
+        """Whether a stream ends with token counts."""
         return bool(self.stream_options and self.stream_options.include_usage)
 
 
@@ -99,7 +99,7 @@ ONE = _Unless((1,), "one call gives one answer")
 SAMPLED = _Unless(({}, []), "what is sampled is the distribution that is trained")
 WHOLE = _Unless((), "send the whole conversation; its tokens are found by its messages")
 NO_THREAD = "thread_unsupported_request"
-"""The code after which Anthropic's SDK sends whole conversations."""
+"""The error code after which Anthropic's SDK sends whole conversations."""
 REFUSED: Mapping[str, _Unless] = {
     "n": ONE,
     "best_of": ONE,
@@ -124,7 +124,7 @@ def parse_body(raw: bytes) -> dict[str, Any]:
     """Parse the body of a request as a JSON object without NaN, half surrogate pairs or deep nesting.
 
     Raises:
-        Refused: the body is something else.
+        Refused: the body is not such an object.
     """
     try:
         if HALF.search(raw):
@@ -189,8 +189,8 @@ def read_as(value: Any, shape: type[Shape], where: str = "") -> Shape:
 def own_tools(tools: list[dict[str, Any]] | None, shape: Any, kinds: Collection[str]) -> Iterator[Any]:
     """Convert the tools of these types to their schema.
 
-    Tools that a provider of models runs or describes itself are left out: refusing them would end agents that always
-    offer one.
+    Tools that a provider of models runs or describes itself are left out: to refuse them would stop agents that always
+    offer such a tool.
     """
     for i, tool in enumerate(tools or ()):
         if not _is_left_out(tool, kinds):
@@ -211,10 +211,10 @@ def function_tool(name: str, description: str | None, parameters: Mapping[str, A
 
 
 def taken_begun(messages: list[dict[str, Any]], continues: bool) -> str:
-    """Take the last message from a request that `continues` it: the text with which the answer begins.
+    """If a request `continues` its last message, remove that message and return its text, with which the answer begins.
 
     Raises:
-        Refused: it is not an assistant's, or has more than text.
+        Refused: the message is not an assistant's, or has more than text.
     """
     if not continues:
         return ""

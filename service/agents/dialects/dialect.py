@@ -1,4 +1,5 @@
-"""Interface of all dialects: the object that a request becomes, and the object that an answer is written from.
+"""Interface of all dialects: `CallRequest`, as which a request is read, and `CallAnswer`, from which an answer is
+written.
 
 body of a POST --read--> CallRequest --(tree, engine, journal)--> CallAnswer --reply / events--> JSON / event stream
                    \\--> Refused --error / error_event--> the dialect's own form of an error
@@ -25,46 +26,46 @@ class AnswerForm(NamedTuple):
     """The form that a client wants its answer to have; see `answer_form.py`."""
 
     field: str
-    """The request's field that states it."""
+    """The request's field that states the form."""
     grammar: Mapping[str, Any] | None = None
-    """What an engine can enforce, as a format of xgrammar's structural tags; None: nothing."""
+    """What an engine can enforce of the form, as a format of xgrammar's structural tags; None: nothing."""
 
 
 class CallRequest(NamedTuple):
     """One request of a client."""
 
     messages: Sequence[Mapping[str, Any]]
-    """In the form of chat completions, as `ConversationTree.open` takes them; empty where `prompt` is given."""
+    """Messages in the form of chat completions, as `ConversationTree.open` takes them; empty if there is a `prompt`."""
     model: str = MODEL
     """The name of the model in the request; the answer repeats it."""
     tools: Sequence[Tool] = ()
     echoed: frozenset[str] = frozenset()
-    """Names of calls that came back as a signature or as encrypted content."""
+    """Names of calls that the client sent back as a signature or as encrypted content."""
     stream: bool = False
     max_tokens: int | None = None
     """Maximum tokens of the answer; None: as many as fit."""
     begun: str = ""
-    """Text with which the answer begins, after the messages; the policy continues it."""
+    """The beginning of the answer, which the client wrote; the policy continues it."""
     prompt: str | Int32s | None = None
-    """Text or [P] ids that stand for the messages (completions only)."""
+    """Text or [P] ids in place of messages (only in `completions` and `generate`)."""
     wants_ids: bool = False
-    """The client asked for `return_token_ids`: the answer has the ids, log-probabilities and versions."""
+    """Whether the client asked for `return_token_ids`: the answer then has ids, log-probabilities and versions."""
     wants_logprobs: bool = False
-    """The client asked for log-probabilities alone."""
+    """Whether the client asked for log-probabilities without ids."""
     include_usage: bool = False
-    """A stream of chat completions or completions ends with the numbers of tokens."""
+    """Whether a stream of chat completions or completions ends with token counts."""
     repeated: Mapping[str, Any] = {}
-    """Fields of the request that the dialect's answer has too."""
+    """Fields of the request that the dialect's answer repeats."""
     n: int = 1
-    """Samples that the client wants."""
+    """Number of samples that the client wants."""
     may_call: bool = True
-    """Whether calls of tools are read from the answer; otherwise they are text."""
+    """Whether tool calls in the answer are parsed; otherwise they stay text."""
     forms: tuple[AnswerForm, ...] = ()
     """The forms that the client wants."""
     structure: str = ""
     """The form that the engine enforces, as JSON of a structural tag; empty: none."""
     ignored: tuple[str, ...] = ()
-    """Given fields that change nothing."""
+    """Fields of the request that have no effect."""
 
 
 class CallAnswer(NamedTuple):
@@ -72,7 +73,7 @@ class CallAnswer(NamedTuple):
 
     call: Call
     created: int
-    """Seconds since 1970."""
+    """Time of the answer, in seconds since 1970."""
     others: Sequence[CallAnswer] = ()
     """Further samples of the same request."""
 
@@ -99,7 +100,7 @@ class CallAnswer(NamedTuple):
         return ids
 
     def sampled(self) -> tuple[list[int], list[float]]:
-        """Ids and log-probabilities of the tokens that the policy sampled, without an appended end."""
+        """Ids and log-probabilities of the tokens that the policy sampled, without an appended end token."""
         response, sampled = self.call.response, self.call.is_sampled
         return response.token_ids[sampled].tolist(), response.logprobs[sampled].tolist()
 
@@ -115,7 +116,7 @@ class Refused(UserError):
         """The request's field at fault, with its place: `messages[2].content`."""
         self.reason = reason
         self.code = code
-        """What programs can test, for instance `context_length_exceeded`."""
+        """An error code for programs, for instance `context_length_exceeded`."""
 
 
 def frame(data: Any, event: str = "") -> bytes:
@@ -146,11 +147,11 @@ class Dialect(NamedTuple):
 
     name: str
     read: Callable[[Mapping[str, Any]], CallRequest]
-    """The request in the JSON object that a client sent; raises `Refused` with status 400 and the field at fault."""
+    """Reads the JSON object that a client sent; raises `Refused` with status 400 and the field at fault."""
     reply: Callable[[CallAnswer, CallRequest], dict[str, Any]]
     """The whole answer as one JSON value."""
     events: Callable[[CallAnswer, CallRequest], Iterator[bytes]]
-    """The answer as frames of server-sent events, each whole."""
+    """The answer as complete frames of server-sent events."""
     error: Callable[[Refused], dict[str, Any]] = openai_error
     """The body of an answer with status 4xx or 5xx."""
     error_event: Callable[[Refused], bytes] = openai_error_event

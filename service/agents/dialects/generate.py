@@ -32,7 +32,8 @@ class _Request(Struct, kw_only=True):
 
 
 def read(body: Mapping[str, Any]) -> CallRequest:
-    """Read the prompt's ids and the maximum number of response tokens; other sampling parameters are the session's."""
+    """Read the prompt's ids and the maximum number of response tokens; the session sets the other sampling
+    parameters."""
     request = read_request(body, _Request)
     sampling = read_request(request.sampling_params or {}, _Sampling, "sampling_params")
     return CallRequest(

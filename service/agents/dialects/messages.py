@@ -32,7 +32,7 @@ from service.agents.dialects.body import (
 from service.agents.dialects.dialect import ERROR_TYPES, CallAnswer, CallRequest, Dialect, Refused, frame
 
 KINDS = ERROR_TYPES | {413: "request_too_large"}
-"""Of errors, by their status."""
+"""Types of errors, by HTTP status."""
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 EMPTY: Mapping[str, Mapping[str, Any]] = {
     "text": {"text": ""},

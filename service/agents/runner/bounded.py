@@ -22,23 +22,23 @@ from service.rollout.child_main import end_descendants
 
 CHUNK = 1 << 16
 WATCH_SECONDS = 0.5
-"""Minimum seconds between two looks at memory, processes and folder."""
+"""Minimum seconds between two checks of memory, processes and folder."""
 WATCH_SHARE = 0.05
-"""Maximum share of the command process's time for these looks."""
+"""Maximum share of the command process's time for these checks."""
 ENTRIES_AT_ONCE = 1000
 FILE_BYTES = 4096
-"""Minimum bytes that a file or folder counts as."""
+"""Each file and each folder counts as at least this many bytes."""
 
 
 class CommandEnd(NamedTuple):
     """How a command ended."""
 
     code: int | None
-    """Its exit code, 128 + the signal that ended it; None: it was ended at a limit."""
+    """The command's exit code, or 128 + the signal that ended it; None: it was ended at a limit."""
     limit: str
-    """Name of the limit at which it was ended; empty where there was none."""
+    """Name of the limit at which the command was ended; empty if it was not ended at a limit."""
     output: bytes
-    """Its stdout and stderr, up to the limit."""
+    """The command's stdout and stderr, up to the limit."""
 
 
 async def run_command(launch: Launch, time: str, root: Path, base_url: str, namespaces: bool) -> CommandEnd:

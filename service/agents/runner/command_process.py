@@ -35,21 +35,21 @@ WORK, TEMPORARY, PROMPT, QUESTION = "work", "tmp", "prompt.txt", "question.json"
 """Names in the trajectory's folder: the command's current folder and TMPDIR, its prompt, and the scoring command's
 input."""
 FILES = "files"
-"""Column of a row: files by their path in the command's folder."""
+"""Column of a row with files, by their path in the command's folder."""
 REMOVE_SECONDS = 600.0
 """Seconds in which a folder must be removed."""
 KEPT_VARIABLES = {"PATH": os.defpath, "LANG": "C.UTF-8"}
-"""Environment variables that a command gets with Baton's values, and the values if Baton's process does not have
-them."""
+"""Environment variables that a command inherits from Baton's process, each with its default."""
 PLACEHOLDER = re.compile(r"\{(\w+)\}")
 SIGNALLED = range(129, 193)
 """Exit codes that stand for signals: 128 + the signal."""
 TIME, SCORE_TIME = "seconds", "score_seconds"
-"""The time limits: of a command, whose result still counts, and of its score."""
+"""Names of the time limits of a command and of its score. A command that is ended at its time limit is still scored."""
 
 
 class _TooLate(BaseException):
-    """Raised in a scoring function at its time limit; no `Exception`, which the function's own handlers might catch."""
+    """Raised in a scoring function at its time limit; not an `Exception`, so that the function's own handlers do not
+    catch it."""
 
 
 class Failed(Exception):
@@ -60,13 +60,13 @@ class Finished(NamedTuple):
     """Result of one run of the command."""
 
     reward: float | None
-    """The score; None where the settings have none, or the run failed."""
+    """The score; None if no score is configured, or the run failed."""
     status: str
     """`ok`, or `failed`: the run is no evidence about the policy."""
     reason: str
-    """Why it failed, or that its time was over; empty otherwise."""
+    """Why the run failed, or that it reached its time limit; empty otherwise."""
     info: Mapping[str, float]
-    """Seconds and bytes of output."""
+    """Duration of the run in seconds, and size of its output in bytes."""
     transcript: str
     """The command's stdout and stderr, without the key; the middle of a long one is left out."""
     exit_code: int | None = None

@@ -1,4 +1,4 @@
-"""Forwards connections to an endpoint: those of a command without a network, or of a client that is recorded."""
+"""Forwards connections to an endpoint, for a command without a network or a client that is recorded."""
 
 from __future__ import annotations
 

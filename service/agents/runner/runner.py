@@ -27,13 +27,13 @@ from service.rollout.environment import AgentSession, OversizedOutput, Task
 log = logging.getLogger(__name__)
 
 FOLDERS = "baton-agents-"
-"""How the names of folders for trajectories begin, in the folder for temporary files."""
+"""Prefix of the names of trajectories' folders, which lie in the folder for temporary files."""
 AROUND_SECONDS = 300.0
-"""Seconds in which a trajectory's folder must be filled and removed."""
+"""Time limit, in seconds, to fill and to remove a trajectory's folder."""
 BYTES_PER_CHARACTER = 6
 """Maximum bytes of JSON for one character (`\\u0000`)."""
 ROOM = 1 << 16
-"""Bytes of a command process's answer besides the transcript."""
+"""Maximum bytes of a command process's answer besides the transcript."""
 
 
 class CommandAgent:

@@ -36,12 +36,12 @@ SIOCSIFFLAGS, IFF_UP = 0x8914, 1
 
 MAX_MESSAGE = 4096
 OUR_PROCESSES = 3
-"""Processes of a user namespace beside the command's own."""
+"""Number of Baton's processes in a user namespace, besides the command's own."""
 ROOM = 2
 """A command with more than `limits.processes` processes is ended, with that limit as the reason; beyond this multiple
 of the limit the operating system refuses further processes."""
 RESERVED_IDS = 301
-"""Process ids that the kernel does not give again: a namespace's largest id is at least this."""
+"""Minimum of a namespace's largest process id, because the kernel does not reuse smaller ids."""
 PID_MAX_OF_NAMESPACES = (6, 14)
 """The first kernel in which a PID namespace has a largest id of its own; in older ones the setting is the machine's."""
 KERNEL = tuple(int(part) for part in re.findall(r"\d+", os.uname().release)[:2])
@@ -57,10 +57,10 @@ class Launch:
 
     command: Sequence[str]
     folder: Path
-    """The current folder."""
+    """The command's current folder."""
     stdin: Path
     variables: Mapping[str, str]
-    """The whole environment."""
+    """All environment variables of the command."""
     limits: Mapping[str, Any]
     """The limits of `CommandLimits`, as plain values."""
     port: int | None
@@ -71,12 +71,13 @@ class Started(NamedTuple):
     """A running command."""
 
     process: subprocess.Popen[bytes]
-    """The command, or the outer process of its namespaces, which ends with it and has its exit code; `stdout` has its
-    stdout and stderr."""
+    """The command, or the outer process of its namespaces, which ends with the command and with its exit code; `stdout`
+    is the command's stdout and stderr."""
     listener: socket.socket | None
     """Accepts the command's connections to `Launch.port`."""
     proc: int | None
-    """The open /proc of the command's PID namespace; None if it has none, or this machine refuses to mount it."""
+    """The open /proc of the command's PID namespace; None if there is no namespace, or this machine refuses the
+    mount."""
 
 
 def namespaces_refused() -> str:

@@ -30,11 +30,11 @@ INIT = "1"
 
 
 class Processes:
-    """The processes of a command, at one moment after the other."""
+    """Measures the processes of a command, each time as they are at that moment."""
 
     def __init__(self, proc: int | None) -> None:
-        """`proc`: the open /proc of the command's PID namespace; None: it has none, so all descendants of this process
-        are the command's."""
+        """`proc`: the open /proc of the command's PID namespace; None: all descendants of this process are the
+        command's."""
         self._proc = proc
         self._our_mounts = dict(_memory_mounts("/proc/self"))
         nameless = os.memfd_create("probe")
@@ -55,8 +55,8 @@ class Processes:
         return sum(_numbers(folder, "status", THREADS).get("Threads", 1) for folder in folders)
 
     def memory(self, folders: Sequence[str], most: int) -> int:
-        """Bytes of memory of these processes; only an upper bound, which is faster to read, if that is at most
-        `most`."""
+        """Bytes of memory of these processes. If an upper bound that is faster to read is at most `most`, the bound is
+        returned."""
         shared = self.nameless(folders)[self._memfds] + self._in_memory_mounts(folders)
         bound = KB * sum(sum(_numbers(folder, "status", RESIDENT).values()) for folder in folders) + shared
         if bound <= most:

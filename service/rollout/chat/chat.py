@@ -60,7 +60,7 @@ class Chat:
 
     @cached_property
     def shows_tools(self) -> bool:
-        """Whether the template puts a request's tools into the prompt, or refuses the tool with which it is tried."""
+        """Whether the template puts a request's tools into the prompt, or refuses the tool of this test."""
         tool = {"type": "function", "function": {"name": "f", "description": "", "parameters": {"type": "object"}}}
         try:
             return self._render(ASKED[:1], [tool]) != self._render(ASKED[:1])

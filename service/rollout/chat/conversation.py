@@ -118,7 +118,7 @@ class Conversation:
     def close(self, text: str, generation: Generation, last: bool) -> Response:
         """The response to the prompt, with an end token appended if the mode needs one and the policy sampled none.
 
-        `inline` appends it to the last response only, because the message continues after the others.
+        `inline` appends it to the last response only, because the message continues after all other responses.
         """
         continues = self._mode == "inline" and not last and len(generation.token_ids)  # a step has at least one token
         response = as_sampled(generation) if continues else with_end(generation, self._chat.end_id)

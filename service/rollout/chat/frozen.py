@@ -27,7 +27,7 @@ from service.rollout.environment import Message, TrajectoryFailed
 BACKOFF = Backoff(0.2)
 OK = 200
 AGAIN = (408, 429, 500, 502, 503, 504)
-"""Statuses after which a request is sent again, until its deadline."""
+"""HTTP statuses after which a request is sent again, until its deadline."""
 ANSWER_BYTES = 4 << 20
 """Maximum bytes of an answer."""
 

@@ -41,7 +41,7 @@ class Hidden(NamedTuple):
 
     values: Any
     stand_ins: dict[str, str]
-    """By the character that each replaces."""
+    """Each stand-in by the character that it replaces."""
 
     def restore(self, text: str) -> str:
         """The text with the original characters; a template may have written a stand-in as JSON escapes."""
@@ -109,7 +109,7 @@ class SpecialTokens:
         token, as in `<|` role `|>`.
 
         Raises:
-            MessagesRefused: `values` holds something else than texts, numbers, lists and mappings.
+            MessagesRefused: `values` contains something other than texts, numbers, lists and mappings.
         """
         copied = _copied(values, str.__str__)
         unused, stand_ins = _unused([copied, self._template]), dict[str, str]()
@@ -139,7 +139,7 @@ class SpecialTokens:
         return ids
 
     def _open(self, text: str, names: Collection[str]) -> set[int]:
-        """Positions of characters to replace because adjacent text might complete them to a special token."""
+        """Positions of characters to replace, because together with adjacent text they might form a special token."""
         lengths = range(1, min(len(text), self._longest - 1) + 1)
         positions = {len(text) - k for k in lengths if text[-k:] in self._beginnings}
         if not text or text in self._template_words or text in names:

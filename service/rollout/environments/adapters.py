@@ -38,7 +38,8 @@ class OwnThread:
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="environment")
 
     async def call(self, function: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
-        """Call a function in the thread; waits for its end even when cancelled, so that a hanging thread is noticed."""
+        """Call a function in the thread; waits until it returns even when cancelled, so that a hanging thread is
+        noticed."""
         loop = asyncio.get_running_loop()
         answer = loop.run_in_executor(self._executor, partial(function, *arguments, **named))
         try:
@@ -80,7 +81,7 @@ class SkyRLGym:
         return [Message(role=message["role"], content=message["content"]) for message in messages]
 
     async def step(self, text: str) -> StepResult:
-        """Make one action; the environment's own metrics become the `info` of the last step."""
+        """Take one action; the environment's own metrics become the `info` of the last step."""
         result = await self._thread.call(self._env.step, text)
         done = bool(result["done"])
         metrics = await self._thread.call(self._env.get_metrics) if done else {}

@@ -1,6 +1,7 @@
 """Means over trajectories of the numbers that environments return as `info`, for `metrics.jsonl`.
 
-A generator sums them; the driver takes the difference of the sums after this optimizer step and after the previous:
+A generator sums the numbers; the driver subtracts the sums after the previous optimizer step from those after this
+step:
 
 {"search_r1": {"trajectories": 9, "searches": 14.0}}   after step 4
 {"search_r1": {"trajectories": 13, "searches": 20.0}}  after step 5: environment/search_r1/searches is 6 / 4 = 1.5

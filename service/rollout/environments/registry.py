@@ -82,7 +82,7 @@ def environment_class(name: str, trusted_modules: Sequence[str] = ()) -> Callabl
 
 @cache
 def registered() -> Mapping[str, str]:
-    """`module:Class` by name, of the environments that installed packages register; cached, because every trajectory
+    """The environments that installed packages register, as name -> `module:Class`; cached, because every trajectory
     needs it."""
     return {point.name: point.value for point in entry_points(group=GROUP)}
 

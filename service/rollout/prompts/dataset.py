@@ -38,7 +38,8 @@ COLUMN_CHARACTERS = 1 << 24
 COLUMN_TYPES = (bytes, date, time, timedelta, Decimal)
 """Types of parquet values that are allowed besides those of JSON."""
 MAX_UID_LENGTH = 512
-"""Maximum characters of a uid; a message to the buffer has the uid of every step in its header of limited size."""
+"""Maximum characters of a uid. A message to the buffer lists the uid of every step in its header, whose size is
+limited."""
 
 
 def load_tasks(path: Path) -> list[Task]:
