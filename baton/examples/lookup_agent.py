@@ -25,7 +25,7 @@ class LookupAgent:
         int(task.extra_info["seed"])
 
     async def play(self, session: AgentSession, task: Task, seed: int) -> None:
-        """Let the policy look facts up until it answers or says nothing valid."""
+        """Let the policy look facts up until it gives an answer or an invalid response."""
         puzzle = lookup.puzzle(int(task.extra_info["seed"]))
         messages: list[Any] = [dict(message) for message in task.prompt]
         http = DefaultAsyncHttpxClient(verify=_certificates())
@@ -46,7 +46,8 @@ class LookupAgent:
 
 @cache
 def _certificates() -> ssl.SSLContext:
-    """The TLS certificates, read once: each client would read them again in 25 ms, though the endpoint has no TLS."""
+    """The TLS certificates, read only once: each client would need 25 ms to read them, though the endpoint has no
+    TLS."""
     return ssl.create_default_context()
 
 

@@ -50,7 +50,7 @@ class SolverVerifier(lookup.Lookup):
         return result._replace(done=self._actions == MAX_ACTIONS)
 
     def _made(self, asked: lookup.Puzzle) -> str:
-        """An answer made by the environment: wrong if the solver's is right, and right if it is wrong."""
+        """An answer made by the environment: a wrong one if the solver's answer is right, otherwise the right one."""
         if self._shows_right:
             return f"answer {asked.answer}"
         place = lookup.VALUES.index(asked.answer) + 1 + lookup.ENTITIES.index(asked.subject) % (len(lookup.VALUES) - 1)

@@ -1,8 +1,8 @@
 """Runs a policy's SQL read-only: statements cannot change data, load code, or exhaust time or memory.
 
 Statements run in a few child processes, one at a time in each. The kernel ends a process whose statement takes too
-long, and refuses it memory beyond its limit; the next statement gets a new process.
-`python -m service.rollout.child_main baton.examples.sqlite_query` is the command of such a process.
+long, and denies it memory beyond the limit; the next statement gets a new process. `python -m
+service.rollout.child_main baton.examples.sqlite_query` is the command of such a process.
 """
 
 from __future__ import annotations

@@ -4,10 +4,10 @@
     python verifiers_agent.py play TASKSET TOKENIZER [RENDERER]     one rollout: the command of an agent
 
 TASKSET is the id of an installed taskset, or the name of a module beside this file (`verifiers_sums`); TOKENIZER is the
-folder of the model's tokenizer; RENDERER one of the package `renderers` (`qwen3`), by default the one that suits the
-tokenizer's name, or else its chat template. Runs in an environment with verifiers 0.4, without Baton. A rollout leaves
-its reward in the file `reward` of the current folder, which `env.score: [cat, reward]` reads, and its trace in
-`trace.json`.
+folder of the model's tokenizer; RENDERER is a name from the package `renderers`, such as `qwen3`; the default is the
+renderer that suits the tokenizer's name, or else the tokenizer's chat template. Runs in an environment with verifiers
+0.4, without Baton. A rollout leaves its reward in the file `reward` of the current folder, which `env.score: [cat,
+reward]` reads, and its trace in `trace.json`.
 """
 
 import argparse

@@ -93,7 +93,7 @@ class Agents:
     def restore(self, trajectory: TrajectoryId, task: Task, steps: Steps, sink: StepSink) -> bool:
         """Reopen the session of an earlier process before clients reach it; returns whether its steps can be continued.
 
-        `play` continues it.
+        `play` then continues the session.
         """
         session = self.session(trajectory, task, sink)
         try:
@@ -110,7 +110,8 @@ class Agents:
     ) -> Played:
         """Play one trajectory; `sink` gets a step for each call, then the trajectory's end.
 
-        `guard`: the agent; None: a worker plays the trajectory, which is over once the buffer has its end.
+        `guard`: the guard around the agent; None: a worker plays the trajectory. Returns once the buffer has the
+        trajectory's end.
         """
         await self.listen()
         restored = self._restored.pop(str(trajectory), None)
@@ -120,7 +121,7 @@ class Agents:
             return await self._played(session, task, guard, seed, sink, restored is not None)
         finally:
             if session.recorded.cancel():
-                self.sessions.finished(session, "")  # the buffer was not asked, so no end of it counts
+                self.sessions.finished(session, "")  # the buffer was not asked, so the session is not finished
             self.sessions.remove(session)
 
     async def _played(

@@ -50,7 +50,7 @@ class CallNote(msgspec.Struct, frozen=True, array_like=True):
     """Index of the call that this call continues; -1: none."""
     how: How
     body: str
-    """What identifies the client's request."""
+    """Identifies the client's request, so that a repetition is recognised."""
     after: str
     """Digest, in hex, of the conversation that ends with the reply; empty where the prompt was given as token ids."""
     system: str | None = None
@@ -58,7 +58,7 @@ class CallNote(msgspec.Struct, frozen=True, array_like=True):
     has_tools: bool = False
     """Whether the client offered tools; recorded for roots only."""
     named: str | None = None
-    """What the client says that the conversation is for."""
+    """The role that the client names for the conversation; None: it names none."""
 
 
 class Beginning(NamedTuple):
@@ -84,17 +84,17 @@ class Call:
     response: Response
     reply: Reply
     body: str
-    """What identifies the client's request."""
+    """Identifies the client's request, so that a repetition is recognised."""
     stop_reason: str
     """Why the engine stopped: `stop` or `length`."""
     index: int
     """The call's number in the tree; calls are numbered as they were sampled."""
     after: bytes = b""
-    """What identifies the conversation that ends with the reply; empty where the prompt was given as token ids."""
+    """Digest of the conversation that ends with the reply; empty if the prompt was given as token ids."""
     begun: Beginning | None = None
     """How the client began the conversation; only for a root whose prompt was given as messages."""
     named: str | None = None
-    """What the client says that the conversation is for."""
+    """The role that the client names for the conversation; None: it names none."""
     delivered: bool = False
     """Whether the client has received the reply, as far as the server can tell."""
     is_restored: bool = False
@@ -157,7 +157,7 @@ class Call:
 
 
 class PreparedCall(NamedTuple):
-    """A call that can be sampled."""
+    """A call with its prompt, ready to be sampled."""
 
     parent: Call | None
     how: How
@@ -187,7 +187,7 @@ class ConversationTree:
         self._new_name = new_name
         self.calls: list[Call] = []
         self._after: defaultdict[bytes, list[Call]] = defaultdict(list)
-        """Calls by the conversation that ends with their reply."""
+        """Calls by the digest of the conversation that ends with their reply."""
         self._of_ids: dict[tuple[int, int], Call] = {}
         """The newest call for each (number of tokens, digest of the tokens)."""
         self._newest_of: dict[str, Call] = {}
@@ -387,8 +387,8 @@ def _note_of(step: Step, place: int) -> CallNote:
 
 
 def _best(calls: Sequence[Call], echoed: set[str]) -> Call:
-    """The call of which the client sent back the most ids, its ancestors' included; among equals, a delivered one, then
-    the newest."""
+    """The call of which the client sent back the most ids, including ids of its ancestors; among equal calls, a
+    delivered one, then the newest."""
 
     def rank(call: Call) -> tuple[int, bool]:
         return sum(of.name in echoed for of in call.path()), call.delivered

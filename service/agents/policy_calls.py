@@ -56,7 +56,7 @@ class Calls:
     """Answers the calls of all sessions."""
 
     def __init__(self, requests: Requests, named_roles: Sequence[str], structured: str) -> None:
-        """`structured`: `agents.structured`."""
+        """`structured`: the setting `agents.structured`."""
         self._requests = requests
         self._named_roles = named_roles
         self._structured = structured

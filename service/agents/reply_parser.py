@@ -32,7 +32,7 @@ class ReplyParser(Protocol):
         """Parse a finished response to a request with these tools; unrecognised text becomes content, and so do calls
         if there are no tools.
 
-        `text` has no special tokens; where those mark calls, the parser reads the response's ids.
+        `text` has no special tokens. If special tokens mark the calls, the parser reads the response's ids instead.
         """
 
 

@@ -43,7 +43,7 @@ UNREAD_SECONDS = 60.0
 MAX_CONNECTIONS = 4096
 """Maximum number of open connections; further ones are closed."""
 CLOSING = frozenset({401, 409})
-"""Statuses of requests without the key of an open session; their connection is closed."""
+"""HTTP statuses for requests without the key of an open session; their connection is closed."""
 
 
 class Endpoint:

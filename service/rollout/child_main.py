@@ -52,7 +52,7 @@ def main() -> None:
 
 
 def _reap(child: int, flags: int) -> int | None:
-    """Reap ended children until `child` is among them; returns its exit code, minus the signal that ended it."""
+    """Reap ended children until `child` is among them; returns its exit code, or minus the signal that ended it."""
     while True:
         pid, status = os.waitpid(-1, flags)
         if pid in (0, child):

@@ -170,8 +170,8 @@ class ChildProcess:
 
 
 def _environment() -> dict[str, str]:
-    """The environment variables of a process: this one's import path and user folder; Python's usual import path for
-    its children.
+    """The environment variables of a child process: this process's import path and user folder. Without `SAFE_PATH`,
+    so that Python programs that the child starts have their usual import path.
     """
     kept = {name: value for name, value in os.environ.items() if name != SAFE_PATH}
     return {**kept, USER_FOLDER: str(user_folder()), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}

@@ -33,7 +33,8 @@ class Environments:
         isolated = config.isolation == "process"
         has_process = isolated or (config.name == AGENT and config.workers == "here")
         self.room = Semaphore(config.max_processes) if has_process else nullcontext()
-        """Held during an episode: an episode with its own process waits here for one, before any deadline starts."""
+        """Held during an episode. If episodes have their own processes, a semaphore, for which they wait before any
+        deadline starts."""
         self._processes = environment_processes(config.max_observation_characters) if isolated else None
 
     def make(self, task: Task) -> Environment | Agent:

@@ -136,7 +136,7 @@ class Timelines:
             self._tools.setdefault((line.env, name.removeprefix("tool:")), []).append(taken)
 
     def _count(self, env: str, name: str, seconds: float) -> str:
-        """Add to the sums; returns the name under which it was counted."""
+        """Add to the sums; returns the name under which the seconds were counted."""
         if (env, name) not in self._sums and len(self._sums) >= MAX_SERIES:
             name = OTHER
         counted = self._sums.setdefault((env, name), [0, 0.0, 0.0])

@@ -41,7 +41,7 @@ class Worker(Protocol):
 
 
 class Asking:
-    """Keeps the workers of all scorers busy."""
+    """Distributes groups to the workers of all scorers."""
 
     def __init__(
         self,

@@ -29,7 +29,8 @@ class Scorer:
         tasks: Sequence[Task],
         engine: Logprobs | None = None,
     ) -> None:
-        """`roles`: the configured ones; `model_folder`: the policy's; `engine`: the engine of a teacher with `model`.
+        """`roles`: the configured roles; `model_folder`: the folder of the policy's model; `engine`: the engine of a
+        teacher that has a `model`.
 
         Raises:
             UserError: a user's code, a key or a tokenizer is missing or not valid.

@@ -78,7 +78,8 @@ class Uploads:
     def __init__(
         self, objects: Objects, run: Path, mark: RunMark, keep: int, deadline: float, say: Callable[[str], None]
     ) -> None:
-        """`keep`: checkpoints in the store; `deadline`: seconds without progress after which `finish` gives up."""
+        """`keep`: number of checkpoints that the store keeps; `deadline`: seconds without progress after which `finish`
+        gives up."""
         self.url = objects.url
         self._run, self._say, self._deadline = run, say, deadline
         self._writer = StoreWriter(objects, mark, keep, self._uploaded)

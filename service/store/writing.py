@@ -36,11 +36,12 @@ class TakenOver(Exception):
 class StoreWriter:
     """Writes to the store on behalf of the process that holds the mark `mark`.
 
-    Its methods raise `StoreFailed` where the store fails, `OSError` where the disk does, and `TakenOver`.
+    Its methods raise `StoreFailed` if the store fails, `OSError` if the disk fails, and `TakenOver`.
     """
 
     def __init__(self, objects: Objects, mark: RunMark, keep: int, uploaded: Callable[[int], None]) -> None:
-        """`keep`: number of checkpoints in the store; `uploaded` is called with the number of bytes of each chunk."""
+        """`keep`: number of checkpoints that the store keeps; `uploaded` is called with the number of bytes of each
+        chunk."""
         self._objects, self._mark, self._keep, self._uploaded = objects, mark, keep, uploaded
         self._known = objects.sizes()
         """Sizes of the objects in the store, by name."""

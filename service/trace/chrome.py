@@ -22,7 +22,7 @@ from service.run.timeline import Row, RunTimeline, Span
 
 Event = dict[str, Any]
 ORDER = ("driver", "trainer", "generator", "buffer")
-"""Roles from top to bottom."""
+"""Roles of processes, in the order from top to bottom of the trace."""
 LEASES, COMMITS = ("buffer/buffer", "leases"), ("buffer/buffer", "commits")
 TRAINER = ("driver/driver", "trainer")
 WAITING = "waiting"

@@ -131,7 +131,7 @@ def headline(record: Record) -> str:
 
 
 def fate_of(record: Record) -> str:
-    """`trained`, or the fate with its reason."""
+    """The fate of a trajectory in words: `trained`, or another fate with its reason."""
     return f"{record['fate']} ({record['reason']})" if "reason" in record else str(record["fate"])
 
 

@@ -55,7 +55,7 @@ def forms_of(body: Mapping[str, Any], request: CommonFields, tools: Sequence[Too
 
 
 def structural_tag(form: AnswerForm) -> str:
-    """A form as an engine takes it: JSON of a structural tag of xgrammar.
+    """A form in the engine's format: JSON of a structural tag of xgrammar.
 
     Raises:
         Refused: the form is too large.

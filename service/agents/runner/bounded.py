@@ -98,7 +98,7 @@ class _Run:
     def end(self) -> None:
         """End all processes, and read the rest of the output."""
         with suppress(ProcessLookupError):  # it has ended
-            # First, because with the namespaces' outer process the kernel ends all in them, however many there are.
+            # First: with the outer process the kernel ends all processes in the namespaces, however many there are.
             signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
         end_descendants()
         while self._read():
@@ -167,7 +167,7 @@ async def _is_larger(root: Path, limit: int) -> bool:
 
 
 def _sizes(root: Path) -> Iterator[int]:
-    """Bytes on disk of each entry below a folder; `sys.maxsize` for one too deep to be measured."""
+    """Bytes on disk of each entry below a folder; `sys.maxsize` for an entry too deep to be measured."""
     folders = [str(root)]
     while folders:
         try:

@@ -29,7 +29,7 @@ def on_loopback(base_url: str) -> str:
 
 @asynccontextmanager
 async def forwarded(listener: socket.socket, base_url: str) -> AsyncIterator[None]:
-    """While the block runs, connections to `listener` reach the endpoint; at its end they are closed."""
+    """While the block runs, connections to `listener` are forwarded to the endpoint; when it ends, they are closed."""
     connections: set[asyncio.Task[None] | None] = set()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

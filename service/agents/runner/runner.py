@@ -61,7 +61,7 @@ class AgentRunner:
         )
         self._folder: Path | None = None
         self._held = ExitStack()
-        """The lock of the folder."""
+        """Holds the lock of the folder."""
         self._has_warned = False
 
     def make(self) -> CommandAgent:

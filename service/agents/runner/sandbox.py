@@ -43,7 +43,8 @@ of the limit the operating system refuses further processes."""
 RESERVED_IDS = 301
 """Minimum of a namespace's largest process id, because the kernel does not reuse smaller ids."""
 PID_MAX_OF_NAMESPACES = (6, 14)
-"""The first kernel in which a PID namespace has a largest id of its own; in older ones the setting is the machine's."""
+"""The first kernel in which a PID namespace has a largest id of its own; older kernels have one for the whole
+machine."""
 KERNEL = tuple(int(part) for part in re.findall(r"\d+", os.uname().release)[:2])
 
 

@@ -49,7 +49,7 @@ class Processes:
         return [f"{here}/{name}" for name in os.listdir(here) if name.isdigit() and name != INIT]
 
     def threads(self, folders: Sequence[str], most: int) -> int:
-        """Number of threads of these processes; if there are more than `most` processes, only their number."""
+        """Number of threads of these processes; if there are more than `most` processes, the number of processes."""
         if len(folders) > most:
             return len(folders)
         return sum(_numbers(folder, "status", THREADS).get("Threads", 1) for folder in folders)

@@ -83,7 +83,7 @@ class Chat:
         return self._special_tokens.decode(response_ids, with_special)
 
     def encode(self, text: str) -> Int32s:
-        """The ids of a text that the template rendered; special tokens in it are special.
+        """The ids of a text that the template rendered; special tokens in it are recognised as such.
 
         Raises:
             MessagesRefused: the text contains half of a surrogate pair, which no tokenizer accepts.

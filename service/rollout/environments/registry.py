@@ -145,7 +145,7 @@ def synthetic_data(
 ) -> SyntheticData:
     """The generator of synthetic data for the environment `name`, made with these options.
 
-    The generator is the environment's module. It must have the function `needed`; the others are optional.
+    The generator is the environment's module. It must have the function `needed`; the other functions are optional.
 
     Raises:
         UserError: the environment cannot be loaded, or its module lacks the function.
