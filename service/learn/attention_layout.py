@@ -1,4 +1,4 @@
-"""Layout of attention: how it is computed for rows on one token axis, with or without shared prefixes.
+"""How attention is computed for rows on one token axis, with or without shared prefixes.
 
 Axes: `N` tokens of the rows, `S` slots of the model's input (fewer than `N` where rows share a prefix), `B` tokens of
 a bucket.
@@ -21,7 +21,7 @@ from service.learn.chunk_layout import Chunks
 from service.types import Int64s
 
 CALL_COST = 256 * 256
-"""Entries of an attention matrix that take about as much time as one more call of the attention kernel."""
+"""Number of entries of an attention matrix that take about as long as one more call of the attention kernel."""
 
 
 def to_device(array: NDArray[Any], device: torch.device) -> Tensor:
@@ -43,13 +43,14 @@ class Lines(NamedTuple):
     rows: int
     width: int
     token_B: Tensor | None
-    """Index of these tokens on their axis; None if they are all tokens, in order."""
+    """Index of each of these tokens on the token axis; None if these are all tokens of the axis, in order."""
     slot_B: Tensor
     """Position of each of these tokens among the `rows * width` slots."""
 
     @staticmethod
     def of(bounds: Int64s, rows: Int64s, device: torch.device, slot_N: Int64s | None = None) -> Lines:
-        """The lines of some of the rows with these bounds; `slot_N`: where their tokens are, None: in order."""
+        """The lines of the selected rows; `bounds` are those of all rows. `slot_N`: the slot of each token; None:
+        tokens are in order."""
         lengths_R = np.diff(bounds)[rows]
         width = int(lengths_R.max())
         position_B = positions_in_rows(lengths_R)
@@ -78,13 +79,13 @@ class Bucket:
     queries: Lines
     keys: Lines
     before_R: Tensor | None
-    """Number of keys of each row before its first query; None if there are none."""
+    """Number of keys of each row before its first query; None if no row has any."""
     _masks: dict[tuple[int | None, torch.dtype], Tensor] = field(default_factory=dict)
-    """Made once for all layers."""
+    """Masks by window and type, computed once for all layers."""
 
     def mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
-        """[rows or 1, 1, queries, keys] what is added to logits: 0 for a query's own key and those before it, in the
-        window, else -inf."""
+        """[rows or 1, 1, queries, keys] the mask that is added to the logits: 0 for a query's own key and earlier keys
+        in the window, else -inf."""
         if (window, dtype) not in self._masks:
             queries, keys = (torch.arange(x.width, device=x.slot_B.device) for x in (self.queries, self.keys))
             before_R = keys[:1] if self.before_R is None else self.before_R
@@ -104,7 +105,7 @@ class WholeRows(NamedTuple):
     slot_N: Tensor
     """The slot of each token of the rows."""
     first_S: Tensor
-    """For each slot, the first token of the rows that has it."""
+    """For each slot, the index of the first token in it."""
 
     def repeat(self, x: Tensor) -> Tensor:
         """[S, ...] -> [N, ...], with gradients that are summed in the accumulation type."""
@@ -126,16 +127,16 @@ class Packing:
     """
 
     cu_seqlens: Tensor
-    """Bounds of the queries."""
+    """Bounds of the rows' queries on the token axis."""
     max_length: int
     offsets_R: Int64s
-    """Bounds of the queries, on the host."""
+    """The same bounds, on the host."""
     buckets: tuple[Bucket, ...] = ()
-    """Empty for the variable-length kernel."""
+    """Buckets of padded lines; empty for the variable-length kernel."""
     order_N: Tensor | None = None
     """Index of each query in the concatenation of all buckets; None if there is one bucket."""
     whole: WholeRows | None = None
-    """The keys; None without shared prefixes."""
+    """The whole rows, which are the keys; None without shared prefixes."""
 
     @property
     def rows(self) -> Packing:

@@ -4,9 +4,9 @@
     rank_0_of_2.safetensors                 weights/<name>, exp_avg/<name>, exp_avg_sq/<name>, reference/<name>, ...
     rank_1_of_2.safetensors                 ... and in each header the metadata of learner.json again
 
-Shards are chunks of dimension 0, so another number of ranks can read its rows from the files that have them. No rank
-waits for another: a checkpoint is complete when every rank has finished its part. If the metadata in a part's header
-differ from learner.json, a save into the same folder was interrupted.
+Shards are chunks of dimension 0. If the number of ranks has changed, each reads its rows from the files that have them.
+No rank waits for another: a checkpoint is complete when every rank has finished its part. If the metadata in a part's
+header differ from learner.json, a save into the same folder was interrupted.
 """
 
 from __future__ import annotations
@@ -39,22 +39,22 @@ class CheckpointMetadata(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     steps: int = Field(ge=0)
-    """Number of optimizer steps that made the weights."""
+    """Number of optimizer steps taken before the checkpoint."""
     frozen: dict[Literal["proximal", "reference"], int]
-    """Optimizer steps of the policy when each kind of frozen weights was copied."""
+    """Number of optimizer steps taken before each kind of frozen weights was copied."""
     shapes: dict[str, tuple[int, ...]]
     """Shape of each whole weight, by name."""
     base: Base | None = None
-    """The base model, if the weights are those of an adapter; None: they are all weights of a model."""
+    """The base model of an adapter; None if the checkpoint has all weights of a model."""
     alpha: float | None = None
     """`model.lora.alpha` of the adapter, which its shapes do not determine; None: unknown, or there is no adapter."""
     world_size: int = Field(ge=1)
-    """Number of ranks that wrote the checkpoint, which are those of one copy of the policy."""
+    """Number of ranks that wrote the checkpoint: the ranks of one copy of the policy."""
     expert_parallel: int | None = Field(default=None, ge=1)
-    """Ranks of a group that divided the experts; None: one."""
+    """Number of ranks among which the experts were divided; None means 1."""
 
     def text(self) -> str:
-        """The metadata as written to disk; without a base the format is the same as before adapters existed."""
+        """The metadata as JSON for the disk; fields that are None are left out."""
         return self.model_dump_json(exclude_none=True)
 
     @property

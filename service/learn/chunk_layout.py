@@ -1,7 +1,7 @@
 """Chunks of rows: the order in which linear attention computes tokens.
 
-Every row begins a chunk of its own, so no state can pass from one row to another. Chunks are sorted by their number in
-their row, rows from long to short, so that a step of the scan takes the next chunk of every row that has one:
+Every row begins a chunk of its own, so no state can pass from one row to another. Chunks are sorted by their index in
+their row, and chunks of the same index by row, from long to short. A step of the scan takes the chunks of one index:
 
     rows of 5, 9 and 2 tokens, chunks of 4 tokens     chunks     row 1  row 0  row 2 | row 1  row 0 | row 1
                                                       active_T   3                     2              1
@@ -20,7 +20,7 @@ from torch import Tensor
 from service.types import Int64s
 
 CHUNK = 64
-"""Tokens of a chunk: inside it the cost is quadratic, from chunk to chunk a state is handed on."""
+"""Tokens per chunk. Inside a chunk the cost is quadratic; from chunk to chunk a state is passed on."""
 
 
 class Chunks(NamedTuple):
@@ -34,7 +34,7 @@ class Chunks(NamedTuple):
 
     @staticmethod
     def of(offsets_R: Int64s, device: torch.device) -> Chunks:
-        """The chunks of rows with these bounds, none of which is empty."""
+        """The chunks of rows with these bounds; no row may be empty."""
         lengths_R = np.diff(offsets_R)
         chunks_R = -(-lengths_R // CHUNK)
         place_R = np.empty(len(chunks_R), np.int64)

@@ -1,4 +1,4 @@
-"""Compilation: of small elementwise functions and of the decoder layers; and Liger's fused kernels."""
+"""Compiles small elementwise functions and decoder layers, and puts Liger's fused kernels into a model."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 COMPILE_THREADS = "TORCHINDUCTOR_COMPILE_THREADS"
-"""Torch's variable for the number of processes that compile kernels."""
+"""Torch's environment variable for the number of processes that compile kernels."""
 MOST_COMPILE_THREADS = 32
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -36,7 +36,7 @@ _call_as_on_gpu: ContextVar[Callable[..., Any] | None] = ContextVar("_call_as_on
 def as_on_gpu(call_compiled: Callable[..., Any]) -> Iterator[None]:
     """Within the block, CPU tensors take the code paths of CUDA tensors, for an estimate with fake tensors.
 
-    `call_compiled(function, *arguments)` calls a function that would be compiled.
+    `call_compiled(function, *arguments)` is used to call each function that a GPU would run compiled.
     """
     token = _call_as_on_gpu.set(call_compiled)
     try:
@@ -88,11 +88,13 @@ def compiler_works(device: torch.device) -> bool:
 
 
 def compiles_layers(trainer: TrainerConfig, device: torch.device | None, compute: torch.dtype) -> bool:
-    """`trainer.compile` if set; otherwise whether the layers are bfloat16 layers on a GPU with a working compiler.
+    """Whether to compile layers: `trainer.compile` if set, else whether they are bfloat16 on a GPU with a working
+    compiler.
 
-    The device None is a GPU of another machine, whose compiler is assumed to work. bfloat16 layers have one compiled
-    graph for every number of tokens, and with experts, which run uncompiled, one before and one after them. float32
-    layers would need several, because the number of attention buckets changes with every micro-batch.
+    The device None stands for a GPU of another machine, whose compiler is assumed to work. A bfloat16 layer needs one
+    compiled graph, which serves any number of tokens; a layer with experts, which run uncompiled, needs one graph
+    before and one after them. A float32 layer would need several graphs, because the number of attention buckets
+    changes with every micro-batch.
     """
     if trainer.compile is not None:
         return trainer.compile

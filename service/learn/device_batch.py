@@ -33,7 +33,7 @@ class DeviceSettings(NamedTuple):
 
     device: torch.device
     dtype: torch.dtype
-    """Type of log-probabilities and weights."""
+    """Data type of log-probabilities and loss weights."""
     layout: str = "packed"
     variable_length: bool = False
     """Whether the variable-length attention kernel computes packed rows."""
@@ -49,7 +49,7 @@ class DeviceBatch(NamedTuple):
     """[lines, width] the model's input, `S` slots in all."""
     position_ids: Tensor
     attention: dict[str, Any]
-    """The model's other arguments."""
+    """The model's other arguments, from which its attention is computed."""
     routed_experts_SLK: Tensor | None
     state_M: Tensor
     """Slot of the state that predicts each loss token."""
@@ -57,9 +57,9 @@ class DeviceBatch(NamedTuple):
     row_of_token_N: Tensor
     loss_mask_N: Tensor
     loss_token_M: Tensor
-    """Index of the loss tokens on the packed axis."""
+    """Index of each loss token on the packed axis."""
     rollout_logprob_M: Tensor
-    """Log-probability of the token under the policy that sampled it."""
+    """Log-probability of each loss token under the policy that sampled it."""
     staleness_M: Tensor
     temperature_R: Tensor
     trajectory_of_row_R: Tensor

@@ -7,7 +7,7 @@
     loss_mask_N           [ 0 0 1  0 1     0 1 1]        each row's own mask
     result_N              [ 0 0 .5 0 .5    0 -1 -1]
 
-No function here waits for the device, because the host knows the number of tokens.
+No function of this module waits for the device, because the host knows the number of tokens.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from service.learn.compile import compiled_on_gpu
 
 NO_TRAJECTORY = -1
-"""The trajectory of a dummy row."""
+"""Trajectory number of a dummy row."""
 
 
 def row_of_token(cu_seqlens: Tensor, n_tokens: int) -> Tensor:

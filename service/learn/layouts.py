@@ -48,7 +48,7 @@ class Layout(NamedTuple):
     ) -> Layout:
         """The positions for the layout with this name; `variable_length`: for the variable-length attention kernel.
 
-        If no rows share a prefix, and on a GPU without the kernel, `shared_prefix` means `packed`. `part`: this rank's
+        `shared_prefix` means `packed` if no rows share a prefix, or on a GPU without the kernel. `part`: this rank's
         slice of the slots.
         """
         offsets_R = micro.offsets_R.astype(np.int64)
@@ -82,7 +82,7 @@ class Layout(NamedTuple):
 
 
 def distinct_slots(order: PrefixOrder, offsets_R: Int64s) -> Int64s:
-    """[N] the slot of each token if rows share the tokens of common prefixes, by the first row that has the token.
+    """[N] the slot of each token if rows share the tokens of common prefixes; the first row with a token sets its slot.
 
     row 0   1 2 3 4      in the order of    row 1   row 0   row 2        slot_N   0 1 2 3 | 0 1 2 | 0 1 4 5
     row 1   1 2 3        the prefixes       1 2 3       4     7 8

@@ -68,13 +68,13 @@ class Learner:
         self.began: Callable[[str], None] = lambda part: None
         """Called with `optimizer` when the gradient is complete and the optimizer step begins."""
         self.steps = 0
-        """Optimizer steps applied so far."""
+        """Number of optimizer steps applied so far."""
 
     def step(self, batch: MiniBatch) -> StepReport:
         """Take one optimizer step on this rank's micro-batches; if loss or gradient are not finite, take none.
 
         Raises:
-            OutOfMemory: the device has too little memory; the learner cannot go on.
+            OutOfMemory: the device has too little memory; the learner cannot continue.
         """
         n_tokens = int(batch.loss_tokens_G.sum())
         if n_tokens == 0:
@@ -95,7 +95,7 @@ class Learner:
         return sums
 
     def _own_part(self, batch: MiniBatch) -> tuple[MicroBatch, ...]:
-        """This rank's micro-batches, from a mini-batch of all ranks or one cut to this rank's part."""
+        """This rank's micro-batches, from the whole mini-batch or from one with only this rank's part."""
         n_parts, n_ranks = self.policy.n_batch_parts, len(batch.ranks)
         if n_ranks not in (1, n_parts):
             raise ValueError(
@@ -165,7 +165,7 @@ class Learner:
         self._writer.finish()
 
     def load(self, folder: Path) -> None:
-        """Resume from a checkpoint, possibly written by another number of ranks; every rank must call.
+        """Resume from a checkpoint, possibly written by another number of ranks; every rank must call this.
 
         Raises:
             UserError: the checkpoint is damaged, incomplete or of another model; the learner is unchanged.

@@ -39,7 +39,7 @@ class Slice(NamedTuple):
     def of_rank(
         rank: int, world_size: int, ranks_of_group: int, config: PretrainedConfig, device: torch.device
     ) -> Slice:
-        """The slice of a rank of the trainer; every rank must call.
+        """The slice of one of the trainer's ranks; every rank must call this.
 
         Raises:
             UserError: the ranks cannot be divided into groups, or the heads among the ranks of a group.
@@ -69,11 +69,12 @@ class Exchange(NamedTuple):
     """Number of slots of the whole micro-batch; the last slices are padded to equal size."""
 
     def own(self, value: Tensor) -> Tensor:
-        """[heads, ...] -> [own heads, ...], of a weight."""
+        """This rank's heads of a weight: [heads, ...] -> [own heads, ...]."""
         return value.chunk(self.group.size())[self.group.rank()]
 
     def to_channels(self, values: list[Tensor]) -> list[Tensor]:
-        """[own slots, channels, ...] -> [all slots, own channels, ...], of several values; heads are channels, too."""
+        """Exchange slots of several values for channels: [own slots, channels, ...] -> [all slots, own channels,
+        ...]."""
         ranks = self.group.size()
         by_rank = [x.reshape(len(x), ranks, -1, *x.shape[2:]).transpose(0, 1) for x in values]
         received = all_to_all(torch.cat(by_rank, 2), self.group).flatten(0, 1)[: self.n_slots]
@@ -81,7 +82,7 @@ class Exchange(NamedTuple):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def to_heads(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
-        """[own slots, heads, head_dim] -> [all slots, own heads, head_dim], of queries, keys and values."""
+        """Exchange slots for heads: [own slots, heads, head_dim] -> [all slots, own heads, head_dim]."""
         # rank r has the query heads from r * heads / ranks on, which share key head r * key heads / ranks
         copies = max(1, self.group.size() // key.shape[1])
         key, value = (x.repeat_interleave(copies, 1) if copies > 1 else x for x in (key, value))
@@ -89,7 +90,7 @@ class Exchange(NamedTuple):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def to_slots(self, out: Tensor) -> Tensor:
-        """[all slots, own heads, head_dim] -> [own slots, heads, head_dim]"""
+        """Exchange heads for slots: [all slots, own heads, head_dim] -> [own slots, heads, head_dim]."""
         ranks = self.group.size()
         filled = F.pad(out, (0, 0, 0, 0, 0, -self.n_slots % ranks))
         received = all_to_all(filled.view(ranks, -1, *out.shape[1:]), self.group)

@@ -17,7 +17,7 @@ class LearnSettings:
     trainer: TrainerConfig
     algorithm: AlgorithmConfig
     longest_row: int
-    """Tokens of the longest row that the generator makes."""
+    """Length of the longest row that the generator can make, in tokens."""
     verify_tolerance: float
     """`weights.verify_tolerance`: log-ratio in nats above which engine and trainer count as different."""
     max_steps: int

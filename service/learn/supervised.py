@@ -57,7 +57,7 @@ class SupervisedSteps:
 
         Raises:
             RunFailed: the loss or the gradient is not finite.
-            OutOfMemory: the device has too little memory; the ranks cannot go on.
+            OutOfMemory: the device has too little memory; the ranks cannot continue.
         """
         micros, n_tokens = self._packed(rows)
         with naming_lack_of_memory(self._policy), self._policy.master_weights.dropped_on_error():

@@ -1,4 +1,4 @@
-"""Settings to which alerts and histogram buckets compare metrics: exported as gauges, so that alert rules need no
+"""Thresholds of alerts and histogram buckets, from the settings; exported as gauges, so that alert rules need no
 edits."""
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ class AlertThresholds:
     """Thresholds from the configuration; equal in all actors of a run."""
 
     longest_row: int
-    """Tokens of the longest row that the limits allow."""
+    """Length of the longest row that the limits allow, in tokens."""
     long_batch: int
     """Padded length above which a mini-batch counts as long: as configured, or 12/16 of the longest row."""
     max_turns: int
     max_staleness: int
     stall_deadline: float
     generators: int
-    """Generators at the start; the only threshold that changes during a run."""
+    """Number of generators at the start; the only threshold that changes during a run."""
 
     @classmethod
     def of(cls, config: Config) -> AlertThresholds:

@@ -17,10 +17,10 @@ SILENT_SECONDS = 10.0
 """An actor that has pushed nothing for this long counts as down; the hub no longer serves its gauges."""
 
 RATE_REPORTS = 10
-"""Reports of the buffer, one a second, over which the hub computes tokens per second."""
+"""Number of the buffer's reports, one a second, over which the hub computes tokens per second."""
 
 HISTORY_STEPS = 5000
-"""Optimizer steps that the status page can show."""
+"""Maximum number of optimizer steps that the status page can show."""
 
 HISTORY_KEYS = (
     "reward/avg_raw_reward",
@@ -35,7 +35,7 @@ HISTORY_KEYS = (
 MAX_SNAPSHOT_BYTES = 4 << 20
 
 MAX_SOURCES = 4096
-"""Actors that the hub keeps; a sender of made-up names cannot fill its memory."""
+"""Maximum number of actors that the hub keeps, so that a sender of made-up names cannot fill its memory."""
 
 _SOURCE = re.compile(r"[\w.-]{1,64}(/[\w.-]{1,64})?", re.ASCII)
 
@@ -73,7 +73,7 @@ class Pushed:
         return sum(self.by_label(name, "role").values())
 
     def sample(self, name: str, value: float) -> bytes:
-        """A line of samples about this actor."""
+        """A sample of a metric about this actor, as a line."""
         return f'{name}{{ident="{self.ident}",role="{self.role}"}} {value!r}\n'.encode()
 
 
@@ -100,14 +100,14 @@ class Hub:
         self._parts: dict[str, dict[str, Any]] = {}
         self._accepted: deque[tuple[float, float]] = deque(maxlen=RATE_REPORTS)
         self._calls: dict[str, deque[tuple[float, float]]] = {}
-        """By actor: when it pushed, and how many calls of agents it had answered."""
+        """By actor: the times of its pushes, each with the number of agents' calls that it had answered by then."""
         self._steps: deque[dict[str, Any]] = deque(maxlen=HISTORY_STEPS)
 
     def push(self, source: str, snapshot: bytes) -> None:
         """Store the metrics of `role/ident` in place of the previous ones.
 
         Raises:
-            ValueError: the name is malformed or one too many, or the snapshot is too large or not of the table.
+            ValueError: malformed name, too many actors, or a snapshot that is too large or has unknown metrics.
         """
         if not _SOURCE.fullmatch(source):
             raise ValueError(f"{source[:80]!r} is no name of an actor")

@@ -25,10 +25,10 @@ LARGEST_FRACTION = 0.1
 """Fraction of the newest policy's tokens that may differ by more than the tolerance."""
 
 MIN_TOKENS = 50
-"""A step with fewer tokens of the newest policy says nothing."""
+"""A step with fewer tokens of the newest policy is not judged."""
 
 STEPS_IN_A_ROW = 3
-"""Steps that must disagree, one after the other, before the run ends."""
+"""Number of consecutive steps that must disagree before the run ends."""
 
 
 class LogprobCheck:

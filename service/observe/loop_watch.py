@@ -16,25 +16,25 @@ log = logging.getLogger(__name__)
 WATCH = "loop-watch"
 """Name of the thread that watches."""
 BLOCKED_SECONDS = 5.0
-"""Seconds without a turn of the event loop after which the code that runs is named."""
+"""If the event loop makes no turn for this many seconds, the code that blocks it is named."""
 LOOK_SECONDS = 0.5
-"""Seconds between two turns that are noted, and between two looks at them."""
+"""Seconds between two turns that the event loop records, and between two checks of the latest record."""
 LIBRARIES = (str(Path(asyncio.__file__).parent), str(Path(__file__).parents[2] / "service"), threading.__file__)
 """Folders of the libraries whose frames lie between the event loop and a user's code."""
 
 
 class LoopWatch:
-    """Watches the event loop of the thread that makes it, from another thread, until the loop is closed."""
+    """Watches the event loop of the thread that creates this object, from another thread, until the loop is closed."""
 
     def __init__(self) -> None:
         self._loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
         self._blocked: dict[str, str] = {}
-        """The first line about each place that has blocked the loop."""
+        """The first message about each place that has blocked the loop, by place."""
         self._turn()
         threading.Thread(target=self._watch, name=WATCH, daemon=True).start()
 
     async def blocked(self, known: int) -> str:
-        """Wait until more than `known` places have blocked the loop, and return the line about the next one; called
+        """Wait until more than `known` places have blocked the loop, and return the message about the next one; called
         in another event loop, which is not blocked."""
         while len(self._blocked) <= known:
             await asyncio.sleep(LOOK_SECONDS)
@@ -50,7 +50,7 @@ class LoopWatch:
             looked = time.monotonic()
             time.sleep(LOOK_SECONDS)
             now, turned = time.monotonic(), self._turned
-            is_blocked = now - turned > BLOCKED_SECONDS > now - looked  # else the whole process was stopped
+            is_blocked = now - turned > BLOCKED_SECONDS > now - looked  # otherwise the whole process was stopped
             if is_blocked and turned != named and (frame := sys._current_frames().get(self._thread)) is not None:
                 named, place = turned, _place(extract_stack(frame))
                 line = (
@@ -63,7 +63,7 @@ class LoopWatch:
 
 
 def _place(stack: Sequence[FrameSummary]) -> str:
-    """Where the stack is: the frame at which user code was entered, and the innermost frame:
+    """Describe a stack by the frame at which user code was entered, and the innermost frame:
     `my_agent.py:12 play, in socket.py:720 readinto`."""
     frames = [f"{Path(frame.filename).name}:{frame.lineno} {frame.name}" for frame in stack]
     is_library = [frame.filename.startswith(LIBRARIES) for frame in stack]

@@ -25,7 +25,8 @@ from service.types import Float64s, Int64s
 SOURCE_LABELS = ("role", "ident")
 
 MAX_SERIES = 64
-"""Series of one metric in one actor. Further label values are counted together as OTHER, so memory is bounded."""
+"""Maximum number of series of one metric in one actor. Further label values are counted together as OTHER, so memory is
+bounded."""
 
 OTHER = "other"
 
@@ -40,7 +41,8 @@ Series = TypeVar("Series")
 def bucket_bounds(thresholds: AlertThresholds) -> dict[str, tuple[float, ...]]:
     """The upper bounds of the histograms' buckets, by the table's name; equal in all actors of a run.
 
-    Lengths have sixteen even steps up to the longest row, and the alert threshold; seconds go from 1 ms to 5000 s.
+    Lengths have sixteen even steps up to the longest row, and a bound at the alert threshold; seconds go from 1 ms to
+    5000 s.
     """
     lengths = {*(thresholds.longest_row * step // 16 for step in range(1, 17)), thresholds.long_batch}
     turns = {*range(1, 9), 12, 16, 24, 32, 48, 64, thresholds.max_turns}
@@ -72,7 +74,7 @@ class Metrics(Collector):
         self._lock = Lock()
 
     def set(self, name: str, value: float, **labels: str) -> None:
-        """Set a gauge."""
+        """Set a gauge to a value."""
         self._change(name, "gauge", labels, lambda _: float(value))
 
     def set_all(self, name: str, label: str, values: Mapping[str, float]) -> None:
@@ -136,7 +138,7 @@ class Metrics(Collector):
 
 
 class _Histogram:
-    """Counts per bucket, filled by whole arrays; the sum is exact."""
+    """Counts per bucket, to which whole arrays are added; the sum is exact."""
 
     def __init__(self, bounds: tuple[float, ...]) -> None:
         self._bounds = np.array(bounds)

@@ -1,4 +1,4 @@
-"""The one table of Prometheus metrics, with the keys of `metrics.jsonl`: exporter, documentation, alert rules and
+"""The only table of Prometheus metrics, with the keys of `metrics.jsonl`; exporter, documentation, alert rules and
 dashboards are checked against it.
 
 Units are base units (tokens, seconds, bytes). Every label has a bounded set of values, and no label holds text of a
@@ -26,9 +26,9 @@ class Metric(NamedTuple):
     key: str = ""
     """The key of `metrics.jsonl` with the same quantity, from which the metric is recorded; empty if there is none."""
     buckets: str = ""
-    """Of a histogram: the name of its bounds in `service.observe.metrics.bucket_bounds`."""
+    """The name of a histogram's bounds in `service.observe.metrics.bucket_bounds`; empty for other kinds."""
     in_ray: bool = False
-    """Of a gauge: Ray's metrics endpoints also serve it, as `ray_<name>`."""
+    """Whether Ray's metrics endpoints also serve this gauge, as `ray_<name>`."""
 
 
 gauge, counter, histogram = partial(Metric, "gauge"), partial(Metric, "counter"), partial(Metric, "histogram")
@@ -417,4 +417,4 @@ STEP_KEYS: dict[str, str] = {
 }
 
 MEANINGS: dict[str, str] = {metric.key: metric.help for metric in reversed(TABLE) if metric.key} | STEP_KEYS
-"""Every key with its meaning."""
+"""The meaning of every key of `metrics.jsonl`."""

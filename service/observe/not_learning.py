@@ -33,7 +33,7 @@ class Symptom(NamedTuple):
     comparison: Is
     threshold: float
     says: str
-    """A sentence with a place for the figure."""
+    """A sentence with a placeholder for the figure."""
 
 
 SYMPTOMS = (
@@ -62,7 +62,7 @@ class Diagnosis:
         self._last = deque(lines, maxlen=WINDOW)
 
     def stepped(self, line: Mapping[str, float]) -> None:
-        """Take the line of the next step."""
+        """Store the line of the next step."""
         self._last.append(line)
         if len(self._first) < WINDOW:
             self._first.append(line)

@@ -22,20 +22,20 @@ from typing import Any
 import msgspec
 
 MAX_EVENTS = 10_000
-"""Events that a process keeps between two pushes; further ones are counted as dropped."""
+"""Maximum number of events that a process keeps between two pushes; further ones are counted as dropped."""
 SHORTEST_SECONDS = 0.001
-"""A state that was left sooner is counted, but has no span."""
+"""The time of a shorter state is counted, but no span is recorded for it."""
 LONG_SECONDS = 5.0
 """A longer state is recorded in parts of this length, so that a killed process loses only the last part."""
 MEASUREMENTS = 6
-"""How many of the newest measurements of the distance to the hub's clock are kept; the one with the shortest round trip
-is used."""
+"""Number of the newest measurements of the offset to the hub's clock that are kept; the measurement with the shortest
+round trip is used."""
 
 BOOT = Path("/proc/sys/kernel/random/boot_id")
 TIME_NAMESPACE = Path("/proc/self/ns/time")
 
 SPAN, COUNTER, TRAJECTORY, TOTALS = "span", "counter", "trajectory", "totals"
-"""The kinds of lines; `docs/formats.md` says what each holds."""
+"""The kinds of lines; `docs/formats.md` describes each kind."""
 
 
 def boot() -> str:
@@ -85,7 +85,7 @@ class Trace:
 
 
 class States:
-    """The state of an object: records a span for each state, and the seconds by state; safe to use from several
+    """Tracks the state of an object: records a span for each state, and the seconds by state; safe to use from several
     threads."""
 
     def __init__(self, trace: Trace, row: str, state: str, now: Callable[[], float] = time.monotonic) -> None:

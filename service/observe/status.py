@@ -33,9 +33,9 @@ class Uploaded(NamedTuple):
     step: int | None
     """The newest checkpoint in the store; None: there is none."""
     bytes: int
-    """Bytes that were uploaded so far."""
+    """Number of bytes uploaded so far."""
     failures: int
-    """Attempts that failed so far."""
+    """Number of attempts that have failed so far."""
     failing: str
     """Why the newest attempt failed; empty while uploads succeed."""
 

@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 FEWEST_STEPS = 30
-"""Steps below which the reward's first and last tenth say nothing: a tenth would be one or two steps."""
+"""With fewer steps the reward's gain has no interval, because a tenth of the run would be one or two steps."""
 
 FATES_IN_WORDS = {"expired": "not finished in time or not needed", "stepped": "trained, in no checkpoint yet"}
 """Explanations of the less familiar fates of tokens."""
@@ -90,7 +90,7 @@ def fates_in_words(tokens: Mapping[str, int]) -> str:
 
 
 def duration(seconds: float) -> str:
-    """A time in the largest fitting unit.
+    """A duration as text, in the largest unit that fits.
 
     >>> duration(61.2), duration(200), duration(9000)
     ('61 s', '3 min', '2.5 h')

@@ -1,9 +1,9 @@
 """The bottleneck of a run: the seconds that each part needs per step, which part binds, and the gain from more of it.
 
-    generation: ENGINES, ENVIRONMENT, JOURNAL, WEIGHTS (engines pause)    of the seconds in which the slots play a
-                                                                          mini-batch's worth of groups
-    training:   TRAINER, WEIGHTS (sent), EVALUATION, CHECKPOINT, JOURNAL  of the seconds from a mini-batch to the next
-                                                                          lease
+    generation: ENGINES, ENVIRONMENT, JOURNAL, WEIGHTS (engines pause)    seconds in which the slots generate as many
+                                                                          groups as a mini-batch has
+    training:   TRAINER, WEIGHTS (sent), EVALUATION, CHECKPOINT, JOURNAL  seconds from the lease of a mini-batch until
+                                                                          the trainer asks for the next one
 
 The two sides run at the same time, and within a side the parts follow one another. The side that needs less time waits
 for the other one, whose largest part binds (is the bottleneck). If both sides wait, they wait for an engine or rank
@@ -62,16 +62,16 @@ class Demand:
     engines: int = 1
     ranks: int = 1
     lookahead: float = 2.0
-    """Mini-batches that may be generated ahead; 0: one side after the other."""
+    """Mini-batches that may be generated ahead; 0: generation and training alternate."""
     concurrency: float = 1.0
-    """Groups that are generated at once if admission allows it, in mini-batches."""
+    """Number of groups that are generated at once if admission allows it, in mini-batches."""
     shares_cores: bool = False
-    """Engines and ranks compute on the same CPU cores, so that more of one slows the others."""
+    """Whether engines and ranks share CPU cores, so that more engines slow the ranks down and vice versa."""
     arrival: float = 0.0
-    """Seconds from a commit until the engines serve its weights, when groups that wait for these weights are
-    admitted."""
+    """Seconds from a commit until the engines serve its weights; groups that wait for these weights are admitted
+    then."""
     seconds_of_step: float | None = None
-    """Seconds of a step as measured or simulated; None: by the arithmetic of `arithmetic_seconds`."""
+    """Seconds of a step as measured or simulated; None: `arithmetic_seconds` is used instead."""
 
     def of(self, side: Side) -> Mapping[Part, float]:
         """The parts of a side."""
@@ -102,8 +102,8 @@ class Demand:
         return max(0.0, 1 - self.seconds(side) / self.step_seconds) if self.step_seconds else 0.0
 
     def gain(self, part: Part, side: Side) -> float:
-        """The speed with one more engine, rank or mini-batch of lookahead, over the current speed; for any other part
-        of the side, the speed if the part took no time."""
+        """The speedup from one more engine, rank or mini-batch of lookahead; for any other part of the side, the
+        speedup if the part took no time."""
         if part is Part.LOOKAHEAD:
             return self.speed_of(replace(self, lookahead=self.lookahead + 1))
         remaining = {Part.ENGINES: self.engines / (self.engines + 1), Part.TRAINER: self.ranks / (self.ranks + 1)}
@@ -126,16 +126,17 @@ class Binding:
     """The side that the other one waits for."""
     part: Part
     share: float
-    """Fraction of the side's time that the part takes; if both sides wait, the fraction for which this side waits."""
+    """Fraction of the side's time that the part takes; if both sides wait, the fraction of time for which this side
+    waits."""
     waits: float
     """Fraction of the time for which the other side waits."""
     balanced: bool
-    """Neither side waits long for the other."""
+    """Whether neither side waits long for the other."""
     gain: float
-    """Speed with one more engine, rank or mini-batch of lookahead, over the current speed; for any other part, the
-    speed if it took no time."""
+    """Speedup from one more engine, rank or mini-batch of lookahead; for any other part, the speedup if the part took
+    no time."""
     shares_cores: bool
-    """See `Demand`."""
+    """Whether engines and ranks share CPU cores; see `Demand`."""
     both_wait: bool = False
     """Whether both sides wait, for the lookahead or for weights on their way."""
 
@@ -161,7 +162,7 @@ class Binding:
         return f"{begin}; {self._outlook()}" + (" (in balance)" if self.balanced else "")
 
     def _outlook(self) -> str:
-        """What more of the part would change."""
+        """What would change with more of the part, in words."""
         change = {
             Part.ENGINES: "one more engine",
             Part.TRAINER: "one more rank",
@@ -177,7 +178,8 @@ class Binding:
 def binding(demand: Demand, slow: Part | None = None) -> Binding:
     """Find the part that the run waits for.
 
-    `slow`: ENGINES or TRAINER if one of them is far slower than the others. Where both sides wait, they wait for it.
+    `slow`: ENGINES or TRAINER, if one engine or rank is far slower than the others; if both sides wait, they wait for
+    it.
 
     >>> found = binding(Demand({Part.ENGINES: 8.0, Part.ENVIRONMENT: 1.0}, {Part.TRAINER: 3.0}, engines=2))
     >>> print(found.sentence())

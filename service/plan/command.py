@@ -15,7 +15,7 @@ from service.run.lengths import lengths_of_run
 from service.run.phases import phase
 
 QUIET_SECONDS = 2.0
-"""Seconds after which a line says that the plan is being made."""
+"""Seconds after which a line tells the user that the plan is being made."""
 
 DOES_NOT_FIT = 3
 """Exit code where the answer is that the configuration does not fit."""

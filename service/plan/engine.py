@@ -21,18 +21,18 @@ class Shape:
     layers: int
     hidden: int
     attention: float
-    """Parameters of the attention of a layer."""
+    """Number of parameters of the attention of a layer."""
     shared: float
-    """Parameters of the MLPs of a layer that every token passes through."""
+    """Number of parameters of the MLPs in a layer through which every token passes."""
     expert: float
-    """Parameters of one routed expert; 0: the layers are dense."""
+    """Number of parameters of one routed expert; 0: the layers are dense."""
     experts: int
     experts_of_token: int
     embedding: float
-    """Parameters of the embedding, and of the head where both are not one."""
+    """Number of parameters of the embedding, and of the head if the two are not tied."""
     head: float
     query_width: int
-    """Query heads times their dimension."""
+    """Number of query heads times their dimension."""
     kv_heads: int
     head_dim: int
     width: float = 2.0
@@ -100,7 +100,7 @@ class Engine:
     device: Device
     gpus: int
     kv_bytes: float
-    """KV cache on each GPU."""
+    """Bytes of the KV cache on each GPU."""
     iteration_host: float = GPU["iteration"]
     request_host: float = GPU["request"]
 

@@ -25,9 +25,9 @@ from service.plan.weights import Update, update
 from service.plan.work import Work
 
 EVALUATED_ROWS = 512
-"""Assumed rows of an evaluation set of unknown size."""
+"""Assumed number of rows of an evaluation set whose size is unknown."""
 MAX_SPLITS = 16
-"""Maximum number of splits of the GPUs that are compared; if there are more, so many evenly spread ones."""
+"""Maximum number of splits of the GPUs that are compared; if there are more, this number of evenly spread ones."""
 
 
 @dataclass(frozen=True)
@@ -41,11 +41,11 @@ class Split:
     rank_bytes: Mapping[str, float]
     fits: bool
     prefilled_tokens: float
-    """Tokens of an engine's second that are computed, not sampled."""
+    """Tokens per second that an engine computes without sampling them."""
     sampled_tokens: float
-    """Sampled tokens of a second, of all engines while they have work."""
+    """Tokens per second that all engines together sample while they have work."""
     trained_tokens: float
-    """Tokens of the rows of a second, of all ranks while they have work."""
+    """Tokens of rows per second that all ranks together train while they have work."""
 
     @property
     def binding(self) -> Binding:
@@ -118,16 +118,16 @@ class Plan:
         )
         self._trajectories = settings.trainer.mini_batch_size * settings.samples
         self.journal_bytes = self._trajectories * work.length * self.journal_token_bytes
-        """What the buffer writes for a mini-batch; a token that turns share is written once."""
+        """Bytes that the buffer writes for a mini-batch; a token that turns share is written once."""
         self._cached_iteration = cache(self._iteration_of)
 
         self.chosen = self.split(engines, ranks)
         """The split of the configuration."""
         self.splits = [self.chosen if pair == (engines, ranks) else self.split(*pair) for pair in pairs]
-        """All splits of the GPUs, the configuration's among them where it uses them all."""
+        """All splits of the GPUs; the configuration's split is among them if it uses all GPUs."""
         self.on_policy = self.split(engines, ranks, lookahead=0).flow
-        """The chosen split with `buffer.lookahead: 0`."""
-        # an engine and a rank can hand over handles on a GPU that they share, and NCCL only between GPUs
+        """Waits and speed of the chosen split with `buffer.lookahead: 0`."""
+        # `ipc` needs a GPU that an engine and a rank share, and NCCL needs separate GPUs
         possible = ("memory",) if self._on_cpu else ("memory", "ipc" if settings.fit.shares_gpus else "nccl")
         transports = dict.fromkeys((settings.weights.transport, *possible))
         self.updates = {name: self._update(name, engines, ranks) for name in transports}

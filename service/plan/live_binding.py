@@ -1,7 +1,7 @@
 """The current bottleneck of a run: the measured shares of the last minutes, in the model of `service.plan.binding`.
 
-generation: the seconds in which generators had groups, divided as the time of their trajectories was, and for the
-            journal the syncs for which each of their claims and ends waits
+generation: the seconds in which generators had groups, divided in proportion to the parts of trajectories' time; the
+            journal's syncs, for which the claims and ends of groups wait, are added in the same proportion
 training:   the seconds of the driver's states, without its waits for a mini-batch
 """
 
@@ -18,9 +18,9 @@ from service.observe.summary import duration
 from service.plan.binding import Binding, Demand, Part, binding
 
 WINDOW_SECONDS = 600.0
-"""The window of alerts: a bottleneck of a moment, such as an evaluation, must not cause one."""
+"""The window of alerts, in seconds: a brief bottleneck, such as an evaluation, must not cause an alert."""
 NOW_SECONDS = 40.0
-"""The window of the status, longer if steps are long: a part that becomes slow is named within a minute."""
+"""The window of the status, in seconds; longer if steps are long. A part that becomes slow is named within a minute."""
 SAMPLE_SECONDS = 10.0
 MIN_STEPS = 3
 """Minimum number of optimizer steps in the window for which a bottleneck is named."""
@@ -30,8 +30,8 @@ WAITING = "waiting"
 IDLE = (WAITING, "starting", "evaluating")
 """States in which a generator plays no group."""
 SYNCS_OF_GROUP = 3.0
-"""Syncs for which a group's trajectories wait beside their own time: its claim and its end each come in the middle of
-one sync on average, and wait for the next one."""
+"""Syncs for which each trajectory waits in addition to its own time. The claim and the end of its group each come in
+the middle of a sync, on average, so each waits for half a sync and for the whole next one."""
 STATES = {
     "step": Part.TRAINER,
     "bookkeeping": Part.TRAINER,
@@ -60,25 +60,25 @@ class Figures:
     """When the totals were read, in seconds of a monotonic clock; in an increase, its duration."""
     steps: float = 0.0
     trainer: Mapping[str, float] = field(default_factory=dict)
-    """The driver's seconds by state."""
+    """Seconds of the driver in each of its states."""
     engines: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    """Generator -> its seconds by state."""
+    """Seconds of each generator in each of its states."""
     ranks: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    """Rank -> its seconds by state."""
+    """Seconds of each rank in each of its states."""
     trajectories: Mapping[str, float] = field(default_factory=dict)
-    """Seconds of trajectories by part."""
+    """Seconds of all trajectories, by part of their time."""
     tokens: Mapping[str, float] = field(default_factory=dict)
-    """Generator -> tokens that it sampled."""
+    """Number of tokens that each generator sampled."""
     played: float = 0.0
-    """Trajectories."""
+    """Number of trajectories that were played."""
     syncing: float = 0.0
     """Seconds of the journal's syncs."""
     syncs: float = 0.0
     arriving: float = 0.0
-    """Seconds from sending weights until engines serve them."""
+    """Seconds from sending weights until engines serve them, over all updates."""
 
     def since(self, before: Figures) -> Figures:
-        """The increase of the totals; those of a restarted actor count from 0."""
+        """The increase of the totals; the totals of a restarted actor count from 0."""
         return Figures(**{name: _grown(getattr(self, name), getattr(before, name)) for name in vars(self)})
 
 
@@ -88,7 +88,7 @@ class Limits(NamedTuple):
     ranks: int = 1
     lookahead: float = 2.0
     concurrency: float = 1.0
-    """Groups that are generated at once, in mini-batches."""
+    """Number of groups that are generated at once, in mini-batches."""
     shares_cores: bool = False
 
     @classmethod
@@ -180,7 +180,7 @@ def _slow_rank(grown: Figures) -> str:
 
 
 def _beside_others(values: Mapping[str, float]) -> Iterator[tuple[str, float, float]]:
-    """(name, value, median of the others' values) of each that has others."""
+    """Yield (name, value, median of the other values) for each entry, unless it is the only one."""
     for name, value in values.items():
         if others := [other for each, other in values.items() if each != name]:
             yield name, value, median(others)
@@ -227,7 +227,8 @@ class Window:
         self._kept.append(figures)
 
     def waits(self, run: Mapping[str, Any]) -> tuple[str, float] | None:
-        """What binds over the whole window, and its waits; 0 if that is no bottleneck."""
+        """The part that binds over the whole window, and the fraction of time for which the other side waits; 0 if the
+        part is no bottleneck."""
         whole = self.live(Limits.of(run))
         return None if whole is None else (str(whole.found.part), whole.found.waits * whole.found.is_bottleneck)
 

@@ -1,4 +1,4 @@
-"""A plan as a page for the terminal, and as a dictionary."""
+"""Shows a plan as a page for the terminal, or as a dictionary."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from service.plan.machine.costs import listed
 from service.plan.work import lines_of
 
 LEAST_BYTES = 5e6
-"""Parts of the memory that are named."""
+"""Size of the smallest part of the memory that the page names."""
 MODEL = (
     "Times are arithmetic: the operations of a step at the device's rates, a roofline for each iteration of an engine, "
     "and what admission, slots and trainer let through."
@@ -53,7 +53,7 @@ def lines(plan: Plan) -> Iterator[str]:
 
 
 def _short(seconds: float) -> str:
-    """Seconds with two digits after the point; of less than 0.1 s two digits, so that nothing is 0 that takes time.
+    """Seconds with two decimals; below 0.1 s with two significant digits, so that only zero is shown as 0.
 
     >>> _short(2.5), _short(0.004321), _short(0.0)
     ('2.50', '0.0043', '0')

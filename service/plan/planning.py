@@ -30,7 +30,7 @@ from service.run.hub import download
 from service.run.inputs import make_policy
 
 MODEL = "model"
-"""The folder in a run folder of the model that the run made."""
+"""Name of the folder, inside a run folder, of the model that the run made."""
 
 MAX_GPUS = 1_000_000
 
@@ -53,8 +53,8 @@ def print_plan(
 
 @contextmanager
 def planned_model(model: ModelConfig, env: EnvConfig, seed: int, run: str | None = None) -> Iterator[Path]:
-    """A folder with the model's config.json: `model.path`, of a hub this file only, the model of a run, or a new one
-    for `model.make`.
+    """A folder with the model's config.json: `model.path` (from a hub only this file), the model of a run, or a new
+    model for `model.make`.
 
     Raises:
         UserError: the configuration names no model.

@@ -3,8 +3,8 @@
     admission (lookahead, slots) -> trajectories share the engines -> environment -> complete -> trainer -> new version
 
 The slowest of three limits determines the seconds of a step: busy slots, the busy trainer, or admission, which lets the
-groups of a mini-batch begin when the version `lookahead` + 1 steps before is served. In the last case
-`lookahead` + 1 mini-batches have been admitted at a lease, of which one has to be complete, so groups of `lookahead`
+groups of a mini-batch begin once the engines serve the version of `lookahead` + 1 steps before. In the last case,
+`lookahead` + 1 mini-batches have been admitted when one is leased. That one is complete, so the groups of `lookahead`
 mini-batches may still be open:
 
     sum over k = 1, 2, ... of  P(a group takes longer than k steps - training - sync)  =  lookahead
@@ -27,16 +27,16 @@ import numpy as np
 from service.types import Float64s
 
 QUANTILES = 1024
-"""Group lengths that stand for their distribution."""
+"""Number of group lengths that represent their distribution."""
 LONGEST = 0.56
 """The mean of the longest of B groups is about their quantile 1 - 0.56 / B (Gumbel)."""
 SHARPNESS = 17.0
-"""Two sides that need the same time lose 1 - 2 ** (-1 / 17), 4 %, of it because their waits vary at random; the figure
-is from `baton simulate` with a lookahead of 4 and lengths of moderate tails."""
+"""Two sides that need the same time lose 1 - 2 ** (-1 / 17) of it, or 4 %, because their waits vary at random. The
+figure is from `baton simulate` with a lookahead of 4 and lengths of moderate tails."""
 BACKLOG = 40.0
 """How fast complete groups pile up before the trainer as it becomes the slower side; fitted to simulations."""
 ADMISSION = 1.01
-"""Admission is the limit of a step that takes this many times the seconds that slots and trainer need."""
+"""Admission is the limit if a step takes more than this many times the seconds that slots and trainer need."""
 PHASES, HALVINGS, ROUNDS = 16, 40, 100
 """Moments of a step at which the open groups are counted; rounds of the searches for the seconds of a step and of an
 iteration."""
@@ -44,19 +44,19 @@ iteration."""
 
 @dataclass(frozen=True)
 class Flow:
-    """Results of the model."""
+    """Results of the analytic model."""
 
     step_seconds: float
     trainer_waits: float
     """Fraction of the time for which the trainer waits."""
     generators_wait: float
-    """Fraction of the slots' time without a group."""
+    """Fraction of the time for which a slot has no group, averaged over the slots."""
     engines_idle: float
     """Fraction of the engines' time in which they have no group, as `async/generator_wait_fraction` counts it."""
     staleness: float
-    """Versions between the middle of a group's generation and its training, mean."""
+    """Mean number of versions between the middle of a group's generation and its training."""
     running: float
-    """Requests that run in an engine, mean."""
+    """Mean number of requests that run in an engine."""
 
 
 def either_longer(one: float, other: float) -> float:
@@ -67,11 +67,12 @@ def either_longer(one: float, other: float) -> float:
 
 
 def seconds_of_means(generation: float, training: float, arrival: float, lookahead: float, concurrency: float) -> float:
-    """Seconds of a step where only means are known, as of a running run: the same limits without lengths.
+    """Seconds of a step if only means are known, as in a run in progress: the same limits without a distribution of
+    lengths.
 
-    The maximum of the longer side's seconds and of those that admission requires: a group's successor is admitted
-    `lookahead` + 1 mini-batches later. In between are the group's generation beside `concurrency` other mini-batches,
-    its training, and the `arrival` of the new weights at the engines.
+    The result is the maximum of the longer side's seconds and the seconds that admission requires: a group's successor
+    is admitted `lookahead` + 1 mini-batches later. In between are the group's generation beside `concurrency` other
+    mini-batches, its training, and the `arrival` of the new weights at the engines.
 
     >>> seconds_of_means(3.0, 1.0, 0.0, lookahead=0, concurrency=1)
     4.0
@@ -82,43 +83,43 @@ def seconds_of_means(generation: float, training: float, arrival: float, lookahe
 
 @dataclass(frozen=True)
 class Setting:
-    """The model: its inputs, amounts and rates, and its equations. Axis `Q`: groups of all lengths, equally
+    """The model: its inputs (amounts and rates) and its equations. Axis `Q`: groups of all lengths, equally
     frequent."""
 
     mini_batch_size: int
     samples: int
-    """Trajectories of a group."""
+    """Number of trajectories of a group."""
     lookahead: int
     slots: int
-    """Groups that all engines generate at once."""
+    """Number of groups that all engines together generate at once."""
     engines: int
     iteration: Callable[[float], float]
     """Seconds of an iteration of an engine, by the number of requests that run in it."""
     tokens: float
-    """Mean of the sampled tokens of a trajectory."""
+    """Mean number of sampled tokens of a trajectory."""
     sigma: float
     most_tokens: float
     environment_seconds: float
-    """Seconds of a whole trajectory in its environment."""
+    """Seconds that a whole trajectory spends in its environment."""
     train_seconds: float
     after_seconds: float = 0.0
-    """Seconds of the trainer after the commit of a step, before it asks for the next mini-batch."""
+    """Seconds from the commit of a step until the trainer asks for the next mini-batch."""
     sync_seconds: float = 0.0
     """Seconds from the commit of a step until the engines serve its weights."""
 
     @cached_property
     def _longest_Q(self) -> Float64s:
-        """[Q] tokens of the longest trajectory of a group."""
+        """[Q] number of tokens of the longest trajectory of each group."""
         return self._lengths(self.samples)
 
     @cached_property
     def _group_tokens(self) -> float:
-        """Sampled tokens of a group."""
+        """Mean number of sampled tokens of a group."""
         return self.samples * float(self._lengths(1).mean())
 
     @property
     def _late(self) -> float:
-        """From a lease until the engines serve what was trained."""
+        """Seconds from a lease until the engines serve the weights that it leads to."""
         return self.train_seconds + self.sync_seconds
 
     def _lengths(self, samples: int) -> Float64s:

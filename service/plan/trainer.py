@@ -21,7 +21,7 @@ from service.plan.machine.device import Device
 ATTENTION_MEAN_RATE = 3.5 / (1 / REACHED.attention + 2.5 / REACHED.attention_backward)
 """FLOP/s of attention on an H100, forward and backward together."""
 SHARDED = ("weights", "gradients", "optimizer")
-"""Parts of a rank's memory of which each rank holds a part."""
+"""Parts of the memory that are sharded over the ranks."""
 
 
 @dataclass(frozen=True)
@@ -30,22 +30,22 @@ class Trainer:
 
     step: StepEstimate
     ranks: int
-    """Ranks of the estimate."""
+    """Number of ranks for which the step was estimated."""
     recomputed: float
-    """Fraction of the layers that are computed again in the backward pass; the step's times are with all of them, or
-    with none where that is 0."""
+    """Fraction of the layers that are recomputed in the backward pass. The times in `step` include the recomputation of
+    all layers, or of none if this is 0."""
     fused: bool
     micro_tokens: int
-    """Tokens of an estimated micro-batch on a rank."""
+    """Number of tokens on a rank of the estimated micro-batch."""
     row_tokens: int
-    """Length of its rows."""
+    """Length of the micro-batch's rows, in tokens."""
     passes: float
-    """Forward and backward passes of a token, over those of the estimate: a reference policy adds a forward pass."""
+    """Cost of all passes over a token, relative to the estimate: a reference policy adds a forward pass."""
     shards_within_node: bool = False
-    """`trainer.shard_within: node`: each node has a copy of the policy."""
+    """Whether each node has a copy of the policy, as with `trainer.shard_within: node`."""
 
     def _shards(self, ranks: int) -> int:
-        """Ranks that share a copy of the policy."""
+        """Number of ranks that share a copy of the policy."""
         return min(ranks, GPUS_OF_A_NODE) if self.shards_within_node else ranks
 
     def memory(self, ranks: int) -> dict[str, float]:
@@ -112,9 +112,9 @@ def estimated(settings: FitSettings, folder: Path, device: Device) -> tuple[Trai
     if device.cores is None and learn.model.dtype == "bfloat16":
         found = fit(settings, folder, device.memory)
         step, problem = found.step, found.problem()
-        if not found.checkpointing.regather:  # one of the two times that weights are gathered
+        if not found.checkpointing.regather:  # weights are gathered once instead of twice
             step = replace(step, sent=max(0.0, step.sent - 2.0 * step.parameters))
-        automatic = setting.gradient_checkpointing == "auto"  # its times assume that all layers are
+        automatic = setting.gradient_checkpointing == "auto"  # the times assume checkpointing of all layers
         recomputed = found.checkpointing.layers / found.n_layers if automatic else 1.0
         memory = Memory(found.engine_bytes, found.kv_bytes)
         fused = setting.fused_kernels or compiles_whole_layers(read_config(folder), setting, None, torch.bfloat16)

@@ -55,7 +55,7 @@ SIGMA = 0.6
 
 
 def assumed(settings: PlanSettings) -> Work:
-    """The work assumed without other figures: half of the limits."""
+    """The work that is assumed without other figures: half of what the limits allow."""
     turns = (settings.env_turns + 1) / 2
     generator = settings.generator
     response = generator.max_generate_length / 2
@@ -78,7 +78,7 @@ def work_of(
     """The work of a configuration: given figures, else measured ones with their source, else assumed ones.
 
     Raises:
-        UserError: a figure is not a possible one.
+        UserError: a figure is out of range.
     """
     work = assumed(settings)
     figures = {**measured, **{name: (value, "given") for name, value in given.items() if value is not None}}
@@ -89,7 +89,7 @@ def work_of(
                 f"--{name.replace('_', '-')} {value:g} ({source}): give a number from {lowest:g} to {highest:g}"
             )
     generator = settings.generator
-    limits = {  # memory is planned for them
+    limits = {  # memory is planned for these limits
         "turns": settings.most_turns,
         "prompt_tokens": ("generator.max_input_length", generator.max_input_length),
         "response_tokens": ("generator.max_generate_length", generator.max_generate_length),

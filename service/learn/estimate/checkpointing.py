@@ -1,8 +1,9 @@
-"""Chooses the checkpointing with `trainer.gradient_checkpointing: auto`: nearly as little as a GPU's memory allows.
+"""Chooses the checkpointing for `trainer.gradient_checkpointing: auto`: nearly as little as the GPU's memory allows.
 
-An estimate may be wrong by some percent, so a step that leaves more memory free is worth a little time.
+Estimates may be wrong by a few percent, so a slightly slower step that leaves more memory free is preferred.
 
-The choice depends on how much a layer keeps for its backward pass besides its input. For 16,384 tokens of Qwen3-4B, GB:
+The choice depends on the bytes that a layer keeps for its backward pass besides its input. In GB, for 16,384 tokens of
+Qwen3-4B:
 
     not compiled 2.70     compiled 1.71     compiled, elementwise results recomputed 1.23     checkpointed 0
 """
@@ -34,7 +35,7 @@ from service.learn.model.policy_model import Checkpointing
 from service.learn.settings import LearnSettings
 
 NEARLY_AS_FAST = 1.03
-"""Time of a step that fits amply, over that of the fastest one, up to which it is chosen instead."""
+"""A step that fits amply is chosen over the fastest one if it takes at most this many times as long."""
 
 
 def choose_checkpointing(
@@ -43,8 +44,9 @@ def choose_checkpointing(
     """Choose the checkpointing of the fastest step that fits, or of one that fits amply and is nearly as fast; also
     returns that step's estimate.
 
-    `room` returns the bytes that the step may use, and those of an ample fit; it may read the number of parameters from
-    the given estimate. FLOPs, bytes moved and times of the returned estimate are those with all layers checkpointed.
+    `room` takes an estimate, from which it may read the number of parameters. It returns the bytes that a step may use
+    to fit, and to fit amply. FLOPs, bytes moved and times of the returned estimate are those with all layers
+    checkpointed.
     """
     n_layers: int = read_config(folder).num_hidden_layers
     all_layers = Checkpointing.of(settings.trainer, n_layers)._replace(layers=n_layers)
@@ -53,7 +55,7 @@ def choose_checkpointing(
 
     @cache
     def kept(elementwise: bool) -> float:
-        """Bytes that a layer keeps that is not checkpointed."""
+        """Bytes that a layer without checkpointing keeps."""
         if compiled:
             return kept_by_compiled_layer(settings, folder, elementwise)
         most = estimate_step(settings, folder, checkpointing=all_layers._replace(layers=0))
@@ -63,7 +65,7 @@ def choose_checkpointing(
         return (n_layers - level.layers) * kept(level.elementwise) if level.layers < n_layers else 0.0
 
     def seconds(level: Checkpointing) -> float:
-        """Seconds of a micro-batch; elementwise results that are computed again are once more written and read."""
+        """Seconds of a micro-batch; recomputed elementwise results are written and read once more."""
         whole = least.fused_seconds if compiled else sum(least.seconds.values())
         again = 1 - least.model_flops / least.flops if least.flops else 0.0
         moved = 2 * (kept(False) - kept(True)) if level.elementwise else 0.0
@@ -92,9 +94,9 @@ class _Reached(Exception):
 def kept_by_compiled_layer(settings: LearnSettings, folder: Path, elementwise: bool = False) -> float:
     """Bytes that a compiled layer keeps of a full micro-batch for its backward pass, apart from its input.
 
-    Torch's own partitioner decides, on the graph of one layer; `elementwise` as in `Checkpointing`.
+    Torch's own partitioner decides what is kept, on the graph of one layer; `elementwise` as in `Checkpointing`.
     """
-    # a rank alone has as many tokens as it has when it shares micro-batches with others
+    # a rank has the same number of tokens whether or not it shares micro-batches with other ranks
     plain: dict[str, object] = {"ranks": 1, "shard_one_rank": False, "sequence_parallel": 1}
     plain |= {"compile": False, "fused_kernels": False, "layout": "packed"}
     alone = replace(settings, trainer=settings.trainer.model_copy(update=plain))
@@ -117,7 +119,7 @@ def kept_by_compiled_layer(settings: LearnSettings, folder: Path, elementwise: b
 
 def _kept(layer: torch.nn.Module, arguments: Any, named: dict[str, Any], elementwise: bool) -> float:
     """Bytes kept between the forward and backward pass of a layer, called with these arguments."""
-    packing = named["packing"]  # not a tree of tensors to torch
+    packing = named["packing"]  # torch cannot flatten it into tensors
     leaves, tree = tree_flatten((arguments, named | {"packing": packing.cu_seqlens}, dict(layer.named_parameters())))
     places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
 

@@ -24,16 +24,16 @@ NO_GPU = "H100"
 """The GPU that is assumed if neither the configuration nor the machine determines one."""
 
 GPU_BYTES = {name.upper(): sheet.memory for name, sheet in DATA_SHEETS.items()}
-"""Memory of GPUs by Ray's accelerator type, as sold."""
+"""Nominal memory of GPUs in bytes, by Ray's accelerator type."""
 
 MARGIN = 0.1
 """Fraction of a GPU's memory that stays free, for CUDA contexts, collectives and fragments."""
 
 AMPLE_MARGIN = 0.15
-"""Fraction that stays free after choices that cost little time, since the estimate may be wrong by some percent."""
+"""Fraction that is kept free where this costs little time, since the estimate may be wrong by a few percent."""
 
 ENGINE_BYTES = 3e9
-"""Bytes of CUDA graphs and buffers of an engine."""
+"""Bytes that an engine needs for CUDA graphs and buffers."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Fit:
     """The memory of a rank's GPU and of an engine's GPU; with `weights.transport: ipc` this is the same GPU."""
 
     step: StepEstimate
-    """The estimate of a step, from which the memory is taken."""
+    """The estimate of a step, which includes its memory."""
     checkpointing: Checkpointing
     """The trainer's setting, or the result of `auto`."""
     n_layers: int
@@ -49,12 +49,12 @@ class Fit:
     shared_bytes: float
     """The engine's bytes on the rank's GPU, including the gathered weights that it loads; 0 if it has its own GPUs."""
     engine_bytes: float
-    """Weights and buffers of an engine on each of its GPUs."""
+    """Bytes of weights and buffers of an engine on each of its GPUs."""
     kv_bytes: float
-    """KV cache of an engine on each of its GPUs."""
+    """Bytes of an engine's KV cache on each of its GPUs."""
     kv_token_bytes: int
     longest: int
-    """Tokens of the longest request."""
+    """Length of the longest request, in tokens."""
 
     @property
     def rank_bytes(self) -> float:
@@ -131,7 +131,8 @@ def is_estimable(settings: FitSettings, folder: Path) -> bool:
 def fit(settings: FitSettings, folder: Path, gpu_bytes: float, device: torch.device | None = None) -> Fit:
     """The memory that a configuration needs on GPUs of `gpu_bytes`; `folder` needs only a `config.json`.
 
-    `device`: a GPU of this size, whose compiler is tested; None: GPUs of other machines, with a working compiler.
+    `device`: a GPU of this size, whose compiler is tested; None: GPUs of other machines, whose compiler is assumed to
+    work.
     """
     learn, generator, hf_config = settings.learn, settings.generator, read_config(folder)
     setting, dtype = learn.trainer.gradient_checkpointing, getattr(torch, learn.model.dtype)

@@ -8,7 +8,7 @@ import msgspec
 
 
 class DataSheet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A GPU according to its data sheet: FLOP/s, bytes/s, bytes."""
+    """A GPU according to its data sheet; units are FLOP/s, bytes/s and bytes."""
 
     flops: float
     bandwidth: float

@@ -36,7 +36,7 @@ def request_bytes(model: PretrainedConfig, generator: GeneratorConfig, dtype: st
     linear: int = (getattr(model, "layer_types", None) or []).count("linear_attention")
     if not linear:
         return tokens
-    # two states in float32 for each layer of linear attention, and blocks of full attention are as large as a state
+    # each layer of linear attention has two float32 states; blocks of full attention are as large as a state
     values: int = model.linear_num_value_heads * model.linear_value_head_dim
     state: int = 4 * values * (model.linear_key_head_dim + 3 * model.linear_conv_kernel_dim)
     layers: int = model.num_hidden_layers

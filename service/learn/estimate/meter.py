@@ -18,7 +18,7 @@ from service.learn.estimate.gpus import REACHED
 from service.learn.model.sharding import local_shard
 
 HOST = "host"
-"""The part for tensors in CPU memory, which take no memory of the device."""
+"""Name of the part for tensors in CPU memory, which take up no memory of the device."""
 
 ELEMENTWISE = "elementwise"
 """Kind of all operations that are neither products nor attention, and do not involve the vocabulary."""
@@ -48,7 +48,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.flops, self.sent = 0.0, 0.0
         """Floating-point operations of products and attention; bytes that collectives received or sent."""
         self.seconds: dict[str, float] = defaultdict(float)
-        """Time on an H100, by kind, without collectives and the copies that FSDP2 makes for them."""
+        """Seconds on an H100 by kind of operation, without collectives and the copies that FSDP2 makes for them."""
 
     def __enter__(self) -> Meter:
         # FSDP2 resizes storages directly, which is not an operation on a tensor
@@ -71,7 +71,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # its operations on local shards follow
+            return NotImplemented  # the operations on its local shards are dispatched next
         result = function(*args, **(kwargs or {}))
         if not self._in_one_kernel:
             self._take(function._schema.name.split("::")[1], function, (args, kwargs), result)

@@ -39,9 +39,9 @@ class StepEstimate:
     """Resources of a step on one rank; all but `peak` and `optimizer_seconds` are for one micro-batch."""
 
     parameters: int
-    """Parameters of the whole model, with its adapter."""
+    """Number of parameters of the whole model, including its adapter."""
     trained: int
-    """Parameters that are trained and published: all of the model, or those of the adapter."""
+    """Number of parameters that are trained and published: all of the model, or those of the adapter."""
     peak: Mapping[str, int]
     """Bytes of the device's memory at its peak, by part: weights, gradients, optimizer, activations, logits (with the
     gradient of the output head), gathered (layers of all ranks)."""
@@ -62,7 +62,7 @@ class StepEstimate:
 
     @property
     def fused_seconds(self) -> float:
-        """Time on an H100 with fused layers."""
+        """Seconds of a micro-batch on an H100 with fused layers."""
         return sum(self.seconds.values()) - self.seconds[ELEMENTWISE] * (1 - REACHED.fused_passes)
 
 
@@ -75,7 +75,7 @@ def estimate_step(
 ) -> StepEstimate:
     """The estimate for a folder with a `config.json`; the weights may be missing.
 
-    Micro-batches are filled with rows of `row_tokens` (None: the longest that the generator makes), of which half the
+    Micro-batches are filled with rows of `row_tokens` (None: the longest rows of the generator), of which half the
     tokens carry loss. `checkpointing` replaces the trainer's setting. No process group may exist yet.
 
     Raises:
@@ -101,7 +101,7 @@ def estimate_step(
 def fake_policy(settings: LearnSettings, folder: Path, checkpointing: Checkpointing | None = None) -> Policy:
     """The first rank's policy, without weights, for fake tensors."""
     ranks, device = settings.trainer.ranks, torch.device("cpu")
-    # the same number on each node, as `trainer.shard_within: node` requires; the real nodes are unknown before the run
+    # equally many ranks on each node, as `trainer.shard_within: node` requires; the real nodes are not known yet
     on_a_node = max(n for n in range(1, GPUS_OF_A_NODE + 1) if ranks % n == 0)
     nodes = [str(rank // on_a_node) for rank in range(ranks)]
     return Policy(settings, folder, device, 0, ranks, random_weights=True, nodes=nodes, checkpointing=checkpointing)

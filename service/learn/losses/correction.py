@@ -5,9 +5,10 @@
 
 - `truncate: token` weights a token by min(ratio, truncate_at): truncated importance sampling (TIS) [1, 2]
 - `truncate: sequence` weights a token by min(product of its trajectory's ratios, truncate_at) [3]
-- `token_band` masks a token whose ratio is outside: IcePop [4]; with a lower end of 0 masked importance sampling [3]
-- `sequence_band` and `geometric_band` mask a trajectory whose product or geometric mean is outside [3]
-- `outlier_band` masks a trajectory with any single ratio outside [5]
+- `token_band` masks a token whose ratio is outside the band: IcePop [4]; if the band begins at 0, this is masked
+  importance sampling [3]
+- `sequence_band`, `geometric_band` mask a trajectory if the product or geometric mean of its ratios is outside [3]
+- `outlier_band` masks a trajectory if any single ratio is outside [5]
 
 1. E. Ionides 2008, "Truncated Importance Sampling", Journal of Computational and Graphical Statistics 17(2)
 2. F. Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training"
@@ -46,7 +47,7 @@ class Correction(NamedTuple):
 
     weight_M: Tensor
     kept_M: Tensor
-    """False for masked tokens."""
+    """Whether each token keeps its loss; False for masked tokens."""
     truncated_M: Tensor
 
 
@@ -80,7 +81,7 @@ def over_trajectory(settings: CorrectionConfig) -> bool:
 def correct(
     settings: CorrectionConfig, log_ratio_M: Tensor, of_trajectory: TrajectoryRatios | None, trajectory_M: Tensor
 ) -> Correction:
-    """Weights and masks of the tokens; `of_trajectory` may be None unless `over_trajectory`."""
+    """Weights and masks of the tokens; `of_trajectory` may be None unless `over_trajectory(settings)`."""
     kept_M = _inside(settings.token_band, log_ratio_M)
     weight_M = torch.ones_like(log_ratio_M)
     if settings.truncate == "token":

@@ -101,7 +101,7 @@ def check_terms(setting: str, terms: object, inputs: LossInputs) -> LossTerms:
     """Check and return the result of this loss; a wrong shape would otherwise be broadcast silently.
 
     Raises:
-        ConfigError: the result has not one term per token, or has no gradient.
+        ConfigError: the result does not have one term per token, or has no gradient.
     """
     if not isinstance(terms, LossTerms):
         raise ConfigError(f"algorithm.loss: {setting!r} must return LossTerms(loss_M, clipped_M), not {_kind(terms)}")
@@ -187,7 +187,7 @@ def gspo(inputs: LossInputs, settings: AlgorithmConfig) -> LossTerms:
     """The clipped surrogate of the trajectory's ratio; each token carries its part of that ratio's gradient (GSPO)."""
     if inputs.trajectory_log_ratio_M is None:
         raise ValueError("gspo needs the trajectories' log-ratios")
-    # has the value 0, and the token's gradient as derivative
+    # its value is 0, its gradient that of the token's log-probability
     own_M = inputs.logprob_M - inputs.logprob_M.detach()
     return _surrogate(safe_exp(inputs.trajectory_log_ratio_M + own_M), inputs.advantage_M, settings)
 

@@ -38,18 +38,18 @@ class FixedLogprobs(NamedTuple):
     """Log-probabilities of a micro-batch's loss tokens, computed without gradients before the backward pass."""
 
     current_M: Tensor | None = None
-    """Under the current weights; computed only when a trajectory-level ratio needs it."""
+    """Log-probabilities under the current weights; None unless a trajectory-level ratio needs them."""
     proximal_M: Tensor | None = None
-    """Under the frozen weights of `anchor: proximal`; None if identical to the current weights."""
+    """Log-probabilities under the frozen weights of `anchor: proximal`; None if these are the current weights."""
     reference_M: Tensor | None = None
-    """Under the reference of the KL term; None without a KL term."""
+    """Log-probabilities under the reference of the KL term; None without a KL term."""
 
 
 class TrajectoryInputs(NamedTuple):
     """Inputs of the loss for each trajectory of the mini-batch, on the device."""
 
     value_G: Tensor
-    """The advantage; with a whitening the return."""
+    """The advantage of each trajectory; its return if the returns are whitened."""
     weight_G: Tensor
     """Weight of each loss token of the trajectory, from the reduction."""
     whitening: Whitening | None
@@ -92,7 +92,7 @@ class Objective:
     def prepare(
         self, batch: MiniBatch, micros: Sequence[DeviceBatch], fixed: Sequence[FixedLogprobs]
     ) -> TrajectoryInputs:
-        """The inputs of the loss that are one per trajectory, computed from all micro-batches of this rank."""
+        """Compute the loss inputs with one value per trajectory, from all micro-batches of this rank."""
         algorithm = self._algorithm
         temporal = algorithm.estimator == "reinforce++"
         value_G = batch.return_G if temporal else batch.advantage_G

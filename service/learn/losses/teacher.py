@@ -1,7 +1,6 @@
 """The teacher's term of the loss: on-policy distillation.
 
-With the log-probabilities T of the teacher, R of the rollout and P of the trained policy, of tokens that the policy
-sampled:
+T, R and P are the log-probabilities of a sampled token under the teacher, the rollout policy and the trained policy:
 
 | mode | what is added |
 |---|---|

@@ -3,9 +3,9 @@
 With credit by turn a mini-batch has one scalar per turn of each trajectory, and each loss token has the number of its
 turn, whichever row the turn is in.
 
-REINFORCE++ (one row per trajectory, `step_wise: false`): the last sampled token has the return R, each earlier one the
-value of the next token times gamma. Then the values are whitened over all loss tokens of the mini-batch. Source: Hu et
-al. 2025, arXiv:2501.03262.
+REINFORCE++ (one row per trajectory, `step_wise: false`): the value of the last sampled token is the return R, that of
+each earlier token is gamma times the value of the next token. Then the values are whitened over all loss tokens of the
+mini-batch. Source: Hu et al. 2025, arXiv:2501.03262.
 
     loss tokens of a trajectory with R = 1, gamma = 0.5     [0.25  0.5  1]
     (value - mean) / standard deviation                     over these values of all trajectories and ranks
@@ -67,8 +67,8 @@ def turn_advantages(value_X: Tensor, micro: DeviceBatch) -> Tensor:
 
 
 def token_advantages(value_G: Tensor, whitening: Whitening | None, micro: DeviceBatch) -> Tensor:
-    """[M] the advantage of each loss token, from its trajectory's advantage, or from its return if there is a
-    whitening."""
+    """[M] the advantage of each loss token, from its trajectory's advantage, or its trajectory's return if `whitening`
+    is not None."""
     value_M = micro.trajectory_to_tokens(value_G)
     if whitening is None:
         return value_M

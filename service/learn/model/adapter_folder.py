@@ -90,7 +90,7 @@ def refuse_other_shapes(
 
 
 def peft_names(tensors: Mapping[str, Named]) -> dict[str, Named]:
-    """An adapter's tensors, or rows of them, by PEFT's names."""
+    """An adapter's tensors, or rows of its tensors, under PEFT's names."""
     return {PREFIX + name: tensor for name, tensor in tensors.items()}
 
 
@@ -122,7 +122,7 @@ def write_adapter(folder: Path, base: Base, lora: LoraConfig, tensors: Mapping[s
 
 
 def adapter_settings(folder: Path) -> LoraConfig:
-    """The settings in an adapter's folder.
+    """Read the settings in an adapter's folder.
 
     Raises:
         UserError: the file is missing or malformed, or describes another kind of adapter.
@@ -183,7 +183,7 @@ def _tensors(folder: Path, base: Base, shapes: Mapping[str, Sequence[int]] | Non
         tensors = {name.removeprefix(PREFIX): tensor for name, tensor in load_file(file).items()}
     except (SafetensorError, OSError) as error:
         raise UserError(f"model.adapter: {file} cannot be read: {error}") from error
-    base.refuse_other(metadata.get(FINGERPRINT, base.fingerprint), str(folder))  # PEFT's adapters have none
+    base.refuse_other(metadata.get(FINGERPRINT, base.fingerprint), str(folder))  # PEFT writes no fingerprint
     if shapes is not None:
         refuse_other_shapes(f"model.adapter: {folder}", {name: x.shape for name, x in tensors.items()}, shapes)
     for name, tensor in tensors.items():

@@ -37,14 +37,14 @@ HOPPER = 9
 """Major compute capability of the GPUs for which FlashAttention 3 is made."""
 
 _GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
-"""Arguments that allow fewer key heads than query heads; older torch always allows them and lacks the argument."""
+"""Arguments that allow fewer key heads than query heads; older torch always allows this and has no such argument."""
 
 
 @cache
 def use_fastest_attention(device: torch.device) -> str:
-    """Choose the fastest attention of this GPU, say it in the log, and return it: FA4, FA3 or FA2.
+    """Choose the fastest attention kernel for this GPU, log its name, and return it: FA4, FA3 or FA2.
 
-    FlashAttention 4 and 3 compute where they are installed and work; FlashAttention 2 is part of torch.
+    FlashAttention 4 and 3 are used where they are installed and work; FlashAttention 2 is part of torch.
     """
     if device.type != "cuda":
         return "FA2"
@@ -54,7 +54,7 @@ def use_fastest_attention(device: torch.device) -> str:
 
 
 def _of_torch(device: torch.device) -> str:
-    """Let torch use FlashAttention 3 if GPU, torch and an installed wheel allow it."""
+    """Let torch use FlashAttention 3 if the GPU, torch and an installed wheel allow it; returns FA3 or FA2."""
     if find_spec(FLASH_ATTENTION_3) is None or torch.cuda.get_device_capability(device)[0] != HOPPER:
         return "FA2"
     try:
@@ -66,10 +66,10 @@ def _of_torch(device: torch.device) -> str:
 
 
 WINDOW = "sliding_window"
-"""Name of the number of tokens that a token attends to, itself included; 0 or None: all before it."""
+"""Argument for the number of tokens that a token attends to, including itself; 0 or None: all earlier tokens."""
 
 IGNORED = frozenset({WINDOW, "dropout", "position_ids", "use_cache", "output_attentions", "output_router_logits"})
-"""Arguments of a family's attention that change nothing here: engines sample without dropout, and nothing is cached."""
+"""Arguments of a family's attention that are ignored: engines sample without dropout, and training caches nothing."""
 
 
 def packed_attention(
@@ -91,7 +91,7 @@ def packed_attention(
     such argument, the module's attribute.
 
     Raises:
-        UserError: the family's attention needs something else.
+        UserError: the family's attention passes an argument that is not supported.
     """
     if unknown := sorted(name for name, value in others.items() if value is not None and name not in IGNORED):
         raise UserError(f"its attention needs {', '.join(unknown)}, which packed rows do not support")

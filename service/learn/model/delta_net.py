@@ -1,8 +1,8 @@
 """The linear attention of Qwen3.5 and its relatives for packed rows, with the modules of the family's own code.
 
 Projections, norm and gate need a token's own values only. Between them the convolution and the gated delta rule need
-whole rows (`service.learn.model.delta_rule`): where rows share prefixes, each row is computed once more; if ranks share
-the tokens, each of them computes all tokens of some heads.
+whole rows (`service.learn.model.delta_rule`): where rows share prefixes, each row is computed in full; if ranks share
+the tokens, each rank computes all tokens for some of the heads.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from service.learn.model.logprob import accumulation_dtype
 from service.learn.sequence_parallel import Exchange
 
 MIXER = "linear_attn"
-"""Name of a layer's linear attention."""
+"""Name of the attribute of a layer that holds its linear attention."""
 
 
 def use_packed_rows(layers: nn.ModuleList) -> None:

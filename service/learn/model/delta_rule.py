@@ -1,6 +1,6 @@
 """The gated delta rule and the causal convolution of linear attention, for rows on one token axis.
 
-A state S [key_dim, value_dim] of each head and row begins at 0 and takes every token of the row:
+A state S [key_dim, value_dim] of each head and row begins at 0 and is updated by each token of the row:
 
     S <- exp(g) S;    S <- S + beta k (v - S^T k)^T;    output S^T q
 
@@ -26,7 +26,7 @@ from torch import Tensor
 from service.learn.chunk_layout import CHUNK, Chunks
 
 EPSILON = 1e-6
-"""Added to the square of a norm of queries and keys."""
+"""Added to the squared norms of queries and keys."""
 
 
 def causal_convolution(x: Tensor, weight: Tensor, chunks: Chunks) -> Tensor:
@@ -66,7 +66,7 @@ def gated_delta_rule(query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta:
     from_state = query * decay.exp()[..., None]
     to_state = key * (decay[..., -1:] - decay).exp()[..., None]
     kept = decay[..., -1, None, None].exp()
-    # `split`, because the gradient of a slice is as large as the whole, and there is one a step
+    # `split`, because with slices each step would have a gradient as large as the whole
     steps = zip(
         *(torch.split(x, list(chunks.active_T)) for x in (u, w, from_state, within, kept, to_state)), strict=True
     )

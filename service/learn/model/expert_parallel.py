@@ -6,12 +6,12 @@ Two ranks, four experts, two tokens on each rank, one expert a token:
     computed      rank 0   b: 0   c: 1       rank 1   a: 3   d: 3
     returned      rank 0   a   b             rank 1   c   d
 
-The ranks of a group compute their micro-batches at the same time, so a token meets its experts wherever they are, and
-the gradient of an expert is the sum over the tokens of the whole group. Only the rank of an expert, and the ranks with
-the same place in other groups, have parts of its weights; FSDP2 gathers and reduces them among these.
+The ranks of a group compute their micro-batches at the same time, so each token can be sent to the ranks of its
+experts. The gradient of an expert is the sum over the tokens of the whole group. The weights of an expert are sharded
+only over its rank and the ranks with the same place in other groups; FSDP2 gathers and reduces them among these ranks.
 
-The router, which experts a token has, and the weight of each are computed on the token's rank by the family's own code,
-and so is an expert's output, which is multiplied by its weight on the expert's rank.
+The family's own code computes both the router and the experts. The token's rank computes which experts the token has,
+and the weight of each; the expert's rank computes the expert's output and multiplies it by that weight.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from service.learn.sequence_parallel import all_to_all
 
 
 def check_groups(ranks: int, of_group: int, nodes: Sequence[str] | None) -> None:
-    """Raise a `UserError` unless the ranks divide into groups of consecutive ranks that have one node each."""
+    """Raise a `UserError` unless the ranks divide into groups of consecutive ranks, each group on one node."""
     groups = [range(first, first + of_group) for first in range(0, ranks, of_group)]
     if ranks % of_group or (nodes is not None and any(len({nodes[rank] for rank in group}) > 1 for group in groups)):
         raise UserError(
@@ -46,8 +46,8 @@ def check_groups(ranks: int, of_group: int, nodes: Sequence[str] | None) -> None
 def divided_experts(
     layers: Iterable[Any], copies: Sequence[Sequence[int]], of_group: int, device: str
 ) -> dict[nn.Module, DeviceMesh]:
-    """Divide the experts of all layers among groups of `of_group` ranks; returns each module with a rank's experts, and
-    the ranks among which their weights are sharded further; nothing for groups of one.
+    """Divide the experts of all layers among the `of_group` ranks of each group. For each module of experts, returns
+    the ranks among which the weights are sharded further; returns nothing for groups of one rank.
 
     `copies`: for each copy of the model, the ranks that share it.
 
@@ -72,7 +72,7 @@ def divided_experts(
 def _divide(experts: Any, mesh: DeviceMesh) -> None:
     """Keep only this rank's experts, and exchange tokens in the forward pass."""
     parameters = dict(experts.named_parameters())
-    # of modules that transformers' interface of experts does not know, the arguments may be others
+    # modules outside transformers' interface of experts may take other arguments
     if not hasattr(experts, "is_transposed") or any(len(p) != experts.num_experts for p in parameters.values()):
         raise UserError(f"trainer.expert_parallel: {type(experts).__name__} has no experts that can be divided; use 1")
     if why := undivided_experts(experts.num_experts, mesh.size()):
@@ -126,8 +126,8 @@ def _exchanged(
 
 
 def _sums(sent_RE: Tensor, received_RE: Tensor, pairs: int) -> tuple[list[int], list[int]]:
-    """The numbers of pairs for and from each rank, for which the device must be waited for; in an estimate as many for
-    each."""
+    """The number of pairs to send to each rank, and to receive from it; waits for the device. An estimate assumes equal
+    numbers."""
     if isinstance(sent_RE, FakeTensor):
         even = [len(part) for part in torch.tensor_split(torch.empty(pairs, device="meta"), len(sent_RE))]
         return even, even

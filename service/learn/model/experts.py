@@ -1,4 +1,4 @@
-"""Which kernels compute the experts: fused ones where they are installed and right, otherwise grouped products.
+"""Which kernels compute the experts: fused ones where they are installed and correct, otherwise grouped products.
 
 Grouped products write the gathered tokens of all experts, both halves of the gate, and the weighted outputs to memory.
 The kernels of SonicMoE gather, multiply, apply the gate and add up in a few passes. transformers calls them if the
@@ -21,13 +21,13 @@ log = logging.getLogger(__name__)
 
 FUSED, GROUPED = "sonicmoe", "grouped_mm"
 TOKENS, EXPERTS, TOPK = 256, 8, 2
-"""Size of the trial."""
+"""Size of the trial of fused kernels: tokens, experts, and experts per token."""
 TOLERANCE = 0.02
-"""Largest relative difference between kernels in bfloat16, which rounds to 0.4 %."""
+"""Largest accepted relative difference between kernels in bfloat16, which rounds to 0.4 %."""
 
 
 def use_fastest_experts(layers: Iterable[Any], device: torch.device, compute: torch.dtype) -> str | None:
-    """Choose what computes the experts of all layers, and log it; None if they have none, or not in bfloat16.
+    """Choose and log the kernels for the experts of all layers; None without experts, or if they are not in bfloat16.
 
     Fused kernels are tried on weights of the model's shape: output and gradients must be those of grouped products.
     """
@@ -59,7 +59,8 @@ def _unusable(experts: Any, device: torch.device) -> str | None:
 
 @torch.enable_grad()
 def _difference(experts: Any, device: torch.device) -> float:
-    """Largest relative difference of output and gradients between both ways, for a few experts with random weights."""
+    """Largest relative difference of output and gradients between fused kernels and grouped products, for a few random
+    experts."""
     generator = torch.Generator(device).manual_seed(0)
 
     def drawn(*shape: int, scale: float = 1.0) -> Tensor:

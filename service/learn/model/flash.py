@@ -1,7 +1,8 @@
 """FlashAttention 4 as operators of torch, with gradients and fake results for compiled layers.
 
-Torch's own way to it (`activate_flash_attention_impl`) is for an older version of the package: it unpacks two results
-of five, and does not tell the backward pass the longest rows, so each row would be taken to have all tokens.
+Torch's own integration (`activate_flash_attention_impl`) is for an older version of the package. It unpacks two results
+of five, and does not pass the length of the longest rows to the backward pass, which would assume that each row has all
+tokens.
 """
 
 from __future__ import annotations
@@ -19,15 +20,16 @@ log = logging.getLogger(__name__)
 VERSION = "4.0.0b36"
 """Version of the package flash-attn-4 whose private functions are called here."""
 CAPABILITIES = (9, 10)
-"""Major compute capabilities of the GPUs for which it has a forward and a backward pass: Hopper and Blackwell."""
+"""Major compute capabilities of the GPUs for which the package has a forward and a backward pass: Hopper and
+Blackwell."""
 
 _kernels: Any = None
-"""Its module, where it computes."""
+"""The package's module; None while FlashAttention 4 is not in use."""
 
 
 def begin(device: torch.device) -> bool:
-    """Use FlashAttention 4 on this GPU from now on, if it is installed, made for the GPU, and right on a small example;
-    returns whether it is used. If it is installed and cannot be used, a warning says why."""
+    """Use FlashAttention 4 on this GPU from now on, if it is installed, made for the GPU, and correct on a small
+    example; returns whether it is used. If it is installed and cannot be used, a warning says why."""
     global _kernels
     try:
         installed = metadata.version("flash-attn-4")
@@ -60,7 +62,7 @@ def attend(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Returns the causal attention output [T, heads, head_dim] and its log-sum-exp [heads, T].
 
-    `window`: number of tokens before its own that a token attends to; -1: all.
+    `window`: number of earlier tokens that a token attends to; -1: all.
     """
     named = _named(cu_queries, cu_keys, longest_query, longest_key, scale, window=window)
     out, log_sum, *_ = _kernels._flash_attn_fwd(query, key, value, return_lse=True, **named)
@@ -72,7 +74,7 @@ def attend_backward(
     of_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, log_sum: Tensor, cu_queries: Tensor,
     cu_keys: Tensor, longest_query: int, longest_key: int, scale: float, window: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The gradients of query, key and value."""
+    """Returns the gradients of query, key and value."""
     named = _named(cu_queries, cu_keys, longest_query, longest_key, scale, window=window)
     of_query, of_key, of_value = _kernels._flash_attn_bwd(query, key, value, out, of_out, log_sum, **named)
     return of_query, of_key, of_value
@@ -109,10 +111,10 @@ attend.register_autograd(_gradients, setup_context=_keep)
 
 
 def _try_out(device: torch.device) -> None:
-    """Compute an attention of two rows and its gradients.
+    """Compute attention over two rows, and its gradients.
 
     Raises:
-        ArithmeticError: they are wrong.
+        ArithmeticError: the output or a gradient is wrong.
     """
     bounds, heads = torch.tensor([0, 5, 200], dtype=torch.int32, device=device), (4, 2, 2)
     waves = [torch.arange(200 * n * 64, device=device).sin().view(200, n, 64).bfloat16() for n in heads]

@@ -52,8 +52,7 @@ class StoredWeights:
             into.copy_(self._slice(self.names.stored(name), shape)[rows])
 
     def check(self, shapes: Mapping[str, Sequence[int]], unread: Sequence[str] = ()) -> None:
-        """Compare the headers of all files with these weights; `unread`: patterns of names of further allowed
-        weights.
+        """Compare the headers of all files with these weights; `unread`: name patterns of further allowed weights.
 
         Raises:
             UserError: a weight is missing, superfluous, or of another shape or type.
@@ -76,7 +75,7 @@ class StoredWeights:
             )
 
     def others(self, written: Collection[str]) -> dict[str, Tensor]:
-        """The folder's weights that are not in `written` and not computed: of other parts, or untrained."""
+        """The folder's weights that are neither in `written` nor computed: those of other parts, or untrained ones."""
         head = self.names.stored(HEAD)
         others = [name for name in self._file_of if name not in written and not name.endswith(COMPUTED)]
         return {name: self._opened(name).get_tensor(name) for name in others if name != head}
@@ -130,8 +129,8 @@ class StoredWeights:
 def load_weights(
     folder: Path, masters: Mapping[str, Tensor], parameters: Mapping[str, Tensor], unread: Sequence[str] = ()
 ) -> None:
-    """Fill each master weight with this rank's shard of the weights on disk; reads only the shard. `unread`: patterns
-    of names of further allowed weights."""
+    """Fill each master weight with this rank's shard of the weights on disk; reads only the shard. `unread`: name
+    patterns of further allowed weights."""
     with ExitStack() as stack:
         stored = StoredWeights(folder, stack)
         stored.check({name: parameter.shape for name, parameter in parameters.items()}, unread)
@@ -140,13 +139,13 @@ def load_weights(
 
 
 def stored_names(folder: Path) -> Names:
-    """The names of the weights in a folder; those of a model alone if it has none yet."""
+    """The names of the weights in a folder; the default names if the folder has no weights yet."""
     return Names.of(_files_of(folder)) if (folder / SINGLE).is_file() or (folder / INDEX).is_file() else Names()
 
 
 def check_weights(folder: Path, shapes: Mapping[str, Sequence[int]], unread: Sequence[str] = ()) -> None:
-    """Compare a folder's weights with the shapes of its config.json; reads headers, and a tied head. `unread`: patterns
-    of names of further allowed weights.
+    """Compare a folder's weights with the shapes of its config.json; reads headers, and a tied head. `unread`: name
+    patterns of further allowed weights.
 
     Raises:
         UserError: a file is missing, cut short or not safetensors, or the weights differ from the shapes.
@@ -164,7 +163,7 @@ def _files_of(folder: Path) -> dict[str, Path]:
 
 def write_folder(folder: Path, source: Path, weights: dict[str, Tensor]) -> None:
     """Write a Hugging Face folder of these weights, under the names in `source`, with all other weights and files of
-    `source`; it appears only when complete."""
+    `source`; the folder appears only when complete."""
     with atomic_folder(folder) as partial, ExitStack() as stack:
         weights = weights | StoredWeights(source, stack).others(weights.keys())
         save_torch_state_dict(weights, partial, metadata={"format": "pt"})

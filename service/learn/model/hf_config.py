@@ -39,10 +39,10 @@ MAX_SHAPE = {
     "num_experts": 1 << 14,
     "num_experts_per_tok": 1 << 14,
 }
-"""Largest allowed dimensions, above those of published models: larger ones overflow, or take many minutes."""
+"""Largest allowed dimensions, above those of published models; larger dimensions overflow, or take many minutes."""
 
 ACTIVATIONS = ("hidden_act", "hidden_activation")
-"""Settings of the MLPs' activation; an engine computes the one that all published models of a family have."""
+"""Settings of the MLPs' activation; engines compute only the activation that all published models of a family have."""
 
 REFUSED = ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention")
 """Settings that change the attention or the logits in a way that neither packed rows nor the chunked head compute."""
@@ -151,7 +151,7 @@ def _unsupported(config: PretrainedConfig) -> str | None:
         if getattr(config, name, None):
             return f"its configuration sets {name}, which is not computed"
     heads = config.num_attention_heads
-    kv_heads = config.num_key_value_heads or heads  # None: as many
+    kv_heads = config.num_key_value_heads or heads  # None: as many as query heads
     if heads % kv_heads:
         return f"its {heads} attention heads (num_attention_heads) are no multiple of num_key_value_heads, {kv_heads}"
     if getattr(config, "head_dim", None) is None and config.hidden_size % heads:
@@ -171,5 +171,5 @@ def _unsupported(config: PretrainedConfig) -> str | None:
 
 
 def _ropes(rope: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The settings of RoPE: of all layers, or of each type of layers."""
+    """The settings of RoPE: one for all layers, or one for each type of layer."""
     return [of_layers for of_layers in rope.values() if isinstance(of_layers, Mapping)] or [rope]

@@ -27,7 +27,7 @@ class Names(NamedTuple):
     """The names of weights in a folder."""
 
     prefix: str = BACKBONE
-    """What a folder's names have in place of `model.`."""
+    """Prefix of the folder's names, in place of `model.`."""
     fused: bool = False
     """Whether one weight holds all experts of a layer."""
 
@@ -66,7 +66,8 @@ class Names(NamedTuple):
         return [f"{path}.{expert}.{projection}.weight" for projection in PROJECTIONS.get(last, ())]
 
     def split(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The weights of a model under the folder's names, fused ones split if the folder has them so."""
+        """The weights of a model under the folder's names; fused experts are split unless the folder stores them
+        fused."""
         whole = {name: Rows(tuple(weight.shape), 0, weight) for name, weight in weights.items()}
         kept = {self.stored(name) for name in weights}
         # safetensors refuses tensors that share memory

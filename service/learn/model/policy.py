@@ -52,8 +52,8 @@ class Policy:
         nodes: Sequence[str] | None = None,
         checkpointing: Checkpointing | None = None,
     ) -> None:
-        """`random_weights`: whether weights are random instead of read, if only the model's shape matters; `nodes`: the
-        node of each rank, None if all are on one; `checkpointing`: overrides the trainer's settings."""
+        """`random_weights`: fill the weights with random numbers instead of reading them; `nodes`: the node of each
+        rank, None if all are on one node; `checkpointing`: overrides the trainer's settings."""
         self.device = device
         self.rank = rank
         self.world_size = world_size
@@ -68,14 +68,14 @@ class Policy:
         """Number of complete copies of the policy among the ranks, and number of shards of each copy."""
         self.copy = next(number for number, ranks in enumerate(copies) if rank in ranks)
         self.shard = copies[self.copy].index(rank)
-        """Number of this rank's shard in its copy."""
+        """Index of this rank's shard in its copy."""
         check_groups(self.n_shards, trainer.expert_parallel, nodes)
         self.division = Division(self.shard, self.n_shards, trainer.expert_parallel)
         self._hf_config = hf_config = read_config(folder)
         with unset_fake_temporarily():  # a mesh of ranks cannot be made of fake tensors
             self.slice = Slice.of_rank(rank, world_size, trainer.sequence_parallel, hf_config, device)
         self.batch_part, self.n_batch_parts = rank // self.slice.of, world_size // self.slice.of
-        """Number of the part of each mini-batch that this rank's group trains, and number of parts."""
+        """Index of the part of each mini-batch that this rank's group trains, and number of parts."""
         self._device_settings = DeviceSettings(
             device,
             self.accumulation_dtype,
@@ -90,7 +90,7 @@ class Policy:
         trainer = trainer.model_copy(update={"compile": self.compiles})
         self.checkpointing = checkpointing or Checkpointing.of(trainer, hf_config.num_hidden_layers)
         dtype = self.accumulation_dtype if self.sharded else self.dtype
-        # a model without memory needs no fake tensors, and a mesh of ranks cannot be made of them
+        # a model on the meta device needs no fake tensors, and a mesh of ranks cannot be made of fake tensors
         with unset_fake_temporarily():
             # a frozen base is stored in the compute type
             self.model = empty_model(hf_config, dtype if self.lora is None else self.dtype, trainer, self.checkpointing)
@@ -125,7 +125,7 @@ class Policy:
         self.master_weights.write_back()
 
     def lighter(self) -> Checkpointing | None:
-        """The checkpointing that takes less memory; None if nothing is left to save."""
+        """The next level of checkpointing, which takes less memory; None if no level takes less."""
         return self.checkpointing.lighter(len(self.model.layers), self.compiles)
 
     @cached_property
@@ -135,7 +135,7 @@ class Policy:
 
     @cached_property
     def _names(self) -> Names:
-        """How the engines, which load the same folder, name the weights."""
+        """The names that the engines use for the weights, because they load the same folder."""
         return stored_names(self._folder)
 
     @property

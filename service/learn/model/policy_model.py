@@ -33,24 +33,24 @@ class Checkpointing(NamedTuple):
     """Which values are computed or gathered again for the backward pass instead of being kept in memory."""
 
     layers: int
-    """How many layers keep only their input."""
+    """Number of layers that keep only their input."""
     elementwise: bool = False
     """Whether the other layers, if they are compiled, recompute the results of elementwise operations."""
     regather: bool = True
-    """Whether the layers' weights of other ranks are gathered again."""
+    """Whether layers' weights are freed after the forward pass and gathered again for the backward pass."""
 
     @staticmethod
     def of(trainer: TrainerConfig, n_layers: int) -> Checkpointing:
-        """Parse the trainer's settings; `auto` means no checkpointing and weights that are gathered again, unless an
-        estimate has chosen other values."""
+        """Parse the trainer's settings. An `auto` that no estimate has replaced means no checkpointing, and weights
+        that are gathered again."""
         setting = trainer.gradient_checkpointing
         every = 0 if isinstance(setting, str) else int(setting)
         return Checkpointing(-(-n_layers // every) if every else 0, regather=bool(trainer.reshard_after_forward))
 
     def lighter(self, n_layers: int, compiled: bool) -> Checkpointing | None:
-        """The level to go on with after a lack of memory: half of the layers checkpointed, or all; None if this is it.
+        """The level to continue with when memory has run out: half or all layers checkpointed; None after the last.
 
-        There are two at most, since each costs a restart, and a lease of the same mini-batch.
+        There are at most two such levels, since each costs a restart, and another lease of the same mini-batch.
         """
         half = -(-n_layers // 2)
         layers = half if self.layers < half else n_layers
@@ -58,8 +58,8 @@ class Checkpointing(NamedTuple):
         return None if lighter == self else lighter
 
     def of_all_ranks(self) -> Checkpointing:
-        """What takes the least memory of all that the ranks ask for, whose GPUs may differ: ranks that do not compute
-        and gather the same layers again would wait for each other."""
+        """The level with the least memory of all that the ranks ask for, whose GPUs may differ. All ranks need the same
+        level, because ranks that recompute and gather different layers would wait for each other."""
         asked: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(asked, self)
         layers, elementwise, regather = map(max, zip(*asked, strict=True))
@@ -114,8 +114,8 @@ class PolicyModel(nn.Module):
         return layers
 
     def units(self, regather: bool) -> dict[nn.Module, bool]:
-        """The modules that are sharded each on its own, with whether they are freed after the forward pass; the head
-        is not, because the backward pass begins with it."""
+        """The modules that are sharded separately, each with whether its gathered weights are freed after the forward
+        pass. The head's weights are kept, because the backward pass begins with the head."""
         units: dict[nn.Module, bool] = dict.fromkeys(self.layers, regather)
         return units if self.lm_head is None else {self.model.embed_tokens: True, **units, self.lm_head: False}
 
@@ -128,7 +128,7 @@ def empty_model(
     implementation = ("sdpa" if own else "eager") if trainer.layout == "padded" else attention.NAME
     if dtype == torch.float64:
         config._experts_implementation = "eager"  # grouped products, the default, do not support float64
-    # the engine samples without dropout, and ratios compare with its samples
+    # the engine samples without dropout, and importance ratios are relative to the engine
     for name in config.to_dict():
         if name.endswith(DROPOUT):
             setattr(config, name, 0.0)

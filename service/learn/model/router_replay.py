@@ -21,7 +21,7 @@ from service.handoff.steps.limits import NO_ROUTING, Routing
 
 def routing_of_model(config: PretrainedConfig, recorded: bool = True) -> Routing:
     """The routed experts that a model of this configuration can replay: layers, experts per token, experts per layer;
-    none where engines do not record them."""
+    empty where engines do not record them."""
     experts, n_layers = experts_of(config), config.num_hidden_layers
     if not experts or not recorded:
         return NO_ROUTING
@@ -41,7 +41,7 @@ class RouterReplay:
         self._recorded: dict[int, Tensor] = {}
         for number, block in self._blocks.items():
             # Experts run uncompiled inside a compiled layer: the numbers of their tokens, on which the products depend,
-            # change with every batch, and what is replayed is no argument of the layer.
+            # change with every batch, and the recorded experts are not an argument of the layer.
             block.forward = torch.compiler.disable(  # type: ignore[no-untyped-call]
                 self._replaying(number, block.forward)
             )
@@ -75,7 +75,8 @@ class RouterReplay:
 
 
 class _Recorded(TorchFunctionMode):
-    """Within the block, a `topk` over all experts, of as many as were recorded per token, returns the recorded ones."""
+    """Within the block, `topk` over all experts returns the recorded ones, if asked for as many as were recorded per
+    token."""
 
     def __init__(self, recorded_NK: Tensor, experts: int) -> None:
         super().__init__()
@@ -87,7 +88,7 @@ class _Recorded(TorchFunctionMode):
     ) -> Any:
         output = function(*arguments, **(named or {}))
         if function not in (torch.topk, Tensor.topk) or arguments[0].shape[-1] != self._experts:
-            return output  # routers with groups choose the groups by calls of their own
+            return output  # routers with groups choose the groups by further calls of `topk`
         if output[1].shape == self._recorded_NK.shape:
             self.is_made = True
             known_N = (self._recorded_NK >= 0).all(-1, keepdim=True)

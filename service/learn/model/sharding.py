@@ -21,8 +21,8 @@ When weights are gathered:
     an untied embedding by itself; its backward pass needs no weight
     the rest            from the start of the forward pass to the end of the backward pass
 
-The rest has a tied embedding, which is needed first and last. It also has small layers, for which the latency of a
-message costs more than its bytes.
+The rest includes a tied embedding, which is needed first and last, and small layers, for which the latency of a message
+costs more than its bytes.
 
 `full_state_dict` gathers the whole weights, `local_rows` finds this rank's rows of them.
 """
@@ -46,9 +46,9 @@ from service.errors import UserError
 from service.learn.model.logprob import accumulation_dtype
 
 EXPERTS = ".experts."
-"""Part of the names of weights that hold all experts of a layer, an expert a row."""
+"""Part of the names of weights that hold all experts of a layer, one expert per row."""
 SMALL_LAYER = 1 << 20
-"""Parameters below which a layer is gathered with the rest of the model."""
+"""A layer with fewer parameters is gathered with the rest of the model."""
 MESSAGE_BYTES = 32 << 20
 """Bytes of parameters that are collected before they are gathered in one message."""
 
@@ -80,10 +80,10 @@ def shard(
     cpu_offload: bool = False,
     experts: Mapping[nn.Module, DeviceMesh] | None = None,
 ) -> None:
-    """Shard the model and its `units`, each with whether it is freed after the forward pass.
+    """Shard the model and its `units`, each given with whether its gathered weights are freed after the forward pass.
 
-    `copies`: for each copy of the model, the ranks that share it; `experts`: the units that are divided already, with
-    the ranks that share what is left, each before the layer that contains it.
+    `copies`: for each copy of the model, the ranks that share it; `experts`: the units whose experts are divided
+    already, each with the ranks that share its part; such a unit must come before the layer that contains it.
     """
     divided = experts or {}
     if len(copies) == 1:
@@ -97,9 +97,9 @@ def shard(
     for module in (*large, model):
         again, of_module = units.get(module), divided.get(module, mesh)
         fully_shard(module, mesh=of_module, mp_policy=policy, offload_policy=offload, reshard_after_forward=again)
-    for unit in _sharded(model):  # no setting is inherited by submodules
+    for unit in _sharded(model):  # submodules do not inherit settings
         unit.set_gradient_divide_factor(1.0)
-        # otherwise FSDP2 asks for a sum with a factor, which gloo cannot do and for which NCCL has slower ways only
+        # otherwise FSDP2 asks for a sum with a factor, which gloo cannot compute and NCCL computes more slowly
         unit.set_force_sum_reduction_for_comms(True)
         unit.set_unshard_in_backward(not isinstance(unit, nn.Embedding))
 
@@ -111,7 +111,8 @@ def set_collective_deadline(seconds: float) -> None:
 
 
 def reshard(model: nn.Module) -> None:
-    """Free the gathered weights after a forward pass without a backward pass; the next pass would use them again."""
+    """Free the gathered weights after a forward pass without a backward pass; otherwise the next pass would use them
+    again."""
     for module in _sharded(model):
         module.reshard()
 
@@ -121,7 +122,7 @@ def _sharded(model: nn.Module) -> Iterator[FSDPModule]:
 
 
 def shard_bounds(length: int, rank: int, world_size: int) -> tuple[int, int]:
-    """Start and end of a rank's rows if a dimension 0 of this length is split as by FSDP2."""
+    """Start and end of a rank's rows if dimension 0 has this length and is split as FSDP2 does."""
     size = -(-length // world_size)
     start = min(rank * size, length)
     return start, min(start + size, length)
@@ -157,7 +158,8 @@ def shard_rows(parameter: Tensor) -> slice:
 
 
 def _row_axes(parameter: DTensor) -> list[int]:
-    """The mesh's axes that divide the rows: the ranks, or the ranks of a group of experts and then those of each."""
+    """The mesh axes that divide the rows: the ranks; or first the experts, then the ranks that share the same
+    experts."""
     axes = [axis for axis, placement in enumerate(parameter.placements) if not placement.is_replicate()]
     if not axes or axes[0] + len(axes) != parameter.device_mesh.ndim or parameter.placements[-1] != Shard(0):
         raise ValueError(f"unexpected placements {parameter.placements}")
@@ -175,7 +177,7 @@ class Rows(NamedTuple):
     shape: tuple[int, ...]
     """Shape of the whole weight."""
     first: int
-    """Number of the first row."""
+    """Index of the first row in the whole weight."""
     rows: Tensor
     """[R, ...] the rows; R may be 0."""
 
@@ -205,7 +207,7 @@ def _held(parameter: Tensor) -> Tensor:
 def full_state_dict(
     parameters: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device, rank: int, everywhere: bool = False
 ) -> dict[str, Tensor] | None:
-    """Copies of all whole parameters, as `dtype`; every rank must call.
+    """Copies of all whole parameters, as `dtype`; every rank must call this.
 
     Rank 0 has them in CPU memory and the other ranks get None; with `everywhere` every rank has them on its device.
     Shards are cast to `dtype` before they are sent.

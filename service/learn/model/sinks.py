@@ -14,15 +14,15 @@ from torch import Tensor
 from service.learn.model import flash
 
 Bounds = tuple[Tensor, Tensor, int, int]
-"""Bounds of queries and of keys, the longest row of each."""
+"""Bounds of queries and of keys, and the longest row of queries and of keys."""
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def with_sinks(
     query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, bounds: Bounds, window: int, scale: float
 ) -> Any:
-    """[T, heads, head_dim] queries, keys and values -> [T, heads, head_dim]; `sinks` [heads]: their logits; `window`:
-    tokens before a token's own, -1: all."""
+    """[T, heads, head_dim] queries, keys and values -> [T, heads, head_dim]; `sinks` [heads]: logits of the sinks;
+    `window`: number of earlier tokens that a token attends to, -1: all."""
     return _WithSinks.apply(query, key, value, sinks, bounds, window, scale)  # type: ignore[no-untyped-call]
 
 

@@ -40,7 +40,8 @@ SEED = 35
 PATIENCE = timedelta(seconds=120)
 """Time after which a rank that waits for another one gives up."""
 SMALL_GRADIENT = 1e-3
-"""Fraction of the whole gradient's norm below which a weight's gradient is compared with that fraction."""
+"""Differences are relative to a weight's gradient, or to this fraction of the whole gradient's norm if that is
+larger."""
 
 Outcome = tuple[float, dict[str, Tensor]]
 """A loss and the gradient of each weight."""
@@ -54,7 +55,7 @@ class Finding:
     difference: float
     """Largest relative difference of the loss and of any gradient; infinite if nothing could be computed."""
     reason: str = ""
-    """What failed, if anything did."""
+    """What failed; empty if nothing did."""
 
     @property
     def told(self) -> str:
@@ -137,7 +138,7 @@ class _Proof:
         return Finding(name, difference, "" if difference <= TOLERANCE else f"differs by {difference:.1e}")
 
     def _by_row(self, folder: Path) -> Outcome:
-        """The family's own code, a row at a time."""
+        """Loss and gradients by the family's own code, one row at a time."""
         model: Any = AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float64, attn_implementation="eager", experts_implementation="eager"
         )
@@ -156,7 +157,7 @@ class _Proof:
         model = empty_model(self._config, torch.float64, TrainerConfig(**trainer))
         allocate(model, self._config, CPU)
         for layer in model.layers:
-            layer.forward = exactly(layer.forward)  # again when it is recomputed: no mode holds in a backward pass
+            layer.forward = exactly(layer.forward)  # also for recomputation: modes end before the backward pass
         weights = dict(model.named_parameters()) | stored_buffers(model)
         load_weights(self._folder, {n: w.detach() for n, w in weights.items()}, weights, unread_weights(self._config))
         return model
@@ -175,7 +176,7 @@ class _Proof:
         return _difference(_outcome(self._total(model, layout), dict(model.named_parameters())), self._own)
 
     def _split(self, layout: str = "packed") -> float:
-        """Two ranks (threads of this process), each with half of the tokens."""
+        """Compute with two ranks (threads of this process), each with half of the tokens."""
         model = self._model(layout=layout)
         weights = dict(model.named_parameters())
         store = dist.HashStore()  # type: ignore[attr-defined]
@@ -194,7 +195,7 @@ class _Proof:
 
     @torch.no_grad()
     def _perturbed(self) -> float:
-        """Other tokens in one row change no log-probability of the other rows."""
+        """Check that other tokens in one row change no log-probability of the other rows."""
         model, offsets_R = self._model(), self._micro.offsets_R
         settings = DeviceSettings(CPU, torch.float64)
         plain = model(DeviceBatch.of(self._micro, settings)).logprob_M
@@ -210,7 +211,7 @@ class _Proof:
 
     @torch.no_grad()
     def _merged(self) -> float:
-        """An adapter gives the log-probabilities of the weights that it is merged into."""
+        """Check that an adapter gives the same log-probabilities as weights that it was merged into."""
         model = self._model()
         linear = [name for name, layer in model.named_modules() if isinstance(layer, torch.nn.Linear)]
         present = {name.rpartition(".")[2] for name in linear}
@@ -233,7 +234,7 @@ class _Proof:
         return abs(float(with_adapter - merged)) / abs(float(merged))
 
     def _saved(self) -> float:
-        """Transformers loads the written folder, and no weight is missing or left over."""
+        """Check that transformers loads the written folder, and that no weight is missing or left over."""
         out = self._folder.parent / "saved"
         weights = {name: weight.detach().clone() for name, weight in self._model().named_parameters()}
         write_folder(out, self._folder, stored_names(self._folder).split(weights))
@@ -243,7 +244,7 @@ class _Proof:
         return _difference(self._by_row(out), self._own)
 
     def _replayed(self) -> float:
-        """Replaying the router's own choice for most tokens changes nothing."""
+        """Check that replaying the router's own choice for most tokens changes nothing."""
         model, chosen = self._model(), list[Tensor]()
         blocks: list[Any] = [layer.mlp for layer in model.layers if hasattr(layer.mlp, "experts")]
         hooks = [
@@ -271,7 +272,7 @@ def _difference(ours: Outcome, own: Outcome) -> float:
     """The largest relative difference of loss and gradients.
 
     Raises:
-        RuntimeError: the two do not have the same weights.
+        RuntimeError: the two models do not have the same weights.
     """
     if unknown := ours[1].keys() ^ own[1].keys():
         raise RuntimeError(f"the weight {min(unknown)} is not in both models")
@@ -284,5 +285,5 @@ def _difference(ours: Outcome, own: Outcome) -> float:
 
 
 def _told(error: Exception) -> str:
-    """The first line of an error."""
+    """The first line of the error's message."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]

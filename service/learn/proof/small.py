@@ -27,12 +27,12 @@ SMALL = {
     "num_experts_per_tok": 2,
     "max_position_embeddings": 4096,
 }
-"""Dimensions of a small model; a family that lacks one is left without it."""
+"""Dimensions of a small model; those that a family does not have are skipped."""
 
 TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
 
 BY_LAYER = ("layer_types", "no_rope_layers", "mlp_layer_types")
-"""Settings with an entry for each layer."""
+"""Settings that have one entry per layer."""
 
 
 def small_config(model_type: str, **changes: Any) -> PretrainedConfig:

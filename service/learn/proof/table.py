@@ -18,7 +18,7 @@ HEADING = """\
 
 
 def families_table(families: Iterable[str]) -> Iterator[str]:
-    """A Markdown table with a line for each family, each as soon as it is known."""
+    """Yield a Markdown table with a line for each family; each line comes as soon as its proof has ended."""
     yield HEADING
     for family in families:
         config = small_config(family)
@@ -41,7 +41,7 @@ def _layers(config: PretrainedConfig) -> str:
 
 
 def _traits(config: PretrainedConfig) -> list[str]:
-    """What differs from Llama, by the settings of the configuration."""
+    """The family's differences from Llama, according to the configuration."""
     settings = config.to_dict()
     no_rope = 0 in (settings.get("no_rope_layers") or ())
     partial_rope = (settings.get("rope_parameters") or {}).get("partial_rotary_factor", 1.0) != 1.0

@@ -12,7 +12,7 @@ def refuse_unknown(folder: Path | None) -> None:
     """Run the comparisons if the folder's family is not supported; they take up to 20 seconds on a CPU.
 
     Raises:
-        UserError: the family is not supported; the line has the first comparison that fails, or says that none does.
+        UserError: the family is not supported; the message names the first comparison that fails, if any does.
     """
     if folder is None or not is_model_folder(folder):
         return

@@ -13,16 +13,16 @@ class Cost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     value: float
     source: str
-    """Where it was measured and when, or "assumed"."""
+    """Where and when the value was measured, or "assumed"."""
     what: str = ""
-    """Its words on the page of a plan for GPUs, with `{}` for the value; empty: it is not listed."""
+    """Description on the page of a plan for GPUs, with `{}` for the value; empty: it is not listed."""
 
 
 _COSTS = msgspec.toml.decode(Path(__file__).with_suffix(".toml").read_bytes(), type=dict[str, dict[str, Cost]])
 CPU, GPU, TRAINER, WEIGHTS = (
     {name: cost.value for name, cost in _COSTS[of].items()} for of in ("cpu", "gpu", "trainer", "weights")
 )
-"""Seconds, bytes and bytes/s by name."""
+"""Values of the constants by name, in seconds, bytes or bytes/s."""
 
 
 def listed() -> Iterator[str]:

@@ -17,13 +17,13 @@ class Device:
     name: str
     source: str
     memory: float
-    """Bytes."""
+    """Size of the memory, in bytes."""
     products: float
     """FLOP/s of matrix products."""
     bandwidth: float
-    """Bytes/s of its own memory."""
+    """Bytes/s of the GPU's own memory."""
     attention: float
-    """FLOP/s of causal attention, forward."""
+    """FLOP/s of causal attention in a forward pass."""
     attention_backward: float
     link: float
     """Bytes/s to another GPU of the same machine."""
@@ -34,12 +34,12 @@ class Device:
     cores: int | None = None
     """CPU cores that all processes share; None: a GPU, which shares nothing."""
     pace: float = 1.0
-    """Seconds of the work of a run's processes here, over those on the machine on which costs.toml was measured; of a
-    GPU that is not measured, 1."""
+    """Time that the work of a run's processes takes on this machine, relative to the machine on which costs.toml was
+    measured; 1 for a GPU that is not measured."""
 
     @property
     def unit(self) -> str:
-        """What a rank takes one of."""
+        """Plural name of what each rank occupies: GPUs, or processes on a CPU."""
         return "GPUs" if self.cores is None else "processes"
 
     def ring(self, gpus: int) -> float:

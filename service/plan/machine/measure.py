@@ -18,10 +18,10 @@ from service.plan.machine.device import Device, profile
 from service.plan.machine.pace import message_seconds
 
 BUDGET_SECONDS = 3.0
-"""Seconds that each measurement may take at most, but for its first round."""
+"""Maximum seconds of each measurement, apart from its first round."""
 
 COPIES, ROWS, CONTEXT = {"cpu": 1 << 24, "cuda": 1 << 30}, {"cpu": 768, "cuda": 8192}, {"cpu": 512, "cuda": 8192}
-"""Bytes of a copy, rows of a square matrix, tokens of an attention's row."""
+"""Bytes of a copy, rows of a square matrix, tokens of a row of attention."""
 
 
 def measured(cpu: bool = False) -> Device:
@@ -58,8 +58,8 @@ def measured(cpu: bool = False) -> Device:
 
 
 def pace() -> float:
-    """The time of the work of a run's processes here, relative to the machine on which the host's costs were
-    measured."""
+    """The time that the work of a run's processes takes on this machine, relative to the machine on which the host's
+    costs were measured."""
     return message_seconds() / CPU["message"]
 
 

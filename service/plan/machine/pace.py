@@ -1,4 +1,4 @@
-"""The current speed of the work of a run's processes on this machine: pairs of processes exchange steps, one per core.
+"""How fast this machine now does the work of a run's processes: pairs of processes exchange steps, a pair per core.
 
 One process of a pair makes steps of a few tokens, encodes and sends them, as a generator does; the other one keeps them
 and joins their tokens, as the buffer does. So all cores are busy and processes wait for messages, as in a run, and
@@ -29,9 +29,9 @@ MAX_PAIRS = 16
 NICENESS = 15
 """Niceness of the pairs, the same as of Ray's workers: all other programs on the machine have priority."""
 KEPT = 256
-"""Trajectories that the second of a pair keeps before it begins anew."""
+"""Number of trajectories that the second process of a pair keeps before it drops them all."""
 LENGTH = 4
-"""Bytes before a message that say its length."""
+"""Size of the length field before each message, in bytes."""
 
 
 def message_seconds() -> float:
