@@ -98,10 +98,10 @@ def dashboards_page() -> str:
     text = (
         "# Dashboards\n\nMade from `scripts/dashboards/` by `python -m scripts.docs`. [Operations](operations.md"
         "#prometheus-alertmanager-grafana) says how to start Prometheus and Grafana; this Grafana loads the files of "
-        "`deploy/grafana/dashboards/` through `deploy/grafana/provisioning/`. Into a Grafana of your own import the "
-        "files, and choose your Prometheus as *Data source*. The variable *Run* chooses the run, and is empty until a "
-        "run has started its actors. Panels of what a run does not use (agents, scorers, evaluations, ...) stay empty. "
-        "The queries are checked against a live Prometheus; no Grafana server has rendered the dashboards.\n"
+        "`deploy/grafana/dashboards/` through `deploy/grafana/provisioning/`. In a Grafana of your own, import the "
+        "files and choose your Prometheus as *Data source*. The variable *Run* chooses the run, and is empty until a "
+        "run has started its actors. Panels for parts that a run does not use (agents, scorers, evaluations, ...) stay "
+        "empty. The queries are checked against a live Prometheus; no Grafana server has rendered the dashboards.\n"
     )
     for dashboard in DASHBOARDS:
         text += f"\n## {dashboard.title.removeprefix('Baton: ').capitalize()}\n\n{dashboard.meaning}\n\n"

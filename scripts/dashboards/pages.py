@@ -25,7 +25,7 @@ GENERATORS_UP = chosen("baton_actor_up", 'role="generator"')
 OVERVIEW = dashboard(
     "baton-overview",
     "Baton: overview",
-    "Is the run alive, does it learn, and which part waits.",
+    "Whether the run is alive and learns, and which part waits.",
     (6, 2, 2, 3),
     stat("Step", "Optimizer steps so far.", last("baton_policy_version")),
     stat("Reward", "Mean reward of the last mini-batch.", last("baton_reward")),
@@ -38,13 +38,13 @@ OVERVIEW = dashboard(
     stat("Generators", "Generators that push metrics.", f"sum by (instance) ({GENERATORS_UP})"),
     stat(
         "Trainer waits",
-        "Fraction of time. A high value means that generation is the bottleneck.",
+        "Fraction of time that the trainer waits. High if generation is the bottleneck.",
         rate_ratio("baton_trainer_wait_seconds_sum", "baton_step_seconds_sum"),
         unit="percentunit",
     ),
     stat(
         "Padded length",
-        "Tokens to which the last batch is padded, or would be padded.",
+        "Length in tokens to which the last batch is padded, or would be padded.",
         last("baton_batch_padded_sequence_length_last_tokens"),
     ),
     graph("Reward over time", "Mean reward, before any filter.", Query(last("baton_reward"), "{{instance}}")),
@@ -81,7 +81,7 @@ OVERVIEW = dashboard(
     ),
     graph(
         "What binds",
-        "Fraction of the last ten minutes for which one side waited for the other, by the part that binds.",
+        "Fraction of the last ten minutes for which one side waited for the other, by bottleneck.",
         Query(chosen("baton_binding_ratio"), "{{part}}"),
         unit="percentunit",
     ),
@@ -179,7 +179,7 @@ BUFFER = dashboard(
     ),
     graph(
         "Restarted",
-        "Trajectories a second that lost their generator and went on elsewhere, or started again, by reason.",
+        "Trajectories a second that lost their generator and continued elsewhere, or started again, by reason.",
         Query(rate("baton_restarted_trajectories_total", "reason"), "{{reason}}"),
         Query(rate("baton_moved_trajectories_total"), "went on elsewhere"),
     ),
@@ -190,7 +190,7 @@ BUFFER = dashboard(
     ),
     graph(
         "Answers of scorers",
-        "Groups a second by what became of them, and failures. BatonScorerFails fires above 20 % without a score.",
+        "Groups a second by outcome, and failures. BatonScorerFails fires above 20 % without a score.",
         Query(rate("baton_scorer_groups_total", "scorer, outcome"), "{{scorer}}: {{outcome}}"),
         Query(rate("baton_scorer_failures_total", "scorer, reason"), "{{scorer}}: failed, {{reason}}"),
     ),
@@ -316,7 +316,7 @@ GENERATORS = dashboard(
 TRAINER = dashboard(
     "baton-trainer",
     "Baton: trainer",
-    "Does the optimization behave.",
+    "Whether the optimization behaves.",
     (3, 3, 3, 3, 3),
     graph("Reward", "Mean reward of the mini-batch.", Query(last("baton_reward"), "reward")),
     graph("Loss", "Near zero by construction.", Query(last("baton_policy_loss"), "loss")),
@@ -341,8 +341,8 @@ TRAINER = dashboard(
         Query(last("baton_clip_ratio"), "fraction"),
         unit="percentunit",
     ),
-    graph("Gradient norm", "Before clipping.", Query(last("baton_grad_norm"), "norm")),
-    graph("Learning rate", "Of the last step.", Query(last("baton_learning_rate"), "lr")),
+    graph("Gradient norm", "Norm of the gradient before clipping.", Query(last("baton_grad_norm"), "norm")),
+    graph("Learning rate", "Learning rate of the last step.", Query(last("baton_learning_rate"), "lr")),
     graph(
         "Steps",
         "Optimizer steps a second. An aborted step changes nothing, and its batch is leased again.",
@@ -372,7 +372,7 @@ TRAINER = dashboard(
     ),
     graph(
         "Prompts passed over",
-        "Prompts a second that the curriculum passed over: what is not sampled in vain.",
+        "Prompts a second that the curriculum skips, so that no tokens are sampled for them.",
         Query(rate("baton_curriculum_passed_over_total"), "passed over"),
     ),
     graph(
