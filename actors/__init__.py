@@ -15,7 +15,7 @@ RAY_ENV = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
 }
-"""Environment of the Ray that a run starts, and of its workers."""
+"""Environment variables of the Ray that a run starts, and of its workers."""
 
 SKIPPED = (
     r"^Task \S+ failed\. There are .*retries remaining"
@@ -29,7 +29,7 @@ generator or rank)."""
 os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", SKIPPED)
 
 USER_IS_OFFLINE = os.environ.get("HF_HUB_OFFLINE", "0").upper() not in ("", "0", "FALSE", "NO", "OFF")
-"""Whether the user wants no model hub to be asked; Baton itself asks one only for addresses in the settings."""
+"""Whether the user forbids requests to model hubs; Baton itself makes them only for hub addresses in the settings."""
 
 if not os.environ.get("RAY_ADDRESS"):
     # Ray reads its settings when it is imported, and every module of this package imports Ray after this one.

@@ -1,4 +1,4 @@
-"""Calls to actors, with a deadline; an error of Baton is raised with its own type, not wrapped by Ray."""
+"""Calls to actors, with a deadline; Baton's own errors keep their type and are not wrapped by Ray."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ACTOR_FAILED = (ray.exceptions.RayActorError, ray.exceptions.ObjectLostError, Ba
 MAX_CHARACTERS = 200
 
 _DIED = re.compile(r"Worker exit detail: ([^.]+)")
-"""Matches the reason in Ray's paragraph about a process that died; Ray's guesses at causes follow it."""
+"""Matches the reason in Ray's message about a dead process; possible causes that Ray lists after it are left out."""
 
 CALL_SECONDS = 300.0
 """Deadline of a call in seconds; a buffer that restarts reads its journal before it answers."""

@@ -1,4 +1,4 @@
-"""Which process an actor has, and why one has ended, as Ray knows it; for `service.run.supervisor`."""
+"""Finds out from Ray which process an actor has, and why a process has ended; for `service.run.supervisor`."""
 
 from __future__ import annotations
 
@@ -25,39 +25,40 @@ from service.run.memory import Memory, in_gb, remedy
 from service.run.supervisor import CAUSE_SECONDS, Life
 
 WATCHING = "watching"
-"""Ray's concurrency group of questions about a process, which wait for no other call."""
+"""Ray's concurrency group for health checks, which wait for no other call of the actor."""
 LOOK_SECONDS = 1.0
 """Seconds without an answer after which Ray is asked whether it restarts the actor."""
 FAMILY_SECONDS = 10.0
 """Seconds between two searches for the children of a process, whose memory counts as the process's own."""
 REPORT_TRIES, REPORT_SECONDS = 5, 0.2
-"""How often Ray is asked for its record of a death, which comes later than the end of a connection, and the pause."""
+"""Number of requests for Ray's record of a death, which is written after the connection ends, and seconds between
+them."""
 
 KERNEL_SECONDS = 15.0
-"""Seconds from a kill by the kernel in which the death of an actor is most likely that kill."""
+"""Seconds after a kill by the kernel in which the death of an actor is attributed to that kill."""
 _OOM_KILLS = re.compile(r"^oom_kill (\d+)$", re.MULTILINE)
 _HOST_MEMORY = re.compile(r"was (\S+) used / (\S+) limit")
 
 
 class Supervised:
-    """An actor that answers which process it is."""
+    """Base class of actors that answer health checks."""
 
     _family: Sequence[psutil.Process] = ()
     _found_at = -math.inf
 
     @cached_property
     def _process(self) -> str:
-        """An id of this process that no other one has; the system's ids repeat, especially in pods."""
+        """A unique id of this process; process ids of the system repeat, especially in pods."""
         return str(ray.get_runtime_context().get_worker_id()) if ray.is_initialized() else uuid4().hex
 
     @property
     def _is_set_up(self) -> bool:
-        """Whether this process has been given all that its work needs."""
+        """Whether this process has received everything that its work needs."""
         return True
 
     @ray.method(max_task_retries=0)  # type: ignore[untyped-decorator]
     async def life(self) -> Life:
-        """Return which process this is."""
+        """Return the identity and state of this process."""
         return self._life()
 
     def _life(self) -> Life:
@@ -69,7 +70,7 @@ class Supervised:
 
 
 async def life_of(actor: Any) -> Life | None:
-    """Ask an actor which process it is; None: it has none.
+    """Ask an actor for the identity and state of its process; None: it has no process.
 
     Raises:
         RayTaskError: the actor could not answer, which is a bug.
@@ -119,7 +120,7 @@ async def cause_of_death(name: str, last: Life) -> str | None:
 
 
 def why_died(name: str, last: Life, worker: WorkerTableData) -> str | None:
-    """Say how a process ended that Ray has recorded as dead; None: the run has ended it."""
+    """Describe how a process that Ray recorded as dead has ended; None: the run has ended it."""
     if "ray.kill" in worker.exit_detail:
         return None
     size = "" if last.memory is None else f", at {in_gb(last.memory.n_bytes)}"
@@ -153,7 +154,7 @@ class KernelKills:
         self._seen = count
 
     def clause(self, name: str) -> str:
-        """Return a clause that this actor was most likely out of memory; empty if the kernel killed nothing lately."""
+        """Return a clause which says that this actor was most likely out of memory; empty without a recent kill."""
         self.look()
         if time.monotonic() - self._at > KERNEL_SECONDS:
             return ""
@@ -161,7 +162,7 @@ class KernelKills:
 
 
 kernel_kills = KernelKills()
-"""The kills of the kernel on the driver's host."""
+"""The kernel's kills on the driver's host."""
 
 
 def _memory(family: Sequence[psutil.Process]) -> Memory:

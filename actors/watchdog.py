@@ -31,7 +31,8 @@ QUIET = 0.5
 DEADLINE = 15.0
 """Seconds after which the watchdog gives up on a process that cannot be killed."""
 TRACKER, TRACKER_GRACE = b"multiprocessing.resource_tracker", 10.0
-"""In the command line of a process that deletes the semaphores of others once these have ended, and its grace."""
+"""Text in the command line of a process that deletes the semaphores of other processes after they have ended, and
+seconds between its SIGTERM and its SIGKILL."""
 
 
 def start_watchdog(mark: str, ray_folder: Path | None = None) -> None:
@@ -42,7 +43,7 @@ def start_watchdog(mark: str, ray_folder: Path | None = None) -> None:
     folders = [] if ray_folder is None else [str(ray_folder)]
     command = [sys.executable, "-I", "-S", __file__, str(os.getpid()), mark, *folders]
     environment = {key: value for key, value in os.environ.items() if key != MARK}
-    # The first child exits at once: the watchdog is then no descendant of the driver, and ending those spares it.
+    # The first child exits at once. So the watchdog is no descendant of the driver, and survives when those are ended.
     subprocess.run(command, check=True, timeout=30, start_new_session=True, env=environment, stdin=subprocess.DEVNULL)
 
 

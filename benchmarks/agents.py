@@ -2,10 +2,10 @@
 
     clients (a process) --HTTP--> endpoint, engine that sleeps (this one) --Ray--> buffer with its journal (an actor)
 
-Each call of a client is timed from its first byte to its last one; the engine's sleep is taken off, and for the figures
-of the endpoint alone also the wait until the buffer has the step on its disk. 64 sessions of up
-to 20,000 tokens, then two of 60 turns and 90,000 tokens. Then, without sockets, what a continuation at 20,000 tokens of
-history takes of the processor, and what an open session keeps.
+Each call of a client is timed from its first byte to its last one, and the engine's sleep is subtracted. For the
+figures of the endpoint alone the wait until the buffer has the step on its disk is subtracted too. There are 64
+sessions of up to 20,000 tokens, then two of 60 turns and 90,000 tokens. Then, without sockets, the benchmark measures
+the CPU time of a continuation at 20,000 tokens of history, and the memory of an open session.
 """
 
 from __future__ import annotations
@@ -59,26 +59,27 @@ from service.rollout.prompts.dataset import load_tasks, write_rows
 from service.types import Int32s, PolicyVersion, Step, TrajectoryEnd, TrajectoryId
 
 NAME = "benchmarks.agents"
-"""This module's, which runs as `__main__` too."""
+"""The name of this module, which also runs as `__main__`."""
 TURNS, OPENING_CHARACTERS, RESULT_CHARACTERS = 24, 16_000, 2000
-"""A session: its calls, the text of its first request, and what a tool says after each call; some 20,000 tokens."""
+"""A session: the number of its calls, and the characters of its first request and of the tool result after each call;
+about 20,000 tokens."""
 
 
 class Load(NamedTuple):
-    """What the clients do."""
+    """The load that the clients produce."""
 
     sessions: int = 64
     samples: int = 8
-    """Of a group."""
+    """Trajectories of a group."""
     turns: int = TURNS
     result_characters: int = RESULT_CHARACTERS
     counted: int = TURNS
-    """Calls at the end of each session that are in the figures."""
+    """The number of calls, at the end of each session, whose times are in the figures."""
 
 
 WIDE = Load()
 LONG = Load(2, 2, 60, 5000, 10)
-"""Some 90,000 tokens."""
+"""Sessions of about 90,000 tokens."""
 SECONDS_PER_TOKEN = 0.02
 VERSION = PolicyVersion(0, 0)
 TEXT = "\n".join(path.read_text(encoding="utf-8") for path in sorted(Path("service").rglob("*.py")))
@@ -90,22 +91,22 @@ TEMPLATE = """\
 
 
 class Sleeper:
-    """An engine that sleeps as long as its tokens take, and samples any."""
+    """An engine that returns random tokens, after sleeping for `SECONDS_PER_TOKEN` each."""
 
     def __init__(self, chat: Chat) -> None:
         self._chat = chat
         self.version = VERSION
-        """That of the policy, which samples the tokens."""
+        """The policy version with which the tokens are labelled."""
 
     async def generate(self, prompt_ids: Int32s, sampling: Sampling, request_id: str) -> Generation:
-        """So many tokens as the end of the prompt says, the last one the end token."""
+        """Sleep, then return the response; see `reply_to`."""
         response = reply_to(self._chat, prompt_ids, self.version)
         await asyncio.sleep(SECONDS_PER_TOKEN * len(response.token_ids))
         return response
 
 
 def reply_to(chat: Chat, prompt_ids: Int32s, version: PolicyVersion = VERSION) -> Generation:
-    """16 to 127 tokens, other ones for other prompts."""
+    """A response of 16 to 127 random tokens, seeded by the end of the prompt; the last one is the end token."""
     drawn = np.random.default_rng(prompt_ids[-64:].astype(np.uint32))
     n = int(drawn.integers(16, 128))
     token_ids = drawn.integers(300, 4000, n).astype(np.int32)
@@ -134,19 +135,19 @@ class Clients:
         self._waiting: dict[str, asyncio.Future[None]] = {}
         self.load = WIDE
         self.keys: dict[str, str] = {}
-        """By trajectory."""
+        """The key of each session, by its trajectory."""
         self.seconds: dict[str, list[float]] = {}
-        """Of each session's calls, by its key."""
+        """The seconds of each session's calls, by the session's key."""
 
     async def play(self, base_url: str, key: str, seed: int) -> None:
-        """One conversation."""
+        """Let the process have one conversation; returns when it has ended."""
         waiting = self._waiting[key] = asyncio.get_running_loop().create_future()
         told = base_url, key, seed, self.load.turns, self.load.result_characters
         self._process.stdin.write(json.dumps(told).encode() + b"\n")  # type: ignore[union-attr]
         await waiting
 
     async def listen(self) -> None:
-        """Take what the process says."""
+        """Read the times that the process prints."""
         while line := await self._process.stdout.readline():  # type: ignore[union-attr]
             key, seconds = json.loads(line)
             self.seconds[key] = seconds
@@ -154,7 +155,7 @@ class Clients:
 
 
 async def be_clients() -> None:
-    """In the clients' process: a conversation for each line of stdin."""
+    """The clients' process: have a conversation for each line of stdin."""
     import aiohttp
 
     loop, lines = asyncio.get_running_loop(), asyncio.StreamReader()
@@ -165,7 +166,7 @@ async def be_clients() -> None:
 
 
 async def converse(http: Any, base_url: str, key: str, seed: int, turns: int, result_characters: int) -> None:
-    """One conversation; prints the seconds of each call without the engine's."""
+    """Have one conversation; prints the seconds of each call, less those of the engine."""
     drawn, seconds = random.Random(f"{key}{seed}"), []
     await asyncio.sleep(drawn.random() * SECONDS_PER_TOKEN * 128)
     messages = [{"role": "user", "content": excerpt(drawn, OPENING_CHARACTERS)}]
@@ -184,13 +185,13 @@ async def converse(http: Any, base_url: str, key: str, seed: int, turns: int, re
 
 
 def excerpt(drawn: random.Random, n: int) -> str:
-    """So many characters of this project's code."""
+    """`n` characters of this project's code."""
     at = drawn.randrange(len(TEXT) - n)
     return TEXT[at : at + n]
 
 
 def make_tokenizer(folder: Path) -> None:
-    """A byte-level tokenizer of 8,000 tokens, as those of large models are made."""
+    """Write a byte-level tokenizer of 8,000 tokens, built like those of large models."""
     made = Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
@@ -211,7 +212,7 @@ def make_tokenizer(folder: Path) -> None:
 
 
 def configuration(folder: Path, load: Load = WIDE) -> Config:
-    """All sessions are one mini-batch."""
+    """A configuration in which all sessions are one mini-batch."""
     return Config(
         run=RunConfig(dir=folder),
         env=EnvConfig(name=f"{NAME}:Outside", trusted_modules=(NAME,)),
@@ -227,7 +228,7 @@ def configuration(folder: Path, load: Load = WIDE) -> Config:
 
 
 async def latency(folder: Path, rounds: int, load: Load = WIDE) -> dict[str, float]:
-    """Seconds of a call beside the engine's, with the buffer's actor and its journal."""
+    """Seconds of a call without the engine's sleep, with the buffer's actor and its journal."""
     import ray
 
     from actors.buffer.actor import BufferActor
@@ -323,17 +324,17 @@ class Alone:
         self.cpu_seconds = 0.0
 
     def append(self, step: Step) -> None:
-        """Take a step, which nobody needs."""
+        """Discard a step."""
 
     def end(self, end: TrajectoryEnd) -> None:
-        """Take the trajectory's end, which nobody needs."""
+        """Discard the trajectory's end."""
 
     async def accepted(self, trajectory: TrajectoryId) -> bool:
-        """Whether the steps are accepted: always."""
+        """Accept all steps."""
         return True
 
     async def call(self) -> None:
-        """One call, from the bytes of its body to those of its answer."""
+        """Do one call, from the bytes of its body to the bytes of its answer."""
         raw = json.dumps({"messages": self.messages}).encode()
         began = time.process_time()
         asked = dialect.read(parse_body(raw))
@@ -346,7 +347,7 @@ class Alone:
 
 
 def tokens_of(session: Session) -> int:
-    """Those of all its steps, each counted once."""
+    """The tokens of all steps of a session, each counted once."""
     return sum(len(call.carried_ids) + len(call.response.token_ids) for call in session.tree.calls)
 
 

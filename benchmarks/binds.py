@@ -1,10 +1,10 @@
-"""What `binds` says that more of a part would give, against what it gives: runs A, B, A of the quick start's model.
+"""The speed-up that `binds` predicts for more of a part, against the measured one: runs A, B, A of the quick start.
 
     python -m benchmarks.binds                          # all settings; about 3 minutes each on two quiet cores
     python -m benchmarks.binds --settings lookahead-0
 
-A is the quick start, B has one more engine, rank or mini-batch of lookahead. A figure that A's status gives has to be
-within `WITHIN` of what B gives; where it gives none, the table has what came.
+A is the quick start, B has one more engine, rank or mini-batch of lookahead. A speed-up that A's status predicts must
+be within `WITHIN` of the measured one. If the status predicts none, only the measured one is printed.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ RECIPE = ROOT / "configs" / "quickstart.yaml"
 SLOW = ("env.name=benchmarks.peer.slow_lookup:SlowLookup", "env.trusted_modules=[benchmarks.peer.slow_lookup]")
 WITHIN = 0.15
 FIRST = 8
-"""Steps that do not count."""
+"""The number of first steps, which do not count."""
 LOOK_SECONDS = 2.0
 
 
 class Setting(NamedTuple):
-    """What all runs have, and what B has more of."""
+    """The settings of all runs, and those in which A and B differ."""
 
     more: str
-    """What B has, in the words of the status."""
+    """What B has more of, in the words of the status."""
     both: Sequence[str]
     a: str
     b: str
@@ -56,16 +56,16 @@ SETTINGS = {
 
 
 class Came(NamedTuple):
-    """What a run came to."""
+    """The result of a run."""
 
     seconds: float
-    """Of a step."""
+    """Mean seconds of a step."""
     sentence: str
-    """What the status last said of what binds; empty if it said nothing."""
+    """The last sentence of the status about what binds; empty if there was none."""
 
 
 def came(settings: Sequence[str], folder: Path, steps: int) -> Came:
-    """Run the quick start with these settings; the last status, and the mean seconds of the steps that count."""
+    """Run the quick start with these settings; returns its last status, and the mean seconds of the counted steps."""
     words = ["--config", str(RECIPE), *settings, f"run.dir={folder}", "run.name=run", f"run.max_steps={steps}"]
     process = subprocess.Popen([sys.executable, "-m", "service", "run", *words], cwd=ROOT, stdout=subprocess.DEVNULL)
     sentence = ""
@@ -84,7 +84,7 @@ def came(settings: Sequence[str], folder: Path, steps: int) -> Came:
 
 
 def compare(setting: Setting, model: Sequence[str], steps: int) -> dict[str, object]:
-    """A, B and A again: the speed of B over the mean of both A, and what the first A said."""
+    """Run A, B and A again; returns B's speed over the mean of the two A's, and what the status of A predicted."""
     found = []
     for more in (setting.a, setting.b, setting.a):
         with tempfile.TemporaryDirectory(prefix="bench-binds-") as name:
@@ -103,7 +103,7 @@ def compare(setting: Setting, model: Sequence[str], steps: int) -> dict[str, obj
 
 
 def main() -> int:
-    """Print a line of JSON a setting; the exit code says whether every figure that was given holds."""
+    """Print a line of JSON for each setting; the exit code is 0 if every predicted speed-up holds."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.binds", description=__doc__.splitlines()[0])
     parser.add_argument("--settings", nargs="+", choices=list(SETTINGS), default=list(SETTINGS))
     parser.add_argument("--steps", type=int, default=40, help="optimizer steps of each run")

@@ -1,4 +1,4 @@
-"""A text that is longer than the context, with notes in place of the history and without: reward and tokens of context.
+"""A text longer than the context, with and without notes that replace the history: reward and tokens of context.
 
     python -m benchmarks.compaction --output docs/compaction.png
 
@@ -35,7 +35,7 @@ WAYS = {
     "no compaction, long context": ("env.options.compact=false", "generator.max_input_length=128"),
 }
 SHOWN = 10
-"""Mini-batches over which rewards are averaged, and at the end the tokens that are read."""
+"""Mini-batches over which rewards are averaged, and at the end also the tokens that attention reads."""
 
 
 class Point(NamedTuple):
@@ -49,7 +49,7 @@ class Point(NamedTuple):
 
 
 async def curve(config: Config, steps: int, prepared: Prepared, model_folder: Path) -> list[Point]:
-    """One training; a point for each mini-batch."""
+    """Train once; returns a point for each mini-batch."""
     points: list[Point] = []
     async with aclosing(rounds(config, steps, prepared, model_folder)) as training:
         async for groups in training:
@@ -65,7 +65,7 @@ def _point(groups: Sequence[CompleteGroup]) -> Point:
 
 
 def plot(curves: dict[str, list[Point]], path: Path) -> None:
-    """Reward, a mean over `SHOWN` mini-batches beside each one's, and tokens of context, as a picture."""
+    """Draw the reward of each mini-batch, its mean over `SHOWN` mini-batches, and the tokens of context."""
     figure = Figure(figsize=(10, 3.6), layout="constrained")
     left, right = figure.subplots(1, 2)
     for name, points in curves.items():

@@ -1,4 +1,4 @@
-"""The quick start with a reward for each useful look-up: optimizer steps to the same success with each credit.
+"""The quick start with a reward for each useful look-up: optimizer steps to the same success, by kind of credit.
 
     python -m benchmarks.credit
     python -m benchmarks.credit --seeds 0 1 env.options.look_up_reward=0.25

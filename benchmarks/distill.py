@@ -1,4 +1,4 @@
-"""On-policy distillation of a made teacher into the quick start's model: how far the reverse KL divergence falls.
+"""On-policy distillation of a small teacher into the quick start's model: how far the reverse KL divergence falls.
 
     python -m benchmarks.distill
     python -m benchmarks.distill --steps 60 --seed 1 algorithm.teacher.mode=kl
@@ -53,7 +53,7 @@ class FrozenModel:
 async def divergences(
     config: Config, steps: int, prepared: Prepared, student: Path, teacher: FrozenModel
 ) -> list[float]:
-    """Per mini-batch the mean log-ratio of student to teacher over the sampled tokens, before its optimizer step."""
+    """For each mini-batch, the mean log-ratio of student to teacher over the sampled tokens, before its step."""
     found = list[float]()
     async with aclosing(rounds(config, steps, prepared, student)) as training:
         async for groups in training:

@@ -1,11 +1,11 @@
-"""Generators that join and leave, simulated: does throughput grow with them, and what do they cost the buffer?
+"""Simulated generators that join and leave: does throughput grow with them, and what do they cost the buffer?
 
     python -m benchmarks.elastic                       # throughput up to 64 generators, the buffer with 100 and 10,000
     python -m benchmarks.elastic --generators 100 1000
 
-The buffer is the real one with its journal, under a virtual clock. Its time is the CPU time inside its verbs and of
-serving the claims that wait, over the groups that were trained, while each generator leaves after a minute on average
-and another one joins.
+The buffer is the real one with its journal, under a virtual clock. Its cost is the CPU time of its verbs and of
+serving waiting claims, per trained group. Meanwhile each generator leaves after a minute on average, and another one
+joins.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MIN_LINEAR = 0.95
 
 
 class Cost(NamedTuple):
-    """What a run with so many generators cost the buffer."""
+    """The cost of a run for the buffer."""
 
     seconds_per_group: float
     groups: int
@@ -40,7 +40,7 @@ class Cost(NamedTuple):
 
 
 def settings(generators: int, groups_each: int = 1) -> SimulationSettings:
-    """Enough groups open for every generator, and mini-batches that grow with their number."""
+    """Settings with enough open groups for every generator; mini-batches grow with the number of generators."""
     batch = max(generators * groups_each // 4, 1)
     config = load_config(
         [],
@@ -66,13 +66,13 @@ def settings(generators: int, groups_each: int = 1) -> SimulationSettings:
 
 
 def tokens_per_second(generators: int) -> float:
-    """Trained tokens a simulated second; the trainer is never what is waited for."""
+    """Trained tokens per simulated second; the trainer is so fast that nothing waits for it."""
     scenario = Scenario(generators, turns=4, median_tokens=128, sigma=0.7, trainer_seconds=1e-3, steps=24)
     return simulated(settings(generators, groups_each=16), scenario, seed=0).tokens_per_second
 
 
 def buffer_cost(generators: int, steps: int = 8) -> Cost:
-    """The buffer's CPU time a group, with generators that join and leave."""
+    """The buffer's CPU time per group, with generators that join and leave."""
     faults = Faults(until=1e12, generator_leaves=generators / STAY_SECONDS)
     scenario = Scenario(generators, turns=4, median_tokens=128, trainer_seconds=1e-3, steps=steps)
     world = FaultyWorld(settings(generators), scenario, faults, seed=0, segment_bytes=SEGMENT_BYTES)
@@ -88,7 +88,7 @@ def buffer_cost(generators: int, steps: int = 8) -> Cost:
 
 
 class _Clock:
-    """CPU time inside of some functions; one that another one calls counts once."""
+    """The CPU time of some functions; the time of a nested call counts once."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -108,7 +108,7 @@ class _Clock:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the figures; 1 where one of them misses its bar."""
+    """Print the figures; returns 1 if one misses its bar."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.elastic", description=__doc__)
     parser.add_argument("--generators", type=int, nargs="+", default=[100, 10_000], help="how many, for the buffer")
     parser.add_argument("--throughput", type=int, nargs="*", default=[1, 4, 16, 64], help="how many, for throughput")

@@ -3,7 +3,7 @@
     python -m benchmarks.estimates
     python -m benchmarks.estimates bars
 
-Times are arithmetic over the operations of a real step under fake tensors (`service.learn.estimate`): rates that
+Times are computed from the operations of a real step under fake tensors (`service.learn.estimate`) and the rates that
 kernels reach, without launch gaps and collectives. Utilisation counts neither recomputation nor the optimizer's step.
 """
 
@@ -54,7 +54,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "Llama-3.1-8B": LLAMA | dict(zip(SIZES, (4096, 14336, 32, 32), strict=True)),
 }
 """The shapes of published models, from the `config.json` of `Qwen/<name>`, `HuggingFaceTB/<name>` and
-`meta-llama/<name>` on Hugging Face; the instruct models have the same."""
+`meta-llama/<name>` on Hugging Face; the instruct models have the same shapes."""
 
 BUDGET = 16384
 """Tokens of a micro-batch."""
@@ -69,14 +69,14 @@ def model_folder(name: str, parent: Path) -> Path:
 
 
 def configured(ranks: int, row_tokens: int, **trainer: Any) -> FitSettings:
-    """Settings with the budget of these estimates."""
+    """Settings with `BUDGET` tokens in a micro-batch."""
     generator = GeneratorConfig(max_input_length=row_tokens // 2, max_generate_length=row_tokens // 2)
     ranks_of = TrainerConfig(ranks=ranks, max_tokens_per_micro_batch=BUDGET, **trainer)
     return FitSettings.of(Config(generator=generator, trainer=ranks_of))
 
 
 def utilisations(parent: Path) -> None:
-    """Print the utilisation of a rank of four, by checkpointing, with eager and with fused layers."""
+    """Print the utilisation of one of four ranks by the number of checkpointed layers, with eager and fused layers."""
     print("| model, rows | checkpointed layers | eager | fused | GB of a rank |\n|---|---|---|---|---|")
     for name in ("Qwen3-1.7B", "Qwen3-4B"):
         for row_tokens in (2048, BUDGET):
@@ -94,9 +94,9 @@ def utilisations(parent: Path) -> None:
 
 
 def automatic(config: FitSettings, folder: Path, none: StepEstimate, all_layers: StepEstimate) -> str:
-    """The default on GPUs of 80 GB: what is computed again, utilisation and memory, with compiled layers.
+    """The default on GPUs of 80 GB: what is recomputed, utilisation and memory, with compiled layers.
 
-    Elementwise results that are computed again are written once more and read once more.
+    Recomputed elementwise results are written once more and read once more.
     """
     found = fit(config, folder, GPU_BYTES["H100"])
     chosen, share = found.checkpointing, found.checkpointing.layers / found.n_layers
@@ -111,7 +111,7 @@ def automatic(config: FitSettings, folder: Path, none: StepEstimate, all_layers:
 
 
 def largest_models(parent: Path) -> None:
-    """Print which models fit, trained whole with checkpointing, on 80 GB a rank, with rows of 16k tokens."""
+    """Print which models fit on 80 GB per rank, with all weights trained, checkpointing, and rows of 16k tokens."""
     print("\n| model | ranks | GB of a rank | fits |\n|---|---|---|---|")
     for name, ranks in (("Qwen3-8B", 4), ("Qwen3-14B", 4), ("Qwen3-14B", 8), ("Qwen3-32B", 8), ("Qwen3-32B", 16)):
         config = configured(ranks, BUDGET, gradient_checkpointing=True)
@@ -121,16 +121,16 @@ def largest_models(parent: Path) -> None:
 
 
 FLASH_ATTENTION_4 = 1.67
-"""Speed of FlashAttention 4 over 2 that is assumed: 550 TFLOP/s forward."""
+"""Assumed speed of FlashAttention 4 relative to FlashAttention 2: 550 TFLOP/s forward."""
 
 
 def bars(parent: Path) -> None:
-    """Print the utilisation without checkpointing, and what a publication takes by rates of links.
+    """Print the utilisation without checkpointing, and the seconds of a publication by the rates of links.
 
-    Layers with experts are taken as eager, all others as compiled.
+    Layers with experts count as eager, all others as compiled.
 
-    A publication is a copy of each rank's bfloat16 rows to its host's memory, and from there into each engine; links
-    reach 70 % of 64 GB/s where memory is registered, and 3.5 GB/s was measured where it is not.
+    A publication copies each rank's bfloat16 rows to its host's memory, and from there into each engine. Links reach
+    70 % of 64 GB/s for registered memory; for other memory 3.5 GB/s was measured.
     """
     print("| model | rows | FlashAttention 2 | 4 |\n|---|---|---|---|")
     for name, row_tokens in (

@@ -1,7 +1,7 @@
 """Small random models of several families: `python -m benchmarks.families agreement gemma3 olmo3`.
 
-agreement    nats between the log-probabilities of the same sampled tokens, by engine, trainer and transformers
-model        writes one in place of the Qwen3 that a recipe makes: `... model gemma3 --folder FOLDER`, and then
+agreement    differences in nats of the same sampled tokens' log-probabilities, by engine, trainer and transformers
+model        writes a model in place of the Qwen3 that a recipe makes: `... model gemma3 --folder FOLDER`, and then
              `baton run --config configs/quickstart.yaml model.make=null model.path=FOLDER`
 """
 
@@ -48,7 +48,7 @@ SIZES = {
     "linear_key_head_dim": 128,
     "linear_value_head_dim": 128,
 }
-"""What vLLM's kernels for CPUs take: heads of 32, in linear attention of 128."""
+"""Sizes that vLLM's kernels for CPUs support: heads of 32, in linear attention of 128."""
 VISION = {
     "hidden_size": 32,
     "intermediate_size": 32,
@@ -62,7 +62,7 @@ VISION = {
 }
 RECIPE = Path("configs/quickstart.yaml")
 LENGTHS = (5, 40, 70, 33, 100, 64, 17, 90)
-"""Of prompts, in tokens."""
+"""Lengths of the prompts, in tokens."""
 SAMPLING = Sampling(max_tokens=40, temperature=0.9)
 Pairs = dict[str, Float64s]
 
@@ -77,7 +77,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="of the model that is written")
     parser.add_argument("--recipe", type=Path, default=RECIPE, help="whose tokenizer it gets (default: %(default)s)")
     arguments = parser.parse_args()
-    torch.set_num_threads(1)  # on busy cores several wait for each other
+    torch.set_num_threads(1)  # on busy cores several threads would wait for each other
     for family in arguments.families:
         if arguments.what == "model":
             found: dict[str, Any] = {"folder": str(for_recipe(family, arguments.folder, arguments.recipe))}
@@ -87,8 +87,8 @@ def main() -> None:
 
 
 def agreement(family: str, dtypes: tuple[str, ...], multimodal: bool) -> dict[str, Any]:
-    """The mean and the largest nats between each two, and the mean log-probability; in bfloat16 beside the distance
-    that transformers' own bfloat16 has from its float32."""
+    """The mean and the largest difference of each pair, in nats, and the mean log-probability. In bfloat16 one pair is
+    transformers' own bfloat16 and float32."""
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as name:
         small_model(family, 0, multimodal).save_pretrained(name)
@@ -104,7 +104,7 @@ def agreement(family: str, dtypes: tuple[str, ...], multimodal: bool) -> dict[st
 
 
 def compared(dtype: str, folder: Path) -> tuple[Pairs, float]:
-    """Differences in nats of each sampled token, and the mean of the engine's log-probabilities."""
+    """Differences in nats for each sampled token, and the mean of the engine's log-probabilities."""
     batch, of_engine = asyncio.run(turns_of(dtype, folder))
     policy = Policy(LearnSettings.of(settings(dtype)), folder, torch.device("cpu"), 0, 1)  # type: ignore[arg-type]
     of_trainer = policy.logprobs([policy.to_device(batch)])[0].double().numpy()
@@ -116,7 +116,7 @@ def compared(dtype: str, folder: Path) -> tuple[Pairs, float]:
 
 
 def small_model(family: str, seed: int = 0, multimodal: bool = False) -> PreTrainedModel:
-    """Random weights in shapes that vLLM's kernels for CPUs take; `multimodal`: beside a small model for images."""
+    """Random weights in shapes that vLLM's kernels for CPUs support; `multimodal`: with a small image model."""
     torch.manual_seed(seed)
     config = shaped(family, initializer_range=0.08)
     if multimodal:
@@ -125,7 +125,7 @@ def small_model(family: str, seed: int = 0, multimodal: bool = False) -> PreTrai
 
 
 def shaped(family: str, **changes: Any) -> PretrainedConfig:
-    """The family's small model in shapes for engines; with linear attention it has three such layers of four."""
+    """The family's small model in shapes for engines; if it has linear attention, in three of its four layers."""
     config = small_config(family)
     for name, size in SIZES.items():
         if getattr(config, name, None) is not None or name == "head_dim":
@@ -139,13 +139,13 @@ def shaped(family: str, **changes: Any) -> PretrainedConfig:
 
 
 def of_kind(config: PretrainedConfig) -> Any:
-    """The class of transformers that has all weights of the folder."""
+    """The class of transformers that has all weights of the model."""
     return AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
 
 
 def for_recipe(family: str, folder: Path, recipe: Path) -> Path:
-    """A model with the recipe's tokenizer, in place of the Qwen3 that a run of it would make; Gemma 3 with one layer of
-    each kind."""
+    """Write a model with the recipe's tokenizer, in place of the Qwen3 that a run of the recipe would make. Gemma 3
+    gets one layer of each kind."""
     config = load([recipe], []).config
     make_policy(config.model, config.env, config.run.seed, folder)
     tokenizer = load_tokenizer(folder)
@@ -159,7 +159,7 @@ def for_recipe(family: str, folder: Path, recipe: Path) -> Path:
 
 
 async def turns_of(dtype: str, folder: Path) -> tuple[MicroBatch, Float64s]:
-    """Turns as rows of one micro-batch, and the engine's log-probabilities of the sampled tokens."""
+    """Sampled turns as rows of one micro-batch, and the engine's log-probabilities of the sampled tokens."""
     rng = np.random.default_rng(0)
     prompts = [rng.integers(3, 500, length).astype(np.int32) for length in LENGTHS]
     config = settings(dtype)  # type: ignore[arg-type]

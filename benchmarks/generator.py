@@ -1,8 +1,9 @@
-"""What the agent loop costs over bare vLLM, and what an update of the weights costs: `python -m benchmarks.generator`.
+"""The cost of the agent loop over bare vLLM, and the cost of a weight update: `python -m benchmarks.generator`.
 
-Both halves of a comparison run in the same processes, in turn: the requests that trajectories made in one round are
-sent straight into the same vLLM in the next, as chains of as many turns, with as many tokens. Beside tokens per second
-stand tokens per second of CPU time of the actor and its engine, which other load on the machine disturbs less.
+Both halves of a comparison run in the same processes, in turn: the requests of one round's trajectories are sent
+directly to the same vLLM in the next round, as chains of the same numbers of turns and tokens. Besides tokens per
+second there are tokens per second of CPU time of the actor and its engine, which other load on the machine disturbs
+less.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ from service.types import Int32s, PolicyVersion
 
 SAMPLES = 8
 CONCURRENT = 64
-"""Trajectories at once."""
+"""The number of trajectories that are played at once."""
 SHAPES = {
     "tiny": (MakeModelConfig(), 0, 8),
     "50M": (
@@ -65,11 +66,11 @@ SHAPES = {
         65,
     ),
 }
-"""Model, further words in its vocabulary, tokens of a turn and one for its end."""
+"""The model, the number of further words in its vocabulary, and the tokens of a turn with its end token."""
 
 
 class Round(NamedTuple):
-    """What was generated, and what it took."""
+    """The tokens that a round generated, and the time that it took."""
 
     tokens: int
     seconds: float
@@ -100,7 +101,7 @@ class Recorder(VllmEngine):
         return generation
 
     async def replay(self) -> int:
-        """Every recorded chain, straight into vLLM; the number of tokens that came back."""
+        """Send every recorded chain directly to vLLM; returns the number of generated tokens."""
         chains, self.chains = list(self.chains.values()), defaultdict(list)
         await self._running().reset_prefix_cache()
         slots = asyncio.Semaphore(CONCURRENT)
@@ -132,7 +133,7 @@ class Recorder(VllmEngine):
 
 
 class BenchedGenerator(Generator):
-    """A generator on a `Recorder`."""
+    """A generator whose engine is a `Recorder`."""
 
     def __init__(self, name: str, config_json: str, model_folder: str, tasks_file: str, buffer: Any, hub: Any) -> None:
         super().__init__(name, config_json, model_folder, tasks_file, buffer, hub)
@@ -140,19 +141,19 @@ class BenchedGenerator(Generator):
         self._player = RunPlayer(self._config, Path(model_folder), self._engine)
 
     async def replay(self) -> Round:
-        """The recorded requests without an agent loop."""
+        """Send the recorded requests without an agent loop."""
         start, cpu = time.monotonic(), await self.cpu_seconds()
         tokens = await self._engine.replay()
         return Round(tokens, time.monotonic() - start, await self.cpu_seconds() - cpu)
 
     async def cpu_seconds(self) -> float:
-        """CPU time of this process and the engine's so far."""
+        """CPU time of this process and of the engine's process so far."""
         actor = psutil.Process()
         times = [process.cpu_times() for process in (actor, *actor.children(recursive=True))]
         return sum(time.user + time.system for time in times)
 
     async def load(self, n_requests: int, n_tokens: int) -> list[int]:
-        """So many requests at once; the lengths that came back."""
+        """Send `n_requests` requests at once; returns the lengths of the responses."""
         sampling = Sampling(max_tokens=n_tokens)
         prompts = [np.random.default_rng(i).integers(10, 60, 32).astype(np.int32) for i in range(n_requests)]
         turns = (self._engine.generate(p, sampling, f"load-{i}") for i, p in enumerate(prompts))
@@ -160,7 +161,7 @@ class BenchedGenerator(Generator):
 
 
 def configuration(shape: MakeModelConfig, turn_tokens: int, groups: int, folder: Path) -> Config:
-    """Strictly on-policy, so that a round is exactly `groups` groups; 64 trajectories at once."""
+    """A strictly on-policy configuration, so that a round is exactly `groups` groups; 64 trajectories at once."""
     return Config(
         run=RunConfig(dir=folder),
         model=ModelConfig(dtype="float32", make=shape),
@@ -225,7 +226,7 @@ class Road:
         return update
 
     def advance(self) -> None:
-        """One optimizer step, as far as buffer and generator can see; the next round of groups begins."""
+        """Lease and commit a mini-batch without training it, and publish, so that the next round of groups begins."""
         leased = self._get(self.buffer.lease.remote(self.incarnation, 60.0))
         if not isinstance(leased, LeasedBatch):
             raise RuntimeError(f"no mini-batch: {leased}")
@@ -248,7 +249,7 @@ class Road:
 
 
 def agent_loop_cost(road: Road, rounds: int) -> dict[str, float]:
-    """The generator and bare vLLM, in turn."""
+    """Compare the generator with bare vLLM, in turn."""
     pairs = []
     before, cpu = road.call("status"), road.call("cpu_seconds")
     work = road.generator.run.remote()
@@ -274,7 +275,7 @@ def agent_loop_cost(road: Road, rounds: int) -> dict[str, float]:
 
 
 def update_cost(road: Road, updates: int) -> dict[str, Any]:
-    """Pauses under load, against writing the same bytes to shared memory once."""
+    """The pauses of updates under load, against the time of writing the same bytes to shared memory once."""
     load = road.generator.load.remote(1024, road.config.generator.max_generate_length - 1)
     pauses, writes = [], []
     weights = road.buffers._memory.octets().numpy().tobytes()

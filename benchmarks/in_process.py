@@ -1,6 +1,6 @@
 """Training in one process: rollouts, mini-batches and optimizer steps take turns.
 
-There is neither Ray nor vLLM, and every token is fresh. So a benchmark of what is learned is the same each time.
+There is neither Ray nor vLLM, and every token is fresh, so a benchmark of learning gives the same result each time.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from service.run.inputs import demonstrations as demonstration_rows
 from service.types import Int32s, PolicyVersion, TrajectoryId
 
 QUIET_SECONDS = 0.005
-"""A batch of requests is sampled once no request has come for so long."""
+"""Seconds without a new request after which the waiting requests are sampled as a batch."""
 
 
 class BatchedEngine:
-    """Samples all requests that wait, together, with the learner's weights; every request has its own seed."""
+    """Samples all waiting requests together, with the learner's weights; every request has its own seed."""
 
     def __init__(self, model_folder: Path, seed: int) -> None:
         self._model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
@@ -52,7 +52,7 @@ class BatchedEngine:
         self._timer: asyncio.TimerHandle | None = None
 
     def update(self, learner: Learner) -> None:
-        """Take over the learner's weights, or the base with the adapter's update."""
+        """Copy the learner's weights, with an adapter merged into its base."""
         weights, lora = learner.weights() or {}, learner.policy.lora
         if lora is not None:
             adapter = {name.removeprefix(PREFIX): tensor for name, tensor in weights.items()}
@@ -113,7 +113,7 @@ class BatchedEngine:
 
 
 def warm_started(config: Config, folder: Path) -> tuple[Prepared, Path]:
-    """The prompts, and the model after its warm start."""
+    """Return the prompts, and the model after its warm start."""
     prepared, started = prepare(config, folder), folder / "started"
     learner = Learner(LearnSettings.of(config.without_adapter), prepared.model_folder, torch.device("cpu"), 0, 1)
     rows = demonstration_rows(config.model, config.env, config.generator, config.run.seed, prepared.model_folder)
@@ -125,7 +125,7 @@ def warm_started(config: Config, folder: Path) -> tuple[Prepared, Path]:
 async def rounds(
     config: Config, most: int, prepared: Prepared, model_folder: Path
 ) -> AsyncIterator[list[CompleteGroup]]:
-    """The groups of each mini-batch, at most `most` of them; it is trained once the next one is asked for."""
+    """Yield the groups of each of at most `most` mini-batches; a mini-batch is trained when the next is requested."""
     learner = Learner(LearnSettings.of(config), model_folder, torch.device("cpu"), 0, 1)
     engine = BatchedEngine(model_folder, config.run.seed)
     player = RunPlayer(config, model_folder, engine)
@@ -146,7 +146,7 @@ async def rounds(
 
 
 async def played(player: RunPlayer, group_id: int, task: Task, config: Config) -> CompleteGroup:
-    """All trajectories of a group."""
+    """Play all trajectories of a group."""
     columns = StepColumns()
     samples = range(config.algorithm.n_samples_per_prompt)
     await asyncio.gather(*(player.play(TrajectoryId(group_id, sample), task, columns) for sample in samples))

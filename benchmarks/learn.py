@@ -1,12 +1,12 @@
-"""Padded against packed training steps on CPU, on a long-tail mix of rows, in one run.
+"""Padded training steps against packed ones on CPU, on a long-tail mix of rows, in one run.
 
     python -m benchmarks.learn
 
 Both variants train the same rows in the same micro-batches with the same learner; only `trainer.layout` differs.
-The padded baseline: a fixed number of rows a micro-batch, each left-padded to the longest of them, with an attention
-mask (trainers that pad to the longest row of the whole mini-batch waste more). Every measurement has a process of its
-own, variants alternate, and the medians are compared. Time is CPU time of the process; memory is the peak over the
-loaded learner.
+The padded baseline has a fixed number of rows per micro-batch, each left-padded to the longest of them, with an
+attention mask (trainers that pad to the longest row of the whole mini-batch waste more). Every measurement runs in a
+separate process, variants alternate, and the medians are compared. Time is CPU time of the process; memory is the peak
+beyond the memory of the loaded learner.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ ROWS, ROWS_A_MICRO_BATCH, LONGEST = 16, 8, 3000
 
 
 def lengths(seed: int) -> np.ndarray:
-    """Row lengths of a long-tail mix: lognormal, sigma 1, median 500, at most 3000; the longest is always there."""
+    """Row lengths of a long-tail mix: lognormal, sigma 1, median 500, at most 3000; one row always has 3000."""
     rng = np.random.default_rng(seed)
     drawn = np.clip(rng.lognormal(np.log(500), 1.0, ROWS), 32, LONGEST).astype(int)
     drawn[0] = LONGEST
@@ -48,7 +48,7 @@ def lengths(seed: int) -> np.ndarray:
 
 
 def mini_batch(seed: int) -> MiniBatch:
-    """Rows with two thirds of their tokens sampled, in random order, a fixed number a micro-batch."""
+    """Rows with two thirds of their tokens sampled, in random order, with a fixed number of rows per micro-batch."""
     rng = np.random.default_rng(seed)
     row_lengths = lengths(seed)
     rows = [made_row(rng.integers(0, VOCABULARY, length), length // 3) for length in row_lengths]
@@ -57,12 +57,12 @@ def mini_batch(seed: int) -> MiniBatch:
 
 
 def made_row(token_ids: np.ndarray, prompt: int) -> SupervisedRow:
-    """A row that was sampled after its prompt, which has at least a token."""
+    """A row whose tokens after the prompt were sampled; the prompt has at least one token."""
     return SupervisedRow(token_ids.astype(np.int32), np.arange(len(token_ids)) >= max(1, prompt))
 
 
 def micro_batch_of(rows: Sequence[SupervisedRow], trajectories: Sequence[int]) -> MicroBatch:
-    """Rows packed in this order, as a policy that found their tokens unlikely sampled them."""
+    """Rows packed in this order, whose tokens had a low probability when they were sampled."""
     micro = unsampled_micro_batch(rows)
     return replace(
         micro,
@@ -90,7 +90,7 @@ def mini_batch_of(micros: Sequence[MicroBatch], trajectories: int) -> MiniBatch:
 
 
 def measure(layout: str, folder: Path, batch: MiniBatch) -> dict[str, float]:
-    """One warmed-up step in this process."""
+    """Measure one step in this process, after a warm-up step."""
     torch.set_num_threads(1)
     config = Config(model=ModelConfig(dtype="float32"), trainer=TrainerConfig(lr=1e-4, layout=layout))
     learner = Learner(LearnSettings.of(config), folder, torch.device("cpu"), 0, 1)
@@ -104,7 +104,7 @@ def measure(layout: str, folder: Path, batch: MiniBatch) -> dict[str, float]:
 
 
 def _first_row(batch: MiniBatch) -> MiniBatch:
-    """A short batch that loads and warms whatever the first step needs."""
+    """A short batch for the warm-up step."""
     micro = micro_batch_of([made_row(np.arange(32), 10)], [0])
     tokens = np.zeros_like(batch.loss_tokens_G)
     tokens[0] = micro.loss_mask_N.sum()
@@ -112,7 +112,7 @@ def _first_row(batch: MiniBatch) -> MiniBatch:
 
 
 def compare(module: str, layouts: Sequence[str], repeats: int, *options: str) -> dict[str, dict[str, float]]:
-    """Medians of alternating measurements, each in a process of its own: `module --one LAYOUT FOLDER options`."""
+    """Medians of alternating measurements, each in a separate process: `module --one LAYOUT FOLDER options`."""
     runs: dict[str, list[dict[str, float]]] = {layout: [] for layout in layouts}
     with tempfile.TemporaryDirectory() as folder:
         make_model(Path(folder), SHAPE, VOCABULARY, eos_token_id=2, pad_token_id=0, seed=0)

@@ -1,7 +1,7 @@
 """Cost of packed linear attention by the length of the rows: `python -m benchmarks.linear_attention`.
 
-Convolution and gated delta rule, forward and backward, of packs with the same number of tokens; processor time of one
-thread, the least of several repetitions.
+Measures the CPU time of convolution and gated delta rule, forward and backward, on packed rows with the same total
+number of tokens: one thread, the minimum of several repetitions.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ REPETITIONS = 2
 
 
 def seconds(length: int) -> float:
-    """Processor seconds of a forward and a backward pass over rows of this length."""
+    """CPU seconds of a forward and a backward pass over rows of this length."""
     chunks = Chunks.of(np.arange(0, TOKENS + 1, length), torch.device("cpu"))
     mixed = torch.randn(TOKENS, 3 * HEADS * DIMENSION, requires_grad=True)
     weight = torch.randn(3 * HEADS * DIMENSION, TAPS, requires_grad=True)

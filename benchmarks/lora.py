@@ -4,9 +4,10 @@
     python -m benchmarks.lora --seeds 0 --rank 8 --lr 3e-3
     python -m benchmarks.lora --seeds 0 model.warm_start.steps=300
 
-The quick start's task, model, settings and number of steps in one process, as in `benchmarks.credit`. The warm start of
-both ways is longer than the quick start's 300 steps, which leave much to learn to the embedding, and an adapter has
-none. The gain is the mean success of the last mini-batches less that of the first one, which both ways sample alike.
+The quick start's task, model, settings and number of steps in one process, as in `benchmarks.credit`. Both variants
+have a longer warm start than the quick start's 300 steps: after 300 steps much is left to learn in the embedding,
+which an adapter does not train. The gain is the mean success of the last mini-batches minus that of the first one,
+which both variants sample alike.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ WARM_START = "model.warm_start.steps=1000"
 
 
 async def gain(config: Config, prepared: Prepared, model_folder: Path) -> float:
-    """Mean success of the last `WINDOW` mini-batches less that of the first."""
+    """Mean success of the last `WINDOW` mini-batches minus that of the first."""
     successes = list[float]()
     how = "whole" if config.model.lora is None else f"rank {config.model.lora.rank}"
     async with aclosing(rounds(config, config.run.max_steps, prepared, model_folder)) as training:

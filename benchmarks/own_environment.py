@@ -1,4 +1,4 @@
-"""An environment of a benchmark's own: peers want other packages than Baton, so they get a folder under `build`."""
+"""A separate virtual environment under `build` for a benchmark, because peers need other packages than Baton."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ ROOT = Path(__file__).parents[1]
 
 
 def own_python(folder: Path, peers: Path, requirements: Path | None) -> Path:
-    """The interpreter of the environment in `folder`, which is made if it is not there.
+    """The interpreter of the environment in `folder`, which is created if it does not exist.
 
-    `peers` are installed without what they require themselves, which brings engines and CUDA libraries that no
-    comparison touches. `requirements`: what is installed instead; None: the packages that Baton itself runs with are
-    there.
+    `peers` are installed without their dependencies, which include engines and CUDA libraries that no comparison uses.
+    `requirements` are installed instead; None: the environment uses the packages of Baton's own environment.
     """
     python, made = folder / "bin" / "python", folder / "made"
     if not made.exists():
@@ -34,5 +33,5 @@ def own_python(folder: Path, peers: Path, requirements: Path | None) -> Path:
 
 
 def is_here(folder: Path) -> bool:
-    """Whether this interpreter is that environment's."""
+    """Whether this interpreter belongs to that environment."""
     return Path(sys.prefix).resolve() == folder.resolve()

@@ -1,4 +1,4 @@
-"""A Ray of a benchmark's own, on this machine, without a dashboard."""
+"""Starts a separate Ray for a benchmark, on this machine, without a dashboard."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def own_ray(folder: str) -> Iterator[None]:
-    """Inside, Ray runs, with its files in `folder`; its processes find the code of the current folder."""
+    """Within the block Ray runs, with its files in `folder`; its processes can import code of the current folder."""
     import ray
 
     ray.init(

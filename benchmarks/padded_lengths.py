@@ -1,17 +1,17 @@
-"""How long a padded mini-batch is, for three ways to make training rows of the same trajectories, in one run.
+"""The length of a padded mini-batch for three ways to make training rows of the same trajectories, in one run.
 
     python -m benchmarks.padded_lengths
 
 Runs the small search recipe once and records it; then every mini-batch that it trained is formed again from the
 journal, by the buffer's own code, with
 
-    observations inside responses    a row a turn: prompt | response + what the search then told (loss mask 0)
-    generated tokens only            a row a turn: prompt | response; what was told stands in the next turn's prompt
+    observations inside responses    a row per turn: prompt | response + observation of the search (loss mask 0)
+    generated tokens only            a row per turn: prompt | response; observations are in the next turn's prompt
     generated tokens only, merged    turns that continue one another share a row
 
-The same seed and the same trajectories, so the rows are all that differs. A loop that keeps observations inside
-responses looks at the length only before the next turn; so the last turn's observation counts too, where the
-trajectory was cut off after it (the environment is asked for it once more).
+Seed and trajectories are the same, so only the rows differ. A loop that keeps observations inside responses checks the
+length only before the next turn. So the last turn's observation counts too if the trajectory was cut off after it (the
+environment computes it again).
 """
 
 from __future__ import annotations
@@ -52,16 +52,16 @@ CUT_OFF = (StopReason.LENGTH, StopReason.MAX_TURNS)
 
 
 class Measured(NamedTuple):
-    """One mini-batch as one variant."""
+    """The measures of one mini-batch in one variant."""
 
     padded_length: int
-    """Tokens of its longest row: what every row would be padded to."""
+    """Tokens of its longest row, to which every row would be padded."""
     rows: int
     tokens: int
 
 
 class World(NamedTuple):
-    """What a recorded run was made of: configuration, chat template and tasks."""
+    """Configuration, chat template and tasks of a recorded run."""
 
     config: Config
     chat: Chat
@@ -105,7 +105,7 @@ def _run(folder: Path, steps: int, seed: int) -> Path:
 
 
 def measure(config: Config, run: Path) -> dict[str, list[Measured]]:
-    """Every mini-batch of a recorded run, in each variant."""
+    """Measure every mini-batch of a recorded run in each variant."""
     tasks = {task.uid: task for task in load_tasks(run / "data" / "train.jsonl")}
     world = World(config, load_chat(run / "model", config.generator), tasks)
     settings = batch_settings(config)
@@ -125,13 +125,13 @@ def _measured(of: Recorded, settings: BatchSettings) -> Measured:
 
 
 async def with_observations(world: World, group: CompleteGroup) -> CompleteGroup:
-    """The group with each turn's observation behind its response.
+    """The group with each turn's observation after its response.
 
     prompt | response        prompt response observation | response        becomes
     prompt | response observation        prompt response observation | response [observation, where it was cut off]
     """
     cut_off = {end.trajectory for end in end_objects(group.ends) if end.stop_reason in CUT_OFF}
-    whole = row_objects(merge(group.steps, "off").rows)  # one row a step
+    whole = row_objects(merge(group.steps, "off").rows)  # one row per step
     steps = sorted(step_objects(group.steps), key=lambda step: (step.trajectory, step.index))
     prompts = {(row.trajectory, row.first_step): row.prompt_ids for row in whole}
     steps = [replace(s, prompt_ids=prompts[s.trajectory, s.index], extends=None) for s in steps]
@@ -177,7 +177,7 @@ def _line(name: str, batches: Sequence[Measured], longest: int) -> str:
 
 
 def draw(measured: dict[str, list[Measured]], longest: int, path: Path) -> None:
-    """Padded length and padded slots over the optimizer steps."""
+    """Plot padded length and padded slots over the optimizer steps."""
     figure = Figure(figsize=(9, 3.4), layout="constrained")
     left, right = figure.subplots(1, 2)
     for name, batches in measured.items():

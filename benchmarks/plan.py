@@ -1,10 +1,11 @@
-"""What `baton plan --gpu measured` predicts, beside runs on this machine.
+"""The predictions of `baton plan --gpu measured`, compared with runs on this machine.
 
     python -m benchmarks.plan                       # the quick start, the three small recipes, and three splits
     python -m benchmarks.plan --part recipes --only quickstart --steps 40
 
-Lengths and times of the environment are those of each run, so that the model is compared and not a guess of them. The
-pace is measured before and after each run, and its mean is planned with. Run it on a quiet machine.
+The plan uses the lengths and the times of the environment of each run, so that its model is compared and not a guess of
+these inputs. The speed of the machine is measured before and after each run, and the plan uses the mean. Run it on a
+quiet machine.
 """
 
 from __future__ import annotations
@@ -37,15 +38,15 @@ from service.run.timeline import RunTimeline, read_timeline
 ROOT = Path(__file__).parents[1]
 RECIPES = ("quickstart", "gsm8k_tiny", "text_to_sql_tiny", "search_r1_tiny")
 SPLITS = ((1, 3), (2, 2), (3, 1))
-"""Engines and ranks of the quick start on four processes."""
+"""Numbers of engines and ranks of the quick start, with four processes in total."""
 SETTINGS = ("data.eval_every=0", "trainer.checkpoint_every=0", "metrics.port=0")
 PART_OF = {"VLLM::": "engine", "EngineCore": "engine", "ray::Generator": "engine", "ray::TrainerRank": "rank"}
-"""The part that a process belongs to, by how its title begins."""
+"""The part to which a process belongs, by the beginning of its title."""
 LOOK_SECONDS = 1.0
 
 
 def run(recipe: str, steps: int, parent: Path, *settings: str) -> tuple[Path, dict[str, float]]:
-    """Run a recipe; returns its folder, and the most bytes that a rank and an engine's processes held."""
+    """Run a recipe; returns its folder, and the peak bytes of a rank and of an engine's processes."""
     name = f"{recipe}-{len(list(parent.iterdir()))}"
     words = ["run", "--config", str(ROOT / f"configs/{recipe}.yaml"), f"run.max_steps={steps}", f"run.dir={parent}"]
     process = subprocess.Popen(
@@ -63,7 +64,7 @@ def run(recipe: str, steps: int, parent: Path, *settings: str) -> tuple[Path, di
 
 
 def _held(pid: int) -> dict[str, float]:
-    """Resident bytes of the largest rank, and of all engines' processes over the number of engine cores."""
+    """Resident bytes of the largest rank, and those of all engines' processes divided by the number of engine cores."""
     held: dict[str, list[float]] = defaultdict(list)
     cores = 0
     for process in psutil.Process(pid).children(recursive=True):
@@ -87,7 +88,8 @@ def planned(config: Config, folder: Path, device: Device) -> Plan:
 
 
 def seconds_and_waits(folder: Path) -> tuple[float, float, float]:
-    """Of the second half of a run's steps: mean seconds, and the fractions for which trainer and engines waited."""
+    """Mean seconds of a step, and the fractions of time for which trainer and engines waited, over the second half of a
+    run's steps."""
     lines = list(read_lines(folder / METRICS))
     lines = lines[len(lines) // 2 :]
     seconds = statistics.fmean(line["timing/step"] for line in lines)
@@ -96,7 +98,7 @@ def seconds_and_waits(folder: Path) -> tuple[float, float, float]:
 
 
 def _engines_idle(timeline: RunTimeline, last: float) -> float:
-    """Fraction of the engines' time without a group, in the last seconds before the end of the trainer's last step."""
+    """Fraction of the engines' time without a group, in the `last` seconds before the trainer's last step ended."""
     until = max(
         span.ended
         for (_, row), spans in timeline.rows.items()
@@ -115,7 +117,7 @@ def _engines_idle(timeline: RunTimeline, last: float) -> float:
 
 
 def recipes(names: tuple[str, ...], steps: int, parent: Path) -> Iterator[str]:
-    """A line for each figure of each recipe: predicted, measured, predicted over measured."""
+    """Yield a line for each figure of each recipe: predicted, measured, predicted over measured."""
     for name in names:
         device = measured()
         folder, held = run(name, steps, parent)
@@ -138,7 +140,7 @@ def recipes(names: tuple[str, ...], steps: int, parent: Path) -> Iterator[str]:
 
 
 def splits(steps: int, parent: Path) -> Iterator[str]:
-    """A line for each split of the quick start, and whether the plan names the fastest."""
+    """Yield a line for each split of the quick start, and whether the plan names the fastest."""
     predicted, found = {}, {}
     for engines, ranks in SPLITS:
         setting = (f"generator.engines={engines}", f"trainer.ranks={ranks}")
@@ -154,7 +156,7 @@ def splits(steps: int, parent: Path) -> Iterator[str]:
 
 
 def main() -> None:
-    """Run the parts that are asked for."""
+    """Run the requested parts."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", choices=("recipes", "splits"), help="default: both")
     parser.add_argument("--only", choices=RECIPES, help="one recipe")

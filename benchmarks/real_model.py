@@ -1,8 +1,8 @@
 """SmolLM2-135M-Instruct, which `make real` prepares: `python -m benchmarks.real_model agreement` or `... games FOLDER`.
 
-agreement    games by the engine: their log-probabilities by engine, trainer and transformers, row by row
-learning     games without it: loss and gradient of a mini-batch by the trainer, and by a forward pass of each row alone
-games        how many games of `guess_number` a Hugging Face folder wins in transformers, without Baton's engine
+agreement    games sampled by the engine: their log-probabilities by engine, trainer and transformers, row by row
+learning     games without the engine: loss and gradient of a mini-batch by the trainer, and by a forward pass per row
+games        the fraction of `guess_number` games that the model of a folder wins in transformers, without the engine
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from service.types import MicroBatch, MiniBatch, PolicyVersion
 
 MODEL, RECIPE = Path("models/SmolLM2-135M-Instruct"), Path("configs/smollm2_guess.yaml")
 GROUPS, SAMPLES, FEW_SAMPLES = 3, 8, 4
-"""Of a mini-batch; fewer where it is trained in float64."""
+"""Groups of a mini-batch, samples of a group, and samples of a group if it is trained in float64."""
 
 
 def main() -> None:
@@ -51,7 +51,7 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float64"), default="float32")
     parser.add_argument("--sampled", type=int, default=0, help="sampled games beside the greedy ones")
     arguments = parser.parse_args()
-    torch.set_num_threads(1)  # on busy cores several wait for each other
+    torch.set_num_threads(1)  # on busy cores several threads would wait for each other
     for folder in arguments.folders:
         if arguments.what == "agreement":
             found = agreement(folder, arguments.dtype)
@@ -63,7 +63,7 @@ def main() -> None:
 
 
 def agreement(folder: Path, dtype: str) -> dict[str, float]:
-    """Nats between the log-probabilities of the same sampled tokens, as absolute values."""
+    """Absolute differences, in nats, between the log-probabilities of the same sampled tokens."""
     config = recipe(folder, dtype, GROUPS, SAMPLES)
     (micros,) = asyncio.run(_served(config, folder)).ranks
     policy = Policy(LearnSettings.of(config), folder, torch.device("cpu"), 0, 1)
@@ -108,10 +108,10 @@ async def _played(config: Config, folder: Path, engine: Engine, version: PolicyV
 
 
 def learning(folder: Path, dtype: str) -> dict[str, float]:
-    """How far the loss and the gradient of a mini-batch are from those of forward passes of each row alone.
+    """How far the loss and the gradient of a mini-batch are from those of separate forward passes of each row.
 
-    The loss as a difference; the gradient as the largest difference of an element, over the largest element. In
-    float32 both have the noise of float32. Advantages are made, since all of a few games may be lost.
+    The loss is compared by its difference; the gradient by the largest difference of an element, over the largest
+    element. In float32 both have the noise of float32. Advantages are random, because all of a few games may be lost.
     """
     config = recipe(folder, dtype, 1, FEW_SAMPLES)
     batch = asyncio.run(_played(config, folder, BatchedEngine(folder, 0), PolicyVersion(0, 0)))
@@ -130,7 +130,7 @@ def learning(folder: Path, dtype: str) -> dict[str, float]:
 
 
 def _own_loss(config: Config, model: PreTrainedModel, batch: MiniBatch) -> float:
-    """PPO's clipped loss, a mean over tokens; its gradient is left in the model."""
+    """PPO's clipped loss as a mean over tokens; its gradient is stored in the model."""
     algorithm, n_tokens, loss = config.algorithm, int(batch.loss_tokens_G.sum()), 0.0
     for micro, row, logprob_M in _by_row(model, batch.ranks[0]):
         at = slice(micro.offsets_R[row], micro.offsets_R[row + 1])
@@ -156,7 +156,7 @@ def _by_row(model: PreTrainedModel, micros: Sequence[MicroBatch]) -> Iterator[tu
 
 
 async def games(folder: Path, n_sampled: int) -> dict[str, float]:
-    """The fraction of games that are won, with the likeliest tokens (one game a number), and sampled."""
+    """The fraction of games that are won: with greedy decoding (one game per number), and with sampling."""
     tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     torch.manual_seed(0)

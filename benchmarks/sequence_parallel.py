@@ -2,11 +2,11 @@
 
     python -m benchmarks.sequence_parallel          minutes on two quiet cores; --short leaves out the long row
 
-The first part trains the same micro-batch on one rank and on groups of ranks. Memory is the most that tensors held
-during the step beyond what they held before it (the profiler's memory events), on the rank where that is most.
+The first part trains the same micro-batch on one rank and on groups of ranks. Memory is the peak of all tensors during
+the step minus their memory before it (by the profiler's memory events), on the rank with the largest peak.
 
-The second part trains a row of 131,072 tokens. Once its policy is loaded, the operating system gives each process so
-many bytes more and no others (RLIMIT_DATA): four ranks have to end their step, one rank alone has to run out of memory.
+The second part trains a row of 131,072 tokens. Once the policy is loaded, each process may allocate only a limited
+number of further bytes (RLIMIT_DATA): four ranks must complete their step, one rank alone must run out of memory.
 """
 
 from __future__ import annotations
@@ -40,25 +40,25 @@ SHAPE = MakeModelConfig(hidden_size=128, intermediate_size=384, num_layers=4, nu
 ROWS = (6000, 1500, 692)
 GROUPS = (1, 2, 4)
 LEAST = {1: 1.0, 2: 1.7, 4: 2.5}
-"""How many times less a rank of such a group has to hold at least."""
+"""Ranks of a group -> the factor by which each must at least need less memory than one rank alone."""
 
 LONG_SHAPE = MakeModelConfig(
     hidden_size=32, intermediate_size=96, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8
 )
 LONG_ROW, LONG_GROUP = 131_072, 4
 LIMIT = 800 << 20
-"""Bytes that a process of the second part may take for the step."""
+"""Bytes that a process of the second part may allocate for the step."""
 
 
 def mini_batch(lengths: tuple[int, ...]) -> MiniBatch:
-    """One micro-batch of rows of these lengths, a third of each a prompt."""
+    """One micro-batch of rows of these lengths; the first third of each row is the prompt."""
     rng = np.random.default_rng(0)
     rows = [made_row(rng.integers(0, VOCABULARY, length), length // 3) for length in lengths]
     return mini_batch_of([micro_batch_of(rows, range(len(rows)))], len(rows))
 
 
 def peak_of_tensors(run: Callable[[], object]) -> int:
-    """Most bytes that tensors held at once beyond what they held before, by the profiler's memory events."""
+    """Peak bytes of tensors during the call, beyond their bytes before it, by the profiler's memory events."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         run()
     events = profiler.profiler.kineto_results.events()
@@ -70,14 +70,14 @@ def peak_of_tensors(run: Callable[[], object]) -> int:
 
 
 def limit_memory(more: int) -> None:
-    """Let this process take so many bytes more than it has, and no others."""
+    """Let this process allocate at most `more` bytes beyond its present memory."""
     has = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmData:"))
     limit = int(has.split()[1]) * 1024 + more
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 
 
 def train(folder: Path, rank: int, ranks: int, lengths: tuple[int, ...], limit: int | None) -> dict[str, float | str]:
-    """A step of a rank of one group, after a short one that loads and warms what steps need."""
+    """Take a step as one rank of a group, after a short warm-up step."""
     trainer = TrainerConfig(ranks=ranks, sequence_parallel=ranks, lr=1e-4, gradient_checkpointing=False)
     config = Config(model=ModelConfig(dtype="float32"), trainer=trainer)
     learner = Learner(LearnSettings.of(config), folder, torch.device("cpu"), rank, ranks)
@@ -91,7 +91,7 @@ def train(folder: Path, rank: int, ranks: int, lengths: tuple[int, ...], limit: 
             found["bytes"] = float(peak_of_tensors(lambda: learner.accumulate(batch)))
             learner.policy.master_weights.drop_gradients()
         report = learner.step(batch)
-    except RuntimeError as error:  # torch has no error of its own for memory that the CPU does not give
+    except RuntimeError as error:  # torch has no separate error for a failed allocation of CPU memory
         if "can't allocate memory" not in str(error):
             raise
         return {"failed": "out of memory"}
@@ -99,7 +99,7 @@ def train(folder: Path, rank: int, ranks: int, lengths: tuple[int, ...], limit: 
 
 
 def group(folder: Path, ranks: int, part: str) -> list[dict[str, float | str]]:
-    """What each rank of a group found, each in a process of its own."""
+    """Run each rank of a group in a separate process; returns the result of each rank."""
     with tempfile.TemporaryDirectory() as meeting:
         module = [sys.executable, "-m", "benchmarks.sequence_parallel"]
         commands = [[*module, "--part", part, str(folder), meeting, str(ranks), str(rank)] for rank in range(ranks)]
@@ -113,7 +113,7 @@ def group(folder: Path, ranks: int, part: str) -> list[dict[str, float | str]]:
 
 
 def one_rank(part: str, folder: str, meeting: str, ranks: int, rank: int) -> None:
-    """A rank's process."""
+    """The main function of a rank's process."""
     torch.set_num_threads(1)
     if ranks > 1:
         store = f"file://{meeting}/store"
@@ -123,14 +123,14 @@ def one_rank(part: str, folder: str, meeting: str, ranks: int, rank: int) -> Non
 
 
 def made(shape: MakeModelConfig, parent: str) -> Path:
-    """A model of this shape with random weights."""
+    """Write a model of this shape with random weights; returns its folder."""
     folder = Path(parent) / f"model_{shape.hidden_size}"
     make_model(folder, shape, VOCABULARY, eos_token_id=2, pad_token_id=0, seed=0)
     return folder
 
 
 def memory(parent: str) -> int:
-    """Print what a rank of each group holds; the number of bars that are missed."""
+    """Print the memory of a rank of each group; returns the number of missed bars."""
     missed, alone = 0, 0.0
     print("| ranks | MiB of a rank | less | CPU s of a rank | loss |\n|---|---|---|---|---|")
     for ranks in GROUPS:
@@ -144,7 +144,7 @@ def memory(parent: str) -> int:
 
 
 def long_row(parent: str) -> int:
-    """Print how a group and a rank alone fare with the long row; 1 if not as they should."""
+    """Print how a group and a single rank handle the long row; returns 1 if not as expected."""
     folder = made(LONG_SHAPE, parent)
     print(f"\na row of {LONG_ROW} tokens, {LIMIT >> 20} MiB a process for its step", flush=True)
     ended = []

@@ -1,14 +1,15 @@
-"""Training steps on rows that begin alike, with shared prefixes against packed, on CPU, in one run.
+"""Training steps on rows that begin alike: layout with shared prefixes against packed layout, on CPU, in one run.
 
     python -m benchmarks.shared_prefix
 
-Both train the same rows with the same learner, dealt by the product's own code with one token budget. Every
-measurement has a process of its own, layouts alternate, and medians are compared. Time is CPU time of the process;
-memory is the peak over the loaded learner.
+Both layouts train the same rows with the same learner. Baton's own code distributes the rows over micro-batches, with
+the same token budget. Every measurement runs in a separate process, layouts alternate, and medians are compared. Time
+is CPU time of the process; memory is the peak beyond the memory of the loaded learner.
 
-The estimate for an H100 is arithmetic: from a step of the packed learner under fake tensors with rows of two lengths
-(`service.learn.estimate`) follow the seconds of a token and of a pair of query and key; computed tokens and pairs are
-counted. It leaves out launch gaps, the copies of gathered keys, and that kernels are slower on short queries.
+For an H100 the times are estimated. A step of the packed learner under fake tensors with rows of two lengths
+(`service.learn.estimate`) gives the seconds per token and per pair of query and key; these are multiplied by the
+numbers of computed tokens and pairs. The estimate omits launch gaps, the copies of gathered keys, and the lower speed
+of kernels on short queries.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ Rows = list[tuple[int, SupervisedRow]]
 
 
 def samples(rng: np.random.Generator) -> Rows:
-    """Eight samples of a prompt of 1500 tokens, with responses of 200 to 400."""
+    """Eight samples of a prompt of 1500 tokens, with responses of 200 to 400 tokens."""
     prompt = _drawn(rng, PROMPT)
     responses = [_drawn(rng, int(rng.integers(200, 401))) for _ in range(SAMPLES)]
     return [(g, made_row(np.concatenate([prompt, response]), PROMPT)) for g, response in enumerate(responses)]
@@ -65,7 +66,7 @@ WORKLOADS: dict[str, tuple[Callable[[np.random.Generator], Rows], float]] = {
     "conversation": (conversation, 3.0),
     "apart": (apart, 1 / 1.05),
 }
-"""Rows, and how many times as fast the layout has to be at least."""
+"""The rows of each workload, and the minimum speed-up of the layout with shared prefixes."""
 
 
 def _drawn(rng: np.random.Generator, length: int) -> np.ndarray:
@@ -73,7 +74,7 @@ def _drawn(rng: np.random.Generator, length: int) -> np.ndarray:
 
 
 def mini_batch(workload: str, layout: str) -> MiniBatch:
-    """The workload's rows, in micro-batches for a layout."""
+    """The workload's rows as a mini-batch, with micro-batches for a layout."""
     rows = WORKLOADS[workload][0](np.random.default_rng(0))
     trajectory_R = np.array([trajectory for trajectory, _ in rows], np.int32)
     packed = unsampled_micro_batch([row for _, row in rows])
@@ -88,7 +89,7 @@ def mini_batch(workload: str, layout: str) -> MiniBatch:
 
 
 def counted(batch: MiniBatch, shares: bool) -> tuple[int, int]:
-    """The tokens, and the pairs of query and key, that are computed."""
+    """The numbers of computed tokens, and of computed pairs of query and key."""
     tokens = pairs = 0
     for micro in batch.ranks[0]:
         shared_R, stop_R = np.zeros(len(micro.offsets_R) - 1, np.int64), np.diff(micro.offsets_R)
@@ -101,7 +102,7 @@ def counted(batch: MiniBatch, shares: bool) -> tuple[int, int]:
 
 
 def rates_on_an_h100(parent: Path) -> tuple[float, float]:
-    """Seconds of a token, and of a pair of query and key, in a packed step of the estimated model."""
+    """Seconds per token, and per pair of query and key, in a packed step of the estimated model."""
     of_length = {}
     for row_tokens in (2048, BUDGET):
         step = estimate_step(configured(1, row_tokens).learn, model_folder(ESTIMATED, parent), row_tokens)

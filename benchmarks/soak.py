@@ -1,8 +1,8 @@
 """The buffer under load: `python -m benchmarks.soak [--minutes 20] [--rate 160]`.
 
-The real buffer actor in a Ray of its own; producers claim groups and submit each as one step group of about 0.4 MB, at
-a given rate; a consumer leases mini-batches, commits them and covers them by checkpoints, so that the journal's
-segments are given up again. At the end the buffer is killed with -9 and its journal is replayed.
+The real buffer actor runs in a separate Ray. Producers claim groups and submit each as one step group of about 0.4 MB,
+at a given rate. A consumer leases mini-batches, commits them and reports checkpoints that cover them, so that segments
+of the journal are deleted. At the end the buffer is killed with -9 and its journal is replayed.
 
 Printed: acknowledged step groups a second and how long each acknowledgement took, the buffer's resident memory against
 its bound, the journal's bytes on the disk, the seconds of the restart, and the replay's speed.
@@ -44,19 +44,19 @@ from service.types import PolicyVersion, Sender, Step, TrajectoryEnd, Trajectory
 VOCABULARY = 32_000
 SAMPLES = 8
 PROMPT, RESPONSE = 200, 2_700
-"""Tokens of a trajectory's one turn; eight of them take about 0.4 MB."""
+"""Tokens of a trajectory's only turn; eight trajectories take about 0.4 MB."""
 MINI_BATCH = 32
 CHECKPOINT_EVERY = 5
 MAX_BYTES = 512 << 20
 ALLOWANCE = 1.1
-"""Of the bound on the resident memory."""
+"""Factor by which the resident memory may exceed its bound."""
 WINDOW = 4
-"""Groups that a producer has on their way at once."""
+"""Maximum number of groups that a producer has in flight."""
 BARS = {"groups_per_second": 150.0, "p99_ms": 50.0, "restart_seconds": 5.0, "replay_mb_per_second": 200.0}
 
 
 def config() -> Config:
-    """Groups of eight long trajectories, mini-batches of 32 groups."""
+    """A configuration with groups of eight long trajectories and mini-batches of 32 groups."""
     return Config.model_validate(
         {
             "run": {"name": "soak"},
@@ -82,10 +82,10 @@ def config() -> Config:
 
 
 class Nobody:
-    """In the place of the metrics hub."""
+    """Replaces the metrics hub."""
 
     def push(self, *told: Any) -> None:
-        """Take numbers."""
+        """Discard the metrics."""
 
 
 class Producer:
@@ -104,16 +104,17 @@ class Producer:
         self.late = 0
 
     def update(self, version: tuple[int, int]) -> None:
-        """The weights that are served from now on."""
+        """Set the version of the weights that are served from now on."""
         self._serving = PolicyVersion(*version)
 
     def stop(self) -> int:
-        """Claim nothing more; how many groups were acknowledged so far."""
+        """Claim no more groups; returns how many were acknowledged so far."""
         self._stopped = True
         return len(self.ack_seconds)
 
     async def run(self, rate: float) -> tuple[list[float], int]:
-        """Produce so many groups a second; returns each acknowledgement's seconds, and how many groups came late."""
+        """Produce `rate` groups per second; returns the seconds of each acknowledgement, and the number of claims that
+        got no group."""
         incarnation = await self._buffer.join.remote("generator", self._name)
         free = asyncio.Semaphore(WINDOW)
         due = time.monotonic()
@@ -169,7 +170,7 @@ class Consumer:
         self._stopped = False
 
     def stop(self) -> None:
-        """Lease nothing more."""
+        """Lease no more mini-batches."""
         self._stopped = True
 
     async def run(self, producers: list[Any]) -> int:
@@ -189,7 +190,7 @@ class Consumer:
 
 
 async def soak(folder: Path, minutes: float, rate: float, n_producers: int) -> dict[str, Any]:
-    """Load the buffer for so long; returns what was measured."""
+    """Load the buffer for this many minutes; returns the measurements."""
     write_rows(folder / "tasks.jsonl", [{"uid": f"p{row}", "prompt": "?"} for row in range(1000)])
     hub = ray.remote(Nobody).options(name="hub", num_cpus=0).remote()
     options: dict[str, Any] = {"num_cpus": 0, "max_concurrency": 1000, "max_restarts": -1, "max_task_retries": -1}
@@ -254,7 +255,7 @@ def buffer_process(mark: str) -> psutil.Process:
 
 
 async def watch(process: psutil.Process, journal: Path, seconds: float) -> tuple[list[int], list[int]]:
-    """The buffer's resident bytes and the bytes that its journal takes, each second; says both each minute."""
+    """The buffer's resident bytes and the bytes of its journal, each second; prints both each minute."""
     memory, disk = [], []
     began = time.monotonic()
     while (passed := time.monotonic() - began) < seconds:
@@ -268,12 +269,12 @@ async def watch(process: psutil.Process, journal: Path, seconds: float) -> tuple
 
 
 def last_tenth(values: list[int]) -> list[int]:
-    """The last tenth of the seconds, one at least."""
+    """The values of the last tenth of the seconds, at least one."""
     return values[-max(len(values) // 10, 1) :]
 
 
 def replay(folder: Path) -> dict[str, float]:
-    """Start a buffer on what the run left, in this process."""
+    """Start a buffer on the journal of the run, in this process."""
     clock = SystemClock()
     journal = Journal(folder / "journal", clock)
     tasks = load_tasks(folder / "tasks.jsonl")

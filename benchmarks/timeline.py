@@ -1,4 +1,4 @@
-"""What recording the timeline costs: time per event, times the events of a run, over the run's CPU seconds.
+"""The cost of recording the timeline: time per event, times the number of events of a run, over its CPU seconds.
 
     python -m benchmarks.timeline runs/quickstart [picture.png]
 
@@ -28,7 +28,7 @@ from service.types import TrajectoryId
 
 ROUNDS = 2000
 SHOWN_SECONDS = 3.0
-"""Of the picture."""
+"""Seconds of the run that the picture shows."""
 
 
 def seconds_each(do: Callable[[], None]) -> float:
@@ -43,7 +43,8 @@ def seconds_each(do: Callable[[], None]) -> float:
 
 
 def costs(calls: int) -> dict[str, float]:
-    """Seconds of a span with its state's change, of a trajectory with so many calls, and of one that is kept."""
+    """Seconds to record a span with its change of state, a trajectory with `calls` calls, and a trajectory that is
+    kept."""
     trace = Trace("generator/generator-0")
     states = States(trace, "engine", "waiting")
     states._record = lambda now, least: trace.span("engine", states.state, now, now)  # type: ignore[method-assign]
@@ -124,12 +125,12 @@ def draw(timeline: RunTimeline, file: Path) -> None:
 
 
 def kind(name: str) -> str:
-    """The colour's name of a slice: turns are alike, as are leases and commits."""
+    """The name by which a slice gets its colour: all turns have the same, as have leases and commits."""
     return name.rpartition(" ")[0] if name.rpartition(" ")[0] in ("turn", "lease", "step") else name
 
 
 def flows(trace: dict[str, Any]) -> list[list[dict[str, Any]]]:
-    """The flows of a trace that end with a commit, each in order, those of most events first."""
+    """The flows of a trace that end with a commit, each in order; the flows with the most events come first."""
     found: dict[int, list[dict[str, Any]]] = {}
     for event in trace["traceEvents"]:
         if event["ph"] in "stf":
@@ -150,7 +151,7 @@ def main(folder: Path, picture: Path | None = None) -> None:
     tools = sum(row[2] for totals in timeline.totals.values() for row in totals.sums if row[1].startswith("tool:"))
     each = costs(max(1, round(tools / max(played, 1))))
     cpu = sum(source.cpu for source in timeline.sources.values())
-    other = sum(events.values()) - events[TRAJECTORY]  # each as expensive as a state's change, and alone in its push
+    other = sum(events.values()) - events[TRAJECTORY]  # each costs as much as a change of state, and has its own push
     seconds = other * each[SPAN] + played * each["played"] + events[TRAJECTORY] * each[TRAJECTORY]
     size = sum(file.stat().st_size for file in (folder / "timeline").iterdir())
     print(json.dumps({name: f"{cost * 1e6:.1f} us" for name, cost in each.items()}))

@@ -1,4 +1,4 @@
-"""How often a verifier is right that learns beside its solver, against the verdict that would be best without reading.
+"""How often a verifier that learns together with its solver is right, against the best constant verdict.
 
     python -m benchmarks.verdicts
 
@@ -28,7 +28,7 @@ from service.rollout.chat.chat import Chat, load_chat
 
 RECIPE = Path(__file__).parent.parent / "configs" / "solver_verifier_tiny.yaml"
 SHOWN = 20
-"""Mini-batches of a line."""
+"""Mini-batches per line."""
 
 
 class Verdict(NamedTuple):
@@ -36,11 +36,11 @@ class Verdict(NamedTuple):
 
     is_right: bool
     shown_right: bool
-    """Whether it read a right answer."""
+    """Whether the answer that it read was right."""
 
 
 def verdicts(groups: Sequence[CompleteGroup], chat: Chat) -> list[Verdict]:
-    """The verdicts of groups; what is none of both words does not count."""
+    """The verdicts in these groups; a response that is neither of the two words does not count."""
     said = [(chat.text(step.response_ids).split(), step.reward > 0) for g in groups for step in step_objects(g.steps)]
     return [
         Verdict(rewarded, (words == [RIGHT]) == rewarded) for words, rewarded in said if words in ([RIGHT], [WRONG])

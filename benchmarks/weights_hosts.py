@@ -1,10 +1,10 @@
-"""Weights to several hosts over slow links: seconds until all have them against one host, and what leaves the ranks.
+"""Weights to several hosts over slow links: seconds until all have them, against one host, and bytes sent by the ranks.
 
     python -m benchmarks.weights_hosts [--millions 50] [--mbit 100] [--ranks 1]
 
-Hosts are namespaces on this machine (Linux and root, see tests/hosts). The ranks, each on a host of its own, and the
-hosts' images are those of a run; models and engines are left out. `at once` is what Ray does by itself: every host
-fetches one object of all weights from one rank.
+Hosts are namespaces on this machine (Linux and root, see tests/hosts). Ranks, each on its own host, and the hosts'
+images work as in a run, without models and engines. `at once` is what Ray does by itself: every host fetches one object
+with all weights of one rank.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Rank(TrainerRank):
     """A rank with tensors in place of a model."""
 
     def fill(self, millions: float) -> None:
-        """This rank's rows of so many million elements."""
+        """Create this rank's rows of weights with `millions` million elements in total."""
         torch.manual_seed(self._rank)
         shape = (int(millions * 1e6 / TENSORS / 1000), 1000)
         first, end = shard_bounds(shape[0], self._rank, self._world_size)
@@ -51,7 +51,7 @@ class Rank(TrainerRank):
         self._learner = SimpleNamespace(shards=lambda: rows, policy=policy)  # type: ignore[assignment]
 
     def blocked(self, version: int) -> tuple[float, float]:
-        """Seconds of a publication in which the rank does nothing else, and of one copy of its weights."""
+        """Seconds for which a publication blocks the rank, and seconds of one copy of its weights."""
         start = time.monotonic()
         self.weights(version)
         between = time.monotonic()
@@ -66,15 +66,15 @@ class Rank(TrainerRank):
 
 
 class Holder(ImageHolder):
-    """A host's generator without an engine."""
+    """The generator of a host, without an engine."""
 
     async def fetched(self, data: Any) -> int:
-        """Bytes of an object, which has arrived then."""
+        """Return the bytes of an object, once it has arrived."""
         return len(data)
 
 
 class World:
-    """Each rank on a host of its own, and a generator on each of the others."""
+    """The actors: each rank on its own host, and a generator on each of the other hosts."""
 
     def __init__(self, millions: float, n_ranks: int) -> None:
         config = load_config([], [f"trainer.ranks={n_ranks}"])
@@ -100,7 +100,7 @@ class World:
         self._step = 0
 
     async def publish(self, hosts: int) -> float:
-        """Seconds until so many hosts have the next version."""
+        """Publish the next version to `hosts` hosts; returns the seconds until all have it."""
         self._step += 1
         version, names = PolicyVersion(1, self._step), list(self.holders)[:hosts]
         weights = await self.trainer.weights(version)
@@ -116,7 +116,7 @@ class World:
             return time.monotonic() - start
 
     async def at_once(self, hosts: int) -> float:
-        """The same, where each host fetches all weights from where Ray likes."""
+        """The same, but each host fetches all weights as one object, from any node that Ray chooses."""
         whole = self.ranks[0].whole.remote()
         await asyncio.to_thread(ray.wait, [whole], fetch_local=False)
         start = time.monotonic()
@@ -124,13 +124,13 @@ class World:
         return time.monotonic() - start
 
     def end(self) -> None:
-        """Its actors are gone."""
+        """End the actors."""
         for actor in (*self.ranks, *self.holders.values()):
             ray.kill(actor)
 
 
 async def measure(millions: float, n_ranks: int) -> None:
-    """Inside the first host; prints each figure as soon as it is there."""
+    """Measure inside the first host; prints each figure as soon as it is known."""
     world = World(millions, n_ranks)
     ways: dict[str, Callable[[int], Coroutine[Any, Any, float]]] = {"chain": world.publish}
     if n_ranks == 1:

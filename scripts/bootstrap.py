@@ -25,7 +25,7 @@ LOCKS = ROOT / "requirements"
 GIB = 1 << 30
 DISK_NEEDED = {"cpu": 6 * GIB, "cuda": 20 * GIB}
 PROGRESS_SECONDS = 10.0
-"""Seconds between two lines of progress; on a terminal one line changes continuously."""
+"""Seconds between two lines of progress; on a terminal a single line is updated continuously instead."""
 UNREACHABLE = (
     "ConnectTimeoutError",
     "NameResolutionError",
@@ -130,7 +130,7 @@ def works(venv: Path) -> bool:
 
 
 def holds_another_profile(venv: Path, profile: str) -> bool:
-    """Whether another profile is installed; an environment holds one, since all have a package `vllm`."""
+    """Whether another profile is installed; an environment has only one, because every profile has a package `vllm`."""
     others = (step for name, steps in PROFILES.items() if name != profile for step in steps)
     return any(stamp(venv, step).exists() for step in others)
 
@@ -155,14 +155,14 @@ def fingerprint(step: Step) -> str:
 
 
 def check_platform() -> None:
-    """vLLM for CPUs and for CUDA is published for Linux only."""
+    """Refuse other systems than Linux: vLLM for CPUs and for CUDA is published for Linux only."""
     if platform.system() != "Linux" or platform.machine() not in ("x86_64", "aarch64"):
         here = f"{platform.system()} on {platform.machine()}"
         raise SetUpError(f"{here}: vLLM is published for Linux on x86_64 and aarch64")
 
 
 def check_disk(venv: Path, needed: int) -> None:
-    """Refuse early: pip finds a full disk only after minutes."""
+    """Refuse a disk with too little room now, because pip would fail only after minutes."""
     venv.parent.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(venv.parent).free
     if free < needed:
@@ -203,7 +203,7 @@ def install(venv: Path, step: Step) -> None:
 
 
 def pip_environment() -> dict[str, str]:
-    """The caller's settings for pip (index, proxy, certificates), without those that lead out of the environment."""
+    """The caller's settings for pip (index, proxy, certificates), without those that install outside of `.venv`."""
     lost = ("PIP_USER", "PIP_TARGET", "PIP_PREFIX", "PIP_REQUIRE_VIRTUALENV", "PYTHONPATH", "PYTHONHOME")
     environment = {name: value for name, value in os.environ.items() if name not in lost}
     quick = {"PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_NO_INPUT": "1", "PIP_RETRIES": "2", "PIP_DEFAULT_TIMEOUT": "60"}
@@ -244,7 +244,7 @@ def _echoed(pip: subprocess.Popen[str], total: int) -> Iterator[str]:
 
 
 def _read_into(lines: queue.SimpleQueue[str], out: Iterable[str]) -> None:
-    """Pass lines on; an empty one is the end."""
+    """Copy lines into the queue; an empty line marks the end."""
     for line in out:
         lines.put(line)
     lines.put("")

@@ -28,7 +28,7 @@ READERS: dict[str, Callable[[str], Any]] = {
 
 
 def problems(path: Path) -> Iterator[str]:
-    """What is wrong with a file, a line each."""
+    """A line for each problem of a file."""
     content = path.read_bytes()
     if len(content) > MAX_BYTES:
         yield f"{path}: {len(content)} bytes, at most {MAX_BYTES} are committed"

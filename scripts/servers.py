@@ -35,7 +35,7 @@ POLICY = Path("/usr/sbin/policy-rc.d")
 
 
 def main() -> int:
-    """Install what is missing; always 0."""
+    """Install what is missing; always returns 0."""
     missing = absent()
     if not missing:
         return 0
@@ -51,7 +51,7 @@ def absent() -> list[str]:
 
 
 def forbidden() -> str:
-    """The reason why nothing can be installed here, or an empty text."""
+    """The reason why nothing can be installed on this machine, or an empty text."""
     if os.environ.get("BATON_SERVERS") == "no":
         return "BATON_SERVERS=no"
     if shutil.which("apt-get") is None:
@@ -62,7 +62,7 @@ def forbidden() -> str:
 
 
 def install(packages: Sequence[str]) -> str:
-    """Install the packages; returns the reason of a failure, or an empty text."""
+    """Install the packages; returns the reason for a failure, or an empty text."""
     print(f"baton: installing {', '.join(packages)} for the tests (at most {DEADLINE:.0f} s) ...", flush=True)
     end = time.monotonic() + DEADLINE
     reason = ""
@@ -88,7 +88,7 @@ def services_stay_down(policy: Path) -> Iterator[None]:
 
 
 def apt(words: Sequence[str], seconds: float) -> str:
-    """Run apt-get, and kill its process group at the deadline; the reason of a failure, or an empty text."""
+    """Run apt-get, and kill its process group at the deadline; returns the reason for a failure, or an empty text."""
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(
             ["apt-get", "-q", *QUICK, *words],

@@ -41,7 +41,7 @@ SWITCH_SECONDS = 0.0005
 """Python's thread switch interval in seconds, a tenth of the default: forming a mini-batch in a thread may delay other
 calls by this much."""
 LOCK_SECONDS = 15.0
-"""Seconds to wait until an older buffer process has ended; the watchdog of its run ends it within two seconds."""
+"""Seconds to wait until an earlier buffer process has ended; the watchdog of its run ends it within two seconds."""
 
 
 class LeasedBatch(NamedTuple):
@@ -52,16 +52,16 @@ class LeasedBatch(NamedTuple):
     parts: tuple[bytes, ...]
     """The encoded part of each rank, or of each group of ranks that share micro-batches."""
     trajectories: list[dict[str, Any]]
-    """Some of its trajectories, for `trajectories.jsonl`."""
+    """A sample of the mini-batch's trajectories, for `trajectories.jsonl`."""
     lost: list[dict[str, Any]]
-    """Some trajectories that ended since the previous lease without being trained, for `trajectories.jsonl`."""
+    """A sample of the trajectories that ended untrained since the previous lease, for `trajectories.jsonl`."""
 
 
 def lock_journal(folder: Path, seconds: float) -> TextIO:
     """Lock a journal's folder, so that no second buffer writes to it.
 
     Raises:
-        RunFailed: another process held the lock for this long.
+        RunFailed: another process still held the lock after `seconds`.
     """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     try:
@@ -83,7 +83,7 @@ class BufferActor(Supervised):
         routing: Routing | None = None,
         workers: Callable[[Mapping[str, ScorerConfig]], Mapping[str, Sequence[Worker]]] = lambda scorers: {},
     ) -> None:
-        """Store the settings; `workers` has, for each scorer, the callers of its processes."""
+        """Store the settings; `workers` returns, for each scorer, the clients of its processes."""
         keep_log("buffer")
         self._config = Config.model_validate_json(config_json)
         sys.setswitchinterval(SWITCH_SECONDS)
@@ -145,13 +145,13 @@ class BufferActor(Supervised):
         return incarnation
 
     async def unfinished(self, generator: str, incarnation: int) -> tuple[Assignment, ...]:
-        """Return the trajectories that a new incarnation continues; every step in them is on disk."""
+        """Return the unfinished trajectories that a new incarnation continues; all their steps are on disk."""
         found = self._buffer.unfinished(generator, incarnation)
         await self._settled()
         return found
 
     async def renew(self, generator: str, incarnation: int, trajectories: Sequence[TrajectoryId]) -> None:
-        """Extend the deadline of a generator's trajectories, which are alive although no new step of them has
+        """Extend the deadline of a generator's trajectories, which are still in progress although no new step has
         arrived."""
         self._buffer.renew(generator, incarnation, trajectories)
 
@@ -165,7 +165,7 @@ class BufferActor(Supervised):
 
     async def claim(self, claim: Claim, wait_seconds: float, most: int = 1) -> ClaimAnswer:
         """Claim up to `most` groups; waits up to `wait_seconds` until there is a slot for the first one."""
-        _ = self._buffer  # raises what kept it from starting
+        _ = self._buffer  # raises the error that kept the buffer from starting
         answered: asyncio.Future[ClaimAnswer] = asyncio.get_running_loop().create_future()
         deadline = time.monotonic() + wait_seconds if wait_seconds else None
         self._claims.answer(claim, most, deadline, answered.set_result)
@@ -238,7 +238,7 @@ class BufferActor(Supervised):
         await self._settled()
 
     async def end(self) -> list[dict[str, Any]]:
-        """End the run: groups without an optimizer step expire; returns some of their trajectories."""
+        """End the run: groups without an optimizer step expire; returns a sample of their trajectories."""
         self._buffer.end()
         await self._settled()
         return self._lost.take()
@@ -248,15 +248,15 @@ class BufferActor(Supervised):
         return self._lost.take()
 
     async def scorer_failures(self) -> dict[tuple[str, str], str]:
-        """The first failure of each scorer for each reason, in words."""
+        """Return a message about the first failure of each scorer with each reason."""
         return self._buffer.scoring.failures
 
     async def status(self) -> dict[str, Any]:
-        """The status of the buffer."""
+        """Return the status of the buffer."""
         return self._buffer.status().as_dict()
 
     async def stop(self) -> None:
-        """End the background work and the reports, after every other call of the run."""
+        """End the background work and the reports; this is the last call of a run."""
         self._background.cancel()
         await asyncio.wait([self._background])
         self._telemetry.stop()
@@ -277,7 +277,7 @@ class BufferActor(Supervised):
         return answer
 
     async def _settled(self) -> None:
-        """Serve the calls that wait for a change; return when all journalled events are on disk."""
+        """Serve the calls that wait for a change; returns when all events of the journal are on disk."""
         if self._served != self._buffer.revision:
             await self._wake()
         position = self._journal.position
@@ -297,7 +297,7 @@ class BufferActor(Supervised):
             self._changed.notify_all()
 
     async def _work(self) -> None:
-        """Sync the journal, check deadlines, ask scorers; an error is raised by the calls that wait for the journal."""
+        """Sync the journal, check deadlines, ask scorers; calls that wait for the journal raise errors of this work."""
         try:
             await asyncio.gather(self._flush(), self._tick(), self._asking.run())
         except Exception as error:  # noqa: BLE001 - raised by `_settled`

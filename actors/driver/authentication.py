@@ -39,7 +39,7 @@ def refuse_open_ray(environment: Mapping[str, str], insecure_local: bool) -> Non
 
 
 def _host(address: str) -> str:
-    """The host in a RAY_ADDRESS.
+    """Return the host in a RAY_ADDRESS.
 
     >>> [_host(address) for address in ("ray://head:10001", "127.0.0.1:6379", "[::1]:6379", "local")]
     ['head', '127.0.0.1', '::1', 'local']
@@ -51,8 +51,8 @@ def _host(address: str) -> str:
 def keep_token_private(environment: Mapping[str, str], home: Path) -> None:
     """Make Ray's token file readable only by its user.
 
-    If a new Ray will be started and the default file is missing, write it first, because Ray's own would be
-    readable by everyone.
+    If a new Ray will be started and the default file is missing, write it first, because the file that Ray would write
+    is readable by everyone.
 
     Raises:
         UserError: the file cannot be written.

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 HOLD_ATTEMPTS = 3
-"""Attempts to read the journal for an upload; a segment of it may be removed meanwhile."""
+"""Maximum attempts to read the journal for an upload; one fails if a segment is removed meanwhile."""
 
 
 class Checkpointer:
@@ -42,9 +42,9 @@ class Checkpointer:
         self._buffer, self._trainer = cluster.buffer, cluster.trainer
         self._checkpointed = checkpointed
         self._begun: tuple[PolicyVersion, dict[str, Any], float] | None = None
-        """The version of the begun checkpoint, the buffer's status when it was begun, and when that was (monotonic)."""
+        """The unfinished checkpoint's version, the buffer's status at its start, and its start time (monotonic)."""
         self._completing: asyncio.Task[None] | None = None
-        """The end of the newest checkpoint whose files are written."""
+        """The task that completes the newest checkpoint whose files are written."""
 
     def path(self, step: int) -> Path:
         """Return the folder of the ranks' files in the checkpoint of a step."""
@@ -88,7 +88,7 @@ class Checkpointer:
         return status
 
     async def settle(self) -> None:
-        """Wait for the files of the begun checkpoint, write its manifest, and notify the buffer."""
+        """Wait for the files of the unfinished checkpoint, write its manifest, and notify the buffer."""
         if self._begun is None:
             return
         await self._trainer.finish_save()

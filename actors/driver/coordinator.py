@@ -51,7 +51,7 @@ ask_buffer = partial(call, who="the buffer")
 
 
 class Coordinator:
-    """Drives one run from the start of its actors to its summary; `stop` ends it cleanly."""
+    """Controls one run from the start of its actors to its summary; `stop` ends the run cleanly."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class Coordinator:
         self._say = say
         self._resume_from = resume_from
         self.stopped_by = 0
-        """Number of the stop signal that ends the run; 0: none came."""
+        """Number of the stop signal that ends the run; 0: no signal came."""
         self._telemetry = RunTelemetry(config, cluster.hub, str(folder.path), uploads, cluster.shares_cores)
         resumes = bool(config.trainer.checkpoint_every)
         self._progress = Progress(
@@ -109,9 +109,9 @@ class Coordinator:
         self._bad_steps = 0
         self._logprobs = LogprobCheck(config.weights)
         self._trainer_failures, self._failed_at = 0, 0
-        """Failures of the trainer, and the highest step before one: steps that are repeated are no progress."""
+        """Failures of the trainer, and the highest step before a failure: repeated steps do not count as progress."""
         self._starting: asyncio.Task[None] | None = None
-        """Set while the actors start."""
+        """The task that starts the actors; None at other times."""
 
     def stop(self, number: int) -> None:
         """End the run after the current optimizer step and write the final weights; during the start, end at once."""
@@ -235,7 +235,7 @@ class Coordinator:
 
     async def _first_weights(self) -> None:
         """Publish the weights with which the run begins or continues, and evaluate them."""
-        if not self._version.incarnation:  # otherwise the restart of a lost trainer has done it
+        if not self._version.incarnation:  # otherwise the restart of a lost trainer has published them
             await self._set_up(self._resume_from)
         if self._resume_from is not None:
             self._say(f"resuming after step {self._resume_from.step}")
@@ -247,7 +247,7 @@ class Coordinator:
         await self._evaluate(self._evaluations.is_due(0))
 
     async def _set_up(self, manifest: Manifest | None) -> None:
-        """Let the loaded ranks continue from a checkpoint; None: do the warm start, if it has not been done."""
+        """Let the loaded ranks continue from a checkpoint; None: do the warm start, unless it was done before."""
         if manifest is not None:
             with phase(f"reading the checkpoint of step {manifest.step}", self._say):
                 await self._trainer.restore(self._checkpoints.path(manifest.step))
@@ -315,7 +315,7 @@ class Coordinator:
             self._say(str(failed))
 
     async def _through_losses(self, work: Callable[[], Awaitable[None]]) -> None:
-        """Do work that needs the trainer; whenever the trainer is lost, restart the trainer and begin the work anew."""
+        """Do work that needs the trainer; whenever the trainer is lost, restart the trainer and repeat the work."""
         ranks, lost = [TRAINER, *self._trainer.named], None
         while True:
             try:
@@ -332,7 +332,7 @@ class Coordinator:
         await self._write_final()
 
     async def _step(self) -> None:
-        """One optimizer step; a step that was not applied releases its mini-batch, which is leased again."""
+        """Take one optimizer step. If the step is not applied, its mini-batch is released and leased again."""
         step = f"step {self._version.step + 1}"
         with phase(step, self._say, self._waited_for, after=QUIET_SECONDS, seconds=QUIET_SECONDS):
             leased = await self._lease()
@@ -437,8 +437,8 @@ class Coordinator:
             )
 
     async def _restart_trainer(self, error: BatonError) -> Manifest | None:
-        """Restart all ranks, to continue from the newest checkpoint, or from the first weights (None); the buffer
-        leases the groups that were trained after it again."""
+        """Restart all ranks. Returns the newest checkpoint, from which they continue; None: they begin again with the
+        first weights. The buffer leases the groups that were trained after the checkpoint again."""
         if self._version.step > self._failed_at:
             self._trainer_failures, self._failed_at = 0, self._version.step
         if not (isinstance(error, TrainerLost) and error.is_remedied):
@@ -466,7 +466,7 @@ class Coordinator:
     # -- end ----------------------------------------------------------------------------------------------------------
 
     async def _write_final(self) -> None:
-        """Write the final weights, and the checkpoint from which the run could be resumed."""
+        """Write the final weights, and a checkpoint from which the run can be resumed."""
         self._telemetry.state("stopping")
         self._telemetry.doing("stopping")
         with phase("writing the final weights", self._say):

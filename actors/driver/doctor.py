@@ -15,7 +15,7 @@ from service.run.phases import phase, say
 from service.store.objects import open_store
 
 SECONDS = 30.0
-"""In which every node must answer."""
+"""Seconds in which every node must answer."""
 
 
 def doctor(arguments: argparse.Namespace, overrides: list[str]) -> int:
@@ -29,7 +29,7 @@ def doctor(arguments: argparse.Namespace, overrides: list[str]) -> int:
     address = arguments.address or os.environ.get("RAY_ADDRESS")
     folder, store = arguments.folder.absolute(), arguments.store
     if store is not None:
-        open_store(store)  # refuses a wrong address here, once
+        open_store(store)  # so that a wrong address is refused once, before Ray starts
     with phase("measuring the nodes of the cluster" if address else "measuring this machine"):
         machines, silent = _of_cluster(address, folder, store) if address else ([(look(folder, store), 0.0)], [])
     found = [*silent, *findings(machines)]
@@ -44,18 +44,18 @@ def _count(number: int, what: str) -> str:
 
 
 def look(folder: Path, store: str | None) -> Facts:
-    """Measure the machine on which this runs."""
+    """Measure the machine on which this function runs."""
     return measure(Places(folder), None if store is None else open_store(store).sizes)
 
 
 def _of_cluster(address: str, folder: Path, store: str | None) -> tuple[list[tuple[Facts, float]], list[str]]:
-    """The facts of each node, with the seconds by which its clock is behind this machine's; a line for each node that
-    does not answer, or fails.
+    """Return the facts of each node, with the seconds by which its clock is behind this machine's, and a line for each
+    node that does not answer, or fails.
 
     Raises:
         UserError: no cluster answers.
     """
-    os.environ.setdefault("RAY_AUTH_MODE", "token")  # Ray reads it when it is imported
+    os.environ.setdefault("RAY_AUTH_MODE", "token")  # Ray reads this variable when it is imported
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 

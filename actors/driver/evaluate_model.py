@@ -1,4 +1,4 @@
-"""`baton eval`: a model, a run or one of its checkpoints on the configured evaluation sets, without training."""
+"""`baton eval`: evaluates a model, a run or a checkpoint on the configured evaluation sets, without training."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def evaluate(config: Config, target: EvalTarget, say: Callable[[str], None]) -> 
 
 @contextmanager
 def logs_kept_on_failure(say: Callable[[str], None]) -> Iterator[Path]:
-    """Make a temporary folder for the engines' logs, which is kept if the evaluation fails after an engine started."""
+    """Create a temporary folder for the engines' logs; it is kept if the evaluation fails after an engine started."""
     logs, stays = Path(tempfile.mkdtemp(prefix="baton-eval-logs-")), False
     try:
         yield logs

@@ -16,18 +16,18 @@ from service.config.tree import MARKET
 log = logging.getLogger(__name__)
 
 LOOK_SECONDS = 2.0
-"""Seconds between two looks at the cluster."""
+"""Seconds between two checks of the cluster."""
 
 
 class ClusterHost(NamedTuple):
     """A living host of the cluster."""
 
     name: str
-    """Its address, and its kind where that is known, such as `spot`."""
+    """The host's address, and its kind if known, such as `spot`."""
     parts: tuple[str, ...]
-    """The parts of the run that it holds."""
+    """The parts of the run on this host."""
     ends_at: int | None = None
-    """The Unix time in ms at which it ends if it is drained; 0: unknown."""
+    """The Unix time in ms at which a drained host ends; 0: unknown; None: the host is not drained."""
 
 
 def hosts() -> dict[str, ClusterHost]:
@@ -73,7 +73,7 @@ class HostWatch:
                 self._say(f"host {host.name}: {', '.join(host.parts) or 'nothing of this run'}")
 
     async def run(self) -> None:
-        """Print and pass on changes, until cancelled."""
+        """Print changes, and pass the drained nodes to `follow`, until cancelled."""
         while True:
             await asyncio.sleep(LOOK_SECONDS)
             try:
@@ -85,7 +85,7 @@ class HostWatch:
                 self._follow({node: host.ends_at for node, host in found.items() if host.ends_at is not None})
 
     def changed(self, found: dict[str, ClusterHost]) -> None:
-        """Print what has changed after the last look."""
+        """Print what has changed since the last check."""
         for node, host in self._hosts.items():
             if node not in found:
                 held = f"; it held {', '.join(host.parts)}" if host.parts else ""

@@ -21,12 +21,12 @@ NODE_SECONDS = 300.0
 
 
 class RunFiles(NamedTuple):
-    """What every node must have at the same path as the driver."""
+    """The files that every node must have at the same path as the driver."""
 
     sizes: Mapping[str, int | None]
-    """Bytes by path; None for a folder."""
+    """Size in bytes of each file by path; None for a folder."""
     written: str | None = None
-    """The run folder, into which ranks and engines write."""
+    """The run folder, into which ranks and engines write; None: there is none."""
 
     @staticmethod
     def of(model_folder: Path, data: Iterable[Path], run_folder: Path | None = None) -> RunFiles:

@@ -29,12 +29,12 @@ from service.errors import RunFailed, UserError
 ACCELERATOR_SHARE = 0.001
 """Amount of the resource `accelerator_type:H100` for a rank; every node with such GPUs has 1."""
 SHARED_GPU = 0.5
-"""GPUs of a rank, and of an engine, that share one."""
+"""The fraction of a GPU for a rank, and for the engine that shares the GPU with the rank."""
 SHARED_KV_CACHE_BYTES, SHARED_UTILIZATION = 8 << 30, 0.35
 """The KV cache and `generator.gpu_memory_utilization` that a message proposes for an engine that shares its GPU
 with a rank."""
 QUIET_SECONDS = 2.0
-"""How long a run waits for room before it says what is missing."""
+"""Seconds that a run waits for room before it says what is missing."""
 
 CALLS = 100_000
 """Maximum number of open calls to the buffer: every waiting claim is one, and steps must not wait behind claims."""
@@ -123,12 +123,13 @@ async def reserve(bundles: Sequence[Bundle], within: float, say: Callable[[str],
 
 
 def nodes() -> list[Node]:
-    """The living nodes of the cluster, with their total resources."""
+    """Return the living nodes of the cluster, with their total resources."""
     return [node for node in ray.nodes() if node["Alive"]]
 
 
 def missing_room(bundles: Sequence[Bundle], nodes: Sequence[Node]) -> str:
-    """Describe what a run needs and what every node has, because Ray only reports that there is no room."""
+    """Describe the resources that a run needs and that every node has, because Ray only reports that there is no
+    room."""
     needed = Counter(_in_words(*bundle) for bundle in bundles)
     asked = {name for bundle in bundles for name in bundle.labels}
     has = []
@@ -140,7 +141,7 @@ def missing_room(bundles: Sequence[Bundle], nodes: Sequence[Node]) -> str:
 
 
 def refuse_foreign_labels(config: Config, nodes: Sequence[Node]) -> None:
-    """Refuse labels that this machine lacks, for a Ray that the run has started itself and that no other node joins.
+    """Refuse labels that this machine lacks, if the run has started its own Ray, which no other node joins.
 
     Raises:
         UserError: names the labels of ranks or generators.
@@ -209,7 +210,7 @@ def rank_options(config: Config, gpus: int, room: PlacementGroup, rank: int) -> 
 
 
 def engine_options(config: Config, gpus: int, room: PlacementGroup, bundle: int) -> dict[str, Any]:
-    """Return the actor options of an actor with an engine, in this bundle, which is its own or a rank's."""
+    """Return the options of an actor with an engine in this bundle, which belongs to the engine or to a rank."""
     shares = config.weights.transport == "ipc"
     return {
         "num_cpus": _resources(gpus)["CPU"],
@@ -221,8 +222,8 @@ def engine_options(config: Config, gpus: int, room: PlacementGroup, bundle: int)
 
 
 def buffer_options(config: Config) -> dict[str, Any]:
-    """Return the buffer's actor options: it prefers the driver's node, whose loss ends the run anyway, if that has
-    the labels."""
+    """Return the buffer's actor options. The buffer prefers the driver's node if the node has the labels, because the
+    loss of that node ends the run in any case."""
     labels = dict(config.placement.buffer)
     here = {**labels, NODE_ID: ray.get_runtime_context().get_node_id()}
     return {

@@ -1,4 +1,4 @@
-"""Prepares a run: makes or reads its data and its model, and checks them against the whole configuration."""
+"""Prepares a run: generates or reads its data and its model, and checks them against the whole configuration."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from service.scorers.user import check_scorers
 
 
 def prepare(config: Config, folder: Path) -> Prepared:
-    """Make the configured synthetic data and model under `folder`; read and check all other data and models.
+    """Write the configured synthetic data and model to `folder`; read and check all other data and models.
 
     Raises:
         UserError: a file or folder is missing or malformed, or the model does not fit the configuration.

@@ -1,4 +1,4 @@
-"""Starts a Ray for one run or evaluation, or connects to a cluster; every process of the run ends with this one."""
+"""Starts a Ray for one run or evaluation, or connects to a cluster; all processes of the run end with this process."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from service.user_code import user_folder
 CONNECT_SECONDS = 10.0
 """Seconds in which the head of a cluster must accept a connection."""
 START_TRIES = 3
-"""Ray's raylet ends if one of its agents is not up within 15 s, a bound that no setting changes
+"""Maximum number of starts. Ray's raylet ends if one of its agents is not up within 15 s, which no setting changes
 (https://github.com/ray-project/ray/issues/65983). On a busy machine the next start is faster: the files are cached."""
 RAYLET_ERRORS = "raylet.err"
 
@@ -137,7 +137,7 @@ def _is_failed_start(error: Exception) -> bool:
 
 
 def _why(folder: Path, logs: Path | None) -> str:
-    """Return which check ended the raylet, for a message; the raylet's error log is copied to `logs`."""
+    """Return a clause that names the check which ended the raylet; the raylet's error log is copied to `logs`."""
     file = folder / "session_latest" / "logs" / RAYLET_ERRORS
     if not file.is_file() or not (found := _CHECK_FAILED.search(file.read_text(errors="replace"))):
         return ""

@@ -147,7 +147,7 @@ def _run(
     with force_after(seconds, partial(end_by_force, config, folder, too_late)) as countdown:
         try:
             code = _run_on_ray(config, folder, prepared, keys, manifest, uploads, countdown)
-        except BaseException:  # what the run leaves is worth more now
+        except BaseException:  # what the run has written is uploaded all the same
             wait_for_uploads(uploads, heeded)
             raise
         if uploads is not None:

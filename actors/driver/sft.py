@@ -36,7 +36,7 @@ Rows = Sequence[SupervisedRow]
 Held = Mapping[str, Rows]
 """The rows of each evaluation set by its name."""
 QUIET_SECONDS = 2.0
-"""Seconds after which a line says what takes time."""
+"""Seconds after which a line says which phase takes time."""
 
 
 def sft(config: Config, model: Path, train: Rows, held_out: Held) -> int:
@@ -91,7 +91,7 @@ async def _until_stopped(config: Config, model: Path, train: Rows, held_out: Hel
 
 
 def _batches(rows: Rows, config: Config) -> Iterator[list[SupervisedRow]]:
-    """The rows of each step, for ever: one epoch after another, each in an order of its own with `data.shuffle`."""
+    """Yield the rows of each step, epoch after epoch without end; with `data.shuffle` each epoch has another order."""
     rng, number = np.random.default_rng(config.run.seed), len(rows)
     epochs = (rng.permutation(number) if config.data.shuffle else range(number) for _ in count())
     order = chain.from_iterable(epochs)
@@ -115,14 +115,14 @@ class _Training:
             say(f"after step {self._folder.step}: {losses}")
 
     async def _loss(self, rows: Rows) -> float:
-        """The loss per token of these rows, a mini-batch at a time, because each call has a deadline."""
+        """Return the loss per token of these rows, measured by mini-batches, because each call has a deadline."""
         size = self._config.trainer.mini_batch_size
         parts = [rows[start : start + size] for start in range(0, len(rows), size)]
         losses = [await self._trainer.supervised(part, lr=None) for part in parts]
         return float(np.average(losses, weights=[sum(np.sum(row.loss_mask) for row in part) for part in parts]))
 
     async def step(self, rows: Rows) -> None:
-        """Take an optimizer step, and what is due after it: an evaluation, a checkpoint."""
+        """Take an optimizer step, and then do the evaluation and the checkpoint that are due."""
         config, began, step = self._config, time.monotonic(), self._folder.step + 1
         steps, lr = config.run.max_steps, learning_rate(config.trainer, step - 1, config.run.max_steps)
         loss = await self._trainer.supervised(rows, lr)

@@ -26,7 +26,7 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 """SIGHUP comes when the terminal is closed, unless nohup has it ignored."""
 
 STUCK_SECONDS = 1.0
-"""Seconds after a stop signal in which the main thread ends, unless it waits inside Ray."""
+"""Seconds within which the main thread ends after a stop signal, unless it waits inside Ray."""
 
 FORCING = 3
 """The number of the stop signal that ends a stopping process by force."""
@@ -64,10 +64,10 @@ def heeded_signals() -> list[signal.Signals]:
 
 @contextmanager
 def exit_on_stop_signals(heeded: Iterable[signal.Signals] | None = None) -> Iterator[None]:
-    """Turn the first stop signal into `SystemExit(128 + number)`, so that the block cleans up; ignore further ones.
+    """Turn the first stop signal into `SystemExit(128 + number)`, so that the block cleans up; ignore further signals.
 
-    After a block in which a stop signal came they stay ignored, because the process is about to exit with that
-    signal's code.
+    If a stop signal came in the block, signals stay ignored after the block, because the process is about to exit with
+    that signal's code.
 
     `heeded`: the signals to handle, even if they are ignored now; None: those that are not ignored now.
     """
@@ -86,7 +86,7 @@ def exit_on_stop_signals(heeded: Iterable[signal.Signals] | None = None) -> Iter
         raise SystemExit(128 + signal.SIGINT) from None
     except SystemExit as code:
         stopped = True
-        # Ray replaces the handler by its own when it starts, which exits with the signal's number alone.
+        # When Ray starts, it installs its own handler, which exits with the signal's number alone.
         raise SystemExit(128 | int(code.code or 0)) from None
     finally:
         heard = [now for now in map(signal.getsignal, before) if isinstance(now, Heard)]
@@ -119,8 +119,8 @@ def on_stop_signal(stop: Callable[[int], None], force: Callable[[int], None]) ->
 def run_beside(work: Callable[[], object]) -> None:
     """Do `work`, which ends Ray, in a thread; meanwhile stop signals are handled as in the event loop that ran before.
 
-    If none ran before, they are ignored. When its last process ends, Ray restores the default
-    action of SIGTERM without Python's knowledge, so a signal would end this process at once.
+    If no event loop ran before, signals are ignored. When Ray's last process ends, Ray restores the default action of
+    SIGTERM without Python's knowledge, so a signal would end this process at once.
     """
     before = {number: signal.getsignal(number) for number in heeded_signals()}
     during = {number: handler if isinstance(handler, Heard) else signal.SIG_IGN for number, handler in before.items()}

@@ -1,4 +1,4 @@
-"""`baton agent-try`: one session, on an engine of this process or with a policy that follows a script."""
+"""`baton agent-try`: serves one session, with an engine in this process or with scripted answers."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""vLLM: its arguments, one engine, the update of its weights, and its worker."""
+"""Code around vLLM: its arguments, one engine, the update of its weights, and the extension of its worker."""

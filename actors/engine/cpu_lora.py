@@ -1,7 +1,7 @@
-"""The arithmetic of an adapter in a CPU engine: two small products for each run of rows with the same adapter.
+"""Computes an adapter in a CPU engine with two small products for each run of rows that have the same adapter.
 
-vLLM 0.32 copies A and B once for each row instead, which takes several times as long as the model itself, and gives
-rows without an adapter the one in the last slot (https://github.com/vllm-project/vllm/pull/48421).
+vLLM 0.32 instead copies A and B for each row, which takes several times as long as the model itself. It also applies
+the adapter of the last slot to rows without an adapter (https://github.com/vllm-project/vllm/pull/48421).
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ def runs_of(slots_N: Tensor) -> list[RowRun]:
 
 
 class RunsOfRows(PunicaWrapperCPU):  # type: ignore[misc]
-    """vLLM's arithmetic of adapters on CPU, for linear layers computed run by run."""
+    """vLLM's class that computes adapters on CPU; linear layers are computed run by run."""
 
     def update_metadata(self, *mapping: Any, **more: Any) -> None:
-        """Take the slots of the rows of the next batch."""
+        """Store the adapter slot of each row of the next batch."""
         super().update_metadata(*mapping, **more)
         self._runs = runs_of(self.token_lora_indices)
 

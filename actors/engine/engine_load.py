@@ -8,8 +8,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 UNREPORTED = 4
-"""The maximum of preemptions by updates that a request is expected to report with its next token, on average over
-all requests."""
+"""Maximum number of unreported preemptions by updates per request, on average over all requests."""
 
 
 class EngineLoad(NamedTuple):
@@ -40,7 +39,7 @@ class Overflows:
     def __init__(self) -> None:
         self.preemptions = 0
         self._by_updates = 0
-        """Preemptions by updates that are not reported yet."""
+        """Number of preemptions by updates that are not reported yet."""
 
     def updated(self, running: int, waiting: int) -> None:
         """Note that an update preempted the running requests, some of which have not reported an earlier
@@ -62,9 +61,9 @@ class EngineTimes:
         self.running = 0
         """The number of requests in the engine, including waiting ones."""
         self.changed: Callable[[], None] = lambda: None
-        """Called when a pause begins or ends, and when there is a first request or none is left."""
+        """Called when a pause begins or ends, when the first request comes, and when the last one ends."""
         self._paused = 0.0
-        """Seconds of the pauses that ended."""
+        """Total seconds of the pauses that have ended."""
         self._pause_began: float | None = None
 
     @property
@@ -105,7 +104,7 @@ class EngineTimes:
 
 
 def _waited(stats: Any) -> dict[str, float]:
-    """Return the waiting times of a request from vLLM's statistics, which vLLM keeps if it reports its load."""
+    """Return the waiting times of a request from vLLM's statistics, which exist only if vLLM reports its load."""
     if stats is None or not stats.first_token_ts:
         return {}
     return {"queue": stats.scheduled_ts - stats.queued_ts, "prefill": stats.first_token_ts - stats.scheduled_ts}

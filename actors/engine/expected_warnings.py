@@ -7,7 +7,7 @@ from logging import LogRecord
 LOADS = "vllm.model_executor.models.utils"
 RELOADS = "vllm.model_executor.model_loader.reload.layerwise"
 ANSWERS = "vllm.v1.engine.async_llm"
-"""vLLM's loggers: of weights at their load, of layers at a reload, and of the engine core's answers."""
+"""vLLM's loggers for loading weights, for reloading layers, and for answers of the engine core."""
 
 
 def not_of_rounding(record: LogRecord) -> bool:
@@ -26,5 +26,5 @@ def not_of_the_head(record: LogRecord) -> bool:
 
 
 def not_of_the_end(record: LogRecord) -> bool:
-    """Drop the warning that the engine core's answers end, after it was told to stop."""
+    """Drop the warning that the engine core's answers end, which comes after Baton has stopped the core."""
     return "output_handler failed" not in record.getMessage()

@@ -1,7 +1,7 @@
 """The language models of vLLM's multimodal families on CPUs, without torchvision, whose wheels need CUDA.
 
-`register` has vLLM take the classes from this module, in every process that inspects or loads a model. Importing them
-needs torchvision only for the processing of images, which never runs: empty modules stand in while they are imported.
+`register` makes vLLM take the model classes from this module, in every process that inspects or loads a model. Their
+modules import torchvision only to process images, which Baton never does, so empty modules replace it for the import.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from vllm import ModelRegistry
 
 QWEN = [f"Qwen3_5{kind}For{task}" for kind in ("", "Moe") for task in ("CausalLM", "ConditionalGeneration")]
 MODELS = dict.fromkeys(QWEN, "qwen3_5") | {"Gemma3ForConditionalGeneration": "gemma3_mm"}
-"""Classes, and vLLM's modules that have them."""
+"""Model classes -> vLLM's modules that define them."""
 ABSENT = [f"torchvision{part}" for part in ("", ".transforms", ".transforms.v2", ".transforms.v2.functional")]
 
 
 def __getattr__(name: str) -> object:
-    """The class of this name."""
+    """Import and return the model class of this name."""
     if name not in MODELS:
         raise AttributeError(name)
     is_torchvision_available()  # transformers keeps the answer
@@ -33,6 +33,6 @@ def __getattr__(name: str) -> object:
 
 
 def register() -> None:
-    """Have vLLM take the classes from here."""
+    """Make vLLM take the model classes from this module."""
     for name in MODELS:
         ModelRegistry.register_model(name, f"{__name__}:{name}")

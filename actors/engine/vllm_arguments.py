@@ -21,10 +21,10 @@ from service.learn.estimate.kv_cache import BLOCK_TOKENS, request_bytes
 from service.learn.model.hf_config import read_config
 
 OWNER_PID = "BATON_OWNER_PID"
-"""Environment variable: the id of the process whose death ends the engine's child processes."""
+"""Environment variable with the id of the process whose death ends the engine's child processes."""
 
 SCRATCH = "BATON_SCRATCH"
-"""Environment variable: the temporary folder of a Ray that the run started, deleted together with that Ray."""
+"""Environment variable with the temporary folder of the run's own Ray, which is deleted together with that Ray."""
 
 PULL_BACKEND = "baton_pull"
 """Name of the weight transfer backend that `actors.engine.worker_extension` registers."""
@@ -33,16 +33,16 @@ BACKENDS = {"memory": PULL_BACKEND, "nccl": BROADCAST_BACKEND, "ipc": IPC_BACKEN
 """weights.transport -> vLLM's weight transfer backend."""
 
 MAX_SEQUENCES = 1024
-"""The maximum of requests that one engine runs at once; further ones wait inside vLLM."""
+"""Maximum number of requests that one engine runs at once; further requests wait inside vLLM."""
 
 GPU_BATCHED_TOKENS = 8192
-"""The maximum of tokens in one step of a GPU engine; with vLLM's 2048, decoding would leave few tokens for prompts."""
+"""Maximum number of tokens in one step of a GPU engine; of vLLM's 2048, decoding would leave few for prompts."""
 
 CPU_KV_CACHE_BYTES = 4 << 30
-"""The maximum of bytes of a CPU engine's KV cache, if the configuration names no size."""
+"""Maximum bytes of a CPU engine's KV cache, if the configuration names no size."""
 
 ENGINE_BYTES = 1 << 30
-"""Approximate memory of a CPU engine's process besides weights and KV cache."""
+"""Approximate bytes of a CPU engine's process besides weights and KV cache."""
 
 
 def on_gpu() -> bool:
@@ -59,13 +59,13 @@ class EngineSettings(NamedTuple):
     """vLLM's weight transfer backend."""
     seed: int
     sequences: int
-    """Requests at once."""
+    """Maximum number of requests that run at once."""
     row_tokens: int
-    """Tokens of the longest row."""
+    """Maximum number of tokens in a row."""
     has_grammars: bool
-    """Whether forms of answers are enforced."""
+    """Whether requests may demand structured output, which vLLM then enforces."""
     request_bytes: Callable[[Any], int]
-    """Bytes of the longest request in the KV cache, computed from the model's configuration."""
+    """Returns the KV cache bytes of the longest request, given the model's configuration."""
 
     @staticmethod
     def of(config: Config) -> EngineSettings:
@@ -87,14 +87,14 @@ class EngineSettings(NamedTuple):
 def engine_env(generator: GeneratorConfig) -> dict[str, str]:
     """Return the environment variables of an engine's process; they must be set before vLLM or torch are imported."""
     env = {
-        "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "INFO"),  # into the log of the generator
+        "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "INFO"),  # for the generator's log
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
         "PYTHONWARNINGS": "ignore",
         "TOKENIZERS_PARALLELISM": "false",
     }
     if scratch := os.environ.get(SCRATCH):
-        env["TMPDIR"] = scratch  # a killed vLLM leaves its sockets there
+        env["TMPDIR"] = scratch  # the folder in which a killed vLLM leaves its sockets
     if generator.engine_gpus == 1:
         env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the worker runs inside the engine core: one process less
     if not on_gpu():
@@ -193,8 +193,8 @@ def can_overflow(settings: EngineSettings, model_folder: Path) -> bool:
 
 
 def _cpu_kv_cache_bytes(settings: EngineSettings, model_folder: Path) -> int:
-    """Return the configured size, or else room for all requests at their maximum length: at most
-    `CPU_KV_CACHE_BYTES`, but at least room for two requests.
+    """Return the configured size of the KV cache. By default it holds all requests at their maximum length, with at
+    most `CPU_KV_CACHE_BYTES`, but at least two requests.
 
     Raises:
         UserError: model and cache do not fit into the free memory.

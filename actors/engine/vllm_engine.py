@@ -54,11 +54,11 @@ if TYPE_CHECKING:
 Answer = TypeVar("Answer")
 
 CHECK_SECONDS = 1.0
-"""Seconds between two checks whether an engine core that has not answered is alive."""
+"""Seconds between two checks whether the engine core is alive, while a call waits for its answer."""
 WARM_UP = np.ones(8, np.int32)
-"""Token ids of the first prompt."""
+"""Token ids of the warm-up prompt."""
 UPDATE_TRIES = 2
-"""Tries of one update; in between the engine stays paused, because it must not resume with half of the weights."""
+"""Maximum tries of one update; between them the engine stays paused, because it may hold weights of two versions."""
 
 
 class WeightUpdate(NamedTuple):
@@ -83,14 +83,14 @@ class VllmEngine:
         self._size = PolicySize(0, tied=False)
         """The number of elements that an update must have."""
         self._salt: str | None = None
-        """Cache salt of new requests; None: they may share any cached prefix."""
+        """vLLM's cache salt of new requests; None: they may share any cached prefix."""
         self._expert_type = np.dtype(np.int16)
-        """The type of records of routed experts."""
+        """The dtype in which routed experts are recorded."""
         self._adapter: LoRARequest | None = None
-        """The name of the policy's adapter in each request; None: the policy is the model without an adapter."""
+        """The reference to the policy's adapter in each request; None: the policy has no adapter."""
         self._recorder: LoadRecorder | None = None
-        """None if the KV cache cannot overflow, because recording the load takes a quarter of the time of a short
-        turn."""
+        """Records the engine's load; None if the KV cache cannot overflow, because recording takes a quarter of the
+        time of a short turn."""
 
     async def start(self, version: PolicyVersion) -> None:
         """Load the model and generate once, so that the first real request finds a warm engine.
@@ -115,10 +115,10 @@ class VllmEngine:
         with_load = can_overflow(settings, self._model_folder)
         try:
             llm, self._recorder = await asyncio.to_thread(_build, arguments, with_load)
-        except pydantic.ValidationError as error:  # it holds objects that cannot be sent to the driver
+        except pydantic.ValidationError as error:  # the original error holds objects that cannot be sent to the driver
             why = "; ".join(_told(problem) for problem in error.errors())
             raise UserError(f"generator: vLLM refuses the settings for {self._model_folder}: {why}") from error
-        except (ValueError, TypeError, AssertionError, NotImplementedError) as error:  # vLLM refuses values with these
+        except (ValueError, TypeError, AssertionError, NotImplementedError) as error:  # refused values
             if not self._config.generator.engine_options:
                 raise
             raise UserError(f"generator.engine_options: vLLM does not start with them: {error!r}") from error
@@ -154,7 +154,7 @@ class VllmEngine:
         with self.times.request() as seconds_of:
             try:
                 llm = self._running()
-                # Clients write structures, so none is cached.
+                # Clients define the structures, so they are not cached.
                 make = _sampling_params.__wrapped__ if sampling.structure else _sampling_params
                 outputs = llm.generate(prompt, make(sampling), request_id, lora_request=self._adapter)
                 output = [output async for output in outputs][-1]
@@ -180,16 +180,18 @@ class VllmEngine:
     async def update_weights(
         self, version: PolicyVersion, data: WeightBytes | Sequence[Source], checksum: int
     ) -> WeightUpdate:
-        """Swap the weights under the running requests.
+        """Swap the weights while requests run.
 
-        `data` says where to pull them, or is what the trainer sends or shares, with its checksum.
+        `data`: where to pull the weights, or the trainer's announcement of the tensors that it sends or shares, with
+        its checksum.
 
         Raises:
-            ValueError: the weights are not the policy's, or are older than the served ones; the engine keeps the
-            served ones.
-            WeightsGone: their holder has ended or has newer ones; the engine keeps the old weights, or is paused until
-            the next update if it had begun to load.
-            WeightsCutOff: a broadcast ended before all had arrived; the engine stays paused until the next one.
+            ValueError: the weights are not the policy's, or are older than the served weights; the engine keeps the
+            served weights.
+            WeightsGone: the holder of the weights has ended or has newer weights; the engine keeps the old weights, or
+            is paused until the next update if it had begun to load.
+            WeightsCutOff: a broadcast ended before all weights had arrived; the engine stays paused until the next
+            update.
             RunFailed: the engine could not load the weights; it stays paused and must be ended.
         """
         async with self._update_lock:
@@ -205,7 +207,7 @@ class VllmEngine:
             try:
                 return WeightUpdate(file.n_bytes, await self._swap(version, file.info(), UPDATE_TRIES))
             except RunFailed:
-                file.check()  # whether they failed because they were replaced meanwhile
+                file.check()  # whether the update failed because the weights were replaced meanwhile
                 raise
 
     async def _receive(self, version: PolicyVersion, data: WeightBytes, checksum: int) -> WeightUpdate:
@@ -243,7 +245,7 @@ class VllmEngine:
         self.times.pause()
         await self._load(llm, info, version, tries)
         if clear_cache and self._recorder is not None:
-            self._recorder.preempted_by_update()  # now, because every step before the pause is recorded by now
+            self._recorder.preempted_by_update()  # now, because every step before the pause has been recorded
         await llm.update_weight_version(str(version.pack()))
         self._serve(version)
         await llm.resume_generation()
@@ -314,8 +316,8 @@ class VllmEngine:
             raise RunFailed(f"the engine serves {self.serving}; to be evaluated is {PolicyVersion.unpack(version)}")
 
     async def _unless_dead(self, answer: Coroutine[Any, Any, Answer]) -> Answer:
-        """Wait for the engine core's answer, or raise when the core is dead, where vLLM would wait for ever or raise an
-        error of its own."""
+        """Wait for the engine core's answer; raises `RunFailed` if the core dies, where vLLM would wait for ever or
+        raise its own error."""
         waiting = asyncio.ensure_future(answer)
         try:
             while not (await asyncio.wait([waiting], timeout=CHECK_SECONDS))[0]:
@@ -328,8 +330,7 @@ class VllmEngine:
             waiting.cancel()
 
     def _death(self) -> RunFailed | None:
-        """Return the error to raise instead of vLLM's if its core is dead, because the driver cannot import vLLM's
-        errors."""
+        """Return the error to raise if the engine core is dead; the driver could not import vLLM's own errors."""
         if self._stopped:
             return RunFailed("the engine is stopped")
         dead = self._llm is not None and self._llm.errored
@@ -342,7 +343,7 @@ class VllmEngine:
         if llm is not None:
             getLogger(ANSWERS).addFilter(not_of_the_end)
             llm.shutdown(timeout=5)
-            llm.shutdown = lambda timeout=None: None  # vLLM repeats it while Python ends, and fails then
+            llm.shutdown = lambda timeout=None: None  # otherwise vLLM repeats its shutdown while Python ends, and fails
 
     def _running(self) -> AsyncLLM:
         if self._stopped:
@@ -353,12 +354,12 @@ class VllmEngine:
 
 
 def _checked_experts(model_folder: Path, generation: Generation) -> np.dtype[Any]:
-    """The type of records of routed experts; checks that the engine records each token but the last one.
+    """Return the dtype in which routed experts are recorded; checks that the engine records each token but the last.
 
-    Only vLLM's Model Runner V2 records them, and some settings switch it off without a message.
+    Only vLLM's Model Runner V2 records routed experts, and some settings switch it off without a message.
 
     Raises:
-        RunFailed: the engine records none, or those of other layers.
+        RunFailed: the engine records no experts, or those of other layers.
     """
     from service.learn.model.hf_config import read_config
     from service.learn.model.router_replay import routing_of_model
@@ -391,16 +392,16 @@ def _build(arguments: dict[str, Any], with_load: bool) -> tuple[AsyncLLM, LoadRe
 
 
 def _told(problem: ErrorDetails) -> str:
-    """A value that vLLM refuses, with its name where vLLM gives it."""
+    """Describe a value that vLLM refuses, with its name if vLLM gives the name."""
     name = ".".join(str(part) for part in problem["loc"])
     return (f"{name}: " if name else "") + problem["msg"].removeprefix("Value error, ")
 
 
 async def _start_adapter(llm: AsyncLLM, lora: LoraConfig, size: PolicySize) -> LoRARequest:
-    """Load an adapter that changes nothing; returns the name by which requests select it and its replacements.
+    """Load an adapter that changes nothing; returns the reference with which requests select it and later adapters.
 
     Raises:
-        RunFailed: the engine's model takes no such adapter.
+        RunFailed: the engine's model does not support such an adapter.
     """
     from vllm.lora.request import LoRARequest
 
@@ -413,7 +414,7 @@ async def _start_adapter(llm: AsyncLLM, lora: LoraConfig, size: PolicySize) -> L
 
 
 def _refused(error: Exception, sampling: Sampling) -> Exception:
-    """The error to raise for a failed request; if vLLM refuses the answer's form, the engine has not failed."""
+    """Return the error to raise for a failed request; if vLLM refuses the answer's structure, the engine is intact."""
     if not sampling.structure:
         return error
     from vllm.exceptions import VLLMValidationError

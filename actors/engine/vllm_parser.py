@@ -1,9 +1,9 @@
-"""vLLM's parsers of tool calls and thinking, behind the endpoint's protocol.
+"""vLLM's parsers of tool calls and thinking, behind the endpoint's parser interface.
 
-agents.tool_parser: hermes                    tool calls as Hermes' models write them
+agents.tool_parser: hermes                    tool calls as Hermes models write them
 agents.tool_parser: hermes+deepseek_r1        and the thinking before them
 
-Only finished responses are parsed: vLLM's streaming takes thinking for content from the second turn on.
+Only finished responses are parsed: vLLM's streaming parser treats thinking as content from the second turn on.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 OWN = "json"
 """The name of the endpoint's own parser."""
 EXTRA = "baton-rl[parsers]"
-"""Packages that most of vLLM's parsers import besides vLLM's own."""
+"""The extra with the packages that most of vLLM's parsers import."""
 ANY_TOOL = {"type": "function", "function": {"name": "any", "parameters": {"type": "object", "properties": {}}}}
 
 
@@ -36,7 +36,7 @@ class VllmParser:
     """The parsers of one family of models, for the endpoint."""
 
     def __init__(self, name: str, tokenizer: Any, end_ids: Collection[int] = ()) -> None:
-        """Load the parsers; `name` is that of a tool parser, optionally followed by `+` and that of a reasoning parser.
+        """Load the parsers; `name`: the tool parser's name, optionally followed by `+` and a reasoning parser's name.
 
         Raises:
             UserError: vLLM has no such parser, it lacks a package, or it does not fit the tokenizer.
@@ -82,7 +82,7 @@ class VllmParser:
 
 
 def use_parser(player: Player[Agents], endpoint: AgentsConfig | None, model_folder: Path) -> None:
-    """Have the player's endpoint read responses with the parser that `agents.tool_parser` names.
+    """Make the player's endpoint read responses with the parser that `agents.tool_parser` names.
 
     Raises:
         UserError: see `VllmParser`.
@@ -103,7 +103,7 @@ def _load(name: str, load: Callable[[str], object], known: Collection[str]) -> N
 
 
 def _call(call: Any) -> ToolCall | None:
-    """Convert a tool call of vLLM's; None if its arguments are not a JSON object."""
+    """Convert a tool call of vLLM; None if its arguments are not a JSON object."""
     try:
         arguments = read_json(call.arguments)
     except ValueError:

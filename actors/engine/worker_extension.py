@@ -2,8 +2,8 @@
 worker if its owner has died.
 
 vLLM imports this module before it loads the model (`worker_extension_cls`). So the import itself prepares the
-process: AMX permission, the arithmetic of adapters on CPU, the watch over the owner, the weight transfer backends, and
-what the log leaves out.
+process: AMX permission, adapters on CPU, the watch over the owner, the weight transfer backends, and filters of the
+log.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from actors.weights.weight_group import Meeting, WeightGroup
 
 
 def allow_amx() -> None:
-    """Ask the kernel for AMX tiles, which vLLM's CPU attention omits if the first batch has at most 4 tokens."""
+    """Ask the kernel for AMX tiles, because vLLM's CPU attention does not if the first batch has at most 4 tokens."""
     if current_platform.is_cpu() and torch.cpu._is_amx_tile_supported():
         torch.cpu._init_amx()
 
@@ -104,7 +104,7 @@ class NoInitInfo(WeightTransferInitInfo):  # type: ignore[misc]
 
 @dataclass
 class PullInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """Where all parameters lie under their Hugging Face names; see `actors.weights.pulled.WeightFile.info`."""
+    """The places of all parameters, by Hugging Face name; see `actors.weights.pulled.WeightFile.info`."""
 
     version: int
     sources: list[Any]
@@ -114,7 +114,7 @@ class LayerwiseEngine(WeightTransferEngine[Any, Any]):  # type: ignore[misc]
     """Reloads the model layer by layer, with vLLM's own sharding and layout."""
 
     def start_weight_update(self) -> None:
-        """Bring the layers back into the layout of a checkpoint."""
+        """Restore the layers to the layout of a checkpoint."""
         if getattr(self.model_config.hf_config, "tie_word_embeddings", False):
             getLogger(RELOADS).addFilter(not_of_the_head)
         initialize_layerwise_reload(self.model)
@@ -126,7 +126,7 @@ class LayerwiseEngine(WeightTransferEngine[Any, Any]):  # type: ignore[misc]
 
 
 class PullingEngine(LayerwiseEngine):
-    """Reads what this worker needs of each parameter from the memory of the ranks, or of this node."""
+    """Reads this worker's part of each parameter from the memory of the ranks, or from the image of this node."""
 
     init_info_cls = NoInitInfo
     update_info_cls = PullInfo
@@ -141,7 +141,7 @@ class PullingEngine(LayerwiseEngine):
         """Do nothing: this transfer needs no set-up."""
 
     def receive_weights(self, update_info: PullInfo) -> None:
-        """Load every parameter; some layers read theirs when the update is finished."""
+        """Load every parameter; some layers read their parameters only when the update is finished."""
         self._close()
         self._file = file_of(vars(update_info), self._kept)
         self.model.load_weights(self._file.tensors())
@@ -179,7 +179,7 @@ class IpcUpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
 
 
 class IpcWeightEngine(IPCWeightTransferEngine):  # type: ignore[misc]
-    """vLLM's own engine for CUDA IPC, with handles that travel as JSON instead of a pickle."""
+    """vLLM's own transfer engine for CUDA IPC, with handles that are sent as JSON instead of a pickle."""
 
     update_info_cls = IpcUpdateInfo
 
@@ -193,7 +193,7 @@ class IpcWeightEngine(IPCWeightTransferEngine):  # type: ignore[misc]
 
 @dataclass
 class BroadcastInitInfo(WeightTransferInitInfo):  # type: ignore[misc]
-    """Where an engine's workers meet the trainer's first rank."""
+    """The address at which an engine's workers meet the trainer's first rank."""
 
     meeting: Meeting
     first_rank: int
@@ -215,7 +215,7 @@ class BroadcastWeightEngine(LayerwiseEngine):
     _group: WeightGroup | None = None
 
     def init_transfer_engine(self, init_info: BroadcastInitInfo) -> None:
-        """Join a group, which replaces the previous one."""
+        """Join a group, which replaces the previous group."""
         self.shutdown()
         meeting = Meeting(*init_info.meeting)
         with unpinned_nccl_env():  # vLLM sets NCCL's variables, the trainer does not; both must agree
@@ -237,7 +237,7 @@ class BroadcastWeightEngine(LayerwiseEngine):
 
 
 class AdapterSlot:
-    """The one slot of the policy's adapter; vLLM's weight transfer loads tensors into it instead of into the model."""
+    """The slot of the policy's adapter, into which vLLM's weight transfer loads tensors instead of into the model."""
 
     def __init__(self, model: Any, rank: int, alpha: float) -> None:
         self._manager: Any = model.lora_manager
@@ -246,7 +246,7 @@ class AdapterSlot:
         self._renames = None if mapper is None else mapper.get_rename_mapper()
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Replace the adapter by tensors under PEFT's names.
+        """Replace the adapter by tensors with PEFT's names.
 
         Raises:
             ValueError: the model has no such layers; the previous adapter stays.
@@ -277,15 +277,15 @@ class WorkerExtension:
     _slot: AdapterSlot
 
     def start_adapter(self: Any, shapes: AdapterShapes, rank: int, alpha: float) -> None:
-        """Fill the slot of the policy's adapter with one that changes nothing, because a request with a missing
-        adapter would end the engine core."""
+        """Fill the slot with an adapter that changes nothing, because a request with a missing adapter would end the
+        engine core."""
         self._slot = AdapterSlot(self.get_model(), rank, alpha)
         self._slot.load_weights((name, torch.zeros(shape)) for name, shape in shapes.items())
 
     def update_adapter(self: Any, update_info: dict[str, Any]) -> None:
         """Load the adapter that arrives by the weight transfer backend.
 
-        This is not part of vLLM's update of weights, because vLLM removes all adapters at the end of that.
+        This is not part of vLLM's weight update, because vLLM removes all adapters at the end of an update.
         """
         engine: WeightTransferEngine[Any, Any] = self.weight_transfer_engine
         engine.set_weight_update_target(self._slot, engine.model_config)

@@ -50,11 +50,11 @@ class Evaluations:
         self._running: asyncio.Task[None] | None = None
         """The evaluation beside training."""
         self._of_step = 0
-        """The step that it evaluates."""
+        """The step that the evaluation beside training evaluates."""
         self._evaluated: int | None = None
-        """The newest step with results."""
+        """The newest step that has results."""
         self._numbers: dict[str, float] = {}
-        """Results of evaluations that are in no line of `metrics.jsonl` yet."""
+        """Results that are not in `metrics.jsonl` yet."""
 
     def is_due(self, step: int) -> bool:
         """Return whether an evaluation is due: every `data.eval_every` steps, and after the last step if the
@@ -79,8 +79,8 @@ class Evaluations:
         return missing and self._running is None
 
     def begin(self, step: int) -> bool:
-        """Begin to evaluate the newest weights, those of this step, beside training; returns False if training has
-        to wait.
+        """Begin to evaluate the newest weights, which are those of `step`, beside training; returns False if training
+        has to wait.
 
         An evaluation that is due while another one runs is skipped.
         """
@@ -108,7 +108,7 @@ class Evaluations:
     async def at(self, step: int) -> None:
         """Evaluate every set on all engines, while training waits, unless the run is stopped.
 
-        It uses a sample of `data.eval_rows` rows of each set, and all rows after the last step.
+        After the last step all rows of a set are used, before it a sample of `data.eval_rows` rows.
         """
         await self.settled()
         start, data = time.monotonic(), self._data
@@ -142,7 +142,7 @@ class Evaluations:
             return None
 
     def _look(self) -> None:
-        """Forget the evaluation beside training if it has ended; raises its error if it failed."""
+        """If the evaluation beside training has ended, forget it; raises its error if it failed."""
         if self._running is not None and self._running.done():
             self._running.result()
             self._running = None

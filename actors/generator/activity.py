@@ -1,4 +1,4 @@
-"""Records what a generator does at any time, and how long it had no group to play."""
+"""Records the states of a generator over time, and how long it had no group to play."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from service.observe.recorder import States, Trace
 STARTING, WAITING, PAUSED, GENERATING = "starting", "waiting", "paused", "generating"
 EVALUATING = "evaluating"
 ENVIRONMENT = "environment"
-"""State in which groups are open but the engine has no request: environments or agents are at work."""
+"""State in which groups are open but the engine has no request, because environments or agents are at work."""
 
 
 class Activity:
@@ -25,7 +25,7 @@ class Activity:
         self._began: float | None = None
         self._has_work = False
         self._waited = 0.0
-        """Seconds of all waits before the newest group that ended one."""
+        """Total seconds of the waits that have ended."""
         self._evaluations = 0
 
     def begin(self) -> None:
@@ -39,8 +39,8 @@ class Activity:
         self._look()
 
     def busy(self, reason: str) -> float | None:
-        """Note that a group begins; returns the seconds of waiting before it, for this reason, or None if another
-        group was open."""
+        """Note that a group begins; returns the seconds that the generator waited for it, for this reason, or None if
+        another group was open."""
         if self._has_work:
             return None
         self._states.enter(WAITING, reason=reason)

@@ -59,13 +59,13 @@ log = logging.getLogger(__name__)
 CHECK_SECONDS = 1.0
 """Seconds between two health checks of the engine."""
 RENEWALS = 4
-"""How often open sessions are renewed within `buffer.step_deadline`."""
+"""Number of renewals of open sessions within `buffer.step_deadline`."""
 EXIT_SECONDS = 1.0
 """Seconds between a failure and the end of this process, in which the error reaches the callers."""
 
 
 class Membership(NamedTuple):
-    """The claimer and the outbox, which use the incarnation that the buffer assigned."""
+    """The claimer and the outbox of the incarnation that the buffer assigned."""
 
     claimer: Claimer
     outbox: Outbox
@@ -102,7 +102,7 @@ class Generator(ImageHolder, Supervised):
         self._model_folder = Path(model_folder)
         self._limit = GroupLimit.of(self._config)
         self._groups = 0
-        """Open groups."""
+        """Number of open groups."""
         self._playing: dict[TrajectoryId, asyncio.Task[None]] = {}
         self._unfinished: list[Assignment] = []
         """Assignments of an earlier process, until `run` continues them."""
@@ -113,7 +113,7 @@ class Generator(ImageHolder, Supervised):
         self._stopping = False
         self._counts: Counter[str] = Counter()
         self._unmeasured: list[Steps] = []
-        """Steps that were sent and are not measured yet."""
+        """Steps that were sent and are not counted in the metrics yet."""
         self._reporter = Reporter("generator", name, self._config, resolve_actor(hub), self._measure_now)
         self._metrics = self._reporter.metrics
         self._activity = Activity(self._reporter.trace, self._engine.times)
@@ -140,7 +140,7 @@ class Generator(ImageHolder, Supervised):
         return self._joined is not None
 
     def _set_up(self) -> Membership:
-        """Return what `start` has set up.
+        """Return the claimer and the outbox that `start` has set up.
 
         Raises:
             ProcessLost: this process has not been started; an earlier one was.
@@ -204,7 +204,7 @@ class Generator(ImageHolder, Supervised):
                 for unfinished in self._unfinished:
                     self._begin(groups, outbox, unfinished)
                 if self._config.env.workers == "outside" and self._player.agents is not None:
-                    await self._player.agents.listen()  # workers wait there for the first group
+                    await self._player.agents.listen()  # workers of agents may wait there before the first group
                 while True:
                     while self._is_full and not (claimer.leaves or claimer.arrived):
                         self._room.clear()
@@ -226,8 +226,8 @@ class Generator(ImageHolder, Supervised):
 
     @property
     def _is_full(self) -> bool:
-        """Return whether the generator claims no group now; an engine that keeps weights for an evaluation claims
-        none."""
+        """Return whether the generator should not claim a group now, such as while its engine keeps weights for an
+        evaluation."""
         keeps_weights = self._activity.is_evaluating and self._config.data.eval_mode == "beside"
         return keeps_weights or self._groups >= self._limit.groups
 
@@ -270,14 +270,15 @@ class Generator(ImageHolder, Supervised):
     async def update_weights(
         self, version: int, data: WeightBytes | Sequence[Source], checksum: int
     ) -> dict[str, float]:
-        """Swap the engine's weights under the running requests.
+        """Swap the engine's weights while requests run.
 
-        `version` is packed; `data` says where to pull them, or is published data of a rank with their checksum.
+        `version` is packed; `data`: where to pull the weights, or a rank's announcement with its checksum.
 
         Raises:
-            ValueError: they are not the policy's weights; the engine keeps the old weights.
+            ValueError: the weights are not the policy's; the engine keeps the old weights.
             WeightsGone: the weights are gone or were replaced; see `VllmEngine.update_weights`.
-            WeightsCutOff: a broadcast ended before all had arrived; the engine stays paused until the next one.
+            WeightsCutOff: a broadcast ended before all weights had arrived; the engine stays paused until the next
+            update.
             RunFailed: the engine could not load the weights; this process ends.
             ProcessLost: this process has not been started.
         """
@@ -320,7 +321,7 @@ class Generator(ImageHolder, Supervised):
             self._room.set()
 
     async def status(self) -> dict[str, Any]:
-        """The generator's state and its counts since the start."""
+        """Return the generator's state and its counts since the start."""
         joined = self._joined
         waiting = joined.claimer.waiting if joined is not None else None
         return {
@@ -343,8 +344,8 @@ class Generator(ImageHolder, Supervised):
 
     @ray.method(concurrency_group=WATCHING)  # type: ignore[untyped-decorator]
     async def blocked(self, known: int) -> str:
-        """Wait until more than `known` places have blocked this generator's event loop, and return the line about the
-        next one. Answers from an event loop of its own.
+        """Wait until more than `known` places in code have blocked this generator's event loop; returns the line about
+        the next place. Runs in a separate event loop.
 
         Raises:
             ProcessLost: this process has not been started.

@@ -19,7 +19,7 @@ from service.handoff.waiting_claims import ClaimAnswer
 from service.types import PolicyVersion, Refusal
 
 POLL_SECONDS = 2.0
-"""Length of one long poll."""
+"""Length of one long poll in seconds."""
 RETRY = Backoff(0.2, 0.2)
 """Backoff before an unreachable buffer is asked again."""
 
@@ -31,32 +31,32 @@ class Claimer:
     generator: str
     incarnation: int
     claim: Callable[[Claim, float, int], Awaitable[ClaimAnswer]]
-    """Asks the buffer, which may answer after that many seconds, for at most that many groups."""
+    """Sends a claim to the buffer, with the maximum seconds to wait and the maximum number of groups."""
     serving: Callable[[], PolicyVersion]
-    """The version that the engine serves."""
+    """Returns the version that the engine serves."""
     deadline: float
     """Seconds without an answer after which the run fails."""
 
     def __post_init__(self) -> None:
         self._request_id = 0
-        """Number of the newest claim; each group has one. Ray repeats a call whose answer was lost; the buffer answers
-        a repeated number with the same assignment."""
+        """Number of the newest claim; a claim has a number for each group. Ray repeats a call whose answer was lost;
+        the buffer answers a repeated number with the same assignment."""
         self.arrived: list[Assignment] = []
         """Assignments that are not played yet, including those from polls that were abandoned."""
         self._look = asyncio.Event()
         self.leaves = False
         """Whether no more groups are claimed."""
         self.waiting: Wait | None = None
-        """Why the buffer gives no group at the moment; None: it was not asked, or gave one."""
+        """Why the buffer gives no group at the moment; None: it was not asked, or it gave a group."""
         self.waited_for = "claim"
-        """Why the last group did not come earlier: the buffer's reason; `claim` if it came at once."""
+        """Why the last group did not come earlier: the buffer's reason, or `claim` if the group came at once."""
 
     def look_again(self) -> None:
         """Claim again at once, because the engine serves a newer version, for which the buffer may have groups."""
         self._look.set()
 
     def leave(self) -> None:
-        """Claim no more."""
+        """Claim no more groups."""
         self.leaves = True
         self._look.set()
 
@@ -83,7 +83,7 @@ class Claimer:
                     return None
             seconds = POLL_SECONDS
         if self.leaves:
-            return None  # groups that have arrived are handed over with the rest
+            return None  # groups that have arrived are handed over like the open groups
         self.waited_for = str(self.waiting.reason) if self.waiting is not None else "claim"
         self.waiting = None
         return self.arrived.pop(0)

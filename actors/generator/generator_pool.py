@@ -47,7 +47,7 @@ BLOCKED = " (an environment that blocks its process needs env.isolation: process
 
 
 class GeneratorPool:
-    """The generators of a run behind one object; each fails and restarts independently of the others."""
+    """All generators of a run; each fails and restarts independently of the others."""
 
     def __init__(
         self,
@@ -78,10 +78,10 @@ class GeneratorPool:
         self._leaving: set[str] = set()
         self._keepers: dict[str, asyncio.Task[None]] = {}
         self._ended: asyncio.Queue[str | None] = asyncio.Queue()
-        """Names of generators whose keepers have ended; None: the run ends, though no generator may be there."""
+        """Names of generators whose tasks have ended; None: the run ends, possibly without any generator."""
         self._drained = False
         self.evaluating: set[str] = set()
-        """Names of the generators that evaluate; these leave only if their node ends."""
+        """Names of the generators that evaluate, which leave only if their node ends."""
 
     async def start(self) -> None:
         """Start every engine; one that fails is started again.
@@ -160,7 +160,7 @@ class GeneratorPool:
     # -- joining and leaving ------------------------------------------------------------------------------------------
 
     def nodes(self) -> dict[str, str]:
-        """Return the node of each generator that generates and does not leave, by number."""
+        """Return the node of each generator that generates and does not leave, in the order of their numbers."""
         staying = sorted(self._keepers.keys() - self._leaving, key=lambda name: int(name.rpartition("-")[2]))
         return {name: self.weights.node_of(name) for name in staying}
 
@@ -172,13 +172,13 @@ class GeneratorPool:
         """Start a generator in its own placement group, send it the newest weights, and let it generate."""
         try:
             await self._start(name, generator)
-        except BaseException:  # also when fewer are asked for meanwhile
+        except BaseException:  # even if fewer are requested meanwhile
             self._supervisor.forget(name)
             _give_back(generator, room)
             raise
         loaded = time.monotonic()
         self._generators[name], self._rooms[name] = generator, room
-        self._leaving.discard(name)  # an earlier one of that name had left
+        self._leaving.discard(name)  # an earlier generator of that name had left
         await self.weights.update(name)
         self._begin(name)
         self._say(f"{name} has joined, {time.monotonic() - loaded:.1f} s after its engine had loaded")
@@ -189,7 +189,7 @@ class GeneratorPool:
         self._leaving.add(name)
         self._share()
         generator = self._generators[name]
-        with suppress(*ACTOR_FAILED):  # trajectories that it cannot hand over are given to others by the buffer, below
+        with suppress(*ACTOR_FAILED):  # below, the buffer assigns what it cannot hand over to other generators
             await call(generator.leave, grace, who=name, within=grace + HAND_OVER_SECONDS)
             self._down.add(name)
             await call(generator.stop, who=name, within=STOP_SECONDS)
@@ -244,7 +244,7 @@ class GeneratorPool:
             raise RunFailed(f"{name} failed {times} times; the last time: {in_a_line(error)}") from error
 
     async def _came_up(self, name: str) -> BaseException | None:
-        """Wait until a new process of a generator runs and has the newest weights; if that fails, returns why."""
+        """Wait until a new process of a generator runs and has the newest weights; returns the error if that fails."""
 
         async def start() -> None:
             if not self._ends(name):
@@ -265,7 +265,7 @@ class GeneratorPool:
 
     def _not_taken(self, name: str, version: PolicyVersion, error: BaseException) -> None:
         if name in self._leaving:
-            return  # it needs none any more
+            return  # it needs no weights any more
         self._telemetry.sync_failed()
         self._say(f"{name} did not take the weights of version {version}: {in_a_line(error)}")
         self._supervisor.report(name, error)  # it would generate with old weights, which may be too old to train on

@@ -43,7 +43,7 @@ class GroupLimit:
         return GroupLimit(-(-generator.concurrent_groups // generator.min_engines), at_once)
 
     def room(self, open_groups: int) -> int:
-        """Return how many groups to claim at once, at least 1; the caller checked that one has room."""
+        """Return how many groups to claim at once, at least 1; the caller has checked that a group may open."""
         return max(1, min(self.groups - open_groups, math.ceil(self._at_once * self._most)))
 
     def share(self, most: int) -> None:

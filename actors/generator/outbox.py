@@ -47,9 +47,9 @@ class Unreachable(Exception):
 class _Message:
     columns: StepColumns = field(default_factory=StepColumns)
     hurried: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set if the message waits for no further items."""
+    """Set if the message is sent without waiting for further items."""
     complete: int = 0
-    """Groups that the message completes."""
+    """Number of groups that the message completes."""
     answered: asyncio.Event = field(default_factory=asyncio.Event)
     refused: set[TrajectoryId] = field(default_factory=set)
     superseded: set[TrajectoryId] = field(default_factory=set)
@@ -73,16 +73,17 @@ class Outbox:
     def __post_init__(self) -> None:
         self._sender = Sender(self.generator, self.incarnation, 0)
         self._messages: asyncio.Queue[_Message] = asyncio.Queue()
-        """Not sent yet; done when answered."""
+        """Messages that are not sent yet; a message is marked done once it is answered."""
         self._open: _Message | None = None
         """The last message, which takes further items until it is sent."""
         self._window = asyncio.Semaphore(WINDOW)
         self._wanted = 1
-        """The number of complete groups for which the trainer may wait; a message with this number is sent at once."""
+        """The number of complete groups for which the trainer may wait; a message that completes so many is sent at
+        once."""
         self.counts: Counter[str] = Counter()
         self.refusals: Counter[str] = Counter()
         self.last_refusals: dict[str, str] = {}
-        """The most recent refusal with each reason."""
+        """The most recent refusal for each reason."""
 
     def append(self, step: Step) -> None:
         """Queue a finished step."""
@@ -164,7 +165,7 @@ class Outbox:
             self._messages.task_done()
 
     async def _send_apart(self, message: _Message) -> None:
-        """Send a refused message again in parts: a refused trajectory must not prevent the others of its message."""
+        """Send a refused message again in parts, so that a refused trajectory does not hold back the others."""
         trajectories = message.columns.by_trajectory()
         for trajectory, part in trajectories.items():
             if len(trajectories) == 1 or await self._send(part.step_group(self._sender), message) is not None:
@@ -172,7 +173,7 @@ class Outbox:
                 self.on_refused(trajectory)
 
     async def _send(self, group: StepGroup, message: _Message) -> Refusal | None:
-        """Send a message under the next sequence number, until it is answered."""
+        """Send a message with the next sequence number, again and again until it is answered."""
         self._sender = self._sender._replace(sequence=self._sender.sequence + 1)
         data = encode(StepGroup(self._sender, group.steps, group.ends))
         answer = await self._answered(data)

@@ -27,7 +27,7 @@ def log_env(folder: Path) -> dict[str, str]:
 
 
 def parts(engines: int, ranks: int) -> list[str]:
-    """Return the parts of a run; each has a log."""
+    """Return the names of a run's parts, each of which has a log."""
     generators = [f"generator-{number}" for number in range(engines)]
     trainers = [f"trainer-{rank}" for rank in range(ranks)]
     return ["driver", "metrics-hub", "buffer", *generators, *trainers]
@@ -40,8 +40,8 @@ def begin_logs(parts: Sequence[str], folder: Path) -> None:
 
 
 def say_which_are_elsewhere(parts: Sequence[str], folder: Path, say: Callable[[str], None]) -> None:
-    """If a log is still empty after all actors were constructed, say on the terminal and in that log where its output
-    is."""
+    """If a log is still empty after all actors were constructed, write to the terminal and into that log where the
+    part's output is."""
     for part in parts:
         file = folder / f"{part}{SUFFIX}"
         if file.exists() and not file.stat().st_size:
@@ -63,7 +63,7 @@ def keep_log(part: str) -> None:
     first = f"{part} begins: process {os.getpid()} on {socket.gethostname()}"
     command = [sys.executable, "-I", "-S", log_file.__file__, str(_file(told, part)), first]
     read, write = os.pipe()
-    # Without the mark, because the watchdog must not end the copying before its writers.
+    # Without the mark, because the watchdog must not end the copying process before the processes that write to it.
     environment = {key: value for key, value in os.environ.items() if key != MARK}
     try:
         nowhere = subprocess.DEVNULL
@@ -96,7 +96,7 @@ def _file(told: str, part: str) -> Path:
     if folder.is_dir() and folder.stat().st_ino == int(inode):
         return folder / f"{part}{SUFFIX}"
     output = Path(f"/proc/self/fd/{sys.stdout.fileno()}").readlink()
-    # With a setting of Ray's, its output is a pipe.
+    # One of Ray's settings makes the output a pipe.
     logs = output.parent if output.is_absolute() else Path(tempfile.gettempdir())
     return logs / elsewhere(folder, part)
 

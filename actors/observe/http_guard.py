@@ -14,9 +14,9 @@ from aiohttp.typedefs import Middleware
 from aiohttp.web_protocol import RequestHandler
 
 MAX_CONNECTIONS = 128
-"""Maximum number of simultaneous connections; a further one replaces the oldest."""
+"""Maximum number of simultaneous connections; a further connection replaces the oldest."""
 CONNECTION_SECONDS = 30.0
-"""The maximum duration of a connection, which has one request: the time to send it and to receive the answer."""
+"""Maximum seconds of a connection, in which one request is received and answered."""
 
 OWN_NAMES = ("localhost", socket.gethostname().lower())
 NOT_OWN = "This name is none of this host; use the host's own name, its address, or localhost.\n"

@@ -30,7 +30,7 @@ from service.run.timeline import TimelineFiles
 log = logging.getLogger(__name__)
 
 TARGETS_SECONDS = 30.0
-"""Seconds after which the nodes of the Ray cluster, which come and go, are looked up again."""
+"""Seconds after which the nodes of the Ray cluster are listed again, because nodes join and leave."""
 TEXT = "text/plain; version=0.0.4; charset=utf-8"
 
 PAGE = Path(service.__file__).parent / "observe" / "status_page.html"
@@ -40,14 +40,14 @@ PAGE_HEADERS = {
     "X-Content-Type-Options": "nosniff",
 }
 VARY = {"Vary": "Accept"}
-"""`/status` has two forms, so a cache has to keep them apart."""
+"""Header of `/status`, which has two forms, so that caches distinguish them."""
 
 
 class MetricsHub(Supervised):
-    """Shell around `service.observe.hub.Hub`: an HTTP server in the actor's event loop."""
+    """Ray actor around `service.observe.hub.Hub`, with an HTTP server in the actor's event loop."""
 
     def __init__(self, config_json: str, run_folder: str | None = None) -> None:
-        """Create the hub; `run_folder` is where the address and the timeline are written, or None."""
+        """Create the hub; `run_folder`: the folder for the address and the timeline, or None."""
         keep_log("metrics-hub")
         self._metrics = Config.model_validate_json(config_json).metrics
         self._folder = None if run_folder is None else Path(run_folder)
@@ -86,7 +86,7 @@ class MetricsHub(Supervised):
         self._listener = await serve(server, listening)
         self._runner = runner
         named = self._metrics.host
-        on_all = named in ("0.0.0.0", "::")  # others are told an address at which they reach it
+        on_all = named in ("0.0.0.0", "::")  # other hosts get an address at which they can reach it
         host = ray.util.get_node_ip_address() if on_all else "127.0.0.1" if named == "localhost" else named
         self._url = f"http://{host}:{listening.getsockname()[1]}"
         if self._folder is not None:
@@ -115,7 +115,7 @@ class MetricsHub(Supervised):
         if self._runner is None and not self._refused:
             try:
                 await self.start()
-            except OSError as error:  # say a full disk; the caller of `push` does not wait for the answer
+            except OSError as error:  # for example a full disk; the caller of `push` does not wait for the answer
                 log.warning("cannot start to serve: %s", error)
         return came
 

@@ -34,8 +34,8 @@ THREAD_PUSH_SECONDS = 4.0
 class Reporter:
     """Owns the recorder of a process and pushes its snapshots until it is stopped.
 
-    `refresh` is called before every push; it sets the metrics that are read from the current state and not counted
-    at events.
+    `refresh` is called before every push; it sets the metrics that depend on the current state and are not counted at
+    events.
     """
 
     def __init__(

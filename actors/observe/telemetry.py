@@ -27,7 +27,7 @@ from service.types import PolicyVersion
 from service.version import installed_version
 
 SLOW_SYNC_SECONDS = 0.02
-"""The timeline shows syncs of the journal that took at least this number of seconds."""
+"""Minimum seconds of a journal sync for which the timeline shows it."""
 
 
 class RunTelemetry(Reporter):
@@ -44,11 +44,11 @@ class RunTelemetry(Reporter):
         measure_run(self.metrics, AlertThresholds.of(config), self._shown["name"], installed_version())
 
     def doing(self, state: str, **detail: Any) -> None:
-        """Report what the trainer as a whole does now: waiting, step, commit, weights, checkpoint, evaluating, ..."""
+        """Report the present state of the trainer as a whole: waiting, step, commit, weights, checkpoint, ..."""
         self._states.enter(state, **detail)
 
     def seconds_by_state(self) -> Mapping[str, float]:
-        """Seconds that the trainer as a whole has spent in each of the states of `doing` so far."""
+        """Return the seconds that the trainer as a whole has spent in each state of `doing` so far."""
         return self._states.seconds()
 
     def span(self, row: str, step: int, began: float) -> None:
@@ -77,7 +77,7 @@ class RunTelemetry(Reporter):
         self.trace.counter("staleness", staleness)
 
     def failing(self, why: str) -> None:
-        """Report that many trajectories fail, or that a step waits because of failures; empty: no longer."""
+        """Report that many trajectories fail, or that a step waits because of failures; an empty text ends this."""
         self._report_run(failing=why)
 
     def aborted(self) -> None:
@@ -93,7 +93,7 @@ class RunTelemetry(Reporter):
         self.metrics.count("baton_weight_sync_failures_total")
 
     def generators(self, expected: int) -> None:
-        """Report how many generators should be up: those that joined and stay, at least the configured minimum."""
+        """Report how many generators should be up: the number that joined and stay, at least the configured minimum."""
         self.metrics.set("baton_generators_expected", expected)
         self._report_run(generators=expected)
 

@@ -46,7 +46,7 @@ class ScorerActor(Supervised):
             self._failure = error
 
     async def ready(self) -> str:
-        """Return when groups can be scored; the result is a name that only this process has.
+        """Wait until groups can be scored; returns a unique name of this process.
 
         Raises the error that kept the scorer from starting.
         """
@@ -67,14 +67,14 @@ class RayWorker:
     """Asks a scorer's actor; see `service.scorers.asking.Worker`."""
 
     def __init__(self, name: str, is_process: bool) -> None:
-        """Store the settings; `is_process`: the actor is asked about one group at a time, and ended if it does not
+        """Store the settings; `is_process`: whether the actor gets one group at a time, and is ended if it does not
         answer."""
         self._name = name
         self._is_process = is_process
         self._life: str | None = None
-        """The process that was ready last."""
+        """Name of the process that was ready last."""
         self._ended: str | None = None
-        """The process that was ended last; Ray may need some time for it, and a request to it would be lost."""
+        """Name of the process that was ended last. Ray may take some time to end it, and would lose a request to it."""
 
     async def ready(self) -> None:
         """Wait until the actor has started or restarted; the caller sets a timeout."""
@@ -112,8 +112,8 @@ class RayWorker:
 
 
 def actor_names(scorers: Mapping[str, ScorerConfig]) -> dict[str, list[str]]:
-    """Return the names of each scorer's actors: one for each worker if the scorer runs a user's code, else a
-    single one."""
+    """Return the names of each scorer's actors: one actor for each worker if the scorer runs a user's code, else a
+    single actor."""
     return {
         name: [f"scorer-{name}-{i}" for i in range(scorer.workers if scorer.use is not None else 1)]
         for name, scorer in scorers.items()
@@ -138,7 +138,7 @@ def place_scorers(
     engine_env: Mapping[str, str],
     has_gpu: bool,
 ) -> dict[str, Any]:
-    """Start the actors of all scorers, by name; they use CPUs and GPUs beside those of ranks and engines.
+    """Start the actors of all scorers; returns them by name. They use other CPUs and GPUs than ranks and engines.
 
     `engine_env`: environment variables of a process with an engine.
     """
@@ -159,6 +159,6 @@ def place_scorers(
 
 
 async def all_up(actors: Iterable[Any], settings: Mapping[str, ScorerConfig | RoleConfig], who: str) -> None:
-    """Wait until every actor can be asked; a scorer that cannot be loaded ends the run before its first step."""
+    """Wait until every actor is ready; a scorer that cannot be loaded ends the run before its first step."""
     within = max((each.start_deadline for each in settings.values()), default=0.0)
     await asyncio.gather(*(started(partial(call, actor.ready, who=who, within=within), within) for actor in actors))

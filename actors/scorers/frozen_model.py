@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 OF_THE_POLICY = ("worker_extension_cls", "weight_transfer_config", "enable_return_routed_experts")
-"""Arguments of the policy's engine that are not used for an engine whose weights never change."""
+"""Arguments of the policy's engine that an engine with frozen weights does not get."""
 
 
 class FrozenEngine:
@@ -58,8 +58,8 @@ class FrozenEngine:
             return self._llm
 
     async def logprobs(self, token_ids: list[int]) -> Sequence[float | None]:
-        """Return the log-probability of each token given those before it, at temperature 1; for the first token
-        None."""
+        """Return the log-probability of each token given the tokens before it, at temperature 1; None for the first
+        token."""
         from vllm.sampling_params import RequestOutputKind, SamplingParams
 
         final = RequestOutputKind.FINAL_ONLY
@@ -128,7 +128,7 @@ class FrozenActor(Supervised):
             self._failure = error
 
     async def ready(self) -> None:
-        """Return when the model can be asked; raises the error that kept it from starting."""
+        """Wait until the model is ready; raises the error that kept it from starting."""
         if self._failure is not None:
             raise self._failure
         await self._engine.start()
@@ -167,8 +167,8 @@ def actor_name(role: str) -> str:
 def place_roles(
     roles: Mapping[str, RoleConfig], config_json: str, engine_env: Mapping[str, str], has_gpu: bool, hub: str | None
 ) -> dict[str, Any]:
-    """Start the actors of frozen roles that the run serves, by name; they have GPUs beside those of ranks and
-    engines."""
+    """Start the actors of the frozen roles that the run serves; returns them by name. They use other GPUs than ranks
+    and engines."""
     return {
         actor_name(name): ray.remote(FrozenActor)
         .options(

@@ -66,16 +66,16 @@ class TrainerRank(Supervised):
         self._device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
         self._learner: Learner | None = None
         self._supervised: SupervisedSteps | None = None
-        """The steps of `baton sft`; None before its first one."""
+        """Takes the steps of `baton sft`; None before the first step."""
         self._gathered: tuple[int | None, dict[str, torch.Tensor]] = (None, {})
-        """The version and the whole weights that were gathered last, for transports from GPU to GPU."""
+        """The whole weights that were gathered last, for transports from GPU to GPU, with their version."""
         self._sender: BroadcastSender | None = None
         self._buffers = PartBuffers(rank)
         """This rank's part of the newest weights, for transport `memory`."""
         self._steps = 0
         self._profile: StepProfile | None = None
         self._fit: Fit | None = None
-        """The estimate of this rank's memory; None on a CPU, and after a lack of memory."""
+        """The estimate of this rank's memory; None on a CPU, and after the rank ran out of memory."""
         self._compiles = False
         """Whether the next step compiles layers."""
         trace = Trace()
@@ -90,7 +90,7 @@ class TrainerRank(Supervised):
         measure_states(metrics, self._states.seconds())
 
     def _wait_for_compilers(self) -> None:
-        """Let collectives of the first step wait longer: some ranks compile their layers sooner than others."""
+        """Let collectives of the first step wait longer, because ranks compile their layers at different speeds."""
         trainer, self._compiles = self._config.trainer, True
         within = max(trainer.start_deadline, trainer.collective_deadline)
         set_collective_deadline(within)
@@ -107,7 +107,7 @@ class TrainerRank(Supervised):
 
     @contextmanager
     def _busy(self, state: str) -> Iterator[None]:
-        """Record a call of the driver in the timeline; between two calls this rank waits."""
+        """Record a call of the driver in the timeline; between two calls the rank counts as waiting."""
         self._states.enter(state)
         try:
             yield
@@ -120,7 +120,7 @@ class TrainerRank(Supervised):
 
     @ray.method(concurrency_group=WATCHING)  # type: ignore[untyped-decorator]
     def life(self) -> Life:
-        """Return the identity of this process; answers during an optimizer step too."""
+        """Return the identity and state of this process; answers during an optimizer step too."""
         return self._life()
 
     @property
@@ -146,18 +146,19 @@ class TrainerRank(Supervised):
         adapter: bool = True,
         checkpointing: Checkpointing | None = None,
     ) -> None:
-        """Join the process group and load the policy from disk; `nodes`: the node of each rank, None if all are on
-        one; `adapter`: whether to train the adapter of `model.lora`, if there is one; otherwise all weights are
-        trained; `checkpointing`: None: as the settings say.
+        """Join the process group and load the policy from disk.
+
+        `nodes`: the node of each rank; None: all are on the same node. `adapter`: whether to train the adapter of
+        `model.lora`, if there is one; otherwise all weights are trained. `checkpointing`: None: as in the settings.
 
         Raises:
-            UserError: this rank was given a GPU that PyTorch cannot use.
+            UserError: Ray assigned a GPU to this rank that PyTorch cannot use.
         """
         if self._device.type == "cuda" and (why := unusable_cuda()) is not None:  # as on a node that joined later
             node = ray.util.get_node_ip_address()
             raise UserError(f"trainer-{self._rank} has a GPU of node {node}, but PyTorch cannot use it: {why}")
         config = self._config if adapter else self._config.without_adapter
-        # before the process group, which an estimate must not find
+        # before the process group is formed, because the estimate must run without one
         if checkpointing is None:
             self._fit = fit_on(self._device, FitSettings.of(config), Path(model_folder))
         if config.trainer.sharded:
@@ -200,7 +201,7 @@ class TrainerRank(Supervised):
             betas, weight_decay = settings.trainer.betas, settings.trainer.weight_decay
             self._supervised = SupervisedSteps(settings, self.learner.policy, betas, weight_decay)
         if lr is None:
-            with self._busy("forward_backward"):  # which leaves the backward pass uncompiled
+            with self._busy("forward_backward"):  # not `_stepping`: the backward pass stays uncompiled
                 return self._supervised.loss(rows)
         with self._stepping():
             return self._supervised.step(rows, lr)
@@ -215,7 +216,7 @@ class TrainerRank(Supervised):
         return report
 
     def _memory(self) -> dict[str, float]:
-        """Return the most memory that this process has reserved on its GPU, and what was estimated."""
+        """Return the peak of the memory that this process reserved on its GPU, and the estimate."""
         found = {"trainer/gpu_reserved_bytes": float(torch.cuda.max_memory_reserved(self._device))}
         if self._fit is not None:
             found["trainer/gpu_estimated_bytes"] = float(self._fit.step.peak_bytes)
@@ -237,11 +238,12 @@ class TrainerRank(Supervised):
         return recorded.file
 
     def weights(self, version: int) -> Source | tuple[bytes, int] | None:
-        """Copy or gather the policy; returns what this rank publishes; every rank must call.
+        """Copy or gather the policy; returns what this rank publishes; every rank must call this.
 
-        With `memory` each rank copies its own part, and publishes where it lies; engines read it or call `bucket`. With
-        `nccl` rank 0 gathers all weights and publishes the announcement of the tensors that `begin_send` will send,
-        and its checksum. With `ipc` every rank gathers all weights and publishes nothing until `ipc_handles` is called.
+        With `memory` each rank copies its own part, and publishes its place; engines read the part or call `bucket`.
+        With `nccl` rank 0 gathers all weights and publishes the announcement of the tensors that `begin_send` will
+        send, and its checksum. With `ipc` every rank gathers all weights and publishes nothing until `ipc_handles` is
+        called.
         """
         with self._busy("weights"):
             transport = self._config.weights.transport
@@ -262,7 +264,8 @@ class TrainerRank(Supervised):
 
     @ray.method(concurrency_group=SENDING, num_returns=2)  # type: ignore[untyped-decorator]
     def bucket(self, version: int, start: int, stop: int) -> tuple[Octets | None, WeightBucket | None]:
-        """Return these bytes of this rank's part of this version's weights; None if a newer version has replaced it."""
+        """Return the bytes from `start` to `stop` of this rank's part of a version; None if a newer version has
+        replaced it."""
         _, found = self.learner, self._buffers.bucket(version, start, stop)
         bucket, message = found or (None, None)
         return message, bucket
@@ -300,12 +303,12 @@ class TrainerRank(Supervised):
             self.learner.finish_save()
 
     def restore(self, folder: str) -> None:
-        """Resume from a checkpoint, which another number of ranks may have written."""
+        """Resume from a checkpoint, which a different number of ranks may have written."""
         with self._busy("checkpoint"):
             self.learner.load(Path(folder))
 
     def export(self, folder: str) -> None:
-        """Write the policy as a Hugging Face folder; every rank must call."""
+        """Write the policy as a Hugging Face folder; every rank must call this."""
         with self._busy("checkpoint"):
             self.learner.export(Path(folder))
 

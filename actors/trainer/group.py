@@ -25,21 +25,21 @@ from service.run.memory import advice
 from service.types import PolicyVersion, SupervisedRow
 
 MEMORY = ("trainer/gpu_reserved_bytes", "trainer/gpu_estimated_bytes")
-"""Metrics of a step that differ by rank; the largest counts."""
+"""Metrics of a step that differ by rank; the largest value is reported."""
 
 
 class TrainerGroup:
     """Calls every rank; raises `TrainerLost` if one of them fails."""
 
     def __init__(self, ranks: Sequence[Any], start_deadline: float, deadline: float, warm_start_steps: int = 0) -> None:
-        """Store the settings; `deadline`: seconds in which a rank must answer a call, and take each step of the
-        warm start."""
+        """Store the settings; `deadline`: seconds in which a rank must answer a call; also the time for each step of
+        the warm start."""
         self._start_deadline, self._deadline, self._warm_start_steps = start_deadline, deadline, warm_start_steps
         self._ranks = list(ranks)
         self.named = {f"trainer-{number}": rank for number, rank in enumerate(ranks)}
         self._processes: list[str] = []
         self._checkpointing: Checkpointing | None = None
-        """What the ranks keep in memory, after one of them had too little of it; None: as the settings say."""
+        """Which activations the ranks keep, after one of them ran out of memory; None: as in the settings."""
         self.nodes: list[str] = []
         """The id of each rank's node."""
 
@@ -187,7 +187,7 @@ class TrainerGroup:
 
 @contextmanager
 def _raises_trainer_lost() -> Iterator[None]:
-    """Turn Ray's errors, missed deadlines, and a rank that is not set up into `TrainerLost`."""
+    """Raise `TrainerLost` in place of Ray's errors, missed deadlines, and the error of a rank that is not set up."""
     try:
         yield
     except (ray.exceptions.RayError, ProcessLost) as error:

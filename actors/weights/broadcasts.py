@@ -1,4 +1,4 @@
-"""The driver's end of broadcasts: which engines are in the group, when it is formed again, and what happens to
+"""The driver's part of broadcasts: which engines are in the group, when a new group is formed, and what happens to
 engines that are cut off.
 
 publication    group of rank 0 and all engines that are up     every engine receives
@@ -22,11 +22,11 @@ from service.config import WeightsConfig
 from service.errors import RunFailed, WeightsCutOff
 
 ANSWER_SECONDS = 30.0
-"""Seconds, beyond the deadline of the broadcast, in which an engine must answer."""
+"""Seconds after the deadline of the broadcast in which an engine must answer."""
 MAX_FUTILE = 2
-"""The run fails after so many broadcasts of one version that were cut off although no engine was lost."""
+"""Maximum number of broadcasts of one version that are cut off although no engine was lost; then the run fails."""
 TRIES = 3
-"""Broadcasts that fit into `weights.sync_deadline`."""
+"""Number of broadcasts that fit into `weights.sync_deadline`."""
 
 
 class BroadcastGroup(NamedTuple):
@@ -50,21 +50,21 @@ class Broadcasts:
         trainer: WeightSource,
     ) -> None:
         """Store the settings; `workers`: the number of workers of each engine. A broadcast may take at most half of a
-        collective's deadline, because one that hangs may block rank 0 in a collective."""
+        collective's deadline, because a broadcast that hangs may block rank 0 in a collective."""
         self._generators, self._trainer, self._workers = generators, trainer, workers
         self._within = min(config.sync_deadline / TRIES, collective_deadline / 2)
         self._group: BroadcastGroup | None = None
         self._is_over = True
-        """A new group has to be formed."""
+        """Whether a new group has to be formed."""
 
     async def send(self, names: Sequence[str], weights: PublishedWeights) -> dict[str, BaseException]:
-        """Send weights to these engines; returns, by name, why an engine was lost.
+        """Send weights to these engines; returns the error of each lost engine by name.
 
-        A living engine that was cut off receives them in the next group. If the trainer has newer weights, nothing
-        is sent, because those are about to be published.
+        A living engine that was cut off receives the weights in the next group. If the trainer has newer weights,
+        nothing is sent, because the newer weights are about to be published.
 
         Raises:
-            RunFailed: broadcasts were cut off again though no engine was lost.
+            RunFailed: broadcasts were cut off repeatedly although no engine was lost.
             TrainerLost: the trainer does not answer.
         """
         lost: dict[str, BaseException] = {}
@@ -83,7 +83,7 @@ class Broadcasts:
         return lost
 
     def cut_off(self, why: str) -> None:
-        """End the group, whatever its members wait for; the next broadcast forms another."""
+        """End the group, whatever its members wait for; the next broadcast forms a new group."""
         if self._group is not None and not self._is_over:
             self._group.store.set(OVER, why)
         self._is_over = True
@@ -103,7 +103,7 @@ class Broadcasts:
         return self._group
 
     async def _broadcast(self, names: list[str], weights: PublishedWeights) -> dict[str, BaseException]:
-        """One broadcast; returns the error of each engine that did not take the weights."""
+        """Do one broadcast; returns the error of each engine that did not load the weights."""
         group, first_ranks = self._group, dict[str, int]()
         if group is None or self._is_over or group.engines != names:
             group = self._formed(names)

@@ -26,11 +26,11 @@ from service.errors import BatonError, Starved
 TRIES = 3
 """The number of successive calls without an answer that fit into `weights.sync_deadline`."""
 BUCKETS = 64
-"""Buckets of a publication, within the next two bounds."""
+"""Number of buckets of a publication, unless a bucket would exceed the next two bounds."""
 MIN_BYTES, MAX_BYTES = 1 << 20, 64 << 20
 """Bounds on the bytes of a bucket."""
 AT_ONCE = 2
-"""Buckets on their way to a node at once: one that is arriving and one that was requested."""
+"""Maximum number of buckets in flight to a node: one that is arriving and one that was requested."""
 
 NOT_PASSED_ON = (ray.exceptions.ObjectLostError, Starved)
 """Errors of a call that may have failed because its argument did not arrive."""
@@ -42,25 +42,25 @@ class Replaced(BatonError):
 
 @dataclass(eq=False)
 class NodeImage:
-    """A node's image of some weights, as the driver knows it."""
+    """The driver's record of a node's image of one version of the weights."""
 
     weights: PublishedWeights
     holder: str
     """Name of the generator that writes and holds the image."""
     generator: Any
-    """This generator, also after it has left."""
+    """The actor of this generator, also after it has left."""
     number: int
     users: int = 1
     path: str | None = None
-    """Where engines load the image; None after `arrived`: the trainer has newer weights."""
+    """The path from which engines load the image; None after `arrived`: the trainer has newer weights."""
     error: BaseException | None = None
     """Why the node does not have the weights."""
     arrived: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when the image is whole, or will not be."""
+    """Set when the image is complete, or when it is clear that it will not be."""
 
 
 class WeightChain:
-    """Sends one publication of the weights from node to node; each node writes what it gets into its image."""
+    """Sends one publication of the weights from node to node; each node writes the buckets into its image."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class WeightChain:
         """Send the file of these weights.
 
         Raises:
-            Replaced: the trainer has newer ones.
+            Replaced: the trainer has newer weights.
             TrainerLost: a rank does not answer.
         """
         under_way = asyncio.Semaphore(AT_ONCE * (len(self._hops) + 1))

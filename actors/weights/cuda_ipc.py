@@ -3,8 +3,8 @@
     rank n     gathers all weights on its GPU; sends name, type, shape and a memory handle of each tensor
     engine n   pauses, opens the handles, loads from that memory, closes them, resumes
 
-vLLM would pickle the handles on the way to its workers. Here they travel as JSON, and the worker builds vLLM's form of
-them (`actors.engine.worker_extension`), so that nothing is unpickled:
+vLLM would pickle the handles on the way to its workers. This module sends them as JSON, and the worker converts them
+to vLLM's form (`actors.engine.worker_extension`), so that nothing is unpickled:
 
     torch's arguments of `rebuild_cuda_tensor`       (Tensor, Size([4]), (1,), 0, ..., 0, b"\\x07...", 512, ...)
     a handle, beside name, type and shape            {"storage_handle": "07...", "storage_size_bytes": 512, ...}
@@ -35,7 +35,7 @@ NUMBER_FIELDS = (
 )
 
 Handle = dict[str, Any]
-"""What another process needs to open one tensor's memory: bytes as hexadecimal digits, numbers as they are."""
+"""The data with which another process opens one tensor's memory: bytes as hexadecimal digits, and numbers."""
 
 
 def handle_of(rebuild_arguments: Mapping[str, Any]) -> Handle:
@@ -68,7 +68,7 @@ def rebuild_arguments(handle: Handle, spec: TensorSpec) -> tuple[Any, ...]:
 
 
 def encode_handles(weights: Mapping[str, Tensor], device: torch.device) -> bytes:
-    """Encode handles of these tensors for the engine on this GPU, to be opened once, because each call adds a
+    """Encode handles of these tensors for the engine on this GPU. They must be opened once, because each call adds a
     reader of the memory."""
     from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 

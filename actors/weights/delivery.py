@@ -53,12 +53,12 @@ class Delivery:
         self._images = NodeImages(generators, source, config.sync_deadline, sent)
         self._broadcasts, self._broadcasting = broadcasts, asyncio.Lock()
         self._locks: dict[str, asyncio.Lock] = {}
-        """Held while an engine is updated."""
+        """A lock for each engine, held while the engine is updated."""
         self._latest: PublishedWeights | None = None
         """The newest weights that were sent to the engines."""
         self._sync: asyncio.Task[float] | None = None
         self._kept: dict[str, PolicyVersion] = {}
-        """The version that an engine keeps for an evaluation."""
+        """The version that each evaluating engine keeps, by generator."""
 
     def register(self, name: str, node: str) -> None:
         """Note that a generator has started on this node."""
@@ -70,7 +70,7 @@ class Delivery:
         return self._images.node_of(name)
 
     def restarts(self, name: str) -> None:
-        """Note that a generator's process has ended, and that another one starts."""
+        """Note that a generator's process has ended, and that a new process starts."""
         self._broadcasts.forget(name)
 
     async def forget(self, name: str) -> None:
@@ -100,7 +100,7 @@ class Delivery:
         deadline = self._config.sync_deadline
         try:
             async with asyncio.timeout(deadline):
-                seconds = await asyncio.shield(self._sync)  # who waits may be woken; the engines go on
+                seconds = await asyncio.shield(self._sync)  # a waiting caller may be cancelled; the engines continue
         except TimeoutError as error:
             raise RunFailed(f"the engines did not take new weights within {deadline:.0f} s") from error
         self._sync = None
@@ -130,7 +130,7 @@ class Delivery:
     async def update(self, name: str) -> BaseException | None:
         """Update one engine; an engine that is down, or fails during the update, is updated after its restart.
 
-        Returns why it failed; None also if the trainer is lost, which publishes again after its restart.
+        Returns the engine's error, or None; also None if the trainer is lost, which publishes again after its restart.
         """
         if self._config.transport == "nccl":
             return (await self._broadcast([name])).get(name)
@@ -145,7 +145,7 @@ class Delivery:
                     await self._pull(name, weights)
                 else:
                     handles = await self._source.ipc_handles(list(self._generators).index(name), weights.version)
-                    if handles is not None:  # otherwise the rank has newer ones, which are about to be published
+                    if handles is not None:  # otherwise the rank has newer weights, which are about to be published
                         await self._take(name, weights.version, *handles)
             except TrainerLost as lost:
                 self._source_failed(lost)
@@ -166,7 +166,7 @@ class Delivery:
         return time.monotonic() - start
 
     async def _broadcast(self, names: list[str]) -> dict[str, BaseException]:
-        """Update the engines that are up, by one broadcast; returns, by name, why an engine failed."""
+        """Update the engines that are up, by one broadcast; returns the error of each failed engine by name."""
         async with self._broadcasting:
             up = [name for name in names if self._takes(name)]
             if self._latest is None or not up:
@@ -187,7 +187,7 @@ class Delivery:
         return self._is_up(name) and self._kept.get(name, latest) == latest
 
     async def _pull(self, name: str, weights: PublishedWeights) -> None:
-        """Let an engine pull the weights; if the image of its node has vanished with its holder, try a new one.
+        """Let an engine pull the weights; if the image of its node has vanished with its holder, try a new image.
 
         Raises:
             TrainerLost: the ranks do not hold the newest weights any more.

@@ -18,10 +18,10 @@ from service.errors import WeightsGone
 
 
 class Image:
-    """A whole file of one version in shared memory, which is written bucket by bucket, in any order."""
+    """The weights file of one version in shared memory, which is written bucket by bucket, in any order."""
 
     def __init__(self, version: int, n_bytes: int) -> None:
-        """Create the file; it has its version when all of its bytes are written."""
+        """Create the file; it is marked with its version once all of its bytes are written."""
         self._version, self._missing = version, n_bytes
         self._memory = WeightMemory(n_bytes)
         self._octets = self._memory.octets().numpy()
@@ -34,7 +34,7 @@ class Image:
         """Write a bucket, unless it was written before.
 
         Raises:
-            ValueError: the message differs from the sent one; the image stays unchanged.
+            ValueError: the message differs from the sent message; the image stays unchanged.
         """
         octets = verify(message, bucket.checksum)
         with self._writing:
@@ -77,11 +77,11 @@ class ImageHolder:
     async def write_image(
         self, number: int, bucket: WeightBucket, message: WeightBytes, passes_on: bool
     ) -> tuple[WeightBytes | None, None]:
-        """Write a bucket into an image; returns the message to pass on, and apart from it that this is done.
+        """Write a bucket into an image; returns the message to pass on, and separately None as an acknowledgement.
 
         Raises:
             WeightsGone: there is no such image any more.
-            ValueError: the bytes differ from the sent ones.
+            ValueError: the bytes differ from the sent bytes.
         """
         if (image := self._images.get(number)) is None:
             raise WeightsGone("these weights are not held any more")

@@ -3,8 +3,8 @@
     | version of buffer 0, version of buffer 1, ... | buffer 0 | buffer 1 |
       a page                                          whole pages each
 
-Who writes a buffer takes its version away before and states the new one after. Who reads compares the version before
-and after, so that nothing that was replaced meanwhile passes for weights of a version.
+A writer removes the version of a buffer before it writes, and sets the new version afterwards. A reader compares the
+version before and after reading, and so notices if the buffer was replaced meanwhile.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from service.errors import WeightsGone
 
 PAGE = 4096
-"""Bytes of which the start of each buffer is a multiple."""
+"""Alignment of the start of each buffer, in bytes."""
 NO_VERSION = -1
 """The version of a buffer that is empty, or about to be filled."""
 
@@ -28,7 +28,7 @@ class WeightMemory:
     that has it open."""
 
     def __init__(self, n_bytes: int, buffers: int = 1) -> None:
-        """Create it, with so many bytes in each buffer."""
+        """Create the memory, with `n_bytes` in each buffer."""
         self._n_bytes = n_bytes
         self._fd = os.memfd_create("baton-weights", os.MFD_CLOEXEC)
         os.ftruncate(self._fd, PAGE + buffers * self._stride)
@@ -36,7 +36,8 @@ class WeightMemory:
         self._versions = _versions(self._octets)
         self._versions.fill_(NO_VERSION)
         self.path = f"/proc/{os.getpid()}/fd/{self._fd}#{os.fstat(self._fd).st_ino}"
-        """Where processes of the same host open it, and the file's own number, because descriptors are reused."""
+        """The path by which processes of the same host open the memory, with the file's inode number, because
+        descriptors are reused."""
         self._end = finalize(self, os.close, self._fd)
 
     @property
@@ -53,7 +54,7 @@ class WeightMemory:
         return self._octets[start : start + self._n_bytes]
 
     def mark(self, version: int, buffer: int = 0) -> None:
-        """State the version of a buffer."""
+        """Set the version of a buffer."""
         self._versions[buffer] = version
 
     def register(self) -> None:
@@ -61,7 +62,7 @@ class WeightMemory:
         register(self._octets)
 
     def close(self) -> None:
-        """Let nobody open the memory any more; it is freed when nobody has it open."""
+        """Close the memory, so that no other process can open it; it is freed when no process has it open."""
         self._end()
 
 
@@ -69,10 +70,10 @@ class OpenMemory:
     """The memory of another process."""
 
     def __init__(self, path: str) -> None:
-        """Open it by its path; it stays when its owner ends.
+        """Open the memory by its path; it remains valid when its owner ends.
 
         Raises:
-            WeightsGone: the owner has ended or is about to end, or other memory is there.
+            WeightsGone: the owner has ended or is about to end, or the path leads to another memory.
         """
         at, _, number = path.partition("#")
         try:
@@ -84,7 +85,7 @@ class OpenMemory:
             raise WeightsGone(f"the weights at {path} are gone (others are there)")
         self.octets = _map(self._fd)
         self.path = f"/proc/{os.getpid()}/fd/{self._fd}#{number}"
-        """Where another process opens it while this one has it open."""
+        """The path by which another process opens the memory while this process has it open."""
         self._end = finalize(self, os.close, self._fd)
 
     def version(self, buffer: int) -> int:
@@ -97,7 +98,7 @@ class OpenMemory:
 
 
 def register(octets: Tensor) -> None:
-    """Register host memory with CUDA as long as it is mapped, if this process uses a GPU, so that copies need no detour
+    """If this process uses a GPU, register host memory with CUDA as long as it is mapped, so that copies do not go
     through the driver's own buffers.
 
     Raises:

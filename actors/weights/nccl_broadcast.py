@@ -1,10 +1,10 @@
-"""Weights from the trainer's first rank to all engines at once, in buckets of bytes, whatever the sizes of the tensors.
+"""Weights from the trainer's first rank to all engines at once, in buckets of bytes that may split tensors.
 
     rank 0        copies tensors into a bucket, broadcasts the bucket, fills the other one meanwhile
-    each worker   receives a bucket, copies it into tensors, loads those that are whole
+    each worker   receives a bucket, copies it into tensors, loads those that are complete
 
-An announcement is sent beside the tensors: name, type and shape of each, in the order in which they are sent. Both
-ends use it to cut the tensors in the same way. Tensors of 5, 3 and 4 bytes in buckets of 6:
+An announcement is sent separately from the tensors: name, type and shape of each, in the order in which they are sent.
+Sender and receivers use it to cut the tensors in the same way. Tensors of 5, 3 and 4 bytes in buckets of 6:
 
     bucket 0   tensor 0 [0 1 2 3 4]   tensor 1 [0]
     bucket 1   tensor 1 [1 2]         tensor 2 [0 1 2 3]
@@ -36,14 +36,14 @@ N_BUCKETS = 2
 
 
 class Piece(NamedTuple):
-    """Bytes of one tensor in one bucket."""
+    """The part of one tensor in one bucket."""
 
     tensor: int
     """The tensor's number."""
     start: int
-    """First byte in the tensor."""
+    """First byte of the piece in the tensor."""
     at: int
-    """First byte in the bucket."""
+    """First byte of the piece in the bucket."""
     n_bytes: int
 
 
@@ -92,7 +92,7 @@ def send(group: WeightGroup, weights: Mapping[str, Tensor], device: torch.device
 
 
 def receive(group: WeightGroup, specs: Sequence[TensorSpec], device: torch.device) -> Iterator[tuple[str, Tensor]]:
-    """Yield each announced tensor as soon as it is whole; holds two buckets on the device.
+    """Yield each announced tensor as soon as it is complete; holds two buckets on the device.
 
     Raises:
         WeightsCutOff: the group ended before all tensors had arrived.
@@ -120,7 +120,7 @@ def receive(group: WeightGroup, specs: Sequence[TensorSpec], device: torch.devic
 
 
 class BroadcastSender:
-    """The trainer's end, which sends in a thread and on a separate stream while the trainer continues."""
+    """The trainer's side, which sends in a thread and on a separate stream while the trainer continues."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -129,7 +129,7 @@ class BroadcastSender:
         self._lock = Lock()
 
     def begin(self, meeting: Meeting, weights: Mapping[str, Tensor]) -> None:
-        """Join the group, if it is a new one, and send; the engines learn of a failure from the group's store."""
+        """Join the group, if it is new, and send; the engines learn of a failure from the group's store."""
         Thread(target=self._send, args=(meeting, weights), daemon=True, name="broadcast").start()
 
     def _send(self, meeting: Meeting, weights: Mapping[str, Tensor]) -> None:

@@ -1,5 +1,5 @@
-"""Where the engines of a node read the newest weights: in the memory of the ranks, if the ranks are on the node;
-otherwise in the node's image, which one generator writes as the weights arrive.
+"""The place from which the engines of a node read the newest weights. It is the memory of the ranks if all ranks are
+on the node, otherwise the node's image, which one generator writes as the weights arrive.
 
     node A   generator-0  writes /proc/71/fd/40#7 <- ranks     generator-1  loads it          (`#7`: inode 7)
     node B   generator-2  writes /proc/35/fd/40#9 <- node A    generator-3  loads it
@@ -36,7 +36,7 @@ class NodeImages:
         self._generators, self._trainer, self._deadline, self._sent = generators, trainer, deadline, sent
         self._node_of: dict[str, str] = {}
         self._held: dict[str, NodeImage] = {}
-        """By node."""
+        """The newest image of each node, by node."""
         self._numbers = count()
         self._under_way: set[asyncio.Task[None]] = set()
 
@@ -68,8 +68,8 @@ class NodeImages:
 
     @asynccontextmanager
     async def sources_for(self, name: str, weights: PublishedWeights) -> AsyncIterator[Sequence[Source] | None]:
-        """Yield where a generator reads these weights: in the memory of the ranks if all are on its node, else in the
-        image of its node, which is held while the block runs. None: newer ones are about to be published."""
+        """Yield the sources from which a generator reads these weights: the memory of the ranks if all are on its node,
+        else the image of its node, which is held while the block runs. None: the trainer has newer weights."""
         if self._is_beside(name, weights):
             yield weights.sources
             return
@@ -102,8 +102,8 @@ class NodeImages:
                 raise held.error
 
     def _begin(self, names: Sequence[str], weights: PublishedWeights) -> list[NodeImage]:
-        """Begin to send weights to the nodes of these generators, one generator per node; each image then has one
-        user."""
+        """Begin to send weights to the nodes of these generators, with one generator per node as holder. Each image
+        begins with one user."""
         begun = [NodeImage(weights, name, self._generators[name], next(self._numbers)) for name in names]
         self._held |= {self._node_of[held.holder]: held for held in begun}
         if begun:
@@ -134,7 +134,7 @@ class NodeImages:
                 held.error = error
         for held in begun:
             if held.error is not None:
-                self._forget(held)  # now, because a caller that retries before its release would get the same error
+                self._forget(held)  # now: a caller that retries before the release would get the same error
             held.arrived.set()
         unused = [held for held in begun if held.error is not None or not held.users]
         await asyncio.gather(*(self._release(held) for held in unused))

@@ -1,4 +1,4 @@
-"""A rank's part of a weights file: the bytes that the rank holds, one after another, and where each lies in the file.
+"""A rank's part of a weights file: the bytes that the rank holds, one after another, and their places in the file.
 
     file     | header | a: rows 0 1 | a: rows 2 3 | b: row 0 | b: row 1 |
     rank 0   | header | a: rows 0 1 |             | b: row 0 |                part: header, rows 0 1 of a, row 0 of b
@@ -32,7 +32,7 @@ from service.learn.model.sharding import Rows, finish_host_copies
 TYPES = {torch.float32: "F32", torch.bfloat16: "BF16"}
 """Names of the weights' dtypes, as written in the header of a weights file."""
 ALIGNED = 8
-"""Bytes of which the start of the data is a multiple."""
+"""Alignment of the start of the data, in bytes."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class WeightPart:
 
     @cached_property
     def ends(self) -> list[int]:
-        """Return the bytes of the part up to the end of each span."""
+        """Return the number of bytes of the part up to the end of each span."""
         return [*accumulate(n_bytes for _, n_bytes in self.spans)]
 
     @property
@@ -82,7 +82,7 @@ class WeightPart:
 
 
 class Source(NamedTuple):
-    """Where processes of the same host read a part."""
+    """The place from which processes of the same host read a part."""
 
     part: WeightPart
     path: str
@@ -115,8 +115,8 @@ def check_parts(parts: Sequence[WeightPart]) -> None:
 
 
 class PartBuffers:
-    """A rank's part of the newest weights, in one of two buffers; the other one has the version before until the next
-    is published."""
+    """A rank's part of the newest weights, in one of two buffers. The other buffer has the previous version until the
+    next version is published."""
 
     def __init__(self, rank: int = 0) -> None:
         self._rank = rank
@@ -133,7 +133,7 @@ class PartBuffers:
         return Source(self.part, self._memory.path, self._memory.start(self._newest), self._newest, stays=True)
 
     def copy(self, version: int, weights: Mapping[str, Rows], dtype: torch.dtype) -> None:
-        """Copy the part of a version, as this type, over that of the version before the last."""
+        """Copy the part of a version, converted to `dtype`, into the buffer with the older version."""
         pieces = list(_pieces(weights, self._rank, dtype))
         part = WeightPart.of_spans([(at, source.numel() * kind.itemsize) for at, source, kind in pieces])
         with self._lock:
@@ -156,13 +156,13 @@ class PartBuffers:
             if version != self.version:
                 return None
             octets = self._memory.octets(self._newest)[start:stop].numpy()
-            message: Octets = octets.copy()  # sent when the buffer may have another version
+            message: Octets = octets.copy()  # the buffer may change before the message is sent
             return WeightBucket((*self.part.within(start, stop),), checksum_of(message)), message
 
 
 def _pieces(weights: Mapping[str, Rows], rank: int, dtype: torch.dtype) -> Iterator[tuple[int, Tensor, torch.dtype]]:
-    """Return a rank's tensors, each with its first byte in the file and its type there, in the order of the file;
-    rank 0 has the header."""
+    """Return a rank's tensors in the order of the file, each with its first byte and its type in the file; rank 0 also
+    has the header."""
     header = _header(weights, dtype)
     if rank == 0:
         yield 0, torch.from_numpy(np.frombuffer(bytearray(header), np.uint8)), torch.uint8

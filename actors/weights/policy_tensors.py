@@ -1,4 +1,4 @@
-"""Checks that weights arrive unchanged and whole: by their checksum, the announced tensors, and the size of the policy.
+"""Checks that weights arrive unchanged and complete: by checksum, announced tensors, and the size of the policy.
 
     trainer   data, checksum_of(data)   ->  Ray's object store  ->  node     verify(data, checksum)
                                                                     engine   size.check(shapes)
@@ -33,7 +33,7 @@ from service.learn.model.lora import A, B
 Octets = NDArray[np.uint8]
 
 WeightBytes = bytes | bytearray | memoryview | Octets
-"""Bytes of weights, or about them; an array passes Ray's object store without a copy."""
+"""Bytes of weights or of an announcement; an array passes Ray's object store without a copy."""
 
 ADAPTER = "policy"
 """Name of the adapter in the engine."""
@@ -56,7 +56,7 @@ def verify(data: WeightBytes, checksum: int) -> memoryview:
     """Check the checksum of these bytes and return them, without a copy.
 
     Raises:
-        ValueError: the bytes have another checksum.
+        ValueError: the bytes have a different checksum.
     """
     view = memoryview(data).cast("B")  # type: ignore[arg-type]  # an array is a buffer as well
     found = checksum_of(view)
@@ -99,7 +99,7 @@ class PolicySize(NamedTuple):
     tied: bool
     """Whether the output head is the embedding, which then counts once."""
     adapter: AdapterShapes | None = None
-    """The tensors of the adapter, of which each publication consists; None: it consists of the whole model."""
+    """The tensors of the adapter, if each publication consists of these; None: it consists of the whole model."""
 
     @staticmethod
     def of_folder(model_folder: Path, lora: LoraConfig | None = None) -> PolicySize:
@@ -137,16 +137,16 @@ class PolicySize(NamedTuple):
 
 
 def encode_announcement(weights: Mapping[str, Tensor], **more: Any) -> bytes:
-    """Encode the list of tensors that travel from GPU to GPU, in order, as JSON; `more`: what else a receiver needs."""
+    """Encode the ordered list of tensors that go from GPU to GPU as JSON; `more`: further data for the receiver."""
     specs = [TensorSpec(name, str(w.dtype).removeprefix("torch."), tuple(w.shape)) for name, w in weights.items()]
     return json.dumps({"tensors": specs, **more}).encode()
 
 
 def decode_announcement(data: WeightBytes, checksum: int, size: PolicySize) -> tuple[dict[str, Any], int]:
-    """Return an announcement, with which an engine's workers receive the tensors, and the bytes of all tensors.
+    """Return an announcement, with which an engine's workers receive the tensors, and the total bytes of the tensors.
 
     Raises:
-        ValueError: the announcement differs from the sent one, or names more or less than the whole policy.
+        ValueError: the announcement was changed on the way, or names more or less than the whole policy.
     """
     info: dict[str, Any] = json.loads(bytes(verify(data, checksum)))
     specs = [TensorSpec(name, dtype, tuple(shape)) for name, dtype, shape in info["tensors"]]

@@ -1,11 +1,11 @@
-"""A weights file as a reader sees it: its parts lie in several memories, and only what is used is read.
+"""A reader's view of a weights file, whose parts lie in several memories: only the bytes that are used are read.
 
     rank 0   | header | a: rows 0 1 | b: row 0 |     PulledTensor a [4, ...]  --narrow(0, 1, 2)-->  rows 1 2
     rank 1   | a: rows 2 3 | b: row 1 |              --copy_-->  reads row 1 of rank 0 and row 2 of rank 1
 
 vLLM's loaders take a worker's part of a tensor (rows for some layers, columns for others) and copy it into a parameter.
-A `PulledTensor` follows such views without data, and reads at the copy just the rows that the view touches. What else
-is done to it, is done to its values. So nothing is known here of vLLM's layouts, and nothing is read twice.
+A `PulledTensor` follows such views without data, and at the copy reads only the rows that the view touches. Any other
+operation reads its values first. So this module need not know vLLM's layouts, and nothing is read twice.
 """
 
 from __future__ import annotations
@@ -39,24 +39,23 @@ class StoredTensor(NamedTuple):
     dtype: torch.dtype
     shape: tuple[int, ...]
     at: int
-    """First byte in the file."""
+    """First byte of the tensor in the file."""
 
 
 class WeightFile:
     """The weights file of one version."""
 
     def __init__(self, version: int, sources: Sequence[Source], kept: dict[str, OpenMemory] | None = None) -> None:
-        """Open it. `kept`: memories that stay open from one version to the next, by their numbers; it is brought up to
-        date.
+        """Open the file. `kept`: memories that stay open from one version to the next, by inode number; it is updated.
 
         Raises:
             WeightsGone: a holder has ended, or has another version.
         """
         self._version, self._sources = version, [source for source in sources if source.part.spans]
         self._memories: dict[str, OpenMemory] = {}
-        """By path."""
+        """All memories of the file, by path."""
         self._own: list[OpenMemory] = []
-        """Those that are closed with the file."""
+        """The memories that are closed together with the file."""
         try:
             for source in self._sources:
                 self._memories[source.path] = self._memories.get(source.path) or self._opened(source, kept)
@@ -90,7 +89,7 @@ class WeightFile:
         return sum(source.part.n_bytes for source in self._sources)
 
     def check(self) -> None:
-        """Compare the version of every part, before and after reading.
+        """Check the version of every part; call this before and after reading.
 
         Raises:
             WeightsGone: a part was replaced, or is being replaced.
@@ -100,7 +99,8 @@ class WeightFile:
                 raise WeightsGone(f"the weights at {source.path} are gone (version {found}, not {self._version})")
 
     def read(self, start: int, stop: int, device: torch.device = CPU) -> Tensor:
-        """Return these bytes of the file, [n] uint8; bytes of one part that stay where they are, are not copied."""
+        """Return the bytes from `start` to `stop` of the file, [n] uint8; without a copy if one part in CPU memory has
+        them all and `device` is the CPU."""
         pieces = list[Tensor]()
         number = bisect_right(self._starts, start) - 1
         while start < stop:
@@ -119,7 +119,7 @@ class WeightFile:
         """Return the tensors that the header names.
 
         Raises:
-            ValueError: the parts are no whole safetensors file.
+            ValueError: the parts are not a complete safetensors file.
         """
         try:
             length = int.from_bytes(self.read(0, 8).numpy().tobytes(), "little")
@@ -144,12 +144,12 @@ class WeightFile:
             yield name, PulledTensor(read, width, torch.empty(shape, dtype=dtype, device="meta"))
 
     def _rows(self, dtype: torch.dtype, at: int, n_bytes: int, start: int, stop: int, device: torch.device) -> Tensor:
-        """Read the rows from `start` to `stop` of the tensor at this byte, with so many bytes a row."""
+        """Read the rows from `start` to `stop` of the tensor at byte `at`, whose rows have `n_bytes` each."""
         octets = self.read(at + start * n_bytes, at + stop * n_bytes, device)
         return (octets if octets.storage_offset() % dtype.itemsize == 0 else octets.clone()).view(dtype)
 
     def info(self) -> dict[str, Any]:
-        """Return the arguments of `file_of`, for processes of this host while this one has the file open."""
+        """Return the argument of `file_of`, for processes of this host while this process has the file open."""
         sources = [(part.spans, self._memories[path].path, *where) for part, path, *where in self._sources]
         return {"version": self._version, "sources": sources}
 
@@ -169,17 +169,17 @@ def file_of(info: Mapping[str, Any], kept: dict[str, OpenMemory]) -> WeightFile:
 
 
 class PulledTensor(Tensor):
-    """A view of a tensor whose values are elsewhere."""
+    """A view of a tensor whose values are read only when they are needed."""
 
     _read: ReadRows
     _width: int
-    """Elements of a row of the stored tensor."""
+    """Number of elements in a row of the stored tensor."""
     _view: Tensor
-    """The view on a tensor without data of the stored shape."""
+    """The same view of a tensor that has the stored shape but no data."""
 
     @staticmethod
     def __new__(cls, read: ReadRows, width: int, view: Tensor) -> PulledTensor:
-        """Create the view; for its users it lies in CPU memory."""
+        """Create the view; it appears as a tensor in CPU memory."""
         made: PulledTensor = Tensor._make_wrapper_subclass(
             cls, view.shape, strides=view.stride(), storage_offset=view.storage_offset(), dtype=view.dtype
         )
@@ -187,7 +187,7 @@ class PulledTensor(Tensor):
         return made
 
     def pulled(self, device: torch.device = CPU) -> Tensor:
-        """Read the rows that the view touches, and return the view of them; whole rows go to the device."""
+        """Read the rows that the view touches to the device, as whole rows, and return the view of them."""
         view = self._view
         if not view.numel():
             return torch.empty(view.shape, dtype=view.dtype, device=device)
@@ -202,7 +202,8 @@ class PulledTensor(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Follow a view, and read for anything else; writing is refused, because others read the same memory.
+        """Follow a view; for any other operation read the values. Writing is refused, because other processes read the
+        same memory.
 
         Raises:
             TypeError: the operation would change the values.
@@ -228,6 +229,6 @@ class PulledTensor(Tensor):
 
 
 def _is_of(view: Tensor, other: Tensor) -> bool:
-    """Return whether both are views of the same elements, where a result of the same operation might be a copy."""
+    """Return whether `view` is a view of the memory of `other`; the same operation might also have made a copy."""
     same = view.untyped_storage()._cdata == other.untyped_storage()._cdata
     return same and view.dtype == other.dtype and view.is_meta

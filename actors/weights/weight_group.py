@@ -28,22 +28,22 @@ from torch._C._distributed_c10d import Store, TCPStore
 from service.errors import WeightsCutOff
 
 BUCKET_BYTES = 128 << 20
-"""Bytes that are broadcast at once. Each member holds two buckets."""
+"""Bytes of a bucket, which is broadcast at once; each member holds two buckets."""
 
 OVER = "over"
 """Key of the store under which members write why the group has ended."""
 HERE = "here"
-"""Key of the store with the number of members that have joined."""
+"""Key of the store that counts the members that have joined."""
 
 CHECK_SECONDS = 0.1
-"""Seconds between two looks at `OVER`."""
+"""Seconds between two checks of `OVER`."""
 ARRIVAL_SECONDS = 0.02
-"""Seconds between two looks, over the network, at how many members are there."""
+"""Seconds between two checks, over the network, of the number of members that have joined."""
 PAUSE_SECONDS = 0.0005
 """Seconds between two checks of an operation in progress."""
 
 LEAVE_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-"""Environment variable that torch reads when a group is made; 0: torch's watchdog does not end the process when a
+"""Environment variable that torch reads when a group is created; 0: torch's watchdog does not end the process when a
 member of the group dies."""
 
 
@@ -54,9 +54,9 @@ class Meeting(NamedTuple):
     port: int
     """Port of the driver's store."""
     size: int
-    """Members, the trainer's first rank included."""
+    """Number of members, including the trainer's first rank."""
     within: float
-    """Seconds in which all must have met, and in which each broadcast must end."""
+    """Seconds within which all members must have joined, and within which each broadcast must end."""
     bucket_bytes: int = BUCKET_BYTES
 
 
@@ -66,7 +66,7 @@ def open_store(address: str) -> TCPStore:
 
 
 class WeightGroup:
-    """One member's end of a group."""
+    """A group from the side of one member."""
 
     def __init__(self, meeting: Meeting, rank: int, device: torch.device) -> None:
         """Join, and wait until all members have.
@@ -79,7 +79,7 @@ class WeightGroup:
         self._device = device
         self._backend: Any = None
         self._works: list[dist.Work] = []
-        """Broadcasts that were begun and not awaited yet."""
+        """Broadcasts that have begun and were not awaited yet."""
         self._control = self._store()
         with self.under_way():
             self._control.add(HERE, 1)
@@ -98,7 +98,7 @@ class WeightGroup:
 
     @contextmanager
     def under_way(self) -> Iterator[None]:
-        """Run one operation of all members, which must end in time; if this member fails, the group is over for all.
+        """Run one operation of all members within the deadline; if this member fails, the group ends for all members.
 
         Raises:
             WeightsCutOff: the group has ended, or the deadline has passed.
@@ -115,7 +115,7 @@ class WeightGroup:
         """Begin to copy rank 0's tensor into the tensor of every other member, after the current stream's work.
 
         Raises:
-            WeightsCutOff: this member's end is over.
+            WeightsCutOff: this member has left the group, or the group has ended.
         """
         if self._backend is None:
             raise WeightsCutOff("the group is over")
@@ -144,7 +144,7 @@ class WeightGroup:
         self._works.remove(work)
 
     def end(self, why: str) -> None:
-        """Tell all members that the group is over, and abort operations in progress here."""
+        """Tell all members that the group is over, and abort this member's operations in progress."""
         with suppress(RuntimeError):  # the driver has died, or has ended the group itself
             self._control.compare_set(OVER, "", why)
         backend, self._backend = self._backend, None
@@ -170,7 +170,7 @@ class WeightGroup:
             raise WeightsCutOff(why)
 
     def _result_of(self, make: Callable[[], Any]) -> Any:
-        """Return a function's result; it is called in a thread that is abandoned at the deadline."""
+        """Call a function in a thread, which is abandoned at the deadline, and return its result."""
         made: Future[Any] = Future()
 
         def run() -> None:
@@ -206,8 +206,8 @@ def _make_backend(store: Store, rank: int, size: int, device: torch.device, limi
 
 
 def _abort(backend: Any, works: list[dist.Work]) -> None:
-    """Abort a group, and keep a reference to it until its operations have ended. Its destructor would otherwise
-    wait for gloo's operations, which end by their own timeout, and hold Python's lock meanwhile."""
+    """Abort a group, and keep a reference to it until its operations have ended. Otherwise its destructor would hold
+    Python's lock while it waits for gloo's operations, which end by their own timeout."""
     backend.abort()
     while not all(work.is_completed() for work in works):
         time.sleep(CHECK_SECONDS)

@@ -1,4 +1,4 @@
-"""The source of weights: the interface of the trainer's ranks for the code that sends weights to the engines."""
+"""The interface through which the code that sends weights to the engines uses the trainer's ranks."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class PublishedWeights:
 
     version: PolicyVersion
     announcement: bytes = b""
-    """The tensors, if they go from GPU to GPU; see `policy_tensors.encode_announcement`."""
+    """The encoded list of tensors, if they go from GPU to GPU; see `policy_tensors.encode_announcement`."""
     checksum: int = 0
     """Checksum of the announcement."""
     sources: tuple[Source, ...] = ()
-    """Each rank's part of the safetensors file, and where processes on its host read it; empty if the weights go from
-    GPU to GPU."""
+    """Each rank's part of the safetensors file, with the place from which processes of its host read the part; empty if
+    the weights go from GPU to GPU."""
 
     @property
     def sizes(self) -> list[int]:

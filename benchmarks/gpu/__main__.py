@@ -1,13 +1,13 @@
-"""What a first half hour on a GPU is for: the figures that nobody has, the most valuable first, without the network.
+"""Measures what only a GPU can show, within half an hour, the most valuable figures first, without the network.
 
     python -m benchmarks.gpu                              all parts in 25 minutes; build/gpu.json and build/gpu.md
     python -m benchmarks.gpu --minutes 12                 the most valuable parts that fit
     python -m benchmarks.gpu --part learner --json FILE   one part (may be given several times)
     python -m benchmarks.gpu --device cpu                 a rehearsal with small shapes
 
-Each figure has the range that arithmetic expects of an H100, and a verdict. A part without its packages or GPUs is not
-run, and one that crashes or hangs costs only itself; the reason is in the JSON. Exit code: 0 where every part was
-measured or not run, 1 where one failed, 2 without a usable GPU.
+Each figure has the range that is estimated for an H100, and a verdict. A part without its packages or GPUs is not run.
+A part that crashes or hangs does not affect the other parts; the reason is in the JSON. Exit code: 0 if every part was
+measured or not run, 1 if one failed, 2 without a usable GPU.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from benchmarks.gpu.table import markdown
 
 MINUTES = 25.0
 REHEARSAL = 5.0
-"""A rehearsal's deadlines over those on a GPU: CPUs are slow, and may have much else to do."""
+"""Factor by which deadlines on a CPU are longer than on a GPU: CPUs are slow, and may have other load."""
 PACKAGES = ("torch", "triton", "vllm", "ray", "transformers", "flash-attn-4", "flash-attn-3", "liger-kernel")
 
 
@@ -39,7 +39,7 @@ def main() -> int:
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: small shapes, as a rehearsal")
     parser.add_argument("--json", type=Path, default=ROOT / "build" / "gpu.json")
     options = parser.parse_args()
-    if options.json.suffix != ".json" or options.json.is_dir():  # beside it go the table and a folder of logs
+    if options.json.suffix != ".json" or options.json.is_dir():  # the table and a folder of logs are written beside it
         print(f"benchmarks.gpu: --json {options.json} is no file name that ends in .json; give one", file=sys.stderr)
         return 2
     why, machine = _machine(options.device)
@@ -58,7 +58,7 @@ def main() -> int:
 
 
 def _run(waiting: list[Part], options: argparse.Namespace, slower: float, file: Path, document: dict[str, Any]) -> None:
-    """Run the parts that fit into the minutes; the files are complete after each one."""
+    """Run the parts that fit into the minutes; the files are complete after each part."""
     logs, started = file.with_suffix(""), time.monotonic()
     while waiting:
         left = 60 * slower * options.minutes - (time.monotonic() - started)
@@ -80,10 +80,10 @@ def _run(waiting: list[Part], options: argparse.Namespace, slower: float, file: 
 
 
 def _machine(device: str) -> tuple[str, dict[str, str | float]]:
-    """Why the device cannot be used, or "", and what this machine is."""
+    """Return the reason why the device cannot be used, or "", and a description of this machine."""
     try:
         import torch
-    except (ImportError, OSError) as error:  # OSError: a library of CUDA is not there
+    except (ImportError, OSError) as error:  # OSError: a library of CUDA is missing
         return f"torch cannot be imported ({error})", {}
     packages = {name: version for name in PACKAGES if (version := _version(name))}
     machine: dict[str, str | float] = {"device": device, "python": platform.python_version(), **packages}

@@ -26,7 +26,7 @@ HEAD_DIM = {"cuda": 128, "cpu": 16}
 
 
 def measure(device: str, give: Give) -> None:
-    """Its tests first: a kernel that is wrong has no speed."""
+    """Run the kernels' tests, then measure their rates, because the speed of a wrong kernel means nothing."""
     suite.run(give, "tests/gpu/test_learn.py", "-k", "variable_length_kernels")
     there = torch.device(device)
     works = device == "cuda" and flash.begin(there)
@@ -39,7 +39,7 @@ def measure(device: str, give: Give) -> None:
             _with_flash("FA4", kernels, _inputs(there), packing, length, give)
         else:
             give(not_run(f"FA4, rows of {length}", f"flash-attn-4 {flash.VERSION} does not compute here"))
-    for length in LENGTHS[device]:  # last, because each length is compiled anew
+    for length in LENGTHS[device]:  # last, because each length is compiled separately
         _with_flex(_inputs(there), length, give)
 
 
@@ -71,7 +71,7 @@ def _with_flex(inputs: list[Tensor], length: int, give: Give) -> None:
 
 
 def _give(name: str, call: Callable[[], Tensor], inputs: list[Tensor], length: int, give: Give) -> None:
-    """Rates of the forward pass, and of the backward pass alone."""
+    """Report the rates of the forward pass, and of the backward pass alone."""
     there, (_, heads, tokens, head_dim) = inputs[0].device, inputs[0].shape
     flops = attention_flops(tokens // length, length, heads, head_dim)
     with torch.no_grad():

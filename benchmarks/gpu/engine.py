@@ -1,4 +1,4 @@
-"""vLLM beside the learner: tests that have never run on a GPU, then log-probabilities of the same tokens by both."""
+"""vLLM beside the learner: tests that need a GPU, then log-probabilities of the same tokens by vLLM and the learner."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ TURNS = {"cuda": 64, "cpu": 4}
 RESPONSE = {"cuda": OUTPUT_TOKENS - 1, "cpu": 8}
 DTYPES: dict[str, Literal["bfloat16", "float32"]] = {"cuda": "bfloat16", "cpu": "float32"}
 ROUNDING = 2.0**-9
-"""Relative rounding error of bfloat16; a log-probability differs by some of them, as one layer's adds to the next's."""
+"""Relative rounding error of bfloat16. The errors of the layers add up, so a log-probability differs by several."""
 
 
 def measure(device: str, give: Give) -> None:
-    """Routed experts, and weights by CUDA handles, then the differences of log-probabilities."""
+    """Run the tests of routed experts and of weights by CUDA IPC, then measure the differences of log-probabilities."""
     suite.run(give, "tests/gpu/test_experts.py", "tests/gpu/test_weights.py", "-k", "experts or (ipc and not adapter)")
-    # apart, because an engine's environment has to be set before vLLM is imported
+    # in a separate process, because an engine's environment has to be set before vLLM is imported
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as apart:
         give(apart.submit(_agreement, device).result())
 

@@ -1,4 +1,4 @@
-"""What an H100 should show, by arithmetic: from the rates of `service/learn/estimate/gpus.toml` and the operations of
+"""Estimates of what an H100 should show, from the rates of `service/learn/estimate/gpus.toml` and the operations of
 the real code, which a meter counts on fake tensors."""
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from service.learn.model.policy_model import Checkpointing
 LARGE_PRODUCTS = 784e12
 """FLOP/s of a large bfloat16 product, measured on an H100; `REACHED.products` is for products as small as a layer's."""
 LAUNCHES = 0.030
-"""Seconds of a micro-batch in which the GPU may wait for the host's launches."""
+"""Seconds of each micro-batch for which the GPU may wait for kernel launches of the host."""
 ATTENTION = {"FA2": (330e12, 260e12), "FA4": (550e12, 440e12)}
-"""FLOP/s forward and backward of causal attention in long rows, head size 128: as published by its authors."""
+"""FLOP/s of causal attention in long rows, forward and backward, with head size 128, as its authors published them."""
 MEASURED = 0.15
-"""Fraction by which a rate may differ from the one that was published or measured elsewhere."""
+"""Fraction by which a rate may differ from the rate that was published or measured elsewhere."""
 SMALL, LARGE = 2, 4
-"""Numbers of layers that are counted; those of the whole model are on the line through them."""
+"""Numbers of layers whose operations are counted; the counts of the whole model are extrapolated linearly."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """A micro-batch without checkpointing: FLOPs of the model, and seconds by kind with layers as written."""
+    """A micro-batch without checkpointing: FLOPs of the model, and seconds by kind of operation with eager layers."""
 
     model_flops: float
     seconds: dict[str, float]
@@ -43,7 +43,7 @@ class Step:
 
     @staticmethod
     def of(shape: dict[str, Any], parent: Path, row_tokens: int, tokens: int) -> Step:
-        """The counts for a shape of any number of layers."""
+        """Estimate a micro-batch of a model of this shape."""
         few, more = (_counted(shape | {"num_hidden_layers": n}, parent, row_tokens, tokens) for n in (SMALL, LARGE))
         share = (shape["num_hidden_layers"] - SMALL) / (LARGE - SMALL)
         kinds = few.seconds | more.seconds
@@ -56,7 +56,7 @@ class Step:
         return Step(at(lambda step: step.model_flops), seconds, *parts)
 
     def range(self, compiled: bool = True) -> Range:
-        """Seconds of a whole step: from no waits with the fastest attention, to waits for launches and the slowest."""
+        """Seconds of a whole step: from no waits and the fastest kernels, to waits for launches and slower kernels."""
         passes = REACHED.fused_passes if compiled else 1.0
         slow = self.seconds | {"elementwise": self.seconds["elementwise"] * passes}
         fast = slow | {
@@ -67,7 +67,7 @@ class Step:
         return Range(*(MICRO_BATCHES * seconds + self.optimizer_seconds for seconds in (low, high)))
 
     def utilisation(self, seconds: float) -> float:
-        """Share of the peak rate, for a whole step of so many seconds."""
+        """Fraction of the peak rate, for a whole step that takes this many seconds."""
         return MICRO_BATCHES * self.model_flops / seconds / H100.flops
 
     def utilisations(self, compiled: bool = True) -> Range:
@@ -83,7 +83,8 @@ def _counted(shape: dict[str, Any], parent: Path, row_tokens: int, tokens: int) 
 
 
 def head_seconds(tokens: int, hidden: int, vocabulary: int, compiled: bool) -> Range:
-    """Seconds a loss token of the output head, both passes: a compiled function is one kernel, else each operation."""
+    """Seconds per loss token of the output head, both passes. A compiled function counts as one kernel, otherwise each
+    operation does."""
     meter = Meter(vocabulary, tokens)
     each: Callable[..., Any] = lambda function, *arguments: function(*arguments)  # noqa: E731
     with FakeTensorMode(), as_on_gpu(meter.one_kernel if compiled else each):
@@ -97,24 +98,25 @@ def head_seconds(tokens: int, hidden: int, vocabulary: int, compiled: bool) -> R
 
 
 def attention_flops(rows: int, length: int, heads: int, head_dim: int) -> tuple[float, float]:
-    """FLOPs of causal attention forward, two products of half a square a row; and backward, five."""
+    """FLOPs of causal attention: two products of half a square per row in the forward pass, five in the backward."""
     forward = 2.0 * rows * heads * head_dim * length**2
     return forward, 2.5 * forward
 
 
 def attention_rates(kernel: str, length: int) -> tuple[Range, Range]:
-    """FLOP/s forward and backward; a diagonal tile of 128 x 128 is computed whole, so short rows are slower."""
+    """FLOP/s of the forward and the backward pass. Diagonal tiles of 128 x 128 are computed whole, so short rows are
+    slower."""
     useful = 1 / (1 + 128 / length)
     forward, backward = ATTENTION[kernel]
-    # kernels start, and end in a last wave that does not fill the GPU, once for all rows
+    # Starting a kernel, and its last wave, which does not fill the GPU, cost time once for all rows.
     return tuple(Range(useful * rate * (1 - 3 * MEASURED), rate * (1 + MEASURED)) for rate in (forward, backward))  # type: ignore[return-value]
 
 
 def sharded_over_unsharded(step: Step, seconds: float) -> Range:
-    """Ratio of a step on a mesh of one to the same without sharding: what FSDP2 copies, if nothing overlaps.
+    """Time of a step on a mesh of one rank over the time without sharding: the copies of FSDP2, if nothing overlaps.
 
-    A parameter is gathered twice a micro-batch (float32 read, bfloat16 written, copied in and out: 14 bytes), and its
-    gradient copied, reduced and added once (2 + 4, 4 + 4, 4 + 4 + 4: 26 bytes).
+    In each micro-batch a parameter is gathered twice (float32 read, bfloat16 written, copied in and out: 14 bytes), and
+    its gradient is copied, reduced and added once (2 + 4, 4 + 4, 4 + 4 + 4: 26 bytes).
     """
     copied = step.parameters * MICRO_BATCHES * (2 * 14 + 26)
     return Range(0.97, 1 + copied / REACHED.bandwidth / seconds)

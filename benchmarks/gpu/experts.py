@@ -1,4 +1,4 @@
-"""Three layers of a mixture of experts (Qwen3-30B-A3B), with layers as written and compiled around the experts."""
+"""Three layers of a mixture of experts (Qwen3-30B-A3B): eager layers, and layers compiled around the experts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LAYERS = 3
 
 
 def measure(device: str, give: Give) -> None:
-    """Utilisation counts the experts that a token goes through."""
+    """Measure the utilisation; it counts only the experts to which a token is routed."""
     there, shape = torch.device(device), shape_on(device, QWEN3_30B_A3B, LAYERS)
     with tempfile.TemporaryDirectory() as parent:
         counted = Step.of(shape, Path(parent), ROW_TOKENS[device], TOKENS[device])
@@ -24,7 +24,7 @@ def measure(device: str, give: Give) -> None:
         name = "compiled around the experts" if compiled else "as written"
         with trained(there, shape, compile=compiled and device == "cuda") as steps:
             used, limits = counted.utilisation(steps.seconds), counted.utilisations(compiled)
-            # the experts themselves are as written, whatever is compiled around them
+            # the experts themselves are always eager
             limits = Range(counted.utilisations(compiled=False).low, limits.high)
             give(line(f"{LAYERS} layers, {name}", used, "of peak", limits, steps.note))
             give(line(f"{LAYERS} layers, {name}: step", 1e3 * steps.seconds, "ms"))

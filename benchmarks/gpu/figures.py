@@ -1,4 +1,4 @@
-"""Lines of a part's table: a figure with the range that arithmetic expects, and the verdict."""
+"""Lines of a part's table: a figure with its estimated range, and the verdict."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ Figures = dict[str, str | float]
 
 
 class Range(NamedTuple):
-    """What an H100 is expected to show."""
+    """The range of a figure that is expected on an H100."""
 
     low: float
     high: float

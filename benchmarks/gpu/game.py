@@ -1,4 +1,4 @@
-"""A pretrained model learns a game in several turns on one GPU, which a rank and an engine share."""
+"""A pretrained model learns a game of several turns on one GPU, which a rank and an engine share."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ RUNS = {
         ["run.max_steps=2", "trainer.ranks=1", "model.warm_start.steps=5", "model.warm_start.probe_prompts=0"],
     ),
 }
-"""Configuration and settings; a rehearsal is the quick start."""
+"""Configuration and settings by device; on a CPU the quick start runs instead."""
 MODEL = ROOT / "models" / "SmolLM2-135M-Instruct"
 ALONE = ["metrics.port=0", "run.stop_grace=5"]
 REWARD, STEP = "reward/avg_raw_reward", "timing/step"
 RISE = Range(0.1, 1.0)
-"""Of the mean reward; on two CPU cores it went from 0.02 to 0.33 in 18 steps of a fifth of the trajectories."""
+"""Expected rise of the mean reward. On two CPU cores it rose from 0.02 to 0.33 in 18 steps with a fifth of the
+trajectories."""
 
 
 def measure(device: str, give: Give) -> None:
-    """The rewards of the first and last fifth of the steps, and the time of a step."""
+    """Measure the rewards of the first and the last fifth of the steps, and the time of a step."""
     name, settings = RUNS[device]
     if device == "cuda" and not MODEL.is_dir():
         raise Skipped(f"models/{MODEL.name} is not there: scripts/real_model.py makes it, with a network")

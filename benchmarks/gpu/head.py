@@ -1,4 +1,4 @@
-"""The output head alone: log-probabilities and entropies of loss tokens and their gradients, compiled and not."""
+"""The output head alone: log-probabilities and entropies of loss tokens and their gradients, compiled and eager."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SIZES = {"cuda": (8192, 1024, 151936), "cpu": (8, 16, 100)}
 
 
 def measure(device: str, give: Give) -> None:
-    """Microseconds a loss token."""
+    """Measure the microseconds per loss token."""
     there, (tokens, hidden, vocabulary) = torch.device(device), SIZES[device]
     states, head = (
         torch.randn(n, hidden, dtype=torch.bfloat16, device=there).requires_grad_() for n in (tokens, vocabulary)

@@ -1,6 +1,7 @@
 """Training steps with the default settings: model FLOPs utilisation, peak memory, and the trace of one step.
 
-Model FLOPs utilisation: three times the FLOPs of the forward pass, over time and an H100's dense bfloat16 peak.
+Model FLOPs utilisation: three times the FLOPs of the forward pass, divided by the time and by an H100's dense bfloat16
+peak.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ from benchmarks.gpu.trace import gaps, kernels, recorded
 from service.learn.model.attention import use_fastest_attention
 
 MEMORY = Range(0.93, 1.07)
-"""Peak of the reserved memory over its estimate."""
+"""Expected ratio of the peak of reserved memory to its estimate."""
 TRACED = "Qwen3-0.6B"
-"""Launches take the largest share of the smallest model's steps."""
+"""The model whose step is traced: the smallest, because launches take the largest share of its steps."""
 LONGEST = 10
 
 
 def measure(device: str, give: Give) -> None:
-    """Each shape, then the gaps of the traced one."""
+    """Measure each shape, then the gaps in a step of the traced model."""
     there = torch.device(device)
     for name in ("Qwen3-0.6B", "Qwen3-1.7B"):
         shape = shape_on(device, SHAPES[name])

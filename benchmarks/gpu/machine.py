@@ -1,4 +1,4 @@
-"""What the GPU itself reaches: a copy in its memory, and a large product."""
+"""The rates that the GPU reaches: of a copy in its memory, and of a large matrix product."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from service.learn.estimate.gpus import H100, REACHED
 
 SIDE = {"cuda": 8192, "cpu": 64}
 COPIED = {"cuda": 1 << 32, "cpu": 1 << 16}
-"""Bytes."""
+"""Bytes that are copied."""
 
 
 def measure(device: str, give: Give) -> None:
-    """A copy reads and writes its bytes; a product of squares has 2 n^3 FLOPs."""
+    """Measure the two rates. A copy reads and writes its bytes; a product of square matrices has 2 n^3 FLOPs."""
     there, side, copied = torch.device(device), SIDE[device], COPIED[device]
     source = torch.ones(copied, dtype=torch.uint8, device=there)
     target = torch.empty_like(source)

@@ -1,4 +1,5 @@
-"""One part in this process: `python -m benchmarks.gpu.one MODULE DEVICE FILE`; its figures are appended to the file."""
+"""Runs one part in this process and appends its figures to a file:
+`python -m benchmarks.gpu.one MODULE DEVICE FILE`."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from benchmarks.gpu.parts import Skipped
 
 
 def main() -> int:
-    """Measure; an error ends the process with its traceback, whose last line becomes the reason."""
+    """Measure; an error ends the process with a traceback, whose last line becomes the reason of the failure."""
     module, device, file = sys.argv[1:]
 
     def give(figures: Figures | dict[str, str]) -> None:

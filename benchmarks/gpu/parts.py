@@ -1,7 +1,7 @@
-"""The parts of `make gpu`: each runs in a process of its own, with a deadline of its own.
+"""The parts of `make gpu`: each runs in a separate process, with its own deadline.
 
-A part is a module of this folder with a function `measure(device, give)`, which hands over a line of figures as soon as
-it has one. What a part has given before it crashes, hangs or is ended stays.
+A part is a module of this folder with a function `measure(device, give)`, which passes each line of figures to `give`
+as soon as it has the line. Lines that a part has passed before it crashes, hangs or is ended are kept.
 
     learner     {"figure": "0.6B: utilisation", ...}  {"figure": "1.7B: utilisation", ...}  then the GPU is lost
     the JSON    {"part": "learner", "state": "failed", "reason": "...", "figures": [0.6B, 1.7B]}
@@ -31,7 +31,7 @@ FOLDER = "BATON_GPU_FOLDER"
 Give = Callable[[Figures], None]
 
 END_SECONDS = 10.0
-"""Seconds that the processes of a part have to end after the deadline, before they are killed."""
+"""Seconds after the deadline in which the processes of a part must end, before they are killed."""
 
 REASON_CHARACTERS = 300
 
@@ -41,26 +41,26 @@ class Skipped(Exception):
 
 
 class Part(NamedTuple):
-    """One part."""
+    """One part of the measurement."""
 
     name: str
-    """Of its module, log and object in the JSON."""
+    """The name of its module, of its log, and of its object in the JSON."""
     title: str
     seconds: float
-    """Its deadline."""
+    """Its deadline in seconds."""
     value: int
-    """Where time is short, parts of a higher value run instead of it."""
+    """Its priority: if time is short, parts of a higher value run instead of it."""
     needs: tuple[str, ...]
-    """Modules without which it is not run."""
+    """Modules that must be installed for it to run."""
 
     @property
     def module(self) -> str:
-        """The module that measures."""
+        """The full name of its module."""
         return f"benchmarks.gpu.{self.name}"
 
     @property
     def longest(self) -> float:
-        """Seconds until its processes are gone."""
+        """Maximum seconds until its processes have ended."""
         return self.seconds + END_SECONDS
 
 
@@ -80,7 +80,7 @@ PARTS = (
 
 
 def next_part(waiting: Sequence[Part], left: float) -> Part | None:
-    """The first part that leaves room for all that wait and have a higher value; None if none of them fits.
+    """The first part that leaves time for all waiting parts of a higher value; None if no part fits.
 
     left 300 s    experts (180 s, value 4)  engine (230 s, value 5)    ->  engine
     """
@@ -99,7 +99,7 @@ def run_part(part: Part, device: str, folder: Path) -> dict[str, Any]:
     lines.unlink(missing_ok=True)
     command = [sys.executable, "-m", "benchmarks.gpu.one", part.module, device, str(lines)]
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    threads = {"OMP_NUM_THREADS": "1"} if device == "cpu" else {}  # a rehearsal may run beside much else
+    threads = {"OMP_NUM_THREADS": "1"} if device == "cpu" else {}  # a rehearsal may run beside other load
     started = time.monotonic()
     with log.open("wb") as output:
         process = subprocess.Popen(
@@ -144,7 +144,7 @@ def _last_line(log: Path) -> str:
 
 
 def _end_session(process: subprocess.Popen[bytes]) -> None:
-    """End the part's process and those that it started: first asked, then killed."""
+    """End the part's process and the processes that it started: by SIGTERM, then by SIGKILL."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):

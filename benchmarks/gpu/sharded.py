@@ -1,4 +1,4 @@
-"""The way of every run on several GPUs, on one: FSDP2 on a mesh of one rank, against the same without sharding."""
+"""The code path of runs on several GPUs, on one GPU: FSDP2 on a mesh of one rank, against training without sharding."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from benchmarks.gpu.parts import Give
 from benchmarks.gpu.steps import ROW_TOKENS, TOKENS, shape_on, trained
 
 MEASURED: tuple[tuple[str, int | None], ...] = (("Qwen3-1.7B", None), ("Qwen3-8B", 8))
-"""Models and the number of their layers; None: all."""
+"""Models, each with its number of layers; None: all layers."""
 
 
 def measure(device: str, give: Give) -> None:
-    """Each shape without and with sharding; compiled layers share one graph."""
+    """Measure each shape without and with sharding; compiled layers share one graph."""
     there = torch.device(device)
     for model, layers in MEASURED:
         name = model if layers is None else f"{layers} layers of {model}"

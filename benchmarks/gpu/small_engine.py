@@ -50,7 +50,7 @@ def write_model(folder: Path, shape: MakeModelConfig) -> Path:
 
 @asynccontextmanager
 async def serving(config: Config, folder: Path) -> AsyncIterator[VllmEngine]:
-    """The started engine; its environment has to be set before vLLM is imported, so one configuration a process."""
+    """The started engine. Its environment has to be set before vLLM is imported, so a process has one configuration."""
     os.environ.update(engine_env(config.generator))
     engine = VllmEngine(config, folder)
     await engine.start(PolicyVersion(1, 0))
@@ -63,7 +63,7 @@ async def serving(config: Config, folder: Path) -> AsyncIterator[VllmEngine]:
 async def sampled(
     config: Config, folder: Path, prompts: Sequence[Int32s], sampling: Sampling
 ) -> tuple[MicroBatch, Float64s]:
-    """Turns as rows of one micro-batch, and the engine's log-probabilities of the sampled tokens."""
+    """Sampled turns as rows of one micro-batch, and the engine's log-probabilities of the sampled tokens."""
     async with serving(config, folder) as engine:
         turns = await asyncio.gather(*(engine.generate(ids, sampling, str(n)) for n, ids in enumerate(prompts)))
     rows = [np.concatenate([ids, turn.token_ids]) for ids, turn in zip(prompts, turns, strict=True)]

@@ -1,5 +1,5 @@
-"""Training steps of the learner from random weights, on full micro-batches of rows of one length, half of whose tokens
-carry loss: the same that the estimates count."""
+"""Training steps of the learner from random weights. Micro-batches are full and have rows of one length, and half of
+the tokens carry loss, as in the estimates."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ ROW_TOKENS = {"cuda": 2048, "cpu": 16}
 TOKENS = {"cuda": 16384, "cpu": 64}
 """Tokens of a micro-batch."""
 REPEATS = {"cuda": 4, "cpu": 1}
-"""Steps that are timed, after two that warm up."""
+"""The number of timed steps, after two warm-up steps."""
 QWEN3_30B_A3B = SHAPES["Qwen3-1.7B"] | {
     "model_type": "qwen3_moe",
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -47,13 +47,13 @@ QWEN3_30B_A3B = SHAPES["Qwen3-1.7B"] | {
     "norm_topk_prob": True,
     "tie_word_embeddings": False,
 }
-"""From the `config.json` of `Qwen/Qwen3-30B-A3B`; its 48 layers are given where it is used."""
+"""The shape in the `config.json` of `Qwen/Qwen3-30B-A3B`, except for the number of layers (48), which the user sets."""
 TINY = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 8, "head_dim": 8, "vocab_size": 500}
 TINY |= {"num_key_value_heads": 4}
 
 
 def shape_on(device: str, shape: dict[str, Any], layers: int | None = None) -> dict[str, Any]:
-    """The shape, with so many layers; on a CPU a tiny one of its family."""
+    """The shape with this number of layers; on a CPU a tiny shape of the same family."""
     if device == "cuda":
         return shape | ({} if layers is None else {"num_hidden_layers": layers})
     few = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16} if "num_experts" in shape else {}
@@ -76,10 +76,10 @@ def configured(row_tokens: int, tokens: int, **trainer: Any) -> FitSettings:
 
 @dataclass
 class Trained:
-    """A learner after its steps."""
+    """A learner after its steps, with what was measured."""
 
     learner: Learner
-    """Gone when the block ends."""
+    """The learner; deleted when the block ends."""
     batch: MiniBatch
     first_seconds: float
     seconds: float
@@ -90,7 +90,7 @@ class Trained:
 
     @property
     def note(self) -> str:
-        """What is computed again."""
+        """Which activations are recomputed, in words."""
         return (
             f"{self.checkpointing.layers} layers checkpointed"
             + ", elementwise results" * self.checkpointing.elementwise
@@ -101,7 +101,7 @@ class Trained:
 def trained(
     device: torch.device, shape: dict[str, Any], checkpointing: Checkpointing | None = None, **trainer: Any
 ) -> Iterator[Trained]:
-    """Take the steps, with this checkpointing, or what `auto` comes to on this GPU; frees the memory afterwards."""
+    """Take the steps, with this checkpointing or with what `auto` chooses on this GPU; frees the memory afterwards."""
     settings = configured(ROW_TOKENS[device.type], TOKENS[device.type], **trainer)
     learn = settings.learn
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # as ranks have it
@@ -114,7 +114,7 @@ def trained(
             if checkpointing is None:
                 found = fit(settings, folder, float(gpu_bytes), device if on_gpu else None)
                 checkpointing, estimated = found.checkpointing, float(found.step.peak_bytes)
-            if learn.trainer.sharded:  # after the estimate, which makes a group of its own
+            if learn.trainer.sharded:  # after the estimate, which makes its own process group
                 store = dist.HashStore()
                 dist.init_process_group("nccl" if on_gpu else "gloo", store=store, rank=0, world_size=1)
             policy = Policy(learn, folder, device, 0, 1, random_weights=True, checkpointing=checkpointing)
@@ -129,7 +129,7 @@ def trained(
         yield held
     finally:
         if held is not None:
-            del held.learner  # who called may hold the rest until the next steps
+            del held.learner  # the caller may keep the other fields until the next steps
         policy = learner = None  # type: ignore[assignment]
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -143,7 +143,7 @@ def step_seconds(learner: Learner, batch: MiniBatch) -> float:
     """Seconds of one step.
 
     Raises:
-        RuntimeError: it was not applied.
+        RuntimeError: the step was not applied.
     """
     synchronize(learner.policy.device)
     started = time.perf_counter()
@@ -155,6 +155,6 @@ def step_seconds(learner: Learner, batch: MiniBatch) -> float:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has done what it was given."""
+    """Wait until the device has finished all queued work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -1,4 +1,4 @@
-"""Some tests of tests/gpu: a line a test, as soon as it has ended."""
+"""Runs tests of tests/gpu, and reports a line for each test as soon as it has ended."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ if TYPE_CHECKING:
 
 
 class _Recorder:
-    """A pytest plugin that hands over each test's outcome."""
+    """A pytest plugin that reports each test's outcome."""
 
     def __init__(self, give: Give) -> None:
         self._give = give
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        """A file that cannot be imported, or that is skipped as a whole."""
+        """Report a file that cannot be imported, or that is skipped as a whole."""
         if not report.passed:
             self._hand_over(report, 0.0)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """The call of a test, or the phase before or after it that ended it."""
+        """Report the call of a test, or the phase before or after the call in which the test failed or was skipped."""
         if report.when == "call" or not report.passed:
             self._hand_over(report, report.duration)
 
@@ -38,7 +38,7 @@ class _Recorder:
 
 
 def run(give: Give, *words: str) -> None:
-    """Run these tests without this project's pytest settings, whose plugins a machine may lack."""
+    """Run these tests without this project's pytest settings, because a machine may lack their plugins."""
     try:
         import pytest
     except ImportError:

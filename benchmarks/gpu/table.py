@@ -9,7 +9,7 @@ COLUMNS = ("figure", "value", "unit", "expected", "verdict", "note")
 
 
 def markdown(document: Mapping[str, Any]) -> str:
-    """What the machine is, then a heading and a table for each part, or the reason why there is none."""
+    """A description of the machine, then a heading for each part with its table, or with the reason why it has none."""
     machine = ", ".join(f"{name} {_cell(value)}" for name, value in document["machine"].items())
     lines = [f"`make gpu`, {document['seconds'] / 60:.0f} minutes: {machine}", ""]
     for part in document["parts"]:

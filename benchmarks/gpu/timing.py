@@ -1,4 +1,4 @@
-"""Seconds of one call on a device."""
+"""Measures the seconds of one call on a device."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ REPEATS = {"cuda": 10, "cpu": 1}
 
 
 def seconds_of(device: torch.device, function: Callable[[], object]) -> float:
-    """Mean of some calls, after two that warm up."""
+    """Mean seconds of several calls, after two warm-up calls."""
     for _ in range(2):
         function()
     synchronize(device)

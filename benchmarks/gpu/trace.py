@@ -1,4 +1,4 @@
-"""The longest times without a kernel in a recorded step, named by the kernels before and after."""
+"""The longest gaps between kernels in a recorded step, each named by the kernels before and after it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NAME_CHARACTERS = 80
 
 
 class Gap(NamedTuple):
-    """A time in which nothing ran."""
+    """A time in which no kernel ran."""
 
     seconds: float
     after: str
@@ -38,14 +38,14 @@ def recorded(learner: Learner, batch: MiniBatch) -> bytes:
 
 
 def kernels(file: bytes, device: str) -> list[tuple[float, float, str]]:
-    """Start, end in seconds, and name of all that ran on the device."""
+    """Start and end in seconds, and name, of everything that ran on the device."""
     events: Iterable[dict[str, Any]] = json.loads(gzip.decompress(file))["traceEvents"]
     ran = [event for event in events if event.get("ph") == "X" and event.get("cat") in KINDS[device]]
     return [(e["ts"] / 1e6, (e["ts"] + e["dur"]) / 1e6, e["name"][:NAME_CHARACTERS]) for e in ran]
 
 
 def gaps(ran: Iterable[tuple[float, float, str]]) -> tuple[list[Gap], float]:
-    """All gaps, the longest first, and the share of the time from first to last kernel that they are."""
+    """All gaps, the longest first, and their fraction of the time from the first kernel to the last."""
     found, latest, last, began = [], float("-inf"), "", float("inf")
     for start, end, name in sorted(ran):
         began = min(began, start)

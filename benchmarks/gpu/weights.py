@@ -1,4 +1,5 @@
-"""Weights between host and GPU: from shared memory as it is and registered with CUDA, and a rank's copy of its own."""
+"""Weights between host and GPU: copies from pageable and from registered shared memory, and a rank's copy of its
+weights."""
 
 from __future__ import annotations
 
@@ -21,13 +22,13 @@ from service.learn.model.policy import Policy
 
 BYTES = {"cuda": 2 << 30, "cpu": 1 << 16}
 PINNED = Range(0.7 * H100.host_link / 1e9, H100.host_link / 1e9)
-"""GB/s of copies from and to registered memory: the link of the data sheet, less what its protocol takes."""
+"""GB/s of copies from and to registered memory: the link's rate in the data sheet, less the cost of its protocol."""
 PAGEABLE = Range(2.0, 12.0)
-"""GB/s of copies through the driver's small buffer, which one core fills; 3.5 were measured in an engine."""
+"""GB/s of copies through CUDA's small buffer, which one core fills; 3.5 GB/s was measured in an engine."""
 
 
 def measure(device: str, give: Give) -> None:
-    """GB/s; the first copy also makes and registers the buffers that later ones use again."""
+    """Measure GB/s; the first copy also creates and registers the buffers that later copies reuse."""
     there = torch.device(device)
     _from_shared_memory(there, give)
     with tempfile.TemporaryDirectory() as parent:

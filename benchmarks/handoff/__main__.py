@@ -1,4 +1,4 @@
-"""One run: do the peers agree, and how fast is who; a table, and JSON beside it."""
+"""One run: checks that the peers agree, and measures how fast each is; prints a table and writes JSON."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def main() -> int:
     arguments = parser.parse_args()
     if not is_here():
         return run_there(sys.argv[1:])
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # one thread each, so that processor time is time
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # one thread each, so that CPU time is comparable with wall time
     from benchmarks.handoff.agreement import check
     from benchmarks.handoff.measure import figures, table
 

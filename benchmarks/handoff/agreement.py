@@ -1,4 +1,4 @@
-"""Whether Baton and SkyRL give the same results for random episodes with forks, resets and empty observations."""
+"""Checks that Baton and SkyRL give the same results for random episodes with forks, resets and empty observations."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def check(rounds: int = 300) -> int:
 
 
 def random_output(rng: np.random.Generator, per_token: bool) -> dict[str, Any]:
-    """Up to four prompts of up to three samples of up to five steps."""
+    """Random output in SkyRL's form: up to four prompts, with up to three samples of up to five steps each."""
     entries = [
         entry
         for prompt in range(int(rng.integers(1, 5)))
@@ -67,7 +67,7 @@ def _trajectory(rng: np.random.Generator, identity: TrajectoryID, per_token: boo
 
 
 def check_merge(output: dict[str, Any]) -> None:
-    """The same rows, and the same mini-batches of them."""
+    """Check that both merge the output to the same rows, and form the same mini-batches."""
     rows = merge_steps(steps_from_generator_output(output))
     theirs = peers.merge(output)
     for r, row in enumerate(rows):
@@ -85,7 +85,7 @@ def check_merge(output: dict[str, Any]) -> None:
 
 
 def check_scores(rng: np.random.Generator) -> None:
-    """The same advantages, of the estimators that both have."""
+    """Check that the estimators that both have give the same advantages."""
     returns_G = rng.integers(0, 3, 12).astype(np.float64)
     uids = rng.integers(0, 4, 12)
     rewards, mask = torch.tensor(returns_G, dtype=torch.float32)[:, None], torch.ones(12, 1)

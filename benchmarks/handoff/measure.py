@@ -1,4 +1,4 @@
-"""What is measured, over which input, and what the clock includes."""
+"""The measured functions, their input, and what the clock includes."""
 
 from __future__ import annotations
 
@@ -51,22 +51,22 @@ class Figure:
     """What the clock includes."""
     new_tokens: int
     cpu_ms: float
-    """Median processor time of the runs, which other processes of the machine disturb least."""
+    """Median CPU time of the runs, which other processes of the machine disturb least."""
     best_ms: float
     tokens_per_second: float
-    """Of new tokens, from the median."""
+    """New tokens per second of the median CPU time."""
     peak_mib: float
-    """Memory that the function took at its peak, by tracemalloc, in a run of its own."""
+    """Peak memory of the function by tracemalloc, in a separate run."""
     share_of_copy: float | None
-    """Time over that of one memory copy of the prefix-shared columns."""
+    """The function's time over the time of one memory copy of the prefix-shared columns."""
     ratio: float | None
-    """Tokens per second over the reference named in `against`."""
+    """Tokens per second over those of the reference that `against` names."""
     against: str
 
 
 @dataclass(frozen=True)
 class Task:
-    """A function to measure, and what its tokens per second are compared with."""
+    """A function to measure, and the reference for its tokens per second."""
 
     function: str
     input_form: str
@@ -84,7 +84,7 @@ def figures(repeats: int) -> list[Figure]:
 
 
 def tasks(workload: Workload) -> list[Task]:
-    """All functions over one workload; conversions between input forms are tasks of their own."""
+    """All functions on one workload; conversions between input forms are separate tasks."""
     sender = Sender("generator-0", 1, 0)
     full_steps = [step for episode in workload.episodes for step in episode]
     shared_steps = [step for episode in workload.episodes for step in shared(episode)]
@@ -112,7 +112,7 @@ def tasks(workload: Workload) -> list[Task]:
 
 
 def measured(workload: Workload, work: list[Task], repeats: int) -> list[Figure]:
-    """The figures of one workload; the runs of all tasks interleave, so that drift of the machine hits all alike."""
+    """The figures of one workload; runs of all tasks interleave, so that drift of the machine affects all equally."""
     seconds: list[list[float]] = [[] for _ in work]
     for _ in range(repeats):
         for task, times in zip(work, seconds, strict=True):
@@ -135,7 +135,8 @@ def measured(workload: Workload, work: list[Task], repeats: int) -> list[Figure]
 
 
 def turn_scaling(repeats: int) -> list[Figure]:
-    """Cost per new token of 50-turn episodes over 5-turn ones, with parts of the same size and as many new tokens."""
+    """Compare the speed of merging in new tokens per second: episodes of 50 turns against episodes of 5 turns, with
+    turns of the same size and with as many new tokens in total."""
     workloads = (turns(5, groups=40), turns(50, groups=4))
     seconds: list[list[float]] = [[], []]
     tables = [steps_table([step for episode in w.episodes for step in shared(episode)]) for w in workloads]
@@ -157,7 +158,7 @@ def turn_scaling(repeats: int) -> list[Figure]:
 
 
 def table(found: list[Figure]) -> str:
-    """The figures, aligned."""
+    """The figures as an aligned table."""
     lines, workload = [], ""
     for figure in found:
         if figure.workload != workload:
@@ -173,7 +174,7 @@ def table(found: list[Figure]) -> str:
 
 
 def _groups(workload: Workload) -> list[StepGroup]:
-    """One message a group, prefix-shared."""
+    """One message per group, in the prefix-shared form."""
     ends = workload.ends()
     return [
         step_group(

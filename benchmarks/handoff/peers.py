@@ -1,4 +1,4 @@
-"""The peers' functions that do the same work, on the same data."""
+"""The functions of the peers that do the same work as Baton's, on the same data."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ logging.disable(logging.WARNING)
 
 
 class PadTokenizer:
-    """All that the batch-tensor function asks of a tokenizer."""
+    """The part of a tokenizer that the batch-tensor function uses."""
 
     pad_token_id = 0
 
 
 def generator_output(workload: Workload) -> dict[str, Any]:
-    """SkyRL's lists of the workload's steps."""
+    """The workload's steps as lists in SkyRL's form."""
     steps = [step for episode in workload.episodes for step in episode]
     return {
         "prompt_token_ids": [step.prompt_ids.tolist() for step in steps],
@@ -78,7 +78,7 @@ def batch_tensors(merged: dict[str, Any]) -> Any:
 
 
 def token_rewards(merged: dict[str, Any]) -> list[list[float]]:
-    """A row's scalar reward on its last token, as the batch-tensor function wants it."""
+    """Rewards per token, as the batch-tensor function needs them: each row's reward on its last token."""
     return [
         [0.0] * (len(response) - 1) + [reward]
         for response, reward in zip(merged["response_ids"], merged["rewards"], strict=True)
@@ -86,7 +86,7 @@ def token_rewards(merged: dict[str, Any]) -> list[list[float]]:
 
 
 def tensordict(workload: Workload) -> Any:
-    """The steps as TransferQueue carries ragged columns: nested tensors, a row a step."""
+    """The steps as TransferQueue carries ragged columns: nested tensors with a row for each step."""
     steps = [step for episode in workload.episodes for step in episode]
     columns = {
         "input_ids": [np.concatenate((step.prompt_ids, step.response_ids)) for step in steps],
@@ -102,7 +102,7 @@ def tensordict(workload: Workload) -> Any:
 
 
 def transfer_queue(data: Any) -> Any:
-    """The data through TransferQueue's frames, joined into one message and read back."""
+    """The data after it was encoded as TransferQueue's frames, joined into one message, and read back."""
     items = serial_utils.encode(data)
     message = bytearray(serial_utils.calc_packed_size(items))
     serial_utils.pack_into(message, items)

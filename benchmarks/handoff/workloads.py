@@ -1,4 +1,4 @@
-"""Three made workloads: what agents' episodes look like, by numbers of turns and tokens."""
+"""Three synthetic workloads: episodes of agents with realistic numbers of turns and tokens."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SAMPLES = 8
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Episodes of several groups, in the full form."""
+    """Episodes of several groups, in the full form: each step carries its whole prompt."""
 
     name: str
     episodes: list[list[Step]]
@@ -26,7 +26,7 @@ class Workload:
 
     @property
     def new_tokens(self) -> int:
-        """Tokens that some step brought: first prompts, observations and responses."""
+        """The number of tokens without repetitions: first prompts, observations and responses."""
         return sum(len(e[-1].prompt_ids) + len(e[-1].response_ids) for e in self.episodes)
 
     def ends(self) -> list[TrajectoryEnd]:
@@ -39,7 +39,7 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """How long the parts of an episode are: uniform between two bounds."""
+    """The lengths of the parts of an episode: uniform between two bounds."""
 
     prompt: tuple[int, int]
     response: tuple[int, int]
@@ -112,7 +112,7 @@ def _step(trajectory: TrajectoryId, uid: str, index: int, prompt: Int32s, respon
 
 
 def shared(episode: list[Step]) -> list[Step]:
-    """The same steps, each carrying only what the one before lacks."""
+    """The same steps, each with only the tokens that the previous step lacks."""
 
     steps = episode[:1]
     for before, now in pairwise(episode):
@@ -123,7 +123,7 @@ def shared(episode: list[Step]) -> list[Step]:
 
 
 def turns(count: int, groups: int, seed: int = 0) -> Workload:
-    """Episodes of exactly so many turns, parts as in search."""
+    """Episodes of exactly this number of turns, with the lengths of `search`."""
     rng = np.random.default_rng(seed)
     shape = Shape(prompt=(200, 201), response=SEARCH.response, observation=SEARCH.observation)
     return _workload(f"{count} turns", groups, shape, lambda: count, 1 << 30, rng)

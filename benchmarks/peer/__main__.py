@@ -1,8 +1,8 @@
-"""Baton and TRL's `GRPOTrainer` on the same task, in turns: seconds and CPU seconds a step, reward.
+"""Baton and TRL's `GRPOTrainer` on the same task, in turn: seconds and CPU seconds per step, and reward.
 
-All begin with the same weights, play the same task on the same cores with the same settings, and take the same number
-of optimizer steps: the quick start's made model, its environment with calls that take time, and a pretrained model on
-a game in several turns (`make real` prepares it). The first steps do not count.
+All sides begin with the same weights, play the same task on the same cores with the same settings, and take the same
+number of optimizer steps. There are three parts: the quick start with its small model, the same with slow calls of the
+environment, and a pretrained model on a game of several turns (`make real` prepares it). The first steps do not count.
 """
 
 from __future__ import annotations
@@ -31,25 +31,25 @@ FOLDER = own_environment.ROOT / "build" / "bench-peer"
 PEERS = Path(__file__).parent / "peers.txt"
 CONFIGS = own_environment.ROOT / "configs"
 LAST = 10
-"""Steps whose mean reward is the final one."""
+"""The number of last steps whose mean reward is the final reward."""
 MAX_DIFFERENCE = 1e-3
-"""Between a log-probability of TRL's engine and of its trainer, both in float32."""
+"""Maximum difference between the log-probabilities of TRL's engine and of its trainer, both in float32."""
 
 
 class Part(NamedTuple):
-    """What is trained, and by which sides."""
+    """What is trained, and by which sides: Baton, or TRL in one of two variants."""
 
     recipe: str
     settings: Sequence[str]
-    """Over the recipe, in all sides."""
+    """Settings that override the recipe on all sides."""
     sides: Sequence[str]
     steps: int
     first: int
-    """Steps that do not count."""
+    """The number of first steps, which do not count."""
     threads: int
-    """Of TRL's process; of the made model, operations are so small that with two threads a step takes 2.35 s."""
+    """Threads of TRL's process; the small model's operations are so small that a step takes 2.35 s with two threads."""
     made: bool
-    """Whether the recipe makes its model and warms it up."""
+    """Whether the recipe creates its model and warm-starts it."""
 
 
 NO_EVALUATION = ("data.eval_every=0", "data.eval_make_rows=null")
@@ -67,12 +67,12 @@ NAMES = {
 
 
 def compare(part: Part, side: str, seed: int, steps: int, cores: int) -> dict[str, Any]:
-    """Figures a step of one side."""
+    """Figures per step of one side."""
     settings = [*part.settings, f"run.max_steps={steps}", f"run.seed={seed}"]
     with tempfile.TemporaryDirectory(prefix="bench-peer-") as name:
         folder = Path(name)
         config = load([CONFIGS / part.recipe], settings).config
-        torch.set_num_threads(1)  # on busy cores several wait for each other
+        torch.set_num_threads(1)  # on busy cores several threads would wait for each other
         prepared, model = prepare(config, folder), config.model.path
         if part.made:
             prepared, model = warm_started(config, folder)
@@ -108,7 +108,7 @@ TIMING = {
     "timing/wait_for_generation_buffer": "trainer waits for a mini-batch",
     "timing/sync_weights": "weights, until the engines serve them",
 }
-"""Measures of the run, and what they are."""
+"""Metrics of the run, each with its meaning."""
 
 
 def trl(part: Part, config: Path, model: Path, tasks: Path, work: Path, way: Way) -> dict[str, Any]:
@@ -131,7 +131,7 @@ def trl(part: Part, config: Path, model: Path, tasks: Path, work: Path, way: Way
 
 
 def table(found: list[dict[str, Any]]) -> str:
-    """The means over all seeds of each part and side."""
+    """A table with the means over all seeds for each part and side."""
     lines = ["| task | | s a step | CPU s a step | reward of the last steps |", "|---|---|---|---|---|"]
     notes = []
     for name, part in PARTS.items():
@@ -161,7 +161,7 @@ def _means(by_seed: Mapping[int, dict[str, Any]], key: str) -> str:
 
 
 def main() -> int:
-    """Run what was asked for, print the table over everything in the file of figures."""
+    """Run the requested parts, and print the table of everything in the file of figures."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.peer", description=__doc__)
     parser.add_argument("--part", choices=(*PARTS, "all"), default="all")
     parser.add_argument("--sides", nargs="+", choices=list(NAMES), help="some of the sides only")

@@ -1,4 +1,4 @@
-"""Baton's side: `baton run`, looked at from outside."""
+"""Baton's side: `baton run`, measured from outside."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ PARTS = {
     "ray::TrainerRank": "ranks",
     "ray::BufferActor": "buffer",
 }
-"""By how the title of a process begins."""
+"""The part of the run to which a process belongs, by the beginning of its title."""
 
 
 class Look(NamedTuple):
-    """What one look at the run has found."""
+    """The state of the run at one time."""
 
     step: int
     """Optimizer steps so far."""
@@ -36,7 +36,7 @@ class Look(NamedTuple):
 
 
 def trained(words: Sequence[str], folder: Path) -> tuple[list[Look], list[dict[str, Any]]]:
-    """Run with these settings; what was found while it ran, and the measures of each step."""
+    """Run with these settings; returns what was measured while it ran, and the metrics of each step."""
     command = [sys.executable, "-m", "service", "run", *words, f"run.dir={folder}", "run.name=run"]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
     metrics, found, spent = folder / "run" / METRICS, list[Look](), dict[psutil.Process, tuple[str, float]]()
@@ -62,7 +62,7 @@ def _rewards(metrics: Path) -> list[float]:
 
 
 def _look(driver: psutil.Process, spent: dict[psutil.Process, tuple[str, float]]) -> None:
-    """Take the part and the CPU seconds of each process of the run; those that ended keep theirs."""
+    """Record the part and the CPU seconds of each process of the run; processes that ended keep their last values."""
     try:
         for process in (driver, *driver.children(recursive=True)):
             part, _ = spent.get(process, ("the rest", 0.0))

@@ -1,4 +1,4 @@
-"""The quick start's environment, whose calls take time, as those of tools do."""
+"""The quick start's environment with calls that take time, like calls of tools."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class SlowLookup(lookup.Lookup):
     """`Lookup`; each step takes a lognormal time, clipped to `MIN_SECONDS` and `MAX_SECONDS`."""
 
     async def step(self, text: str) -> StepResult:
-        """Answer after a while."""
+        """Answer after a random delay."""
         seconds = _drawn.lognormvariate(math.log(MEDIAN_SECONDS), SIGMA)
         await asyncio.sleep(min(max(seconds, MIN_SECONDS), MAX_SECONDS))
         return await super().step(text)

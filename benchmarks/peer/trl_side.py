@@ -1,10 +1,10 @@
 """TRL's side, which runs in the peers' environment: `GRPOTrainer` with a `rollout_func` of batched turns.
 
 All open trajectories take their next turn together: one call of vLLM in this process, or of the trainer's own
-`generate`, then their environments at once. What the trainer is given are the settings of the recipe: the tokens of
-each prompt and turn, limits, sampling, estimator, clipping, learning rate; the same engine settings. With vLLM it
-leaves out the correction for engines that differ from the trainer, which would cost another forward pass; only the
-last step, which does not count, has it, because TRL compares the log-probabilities of both there.
+`generate`, and then all environments concurrently. The trainer gets the settings of the recipe: the tokens of each
+prompt and turn, limits, sampling, estimator, clipping, learning rate, and the same engine settings. With vLLM the
+correction for differences between engine and trainer is off, because it would cost another forward pass. Only the last
+step, which does not count, has the correction, because with it TRL compares the log-probabilities of both.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from service.rollout.factory import Environments
 from service.rollout.prompts.dataset import load_tasks
 
 Way = Literal["vllm", "own"]
-"""How TRL samples."""
+"""How TRL samples: with vLLM, or with the trainer's own `generate`."""
 
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -40,10 +40,11 @@ ENVIRONMENT = {
     "TORCHDYNAMO_DISABLE": "1",
     "TRL_EXPERIMENTAL_SILENCE": "1",
 }
-"""Of the process, before vLLM is imported: the engine is in it, and set up as Baton's are."""
+"""Environment variables that are set before vLLM is imported: the engine runs in this process, with the settings of
+Baton's engines."""
 
 DIFFERENCE = "sampling/sampling_logp_difference/max"
-"""TRL's name of the largest difference."""
+"""TRL's metric of the largest difference between the log-probabilities of engine and trainer."""
 
 
 class Episode:
@@ -55,7 +56,7 @@ class Episode:
         self.token_ids: list[int] = []
         self.logprobs: list[float] = []
         self.sampled: list[int] = []
-        """1 for the policy's tokens, 0 for those of the environment."""
+        """1 for each token of the policy, 0 for each token of the environment."""
         self.reward = 0.0
         self.done = False
 
@@ -67,21 +68,21 @@ class Episode:
 
 
 class Turn(NamedTuple):
-    """What was sampled for one trajectory."""
+    """The tokens that were sampled for one trajectory."""
 
     token_ids: list[int]
     logprobs: list[float]
-    """Zeros where `generate` gives none; TRL takes the trainer's then."""
+    """Log-probabilities; zeros with `generate`, which gives none: TRL then uses those of the trainer."""
     ended: bool
     """Whether the policy ended its turn."""
 
 
 Sampler = Callable[[list[list[int]]], list[Turn]]
-"""The next turn of each of these token lists."""
+"""Samples the next turn after each of these token lists."""
 
 
 class Rollouts:
-    """The `rollout_func`."""
+    """The `rollout_func` of TRL's trainer."""
 
     def __init__(self, config: Config, model_folder: Path, tasks: Sequence[Task], way: Way = "vllm") -> None:
         self._config = config
@@ -143,7 +144,7 @@ class Rollouts:
         }
 
     async def _turn(self, episode: Episode, turn: Turn, last: bool) -> None:
-        """Take a response and the environment's answer to it."""
+        """Append a response, and the environment's answer to it, to the episode."""
         episode.take(turn.token_ids, turn.logprobs, sampled=True)
         if not turn.ended:
             episode.take([self._chat.end_id], [0.0], sampled=False)
@@ -155,7 +156,7 @@ class Rollouts:
 
 
 def sync_weights(generation: Any) -> None:
-    """In place of `VLLMGeneration.sync_weights`: vLLM's CPU build packs its weights, so they can only be reloaded."""
+    """Replaces `VLLMGeneration.sync_weights`: vLLM's CPU build packs its weights, so they can only be reloaded."""
     from actors.engine.worker_extension import repack_for_cpu
 
     runner = generation.llm.llm_engine.model_executor.driver_worker.model_runner
@@ -165,7 +166,7 @@ def sync_weights(generation: Any) -> None:
 
 
 def _fit_vllm(config: Config) -> None:
-    """Give TRL's engine what TRL does not pass on; of a float32 model, vLLM would make one of 16 bits."""
+    """Give TRL's engine the settings that TRL does not pass on; vLLM would convert a float32 model to 16 bits."""
     import trl.generation.vllm_generation as generation
 
     generation.LLM = partial(
@@ -179,7 +180,7 @@ def _fit_vllm(config: Config) -> None:
 
 
 class Look(NamedTuple):
-    """What one look at the run has found, after so many optimizer steps."""
+    """The state of the run after an optimizer step."""
 
     step: int
     wall: float
@@ -188,12 +189,13 @@ class Look(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What a run has found."""
+    """The results of a run."""
 
     looks: list[Look]
-    """After each step."""
+    """The state after each step."""
     difference: float
-    """Largest, between a log-probability of the engine and of the trainer, in the last step; it does not count."""
+    """The largest difference between the log-probabilities of engine and trainer, in the last step, which does not
+    count."""
 
 
 def trained(config: Config, model_folder: Path, tasks_file: Path, work: Path, way: Way, threads: int) -> Found:
@@ -211,7 +213,7 @@ def trained(config: Config, model_folder: Path, tasks_file: Path, work: Path, wa
 
     class Watch(TrainerCallback):  # type: ignore[misc]
         def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            # TRL compares the log-probabilities with this only; it costs a forward pass
+            # TRL compares the log-probabilities only with this setting, which costs a forward pass
             grpo.vllm_importance_sampling_correction = way == "vllm" and state.global_step == state.max_steps - 1
 
         def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **_: Any) -> None:

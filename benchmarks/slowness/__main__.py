@@ -3,9 +3,9 @@
     python -m benchmarks.slowness                       # five runs: environment, journal, weights, an engine, a rank
     python -m benchmarks.slowness --only journal weights
 
-Each run is the quick start with two engines and two ranks. It is healthy first: what binds must then be engines,
-trainer or lookahead. Then one part becomes slow, and the run has `WITHIN` seconds to name it. An engine and a rank are
-made slow by stopping their processes for most of each moment; the rest by a pause in the call itself.
+Each run is the quick start with two engines and two ranks. At first it is healthy: what binds must then be engines,
+trainer or lookahead. Then one part becomes slow, and the run has `WITHIN` seconds to name it. An engine or a rank is
+slowed by stopping its process most of the time, every other part by a pause in its calls.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from service.plan.binding import Part
 
 ROOT = Path(__file__).parents[2]
 HEALTHY_SECONDS = 45.0
-"""Of training before anything becomes slow."""
+"""Seconds of training before a part becomes slow."""
 WITHIN = 60.0
 START_SECONDS = 300.0
 LOOK = 1.0
 STOPPED, GOING = 0.27, 0.03
-"""Seconds for which a slow process stands still, and runs, in turn."""
+"""Seconds for which a slow process is stopped, and seconds for which it then runs, in turn."""
 USUAL = {Part.ENGINES, Part.TRAINER, Part.LOOKAHEAD}
 SETTINGS = (
     "run.max_steps=100000",
@@ -51,13 +51,13 @@ SETTINGS = (
     "env.trusted_modules=[benchmarks.slowness.lookup]",
 )
 PAUSES = {Part.ENVIRONMENT: 1.0, Part.JOURNAL: 0.5, Part.WEIGHTS: 2.0}
-"""Seconds by which a call of the part takes longer."""
+"""Seconds by which each call of the part takes longer."""
 PROCESSES = {Part.ENGINES: "VLLM::", Part.TRAINER: "ray::TrainerRank"}
-"""How the title of the processes begins of which one is slow."""
+"""Beginning of the title of the part's processes, one of which becomes slow."""
 
 
 class Run:
-    """A quick start under way."""
+    """A quick start in progress."""
 
     def __init__(self, parent: Path) -> None:
         self.slow, self.folder = parent / "slow_parts", parent / "slow"
@@ -72,7 +72,7 @@ class Run:
         )
 
     def binding(self) -> dict[str, Any] | None:
-        """What the run says that binds; None before it can tell."""
+        """What binds according to the run's status; None while the status does not say."""
         if self.process.poll() is not None:
             raise SystemExit(f"baton run ended with exit code {self.process.returncode}")
         try:
@@ -81,7 +81,8 @@ class Run:
             return None
 
     def until(self, accepts: Callable[[dict[str, Any]], bool], seconds: float) -> tuple[float, dict[str, Any] | None]:
-        """Look until what binds is accepted or the time is over; the seconds that it took, and what bound last."""
+        """Read the status until what binds is accepted or the time is over; returns the seconds until then, and what
+        bound last."""
         began, found = time.monotonic(), None
         while time.monotonic() < began + seconds:
             found = self.binding() or found
@@ -113,7 +114,7 @@ class Run:
 
 @contextmanager
 def slow_process(pid: int) -> Iterator[None]:
-    """A process that stands still for most of the time."""
+    """Within the block, a process is stopped most of the time."""
     over = Event()
 
     def stutter() -> None:
@@ -134,7 +135,7 @@ def slow_process(pid: int) -> Iterator[None]:
 
 @contextmanager
 def slow_calls(run: Run, part: Part) -> Iterator[None]:
-    """A part of which every call takes longer."""
+    """Within the block, every call of a part takes longer."""
     file = run.slow / part
     file.write_text(str(PAUSES[part]))
     try:
@@ -144,7 +145,7 @@ def slow_calls(run: Run, part: Part) -> Iterator[None]:
 
 
 def case(part: Part) -> bool:
-    """One run: healthy, then with a slow part. Prints what the run said, and returns whether both times were right."""
+    """Run healthily, then with a slow part. Prints what the status said; returns whether it was right both times."""
     with tempfile.TemporaryDirectory(prefix="slowness", ignore_cleanup_errors=True) as made:
         run = Run(Path(made))
         try:
@@ -164,13 +165,14 @@ def case(part: Part) -> bool:
 
 
 def _names(part: Part, found: dict[str, Any]) -> bool:
-    """Whether what binds is the part; of the two that always bind, the sentence must name the slow one too."""
+    """Whether what binds is the part. Engines may bind in a healthy run too, so the sentence about them must also name
+    the slow engine."""
     one = {Part.ENGINES: "samples", Part.TRAINER: ""}.get(part, "")
     return found["part"] == part and one in found["sentence"]
 
 
 def main() -> int:
-    """Run the cases; 1 if one was named wrongly."""
+    """Run the cases; returns 1 if the status was wrong in one of them."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.slowness", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -23,7 +23,7 @@ class SlowLookup(Lookup):
     """Waits before each step for as long as the file `environment` in the folder `BATON_SLOW` states."""
 
     async def step(self, text: str) -> StepResult:
-        """As in `Lookup`, later."""
+        """Wait, then answer as `Lookup` does."""
         file = Path(os.environ["BATON_SLOW"], "environment")
         if file.exists():
             await asyncio.sleep(float(file.read_text()))

@@ -1,4 +1,4 @@
-"""What a panel of a Grafana dashboard is made of, and the PromQL that panels have in common."""
+"""The parts of a panel of a Grafana dashboard, and the PromQL that panels have in common."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Dashboard(NamedTuple):
 
 
 def dashboard(uid: str, title: str, meaning: str, rows: tuple[int, ...], *panels: Panel) -> Dashboard:
-    """A page of panels.
+    """Make a page of panels.
 
     Raises:
         ValueError: the rows do not have room for exactly these panels.
@@ -70,7 +70,7 @@ def rate(name: str, by: str = "") -> str:
 
 
 def last(name: str) -> str:
-    """A gauge of a run that one actor sets."""
+    """The value of a gauge that a single actor of a run sets."""
     return f"max by (instance) ({chosen(name)})"
 
 
@@ -80,17 +80,17 @@ def mean(name: str) -> str:
 
 
 def quantile(q: float, name: str) -> str:
-    """A quantile of a histogram, as exact as its buckets."""
+    """A quantile of a histogram; its buckets limit the precision."""
     return f"histogram_quantile({q}, {rate(f'{name}_bucket', 'le')})"
 
 
 def rate_ratio(part: str, whole: str, by: str = "") -> str:
-    """The growth of one counter over the growth of another."""
+    """The growth of one counter divided by the growth of another."""
     return f"{rate(part, by)} / {rate(whole, by)}"
 
 
 def last_ratio(part: str, whole: str) -> str:
-    """One gauge over another."""
+    """One gauge divided by another."""
     return f"{last(part)} / {last(whole)}"
 
 

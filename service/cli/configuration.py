@@ -90,8 +90,8 @@ def _estimates(config: Config) -> list[str]:
     without a known GPU, as in recipes for CPUs, nothing is estimated, because that would take half a minute.
 
     Raises:
-        UserError: it is too large for GPUs whose memory is known or for the bounds of the buffer, or no engine can be
-            made of it.
+        UserError: the model is too large for GPUs whose memory is known or for the bounds of the buffer, or no engine
+            can run it.
     """
     from service.config.checks import check_bytes
     from service.config.model_folder import is_model_folder

@@ -1,4 +1,4 @@
-"""`baton init`: makes a folder with a configuration, an environment, its test and a dataset, to start a new task."""
+"""`baton init`: creates a folder with a configuration, an environment, its test and a dataset, to start a new task."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ The name is that of the folder and of the run. An existing folder is taken only 
 """
 
 PLACEHOLDER = "NAME"
-"""Stands for the task's name in the files that are copied."""
+"""The word that stands for the task's name in the copied files."""
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-"""A name of a run: `run.name` of the configuration is no stricter."""
+"""Matches a valid name of a task, which is also valid as `run.name`."""
 
 SUFFIXES = (".jsonl", ".md", ".py", ".yaml")
 

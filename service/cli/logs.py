@@ -30,7 +30,7 @@ examples:
 """
 
 HEADING = re.compile(r"==> (.+)\.log <==\n")
-"""Before the lines of another file in the output of `tail`; each line of a log begins with a time."""
+"""Matches the line that `tail` prints before lines of another file; each line of a log begins with a time."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -62,7 +62,7 @@ def _files(folder: Path, part: str | None) -> list[Path]:
 
 
 def _newest(files: list[Path], last: int) -> Iterable[tuple[str, str]]:
-    """(part, line) of the newest lines of all files, sorted by time."""
+    """The newest lines of all files as (part, line), sorted by time."""
     found: list[tuple[str, str]] = []
     for file in files:
         with file.open(encoding="utf-8", errors="replace") as lines:
@@ -71,7 +71,7 @@ def _newest(files: list[Path], last: int) -> Iterable[tuple[str, str]]:
 
 
 def _coming(files: list[Path], last: int) -> Iterator[tuple[str, str]]:
-    """(part, line) of each file's newest lines, then of new lines as they are written, until Ctrl-C.
+    """Each file's newest lines, then new lines as they are written, as (part, line), until Ctrl-C.
 
     `tail` continues when a log is renamed and replaced, and ends with this process.
     """

@@ -70,8 +70,8 @@ def _quietly() -> None:
 
 
 def _small(model: str) -> PretrainedConfig:
-    """A small model like the one in a folder or of a config.json, or of a model type; `UserError` if transformers knows
-    no such model, or its weights are quantised."""
+    """The configuration of a small model of the same family as a folder, a config.json or a model type. `UserError` if
+    transformers knows no such model, or its weights are quantised."""
     from service.learn.model.hf_config import read_config
     from service.learn.proof.small import shrunk, small_config
 

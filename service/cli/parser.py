@@ -52,8 +52,8 @@ examples:
 class Command(NamedTuple):
     """A command: a module with ABOUT, EXAMPLES, `add_arguments(parser)` and `run(arguments, overrides)`.
 
-    A command that consists of actions sets the function of each action as the default of `command` instead of `run`. A
-    module with neither describes a command of `actors.driver.commands`.
+    A command with subcommands sets the function of each as the default of `command` instead of `run`. A module with
+    neither describes a command whose function is in `actors.driver.commands`.
     """
 
     name: str
@@ -90,14 +90,14 @@ COMMANDS = (
 )
 
 WITHOUT_SETTINGS = ("trajectories", "status")
-"""Commands in which a word with = is no setting: `group=812/sample=3/attempt=0`."""
+"""Commands in which a word with = is not a setting: `group=812/sample=3/attempt=0`."""
 
 _OVERRIDE = re.compile(r"([A-Za-z_]\w*(\.\w+)*|--[A-Za-z_]\w*(\.\w+)+)=.*", re.DOTALL)
 _OVERRIDE_KEY = re.compile(r"--[A-Za-z_]\w*(\.\w+)+")  # with a dot: `--output=FILE` is an argument
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code. Wrong input prints one line and returns 2."""
+    """Run one command; returns the exit code. For wrong input it prints one line and returns 2."""
     _open_closed_files()
     words, overrides = split_overrides(sys.argv[1:] if argv is None else argv)
     arguments = _parser(words[0] if words else "").parse_args(words)
@@ -153,7 +153,7 @@ def split_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _from_home(word: str) -> str:
-    """The word, with a `~` that the shell has left as it is, as in `--output=~/run.json`."""
+    """The word with `~` replaced by the home folder where the shell has not done so, as in `--output=~/run.json`."""
     option, equals, path = word.rpartition("=")
     return f"{option}{equals}{os.path.expanduser(path)}"
 

@@ -32,10 +32,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def numbers(text: str) -> tuple[int, ...]:
-    """Parse distinct numbers from 0 on: `0,2` -> (0, 2).
+    """Parse distinct numbers of at least 0: `0,2` -> (0, 2).
 
     Raises:
-        ValueError: they are something else.
+        ValueError: the text is something else.
     """
     found = tuple(dict.fromkeys(int(word) for word in text.split(",")))
     if min(found) < 0:

@@ -29,6 +29,6 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
         "Baton is installed"
     )
     parser.add_argument("--config", action="append", type=config_file, default=[], metavar="FILE", help=text)
-    # `split_overrides` takes the settings out before parsing; this argument shows them in --help.
+    # `split_overrides` removes the settings before parsing; this argument only shows them in --help.
     text = "set one value over the files"
     parser.add_argument("overrides", nargs="*", default=[], metavar="section.key=value", help=text)

@@ -45,7 +45,7 @@ kills what is left after its KillWait (30 s, if your site has not changed it).
 
 TEMPLATE = "slurm_job.sh"
 STOP_SECONDS = 60
-"""Seconds between the end of `run.stop_grace` and the time limit: Slurm sends the signal at about its time."""
+"""Seconds between the end of `run.stop_grace` and the time limit: Slurm sends the signal only approximately in time."""
 MOST_SIGNAL_SECONDS = 65_535
 """sbatch accepts no larger number in --signal."""
 SUBMIT_SECONDS = 60.0
@@ -65,7 +65,7 @@ OWNED = {option: reason for reason, options in _OWNED.items() for option in opti
 PARTS = ("trainer", "generators")
 """Which part of `placement` runs on the nodes of each component of a heterogeneous job."""
 OWN_FOLDERS = tuple(map(Path, ("/tmp", "/var/tmp", "/dev/shm", "/run")))
-"""Folders of which each node has its own."""
+"""Folders that nodes do not share: each node has its own."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -143,7 +143,7 @@ def split(options: Sequence[str]) -> list[list[str]]:
 
 
 def refuse_unfit(config: Config, paths: Sequence[Path]) -> None:
-    """Refuse what could not be continued by a requeued job.
+    """Refuse a run that a requeued job could not continue.
 
     Raises:
         UserError: there are no checkpoints, or a path lies where each node has its own folder.
@@ -162,7 +162,7 @@ def refuse_unfit(config: Config, paths: Sequence[Path]) -> None:
 
 
 def refuse_short(config: Config, components: Sequence[Sequence[str]]) -> None:
-    """Raises `UserError` if the stop signal would come at the job's start: the job would be requeued for ever."""
+    """Raises `UserError` if the stop signal would come at the job's start: it would be requeued again and again."""
     for words in components:
         for name, value in zip(words, [*words[1:], ""], strict=True):
             joined = re.fullmatch(r"(?:--tim?e?=|-t=?)(.+)", name)
@@ -247,7 +247,7 @@ def submit(script: str, runs: Path) -> str:
         done = subprocess.run(
             ["sbatch", "--parsable"],
             input=script,
-            # Slurm may keep a job's environment; the job makes a token of its own.
+            # Slurm may store a job's environment, and the job creates its own token.
             env={name: value for name, value in os.environ.items() if name != "RAY_AUTH_TOKEN"},
             capture_output=True,
             text=True,

@@ -37,13 +37,13 @@ examples:
 """
 
 FETCH_SECONDS = 5.0
-"""Longest wait for a whole status document."""
+"""Maximum seconds to wait for a whole status document."""
 MAX_STATUS_BYTES = 16 << 20
 
 SCHEMES = ("http://", "https://")
 
 DAMAGED = (ValueError, TypeError, KeyError, RecursionError, OSError)
-"""The errors of reading a damaged JSON file."""
+"""Errors that reading a damaged JSON file may raise."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -92,7 +92,7 @@ def run_status(target: str, runs: Path = RUNS) -> Status:
 
 
 def _address(target: str, runs: Path) -> str:
-    """The address that a URL or `host:port` gives; UserError for another word."""
+    """The address of a run, from a URL or `host:port`; `UserError` for any other word."""
     if target.startswith(SCHEMES):
         return target.rstrip("/").removesuffix("/status")
     host, _, port = target.rpartition(":")
@@ -158,7 +158,7 @@ def _fetched(url: str) -> bytes:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host's name or address is of this machine.
+    """Whether a host's name or address always means this machine.
 
     >>> [is_loopback(host) for host in ("localhost", "127.0.0.2", "::1", "10.0.0.1", "head")]
     [True, True, True, False, False]

@@ -1,4 +1,4 @@
-"""The `/status` document for a terminal: a line for each part of the data flow, and current waits."""
+"""The `/status` document as lines for a terminal: a line for each part of the data flow, and the current waits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LABEL_WIDTH = 11
 
 
 ODD = (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, RecursionError)
-"""The errors of reading a document in which something is missing or of another type."""
+"""Errors that reading a document may raise if something in it is missing or has another type."""
 
 
 def status_lines(status: Status, width: int | None = None) -> list[str]:
@@ -40,7 +40,7 @@ def _lines(status: Status, width: int | None) -> list[str]:
 
 
 def headline(status: Status) -> str:
-    """Name, state and progress in a line."""
+    """Name, state and progress of the run in one line."""
     run, version = status["run"], status["policy_version"]
     steps = f"{version['step']} of {run['max_steps']}" if "max_steps" in run else f"{version['step']}"
     since = f", {duration(status['time'] - run['started'])}" if "started" in run else ""
@@ -92,7 +92,7 @@ def _details(status: Status) -> Iterator[tuple[str, str]]:
     for wait in status["waits"]:
         detail = f": {wait['detail']}" if wait["detail"] else ""
         what = f"{wait['reason']}{detail}"
-        # a generator's claim waits while the groups that it has go on
+        # a generator's claim waits while the generator continues its open groups
         what = f"one more group ({what})" if wait["who"].startswith("generator") else what
         yield "waits", f"{wait['who']} for {what}, {duration(now - wait['since'])}"
     of_host: dict[str, list[str]] = {}

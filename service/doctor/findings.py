@@ -1,4 +1,4 @@
-"""Says what is wrong with measured machines, and what to do, a line each."""
+"""Returns a line for each fault of the measured machines, with a remedy."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ from collections.abc import Iterator, Sequence
 from service.doctor.facts import Facts
 
 MIN_DRIVER = 580
-"""NVIDIA's first driver for CUDA 13, which the lock file of GPUs has
+"""NVIDIA's first driver for CUDA 13, the version in the lock file for GPUs
 (https://docs.nvidia.com/deploy/cuda-compatibility)."""
 USED_MIB = 1024
-"""A GPU with more memory in use has other work on it."""
+"""MiB in use above which a GPU counts as used by other work."""
 MIN_OPEN_FILES = 65536
-"""As Ray recommends for large clusters."""
+"""Minimum limit of open files, as Ray recommends for large clusters."""
 MIN_SHARED_FRACTION = 0.3
-"""Of the memory: Ray's default for its object store, which lies in /dev/shm."""
+"""Minimum size of /dev/shm as a fraction of the memory: Ray's default for its object store, which lies there."""
 MAX_SHARED_NEEDED = 16 << 30
 MIN_FREE_BYTES = 20 << 30
 MIN_RATE = 100e6
-"""Bytes each second: below it a checkpoint of 8 billion parameters takes a quarter of an hour."""
+"""Minimum bytes per second; a checkpoint of 8 billion parameters takes a quarter of an hour at this rate."""
 RAY_PORTS = (10002, 19999)
-"""Ports of Ray's workers, by default."""
+"""First and last port of Ray's workers, by default."""
 MIN_PORTS = 10_000
 MAX_SKEW = 2.0
-"""Seconds between the clocks of two machines."""
+"""Maximum difference between the clocks of two machines, in seconds."""
 MAX_STORE_SECONDS = 2.0
 
 
 def findings(machines: Sequence[tuple[Facts, float]]) -> list[str]:
-    """A line for each fault of the machines; each has the seconds by which its clock is behind the driver's."""
+    """A line for each fault. Each machine is given with the seconds by which its clock is behind the driver's."""
     found = [line for facts, behind in machines for line in _of_machine(facts, behind)]
     return found + list(_unequal([facts for facts, _ in machines]))
 
@@ -116,7 +116,7 @@ def _store(facts: Facts) -> Iterator[str]:
 
 
 def _unequal(machines: Sequence[Facts]) -> Iterator[str]:
-    """Packages whose versions differ between machines."""
+    """A line for each package whose versions differ between machines."""
     for package in sorted({name for facts in machines for name in facts.versions}):
         found = Counter(facts.versions.get(package, "none") for facts in machines)
         if len(found) > 1:

@@ -21,7 +21,7 @@ from service.files import sync, write_atomic
 
 MANIFEST = "manifest.json"
 FORMAT = 1
-"""The manifest's format; a Baton reads its own only."""
+"""The manifest's format; each version of Baton reads only its own format."""
 
 PREFIX = "step_"
 TRAINER = "trainer"
@@ -53,11 +53,11 @@ class Manifest(BaseModel):
 
     format: int = FORMAT
     step: int
-    """Optimizer steps that the weights have had."""
+    """The number of optimizer steps behind the weights."""
     incarnation: int
     """The incarnation of the trainer that wrote the checkpoint."""
     journal_position: int
-    """Synced end of the buffer's journal when the checkpoint was begun; everything up to `step` lies before it."""
+    """End of the synced part of the buffer's journal when the checkpoint began; events up to `step` lie before it."""
     issued: int
     """Prompts issued so far."""
     frontier: int
@@ -110,8 +110,8 @@ class Checkpoints:
     def finish(self, step: int, incarnation: int, journal_position: int, issued: int, frontier: int) -> int:
         """Write the manifest of the files in the step's folder; returns the oldest kept step.
 
-        Then deletes checkpoints that are too old, damaged, unfinished, or of a later step: the trainer has gone back to
-        a step before that one.
+        Then deletes checkpoints that are too old, damaged, unfinished, or of a later step (the trainer has restarted
+        from an earlier step).
         """
         path = self.path(step)
         manifest = Manifest(
@@ -136,7 +136,7 @@ class Checkpoints:
         return min(kept)
 
     def drop_unfinished(self) -> None:
-        """Delete checkpoints without a manifest, whose writer was killed; only their writer may call this."""
+        """Delete checkpoints without a manifest, whose writer was killed; only the run's own process may call this."""
         for step in self._steps():
             if not (self.path(step) / MANIFEST).exists():
                 self._remove(step)
@@ -202,7 +202,7 @@ class Checkpoints:
         )
 
     def _remove(self, step: int) -> None:
-        """Delete whatever has the name of the step's folder, the manifest first; deletes only the link if it is one."""
+        """Delete whatever has the name of the step's folder, the manifest first; of a link only the link itself."""
         self._hashed.pop(step, None)
         path = self.path(step)
         if path.is_symlink() or path.is_file():
@@ -226,7 +226,7 @@ class Checkpoints:
 
 
 def _is_file(file: Path) -> bool:
-    """Whether there is such a file; False for names that are not valid for files."""
+    """Whether the file exists; False for names that are not valid for files."""
     try:
         return file.is_file()
     except OSError as error:

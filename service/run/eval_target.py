@@ -51,7 +51,7 @@ class EvalTarget:
         return warmed_model(model, run) or initial_model(model, run)
 
     def weights(self, manifest: Manifest | None) -> Path:
-        """The folder of the weights: a checkpoint's, an adapter's, or the Hugging Face folder."""
+        """The folder of the weights: that of a checkpoint, of an adapter, or the Hugging Face folder."""
         if manifest is not None:
             return self.checkpoints.path(manifest.step)
         return self.model or self.adapter or self.path
@@ -111,7 +111,7 @@ def eval_target(path: Path) -> EvalTarget:
 
 
 def _listed(folder: Path, step: int | None = None) -> str:
-    """The names of the checkpoints in a folder; with a step, only its neighbours."""
+    """The names of the checkpoints in a folder; if a step is given, only those nearest to it."""
     steps = Checkpoints(folder, keep=1).steps()
     if step is not None:
         earlier, later = [one for one in steps if one < step], [one for one in steps if one > step]

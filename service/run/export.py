@@ -27,7 +27,7 @@ def export(
     float32, or written alone in PEFT's form. The folder appears only once it is complete.
 
     Raises:
-        UserError: the checkpoint was deleted meanwhile, or the folder cannot be written, say because the disk is full.
+        UserError: the checkpoint was deleted meanwhile, or the folder cannot be written, for example on a full disk.
     """
     try:
         if model.lora is not None and target.model is None:

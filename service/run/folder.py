@@ -69,7 +69,7 @@ TARGETS = ".prometheus"
 DRIVER_LOG = "driver.log"
 
 LOCK_SECONDS = 1.0
-"""How long a run waits for the lock of its folder: `is_locked` holds the lock for an instant."""
+"""Seconds that a run waits for the lock of its folder, because `is_locked` holds the lock for an instant."""
 
 
 def is_run_folder(path: Path) -> bool:
@@ -99,7 +99,8 @@ def run_folder(run: str | Path | None, runs: Path = RUNS) -> Path:
 
 
 def no_such_run(run: str | Path, runs: Path = RUNS, besides: str = "") -> UserError:
-    """The error for a word that is neither a run's folder nor name; `besides`: other valid words, as in "a URL, "."""
+    """The error for a word that is neither the folder nor the name of a run; `besides`: other valid words, as in "a
+    URL, "."""
     return UserError(f"{run}: neither {besides}a run folder (with {CONFIG}) nor the name of a run in {runs}/")
 
 

@@ -41,7 +41,7 @@ from service.run.folder import DATA
 from service.types import SupervisedRow
 
 TRAINING_BYTES = 16
-"""Bytes of one parameter in training: master weight, gradient and two moments, in float32."""
+"""Bytes per parameter in training: master weight, gradient and two moments, in float32."""
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,7 @@ def demonstrations(
 def read_conversations(
     model: ModelConfig, data: DataConfig, generator: GeneratorConfig
 ) -> tuple[Path, list[SupervisedRow], dict[str, list[SupervisedRow]]]:
-    """The model's folder, checked, the rows to learn, and those of each evaluation set.
+    """Return the checked folder of the model, the training rows, and the rows of each evaluation set.
 
     Raises:
         UserError: the model or a row is malformed, or supervised training does not support a setting.
@@ -183,7 +183,7 @@ def read_conversations(
 
 
 def make_policy(model: ModelConfig, env: EnvConfig, seed: int, folder: Path) -> Path:
-    """Write a small random model, with a tokenizer for the environment's words, unless a resumed run has it already.
+    """Write a small random model, with a tokenizer for the environment's words, unless a resumed run already has one.
 
     Raises:
         UserError: the configuration names no model, or this machine has too little memory to train it.

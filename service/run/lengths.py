@@ -66,7 +66,7 @@ def _outside(folder: Path) -> tuple[float, int] | None:
     """Mean seconds of a trajectory outside of the engines, over the second half of a run, and the number of
     trajectories.
 
-    None where the timeline has none.
+    None if the timeline has no trajectories.
 
     Raises:
         UserError: the timeline is damaged.

@@ -23,21 +23,21 @@ LOG_BYTES = 16 << 20
 OLDER_FILES = 3
 """Renamed files that are kept; the oldest is deleted."""
 LINE_BYTES = 64 << 10
-"""A longer line is broken."""
+"""Maximum bytes of a line; a longer line is split."""
 MESSAGE = "%(levelname)s %(name)s: %(message)s"
-"""How a message of Python's logging looks, without its time."""
+"""Format of a message of Python's logging, without its time."""
 RAYS_MARK = b":actor_name:"
-"""Begins a line that Ray prints for its own reader of logs."""
+"""Beginning of lines that Ray prints only for its own log reader."""
 SUFFIX = ".log"
 
 CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f-\x9f]")
 
 
 class _LogHandler(RotatingFileHandler):
-    """A full disk loses messages; it must not stop the part that writes them, nor fill the terminal."""
+    """A log file that drops messages if the disk is full, instead of stopping the writer or filling the terminal."""
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """Ignore that a message was not written."""
+        """Ignore a failure to write a message."""
 
 
 def log_handler(file: Path, message: str = "%(message)s") -> RotatingFileHandler:
@@ -61,7 +61,7 @@ def plain(line: bytes) -> str:
 
 @contextmanager
 def log_into(file: Path) -> Iterator[None]:
-    """Within the block, also write this process's log messages to a file, and an error that ends the block."""
+    """Within the block, also write this process's log messages to a file, and the error if one ends the block."""
     root, in_file, on_terminal = logging.getLogger(), log_handler(file, MESSAGE), logging.StreamHandler()
     on_terminal.setLevel(logging.WARNING)
     for handler in (in_file, on_terminal):

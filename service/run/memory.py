@@ -1,4 +1,4 @@
-"""Memory of a run's processes: a warning before a host has none left, and what to change in an actor."""
+"""Memory of a run's processes: a warning before a host runs out, and which settings reduce an actor's memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ REMEDIES = {
     "scorer": "give the scorer fewer workers or a smaller model",
     "role": "give the role a smaller model",
 }
-"""What to change so that an actor needs less memory, by the first word of the actor's name."""
+"""Remedies for an actor that needs too much memory, by the first word of the actor's name."""
 
 
 class Memory(NamedTuple):
@@ -23,7 +23,7 @@ class Memory(NamedTuple):
     host: str
     n_bytes: int
     of: int
-    """Bytes of the host, or of the container."""
+    """Total bytes of the host, or of the container."""
 
 
 def remedy(actor: str) -> str:

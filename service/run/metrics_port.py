@@ -1,4 +1,4 @@
-"""The port of the run's metrics service, held from its choice on, so that no other run can take it."""
+"""The port of the run's metrics service, bound as soon as it is chosen, so that no other run can take it."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from service.errors import UserError
 
 DEFAULT_PORT = 9400
 PORTS_TRIED = 100
-"""Ports from `DEFAULT_PORT` on that are tried where none is configured."""
+"""Number of ports, from `DEFAULT_PORT` on, that are tried if no port is configured."""
 
 
 def listening_socket(metrics: MetricsConfig, earlier: int | None = None) -> socket.socket:
-    """A socket that listens already, so no other run can take its port: the configured one; for 0, any; for None, the
-    first free one from 9400 on. `earlier`, the port of this run's previous service, is tried first.
+    """A socket that already listens, so that no other run can take its port. This is the configured port; for 0, any
+    free port; for None, the first free port from 9400 on. `earlier`, the port of this run's previous service, is tried
+    first.
 
     Raises:
         UserError: the configured port is taken, or the host is not an address of this machine.
@@ -41,7 +42,7 @@ def _listening(host: str, port: int) -> socket.socket:
 
 
 def _bind_message(host: str, port: int, error: OSError) -> str:
-    """One line with the reason why a server cannot listen."""
+    """Say in one line why a server cannot listen."""
     if error.errno == errno.EADDRINUSE:
         return f"metrics.port: port {port} on {host} is in use; choose another, 0 for any free one, or leave it unset"
     if error.errno == errno.EACCES:

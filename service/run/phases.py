@@ -1,4 +1,4 @@
-"""Progress lines about the phases of a command: imports and the start of Ray alone take many seconds."""
+"""Progress lines about the phases of a command, because imports and the start of Ray alone take many seconds."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ SECONDS = 5.0
 """Seconds from the first line about a phase to the second; each pause is twice as long as the one before."""
 
 MAX_SECONDS = 20.0
-"""Longest pause between two lines about a phase."""
+"""Maximum seconds between two lines about a phase."""
 
 
 def say(line: str) -> None:
-    """Print a line without buffering, and log it; continues silently if the reader of the output is gone."""
+    """Print a line without buffering, and log it; raises no error if the output is a closed pipe."""
     line = printable(line)
     log.info(line)
     try:

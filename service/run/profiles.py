@@ -23,7 +23,7 @@ POLL_SECONDS = 0.2
 MAX_STEPS = 20
 """Maximum number of optimizer steps in a profile."""
 MAX_BYTES = 256 << 20
-"""A larger file of a profile is not kept."""
+"""Maximum bytes of a profile's file; a larger file is discarded."""
 
 
 class ProfileRequest(msgspec.Struct, frozen=True):
@@ -79,7 +79,7 @@ def ask(folder: Path, steps: int, ranks: Sequence[int], seconds: float, sleep: C
     """Request profiles from the run in a folder, and wait up to `seconds` for the files.
 
     Raises:
-        UserError: no process runs it, it cannot do that, or another profile is being recorded.
+        UserError: no process runs the run, it cannot record them, or another profile is being recorded.
         RunFailed: the run ended meanwhile, or took no step.
     """
     if not is_locked(folder):

@@ -17,23 +17,23 @@ from service.run.writer import RunWriter
 from service.types import PolicyVersion
 
 LINES = 20
-"""About how many progress lines a run of quick steps prints, beside that of its first step."""
+"""Approximate number of progress lines of a run with quick steps, besides the line of its first step."""
 QUIET_SECONDS = 20.0
-"""Longest time without a progress line: the next step after it prints one in any case."""
+"""Seconds without a progress line after which the next step always prints one."""
 PLOT_SECONDS = 20.0
 """Seconds between two drawings of the learning curve during the run."""
 
 RECENT_STEPS = 20
-"""Steps whose mean time a progress line has, and by which the time left is estimated."""
+"""Number of last steps whose mean time a progress line shows, and from which the time left is estimated."""
 
 GENERATION = "generation"
 """The part of a step for which the trainer waits."""
 PARTS = {"waiting": GENERATION, "step": "training", "evaluating": "evaluation"}
-"""States of the driver -> parts of a step; any other state is a part of the same name."""
+"""Part of a step by state of the driver; any other state is a part of the same name."""
 
 
 class StepTimes:
-    """Seconds of the optimizer steps by part: what the trainer as a whole does, and waits for.
+    """Seconds of the optimizer steps by part: what the trainer as a whole does or waits for.
 
     driver's states  waiting 6.0 s, step 3.0 s, weights 1.0 s   ->   generation 60%, training 30%, weights 10%
     """
@@ -56,7 +56,7 @@ class StepTimes:
         return step
 
     def shares(self) -> dict[str, float]:
-        """The fraction of the steps' time of each part, the largest first."""
+        """The fraction of the steps' total time that each part takes, the largest first."""
         return {part: seconds / self._all.total() for part, seconds in self._all.most_common()}
 
 
@@ -80,7 +80,7 @@ class Progress:
         self._created = self._began = self._last = self._plotted = self._said = time.monotonic()
         self._times = StepTimes(states)
         self._recent: deque[float] = deque(maxlen=RECENT_STEPS)
-        """Seconds of the last steps."""
+        """Seconds of each of the last steps."""
         self._seconds_before = 0.0
         """Seconds in which earlier processes ran this run, up to the step from which it continues."""
         self._synced: float | None = None
@@ -90,7 +90,7 @@ class Progress:
         self._success: float | None = None
         self._diagnosis = Diagnosis()
         self._diagnosed: set[str] = set()
-        """Names of the symptoms that were said to be the likely cause."""
+        """Names of the symptoms that were already reported."""
 
     def begin(self) -> None:
         """Record that reinforcement learning begins, or continues after the steps of an earlier process."""
@@ -185,7 +185,7 @@ class Progress:
 
     @property
     def seconds_left(self) -> float | None:
-        """Seconds until the last step, if the steps take as long as the last ones; None before the first step."""
+        """Estimated seconds until the end, from the mean time of the last steps; None before the first step."""
         if not self._recent:
             return None
         return max(0, self._max_steps - len(self._rewards)) * sum(self._recent) / len(self._recent)
@@ -245,7 +245,8 @@ def step_line(
     seconds: float,
     left: float | None,
 ) -> str:
-    """The progress line of a step; `mean`: seconds of the last steps; `shares`: of all steps' time, largest first."""
+    """The progress line of a step. `mean`: mean seconds of the last steps; `shares`: fraction of all steps' time by
+    part, largest first."""
     bound = "".join(f", bound by {part} ({share:.0%})" for part, share in [*shares.items()][:1])
     until = "" if not left else f", {duration(left)} left"
     pace = f"{mean:.2g}" if mean < 100 else f"{mean:.0f}"

@@ -1,4 +1,4 @@
-"""Says why trajectories fail and how many do, and ends a run in which all do."""
+"""Reports why trajectories fail and how many, and ends a run in which all of them fail."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from service.errors import RunFailed
 from service.handoff.steps.stop_reason import FAILURES
 
 STARVING_SECONDS = 30.0
-"""Seconds for which a step waits until failures are said to be the reason."""
+"""Seconds of waiting after which a step reports failures as the reason."""
 MANY = 0.05
 """Fraction of the trajectories that may fail without a warning."""
 FEWEST = 3
-"""Failures that are worth a warning."""
+"""Minimum number of failures for a warning."""
 RECENT_STEPS = 5
 REFUSED = "refused_"
-"""Begins the reason of a refused message, among the reasons for which trajectories end."""
+"""Prefix of the reasons of refused messages, among the reasons for which trajectories end."""
 
 Statuses = Sequence[Mapping[str, Any]]
 """The statuses of the generators."""
@@ -31,11 +31,11 @@ class FailureWatch:
         self._limit = limit
         self._say, self._report = say, report
         self._said: set[str] = set()
-        """Reasons of failures that were named."""
+        """Reasons of failures that were already printed."""
         self._before: Counter[str] = Counter()
         self._now: Counter[str] = Counter()
         self._recent: deque[Counter[str]] = deque(maxlen=RECENT_STEPS)
-        """The counts of the last steps."""
+        """The counts of each of the last steps."""
         self._warned = False
         self._starving = False
 
@@ -105,7 +105,7 @@ def _lost(counts: Counter[str]) -> Counter[str]:
 
 
 def _in_words(counts: Counter[str], statuses: Statuses) -> str:
-    """How many failed, for which reasons, and the last failure with the most frequent one."""
+    """How many trajectories failed, for which reasons, and the last failure with the most frequent reason."""
     lost = _lost(counts)
     last = [why for status in statuses if (why := status["failures"].get(lost.most_common(1)[0][0]))]
     text = f"{lost.total()} failures in {_ended(counts).total()} trajectories ({_listed(lost)})"

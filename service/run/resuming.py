@@ -20,7 +20,7 @@ from service.run.checkpoints import Checkpoints, Manifest
 from service.run.folder import CHECKPOINTS, CONFIG, FINAL, JOURNAL, METRICS, SUMMARY, find_run, lock_run, no_such_run
 
 Load = Callable[[Path], Config]
-"""Reads the configuration of a run, with what the command line sets over it."""
+"""Reads the configuration of a run; settings of the command line override it."""
 FromStore = Callable[[str, Load, Path | None], Path]
 """Restores the folder of a run from the store at an address, to the given folder or to a new one in `run.dir`."""
 
@@ -31,7 +31,7 @@ def folder_to_resume(
     """The folder of the run to resume, with the overrides of its configuration.
 
     A run is named by its folder, by its name, or by the address of its store. If this disk has nothing of the run,
-    its folder is made from the store that the address or the configuration names.
+    its folder is restored from the store that the address or the configuration names.
 
     Raises:
         UserError: there is no such run.
@@ -61,7 +61,7 @@ def resumed(run: RunConfig, trainer: TrainerConfig, path: Path) -> Iterator[Mani
     weights were written continues by writing them.
 
     Raises:
-        UserError: another process runs it, there is no whole checkpoint, or the run has nothing left to do.
+        UserError: another process runs it, there is no complete checkpoint, or the run has nothing left to do.
     """
     with lock_run(path):
         checkpoints = Checkpoints(path / CHECKPOINTS, trainer.keep_checkpoints)
@@ -77,14 +77,14 @@ def resumed(run: RunConfig, trainer: TrainerConfig, path: Path) -> Iterator[Mani
 
 
 def changed_settings(config: Config, folder: Path) -> list[str]:
-    """A line for each setting that differs from the run's earlier part."""
+    """A line for each setting that differs from the configuration with which the run last ran."""
     was, now = _leaves(read_sources([folder / CONFIG], ()).values), _leaves(config.model_dump(mode="json"))
     different = [setting for setting in {**now, **was} if was.get(setting) != now.get(setting)]
     return [f"{setting}: it is {now.get(setting)} from here on, and was {was.get(setting)}" for setting in different]
 
 
 def _leaves(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """All values other than sections, by their full path."""
+    """All values other than sections, by full path."""
     leaves: dict[str, Any] = {}
     for key, value in values.items():
         leaves |= _leaves(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}

@@ -15,7 +15,7 @@ def ask_for(folder: Path, generator: GeneratorConfig, engines: int) -> None:
     """Request this number of generators from the run in a folder.
 
     Raises:
-        UserError: no process runs it, or its configuration does not allow that number.
+        UserError: no process runs the run, or its configuration does not allow that number.
     """
     lowest, highest = generator.min_engines, generator.max_engines
     if lowest == highest:

@@ -22,16 +22,16 @@ from service.run.memory import Memory, warning
 PROBE_SECONDS = 1.0
 """Seconds between an answer of a process and the next question."""
 SILENT_SECONDS = 10.0
-"""Seconds without an answer after which a process is named; one that is busy answers late."""
+"""Seconds without an answer after which a line names the process; a busy process answers late."""
 AGAIN_SECONDS = 20.0
-"""Seconds after which a process that still does not answer is named again."""
+"""Seconds after which another line names a process that still does not answer."""
 CAUSE_SECONDS = 2.5
-"""Seconds that a failed call waits for the question that finds the cause: its process may have died."""
+"""Seconds that a failed call waits for a health check to find the cause, because its process may have died."""
 LIVED_SECONDS = 10.0
-"""Age of a process from which on its death is always printed; of processes that die younger, one after the other, only
-few deaths are printed."""
+"""Age in seconds from which the death of a process is always printed. If several processes in a row die younger, only
+some of the deaths are printed."""
 CANCEL_SECONDS = 30.0
-"""Seconds within which work that is cancelled has to end."""
+"""Seconds within which cancelled work has to end."""
 
 Answer = TypeVar("Answer")
 
@@ -40,11 +40,11 @@ class Life(NamedTuple):
     """The answer of a process."""
 
     process: str
-    """An id that no other process has."""
+    """A unique id of the process."""
     is_set_up: bool
-    """Whether it has been given all that its work needs; a process that was restarted has not."""
+    """Whether the process has received everything that its work needs; a restarted process has not."""
     memory: Memory | None = None
-    """The memory that the process uses, if it has measured that."""
+    """The memory that the process uses, if it was measured."""
 
 
 Probe = Callable[[], Awaitable[Life | None]]
@@ -54,28 +54,28 @@ Cause = Callable[[str, Life], Awaitable[str | None]]
 
 
 class Supervisor:
-    """Asks every actor of a run, as long as the run lasts."""
+    """Checks every actor of a run, as long as the run lasts."""
 
     def __init__(self, say: Callable[[str], None], cause: Cause, is_death: Callable[[BaseException], bool]) -> None:
         """Store the settings; `is_death`: whether an error of a call may come from the death of its process."""
         self._say, self._cause, self._is_death = say, cause, is_death
         self._asking: dict[str, asyncio.Task[None]] = {}
         self._known: dict[str, Life | None] = {}
-        """The last answer of each actor's process; None: it is lost, and that was told."""
+        """The last answer of each actor's process; None: the process is lost, and this was reported."""
         self._full: set[str] = set()
-        """Hosts whose memory was too full at the last look."""
+        """Hosts whose memory was too full at the last check."""
         self._waiting: defaultdict[str, set[asyncio.Future[None]]] = defaultdict(set)
         self._born: dict[str, float] = {}
-        """When each actor's present process answered first."""
+        """The time at which each actor's present process answered first."""
         self._deaths: Counter[str] = Counter()
-        """Deaths in a row of processes that lived for less than `LIVED_SECONDS`."""
+        """Successive deaths of an actor's processes that lived for less than `LIVED_SECONDS`."""
         self._absent: dict[str, float] = {}
-        """Since when each actor without a process has had none, or when that was printed last."""
+        """For each actor without a process, the time since when it has none, or of the last line about it."""
         self._bug: BaseException | None = None
-        """What ended the questions to an actor."""
+        """The error that ended the health checks of an actor."""
 
     def watch(self, name: str, probe: Probe, deadline: float = math.inf, hint: str = "") -> None:
-        """Ask an actor from now on, unless it is asked already.
+        """Check an actor from now on, unless it is checked already.
 
         `deadline`: seconds of silence after which its process is lost; `hint`: the usual reason for silence.
         """
@@ -84,7 +84,7 @@ class Supervisor:
             self._asking[name].add_done_callback(self._ended)
 
     def forget(self, name: str) -> None:
-        """Stop asking this actor, because it has left the run."""
+        """Stop the health checks of this actor, because it has left the run."""
         self._known.pop(name, None)
         self._absent.pop(name, None)
         if (asking := self._asking.pop(name, None)) is not None:
@@ -104,7 +104,7 @@ class Supervisor:
 
         Raises:
             ProcessLost: a process died, was restarted, or was silent for too long.
-            RuntimeError: the work did not end when it was cancelled.
+            RuntimeError: the work did not end after it was cancelled.
 
         An error of a health check itself is raised here too: no work may wait for an actor that is no longer checked.
         """
@@ -137,7 +137,7 @@ class Supervisor:
 
     async def _watch(self, name: str, probe: Probe, deadline: float, hint: str) -> None:
         while True:
-            waiting = [*self._waiting[name]]  # not those who come after the question
+            waiting = [*self._waiting[name]]  # not work that begins to wait after the health check
             try:
                 life = await self._answer(name, probe, deadline)
                 why = await self._why_lost(name, life, waits=any(not each.done() for each in waiting))
@@ -166,7 +166,7 @@ class Supervisor:
             _give(bug, [each for waiting in self._waiting.values() for each in waiting])
 
     async def _answer(self, name: str, probe: Probe, deadline: float) -> Life | None:
-        """Ask once; print a line if there is no answer. An actor that is still starting answers late.
+        """Check once; print a line if there is no answer. An actor that is still starting answers late.
 
         Raises:
             Starved: there was no answer within `deadline`, and somebody waits for this actor.
@@ -195,7 +195,8 @@ class Supervisor:
         (self._full.discard if line is None else self._full.add)(host)
 
     async def _why_lost(self, name: str, life: Life | None, waits: bool) -> str | None:
-        """Return why the process that answered before is lost; None: it is not, or nobody needs to be told."""
+        """Return why the process that answered before is lost; None: it is not, or the run has ended it and no work
+        waits for it."""
         is_new = name not in self._known
         before, self._known[name] = self._known.get(name), life
         if life is not None:
@@ -217,7 +218,7 @@ class Supervisor:
 
 
 def _give(error: BaseException, waiting: Iterable[asyncio.Future[None]]) -> bool:
-    """Give an error to those who still wait; returns whether anybody does."""
+    """Raise an error in all work that still waits; returns whether any does."""
     left = [each for each in waiting if not each.done()]
     for each in left:
         each.set_exception(error)

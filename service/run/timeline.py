@@ -30,19 +30,20 @@ log = logging.getLogger(__name__)
 
 FILE_BYTES = 4 << 20
 FILES = 8
-"""Files that are kept; the oldest is deleted."""
+"""Maximum number of files; the oldest is deleted."""
 TOUCHING = 2e-6
-"""Seconds between two spans that are one; times are recorded to 1e-6."""
+"""Maximum seconds between two spans that are joined to one; times are recorded to 1e-6."""
 HUB = b'{"hub"'
 SLOW = "slow"
-"""Why a trajectory was kept that is not part of the sample; quantiles leave it out, because it would distort them."""
+"""The reason for which a trajectory outside of the sample was kept; quantiles exclude it, because it would distort
+them."""
 
 Number = Annotated[float, msgspec.Meta(ge=-1e11, le=1e11)]
-"""Seconds."""
+"""A time or duration in seconds."""
 Whole = Annotated[int, msgspec.Meta(ge=-(10**11), le=10**11)]
 Numbers = dict[str, Whole | Number]
 Row = tuple[str, str]
-"""(`role/ident` of the process, the row's name)."""
+"""A row of the timeline: `role/ident` of the process, and the row's name."""
 
 
 class TimelineFiles:
@@ -96,7 +97,7 @@ class Process(Struct, rename={"owner": "from"}):
     """The process that wrote the following lines, and its clock."""
 
     owner: str
-    """`role/ident`."""
+    """`role/ident` of the process."""
     host: str
     pid: int
     boot: str
@@ -125,7 +126,7 @@ class _SpanLine(Struct, array_like=True, tag=SPAN):
 
 
 class Counter(Struct, array_like=True, tag=COUNTER):
-    """Values of some counters from a time on."""
+    """Values that some counters have from a time on."""
 
     name: str
     at: Number
@@ -154,9 +155,9 @@ class Totals(Struct, array_like=True, tag=TOTALS):
     played: int
     """Trajectories that the process has played."""
     every: int
-    """One trajectory of so many is kept."""
+    """The sampling interval: one trajectory of this many is kept."""
     sums: list[tuple[str, str, int, Number, Number]]
-    """(environment, part or tool:NAME, number, seconds, longest)."""
+    """Sums as (environment, part or tool:NAME, number, seconds, longest)."""
 
 
 class _LEASE(TypedDict):
@@ -169,7 +170,7 @@ class _COMMIT(TypedDict):
 
 
 _DETAILS: dict[str, Any] = {"leases": _LEASE, "commits": _COMMIT}
-"""Row of spans -> what their details have to hold."""
+"""Types of the details of spans, by row."""
 
 
 def _refuse_backwards(began: float, ended: float) -> None:
@@ -198,10 +199,10 @@ class Sampled(NamedTuple):
     owner: str
     env: str
     why: str
-    """`sampled` or `slow`."""
+    """Why the trajectory was kept: `sampled` or `slow`."""
     span: Span
     parts: dict[str, float]
-    """Seconds by part."""
+    """Seconds of the trajectory by part."""
     calls: list[Span]
 
 
@@ -210,14 +211,14 @@ class RunTimeline:
 
     def __init__(self) -> None:
         self.sources: dict[str, Process] = {}
-        """`role/ident` -> its newest description."""
+        """The newest description of each process, by `role/ident`."""
         self.rows: dict[Row, list[Span]] = defaultdict(list)
         self.counters: list[tuple[str, Counter]] = []
-        """With the process's `role/ident`."""
+        """Counters, each with the `role/ident` of its process."""
         self.trajectories: list[Sampled] = []
-        """In the order of their beginning."""
+        """Recorded trajectories in the order of their beginning."""
         self.totals: dict[str, Totals] = {}
-        """By process."""
+        """The sums of each process, by `role/ident`."""
 
     def read(self, file: Path) -> None:
         """Add the lines of a file; skips a line that a kill truncated."""
@@ -301,13 +302,13 @@ def read_timeline(folder: Path) -> RunTimeline:
 
 
 def _first_measured(lines: list[bytes]) -> dict[tuple[str, str, str, int], Process]:
-    """The first measured clock offset from the hub by process; also used for lines pushed before it was measured."""
+    """The first measured clock offset of each process from the hub; also used for lines pushed before that."""
     heads = [line for line in reversed(lines) if line.startswith(b"{") and not line.startswith(HUB)]
     return {source.process: source for source in map(_PROCESSES.decode, heads) if source.offset is not None}
 
 
 def _joined(spans: list[Span]) -> list[Span]:
-    """The spans in order; consecutive parts of a long span are joined."""
+    """The spans in order of time; consecutive parts of a long span are joined."""
     joined: list[Span] = []
     for span in sorted(spans, key=lambda span: span.began):
         if joined and span.name == joined[-1].name and span.began - joined[-1].ended < TOUCHING:

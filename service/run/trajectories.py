@@ -47,9 +47,9 @@ from service.types import Extension, Int64s, MiniBatch, PolicyVersion, Step, Tra
 
 Record = dict[str, Any]
 FAILED = "failed"
-"""The fate of an attempt that was lost: started again where attempts were left, or without a scorer's reward."""
+"""The fate of a failed attempt: its trajectory was started again if attempts were left, or got no scorer's reward."""
 SHOWN = 200
-"""Characters of what is wrong with a line that are shown."""
+"""Maximum characters of an error message about a line."""
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 Version = Annotated[str, msgspec.Meta(pattern=r"^[0-9]{1,18}:[0-9]{1,18}$")]
 Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
@@ -101,7 +101,7 @@ RecordShape = TypedDict(
         "steps": list[StepShape],
     },
 )
-"""What a record in a file must hold to be shown."""
+"""The fields that a record in a file must have to be shown."""
 _DECODER = msgspec.json.Decoder(RecordShape)
 
 
@@ -110,7 +110,7 @@ class RecordSettings:
     """Settings that determine which trajectories are kept, and how their steps share rows."""
 
     per_step: int
-    """Trajectories that are kept of an optimizer step."""
+    """Number of trajectories that are kept per optimizer step."""
     roles: tuple[str, ...]
     trained_roles: tuple[str, ...]
     merge_mode: Mode
@@ -125,8 +125,8 @@ class RecordSettings:
 def trajectory_records(
     batch: MiniBatch, groups: Sequence[CompleteGroup], at: PolicyVersion, settings: RecordSettings
 ) -> list[Record]:
-    """An evenly spread sample of the trajectories of a mini-batch, once it is trained at version `at`; the settings
-    give its size."""
+    """Records of an evenly spread sample of a mini-batch's trajectories, after its training at version `at`. The
+    settings give the sample's size."""
     count = min(settings.per_step, len(batch.return_G))
     chosen = sorted({round(g) for g in np.linspace(0, len(batch.return_G) - 1, count)}) if count else []
     first_of_group = np.searchsorted(batch.prompt_of_trajectory_G, np.arange(len(groups)))
@@ -166,7 +166,7 @@ def _turns(group: CompleteGroup) -> Int64s:
 
 
 def _scores(group: CompleteGroup, place: int) -> Record:
-    """The answers of scorers, by name, about the trajectory at position `place` of a group."""
+    """The answers of scorers about the trajectory at position `place` of a group, by scorer."""
     return {
         score.scorer: {
             "reward": score.rewards[place] if score.rewards else None,
@@ -219,7 +219,8 @@ class LostTrajectories:
             self._failed.append(record | _untrained(FAILED, reason, end, at))
 
     def take(self) -> list[Record]:
-        """Return and clear the records: at most `run.trajectories_per_step` of ended groups, and of failed attempts."""
+        """Return and clear the records: at most `run.trajectories_per_step` of ended groups, and as many of failed
+        attempts."""
         records, self._records, self._failed = self._records + self._failed, [], []
         return records
 
@@ -240,7 +241,7 @@ def _untrained(fate: str, reason: str, end: TrajectoryEnd | None, at: PolicyVers
 
 
 def _stored(held: Held, sample: int) -> tuple[list[Step], TrajectoryEnd | None]:
-    """The steps of a sample before the first missing one, and its end if the buffer has it."""
+    """The steps of a sample before the first missing step, and its end if the buffer has it."""
     steps = [step for table in held.steps_of(sample) for step in step_objects(table)]
     steps.sort(key=lambda step: step.index)
     return [step for index, step in enumerate(steps) if step.index == index], held.ends.get(sample)
@@ -277,7 +278,7 @@ def _record(
 
 
 def _parents(steps: Sequence[Step]) -> Iterator[int | None]:
-    """The step that each step continues: all tokens of that step are a prefix of its own."""
+    """For each step, the earlier step that it continues, all of whose tokens are a prefix of its tokens; else None."""
     lengths: dict[int, int] = {}
     for step in steps:
         extends = step.extends or Extension(-1, 0, 0)
@@ -286,7 +287,7 @@ def _parents(steps: Sequence[Step]) -> Iterator[int | None]:
 
 
 def _step_record(step: Step, row: int | None, later: float) -> Record:
-    """The record of a step; `later`: the reward that the step was given after it was sent, on top of its own."""
+    """The record of a step; `later`: the reward that was added to the step's own reward after it was sent."""
     rewards = np.atleast_1d(np.array(step.reward, np.float64))
     rewards[-1:] += later
     logprobs = None

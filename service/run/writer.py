@@ -30,7 +30,7 @@ from service.run.folder import (
 TABLE_KEYS = ("id", "fate", "return", "advantage", "stop_reason", "sampled_tokens")
 TABLE_ROWS = 16
 TABLE_CHARACTERS = 20_000
-"""Of a trajectory's text; the end is kept."""
+"""Maximum characters of a trajectory's text; the end of a longer text is kept."""
 
 _tokenizer = lru_cache(maxsize=1)(read_tokenizer)
 
@@ -41,7 +41,7 @@ class RunWriter:
     def __init__(self, path: Path, has_begun: bool = True) -> None:
         self.path = Path(path)
         self._has_begun = has_begun
-        """False of a resumption until the run continues: if it ends before, the summary and the scrape targets stay."""
+        """False for a resumed run until it continues: if it ends before, the summary and the scrape targets stay."""
         (self.path / LOGS).mkdir(parents=True, exist_ok=True)
         self._metrics: TextIO | None = None
         self._trackers: list[TensorBoard | Wandb] = []
@@ -49,12 +49,12 @@ class RunWriter:
         self._wandb: WandbConfig | None = None
         self._model_folder = Path()
         self._kept: list[Mapping[str, Any]] = []
-        """Trajectories of the current step, for a table."""
+        """Trajectories of the current step, for a tracker's table."""
         self._targets: Sequence[Mapping[str, Any]] = ()
         self.step = 0
         """The optimizer step that was logged last."""
         self.has_final = False
-        """Whether the final weights are those of that step."""
+        """Whether the final weights are those of the step `step`."""
 
     def begin(self, resolved: str, wandb: WandbConfig | None = None, model_folder: Path | None = None) -> None:
         """Begin or continue a run: delete the summary of its earlier part, and write its resolved configuration, with
@@ -106,7 +106,7 @@ class RunWriter:
         self._kept = []
 
     def cut_after(self, step: int) -> list[dict[str, Any]]:
-        """Delete the lines of steps after `step`, which the trainer will repeat; returns the other metrics."""
+        """Delete the lines of steps after `step`, which the trainer will repeat; returns the remaining metrics."""
         self.step = step
         _cut(self.path / EVALUATIONS, "step", step)
         metrics, key = self.path / METRICS, "trainer/global_step"
@@ -120,8 +120,8 @@ class RunWriter:
             file.writelines(json.dumps({"step": step, **record}, allow_nan=False) + "\n" for record in records)
 
     def is_best(self, step: int, key: str) -> bool:
-        """Whether the evaluation after `step` has the highest score of the run so far; of several with this score the
-        first is the best. `key` is `eval/<set>/<score>`."""
+        """Whether the evaluation after `step` has the highest score of the run so far; a tie is not the best. `key` is
+        `eval/<set>/<score>`."""
         name, _, score = key.removeprefix("eval/").rpartition("/")
         scores = {line["step"]: line[score] for line in read_lines(self.path / EVALUATIONS) if line["set"] == name}
         return step in scores and all(scores[step] > value for other, value in scores.items() if other != step)
@@ -162,7 +162,7 @@ class RunWriter:
 
 
 def table_rows(records: Sequence[Mapping[str, Any]], model_folder: Path) -> list[dict[str, Any]]:
-    """Records as in `trajectories.jsonl` as rows of a tracker's table, with the texts by the model folder's
+    """Convert records of `trajectories.jsonl` to rows of a tracker's table, with texts decoded by the model folder's
     tokenizer."""
     rows = []
     for record in records[:TABLE_ROWS]:
@@ -173,7 +173,7 @@ def table_rows(records: Sequence[Mapping[str, Any]], model_folder: Path) -> list
 
 
 def _cut(path: Path, key: str, limit: int) -> list[dict[str, Any]]:
-    """Keep the lines of a JSONL file in which `key` is at most `limit`; returns them."""
+    """Keep only the lines of a JSONL file in which `key` is at most `limit`; returns these."""
     lines = list(read_lines(path))
     kept = [line for line in lines if line[key] <= limit]
     if len(kept) < len(lines):

@@ -1,7 +1,7 @@
-"""Python imports this module at its start wherever its folder is on PYTHONPATH: makes syncs or weights slow on demand.
+"""Makes syncs or weights slow on demand. Python imports this module at its start if its folder is on PYTHONPATH.
 
-The environment variable `BATON_SLOW` names a folder. While it holds a file `journal`, every fdatasync takes longer by
-the seconds that the file states; while it holds `weights`, so does the loading of new weights into an engine.
+The environment variable `BATON_SLOW` names a folder. While the folder has a file `journal`, every fdatasync takes
+longer by the seconds in that file. While it has a file `weights`, so does the loading of new weights into an engine.
 """
 
 from __future__ import annotations
