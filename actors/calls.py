@@ -34,7 +34,7 @@ Answer = TypeVar("Answer")
 
 
 def resolve_actor(actor: Any) -> Any:
-    """Return the handle of an actor that is given by name or as a handle.
+    """Return the handle of an actor, from its name or its handle.
 
     An actor that Ray may restart gets names as arguments, because a handle may be invalid after the restart.
     """
@@ -47,7 +47,7 @@ async def call(method: Any, *arguments: Any, who: str, within: float | None = CA
 
 
 async def answer(called: Awaitable[Any], *, who: str, within: float | None) -> Any:
-    """Wait for the answer to a call; an error of Baton that the method raised is raised here.
+    """Wait for the answer to a call; raises an error of Baton that the method raised.
 
     Raises:
         Starved: `who` did not answer within `within` seconds.

@@ -43,7 +43,7 @@ def start_watchdog(mark: str, ray_folder: Path | None = None) -> None:
     folders = [] if ray_folder is None else [str(ray_folder)]
     command = [sys.executable, "-I", "-S", __file__, str(os.getpid()), mark, *folders]
     environment = {key: value for key, value in os.environ.items() if key != MARK}
-    # The first child exits at once. So the watchdog is no descendant of the driver, and survives when those are ended.
+    # The first child exits at once. So the watchdog is not ended together with the driver's descendants.
     subprocess.run(command, check=True, timeout=30, start_new_session=True, env=environment, stdin=subprocess.DEVNULL)
 
 

@@ -128,7 +128,7 @@ def compare(module: str, layouts: Sequence[str], repeats: int, *options: str) ->
 
 
 def main() -> int:
-    """Measure and print; 1 if a bar is missed."""
+    """Measure and print; returns 1 if a bar is missed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)

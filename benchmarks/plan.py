@@ -64,7 +64,7 @@ def run(recipe: str, steps: int, parent: Path, *settings: str) -> tuple[Path, di
 
 
 def _held(pid: int) -> dict[str, float]:
-    """Resident bytes of the largest rank, and those of all engines' processes divided by the number of engine cores."""
+    """Resident bytes of the largest rank, and mean resident bytes per engine core of all processes of engines."""
     held: dict[str, list[float]] = defaultdict(list)
     cores = 0
     for process in psutil.Process(pid).children(recursive=True):

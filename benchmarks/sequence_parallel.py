@@ -158,7 +158,7 @@ def long_row(parent: str) -> int:
 
 
 def main() -> int:
-    """Measure and print; 1 if a bar is missed."""
+    """Measure and print; returns 1 if a bar is missed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--short", action="store_true", help="without the long row")
     parser.add_argument("--part", nargs=5, help=argparse.SUPPRESS)

@@ -112,7 +112,7 @@ def rates_on_an_h100(parent: Path) -> tuple[float, float]:
 
 
 def main() -> int:
-    """Measure and print; 1 if a bar is missed."""
+    """Measure and print; returns 1 if a bar is missed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--workload", choices=WORKLOADS, help="only this one")

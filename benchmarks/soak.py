@@ -308,7 +308,7 @@ def missed(found: dict[str, Any]) -> list[str]:
 
 
 def main() -> int:
-    """Soak, replay, print."""
+    """Load the buffer, replay its journal, and print the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=20.0)
     parser.add_argument("--rate", type=float, default=160.0, help="step groups a second that are offered")

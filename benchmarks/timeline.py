@@ -125,7 +125,7 @@ def draw(timeline: RunTimeline, file: Path) -> None:
 
 
 def kind(name: str) -> str:
-    """The name by which a slice gets its colour: all turns have the same, as have leases and commits."""
+    """The name by which a slice gets its colour: all turns share a name, as do leases and commits."""
     return name.rpartition(" ")[0] if name.rpartition(" ")[0] in ("turn", "lease", "step") else name
 
 

@@ -99,7 +99,7 @@ tokens, times in seconds, memory in bytes.
 
 
 def metrics_page() -> str:
-    """`docs/metrics.md`."""
+    """The text of `docs/metrics.md`."""
     text = METRICS_INTRO.replace("IN_RAY", _as_code(f"ray_{metric.name}" for metric in TABLE if metric.in_ray))
     for metric in TABLE:
         text += f"| `{metric.name}` | {metric.kind} | {_as_code(metric.labels)} | {metric.help} |\n"
@@ -114,7 +114,7 @@ def _as_code(words: Iterable[str]) -> str:
 
 
 def configuration_page() -> str:
-    """`docs/configuration.md`."""
+    """The text of `docs/configuration.md`."""
     return CONFIG_INTRO + "".join(_section(name, field) for name, field in Config.model_fields.items())
 
 

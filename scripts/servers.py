@@ -23,7 +23,7 @@ PROGRAMS = {
     "chromium": ("chromium", "chromium-browser", "google-chrome"),
     "slurm-wlm": ("slurmctld",),
 }
-"""Debian package -> names of its program; one of them is enough."""
+"""Names of the program that each Debian package installs; one of the names is enough."""
 
 DEADLINE = 300.0
 """Seconds for all commands together."""

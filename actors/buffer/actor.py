@@ -319,7 +319,7 @@ class BufferActor(Supervised):
             await asyncio.sleep(next_sync - time.monotonic())
 
     async def _tick(self) -> None:
-        """Check deadlines; sync events that no call waits for, and those that did not fit on a full disk before."""
+        """Check deadlines; sync events that no call waits for, and events that did not fit on a full disk before."""
         while True:
             await asyncio.sleep(TICK_SECONDS)
             self._buffer.tick()

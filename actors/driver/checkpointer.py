@@ -26,7 +26,7 @@ HOLD_ATTEMPTS = 3
 
 
 class Checkpointer:
-    """Writes checkpoints while training continues; one is complete when every rank has written its files."""
+    """Writes checkpoints while training continues; a checkpoint is complete when every rank has written its files."""
 
     def __init__(
         self,

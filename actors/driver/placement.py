@@ -237,6 +237,5 @@ def buffer_options(config: Config) -> dict[str, Any]:
 
 
 def engine_index(config: Config, engine: int) -> int:
-    """Return the index of an engine's bundle among those of its run: its own bundle, or with CUDA IPC that of a
-    rank."""
+    """Return the index of an engine's bundle among all bundles of its run; with CUDA IPC it is the bundle of a rank."""
     return engine if config.weights.transport == "ipc" else config.trainer.ranks + engine

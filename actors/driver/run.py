@@ -83,7 +83,8 @@ def run(
 
 
 def guarded(folder: RunWriter, work: Callable[[], int], steps: int = 0) -> int:
-    """Do the work of a run that has taken `steps` already; writes its log, and how it failed or stopped, to its folder.
+    """Do the work of a run that has taken `steps` steps already; writes its log and how it failed or stopped to its
+    folder.
 
     Returns the exit code.
     """

@@ -31,7 +31,7 @@ STUCK_SECONDS = 1.0
 FORCING = 3
 """The number of the stop signal that ends a stopping process by force."""
 ALREADY = f"already stopping; stop signal number {FORCING} ends it at once, whatever is not written yet"
-"""The line that is printed on the stop signals between the first and the one of number `FORCING`."""
+"""The line that is printed on each stop signal between the first signal and signal number `FORCING`."""
 
 LOOK_SECONDS = 0.005
 """Pause before the handlers are set again while Ray ends, which gives SIGTERM its default action back."""

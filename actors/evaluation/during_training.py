@@ -182,7 +182,7 @@ class Evaluations:
         """Evaluate a set on these generators; meanwhile none of them leaves unless its node ends.
 
         Raises:
-            Starved: it took longer than `data.eval_deadline`.
+            Starved: the evaluation took longer than `data.eval_deadline`.
         """
         deadline = self._data.eval_deadline
         self._pool.evaluating |= set(up)

@@ -1,4 +1,4 @@
-"""The generators of a run: started, restarted when they fail, and given new weights while they generate.
+"""Starts the generators of a run, restarts them when they fail, and sends them new weights while they generate.
 
 The first generators have a part of the run's placement group and are restarted in it. One that joins later has a
 separate placement group, and both are removed when it fails.
@@ -197,7 +197,7 @@ class GeneratorPool:
         self._say(f"{name} has left")
 
     async def _let_go(self, name: str, error: BaseException) -> None:
-        """Remove a failed generator that has its own placement group; another one may join if there is room."""
+        """Remove a failed generator that has its own placement group; another generator may join if there is room."""
         self._leaving.add(name)
         self._count_failure(name, error)
         self._say(f"{name} failed ({in_a_line(error)}); it is let go")

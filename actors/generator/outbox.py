@@ -31,8 +31,8 @@ WINDOW = 4
 MESSAGE_BYTES = 4 << 20
 """A message takes no further item once its token columns have this many bytes."""
 NAME_BYTES = MAX_HEADER_BYTES // 2
-"""A message also takes no further item once the uids and stop reasons in its header have this many bytes, if all
-differ; one item has far fewer."""
+"""A message also takes no further item once the uids and stop reasons of its items have this many bytes in total. A
+single item has far fewer."""
 ANSWER_SECONDS = 10.0
 """Seconds after which an unanswered message is resent; a frozen process raises no error."""
 RETRY = Backoff(0.05, 1.0)

@@ -72,7 +72,7 @@ class Scaling:
         ends; 0: unknown.
 
         Raises:
-            RunFailed: there are too few generators, and more than `run.max_restarts` times in a row none could join.
+            RunFailed: there are too few generators, and more than `run.max_restarts` attempts in a row to join failed.
         """
         if self._fixed:  # an engine that shares the GPU of a rank has no other place
             return

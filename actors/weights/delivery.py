@@ -93,7 +93,7 @@ class Delivery:
         """Wait until every engine serves the newest weights; returns the seconds from the start of sending until then.
 
         Raises:
-            RunFailed: it took longer than `weights.sync_deadline`.
+            RunFailed: the update took longer than `weights.sync_deadline`.
         """
         if self._sync is None:
             return None

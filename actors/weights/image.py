@@ -65,7 +65,7 @@ class ImageHolder:
         """Hold an image of weights for all engines of this node until `release_image`; returns its path.
 
         Raises:
-            WeightsGone: it was already released; Ray may begin a call after later calls.
+            WeightsGone: the image was already released, because Ray may reorder calls.
         """
         if number in self._released:
             raise WeightsGone("these weights are not held any more")

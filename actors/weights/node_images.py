@@ -51,7 +51,7 @@ class NodeImages:
 
     @asynccontextmanager
     async def spread(self, names: Sequence[str], weights: PublishedWeights) -> AsyncIterator[None]:
-        """Send weights to the nodes of these generators, from one to the next; the images are held while the block
+        """Send weights to the nodes of these generators, from node to node; the images are held while the block
         runs."""
         lacking = [name for name in reversed(names) if not self._is_beside(name, weights)]
         one_a_node = {self._node_of[name]: name for name in lacking}
@@ -115,7 +115,7 @@ class NodeImages:
         return begun
 
     def _way(self, images: Sequence[NodeImage], node: str) -> list[NodeImage]:
-        """Return these images in a ring, beginning with that of the rank's own node, which does not use the rank's
+        """Return these images in the order of a ring. It begins with the image of the rank's own node, which needs no
         network link."""
         nodes = [self._node_of[image.holder] for image in images]
         at = nodes.index(node) if node in nodes else 0

@@ -229,6 +229,6 @@ class PulledTensor(Tensor):
 
 
 def _is_of(view: Tensor, other: Tensor) -> bool:
-    """Return whether `view` is a view of the memory of `other`; the same operation might also have made a copy."""
+    """Return whether `view` shares the memory of `other`; some view operations may return a copy instead."""
     same = view.untyped_storage()._cdata == other.untyped_storage()._cdata
     return same and view.dtype == other.dtype and view.is_meta

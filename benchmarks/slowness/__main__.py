@@ -95,7 +95,7 @@ class Run:
         """The process id of the last process of a kind.
 
         Raises:
-            SystemExit: there is none.
+            SystemExit: there is no such process.
         """
         children = psutil.Process(self.process.pid).children(recursive=True)
         found = [child.pid for child in children if " ".join(child.cmdline()).startswith(title)]

@@ -94,7 +94,7 @@ def _panel(number: int, panel: Panel) -> dict[str, Any]:
 
 
 def dashboards_page() -> str:
-    """`docs/dashboards.md`: what each panel means."""
+    """The text of `docs/dashboards.md`, which says what each panel means."""
     text = (
         "# Dashboards\n\nMade from `scripts/dashboards/` by `python -m scripts.docs`. [Operations](operations.md"
         "#prometheus-alertmanager-grafana) says how to start Prometheus and Grafana; this Grafana loads the files of "

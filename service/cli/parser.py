@@ -80,7 +80,7 @@ COMMANDS = (
     Command("logs", "what the parts of a run print", "service.cli.logs"),
     Command("profile", "profile the next optimizer steps of a running run", "service.cli.profile"),
     Command("doctor", "measure the machines of a cluster, and say what is wrong", "service.cli.doctor"),
-    # Optional: without its line and its folder everything else works.
+    # Optional commands: if the line and the folder of one are removed, everything else works.
     Command("plan", "whether a configuration fits, how fast it is, what binds", "service.plan.command", True),
     Command("simulate", "predict what a configuration would do, without GPUs", "service.simulate.command", True),
     Command("trace", "write a run's timeline: who did what when", "service.trace.trace_command"),

@@ -238,7 +238,7 @@ def submit(script: str, runs: Path) -> str:
     """Submit the batch file; returns the job's number.
 
     Raises:
-        UserError: there is no sbatch, or it refuses the job.
+        UserError: sbatch is not installed, or it refuses the job.
     """
     if shutil.which("sbatch") is None:
         raise UserError("there is no sbatch here; submit on a login node of a Slurm cluster (--print shows the file)")

@@ -1,5 +1,5 @@
 """`baton status`: finds the run that a user names, and shows its `/status` document or, if the run has ended, its
-summary. It is typed often and loads neither NumPy nor pydantic."""
+summary. Because it is used often, it loads neither NumPy nor pydantic."""
 
 from __future__ import annotations
 

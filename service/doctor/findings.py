@@ -29,7 +29,7 @@ MAX_STORE_SECONDS = 2.0
 
 
 def findings(machines: Sequence[tuple[Facts, float]]) -> list[str]:
-    """A line for each fault. Each machine is given with the seconds by which its clock is behind the driver's."""
+    """A line for each fault. `machines`: facts of each, and seconds by which its clock is behind the driver's."""
     found = [line for facts, behind in machines for line in _of_machine(facts, behind)]
     return found + list(_unequal([facts for facts, _ in machines]))
 

@@ -94,7 +94,7 @@ class Checkpoints:
         self._folder = folder
         self._keep = keep
         self._hashed: dict[int, _Stamps] = {}
-        """By step: the stamps of the files when they last matched the manifest."""
+        """Stamps of the files of each step when they last matched the manifest, by step."""
 
     def path(self, step: int) -> Path:
         """The folder of the checkpoint of a step."""

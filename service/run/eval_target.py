@@ -24,7 +24,7 @@ class EvalTarget:
     """Weights to evaluate."""
 
     path: Path
-    """The path as given."""
+    """The path that the user named."""
     run: Path | None
     """The run folder of the weights; None: they belong to no run."""
     model: Path | None

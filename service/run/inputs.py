@@ -79,7 +79,7 @@ def checked_shapes(model: ModelConfig, folder: Path, hf_config: PretrainedConfig
     """Check that the model in a folder can be trained with `model.lora`, starting from `model.adapter`.
 
     Raises:
-        UserError: it cannot.
+        UserError: the model cannot be trained with these settings.
     """
     if model.lora is not None:
         shapes = trained_shapes(hf_config, model.lora)

@@ -79,7 +79,7 @@ def log_into(file: Path) -> Iterator[None]:
 
 
 def main() -> None:
-    """Copy the standard input to the file named on the command line, after a first line given there."""
+    """Copy the standard input to a file, after a first line; the command line names the file and the first line."""
     handler = log_handler(Path(sys.argv[1]))
     handler.emit(logging.makeLogRecord({"msg": sys.argv[2]}))
     if os.fork():

@@ -70,7 +70,7 @@ class Supervisor:
         self._deaths: Counter[str] = Counter()
         """Successive deaths of an actor's processes that lived for less than `LIVED_SECONDS`."""
         self._absent: dict[str, float] = {}
-        """For each actor without a process, the time since when it has none, or of the last line about it."""
+        """For each actor without a process, when it lost its process, or when the last line about that was printed."""
         self._bug: BaseException | None = None
         """The error that ended the health checks of an actor."""
 
@@ -106,7 +106,7 @@ class Supervisor:
             ProcessLost: a process died, was restarted, or was silent for too long.
             RuntimeError: the work did not end after it was cancelled.
 
-        An error of a health check itself is raised here too: no work may wait for an actor that is no longer checked.
+        An error of a health check itself is raised too: no work may wait for an actor that is no longer checked.
         """
         working = asyncio.ensure_future(work)
         lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()

@@ -278,7 +278,8 @@ def _record(
 
 
 def _parents(steps: Sequence[Step]) -> Iterator[int | None]:
-    """For each step, the earlier step that it continues, all of whose tokens are a prefix of its tokens; else None."""
+    """For each step, the number of the earlier step that it continues, or None. A step continues another step if its
+    tokens begin with all tokens of that step."""
     lengths: dict[int, int] = {}
     for step in steps:
         extends = step.extends or Extension(-1, 0, 0)
