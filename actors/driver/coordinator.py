@@ -284,11 +284,11 @@ class Coordinator:
         self._say(f"warm start: cross-entropy {loss:.3f} per token")
 
     async def _probe(self) -> None:
-        """Measure the success rate after the warm start, once the engines serve the weights."""
+        """Measure the mean score after the warm start, once the engines serve the weights."""
         settings, samples = self._config.model.warm_start, self._config.algorithm.n_samples_per_prompt
         if settings is None or not settings.probe_prompts:
             return
-        with phase("warm start: measuring the success rate", self._say):
+        with phase("warm start: measuring the mean score", self._say):
             await self._weights.published()
             tasks_file, most = self._prepared.tasks_file, settings.probe_prompts
             probe = await self._evaluations.of_set("warm_start", tasks_file, samples, most)

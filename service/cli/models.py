@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from service.config.model_folder import FAMILIES, MODEL_CONFIG, model_config, nearest_family, quantised
+from service.config.model_folder import FAMILIES, MODEL_CONFIG, model_config, near_family, quantised
 from service.errors import UserError
 
 if TYPE_CHECKING:
@@ -34,13 +34,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_check(arguments: argparse.Namespace, _: list[str]) -> int:
     """Print what each comparison finds; returns 1 if one fails."""
+    folder = _folder(arguments.model)  # refused at once: what follows takes seconds to load
     from service.learn.proof.prove import prove
 
     _quietly()
-    config = _small(arguments.model)
+    config = _small(arguments.model, folder)
     findings = prove(config)
+    alike: dict[str, list[str]] = {}
     for finding in findings:
-        print(f"{finding.name:<20}{finding.told}")
+        alike.setdefault(finding.reason or finding.name, []).append(finding.name)
+    for finding in findings:
+        first, *others = alike[finding.reason or finding.name]
+        if finding.name == first:
+            print(f"{first:<20}{finding.told}")
+            if others:
+                print(f"{', '.join(others)}: the same as {first}")
     model_type = config.model_type.removesuffix("_text")
     if not all(finding.holds for finding in findings):
         print(f"{model_type} cannot be trained: what fails is named above")
@@ -69,24 +77,36 @@ def _quietly() -> None:
     logging.disable_progress_bar()
 
 
-def _small(model: str) -> PretrainedConfig:
-    """The configuration of a small model of the same family as a folder, a config.json or a model type. `UserError` if
-    transformers knows no such model, or its weights are quantised."""
+def _folder(model: str) -> Path | None:
+    """The folder of a model, given by its path or that of its config.json; None: `model` is a model type.
+
+    Raises:
+        UserError: there is no such folder, or it has no config.json.
+    """
+    path = Path(model)
+    folder = path.parent if path.name == MODEL_CONFIG else path
+    if (folder / MODEL_CONFIG).is_file():
+        return folder
+    if "/" in model:
+        raise UserError(f"{folder}: " + (f"there is no {MODEL_CONFIG}" if folder.is_dir() else "no such folder"))
+    return None
+
+
+def _small(model: str, folder: Path | None) -> PretrainedConfig:
+    """A small model like the one in a folder, or of a model type; `UserError` if transformers knows no such model, or
+    its weights are quantised."""
     from service.learn.model.hf_config import read_config
     from service.learn.proof.small import shrunk, small_config
 
-    path = Path(model)
-    folder = path.parent if path.name == MODEL_CONFIG else path
-    if (folder / MODEL_CONFIG).is_file() and (reason := quantised(model_config(folder))):
+    if folder is not None and (reason := quantised(model_config(folder))):
         raise UserError(f"{model} cannot be trained: {reason}")
     try:
-        if (folder / MODEL_CONFIG).is_file():
-            return shrunk(read_config(folder, proven=False))
-        return small_config(model)
+        return small_config(model) if folder is None else shrunk(read_config(folder, proven=False))
     except ValueError as error:
+        near = near_family(model)
         raise UserError(
-            f"{model}: neither a folder with a {MODEL_CONFIG} nor a model type of the installed transformers; the "
-            f"nearest family is {nearest_family(path.name)}"
+            f"{model}: neither a folder with a {MODEL_CONFIG} nor a model type of the installed transformers; "
+            + (f"the nearest family is {near}" if near else "`baton models table` lists the families")
         ) from error
     except (AttributeError, KeyError) as error:
         raise UserError(

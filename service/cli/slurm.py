@@ -95,13 +95,18 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
     config = checked_config(arguments, overrides).config
     runs = config.run.dir.resolve() if resume is None else resume.parent
     named = [path.resolve() for _, _, path in paths(config) if not is_on_hub(path)]
-    refuse_unfit(config, [Path.cwd(), *files, runs, *named])
+    refuse_unfit(config)
+    unshared = not_shared([Path.cwd(), *files, runs, *named])
+    if unshared and not arguments.print:
+        raise UserError(unshared)
     refuse_short(config, components)
     apart = [part for part in PARTS if len(components) > 1 and not getattr(config.placement, part)]
     settings = [*overrides, *(f"placement.{part}={{part: {part}}}" for part in apart)]
     script = batch_file(config, runs, files, settings, components, resume)
     if arguments.print:
         print(script, end="")
+        if unshared:
+            print(f"baton: NOTE this cannot be submitted: {unshared}", file=sys.stderr)
     else:
         job = submit(script, runs)
         say(f"submitted job {job}: run folder {resume or runs / f'{config.run.name}-{job}'}")
@@ -142,23 +147,26 @@ def split(options: Sequence[str]) -> list[list[str]]:
     return components
 
 
-def refuse_unfit(config: Config, paths: Sequence[Path]) -> None:
-    """Refuse a run that a requeued job could not continue.
-
-    Raises:
-        UserError: there are no checkpoints, or a path lies where each node has its own folder.
-    """
+def refuse_unfit(config: Config) -> None:
+    """Raise a `UserError` if there are no checkpoints, because a requeued job could not continue."""
     if not config.trainer.checkpoint_every:
         raise UserError(
             "trainer.checkpoint_every: with 0 there is no checkpoint from which a requeued job could continue; "
             "set the number of optimizer steps between two, such as trainer.checkpoint_every=20"
         )
-    for path in paths:
-        if own := next((folder for folder in OWN_FOLDERS if path.is_relative_to(folder)), None):
-            raise UserError(
-                f"{path}: each node has its own {own}; submit from a folder that all nodes share, with run.dir, "
-                "configuration, model and data in such folders"
-            )
+
+
+def not_shared(paths: Sequence[Path]) -> str | None:
+    """What is wrong with the first path that lies where each node has its own folder; None if there is none."""
+    found = ((path, own) for path in paths for own in OWN_FOLDERS if path.is_relative_to(own))
+    return next(
+        (
+            f"{path}: each node has its own {own}; submit from a folder that all nodes share, with run.dir, "
+            "configuration, model and data in such folders"
+            for path, own in found
+        ),
+        None,
+    )
 
 
 def refuse_short(config: Config, components: Sequence[Sequence[str]]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from difflib import SequenceMatcher
+from difflib import get_close_matches
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -146,10 +146,11 @@ def unsupported(config: Mapping[str, Any]) -> str | None:
     given, settings = config.get("model_type"), text_part(config)
     model_type = str(settings.get("model_type")).removesuffix("_text")
     if model_type not in FAMILIES:
+        near = near_family(model_type)
         return (
-            f"model type {given!r:.80} is none of the {len(FAMILIES)} families in docs/models.md, the nearest is "
-            f"{nearest_family(model_type)}; `baton models check` on this folder tells what fails with "
-            f"{transformers_of(config)}"
+            f"model type {given!r:.80} is none of the {len(FAMILIES)} families in docs/models.md"
+            + (f", the nearest is {near}" if near else "")
+            + f"; `baton models check` on this folder tells what fails with {transformers_of(config)}"
         )
     return quantised(config)
 
@@ -164,9 +165,9 @@ def quantised(config: Mapping[str, Any]) -> str | None:
     return f"its weights are quantised (quantization_config); name the folder that it was quantised from{hint}"
 
 
-def nearest_family(model_type: str) -> str:
-    """The family whose name is most like a model type."""
-    return max(FAMILIES, key=lambda name: SequenceMatcher(None, name, model_type).ratio())
+def near_family(model_type: str) -> str | None:
+    """The family whose name is most like a model type; None if no name is like it."""
+    return next(iter(get_close_matches(model_type.lower(), FAMILIES, n=1)), None)
 
 
 def transformers_of(config: Mapping[str, Any]) -> str:

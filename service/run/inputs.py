@@ -31,13 +31,14 @@ from service.rollout.chat.tokenizer import load_tokenizer, make_tokenizer
 from service.rollout.check_inputs import check_environments
 from service.rollout.environment import Task
 from service.rollout.environments.registry import synthetic_data
-from service.rollout.prompts.conversations import conversation_rows
+from service.rollout.prompts.conversations import conversation_rows, unknown_note
 from service.rollout.prompts.dataset import load_tasks
 from service.rollout.prompts.mixture import eval_files
 from service.rollout.prompts.warm_start import demonstration_rows
 from service.run.checkpoints import TRAINER, Manifest
 from service.run.eval_target import EvalTarget
 from service.run.folder import DATA
+from service.run.phases import say
 from service.types import SupervisedRow
 
 TRAINING_BYTES = 16
@@ -177,9 +178,13 @@ def read_conversations(
     if data.train is None:
         raise UserError("data.train: there are no conversations; give a JSONL or parquet file of them")
     checked_shapes(model, model.path, checked_model(model.path)[0])
-    how = load_chat(model.path, generator), generator.conversation, generator.longest_row
+    chat = load_chat(model.path, generator)
+    how = chat, generator.conversation, generator.longest_row
     held_out = {name: conversation_rows(file, *how)[: data.eval_rows] for name, file in data.eval.items()}
-    return model.path, conversation_rows(data.train, *how), held_out
+    train = conversation_rows(data.train, *how)
+    if note := unknown_note(train, chat):
+        say(f"NOTE {data.train}: {note}")
+    return model.path, train, held_out
 
 
 def make_policy(model: ModelConfig, env: EnvConfig, seed: int, folder: Path) -> Path:

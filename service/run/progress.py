@@ -102,25 +102,25 @@ class Progress:
         self._say(f"training: {steps} ({self._began - self._created:.0f} s so far)")
 
     def probed(self, success: float, expected: tuple[float, float] | None) -> None:
-        """Record the fraction of sampled tasks that was solved after the warm start.
+        """Record the mean score of sampled tasks after the warm start.
 
         Raises:
-            RunFailed: the fraction is outside of the expected range.
+            RunFailed: the score is outside of the expected range.
         """
         self._success = success
-        solved = f"warm start: {success:.2f} of sampled tasks solved"
+        scored = f"warm start: mean score {success:.2f}"
         if expected is None:
-            self._say(solved)
+            self._say(scored)
             return
         low, high = expected
         wanted = f"({low:.2f} to {high:.2f})"
         if not low <= success <= high:
             goes_on = f"; `baton run --resume {self._folder.path}` goes on all the same" if self._resumes else ""
             raise RunFailed(
-                f"{solved}, outside of model.warm_start.expected_success {wanted}: change model.warm_start, or set "
+                f"{scored}, outside of model.warm_start.expected_success {wanted}: change model.warm_start, or set "
                 f"expected_success to what you accept (null: anything){goes_on}"
             )
-        self._say(f"{solved}, as expected {wanted}")
+        self._say(f"{scored}, as expected {wanted}")
 
     def go_on_from(self, step: int) -> None:
         """Continue training after this step; the metrics of later steps are dropped and measured again."""

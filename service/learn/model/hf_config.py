@@ -14,7 +14,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PretrainedConf
 from service.config.model_folder import (
     MODEL_CONFIG,
     model_config,
-    nearest_family,
+    near_family,
     refuse_remote_code,
     require_files,
     text_part,
@@ -74,9 +74,10 @@ def read_config(folder: Path, proven: bool = True) -> PretrainedConfig:
         config = text_config(AutoConfig.from_pretrained(folder))
     except Exception as error:  # what transformers raises depends on which of its assumptions about the file is broken
         told = shorten(str(error), MAX_CHARACTERS, placeholder=" ...")
+        near = near_family(str(settings.get("model_type")))
         raise UserError(
-            f"model.path: {folder / MODEL_CONFIG} describes no model: {told}; {transformers_of(settings)}; the nearest "
-            f"family is {nearest_family(str(settings.get('model_type')))}"
+            f"model.path: {folder / MODEL_CONFIG} describes no model: {told}; {transformers_of(settings)}"
+            + (f"; the nearest family is {near}" if near else "")
         ) from error
     if reason := _unsupported(config):
         raise UserError(f"model.path: {folder} cannot be trained: {reason}")

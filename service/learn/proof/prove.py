@@ -77,7 +77,7 @@ def prove(config: PretrainedConfig) -> list[Finding]:
             _write(config, folder)
             proof = _Proof(folder)
         except Exception as error:  # noqa: BLE001 - a family may break anything; what it breaks is the finding
-            return [Finding("loads", float("inf"), _told(error))]
+            return [Finding("loads", float("inf"), _told(error, folder))]
         return [Finding("loads", 0.0), *(proof.finding(name, way) for name, way in proof.ways().items())]
 
 
@@ -134,7 +134,7 @@ class _Proof:
         try:
             difference = way()
         except Exception as error:  # noqa: BLE001 - see `prove`
-            return Finding(name, float("inf"), _told(error))
+            return Finding(name, float("inf"), _told(error, self._folder))
         return Finding(name, difference, "" if difference <= TOLERANCE else f"differs by {difference:.1e}")
 
     def _by_row(self, folder: Path) -> Outcome:
@@ -284,6 +284,7 @@ def _difference(ours: Outcome, own: Outcome) -> float:
     return max(abs(ours[0] - own[0]) / abs(own[0]), *differences)
 
 
-def _told(error: Exception) -> str:
-    """The first line of the error's message."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+def _told(error: Exception, folder: Path) -> str:
+    """The first line of the error's message, without the path of the small model."""
+    line = (str(error).strip().splitlines() or [type(error).__name__])[0].removeprefix("model.path: ")
+    return line.replace(str(folder), "the small model").replace(f"{folder.parent}/", "")[:200]

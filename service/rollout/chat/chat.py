@@ -57,6 +57,9 @@ class Chat:
         """The token that ends a turn; `conversation` appends it if the policy stopped without an end token."""
         self.end_ids: tuple[int, ...] = tuple(dict.fromkeys((self.end_id, int(tokenizer.eos_token_id))))
         """All tokens at which the engine should stop."""
+        unknown = tokenizer.unk_token_id
+        self.unknown_id: int | None = None if unknown in self.end_ids else unknown
+        """The token in place of what the tokenizer lacks; None if there is none, or it ends a turn (GPT-2)."""
 
     @cached_property
     def shows_tools(self) -> bool:

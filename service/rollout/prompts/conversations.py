@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
+import numpy as np
 
 from service.errors import UserError
 from service.rollout.chat.chat import Chat
@@ -59,6 +60,15 @@ def conversation_rows(path: Path, chat: Chat, mode: Mode, longest: int) -> list[
     if not rows:
         raise UserError(f"dataset {path}: there are no rows; give at least one conversation")
     return rows
+
+
+def unknown_note(rows: Sequence[SupervisedRow], chat: Chat) -> str | None:
+    """How many learned tokens stand for characters that the tokenizer lacks; None if none does."""
+    learned = np.concatenate([row.token_ids[row.loss_mask] for row in rows])
+    if chat.unknown_id is None or not (unknown := int((learned == chat.unknown_id).sum())):
+        return None
+    name = chat.text(np.array([chat.unknown_id], np.int32), with_special=True)
+    return f"{unknown} of {len(learned)} learned tokens are {name}: the tokenizer lacks characters of the answers"
 
 
 def _messages(columns: Any) -> list[Message]:

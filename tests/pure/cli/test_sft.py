@@ -9,8 +9,10 @@ import pytest
 
 from baton.examples import lookup
 from service.cli.parser import main
+from service.config import load_config
 from service.learn.model.tiny_model import make_model
 from service.rollout.chat.tokenizer import load_tokenizer, make_tokenizer
+from service.run.inputs import read_conversations
 from tests.pure.learn.builders import SHAPE
 
 ROWS = [{"messages": [{"role": "user", "content": "look fox"}, {"role": "assistant", "content": "17"}]}] * 3
@@ -54,3 +56,12 @@ def test_wrong_input_is_one_line_and_code_2(
     said = capsys.readouterr().err
     assert why in said and said.count("\n") == 1
     assert not (tmp_path / "runs").exists()
+
+
+def test_tokens_that_the_tokenizer_lacks_are_a_note_before_the_training(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (file := tmp_path / "rows.jsonl").write_text(json.dumps(ROWS[0]).replace("17", "zzz"))
+    config = load_config([], [f"model.path={model}", f"data.train={file}"])
+    read_conversations(config.model, config.data, config.generator)
+    assert capsys.readouterr().out.startswith(f"NOTE {file}: 1 of 2 learned tokens are <|unk|>")

@@ -140,6 +140,15 @@ def test_what_cannot_run_is_refused_before_anything_is_submitted(
     assert why in said and said.count("\n") == 1
 
 
+def test_a_folder_that_nodes_do_not_share_is_a_note_where_nothing_is_submitted(
+    place: Place, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["slurm", *CONFIG, "--print", "run.dir=/own/runs", *NODES]) == 0
+    said = capsys.readouterr()
+    assert said.out.startswith("#!") and "/own/runs/slurm" in said.out
+    assert "/own/runs: each node has its own /own" in said.err and said.err.count("\n") == 1
+
+
 def test_without_slurm_and_with_a_controller_that_refuses_one_line_says_so(
     place: Place, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -140,6 +142,32 @@ def test_a_folder_of_an_unknown_family_gets_a_line_for_each_comparison(
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split()[0] == "loads"
     assert lines[-1].startswith("olmo ")
+
+
+def test_a_reason_is_printed_once_and_without_the_path_of_the_small_model(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_check(Namespace(model="mixtral"), []) == 1
+    said = capsys.readouterr().out
+    assert said.count("has no weight") == 1 and "padded, shared prefixes" in said and "the same as packed" in said
+    assert "the small model has no weight" in said and "baton-proof" not in said and "model.path" not in said
+
+
+@pytest.mark.parametrize(
+    ("model", "why"),
+    [
+        ("models/nothere", "models/nothere: no such folder"),
+        ("models/nothere/config.json", "models/nothere: no such folder"),
+        ("./", "there is no config.json"),
+        ("nonsense", "`baton models table` lists the families"),
+        ("Qwen33", "the nearest family is qwen3"),
+    ],
+)
+def test_what_is_no_model_is_told_and_a_family_is_named_only_if_it_is_near(
+    model: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=f"{re.escape(why)}$") as told:
+        run_check(Namespace(model=model), [])
+    assert ("nearest" in str(told.value)) == ("nearest" in why)
 
 
 def test_a_folder_with_quantised_weights_is_refused_as_such(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from service.errors import UserError
 from service.rollout.chat.chat import Chat
-from service.rollout.prompts.conversations import conversation_rows
+from service.rollout.prompts.conversations import conversation_rows, unknown_note
 from tests.pure.rollout.conftest import QUESTION
 
 USER, ANSWER = {"role": "user", "content": "look fox age"}, {"role": "assistant", "content": "answer 17"}
@@ -59,3 +59,11 @@ def test_no_json_and_no_rows_are_refused(chat: Chat, tmp_path: Path) -> None:
         conversation_rows(file, chat, "append", 40)
     with pytest.raises(UserError, match="there are no rows"):
         conversation_rows(written(tmp_path), chat, "append", 40)
+
+
+def test_answers_that_the_tokenizer_cannot_write_are_counted(chat: Chat, tmp_path: Path) -> None:
+    known, unknown = {"messages": [{**USER, "content": "zzz"}, ANSWER]}, {**ANSWER, "content": "answer zzz"}
+    assert unknown_note(conversation_rows(written(tmp_path, known), chat, "append", 100), chat) is None
+    rows = conversation_rows(written(tmp_path, known, {"messages": [USER, unknown]}), chat, "append", 100)
+    note = unknown_note(rows, chat)
+    assert note == "1 of 6 learned tokens are <|unk|>: the tokenizer lacks characters of the answers"

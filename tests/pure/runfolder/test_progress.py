@@ -200,11 +200,14 @@ def test_a_warm_start_outside_of_what_was_expected_ends_the_run_and_says_what_to
     going.probed(0.2, (0.1, 0.3))
     going.probed(0.0, None)
     assert said[1:] == [
-        "warm start: 0.20 of sampled tasks solved, as expected (0.10 to 0.30)",
-        "warm start: 0.00 of sampled tasks solved",
+        "warm start: mean score 0.20, as expected (0.10 to 0.30)",
+        "warm start: mean score 0.00",
     ]
     for success in (0.05, 0.4):
-        with pytest.raises(RunFailed, match=rf"expected_success \(0.10 to 0.30\).*--resume {tmp_path}`"):
+        with pytest.raises(
+            RunFailed,
+            match=rf"mean score {success:.2f}, outside .*expected_success \(0.10 to 0.30\).*--resume {tmp_path}`",
+        ):
             going.probed(success, (0.1, 0.3))
 
 
