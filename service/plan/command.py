@@ -35,7 +35,7 @@ examples:
 
 Every figure that nothing says is assumed, and printed with its source.
 
-exit code: 0 it fits, {DOES_NOT_FIT} it does not fit (the page says by how much, and which setting helps), 2 the input
+exit code: 0 it fits, {DOES_NOT_FIT} it does not fit (the output says by how much, and which setting helps), 2 the input
 is wrong (one line says what).
 """
 

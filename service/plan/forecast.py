@@ -140,6 +140,11 @@ class Plan:
         return min(self.splits, key=lambda split: (not split.fits, split.step_seconds))
 
     @property
+    def has_experts(self) -> bool:
+        """Whether the model is a mixture of experts."""
+        return self._shape.experts > 0
+
+    @property
     def gpu_hours(self) -> float | None:
         """GPU hours of the whole run, without its start; None on a CPU."""
         seconds = self.settings.max_steps * self.chosen.step_seconds * self.gpus

@@ -15,6 +15,9 @@ from service.plan.work import lines_of
 
 LEAST_BYTES = 5e6
 """Size of the smallest part of the memory that the page names."""
+SLOW_PACE = 2.0
+"""The first line names a measured pace above this."""
+EXPERTS = "experts: published micro-batches took 2 to 14 times as long as predicted; see docs/plan.md"
 MODEL = (
     "Times are arithmetic: the operations of a step at the device's rates, a roofline for each iteration of an engine, "
     "and what admission, slots and trainer let through."
@@ -27,7 +30,9 @@ def lines(plan: Plan) -> Iterator[str]:
     parallel = settings.generator.engine_gpus
     engines = _count(split.engines, "engine") + (f" of {parallel} GPUs" if parallel > 1 else "")
     where = f"{settings.name} on {plan.gpus} {plan.device.unit} ({plan.device.name})"
-    yield f"{where}; configured: {engines}, {_count(split.ranks, 'rank')}"
+    pace = plan.device.pace
+    slow = f"; this machine is busy or slow: its processes take {pace:.1f} times as long as usual"
+    yield f"{where}; configured: {engines}, {_count(split.ranks, 'rank')}{slow if pace > SLOW_PACE else ''}"
     yield ""
     yield from _memory(plan)
     yield ""
@@ -39,7 +44,7 @@ def lines(plan: Plan) -> Iterator[str]:
         yield (
             f"{mark} {each.engines:>8} {each.ranks:>6} {_short(each.step_seconds):>8} {each.flow.trainer_waits:>15.0%} "
             f"{each.flow.generators_wait:>11.0%}  {'yes ' if each.fits else 'no  '}  "
-            f"{each.binding.part if each.binding.is_bottleneck else '-'}"
+            f"{each.binding.part if each.binding.is_bottleneck else '-'}{'  (configured)' if each is split else ''}"
         )
     best = plan.best
     speed = f"{_short(best.step_seconds)} s a step, {split.step_seconds / best.step_seconds:.2f} times as fast as"
@@ -79,6 +84,8 @@ def _speed(plan: Plan) -> Iterator[str]:
     split, flow = plan.chosen, plan.chosen.flow
     yield f"engines: {split.sampled_tokens:,.0f} sampled and {split.prefilled_tokens:,.0f} prefilled tokens a second"
     yield f"trainer: {split.trained_tokens:,.0f} tokens of rows a second"
+    if plan.has_experts:
+        yield f"  {EXPERTS}"
     for side in Side:
         parts = ", ".join(f"{part} {_short(seconds)}" for part, seconds in split.demand.of(side).items() if seconds)
         yield f"{side}: {_short(split.demand.seconds(side))} s of a step ({parts})"

@@ -37,6 +37,8 @@ BACKLOG = 40.0
 """How fast complete groups pile up before the trainer as it becomes the slower side; fitted to simulations."""
 ADMISSION = 1.01
 """Admission is the limit if a step takes more than this many times the seconds that slots and trainer need."""
+FULL = 0.99
+"""Slots are the limit if they need at least this fraction of a step."""
 PHASES, HALVINGS, ROUNDS = 16, 40, 100
 """Moments of a step at which the open groups are counted; rounds of the searches for the seconds of a step and of an
 iteration."""
@@ -56,7 +58,7 @@ class Flow:
     staleness: float
     """Mean number of versions between the middle of a group's generation and its training."""
     running: float
-    """Mean number of requests that run in an engine."""
+    """Mean number of requests in an engine, including those that wait for room in its KV cache."""
 
 
 def either_longer(one: float, other: float) -> float:
@@ -147,16 +149,17 @@ class Setting:
         """Seconds for which the last group of a mini-batch waits for a slot."""
         return max(0.0, self.mini_batch_size / self.slots - 1) * float(seconds_Q.mean())
 
-    def _full(self) -> float:
-        """Seconds of a step if all slots are always busy."""
-        running, mean = 0.0, float(self._longest_Q.mean())
+    def _full(self) -> tuple[Float64s, float]:
+        """[Q] seconds of groups, and the number of requests in an engine, if all slots are always busy: requests also
+        wait for room in the KV cache."""
+        running = 0.0
         for _ in range(ROUNDS):
             iteration, before = self.iteration(running), running
-            group_seconds = mean * iteration + self.environment_seconds
-            running = self.slots * self._group_tokens * iteration / group_seconds / self.engines
+            seconds_Q = self._longest_Q * iteration + self.environment_seconds
+            running = self.slots * self._group_tokens * iteration / float(seconds_Q.mean()) / self.engines
             if running - before <= 1e-4 * running:
                 break
-        return self.mini_batch_size * group_seconds / self.slots
+        return seconds_Q, running
 
     def _longer(self, seconds_Q: Float64s, seconds: Float64s) -> Float64s:
         """Fraction of the groups that take longer than each of these seconds."""
@@ -198,7 +201,7 @@ class Setting:
     def _open(self, step: float, full: float, seconds_Q: Float64s) -> Float64s:
         """[P] number of open groups at several moments of a step; a step begins when new weights are served."""
         batch = self.mini_batch_size
-        if full >= 0.99 * step:  # groups begin one by one
+        if full >= FULL * step:  # groups begin one by one
             return np.array([batch * float(seconds_Q.mean()) / step])
         begun = np.linspace(0.0, self._queue(seconds_Q), 8)
         phases, cycles = (
@@ -211,9 +214,10 @@ class Setting:
 
     def flow(self) -> Flow:
         """The steady-state means."""
-        full, busy = self._full(), self.train_seconds + self.after_seconds
+        full_Q, running = self._full()
+        full, busy = self.mini_batch_size * float(full_Q.mean()) / self.slots, self.train_seconds + self.after_seconds
         step = self._admitted(either_longer(full, busy))
-        seconds_Q, running = self._at(step)
+        seconds_Q, running = (full_Q, running) if full >= FULL * step else self._at(step)
         open_P = self._open(step, full, seconds_Q)
         return Flow(
             step_seconds=step,

@@ -30,5 +30,11 @@ def update(transport: str, weight_bytes: float, device: Device, nodes: int, rank
         arrival = 0.0 if fast else weight_bytes / costs["to_a_node"]
         return Update(copied, pause, copied + arrival + pause)
     rate = device.link if transport == "ipc" or nodes == 1 else device.network
-    seconds = weight_bytes / rate + costs["calls"]
-    return Update(seconds, seconds, seconds)
+    sent = weight_bytes / rate
+    if transport == "ipc":
+        seconds = sent + costs["calls"]
+        return Update(seconds, seconds, seconds)
+    # by NCCL: rank 0 gathers all weights in its host's memory, then sends them from there while training continues
+    gathered = sent + weight_bytes / costs["copied"]
+    pause = max(sent, weight_bytes / costs["into_an_engine"]) + costs["calls"]
+    return Update(gathered, pause, gathered + pause)

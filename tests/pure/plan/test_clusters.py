@@ -118,6 +118,8 @@ def test_the_journal_has_the_routed_experts_and_ipc_is_no_choice_on_separate_gpu
         found = json.loads(capsys.readouterr().out)
         assert "ipc" not in found["weights"]
         journal.append(found["journal_bytes"])
+    assert main(["plan", *experts]) == 0
+    assert "2 to 14 times as long as predicted" in capsys.readouterr().out
     tokens = 16 * 8 * found["work"]["prompt_tokens"]
     assert journal[0] / journal[1] == pytest.approx((21 + 2 * 8) / 21) and journal[1] > 21 * tokens
 
@@ -157,8 +159,9 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused_by_the_plan_too(
 def test_a_plan_for_a_cpu_that_is_too_small_names_its_memory_and_no_gpus(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("service.plan.planning.named", lambda name: replace(TWO_CORES, memory=1e9))
+    monkeypatch.setattr("service.plan.planning.named", lambda name: replace(TWO_CORES, memory=1e9, pace=107.84))
     assert main(["plan", "--config", str(QUICKSTART), "--gpu", "cpu"]) == DOES_NOT_FIT
     page = capsys.readouterr().out
+    assert "take 107.8 times as long as usual" in page.partition("\n")[0]
     assert "2 ranks and 1 engines on this machine take" in page and "GPU-hours" not in page
     assert "1*" not in page and not re.search(r" 0\.00\b", page)

@@ -61,3 +61,11 @@ def test_a_large_mini_batch_is_played_in_part_and_takes_as_long() -> None:
     small = setting(SCENARIO, 4)
     large = replace(small, mini_batch_size=512, slots=1024, engines=64, train_seconds=small.train_seconds)
     assert large.flow().step_seconds == pytest.approx(small.flow().step_seconds, rel=0.15)
+
+
+def test_more_slots_than_the_kv_cache_has_room_for_change_no_rate_and_leave_no_slot_idle() -> None:
+    room = 40
+    base = replace(setting(SCENARIO, 4), iteration=lambda running: 0.02 * max(1.0, running / room), train_seconds=0.1)
+    found = [replace(base, slots=slots).flow() for slots in (16, 32, 64)]
+    assert [flow.step_seconds for flow in found] == pytest.approx([found[0].step_seconds] * 3, rel=0.01)
+    assert [flow.generators_wait for flow in found] == pytest.approx([0.0] * 3, abs=0.01)
