@@ -128,8 +128,7 @@ def nodes() -> list[Node]:
 
 
 def missing_room(bundles: Sequence[Bundle], nodes: Sequence[Node]) -> str:
-    """Describe the resources that a run needs and that every node has, because Ray only reports that there is no
-    room."""
+    """Describe what a run needs and what each node has; Ray itself reports only that there is no room."""
     needed = Counter(_in_words(*bundle) for bundle in bundles)
     asked = {name for bundle in bundles for name in bundle.labels}
     has = []

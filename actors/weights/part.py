@@ -161,8 +161,8 @@ class PartBuffers:
 
 
 def _pieces(weights: Mapping[str, Rows], rank: int, dtype: torch.dtype) -> Iterator[tuple[int, Tensor, torch.dtype]]:
-    """Return a rank's tensors in the order of the file, each with its first byte and its type in the file; rank 0 also
-    has the header."""
+    """Yield a rank's tensors in the order of the file, each with its byte offset and dtype there; rank 0 also yields
+    the header, first."""
     header = _header(weights, dtype)
     if rank == 0:
         yield 0, torch.from_numpy(np.frombuffer(bytearray(header), np.uint8)), torch.uint8

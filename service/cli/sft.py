@@ -37,4 +37,4 @@ exit code: 0 finished, 2 the input is wrong (one line says what), 1 the training
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the command, other than those of its configuration: there are none."""
+    """Add nothing: the command has only the arguments of its configuration."""

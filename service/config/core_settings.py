@@ -128,7 +128,8 @@ def curriculum_settings(config: Config) -> CurriculumSettings | None:
 
 
 def worst_bytes(config: Config, expert_bytes: int = 0) -> WorstBytes:
-    """Maximum bytes of steps; `expert_bytes`: bytes of a token's routed experts over all layers."""
+    """The bounds on the memory of steps, trajectories and groups; `expert_bytes`: bytes of the recorded expert ids
+    of one token, all layers together."""
     agents = config.endpoint
     return WorstBytes(
         n_samples=config.algorithm.n_samples_per_prompt,

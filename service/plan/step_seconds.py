@@ -121,7 +121,7 @@ class Setting:
 
     @property
     def _late(self) -> float:
-        """Seconds from a lease until the engines serve the weights that it leads to."""
+        """Seconds from a lease until the engines serve the weights that its step produces."""
         return self.train_seconds + self.sync_seconds
 
     def _lengths(self, samples: int) -> Float64s:

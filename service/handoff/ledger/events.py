@@ -225,7 +225,7 @@ class Lost(Event, frozen=True):
 
 
 class Drained(Event, frozen=True):
-    """No more prompts are issued; with an empty reason, prompts are issued again."""
+    """The buffer stops issuing prompts or, if `reason` is None, issues prompts again."""
 
     reason: str | None
 

@@ -122,7 +122,8 @@ def check_whole(steps: Steps) -> Steps:
 
 
 def _layout(steps: Steps, number_K: Int64s, mode: Mode, counts: dict[str, int]) -> _Layout:
-    """A layout that leaves chains of steps where they are, and lays out branching trajectories one by one."""
+    """The layout of the rows. Trajectories in which every step continues the step before are laid out all at once, with
+    their tokens in place; every other trajectory is laid out by itself."""
     first_K, item_K = changes(number_K), np.arange(len(steps))
     begins_K = first_K | (mode == "off")
     chained_K, repeats_K = _chained(steps, number_K, begins_K)

@@ -79,7 +79,7 @@ class StepColumns:
         self._count_names(end.prompt_uid, end.stop_reason)
 
     async def accepted(self, trajectory: TrajectoryId) -> bool:
-        """Return True: columns accept everything."""
+        """Always True: no buffer has to answer, because the steps are only collected here."""
         return True
 
     def by_trajectory(self) -> dict[TrajectoryId, StepColumns]:
