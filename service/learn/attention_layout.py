@@ -89,7 +89,9 @@ class Bucket:
         if (window, dtype) not in self._masks:
             queries, keys = (torch.arange(x.width, device=x.slot_B.device) for x in (self.queries, self.keys))
             before_R = keys[:1] if self.before_R is None else self.before_R
-            distance = before_R[:, None, None] + queries[:, None] - keys
+            # a padded query also sees a key, because not every kernel takes a query without keys
+            last_B = (before_R[:, None, None] + queries[:, None]).clamp(max=self.keys.width - 1)
+            distance = last_B - keys
             hidden = (distance < 0) | (distance >= (window or self.keys.width))
             self._masks[window, dtype] = torch.zeros_like(hidden, dtype=dtype).masked_fill(hidden, -math.inf)[:, None]
         return self._masks[window, dtype]

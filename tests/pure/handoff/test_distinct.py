@@ -64,6 +64,17 @@ def test_a_token_attends_once_to_each_token_of_its_row_up_to_itself(seed: int, m
     assert np.array_equal(attends, expected)
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_a_padded_query_sees_a_key_too_so_that_its_softmax_is_a_number(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention_layout, "CALL_COST", 10_000)
+    _, token_ids, offsets = packed(seed)
+    order = prefix_order(token_ids, offsets, least=1, fraction=0)
+    for bucket in Packing.of_tree(order, distinct_slots(order, offsets), offsets, CPU).buckets:
+        assert (bucket.mask(2, torch.float32) == 0).any(-1).all()
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_rows_of_different_parts_share_nothing(seed: int) -> None:
     rows, token_ids, offsets = packed(seed)
