@@ -161,7 +161,7 @@ def test_a_job_trains_with_one_command_is_requeued_in_the_middle_and_no_step_is_
     files = [file for file in job.runs.parent.rglob("*") if file.is_file() and not file.is_symlink()]
     assert [file for file in files if token in file.read_bytes()] == [], "the token is in no file"
     names = {"job": job.number, "runs": f"{job.runs}/", "name": "quickstart-"}
-    assert "prompts --claim--> GENERATORS" in job.slurm.call(*command("srun ", **names))
+    assert "generators 1 of 1 up" in job.slurm.call(*command("srun ", **names))
     job.until(lambda: job.step() >= FIRST)
     began = time.monotonic()
     job.slurm.call(*command("scontrol requeue", job=job.number))
