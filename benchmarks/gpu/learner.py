@@ -22,13 +22,11 @@ from service.learn.model.attention import use_fastest_attention
 
 MEMORY = Range(0.93, 1.07)
 """Expected ratio of the peak of reserved memory to its estimate."""
-TRACED = "Qwen3-0.6B"
-"""The model whose step is traced: the smallest, because launches take the largest share of its steps."""
 LONGEST = 10
 
 
 def measure(device: str, give: Give) -> None:
-    """Measure each shape, then the gaps in a step of the traced model."""
+    """Measure each shape, and the gaps in one of its steps."""
     there = torch.device(device)
     for name in ("Qwen3-0.6B", "Qwen3-1.7B"):
         shape = shape_on(device, SHAPES[name])
@@ -42,12 +40,11 @@ def measure(device: str, give: Give) -> None:
             give(line(f"{name}: tokens", MICRO_BATCHES * TOKENS[device] / steps.seconds, "tokens/s"))
             give(line(f"{name}: first step", steps.first_seconds, "s"))
             give(line(f"{name}: peak over estimate", steps.peak_bytes / steps.estimated_bytes, "", MEMORY))
-            if name == TRACED:
-                file = recorded(steps.learner, steps.batch)
-        if name == TRACED:
-            written = Path(os.environ.get(FOLDER, ".")) / "step.json.gz"
-            written.write_bytes(file)
-            found, idle = gaps(kernels(file, device))
-            give(line("time without a kernel", idle, "of the step", Range(0.0, 0.1), f"trace: {written.name}"))
-            for number, gap in enumerate(found[:LONGEST], 1):
-                give(line(f"gap {number}", 1e6 * gap.seconds, "us", note=f"after {gap.after}, before {gap.before}"))
+            file = recorded(steps.learner, steps.batch)
+        written = Path(os.environ.get(FOLDER, ".")) / f"step-{name}.json.gz"
+        written.write_bytes(file)
+        found, idle = gaps(kernels(file, device))
+        give(line(f"{name}: time without a kernel", idle, "of the step", Range(0.0, 0.1), f"trace: {written.name}"))
+        for number, gap in enumerate(found[:LONGEST], 1):
+            note = f"after {gap.after}, before {gap.before}"
+            give(line(f"{name}: gap {number}", 1e6 * gap.seconds, "us", note=note))

@@ -34,7 +34,7 @@ class MasterWeights:
         self.tensors: dict[str, Tensor] = {name: self._master(p) for name, p in self.parameters.items()}
         if self._copied:
             for name, parameter in self.parameters.items():
-                hook = self._accumulate_into(self.tensors[name])
+                hook = _adds_to(self.tensors[name], self._on_cpu)
                 parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
     def _master(self, parameter: nn.Parameter) -> Tensor:
@@ -42,19 +42,6 @@ class MasterWeights:
             return local_shard(parameter.detach())
         dtype = accumulation_dtype(parameter.dtype)
         return host_copy(parameter, dtype) if self._on_cpu else parameter.detach().to(dtype, copy=True)
-
-    def _accumulate_into(self, master: Tensor) -> Callable[[Tensor], None]:
-        def accumulate(parameter: Tensor) -> None:
-            if parameter.grad is None:
-                return
-            gradient = host_copy(parameter.grad) if self._on_cpu else parameter.grad
-            if master.grad is None:
-                master.grad = gradient.to(master.dtype, copy=not self._on_cpu)
-            else:
-                master.grad.add_(gradient)
-            parameter.grad = None
-
-        return accumulate
 
     def gradients(self) -> list[Tensor]:
         """Move the gradients to the master weights and return them; parameters without a gradient are left out."""
@@ -90,3 +77,22 @@ def randomize(weights: Iterable[Tensor]) -> None:
     """Set random weights: ones in vectors (norms, biases), normal values with the usual small deviation in matrices."""
     for weight in weights:
         weight.fill_(1.0) if weight.ndim == 1 else weight.normal_(std=0.02)
+
+
+def _adds_to(master: Tensor, on_cpu: bool) -> Callable[[Tensor], None]:
+    """A hook that moves a parameter's gradient to its master weight.
+
+    It does not refer to the parameters: Python could not free them then, because it does not see hooks in cycles.
+    """
+
+    def accumulate(parameter: Tensor) -> None:
+        if parameter.grad is None:
+            return
+        gradient = host_copy(parameter.grad) if on_cpu else parameter.grad
+        if master.grad is None:
+            master.grad = gradient.to(master.dtype, copy=not on_cpu)
+        else:
+            master.grad.add_(gradient)
+        parameter.grad = None
+
+    return accumulate

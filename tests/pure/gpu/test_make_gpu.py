@@ -243,8 +243,8 @@ def test_all_but_the_engine_is_rehearsed_on_a_machine_without_ray_and_vllm(tmp_p
         assert any(figure["verdict"] == "rehearsed" for figure in figures.values() if "low" in figure)
         assert {figure["verdict"] for figure in figures.values() if "low" in figure} == {"rehearsed"}
         assert all(figure["value"] >= 0 for figure in figures.values() if "value" in figure)
-    assert found["learner"]["gap 10"]["note"].startswith("after ")
-    assert (tmp_path / "gpu" / "step.json.gz").stat().st_size > 0
+    assert found["learner"]["Qwen3-0.6B: gap 10"]["note"].startswith("after ")
+    assert (tmp_path / "gpu" / "step-Qwen3-0.6B.json.gz").stat().st_size > 0
     assert found["attention"]["FA4, rows of 16"]["verdict"] == "not run"
     assert found["weights"]["shared memory to GPU, registered"]["note"] == "needs a CUDA GPU"
     assert found["sharded"]["Qwen3-1.7B: sharded over unsharded"]["value"] > 0

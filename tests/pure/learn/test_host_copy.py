@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -58,3 +60,13 @@ def test_gradients_that_are_offloaded_add_up_over_micro_batches(model_folder: Pa
         found.append(learner.policy.master_weights.gradients())
     for kept, moved in zip(*found, strict=True):
         torch.testing.assert_close(kept, moved, rtol=0, atol=0)
+
+
+def test_the_weights_of_a_learner_are_freed_with_the_learner(model_folder: Path) -> None:
+    learner = Learner(settings(dtype="bfloat16"), model_folder, CPU, 0, 1)
+    learner.step(mini_batch([[made_rows(6, seed=7)]], trajectories=6))
+    masters = learner.policy.master_weights
+    held = [weakref.ref(weight) for weight in (*masters.parameters.values(), *masters.tensors.values())]
+    del learner, masters
+    gc.collect()
+    assert [weight() for weight in held] == [None] * len(held)
