@@ -58,6 +58,9 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 BUDGET = 16384
 """Tokens of a micro-batch."""
+TO_HOST, REGISTERED, PAGEABLE = 45.6e9, 53.7e9, 6.1e9
+"""Bytes/s between an H100 and its host, measured: a rank's copy of its weights, and copies to the GPU from shared
+memory that is registered with CUDA or not."""
 
 
 def model_folder(name: str, parent: Path) -> Path:
@@ -120,19 +123,15 @@ def largest_models(parent: Path) -> None:
         print(f"| {name} | {ranks} | {step.peak_bytes / 1e9:.1f} | {fits} |", flush=True)
 
 
-FLASH_ATTENTION_4 = 1.67
-"""Assumed speed of FlashAttention 4 relative to FlashAttention 2: 550 TFLOP/s forward."""
-
-
 def bars(parent: Path) -> None:
     """Print the utilisation without checkpointing, and the seconds of a publication by the rates of links.
 
     Layers with experts count as eager, all others as compiled.
 
-    A publication copies each rank's bfloat16 rows to its host's memory, and from there into each engine. Links reach
-    70 % of 64 GB/s for registered memory; for other memory 3.5 GB/s was measured.
+    A publication copies each rank's bfloat16 rows to its host's memory, and from there into each engine, at the rates
+    that were measured for registered and for other memory.
     """
-    print("| model | rows | FlashAttention 2 | 4 |\n|---|---|---|---|")
+    print("| model | rows | utilisation |\n|---|---|---|")
     for name, row_tokens in (
         ("Qwen3-1.7B", 1024),
         ("Qwen3-1.7B", 4096),
@@ -142,12 +141,13 @@ def bars(parent: Path) -> None:
         config = configured(8, row_tokens, gradient_checkpointing=False)
         step = estimate_step(config.learn, model_folder(name, parent))
         whole = sum(step.seconds.values()) if "num_experts" in SHAPES[name] else step.fused_seconds
-        saved = step.seconds["attention"] * (1 - 1 / FLASH_ATTENTION_4)
-        used = [step.model_flops / seconds / H100.flops for seconds in (whole, whole - saved)]
-        print(f"| {name} | {row_tokens // 1024}k | {used[0]:.1%} | {used[1]:.1%} |", flush=True)
-    weights, link = 8.03e9 * 2, 0.7 * H100.host_link
-    print(f"8B on 8 ranks: {weights / 8 / 1e9:.1f} GB a rank, to the host {weights / 8 / link:.2f} s")
-    print(f"8B into an engine: {weights / link:.2f} s registered, {weights / 3.5e9:.1f} s as measured")
+        used = step.model_flops / whole / H100.flops
+        print(f"| {name} | {row_tokens // 1024}k | {used:.1%} |", flush=True)
+    weights = 8.03e9 * 2
+    print(f"8B on 8 ranks: {weights / 8 / 1e9:.1f} GB a rank, to the host {weights / 8 / TO_HOST:.2f} s")
+    print(
+        f"8B into an engine: {weights / REGISTERED:.2f} s from registered memory, {weights / PAGEABLE:.1f} s otherwise"
+    )
 
 
 if __name__ == "__main__":

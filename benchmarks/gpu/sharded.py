@@ -30,6 +30,8 @@ def measure(device: str, give: Give) -> None:
             counted = Step.of(shape, Path(parent), ROW_TOKENS[device], TOKENS[device])
         with trained(there, shape) as steps:
             plain, same = steps.seconds, steps.checkpointing
+            used, limits = counted.utilisation(plain), counted.utilisations()
+            give(line(f"{name}: utilisation", used, "of peak", limits, steps.note))
         counters.clear()
         with trained(there, shape, same, shard_one_rank=True, reshard_after_forward=True) as steps:
             sharded, note = steps.seconds, steps.note
