@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest --durations=15
 # Tests without Ray and vLLM share no process, port or folder: as many run at once as there are
 # cores. Of the others two files run at once: each waits much for processes that start.
-AT_ONCE := -n logical --maxprocesses 8 tests/pure tests/machine tests/sim
+AT_ONCE := -n logical --maxprocesses 8 --dist worksteal tests/pure tests/machine tests/sim
 TWO_FILES := -n 2 --dist loadfile
 IN_TURN := tests/e2e tests/chaos tests/hosts tests/gpu
 # Documentation, deployment files, servers and pages: these tests matter where those files changed.
@@ -22,6 +22,8 @@ FIT_2 := trainer.ranks=1
 # cpu or cuda, to override the detected profile.
 PROFILE :=
 export PYTHON
+# Ray's workers and the processes of tests would compile this project each time.
+unexport PYTHONDONTWRITEBYTECODE
 BOOTSTRAP := $(if $(PROFILE),BATON_PROFILE=$(PROFILE)) scripts/bootstrap --venv $(VENV)
 
 .PHONY: help
@@ -58,7 +60,7 @@ test: dev ## the test suite on CPU, real Ray, vLLM and FSDP included
 	@$(PYTEST) -m "not full" $(AT_ONCE)
 	@$(PYTEST) -m "not full and not chaos" --ignore tests/e2e/test_monitoring.py $(TWO_FILES) $(IN_TURN)
 test-fast: dev ## only the quick tests, which need neither Ray nor vLLM (about a minute)
-	@$(PYTEST) -m "not slow and not full" -n logical --maxprocesses 8 tests/pure
+	@$(PYTEST) -m "not slow and not full" -n logical --maxprocesses 8 --dist worksteal tests/pure
 test-edges: dev servers ## documentation, deployment files, Prometheus, pages in a browser; .ci/run calls it if they changed
 	@$(PYTEST) -m "not full" $(EDGES)
 test-slurm: dev servers ## a job of `baton slurm` on a real Slurm, as root; .ci/run calls it if the job's script changed

@@ -7,41 +7,60 @@ from pathlib import Path
 
 import pytest
 
-from actors.driver.prepare import prepare
-from service.config import load_config
-
 SLOW = [
     "actors/test_forced_end",
+    "actors/test_generator_pool",
+    "actors/test_weight_group",
+    "agents/test_claims",
     "agents/test_endpoint",
     "agents/test_kills",
+    "agents/test_play",
     "agents/test_runner",
     "agents/test_worker",
     "buffer/test_curriculum",
     "cli/test_cli",
+    "cli/test_eval_refused",
     "cli/test_phases",
+    "cli/test_slurm",
     "cli/test_stopped_early",
+    "config/test_sized_recipes",
     "gpu/test_make_gpu",
     "house/test_setup",
     "learn/test_checkpoint",
     "learn/test_checkpointing",
     "learn/test_compile",
     "learn/test_estimate",
+    "learn/test_expert_parallel",
     "learn/test_families",
     "learn/test_fit",
+    "learn/test_full_state_dict",
     "learn/test_lora",
     "learn/test_merge",
+    "learn/test_names",
+    "learn/test_proof",
     "learn/test_sequence_parallel",
+    "learn/test_sharding",
+    "learn/test_shards",
     "learn/test_shared_prefix",
     "learn/test_split",
+    "metrics/test_ledger_watch",
+    "metrics/test_not_learning",
+    "metrics/test_odd_status",
+    "plan/test_clusters",
+    "plan/test_first_principles",
     "plan/test_measured",
     "plan/test_plan",
     "plan/test_step_seconds",
     "prepare/test_prepare",
     "rollout/test_isolation",
     "rollout/test_sql_limits",
+    "scorers/test_asking",
     "store/test_fetch",
+    "store/test_run",
+    "store/test_s3",
+    "store/test_upload",
 ]
-"""Files that start processes or train a model, and take ten seconds and more: `make test-fast` leaves them out."""
+"""Files that start processes or train a model, and take three seconds and more: `make test-fast` leaves them out."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -56,6 +75,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def made_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The model that the quick start makes."""
+    from actors.driver.prepare import prepare  # here, because the process that only hands out tests needs no torch
+    from service.config import load_config
+
     return prepare(load_config(["configs/quickstart.yaml"]), tmp_path_factory.mktemp("made")).model_folder
 
 
