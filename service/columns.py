@@ -171,10 +171,10 @@ def select(table: AnyTable, index_X: Int64s, copy: bool = False) -> AnyTable:
 
 
 def segments_of(
-    table: Table, start_S: Int64s, stop_S: Int64s, copy: bool = False, columns: Sequence[Column] | None = None
+    table: Table, start_C: Int64s, stop_C: Int64s, copy: bool = False, columns: Sequence[Column] | None = None
 ) -> dict[str, Any]:
-    """The token columns of a table (or the given columns of one ragged axis), cut into the segments `start:stop` and
-    concatenated; views if the result is contiguous in the table.
+    """The token columns of a table (or the given columns of one ragged axis), cut into the segments [C] `start:stop`
+    and concatenated; views if the result is contiguous in the table.
 
     Segments that are adjacent both before and after are copied as one:
 
@@ -183,9 +183,9 @@ def segments_of(
     columns = columns_of(type(table)).tokens if columns is None else columns
     arrays = {column.name: getattr(table, column.name) for column in columns}
     known = {name: array for name, array in arrays.items() if array is not None}
-    breaks = np.flatnonzero(start_S[1:] != stop_S[:-1])
-    starts = start_S[np.concatenate(([0], breaks + 1))].tolist() if len(start_S) else [0]
-    stops = stop_S[np.concatenate((breaks, [len(stop_S) - 1]))].tolist() if len(start_S) else [0]
+    breaks = np.flatnonzero(start_C[1:] != stop_C[:-1])
+    starts = start_C[np.concatenate(([0], breaks + 1))].tolist() if len(start_C) else [0]
+    stops = stop_C[np.concatenate((breaks, [len(stop_C) - 1]))].tolist() if len(start_C) else [0]
     if len(starts) == 1 and not copy:
         return arrays | {name: array[starts[0] : stops[0]] for name, array in known.items()}
     pieces = [slice(*bounds) for bounds in zip(starts, stops, strict=True)]

@@ -1,7 +1,8 @@
 """The data that flows: steps -> trajectories -> rows -> mini-batches.
 
-Axis letters, here and everywhere: `P` prompts, `G` trajectories, `K` steps, `E` trajectory ends, `R` rows,
-`T` tokens of one step or row, `N` packed tokens. An offsets array of an axis `X` has `X + 1` entries.
+Axis letters, here and everywhere: `P` prompts, `G` trajectories, `K` steps, `E` trajectory ends, `S` the
+steps that ends describe, `R` rows, `T` tokens of one step or row, `Q` tokens of a prompt, `N` packed tokens. An offsets
+array of an axis `X` has `X + 1` entries.
 
 A table of steps or rows is columnar: one array a field, and every per-token array shares one token axis.
 Item `k` owns tokens `offsets[k]:offsets[k+1]`, its prompt part first, its response part after it:
@@ -108,7 +109,7 @@ class Step:
     prompt_uid: str
     index: int
     prompt_ids: Int32s
-    """[P] the whole prompt; or, when `extends` is set, only what follows the referenced tokens."""
+    """[Q] the whole prompt; or, when `extends` is set, only what follows the referenced tokens."""
     response_ids: Int32s
     """[T] generated tokens only, plus an end-of-sequence token that the loop appended (mask 0)."""
     logprobs: Float32s | None
@@ -126,7 +127,7 @@ class Step:
     """Why the turn ended; empty if unknown."""
     extends: Extension | None = None
     routed_experts: Experts | None = None
-    """[P + T, layers, topk]; ROUTE_NATIVELY where unknown."""
+    """[Q + T, layers, topk]; ROUTE_NATIVELY where unknown."""
     note: str = ""
     """What a generator needs to continue after this step; the buffer returns it unchanged."""
     portable: bool = False

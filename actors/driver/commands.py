@@ -151,6 +151,11 @@ def sft(arguments: argparse.Namespace, overrides: list[str]) -> int:
             check_paths(config)
             if config.run.store is not None:
                 raise UserError("run.store: baton sft uploads nothing; add run.store=null")
+            if config.trainer.mini_batch_size < config.trainer.batch_parts:
+                raise UserError(
+                    f"trainer.ranks: {config.trainer.ranks} ranks share {config.trainer.mini_batch_size} conversations "
+                    "a step: some ranks would have none; raise trainer.mini_batch_size, or use fewer ranks"
+                )
     with phase("reading the model and the conversations", after=SHORT_SECONDS), source.named_in_errors():
         from service.config.paths import with_absolute_paths
         from service.run.inputs import read_conversations

@@ -80,7 +80,7 @@ class Call:
     parent: Call | None
     how: How
     carried_ids: Int32s
-    """[P] prompt tokens after the parent's tokens; without a parent, the whole prompt."""
+    """[Q] prompt tokens after the parent's tokens; without a parent, the whole prompt."""
     response: Response
     reply: Reply
     body: str
@@ -163,7 +163,7 @@ class PreparedCall(NamedTuple):
     how: How
     carried_ids: Int32s
     prompt_ids: Int32s
-    """[P] ids of the whole prompt."""
+    """[Q] ids of the whole prompt."""
     digest: bytes | None
     """Digest of the conversation up to this call; None if the client sent token ids."""
     tools: Sequence[Tool] = ()

@@ -210,6 +210,8 @@ def _check_length(config: Mapping[str, Any], folder: Path, longest: int) -> None
     rope = given if isinstance(given, Mapping) else {}
     factor: Any = rope.get("factor") if rope.get("rope_type", rope.get("type")) == "linear" else 1
     reach = config.get("max_position_embeddings")
+    if type(reach) is int and reach < 1:
+        raise UserError(f"{folder}: max_position_embeddings in its {MODEL_CONFIG} is {reach}; give the model's length")
     if type(reach) is int and type(factor) in (int, float) and longest > reach * factor:
         raise UserError(
             f"generator.max_input_length: with max_generate_length it comes to {longest} tokens, but {folder} reaches "

@@ -27,7 +27,7 @@ from service.handoff.ledger import events
 from service.handoff.ledger.accept import failed_attempts, new_content, with_shared_prefixes
 from service.handoff.ledger.lifecycle import USED, GroupState
 from service.handoff.ledger.record import OnEnd, OnFailure
-from service.handoff.ledger.replaying import complete_groups, opened_record
+from service.handoff.ledger.replaying import load_groups, opened_record
 from service.handoff.ledger.scores import CompleteGroup
 from service.handoff.ledger.state import distance
 from service.handoff.prompt_order import Prompts
@@ -337,7 +337,7 @@ class Buffer:
 
     def complete_group(self, group_id: int) -> CompleteGroup:
         """The steps and ends of a group that is complete or leased."""
-        return complete_groups(self._record, [group_id])[0]
+        return load_groups(self._record, [group_id])[0]
 
     def status(self) -> BufferStatus:
         """The buffer's status at this revision."""

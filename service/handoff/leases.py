@@ -18,7 +18,7 @@ from service.handoff.batches.batch import BatchSettings, Formed, form_mini_batch
 from service.handoff.ledger import events
 from service.handoff.ledger.lifecycle import GroupState
 from service.handoff.ledger.record import Record
-from service.handoff.ledger.replaying import complete_groups
+from service.handoff.ledger.replaying import load_groups
 from service.handoff.ledger.scores import CompleteGroup
 from service.handoff.ledger.versions import VersionHistory
 from service.handoff.settings import BufferSettings
@@ -32,7 +32,7 @@ class BatchJob:
     lease: int
     trainer_incarnation: int
     version: PolicyVersion
-    """The version that the mini-batch is trained on."""
+    """The newest version when the job began; the mini-batch is discarded if there is a newer one when it is formed."""
     groups: list[CompleteGroup]
     history: VersionHistory
     settings: BatchSettings
@@ -113,7 +113,7 @@ class Leases:
 
     def _job(self, lease: int, trainer_incarnation: int, group_ids: tuple[int, ...]) -> BatchJob:
         history = self._record.ledger.history
-        groups = complete_groups(self._record, group_ids)
+        groups = load_groups(self._record, group_ids)
         return BatchJob(lease, trainer_incarnation, history.current, groups, history, self._settings.batches)
 
 

@@ -89,7 +89,7 @@ class Episode:
         return len(self._roles)
 
     def next_prompt(self, prompt: Prompt, role: str = MAIN) -> Int32s | None:
-        """[P] ids of a role's whole prompt for this turn; None if the trajectory ends before the turn."""
+        """[Q] ids of a role's whole prompt for this turn; None if the trajectory ends before the turn."""
         if self.n_steps == self._limits.max_turns:
             self.stop_reason = StopReason.MAX_TURNS
             return None
@@ -144,7 +144,7 @@ class Episode:
         self._truncated = stop_reason == StopReason.LENGTH
 
     def whole(self, prompt: Prompt) -> Int32s:
-        """[P] ids of the next prompt of `main`, including the history before it."""
+        """[Q] ids of the next prompt of `main`, including the history before it."""
         return prompt.token_ids if prompt.whole else np.append(self._histories[MAIN].token_ids, prompt.token_ids)
 
     def take(self, token_ids: Int32s, reward: float, stop_reason: str) -> None:

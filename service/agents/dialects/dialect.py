@@ -47,7 +47,7 @@ class CallRequest(NamedTuple):
     begun: str = ""
     """The beginning of the answer, which the client wrote; the policy continues it."""
     prompt: str | Int32s | None = None
-    """Text or [P] ids in place of messages (only in `completions` and `generate`)."""
+    """Text or [Q] ids in place of messages (only in `completions` and `generate`)."""
     wants_ids: bool = False
     """Whether the client asked for `return_token_ids`: the answer then has ids, log-probabilities and versions."""
     wants_logprobs: bool = False

@@ -2,13 +2,15 @@
 
 | stage    | in -> out                                                | where                                    |
 |----------|----------------------------------------------------------|------------------------------------------|
+| `score`  | a complete group -> rewards of its ends [E]              | `ledger.scores`, as scorers answer       |
 | `filter` | a complete group -> itself, or the event that ends it    | `filters`, once the group is complete    |
 | `gather` | groups [P] -> `Played`: steps [K] in order, ends [G]     | here                                     |
 | `roles`  | steps [K] -> the same, without loss for untrained roles  | here                                     |
 | `merge`  | steps [K] -> rows [R]                                    | `prefixes.merge`                         |
 | `credit` | `Played` [K], [G] -> advantages [G], by turn [K]         | `advantages`                             |
 | `pack`   | rows [R] -> rows [R] in packing order, with their places | `pack`                                   |
-| `mask`   | rows [R] -> the same rows, fewer tokens [N] with loss    | here                                     |
+| `mask`   | rows [R], changed in place -> `Masked`: counts [G]       | here                                     |
+| `cut`    | rows [R] -> the micro-batches of every rank              | `pack.micro_batches`                     |
 
     a group of 2 trajectories, of 2 steps and of 1; the second step continues the first:
     gather   a0 a1 b0                    merge   a0+a1 (9 tokens), b0 (4)

@@ -19,7 +19,7 @@ from service.handoff.batches.advantages import Rule, group_stats, returns, teach
 from service.handoff.ledger.events import Ended, Tried
 from service.handoff.ledger.lifecycle import GroupState
 from service.handoff.ledger.record import Record
-from service.handoff.ledger.replaying import complete_groups
+from service.handoff.ledger.replaying import load_groups
 from service.handoff.ledger.scores import CompleteGroup
 from service.handoff.steps.roles import TRAINED
 from service.handoff.steps.stop_reason import OVER_LONG
@@ -67,7 +67,7 @@ def examine(record: Record, settings: FilterSettings, group_ids: Iterable[int]) 
     if not settings.any:
         return
     for group_id in [o for o in group_ids if groups[o].state is GroupState.COMPLETE]:
-        [group] = complete_groups(record, [group_id])
+        [group] = load_groups(record, [group_id])
         if settings.success_above is not None and not groups[group_id].tried:
             return_G = returns(Played.of(group.steps, group.ends), settings.rule.returns)
             record.add(Tried(group_id, int(np.count_nonzero(return_G > settings.success_above)), len(return_G)))

@@ -97,7 +97,7 @@ def apply_frame(record: Record, frame: Frame) -> None:
         record.apply_steps(message, new.additions, frame.position)
 
 
-def complete_groups(record: Record, group_ids: Sequence[int]) -> list[CompleteGroup]:
+def load_groups(record: Record, group_ids: Sequence[int]) -> list[CompleteGroup]:
     """The steps and ends of complete groups. Groups that an undone optimizer step used, and that are no longer in
     memory, are read back from the journal.
 

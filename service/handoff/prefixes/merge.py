@@ -48,13 +48,13 @@ class Merged(NamedTuple):
 
 
 class _Layout(NamedTuple):
-    """Which segments of the token axis make up which rows."""
+    """Which segments [C] of the token axis make up which rows."""
 
-    start_S: Int64s
-    stop_S: Int64s
-    live_S: Bools
+    start_C: Int64s
+    stop_C: Int64s
+    live_C: Bools
     """False where the segment is only context for what follows it."""
-    row_S: Int64s
+    row_C: Int64s
     """The first item of the segment's row."""
     last_K: Int64s
     """[K] for the first item of a row, the row's last item."""
@@ -98,14 +98,14 @@ def merge_in_order(steps: Steps, number_K: Int64s, mode: Mode, by_turn: bool = F
     """
     counts = dict.fromkeys(("extended", "forked", "reset"), 0)
     layout = _layout(steps, number_K, mode, counts)
-    begin_R = np.flatnonzero(np.diff(layout.row_S, prepend=-1))
+    begin_R = np.flatnonzero(np.diff(layout.row_C, prepend=-1))
     rows = _rows(steps, layout, begin_R)
     if by_turn:
-        item_S = _items_of_segments(steps, layout).astype(np.int32)
-        rows = replace(rows, turn_N=np.repeat(item_S, layout.stop_S - layout.start_S))
+        item_C = _items_of_segments(steps, layout).astype(np.int32)
+        rows = replace(rows, turn_N=np.repeat(item_C, layout.stop_C - layout.start_C))
     counts |= {"steps": len(steps), "rows": len(rows)}
     counts |= {"tokens_before": int(total_lengths(steps).sum()), "tokens_after": len(rows.token_ids_N)}
-    return Merged(rows, layout.row_S[begin_R], counts)
+    return Merged(rows, layout.row_C[begin_R], counts)
 
 
 def check_whole(steps: Steps) -> Steps:
@@ -127,26 +127,26 @@ def _layout(steps: Steps, number_K: Int64s, mode: Mode, counts: dict[str, int]) 
     first_K, item_K = changes(number_K), np.arange(len(steps))
     begins_K = first_K | (mode == "off")
     chained_K, repeats_K = _chained(steps, number_K, begins_K)
-    chain_S = item_K[chained_K]
-    row_S = np.maximum.accumulate(np.where(begins_K, item_K, 0))[chained_K]
+    chain_C = item_K[chained_K]
+    row_C = np.maximum.accumulate(np.where(begins_K, item_K, 0))[chained_K]
     last_K = item_K.copy()
-    last_K[row_S] = chain_S  # ascending, so the last one stays
+    last_K[row_C] = chain_C  # ascending, so the last one stays
     counts["extended"] += int(np.count_nonzero(chained_K & ~begins_K))
-    start_S, stop_S = steps.offsets_K[chain_S] + repeats_K[chain_S], steps.offsets_K[chain_S + 1]
-    segments = [(start_S, stop_S, np.ones(len(chain_S), np.bool_), row_S)]
+    start_C, stop_C = steps.offsets_K[chain_C] + repeats_K[chain_C], steps.offsets_K[chain_C + 1]
+    segments = [(start_C, stop_C, np.ones(len(chain_C), np.bool_), row_C)]
     for first in np.flatnonzero(first_K & ~chained_K).tolist():
         builder = _RowBuilder(steps, mode, counts)
         for k in range(first, int(np.searchsorted(number_K, number_K[first], "right"))):
             builder.add(k)
         for row in builder.rows:
             last_K[row.steps[0]] = row.steps[-1]
-            start_S, stop_S, live_S = np.array(row.segments, np.int64).reshape(-1, 3).T
-            segments.append((start_S, stop_S, live_S.astype(np.bool_), np.full(len(start_S), row.steps[0], np.int64)))
+            start_C, stop_C, live_C = np.array(row.segments, np.int64).reshape(-1, 3).T
+            segments.append((start_C, stop_C, live_C.astype(np.bool_), np.full(len(start_C), row.steps[0], np.int64)))
     if len(segments) == 1:
         return _Layout(*segments[0], last_K)
-    start_S, stop_S, live_S, row_S = (np.concatenate(columns) for columns in zip(*segments, strict=True))
-    order = np.argsort(row_S, kind="stable")
-    return _Layout(start_S[order], stop_S[order], live_S[order], row_S[order], last_K)
+    start_C, stop_C, live_C, row_C = (np.concatenate(columns) for columns in zip(*segments, strict=True))
+    order = np.argsort(row_C, kind="stable")
+    return _Layout(start_C[order], stop_C[order], live_C[order], row_C[order], last_K)
 
 
 def _chained(steps: Steps, number_K: Int64s, begins_K: Bools) -> tuple[Bools, Int64s]:
@@ -175,13 +175,13 @@ def _of_whole_trajectories(chained_K: Bools, number_K: Int64s) -> Bools:
 
 def _rows(steps: Steps, layout: _Layout, begin_R: Int64s) -> Rows:
     """The rows of a layout; `begin_R`: the first segment of each row."""
-    length_S, first_R = layout.stop_S - layout.start_S, layout.row_S[begin_R]
+    length_C, first_R = layout.stop_C - layout.start_C, layout.row_C[begin_R]
     last_R = layout.last_K[first_R]
     prompt_length_K = total_lengths(steps) - lengths_of(steps.offsets_K) + steps.prompt_length_K
-    offsets_R = offsets_of(np.add.reduceat(length_S, begin_R) if len(begin_R) else length_S)
-    columns = segments_of(steps, layout.start_S, layout.stop_S)
-    if not layout.live_S.all():  # a context token keeps only its id and routed experts, like a prompt token
-        _fill(columns, np.repeat(~layout.live_S, length_S), on_prompt=False)
+    offsets_R = offsets_of(np.add.reduceat(length_C, begin_R) if len(begin_R) else length_C)
+    columns = segments_of(steps, layout.start_C, layout.stop_C)
+    if not layout.live_C.all():  # a context token keeps only its id and routed experts, like a prompt token
+        _fill(columns, np.repeat(~layout.live_C, length_C), on_prompt=False)
     if any(column.about.on_prompt and columns[column.name] is not None for column in _FILLED):
         _fill(columns, _observed(steps, layout), on_prompt=True)
     return Rows(
@@ -208,17 +208,17 @@ _FILLED = tuple(column for column in columns_of(Rows).tokens if column.about.fil
 
 def _observed(steps: Steps, layout: _Layout) -> Bools:
     """[N] whether a token of a row lies between responses."""
-    item_S = _items_of_segments(steps, layout)
-    length_S = layout.stop_S - layout.start_S
-    observed_S = np.clip(steps.offsets_K[item_S] + steps.prompt_length_K[item_S] - layout.start_S, 0, length_S)
-    observed_S[(item_S == layout.row_S) | ~layout.live_S] = 0
-    lengths = np.stack((observed_S, length_S - observed_S), axis=1).reshape(-1)
-    return np.repeat(np.tile([True, False], len(observed_S)), lengths)
+    item_C = _items_of_segments(steps, layout)
+    length_C = layout.stop_C - layout.start_C
+    observed_C = np.clip(steps.offsets_K[item_C] + steps.prompt_length_K[item_C] - layout.start_C, 0, length_C)
+    observed_C[(item_C == layout.row_C) | ~layout.live_C] = 0
+    lengths = np.stack((observed_C, length_C - observed_C), axis=1).reshape(-1)
+    return np.repeat(np.tile([True, False], len(observed_C)), lengths)
 
 
 def _items_of_segments(steps: Steps, layout: _Layout) -> Int64s:
     """[S] the step that owns each segment's tokens."""
-    return np.searchsorted(steps.offsets_K, layout.start_S, "right") - 1
+    return np.searchsorted(steps.offsets_K, layout.start_C, "right") - 1
 
 
 def _fill(columns: dict[str, Any], where_N: Bools, on_prompt: bool) -> None:

@@ -71,7 +71,7 @@ class Chat:
             return True
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> Int32s:
-        """[P] ids of a whole prompt, which ends with the template's opening of the assistant's turn."""
+        """[Q] ids of a whole prompt, which ends with the template's opening of the assistant's turn."""
         if tools:
             return self._special_tokens.encode(self._render(messages, tools))
         return self._prompts(messages)

@@ -36,6 +36,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (ROWS, ["data.train=null", "data.make_rows=8"], "there are no conversations; give a JSONL"),
         (ROWS, ["run.store=s3://bucket/run"], "baton sft uploads nothing"),
         (ROWS, ["data.eval.held=none.jsonl"], "none.jsonl does not exist"),
+        (ROWS, ["trainer.ranks=2", "trainer.mini_batch_size=1"], "2 ranks share 1 conversations a step"),
         # more than a buffer could keep for RL
         (ROWS, ["trainer.mini_batch_size=100000", "data.eval.held=none.jsonl"], "none.jsonl does not exist"),
     ],

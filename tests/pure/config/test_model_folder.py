@@ -105,6 +105,9 @@ def test_turns_may_be_as_long_as_an_engine_lets_the_model_reach(model: Path) -> 
     changed(rope_parameters={"rope_type": "linear", "factor": 1.9})(model)
     with pytest.raises(UserError, match=r"reaches only 121\.6"):
         check(model, *lengths)
+    changed(max_position_embeddings=0)(model)
+    with pytest.raises(UserError, match="max_position_embeddings in its config.json is 0"):
+        check(model, *lengths)
 
 
 def test_ranks_that_cannot_divide_the_heads_of_a_model_are_one_line(model: Path) -> None:
