@@ -18,17 +18,18 @@ def test_a_run_in_which_nothing_dies_finishes_and_says_so(tmp_path: Path) -> Non
     assert 20 < told.seconds < 60 and len(told.progress) == STEPS
 
 
+@pytest.mark.parametrize("half", [0, pytest.param(1, marks=pytest.mark.full)])
 @pytest.mark.parametrize("first", VICTIMS)
-def test_a_run_goes_on_whatever_dies_with_or_after(first: str, tmp_path: Path) -> None:
+def test_a_run_goes_on_whatever_dies_with_or_after(first: str, half: int, tmp_path: Path) -> None:
     wrong, named = dict[str, list[str]](), list[float]()
-    for pair in pairs_of(first):
+    for pair in pairs_of(first)[half::2]:  # each half has every pair at every moment
         told = run_pair(pair, tmp_path)
         if found := told.wrong():
             wrong[str(pair)] = found
         named += [seconds for _, seconds in told.naming()]
     assert wrong == {}
     named.sort()
-    assert len(named) > 80 and named[int(0.99 * len(named))] < NAMING_SECONDS
+    assert len(named) > 40 and named[int(0.99 * len(named))] < NAMING_SECONDS
 
 
 def seconds_to_name(victim: str, folder: Path) -> float:

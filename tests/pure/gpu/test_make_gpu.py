@@ -227,6 +227,7 @@ def test_a_file_that_its_own_table_or_logs_would_replace_is_refused_before_anyth
     assert [path.name for path in tmp_path.iterdir()] == ["folder.json"]
 
 
+@pytest.mark.full
 def test_all_but_the_engine_is_rehearsed_on_a_machine_without_ray_and_vllm(tmp_path: Path) -> None:
     for name in NO_ENGINE:
         (tmp_path / f"{name}.py").write_text(f"raise ModuleNotFoundError('{name} is not there')")
