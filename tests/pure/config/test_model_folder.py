@@ -106,7 +106,7 @@ def test_turns_may_be_as_long_as_an_engine_lets_the_model_reach(model: Path) -> 
     with pytest.raises(UserError, match=r"reaches only 121\.6"):
         check(model, *lengths)
     changed(max_position_embeddings=0)(model)
-    with pytest.raises(UserError, match="max_position_embeddings in its config.json is 0"):
+    with pytest.raises(UserError, match=r"max_position_embeddings in its config\.json is 0"):
         check(model, *lengths)
 
 
