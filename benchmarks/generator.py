@@ -30,7 +30,7 @@ from actors.engine.run_player import RunPlayer
 from actors.engine.vllm_engine import VllmEngine, engine_env
 from actors.generator.actor import Generator
 from actors.observe.metrics_hub import MetricsHub
-from actors.weights.part import PartBuffers
+from actors.weights.part_buffers import PartBuffers
 from baton.examples import lookup
 from benchmarks.own_ray import own_ray
 from service.config import (

@@ -4,13 +4,14 @@
 
 Hosts are namespaces on this machine (Linux and root, see tests/hosts). Ranks, each on its own host, and the hosts'
 images work as in a run, without models and engines. `at once` is what Ray does by itself: every host fetches one object
-with all weights of one rank.
+with all weights of one rank. `nixl`, where it is installed: every host reads from the ranks.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import importlib.util
 import sys
 import tempfile
 import time
@@ -23,10 +24,11 @@ import ray
 import torch
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from actors.deaths import WATCHING
 from actors.trainer.actor import SENDING, TrainerRank
 from actors.trainer.group import TrainerGroup
 from actors.weights.image import ImageHolder
-from actors.weights.node_images import NodeImages
+from actors.weights.node_images import MAX_FAILURES, NodeImages
 from service.config import load_config
 from service.learn.model.sharding import Rows, shard_bounds
 from service.types import PolicyVersion
@@ -81,7 +83,7 @@ class World:
         here = ray.get_runtime_context().get_node_id()
         nodes = [here, *(node["NodeID"] for node in ray.nodes() if node["NodeID"] != here)]
         at = [NodeAffinitySchedulingStrategy(node, soft=False) for node in nodes]
-        actor = ray.remote(concurrency_groups={SENDING: 1})(Rank)
+        actor = ray.remote(concurrency_groups={SENDING: 1, WATCHING: 1})(Rank)
         self.ranks: list[Any] = [
             actor.options(num_cpus=0, scheduling_strategy=at[rank]).remote(config.model_dump_json(), rank)
             for rank in range(n_ranks)
@@ -98,6 +100,19 @@ class World:
         for number, name in enumerate(self.holders, start=n_ranks):
             self.files.register(name, nodes[number])
         self._step = 0
+
+    async def chain(self, hosts: int) -> float:
+        """The same as `publish` without NIXL."""
+        self.files._failures = MAX_FAILURES
+        return await self.publish(hosts)
+
+    async def nixl(self, hosts: int) -> float:
+        """The same as `publish` with NIXL."""
+        self.files._failures = 0
+        seconds = await self.publish(hosts)
+        if self.files._failures:
+            raise ValueError(f"the hosts could not read with NIXL: {self.files._said}")
+        return seconds
 
     async def publish(self, hosts: int) -> float:
         """Publish the next version to `hosts` hosts; returns the seconds until all have it."""
@@ -132,7 +147,9 @@ class World:
 async def measure(millions: float, n_ranks: int) -> None:
     """Measure inside the first host; prints each figure as soon as it is known."""
     world = World(millions, n_ranks)
-    ways: dict[str, Callable[[int], Coroutine[Any, Any, float]]] = {"chain": world.publish}
+    ways: dict[str, Callable[[int], Coroutine[Any, Any, float]]] = {"chain": world.chain}
+    if importlib.util.find_spec("nixl") is not None:
+        ways["nixl"] = world.nixl
     if n_ranks == 1:
         ways["at once"] = world.at_once
     for way, send in ways.items():

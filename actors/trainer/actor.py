@@ -24,7 +24,9 @@ from actors.observe.actor_logs import keep_log
 from actors.observe.reporting import Reporter
 from actors.weights.cuda_ipc import encode_handles
 from actors.weights.nccl_broadcast import BroadcastSender
-from actors.weights.part import PartBuffers, Source, WeightBucket
+from actors.weights.nixl_reads import RemoteMemory
+from actors.weights.part import Source, WeightBucket
+from actors.weights.part_buffers import PartBuffers
 from actors.weights.policy_tensors import Octets, checksum_of, encode_announcement
 from actors.weights.weight_group import Meeting
 from service.config import Config
@@ -261,6 +263,11 @@ class TrainerRank(Supervised):
             self._gathered = version, weights
             announcement = encode_announcement(weights)
             return announcement, checksum_of(announcement)
+
+    @ray.method(concurrency_group=SENDING)  # type: ignore[untyped-decorator]
+    def share(self) -> tuple[RemoteMemory | None, str]:
+        """Let generators of other hosts read this rank's part; without NIXL returns None, and the reason."""
+        return self._buffers.share()
 
     @ray.method(concurrency_group=SENDING, num_returns=2)  # type: ignore[untyped-decorator]
     def bucket(self, version: int, start: int, stop: int) -> tuple[Octets | None, WeightBucket | None]:

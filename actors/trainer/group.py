@@ -12,6 +12,7 @@ import ray
 import ray.exceptions
 
 from actors.calls import CALL_SECONDS, RESTARTING, answer, call, in_a_line
+from actors.weights.nixl_reads import RemoteMemory
 from actors.weights.part import Source, WeightBucket, check_parts
 from actors.weights.weight_group import Meeting
 from actors.weights.weight_source import PublishedWeights, TrainerLost
@@ -120,6 +121,10 @@ class TrainerGroup:
             check_parts([source.part for source in published])
             return PublishedWeights(version, sources=(*published,))
         return PublishedWeights(version, *(published[0] or ()))
+
+    async def remotes(self) -> list[tuple[RemoteMemory | None, str]]:
+        """Let generators of other hosts read each rank's part; for a rank without NIXL None, and the reason."""
+        return await self._ask_all("share")
 
     async def bucket(self, version: PolicyVersion, rank: int, start: int, stop: int) -> tuple[WeightBucket, Any] | None:
         """Return bytes of a rank's part of these weights, and a reference to their message; None if the rank has

@@ -19,6 +19,7 @@ from typing import Any
 import ray.exceptions
 
 from actors.calls import ACTOR_FAILED, answer, call, first_error
+from actors.weights.nixl_reads import RemoteMemory
 from actors.weights.part import WeightBucket
 from actors.weights.weight_source import PublishedWeights, WeightSource
 from service.errors import BatonError, Starved
@@ -53,6 +54,10 @@ class NodeImage:
     users: int = 1
     path: str | None = None
     """The path from which engines load the image; None after `arrived`: the trainer has newer weights."""
+    remote: RemoteMemory | None = None
+    """How other nodes read the image, if it was read with NIXL."""
+    unread: str = ""
+    """Why the weights could not be read with NIXL, if so."""
     error: BaseException | None = None
     """Why the node does not have the weights."""
     arrived: asyncio.Event = field(default_factory=asyncio.Event)

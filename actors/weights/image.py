@@ -1,31 +1,37 @@
 """A node's image of some weights: a safetensors file in shared memory, which every engine of the node loads from.
 
 A generator holds images for the engines of its node (`ImageHolder`); the driver chooses which generator, see
-`actors.weights.node_images`.
+`actors.weights.node_images`. The next version's image takes the memory of one that was released, so that engines and
+NIXL register it once.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from threading import Lock
 
 import ray
 
-from actors.weights.memory import WeightMemory
-from actors.weights.part import WeightBucket
+from actors.weights.memory import NO_VERSION, WeightMemory
+from actors.weights.nixl_reads import NixlAgent, ReadFailed, RemoteMemory
+from actors.weights.part import Source, WeightBucket
 from actors.weights.policy_tensors import WeightBytes, verify
 from service.errors import WeightsGone
 
 
 class Image:
-    """The weights file of one version in shared memory, which is written bucket by bucket, in any order."""
+    """The weights file of one version in shared memory, which is written bucket by bucket, in any order, or read as a
+    whole from the ranks."""
 
-    def __init__(self, version: int, n_bytes: int) -> None:
-        """Create the file; it is marked with its version once all of its bytes are written."""
+    def __init__(self, version: int, n_bytes: int, memory: WeightMemory | None = None) -> None:
+        """Begin the file, in this memory if there is one of its size; it is marked with its version once all of its
+        bytes are there."""
         self._version, self._missing = version, n_bytes
-        self._memory = WeightMemory(n_bytes)
-        self._octets = self._memory.octets().numpy()
-        self.path = self._memory.path
+        self.memory = memory or WeightMemory(n_bytes)
+        self.memory.mark(NO_VERSION)
+        self._octets = self.memory.octets().numpy()
+        self.path = self.memory.path
         self._written: set[tuple[tuple[int, int], ...]] = set()
         """The spans of the buckets that were written."""
         self._writing = Lock()
@@ -46,11 +52,19 @@ class Image:
                 self._missing -= n_bytes
             self._written.add(bucket.spans)
             if not self._missing:
-                self._memory.mark(self._version)
+                self.memory.mark(self._version)
+
+    def read(
+        self, agent: NixlAgent, sources: Sequence[Source], remotes: Sequence[RemoteMemory], within: float
+    ) -> RemoteMemory:
+        """Read all parts from the memory of other processes, and let others read the image; raises `ReadFailed`."""
+        agent.read(self._version, sources, remotes, self.memory, within)
+        self.memory.mark(self._version)
+        return agent.share(self.memory)
 
     def close(self) -> None:
         """Free the memory as soon as no engine has it open."""
-        self._memory.close()
+        self.memory.close()
 
 
 class ImageHolder:
@@ -60,6 +74,10 @@ class ImageHolder:
         self._images: dict[int, Image] = {}
         self._released: set[int] = set()
         """Numbers of images whose release was requested before they were held."""
+        self._spare: list[WeightMemory] = []
+        """The memory of images that were released."""
+        self._agent: NixlAgent | None = None
+        self._reading = asyncio.Lock()
 
     async def hold_image(self, number: int, version: int, n_bytes: int) -> str:
         """Hold an image of weights for all engines of this node until `release_image`; returns its path.
@@ -70,8 +88,38 @@ class ImageHolder:
         if number in self._released:
             raise WeightsGone("these weights are not held any more")
         if number not in self._images:
-            self._images[number] = Image(version, n_bytes)
+            self._images[number] = Image(version, n_bytes, self._spare_of(n_bytes))
         return self._images[number].path
+
+    async def read_image(
+        self, number: int, version: int, sources: Sequence[Source], remotes: Sequence[RemoteMemory], within: float
+    ) -> tuple[str, RemoteMemory] | str:
+        """Hold an image as `hold_image` does, and read it from other hosts within some seconds; returns its path, and
+        how other hosts read it. If that fails returns the reason, and holds nothing."""
+        async with self._reading:
+            n_bytes = sum(source.part.n_bytes for source in sources)
+            image = Image(version, n_bytes, self._spare_of(n_bytes))
+            try:
+                self._agent = self._agent or NixlAgent()
+                remote = await asyncio.to_thread(image.read, self._agent, sources, remotes, within)
+            except ReadFailed as failed:
+                # A read that is still in progress ends with the agent, and its memory is not used again.
+                self._agent = None
+                image.close()
+                return str(failed)
+            if number in self._released:
+                self._spare.append(image.memory)
+                return "these weights are not held any more"
+            self._images[number] = image
+            return image.path, remote
+
+    def _spare_of(self, n_bytes: int) -> WeightMemory | None:
+        """Return spare memory of this size; memory of another size is freed."""
+        if self._spare and self._spare[-1].n_bytes != n_bytes:
+            self._agent = None
+            while self._spare:
+                self._spare.pop().close()
+        return self._spare.pop() if self._spare else None
 
     @ray.method(num_returns=2)  # type: ignore[untyped-decorator]
     async def write_image(
@@ -89,8 +137,9 @@ class ImageHolder:
         return message if passes_on else None, None
 
     async def release_image(self, number: int) -> None:
-        """Free an image; an image of an earlier process is ignored, because its memory is already free."""
+        """Keep the memory of an image for the next; an image of an earlier process is ignored, because its memory is
+        already free."""
         if (image := self._images.pop(number, None)) is None:
             self._released.add(number)
         else:
-            image.close()
+            self._spare.append(image.memory)

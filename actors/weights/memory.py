@@ -29,7 +29,8 @@ class WeightMemory:
 
     def __init__(self, n_bytes: int, buffers: int = 1) -> None:
         """Create the memory, with `n_bytes` in each buffer."""
-        self._n_bytes = n_bytes
+        self.n_bytes = n_bytes
+        """The bytes of a buffer."""
         self._fd = os.memfd_create("baton-weights", os.MFD_CLOEXEC)
         os.ftruncate(self._fd, PAGE + buffers * self._stride)
         self._octets = _map(self._fd)
@@ -41,8 +42,13 @@ class WeightMemory:
         self._end = finalize(self, os.close, self._fd)
 
     @property
+    def whole(self) -> Tensor:
+        """Return all bytes, versions included, [n] uint8."""
+        return self._octets
+
+    @property
     def _stride(self) -> int:
-        return -(-self._n_bytes // PAGE) * PAGE
+        return -(-self.n_bytes // PAGE) * PAGE
 
     def start(self, buffer: int) -> int:
         """Return the first byte of a buffer."""
@@ -51,7 +57,7 @@ class WeightMemory:
     def octets(self, buffer: int = 0) -> Tensor:
         """Return the bytes of a buffer, [n] uint8; with a GPU the memory is registered with CUDA."""
         start = self.start(buffer)
-        return self._octets[start : start + self._n_bytes]
+        return self._octets[start : start + self.n_bytes]
 
     def mark(self, version: int, buffer: int = 0) -> None:
         """Set the version of a buffer."""

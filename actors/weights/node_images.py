@@ -1,8 +1,11 @@
 """The place from which the engines of a node read the newest weights. It is the memory of the ranks if all ranks are
-on the node, otherwise the node's image, which one generator writes as the weights arrive.
+on the node, otherwise the node's image, which one generator fills for all engines of the node.
 
-    node A   generator-0  writes /proc/71/fd/40#7 <- ranks     generator-1  loads it          (`#7`: inode 7)
-    node B   generator-2  writes /proc/35/fd/40#9 <- node A    generator-3  loads it
+    node A   generator-0  fills /proc/71/fd/40#7 <- ranks              generator-1  loads it          (`#7`: inode 7)
+    node B   generator-2  fills /proc/35/fd/40#9 <- ranks or node A    generator-3  loads it
+
+With NIXL the generators read from the memory of the ranks and of other generators (`nixl_reads.py`); without it buckets
+go from node to node through Ray's object store (`chain.py`).
 
 An image is a file without a name: it disappears when the process that made it has ended, and when no other process has
 it open.
@@ -11,15 +14,22 @@ it open.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from itertools import count
 from typing import Any
 
 from actors.calls import ACTOR_FAILED, call
-from actors.weights.chain import NodeImage, Replaced, WeightChain
+from actors.weights.chain import TRIES, NodeImage, Replaced, WeightChain
+from actors.weights.nixl_reads import RemoteMemory
 from actors.weights.part import Source, WeightPart
 from actors.weights.weight_source import PublishedWeights, WeightSource
+
+log = logging.getLogger(__name__)
+
+MAX_FAILURES = 2
+"""After so many publications in a row that could not be read with NIXL, it is not tried any more."""
 
 
 class NodeImages:
@@ -38,6 +48,10 @@ class NodeImages:
         self._held: dict[str, NodeImage] = {}
         """The newest image of each node, by node."""
         self._numbers = count()
+        self._failures = 0
+        """Number of the last publications in a row that NIXL did not bring to all nodes."""
+        self._said = ""
+        """How weights go to other hosts, as it was logged."""
         self._under_way: set[asyncio.Task[None]] = set()
 
     def register(self, name: str, node: str) -> None:
@@ -75,8 +89,7 @@ class NodeImages:
             return
         held = await self._hold(name, weights)
         try:
-            whole = WeightPart(((0, sum(weights.sizes)),))
-            yield None if held.path is None else [Source(whole, held.path)]
+            yield None if held.path is None else [_whole(held)]
         finally:
             await self._let_go(held)
 
@@ -107,9 +120,7 @@ class NodeImages:
         begun = [NodeImage(weights, name, self._generators[name], next(self._numbers)) for name in names]
         self._held |= {self._node_of[held.holder]: held for held in begun}
         if begun:
-            ways = [self._way(begun, node) for node in self._trainer.nodes]
-            chain = WeightChain(self._trainer, weights, ways, self._deadline)
-            task = asyncio.ensure_future(self._send(chain, begun))
+            task = asyncio.ensure_future(self._send(weights, begun))
             self._under_way.add(task)  # the event loop itself keeps only a weak reference
             task.add_done_callback(self._under_way.discard)
         return begun
@@ -121,11 +132,14 @@ class NodeImages:
         at = nodes.index(node) if node in nodes else 0
         return [*images[at:], *images[:at]]
 
-    async def _send(self, chain: WeightChain, begun: Sequence[NodeImage]) -> None:
+    async def _send(self, weights: PublishedWeights, begun: Sequence[NodeImage]) -> None:
         """Fill these images."""
         try:
-            await chain.send()
-            self._sent(sum(begun[0].weights.sizes))
+            unread = await self._read(weights, begun)
+            if unread:
+                ways = [self._way(unread, node) for node in self._trainer.nodes]
+                await WeightChain(self._trainer, weights, ways, self._deadline).send()
+                self._sent(sum(weights.sizes))
         except Replaced:
             for held in begun:
                 held.path = None
@@ -138,6 +152,44 @@ class NodeImages:
             held.arrived.set()
         unused = [held for held in begun if held.error is not None or not held.users]
         await asyncio.gather(*(self._release(held) for held in unused))
+
+    async def _read(self, weights: PublishedWeights, begun: Sequence[NodeImage]) -> list[NodeImage]:
+        """Let generators read images with NIXL, from the ranks and from images that are complete; returns the images
+        that have to be sent.
+
+            round 1   ranks -> A      round 2   ranks -> B, A -> C      round 3   ranks -> D, A -> E, B -> F, C -> G
+        """
+        if self._failures >= MAX_FAILURES:
+            return [*begun]
+        answers = await self._trainer.remotes()
+        reasons = {why for remote, why in answers if remote is None}
+        waiting, givers = [*begun], [(weights.sources, [remote for remote, _ in answers if remote is not None])]
+        while waiting and not reasons:
+            readers, waiting = waiting[: len(givers)], waiting[len(givers) :]
+            await asyncio.gather(*map(self._read_one, readers, givers))
+            if readers[0].remote is not None:
+                self._sent(sum(weights.sizes))
+            reasons = {held.unread for held in readers if held.unread}
+            givers += [((_whole(held),), [held.remote]) for held in readers if held.remote is not None]
+        self._failures = self._failures + 1 if reasons else 0
+        way = "through Ray's object store: " + "; ".join(sorted(reasons)) if reasons else "with NIXL"
+        if way != self._said:
+            log.info("weights go to other hosts %s", way)
+            self._said = way
+        return [held for held in begun if held.path is None and held.error is None]
+
+    async def _read_one(self, held: NodeImage, giver: tuple[Sequence[Source], Sequence[RemoteMemory]]) -> None:
+        """Let a generator read an image; its path stays None if that fails."""
+        arguments = held.number, held.weights.version.pack(), *giver, self._deadline / TRIES
+        try:
+            found = await call(held.generator.read_image, *arguments, who=held.holder, within=self._deadline)
+        except ACTOR_FAILED as error:
+            held.error = error
+            return
+        if isinstance(found, str):
+            held.unread = found
+        else:
+            held.path, held.remote = found
 
     async def _let_go(self, held: NodeImage) -> None:
         held.users -= 1
@@ -153,3 +205,8 @@ class NodeImages:
             return  # it has left, and its images with it
         with suppress(*ACTOR_FAILED):  # the image is gone with its holder
             await call(holder.release_image, held.number, who=held.holder)
+
+
+def _whole(held: NodeImage) -> Source:
+    """Return the place of a node's image."""
+    return Source(WeightPart(((0, sum(held.weights.sizes)),)), held.path or "", stays=True)

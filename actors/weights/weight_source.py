@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from actors.weights.nixl_reads import RemoteMemory
 from actors.weights.part import Source, WeightBucket
 from actors.weights.weight_group import Meeting
 from service.errors import BatonError
@@ -51,6 +52,9 @@ class WeightSource(Protocol):
     @property
     def nodes(self) -> Sequence[str]:
         """Return the id of each rank's node."""
+
+    async def remotes(self) -> list[tuple[RemoteMemory | None, str]]:
+        """Let generators of other hosts read each rank's part; for a rank without NIXL None, and the reason."""
 
     async def bucket(self, version: PolicyVersion, rank: int, start: int, stop: int) -> tuple[WeightBucket, Any] | None:
         """Return bytes of a rank's part of these weights, and a reference to their message; None if the rank has

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from actors.weights.part import PartBuffers
+from actors.weights.part_buffers import PartBuffers
 from benchmarks.estimates import SHAPES
 from benchmarks.gpu.figures import Range, line, not_run
 from benchmarks.gpu.parts import Give

@@ -13,7 +13,8 @@ import torch
 
 from actors.weights.image import Image, ImageHolder
 from actors.weights.node_images import NodeImages
-from actors.weights.part import PartBuffers, WeightBucket
+from actors.weights.part import WeightBucket
+from actors.weights.part_buffers import PartBuffers
 from actors.weights.pulled import WeightFile
 from actors.weights.weight_source import PublishedWeights
 from service.errors import WeightsGone

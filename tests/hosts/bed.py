@@ -53,6 +53,10 @@ name=$1 own=$2 hosts=$3 shared=$4 writes=$5; shift 5
 hostname "$name"
 for kept; do case $kept in /tmp/*) mkdir -p "$own${kept#/tmp}"; mount --bind "$kept" "$own${kept#/tmp}";; esac; done
 mount --bind "$hosts" /etc/hosts
+mkdir "$own/sys"
+mount -t sysfs sysfs "$own/sys"
+mount --rbind /sys/fs/cgroup "$own/sys/fs/cgroup"
+mount --rbind "$own/sys" /sys
 mount --rbind "$own" /tmp
 mount -t tmpfs tmpfs /dev/shm
 mount --bind "$shared" "$shared"

@@ -8,14 +8,17 @@ import random
 import signal
 import time
 from collections import Counter
+from collections.abc import Iterator
 from contextlib import closing
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection
 from typing import Any
 
 import pytest
 import torch
 
-from actors.weights.part import PartBuffers, Source
+from actors.weights.part import Source
+from actors.weights.part_buffers import PartBuffers
 from actors.weights.pulled import WeightFile
 from service.errors import WeightsGone
 from service.learn.model.sharding import Rows, shard_bounds
@@ -25,7 +28,17 @@ pytestmark = pytest.mark.full
 RANKS, WORKERS = 4, ((0, 1), (0, 1), (0, 2), (1, 2))
 """Workers of three engines, as (rank, tensor parallelism)."""
 SHAPE, TENSORS, KILLS, SECONDS = (64, 4096), 24, 100, 30.0
-FORKED = multiprocessing.get_context("fork")
+FORKED = multiprocessing.get_context("forkserver")
+"""Processes are forked from one without threads."""
+FORKED.set_forkserver_preload([__name__])
+
+
+@pytest.fixture(autouse=True)
+def forks() -> Iterator[None]:
+    """End what multiprocessing started for itself."""
+    yield
+    forkserver._forkserver._stop()  # type: ignore[attr-defined]
+    resource_tracker._resource_tracker._stop()  # type: ignore[attr-defined]
 
 
 def value(version: int, name: int) -> float:

@@ -14,8 +14,10 @@ from torch import Tensor
 
 from actors.weights.image import Image
 from actors.weights.memory import PAGE
+from actors.weights.nixl_reads import RemoteMemory
 from actors.weights.node_images import NodeImages
-from actors.weights.part import PartBuffers, Source, WeightBucket, WeightPart
+from actors.weights.part import Source, WeightBucket, WeightPart
+from actors.weights.part_buffers import PartBuffers
 from actors.weights.policy_tensors import WeightBytes, checksum_of
 from actors.weights.weight_source import PublishedWeights
 from service.learn.model.sharding import Rows, shard_bounds
@@ -77,8 +79,15 @@ class FakeRank0:
 
     def __init__(self) -> None:
         self.newest = PolicyVersion(1, 1)
+        self.buckets = 0
+        """Number of buckets that were asked for."""
+        self.remote: tuple[RemoteMemory | None, str] = None, "NIXL cannot be imported"
+
+    async def remotes(self) -> list[tuple[RemoteMemory | None, str]]:
+        return [self.remote for _ in self.nodes]
 
     async def bucket(self, version: PolicyVersion, rank: int, start: int, stop: int) -> tuple[WeightBucket, Any] | None:
+        self.buckets += 1
         if version < self.newest:
             return None
         data = np.full(stop - start, version.step, np.uint8)
@@ -143,6 +152,11 @@ class FakeGenerator:
         """Closed, an update is being made."""
         self.loading.set()
         self.hold_image = Method(self._hold)
+        self.read_image = Method(self._read)
+        self.unread: list[str] = []
+        """Why the next readings with NIXL fail; empty: they do not."""
+        self.read_from: list[str] = []
+        """From where each image was read."""
         self.write_image = Stores(self._write)
         self.release_image = Method(self._release)
         self.update_weights = Method(self._update)
@@ -168,6 +182,16 @@ class FakeGenerator:
             self.written += 1
             self._images[number] = f"/{self.name}/{self.written}"
         return self._images[number]
+
+    async def _read(
+        self, number: int, version: int, sources: Any, remotes: Any, within: float
+    ) -> tuple[str, RemoteMemory] | str:
+        await self.gate.wait()
+        self._fail("hold")
+        if self.unread:
+            return self.unread.pop(0)
+        self.read_from.append(remotes[0].agent.decode())
+        return await self._hold(number, 0, 0), RemoteMemory(self.name.encode(), 0)
 
     async def _write(self, number: int, bucket: WeightBucket, message: Any, passes_on: bool) -> tuple[Any, None]:
         await self.gate.wait()

@@ -272,7 +272,7 @@ async def test_weights_that_are_replaced_while_an_engine_loads_leave_it_paused_f
     async def replaced() -> None:
         while "load" not in llm.did:
             await asyncio.sleep(0)
-        memory = IMAGES[-1]._memory  # as a rank replaces what is in one of its buffers
+        memory = IMAGES[-1].memory  # as a rank replaces what is in one of its buffers
         memory.octets().numpy()[:] = np.frombuffer(saved(2.0), np.uint8)
         memory.mark(newer.pack())
 

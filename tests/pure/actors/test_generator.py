@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +22,7 @@ from actors.engine.vllm_engine import VllmEngine, WeightUpdate
 from actors.generator.actor import Generator, Membership
 from actors.generator.claimer import Claimer
 from actors.generator.outbox import Outbox
-from actors.weights.memory import PAGE
+from actors.weights.memory import PAGE, OpenMemory
 from baton.examples import lookup
 from service.agents.session_keys import Keys
 from service.config import Config, load_config
@@ -396,7 +396,9 @@ async def test_beyond_the_bound_of_leaked_tasks_the_generator_ends_so_that_its_p
     assert exits == [1]
 
 
-async def test_an_image_is_written_passed_on_and_can_be_opened_until_it_is_released(generator: Generator) -> None:
+async def test_an_image_is_written_and_passed_on_and_the_next_takes_the_memory_of_a_released_one(
+    generator: Generator,
+) -> None:
     data = np.frombuffer(b"some", np.uint8)
     first, second = [await generator.hold_image(number, 1, 4) for number in (0, 1)]
     assert await generator.hold_image(0, 1, 4) == first, "asked for again, it is the same"
@@ -404,7 +406,9 @@ async def test_an_image_is_written_passed_on_and_can_be_opened_until_it_is_relea
     assert await generator.write_image(0, bucket_of(data), data, False) == (None, None)
     assert [file_at(path).read_bytes()[PAGE : PAGE + 4] for path in (first, second)] == [b"some", bytes(4)]
     await generator.release_image(0)
-    assert not file_at(first).exists() and file_at(second).exists()
+    assert await generator.hold_image(2, 2, 4) == first
+    with closing(OpenMemory(first)) as memory:
+        assert memory.version(0) not in (1, 2)
     with pytest.raises(WeightsGone, match="these weights are not held any more"):
         await generator.write_image(0, bucket_of(data), data, True)
     await generator.release_image(0)
@@ -412,7 +416,9 @@ async def test_an_image_is_written_passed_on_and_can_be_opened_until_it_is_relea
     with pytest.raises(WeightsGone, match="these weights are not held any more"):
         await generator.hold_image(7, 1, 4)
     await generator.release_image(1)
-    assert not file_at(second).exists()
+    assert await generator.hold_image(3, 3, 5) != second, "it has another size"
+    with pytest.raises(WeightsGone):
+        OpenMemory(second)
 
 
 async def test_an_update_is_counted_and_a_waiting_claim_looks_again(generator: Generator, exits: list[int]) -> None:

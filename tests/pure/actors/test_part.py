@@ -10,7 +10,8 @@ from safetensors.torch import load
 from torch import Tensor
 
 from actors.weights.image import Image
-from actors.weights.part import PartBuffers, WeightPart, check_parts
+from actors.weights.part import WeightPart, check_parts
+from actors.weights.part_buffers import PartBuffers
 from tests.pure.actors.fakes import content, given_by, on_ranks
 
 

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from actors.weights.memory import NO_VERSION, OpenMemory
-from actors.weights.part import PartBuffers, Source
+from actors.weights.part import Source
+from actors.weights.part_buffers import PartBuffers
 from actors.weights.pulled import CPU, PulledTensor, WeightFile, file_of
 from service.errors import WeightsGone
 from tests.pure.actors.fakes import on_ranks
