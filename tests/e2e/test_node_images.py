@@ -12,6 +12,7 @@ import ray
 import torch
 
 from actors.weights.image import Image, ImageHolder
+from actors.weights.nixl_reads import RemoteMemory
 from actors.weights.node_images import NodeImages
 from actors.weights.part import WeightBucket
 from actors.weights.part_buffers import PartBuffers
@@ -43,6 +44,9 @@ class Rank0:
     def data(self) -> bytes:
         data: bytes = given_by(self.publication, 0, self.publication.part.n_bytes)[1].tobytes()
         return data
+
+    async def remotes(self) -> list[tuple[RemoteMemory | None, str]]:
+        return [(None, "buckets are tested here")]
 
     async def bucket(self, version: PolicyVersion, rank: int, start: int, stop: int) -> tuple[WeightBucket, Any]:
         bucket, message = given_by(self.publication, start, stop)
