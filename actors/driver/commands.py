@@ -169,22 +169,6 @@ def sft(arguments: argparse.Namespace, overrides: list[str]) -> int:
         return sft(config, model, train, held_out)
 
 
-def submit(arguments: argparse.Namespace, overrides: list[str]) -> int:
-    """Run a training as a job."""
-    from service.config.command_line import checked_config
-
-    config = checked_config(arguments, overrides).config
-    # Ray reads the variable when it is imported; without it Ray sends no token.
-    os.environ.setdefault("RAY_AUTH_MODE", "token")
-    from actors.driver.authentication import keep_token_private, refuse_open_ray
-    from actors.driver.submit_job import entrypoint, submit
-
-    refuse_open_ray(os.environ, config.run.insecure_local)
-    keep_token_private({**os.environ, "RAY_ADDRESS": "of a cluster"}, Path.home())
-    command = entrypoint(arguments.config, overrides, Path.cwd())
-    return submit(command, arguments.address, not arguments.no_follow)
-
-
 def agent_try(arguments: argparse.Namespace, overrides: list[str]) -> int:
     """Try an agent."""
     from service.config.model_folder import MODEL_CONFIG, TOKENIZER, require_files, tools_note
@@ -232,4 +216,4 @@ def doctor(arguments: argparse.Namespace, overrides: list[str]) -> int:
     return doctor(arguments, overrides)
 
 
-COMMANDS = {"run": run, "sft": sft, "eval": evaluate, "submit": submit, "agent-try": agent_try, "doctor": doctor}
+COMMANDS = {"run": run, "sft": sft, "eval": evaluate, "agent-try": agent_try, "doctor": doctor}

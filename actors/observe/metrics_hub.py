@@ -100,13 +100,9 @@ class MetricsHub(Supervised):
 
     async def push(
         self, source: str, snapshot: bytes, reports: Sequence[tuple[str, dict[str, Any]]] = (), timeline: bytes = b""
-    ) -> float:
-        """Store the metrics of `role/ident`, its reports for the status, and its lines of the timeline.
-
-        Returns the time of this host's monotonic clock at the arrival of the push. A restarted hub starts to serve
-        again.
-        """
-        came = time.monotonic()
+    ) -> None:
+        """Store the metrics of `role/ident`, its reports for the status, and its lines of the timeline; a restarted hub
+        starts to serve again."""
         self._hub.push(source, snapshot)
         for part, report in reports:
             self._hub.put_status(part, report)
@@ -117,7 +113,6 @@ class MetricsHub(Supervised):
                 await self.start()
             except OSError as error:  # for example a full disk; the caller of `push` does not wait for the answer
                 log.warning("cannot start to serve: %s", error)
-        return came
 
     async def forget(self, source: str) -> None:
         """Forget an actor that has left for good."""

@@ -7,8 +7,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
-from functools import partial
 from typing import Any
 
 import ray
@@ -23,9 +21,6 @@ from service.observe.recorder import Trace
 log = logging.getLogger(__name__)
 
 PUSH_SECONDS = 1.0
-
-CLOCK_SECONDS = 10.0
-"""Seconds between two comparisons of this host's clock with the hub's."""
 
 THREAD_PUSH_SECONDS = 4.0
 """Push interval of an actor that reports only its process; shorter than the time after which it counts as silent."""
@@ -54,8 +49,6 @@ class Reporter:
         self._is_in_ray = ray.is_initialized()
         if self._is_in_ray:
             self.metrics.set("baton_actor_host_info", 1.0, host=ray.util.get_node_ip_address())
-        self._clock_at = -CLOCK_SECONDS
-        """The time of the last comparison with the hub's clock."""
 
     def start(self) -> None:
         """Start to push, in the running event loop."""
@@ -78,17 +71,8 @@ class Reporter:
         if self._is_in_ray:
             self._copy_to_ray()
         reports, self._reports = self._reports, []
-        sent = time.monotonic()
-        answer = self._hub.push.remote(self._source, self.metrics.snapshot(), reports, self.trace.take())
-        if self._is_in_ray and sent - self._clock_at >= CLOCK_SECONDS:
-            self._clock_at = sent
-            answer.future().add_done_callback(partial(self._answered, sent))
+        self._hub.push.remote(self._source, self.metrics.snapshot(), reports, self.trace.take())
         self.metrics.count("baton_metrics_seconds_total", time.thread_time() - began)
-
-    def _answered(self, sent: float, answer: Future[float]) -> None:
-        """Compare the clocks, if the hub has answered."""
-        if answer.exception() is None:
-            self.trace.clock(sent, time.monotonic(), answer.result())
 
     def stop(self) -> None:
         """Push for the last time, and end the reporter."""

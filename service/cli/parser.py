@@ -30,8 +30,7 @@ examples:
   baton run --config configs/quickstart.yaml trainer.lr=1e-4 run.seed=1
   baton run --config base.yaml --config mine.yaml        # the second file is merged over the first
   baton sft model.path=MODEL data.train=mine.jsonl       # supervised training, before RL
-  baton submit --config configs/quickstart.yaml          # the same as a job on a Ray cluster
-  baton slurm --config mine.yaml -- --nodes 4            # ... on nodes of a Slurm cluster
+  baton slurm --config mine.yaml -- --nodes 4            # the same on nodes of a Slurm cluster
   baton eval runs/quickstart data.eval_make_rows=200     # evaluates a run, a checkpoint or a model
   baton config validate --config mine.yaml               # reports mistakes, starts nothing
   baton doctor                                           # what is wrong with this machine, or with a cluster's
@@ -70,7 +69,6 @@ COMMANDS = (
     Command("sft", "train a model on conversations, before RL", "service.cli.sft", True),
     Command("eval", "evaluate a model, a run or a checkpoint", "service.cli.evaluate", True),
     Command("export", "write the weights of a run or a checkpoint as a Hugging Face folder", "service.cli.export"),
-    Command("submit", "run a training as a job on a Ray cluster", "service.cli.submit", True),
     Command("slurm", "run a training as a job on a Slurm cluster", "service.cli.slurm", True),
     Command("config", "show or check a configuration, or print its schema", "service.cli.configuration"),
     Command("models", "check that a model's family is trained rightly", "service.cli.models"),

@@ -53,7 +53,7 @@ def headline(status: Status) -> str:
 def _details(status: Status) -> Iterator[tuple[str, str]]:
     """(label, text) of each line below the headline, in the order of the data flow."""
     run, buffer, step, now = status["run"], status["buffer"], status["step"], status["time"]
-    prompts = f"{_number(buffer.get('issued'))} issued"
+    prompts = f"{_number(buffer.get('issued'))} given out"
     if by_success := buffer.get("prompts"):
         passed_over = _number(buffer.get("passed_over"))
         prompts += f"; {_counts(by_success)} (success so far, by the band); {passed_over} passed over"

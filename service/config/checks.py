@@ -15,7 +15,6 @@ from service.config.core_settings import worst_bytes
 from service.config.engine_options import refusals
 from service.config.model_folder import undivided_heads
 from service.config.rollout import MADE_SET
-from service.config.section import LARGEST_HOST
 from service.config.source import Source
 from service.config.store_url import store_url_problem
 from service.config.tree import Config
@@ -30,17 +29,6 @@ LOSSES = (
     "ppo_clip", "dual_clip", "cispo", "gspo", "rollout_is", "importance_sampling", "cross_entropy"
 )  # fmt: skip
 LAST_PORT = 65535
-KEPT_BYTES = 1 << 10
-"""Minimum bytes of memory that a prompt, a demonstration or a trajectory takes."""
-NEUTRAL = {
-    "top_p": (1.0,),
-    "top_k": (-1, 0),
-    "min_p": (0.0,),
-    "repetition_penalty": (1.0,),
-    "presence_penalty": (0.0,),
-    "frequency_penalty": (0.0,),
-}
-"""The values of sampling settings that do not change the sampling distribution."""
 
 
 def check(config: Config, source: Source | None = None, unused: tuple[str, ...] = ()) -> None:
@@ -76,24 +64,6 @@ def _refuse(lines: Iterable[str], source: Source | None = None) -> None:
     if text := "\n".join(lines):
         with (source or Source()).named_in_errors():
             raise ConfigError(text)
-
-
-def too_many(config: Config, memory: int = LARGEST_HOST) -> Iterator[str]:
-    """A line for each setting with which one process would have to keep more items than fit into its memory."""
-    data, generator, warm_start = config.data, config.generator, config.model.warm_start
-    trajectories = generator.concurrent_groups * config.algorithm.n_samples_per_prompt // generator.max_engines
-    for setting, number, things in (
-        ("data.make_rows", data.make_rows or 0, "rows"),
-        ("data.eval_make_rows", data.eval_make_rows or 0, "rows"),
-        ("data.eval_samples", data.eval_samples, "trajectories of a row"),
-        ("model.warm_start.demonstrations", 0 if warm_start is None else warm_start.demonstrations, "demonstrations"),
-        ("generator.concurrent_groups", trajectories, "trajectories at once in an engine"),
-    ):
-        if (needed := number * KEPT_BYTES) > memory:
-            yield (
-                f"{setting}: {number:,} {things} take {KEPT_BYTES} bytes each or more, {needed / 1e9:,.0f} GB in all, "
-                f"more than {memory / 1e9:,.0f} GB of memory; lower it"
-            )
 
 
 def _store(config: Config) -> Iterator[str]:
@@ -292,12 +262,6 @@ def _scoring_function(score: str, trusted_modules: Iterable[str]) -> Iterator[st
 
 def _generator(config: Config) -> Iterator[str]:
     generator, size = config.generator, config.trainer.mini_batch_size
-    for name, values in NEUTRAL.items():
-        if (value := getattr(generator, name)) not in values:
-            yield (
-                f"generator.{name}: {value:g} changes the sampling distribution in a way that the trainer cannot "
-                f"recompute, so every importance ratio would be wrong; use {values[0]:g} while training"
-            )
     yield from refusals(generator.engine_options)
     concurrent, engines = generator.concurrent_groups, generator.max_engines
     if concurrent < size:
@@ -550,7 +514,7 @@ def _shared_gpus(config: Config) -> Iterator[str]:
 
 
 RULES: tuple[Callable[[Config], Iterator[str]], ...] = (
-    too_many, _store, _model, _adapter, _data, _evaluation, _agents, _roles, _command, _generator, _scorers,
+    _store, _model, _adapter, _data, _evaluation, _agents, _roles, _command, _generator, _scorers,
     _staleness, _bytes, _merge, _estimator, _algorithm, _teacher, _packing, _weights, _shared_gpus,
 )  # fmt: skip
 """One rule per subject, in the order of the configuration tree."""

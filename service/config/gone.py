@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+CHANGES_SAMPLING = (
+    "it changes the sampling distribution in a way that the trainer cannot recompute, so every importance ratio would "
+    "be wrong; leave it out"
+)
 GONE = {
     "buffer.drift": "a prompt that differs from its row always begins a new row; leave it out",
     "buffer.max_drift_tokens": "a prompt that differs from its row always begins a new row; leave it out",
     "env.retrieval": "start a server beside the run (`python -m baton.examples.search_server --corpus FILE`) and give "
     "its address as env.options.url; without one search_r1 searches env.options.corpus in its own process",
+    **{
+        f"generator.{name}": CHANGES_SAMPLING
+        for name in ("top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+    },
     "weights.delta": "weights go whole; where links are slow, send them less often (weights.sync_every) or train an "
     "adapter (model.lora)",
 }

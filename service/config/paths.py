@@ -12,9 +12,6 @@ from pathlib import Path
 from shutil import which
 from typing import Any, Literal, NamedTuple, get_args
 
-import psutil
-
-from service.config.checks import too_many
 from service.config.gone import MOVED_MODULES
 from service.config.model_folder import check_model_folder, is_model_folder
 from service.config.rollout import RoleConfig
@@ -27,7 +24,7 @@ from service.user_code import find_user_module, user_folder
 class _Problem(NamedTuple):
     line: str
     is_missing: bool = False
-    """Whether this machine lacks a file, a program, a module or memory that another machine may have."""
+    """Whether this machine lacks a file, a program or a module that another machine may have."""
 
 
 def check_paths(config: Config) -> None:
@@ -107,7 +104,6 @@ def _problems(config: Config) -> Iterator[_Problem]:
         if isinstance(command, tuple) and command and "/" not in command[0] and which(command[0]) is None:
             yield _Problem(f"{setting}: there is no program {command[0]!r} on this machine; install it", True)
     yield from _module_problems(config)
-    yield from (_Problem(line, True) for line in too_many(config, psutil.virtual_memory().total))
     if _kind("run.dir", config.run.dir) == "file":
         yield _Problem(f"run.dir: {config.run.dir} is a file; give a folder")
 

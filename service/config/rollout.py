@@ -229,12 +229,6 @@ class GeneratorConfig(Section):
     """Maximum number of tokens of a turn's response, one of them reserved for an end token that the loop appends."""
     temperature: Annotated[float, Field(ge=COLDEST, lt=HOTTEST)] = 1.0
     """Sampling temperature in training."""
-    top_p: Fraction = 1.0
-    top_k: Annotated[int, Field(le=MOST)] = -1
-    min_p: Fraction = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """Stop strings; if one ended the turn, an end-of-sequence token is appended with mask 0."""
     conversation: Literal["append", "rerender", "inline"] = "append"

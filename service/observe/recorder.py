@@ -5,7 +5,7 @@
     states.seconds()                              # {"starting": 31.2, "generating": 0.1}
     trace.take()                                  # the lines since the last call, as JSON
 
-Times are seconds of the process's monotonic clock, which all processes of a host share.
+Times are seconds of the process's monotonic clock.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import socket
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from threading import Lock
 from typing import Any
 
@@ -27,21 +26,9 @@ SHORTEST_SECONDS = 0.001
 """The time of a shorter state is counted, but no span is recorded for it."""
 LONG_SECONDS = 5.0
 """A longer state is recorded in parts of this length, so that a killed process loses only the last part."""
-MEASUREMENTS = 6
-"""Number of the newest measurements of the offset to the hub's clock that are kept; the measurement with the shortest
-round trip is used."""
-
-BOOT = Path("/proc/sys/kernel/random/boot_id")
-TIME_NAMESPACE = Path("/proc/self/ns/time")
 
 SPAN, COUNTER, TRAJECTORY, TOTALS = "span", "counter", "trajectory", "totals"
 """The kinds of lines; `docs/formats.md` describes each kind."""
-
-
-def boot() -> str:
-    """Identifies the running kernel and time namespace, whose processes share one monotonic clock."""
-    kernel = BOOT.read_text().strip() if BOOT.exists() else socket.gethostname()
-    return f"{kernel} {os.readlink(TIME_NAMESPACE)}" if TIME_NAMESPACE.is_symlink() else kernel
 
 
 class Trace:
@@ -50,9 +37,8 @@ class Trace:
     def __init__(self, source: str = "") -> None:
         self._events: deque[tuple[Any, ...]] = deque()
         self._dropped = 0
-        self._header = {"from": source, "host": socket.gethostname(), "pid": os.getpid(), "boot": boot()}
-        self._clocks: deque[tuple[float, float]] = deque(maxlen=MEASUREMENTS)
-        """(half of the round trip, the hub's clock minus this one), in seconds."""
+        self._header: dict[str, Any] = {"from": source, "host": socket.gethostname(), "pid": os.getpid()}
+        self._header["wall"] = time.time() - time.monotonic()
 
     def span(self, row: str, name: str, began: float, ended: float, **detail: Any) -> None:
         """Record an operation with its start and end; spans of one row must not overlap."""
@@ -69,18 +55,12 @@ class Trace:
         else:
             self._dropped += 1
 
-    def clock(self, sent: float, answered: float, hub: float) -> None:
-        """Record that the hub's clock showed `hub` between the times `sent` and `answered` of this process's clock."""
-        self._clocks.append(((answered - sent) / 2, hub - (sent + answered) / 2))
-
     def take(self) -> bytes:
         """The lines since the last call, after a line that names the process; empty if there are none."""
         lines = [self._events.popleft() for _ in range(len(self._events))]
         if not lines:
             return b""
-        error, offset = min(self._clocks, default=(0.0, None))
-        cpu = round(time.process_time(), 3)
-        header = {**self._header, "offset": offset, "error": error, "dropped": self._dropped, "cpu": cpu}
+        header = {**self._header, "dropped": self._dropped, "cpu": round(time.process_time(), 3)}
         return b"".join(msgspec.json.encode(line) + b"\n" for line in (header, *lines))
 
 

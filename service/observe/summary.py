@@ -51,7 +51,7 @@ def summary_lines(summary: Mapping[str, Any]) -> list[str]:
     """The summary for the terminal; a run that failed or was stopped early has fewer numbers."""
     if "reason" in summary:
         return [summary["state"], summary["reason"]]
-    seconds = f", {summary['seconds']:.0f} s" if "seconds" in summary else ""
+    seconds = f", {duration(summary['seconds'])}" if "seconds" in summary else ""
     lines = [f"{summary['state']} after {summary.get('steps', 0)} optimizer steps{seconds}"]
     if summary.get("reward_gain") is not None:
         lines.append(
@@ -90,14 +90,16 @@ def fates_in_words(tokens: Mapping[str, int]) -> str:
 
 
 def duration(seconds: float) -> str:
-    """A duration as text, in the largest unit that fits.
+    """A duration as text, in its two largest units.
 
-    >>> duration(61.2), duration(200), duration(9000)
-    ('61 s', '3 min', '2.5 h')
+    >>> duration(59.2), duration(220), duration(9000)
+    ('59 s', '3 min 40 s', '2 h 30 min')
     """
-    if seconds < 90:
-        return f"{max(0.0, seconds):.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+    whole = max(0, round(seconds))
+    if whole < 90:
+        return f"{whole} s"
+    minutes, hours = whole // 60, whole // 3600
+    return f"{minutes} min {whole % 60} s" if hours == 0 else f"{hours} h {minutes % 60} min"
 
 
 def _mean(values: Sequence[float]) -> float | None:

@@ -1,28 +1,24 @@
 """A run's timeline: the files `timeline/000001.jsonl` and so on, each of bounded size, and their reader.
 
-    {"hub": ..}                                    first line of a file: the clock to which all are aligned
-    {"from": "generator/generator-0", "offset": ..} the process of the next lines, and how its clock differs
+    {"from": "generator/generator-0", "wall": ..}   the process of the next lines; its clock + wall is Unix time
     ["span", "engine", "generating", 812.1, 812.5, {}]
 
-All processes of a host have one monotonic clock. A process on another host measures the distance of its clock to the
-hub's with the round trip of its pushes, and half of the shortest round trip bounds the error.
+Hosts are aligned by their wall clocks.
 """
 
 from __future__ import annotations
 
 import logging
-import socket
-import time
 from collections import defaultdict
 from itertools import count
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO, NamedTuple, TypedDict
+from typing import Annotated, Any, BinaryIO, NamedTuple
 
 import msgspec
 from msgspec import Struct
 
 from service.errors import UserError
-from service.observe.recorder import COUNTER, SPAN, TOTALS, TRAJECTORY, boot
+from service.observe.recorder import COUNTER, SPAN, TOTALS, TRAJECTORY
 from service.run.folder import TIMELINE, refuse_larger
 from service.types import TrajectoryId
 
@@ -33,7 +29,6 @@ FILES = 8
 """Maximum number of files; the oldest is deleted."""
 TOUCHING = 2e-6
 """Maximum seconds between two spans that are joined to one; times are recorded to 1e-6."""
-HUB = b'{"hub"'
 SLOW = "slow"
 """The reason for which a trajectory outside of the sample was kept; quantiles exclude it, because it would distort
 them."""
@@ -77,20 +72,11 @@ class TimelineFiles:
         for old in self._folder.glob("*.jsonl"):
             if _number(old) <= number - FILES:
                 old.unlink()
-        clock = {"host": socket.gethostname(), "boot": boot(), "wall": time.time() - time.monotonic()}
-        file = (self._folder / f"{number:06}.jsonl").open("ab")
-        file.write(msgspec.json.encode({"hub": clock}) + b"\n")
-        return file
+        return (self._folder / f"{number:06}.jsonl").open("ab")
 
 
 def _number(file: Path) -> int:
     return int(file.stem) if file.stem.isdecimal() else 0
-
-
-class _Clock(Struct):
-    host: str
-    boot: str
-    wall: Number
 
 
 class Process(Struct, rename={"owner": "from"}):
@@ -100,16 +86,10 @@ class Process(Struct, rename={"owner": "from"}):
     """`role/ident` of the process."""
     host: str
     pid: int
-    boot: str
-    offset: Number | None
-    error: Number
+    wall: Number
+    """Unix time minus the process's monotonic clock, in seconds."""
     dropped: int
     cpu: Number = 0.0
-
-    @property
-    def process(self) -> tuple[str, str, str, int]:
-        """A key of the process: process ids are unique only within one boot of a host, or within one pod."""
-        return self.owner, self.boot, self.host, self.pid
 
 
 class _SpanLine(Struct, array_like=True, tag=SPAN):
@@ -118,11 +98,6 @@ class _SpanLine(Struct, array_like=True, tag=SPAN):
     began: Number
     ended: Number
     detail: dict[str, str | Whole | Number | list[int] | None]
-
-    def __post_init__(self) -> None:
-        _refuse_backwards(self.began, self.ended)
-        if self.row in _DETAILS:
-            msgspec.convert(self.detail, _DETAILS[self.row])
 
 
 class Counter(Struct, array_like=True, tag=COUNTER):
@@ -143,11 +118,6 @@ class _TrajectoryLine(Struct, array_like=True, tag=TRAJECTORY):
     parts: Numbers
     calls: list[tuple[str, Number, Number, Numbers]]
 
-    def __post_init__(self) -> None:
-        _refuse_backwards(0.0, self.seconds)
-        for _, began, ended, _ in self.calls:
-            _refuse_backwards(began, ended)
-
 
 class Totals(Struct, array_like=True, tag=TOTALS):
     """Sums since the process started."""
@@ -158,24 +128,6 @@ class Totals(Struct, array_like=True, tag=TOTALS):
     """The sampling interval: one trajectory of this many is kept."""
     sums: list[tuple[str, str, int, Number, Number]]
     """Sums as (environment, part or tool:NAME, number, seconds, longest)."""
-
-
-class _LEASE(TypedDict):
-    lease: int
-    groups: list[int]
-
-
-class _COMMIT(TypedDict):
-    lease: int
-
-
-_DETAILS: dict[str, Any] = {"leases": _LEASE, "commits": _COMMIT}
-"""Types of the details of spans, by row."""
-
-
-def _refuse_backwards(began: float, ended: float) -> None:
-    if ended < began:
-        raise ValueError("it ends before it begins")
 
 
 class Span(NamedTuple):
@@ -223,30 +175,17 @@ class RunTimeline:
     def read(self, file: Path) -> None:
         """Add the lines of a file; skips a line that a kill truncated."""
         lines = [line for line in file.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
-        measured = _first_measured(lines)
-        hub: _Clock | None = None
         source: Process | None = None
-        shift = 0.0
         for line in lines:
-            if not line.startswith(b"{"):
-                if source is None:
-                    raise ValueError("an event of no process")
-                self._add(source, shift, _EVENTS.decode(line))
-            elif line.startswith(HUB):
-                hub = msgspec.json.decode(line, type=dict[str, _Clock])["hub"]
-            elif hub is None:
-                raise ValueError("no clock of the hub")
+            if line.startswith(b"{"):
+                source = _PROCESSES.decode(line)
+            elif source is None:
+                raise ValueError("an event of no process")
             else:
-                source, shift = _PROCESSES.decode(line), hub.wall
-                if source.boot == hub.boot:
-                    source.error = 0.0
-                else:
-                    if source.offset is None and (later := measured.get(source.process)) is not None:
-                        source.offset, source.error = later.offset, later.error
-                    shift += source.offset or 0.0
+                self._add(source, _EVENTS.decode(line))
 
-    def _add(self, source: Process, shift: float, event: _SpanLine | Counter | _TrajectoryLine | Totals) -> None:
-        owner = source.owner
+    def _add(self, source: Process, event: _SpanLine | Counter | _TrajectoryLine | Totals) -> None:
+        owner, shift = source.owner, source.wall
         self.sources[owner] = source
         if isinstance(event, _SpanLine):
             span = Span(event.began + shift, event.ended + shift, event.name, event.detail)
@@ -299,12 +238,6 @@ def read_timeline(folder: Path) -> RunTimeline:
     timeline.rows = {row: _joined(spans) for row, spans in timeline.rows.items()}
     timeline.trajectories.sort(key=lambda one: one.span.began)
     return timeline
-
-
-def _first_measured(lines: list[bytes]) -> dict[tuple[str, str, str, int], Process]:
-    """The first measured clock offset of each process from the hub; also used for lines pushed before that."""
-    heads = [line for line in reversed(lines) if line.startswith(b"{") and not line.startswith(HUB)]
-    return {source.process: source for source in map(_PROCESSES.decode, heads) if source.offset is not None}
 
 
 def _joined(spans: list[Span]) -> list[Span]:

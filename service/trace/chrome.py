@@ -163,12 +163,10 @@ def _place(source: str) -> int:
 def _about(timeline: RunTimeline, start: float) -> dict[str, Any]:
     """Notes for the reader about the sample and the clocks."""
     every = max((totals.every for totals in timeline.totals.values()), default=1)
-    error = max((about.error for about in timeline.sources.values()), default=0.0)
     return {
         "begins": strftime("%Y-%m-%dT%H:%M:%SZ", gmtime(start)),
         "trajectories": f"{len(timeline.trajectories)} kept of {timeline.played}: at the end one in {every} of a "
         "generator, and the slowest of each ten seconds",
-        "clocks": "one clock a host; another host's is aligned to the metrics hub's by the round trip of its pushes, "
-        f"to within {error * 1e3:.1f} ms",
+        "clocks": "hosts are aligned by their wall clocks",
         "dropped events": sum(about.dropped for about in timeline.sources.values()),
     }

@@ -277,10 +277,9 @@ class Scraper:
 
     def push(
         self, source: str, snapshot: bytes, reports: Sequence[tuple[str, dict[str, Any]]] = (), timeline: bytes = b""
-    ) -> float:
+    ) -> None:
         for _, report in reports:
             self._look(report)
-        return time.monotonic()
 
     def _look(self, report: dict[str, Any]) -> None:
         if report["accepted_tokens"] != sum(report["tokens"].values()):

@@ -54,7 +54,7 @@ def test_every_baton_command_that_is_named_exists(capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.parametrize(
-    "command", [line for line in commands() if re.match(r"baton (run|submit|config) .*--config configs/", line)]
+    "command", [line for line in commands() if re.match(r"baton (run|config) .*--config configs/", line)]
 )
 def test_every_baton_command_is_accepted(
     command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

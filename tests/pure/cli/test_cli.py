@@ -8,9 +8,7 @@ import sys
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from threading import Thread
-from types import SimpleNamespace
 
-import psutil
 import pytest
 import yaml
 
@@ -44,18 +42,6 @@ def test_the_resolved_configuration_is_shown_and_is_fine(capsys: pytest.CaptureF
     assert (shown.trainer.lr, shown.run.seed, shown.run.name) == (1e-4, 3, "quickstart")
     assert main(["config", "validate", "--config", QUICKSTART]) == 0
     assert capsys.readouterr().out == f"{QUICKSTART}: fine\n"
-
-
-def test_more_rows_than_memory_are_a_note_of_the_validation_with_the_arithmetic_and_refused_by_a_run(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=10**9))
-    words = ["--config", QUICKSTART, "data.make_rows=1e6"]
-    assert main(["config", "validate", *words]) == 0
-    needed = "1,000,000 rows take 1024 bytes each or more, 1 GB in all, more than 1 GB of memory"
-    assert capsys.readouterr().out.startswith(f"note: data.make_rows: {needed}")
-    assert main(["run", *words]) == 2
-    assert needed in capsys.readouterr().err
 
 
 def test_a_tilde_that_the_shell_left_is_the_home_folder(
@@ -227,8 +213,8 @@ def test_status_shows_what_a_run_serves(capsys: pytest.CaptureFixture[str], tmp_
             shown = capsys.readouterr().out
             assert shown.startswith("r: training, step 3 of 9\n")
             assert "  groups     3 open\n  tokens     9 open\n" in shown
-            assert "  last step  reward 0.500, - tokens a response, 2.0 h ago\n" in shown
-            assert "  waits      trainer for groups: 3 of 16, 2.0 h\n" in shown
+            assert "  last step  reward 0.500, - tokens a response, 2 h 0 min ago\n" in shown
+            assert "  waits      trainer for groups: 3 of 16, 2 h 0 min\n" in shown
         assert main(["status", url, "--json"]) == 0
         assert json.loads(capsys.readouterr().out)["schema"] == 1
 
@@ -385,7 +371,7 @@ def test_the_status_has_a_line_for_each_part_of_the_data_flow() -> None:
     assert status_lines(hub.status()) == [
         "run: training, step 7",
         "",
-        "  prompts    1,203 issued",
+        "  prompts    1,203 given out",
         "  generators 0 of 2 up, - tokens/s, idle 14%",
         "  groups     4 open",
         "  tokens     1,903 open",
@@ -434,4 +420,4 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--help"])
     listed = re.findall(r"^    ([\w-]+)(?:  |$)", capsys.readouterr().out, re.MULTILINE)
-    assert listed == COMMANDS and {"run", "eval", "submit", "config", "status", "logs"} <= set(listed)
+    assert listed == COMMANDS and {"run", "eval", "config", "status", "logs"} <= set(listed)

@@ -19,11 +19,6 @@ SHORT = {"AGENT": AGENT, "BESIDE": BESIDE, "TEACHER": ["algorithm.teacher={}", "
 REFUSED = r"""
 algorithm.estimator  algorithm.estimator=gae
 algorithm.estimator  algorithm.estimator=reinforce++
-data.make_rows  data.make_rows=1e12
-data.eval_make_rows  data.eval_make_rows=1e12
-data.eval_samples  data.eval_samples=1e12
-model.warm_start.demonstrations  model.warm_start.demonstrations=1e12
-generator.concurrent_groups  generator.concurrent_groups=1e12
 run.max_steps  run.max_steps=1e23
 run.max_steps  run.max_steps=2147483648
 run.dir  run.dir=~nobody-of-this-name/runs
@@ -86,12 +81,6 @@ algorithm.reduction  algorithm.reduction=sequence_mean
 algorithm.n_samples_per_prompt  algorithm.n_samples_per_prompt=1
 buffer.max_bytes  buffer.max_bytes=1000
 buffer.max_journal_bytes  trainer.checkpoint_every=10 & buffer.max_journal_bytes=1000
-generator.top_p  generator.top_p=0.9
-generator.top_k  generator.top_k=50
-generator.min_p  generator.min_p=0.1
-generator.repetition_penalty  generator.repetition_penalty=1.1
-generator.presence_penalty  generator.presence_penalty=0.5
-generator.frequency_penalty  generator.frequency_penalty=0.5
 model.path  model.path=x
 model.path  model.make=null
 data.train  data.train=x
@@ -149,7 +138,6 @@ def test_a_value_that_no_operating_system_takes_is_refused(override: str) -> Non
     [
         ["buffer.lookahead=0"],
         ["buffer.lookahead=2", "weights.sync_every=3", "buffer.max_staleness=2"],
-        ["generator.top_k=0"],
         ["algorithm.reduction=sequence_mean", "buffer.merge=off"],
         ["algorithm.step_wise=false", "buffer.merge=off"],
         ["algorithm.estimator=reinforce++", "algorithm.step_wise=false", "buffer.merge=off"],

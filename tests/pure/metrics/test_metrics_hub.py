@@ -293,7 +293,7 @@ def test_a_browser_gets_the_page_at_status_and_a_program_json() -> None:
 def test_the_status_has_a_line_for_the_prompts_of_a_curriculum_and_none_without_one() -> None:
     hub = Hub(TurnedClock())
     hub.put_status("buffer", {"prompts": {"untried": 5, "below": 2, "inside": 3, "above": 0}, "passed_over": 1200})
-    said = "  prompts    - issued; 5 untried, 2 below, 3 inside (success so far, by the band); 1,200 passed over"
+    said = "  prompts    - given out; 5 untried, 2 below, 3 inside (success so far, by the band); 1,200 passed over"
     assert said in status_lines(hub.status())
     hub.put_status("buffer", {"prompts": {}, "passed_over": 0})
     assert not any("passed over" in line for line in status_lines(hub.status()))

@@ -93,7 +93,7 @@ def test_a_line_says_what_bound_the_step_and_how_long_the_run_still_takes(tmp_pa
     clock.now += 60.0  # more than QUIET_SECONDS
     states["waiting"] += 60.0
     step(going, 13)
-    assert said[-1].endswith("24 s a step, bound by generation (89%)  72 s, 6.6 h left")
+    assert said[-1].endswith("24 s a step, bound by generation (89%)  72 s, 6 h 34 min left")
     run.close()
     *_, first, second, _ = read_lines(tmp_path / "metrics.jsonl")
     assert (first["bound_by"], second["bound_by"]) == ("generation", "training")

@@ -44,7 +44,7 @@ def mode_of(path: Path) -> int:
 # S1
 
 
-@pytest.mark.parametrize("command", ["run", "submit", "eval"])
+@pytest.mark.parametrize("command", ["run", "eval"])
 def test_s1_nothing_starts_on_a_ray_without_a_token(
     command: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -56,6 +56,13 @@ def test_s1_nothing_starts_on_a_ray_without_a_token(
     assert main([*words, f"run.dir={tmp_path / 'runs'}", "metrics.port=0"]) == 2
     assert "RAY_AUTH_MODE=disabled" in capsys.readouterr().err
     assert list((tmp_path / "runs").iterdir()) == []
+
+
+def test_s1_an_open_ray_is_refused_unless_that_is_meant() -> None:
+    refuse_open_ray({}, insecure_local=False)
+    refuse_open_ray({"RAY_AUTH_MODE": "token"}, insecure_local=False)
+    with pytest.raises(UserError, match=r"RAY_AUTH_MODE=disabled: .*run\.insecure_local=true"):
+        refuse_open_ray({"RAY_AUTH_MODE": "disabled"}, insecure_local=False)
 
 
 @pytest.mark.parametrize("address", ["", "local", "auto", "127.0.0.1:6379", "[::1]:6379", "ray://localhost:10001"])

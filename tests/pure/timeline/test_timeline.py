@@ -179,29 +179,18 @@ def test_a_recorder_that_nobody_empties_keeps_a_bounded_number_and_counts_the_re
     assert (len(kept), json.loads(header)["dropped"]) == (MAX_EVENTS, 7)
 
 
-def test_clocks_of_other_hosts_are_aligned_by_the_shortest_round_trip(
+def test_hosts_whose_monotonic_clocks_differ_are_aligned_by_their_wall_clocks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / CONFIG).touch()
-    writer = TimelineFiles(tmp_path / TIMELINE)
-    monkeypatch.setattr(recorder, "boot", lambda: "another kernel")
-    here, wall = time.monotonic(), time.time
-    monkeypatch.setattr(time, "time", lambda: wall() - 420.0)  # nobody has set the clock of the other host
-    far = Trace("generator/far")  # its clock began 500 s before the hub's
-    far.span("engine", "starting", here + 519, here + 520)
-    before = far.take()
-    far.clock(sent=here + 500.0, answered=here + 500.9, hub=here + 0.8)
-    far.clock(sent=here + 510.0, answered=here + 510.02, hub=here + 10.01)
+    writer, here = TimelineFiles(tmp_path / TIMELINE), time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: here + 500.0)  # the other host was started 500 s earlier
+    far = Trace("generator/far")
     far.span("engine", "generating", here + 520, here + 521)
-    last = far.take()
-    monkeypatch.setattr(time, "time", wall)
-    writer.append(before)  # of a time at which it had measured nothing
-    writer.append(last)
+    writer.append(far.take())
     writer.close()
-    started, span = read_timeline(tmp_path).rows["generator/far", "engine"]
-    assert span.began == pytest.approx(time.time() + 20, abs=1.0)
-    assert span.began - started.began == pytest.approx(1.0)
-    assert "10.0 ms" in chrome_trace(read_timeline(tmp_path))["otherData"]["clocks"]
+    (span,) = read_timeline(tmp_path).rows["generator/far", "engine"]
+    assert span.began == pytest.approx(time.time() + 20, abs=1.0) and span.seconds == pytest.approx(1.0)
 
 
 def test_of_many_trajectories_a_stated_sample_is_kept_and_the_slowest(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -286,13 +275,10 @@ def test_slow_trajectories_are_named_with_the_part_and_the_tool_that_took_longes
 
 DAMAGE: list[tuple[str, Any, Any]] = [
     ("span", 3, None), ("span", 4, 10**400), ("span", 1, ["x"]), ("span", 5, {"reason": float("nan")}),
-    ("span leases", 5, {}), ("span leases", 5, {"lease": 1, "groups": [[]]}), ("span commits", 5, {"groups": []}),
     ("counter", 2, "soon"), ("counter", 3, {"open": float("inf")}), ("trajectory", 1, [1, 2]), ("trajectory", 3, 7),
     ("trajectory", 7, {"decode": "long"}), ("trajectory", 8, [["", 1.0]]), ("trajectory", 5, float("nan")),
-    ("span", 4, -1.0), ("trajectory", 6, -0.5), ("trajectory", 8, [["", 1.0, 0.5, {}]]),
     ("totals", 3, [["lookup"]]), ("totals", 3, 1), ("span", 0, "of another version"), ("span", 0, []),
-    ("from", "host", None), ("from", "dropped", "x"), ("from", "error", {}),
-    ("hub", "hub", {"boot": "b", "wall": 1e300}),
+    ("from", "host", None), ("from", "dropped", "x"), ("from", "wall", 1e300),
 ]  # fmt: skip
 
 
