@@ -90,8 +90,7 @@ COMMANDS = (
 WITHOUT_SETTINGS = ("trajectories", "status")
 """Commands in which a word with = is not a setting: `group=812/sample=3/attempt=0`."""
 
-_OVERRIDE = re.compile(r"([A-Za-z_]\w*(\.\w+)*|--[A-Za-z_]\w*(\.\w+)+)=.*", re.DOTALL)
-_OVERRIDE_KEY = re.compile(r"--[A-Za-z_]\w*(\.\w+)+")  # with a dot: `--output=FILE` is an argument
+_OVERRIDE = re.compile(r"[A-Za-z_]\w*(\.\w+)*=.*", re.DOTALL)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -124,10 +123,10 @@ def _open_closed_files() -> None:
 
 
 def split_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split the command line into words for the parser, and settings: `a.b=c`, `--a.b=c` and `--a.b c`.
+    """Split the command line into words for the parser, and settings.
 
-    >>> split_overrides(["run", "--config", "a.yaml", "trainer.lr=1", "--run.seed", "3"])
-    (['run', '--config', 'a.yaml'], ['trainer.lr=1', '--run.seed', '3'])
+    >>> split_overrides(["run", "--config", "a.yaml", "trainer.lr=1"])
+    (['run', '--config', 'a.yaml'], ['trainer.lr=1'])
     """
     words: list[str] = []
     overrides: list[str] = []
@@ -141,8 +140,6 @@ def split_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
             words += [word, *map(_from_home, islice(rest, 1))]
         elif word in ("--command", "--"):
             words += [word, *rest]  # words after it belong to the command of `agent-worker`, or to sbatch
-        elif _OVERRIDE_KEY.fullmatch(word):
-            overrides += [word, *islice(rest, 1)]
         elif _OVERRIDE.fullmatch(word):
             overrides.append(word)
         else:

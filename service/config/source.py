@@ -29,7 +29,7 @@ SHOWN = 120
 
 KeyPath = tuple[str, ...]
 
-_OVERRIDE = re.compile(r"-{0,2}([A-Za-z_][A-Za-z0-9_]*(?:\.[A-Za-z0-9_]+)*)=(.*)", re.DOTALL)
+_OVERRIDE = re.compile(r"([A-Za-z_][A-Za-z0-9_]*(?:\.[A-Za-z0-9_]+)*)=(.*)", re.DOTALL)
 
 
 class _Loader(yaml.SafeLoader):
@@ -134,7 +134,7 @@ def read_sources(files: Sequence[Path], overrides: Sequence[str]) -> Source:
         if not isinstance(reader.root, yaml.MappingNode):
             raise ConfigError(f"{reader.at(reader.root)}  a configuration file holds `section:` mappings")
         source.merge(reader.value(reader.root, ()), reader.places)
-    for path, text, written in _pair_overrides(overrides):
+    for path, text, written in _split_overrides(overrides):
         name = f"override {plain(written)}"
         reader = _Reader(text, name)
         value = None if reader.root is None else reader.value(reader.root, path)
@@ -216,16 +216,10 @@ def short(value: object) -> str:
     return text if len(text) <= SHOWN else text[: SHOWN - 3] + "..."
 
 
-def _pair_overrides(overrides: Sequence[str]) -> Iterator[tuple[KeyPath, str, str]]:
-    """`a.b=c`, `--a.b=c` and `--a.b c` as (path, text of the value, what the user wrote)."""
-    words = iter(overrides)
-    for word in words:
-        if match := _OVERRIDE.fullmatch(word):
-            yield tuple(match[1].split(".")), match[2], word
-        elif word.startswith("--"):
-            value = next(words, None)
-            if value is None:
-                raise ConfigError(f"override {plain(word)}: the value is missing")
-            yield tuple(word[2:].split(".")), value, f"{word} {value}"
-        else:
+def _split_overrides(overrides: Sequence[str]) -> Iterator[tuple[KeyPath, str, str]]:
+    """`a.b=c` as (path, text of the value, what the user wrote)."""
+    for word in overrides:
+        match = _OVERRIDE.fullmatch(word)
+        if match is None:
             raise ConfigError(f"override {short(word)}: not of the form section.key=value")
+        yield tuple(match[1].split(".")), match[2], word
