@@ -242,8 +242,7 @@ class Coordinator:
             return await self._evaluate(self._evaluations.continue_from(self._resume_from.step))
         if self._config.trainer.checkpoint_every:
             await self._checkpoints.begin(self._version)
-            await self._checkpoints.settle()  # an unexpected warm start ends the run, which can be resumed from here
-        await self._probe()
+            await self._checkpoints.settle()
         await self._evaluate(self._evaluations.is_due(0))
 
     async def _set_up(self, manifest: Manifest | None) -> None:
@@ -282,18 +281,6 @@ class Coordinator:
             rows = demonstrations(config.model, config.env, config.generator, config.run.seed, folder)
             loss = await self._trainer.warm_start(rows)
         self._say(f"warm start: cross-entropy {loss:.3f} per token")
-
-    async def _probe(self) -> None:
-        """Measure the mean score after the warm start, once the engines serve the weights."""
-        settings, samples = self._config.model.warm_start, self._config.algorithm.n_samples_per_prompt
-        if settings is None or not settings.probe_prompts:
-            return
-        with phase("warm start: measuring the mean score", self._say):
-            await self._weights.published()
-            tasks_file, most = self._prepared.tasks_file, settings.probe_prompts
-            probe = await self._evaluations.of_set("warm_start", tasks_file, samples, most)
-        if probe is not None:
-            self._progress.probed(probe.avg_score, settings.expected_success)
 
     async def _continue_from(self, step: int) -> None:
         """Join the buffer as a trainer at this step, and publish the weights to the engines."""

@@ -16,7 +16,7 @@ RUNS = {
     "cuda": ("smollm2_guess_gpu", ["run.max_steps=30"]),
     "cpu": (
         "quickstart",
-        ["run.max_steps=2", "trainer.ranks=1", "model.warm_start.steps=5", "model.warm_start.probe_prompts=0"],
+        ["run.max_steps=2", "trainer.ranks=1", "model.warm_start.steps=5"],
     ),
 }
 """Configuration and settings by device; on a CPU the quick start runs instead."""

@@ -44,7 +44,6 @@ SETTINGS = (
     "data.eval_every=0",
     "trainer.checkpoint_every=0",
     "model.warm_start.steps=20",
-    "model.warm_start.expected_success=null",
     "generator.engines=2",
     "metrics.port=0",
     "env.name=benchmarks.slowness.lookup:SlowLookup",

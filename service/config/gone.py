@@ -6,6 +6,7 @@ CHANGES_SAMPLING = (
     "it changes the sampling distribution in a way that the trainer cannot recompute, so every importance ratio would "
     "be wrong; leave it out"
 )
+UNMEASURED = "the warm start is not measured; the reward of the first optimizer steps says how good it is; leave it out"
 GONE = {
     "buffer.drift": "a prompt that differs from its row always begins a new row; leave it out",
     "buffer.max_drift_tokens": "a prompt that differs from its row always begins a new row; leave it out",
@@ -15,6 +16,8 @@ GONE = {
         f"generator.{name}": CHANGES_SAMPLING
         for name in ("top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
     },
+    "model.warm_start.expected_success": UNMEASURED,
+    "model.warm_start.probe_prompts": UNMEASURED,
     "weights.delta": "weights go whole; where links are slow, send them less often (weights.sync_every) or train an "
     "adapter (model.lora)",
 }

@@ -134,9 +134,11 @@ def read_sources(files: Sequence[Path], overrides: Sequence[str]) -> Source:
         if not isinstance(reader.root, yaml.MappingNode):
             raise ConfigError(f"{reader.at(reader.root)}  a configuration file holds `section:` mappings")
         source.merge(reader.value(reader.root, ()), reader.places)
-    for path, text, written in _split_overrides(overrides):
-        name = f"override {plain(written)}"
-        reader = _Reader(text, name)
+    for word in overrides:
+        if (match := _OVERRIDE.fullmatch(word)) is None:
+            raise ConfigError(f"override {short(word)}: not of the form section.key=value")
+        path, name = tuple(match[1].split(".")), f"override {plain(word)}"
+        reader = _Reader(match[2], name)
         value = None if reader.root is None else reader.value(reader.root, path)
         for key in reversed(path[1:]):
             value = {key: value}
@@ -214,12 +216,3 @@ def short(value: object) -> str:
     """The value on one line for an error message; a long value is truncated."""
     text = repr(value)
     return text if len(text) <= SHOWN else text[: SHOWN - 3] + "..."
-
-
-def _split_overrides(overrides: Sequence[str]) -> Iterator[tuple[KeyPath, str, str]]:
-    """`a.b=c` as (path, text of the value, what the user wrote)."""
-    for word in overrides:
-        match = _OVERRIDE.fullmatch(word)
-        if match is None:
-            raise ConfigError(f"override {short(word)}: not of the form section.key=value")
-        yield tuple(match[1].split(".")), match[2], word

@@ -29,7 +29,6 @@ from service.config.section import (
     Named,
     NotNegative,
     Positive,
-    Range,
     Seconds,
     Section,
     UserPath,
@@ -118,11 +117,6 @@ class WarmStartConfig(Section):
     """Fraction of the demonstrations that solve the task; the others show mistakes."""
     demonstrations: Positive = 4096
     """Number of demonstrations that are made; batches are drawn from them."""
-    probe_prompts: NotNegative = 64
-    """Number of prompts on which the mean score after the warm start is measured; 0: it is not measured."""
-    expected_success: Range | None = (0.02, 0.9)
-    """Lowest and highest expected mean score after the warm start (with rewards 0 and 1 the success rate); with another
-    one the run ends before its first optimizer step. None: any score is accepted."""
 
 
 class ModelConfig(Section):

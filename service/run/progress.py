@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from service.errors import RunFailed
 from service.observe.not_learning import Diagnosis, in_words
 from service.observe.summary import duration, learning_summary, summary_lines
 from service.rollout.environment import MAIN
@@ -87,7 +86,6 @@ class Progress:
         self._env_metrics = EnvMetricMeans()
         self._rewards: list[float] = []
         self._staleness: list[float] = []
-        self._success: float | None = None
         self._diagnosis = Diagnosis()
         self._diagnosed: set[str] = set()
         """Names of the symptoms that were already reported."""
@@ -100,27 +98,6 @@ class Progress:
         steps = f"steps {taken + 1} to {total}" if taken else f"{total} optimizer steps"
         steps = f"all {taken} steps are done before" if taken >= total else steps
         self._say(f"training: {steps} ({self._began - self._created:.0f} s so far)")
-
-    def probed(self, success: float, expected: tuple[float, float] | None) -> None:
-        """Record the mean score of sampled tasks after the warm start.
-
-        Raises:
-            RunFailed: the score is outside of the expected range.
-        """
-        self._success = success
-        scored = f"warm start: mean score {success:.2f}"
-        if expected is None:
-            self._say(scored)
-            return
-        low, high = expected
-        wanted = f"({low:.2f} to {high:.2f})"
-        if not low <= success <= high:
-            goes_on = f"; `baton run --resume {self._folder.path}` goes on all the same" if self._resumes else ""
-            raise RunFailed(
-                f"{scored}, outside of model.warm_start.expected_success {wanted}: change model.warm_start, or set "
-                f"expected_success to what you accept (null: anything){goes_on}"
-            )
-        self._say(f"{scored}, as expected {wanted}")
 
     def go_on_from(self, step: int) -> None:
         """Continue training after this step; the metrics of later steps are dropped and measured again."""
@@ -204,7 +181,6 @@ class Progress:
             "steps": len(self._rewards),
             "seconds": now - self._created,
             "rl_seconds": now - self._began,
-            "warm_start_success": self._success,
             **learning_summary(self._rewards, self._staleness),
             **({"not_learning": self.not_learning} if self.not_learning else {}),
             **({"bound_by": next(iter(shares)), "time": shares} if shares else {}),

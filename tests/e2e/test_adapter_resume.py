@@ -17,7 +17,6 @@ STEPS = 9
 SETTINGS = [
     "model.lora.rank=4",
     "model.warm_start.steps=200",
-    "model.warm_start.probe_prompts=0",
     "env.name=tests.e2e.scripted_lookup:Lookup",
     "env.trusted_modules=[tests.e2e.scripted_lookup]",
     "buffer.lookahead=0",

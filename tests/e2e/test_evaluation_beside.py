@@ -18,7 +18,6 @@ SETTINGS = [
     "trainer.ranks=1",
     "trainer.checkpoint_every=50",
     "model.warm_start.steps=10",
-    "model.warm_start.expected_success=null",
     "generator.engines=2",
     f"data.eval_every={EVERY}",
     "data.eval_make_rows=64",

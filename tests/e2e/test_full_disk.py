@@ -25,7 +25,6 @@ SETTINGS = [
     f"run.max_steps={STEPS}",
     "trainer.checkpoint_every=4",
     "model.warm_start.steps=10",
-    "model.warm_start.expected_success=null",
     "metrics.port=0",
 ]
 

@@ -27,8 +27,8 @@ MARK = "BATON_TEST_CLUSTER"
 STARTING = ("No available agent", "Failed to connect to Ray")
 """What Ray answers in the first seconds of a cluster."""
 TRIES = 60
-SHORT = "run.max_steps=3 model.warm_start.steps=10 model.warm_start.expected_success=null metrics.port=0"
-ENDLESS = "run.max_steps=100000 model.warm_start.steps=10 model.warm_start.expected_success=null metrics.port=0"
+SHORT = "run.max_steps=3 model.warm_start.steps=10 metrics.port=0"
+ENDLESS = "run.max_steps=100000 model.warm_start.steps=10 metrics.port=0"
 
 LeftOver = Callable[[str, str, float], dict[int, str]]
 

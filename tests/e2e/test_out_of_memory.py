@@ -90,7 +90,6 @@ def test_a_step_without_memory_is_taken_again_with_more_checkpointing_and_nothin
             "run.max_restarts=1",
             f"trainer.checkpoint_every={every}",
             "model.warm_start.steps=10",
-            "model.warm_start.expected_success=null",
             "metrics.port=0",
         ]
     )

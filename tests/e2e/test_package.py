@@ -18,7 +18,6 @@ ROOT = Path(__file__).parents[2]
 FEW_STEPS = [
     "run.max_steps=3",
     "model.warm_start.steps=30",
-    "model.warm_start.expected_success=[0,1]",
     "metrics.port=0",
 ]
 

@@ -28,14 +28,12 @@ END_SECONDS = 60
 SHORT = [
     "run.max_steps=12",
     "model.warm_start.steps=30",
-    "model.warm_start.expected_success=null",
     "metrics.port=0",
     "weights.verify=true",
 ]
 ENDLESS = [
     "run.max_steps=100000",
     "model.warm_start.steps=10",
-    "model.warm_start.expected_success=null",
     "metrics.port=0",
 ]
 
@@ -173,6 +171,5 @@ def test_the_quickstart_learns(drive: Drive, seed: int) -> None:
     run = drive([f"run.seed={seed}", "metrics.port=0"])
     assert run.end() == 0, "".join(run.said)
     summary = json.loads((run.folder / "summary.json").read_text())
-    assert 0.15 <= summary["warm_start_success"] <= 0.25
     assert summary["reward_gain"] >= 0.3
     assert summary["seconds"] <= 300

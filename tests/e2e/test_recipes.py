@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.full, pytest.mark.timeout(1000)]
 
 ROOT = Path(__file__).parents[2]
 STEPS = 4
-SHORT = [f"run.max_steps={STEPS}", "model.warm_start.steps=60", "model.warm_start.probe_prompts=0", "metrics.port=0"]
+SHORT = [f"run.max_steps={STEPS}", "model.warm_start.steps=60", "metrics.port=0"]
 SHORT += ["weights.verify=true", "data.eval_every=2", "data.eval_make_rows=8", "run.trajectories_per_step=8"]
 SHORT += ["trainer.checkpoint_every=2", "data.eval_samples=4"]
 GREEDY = ["data.eval_temperature=0", "data.eval_make_rows=64", "trainer.lr=0.003"]

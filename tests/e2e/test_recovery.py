@@ -21,7 +21,6 @@ ENDLESS = [
     "run.max_steps=100000",
     f"trainer.checkpoint_every={EVERY}",
     "model.warm_start.steps=10",
-    "model.warm_start.expected_success=null",
     "metrics.port=0",
 ]
 MARK = "BATON_TEST_RUN"

@@ -16,7 +16,6 @@ SETTINGS = [
     "run.max_steps=6",
     "trainer.checkpoint_every=3",
     "model.warm_start.steps=10",
-    "model.warm_start.expected_success=null",
     "buffer.record=true",
     "metrics.port=0",
 ]

@@ -23,7 +23,6 @@ SETTINGS = [
     "trainer.ranks=1",
     "trainer.checkpoint_every=50",
     "model.warm_start.steps=10",
-    "model.warm_start.expected_success=null",
     "generator.engines={min: 1, max: 2}",
     f"generator.leave_grace={GRACE}",
     "metrics.port=0",

@@ -94,7 +94,7 @@ def test_a_run_is_scored_by_its_judge_and_its_frozen_role_has_an_engine_of_its_o
     make_tokenizer(other := tmp_path / "other", solver_verifier.vocabulary())
     torch.manual_seed(3)
     Qwen3ForCausalLM(Qwen3Config(**SHAPE | {"vocab_size": len(load_tokenizer(other))})).save_pretrained(other)
-    settings = ["run.max_steps=2", "model.warm_start.steps=40", "model.warm_start.probe_prompts=0", "metrics.port=0"]
+    settings = ["run.max_steps=2", "model.warm_start.steps=40", "metrics.port=0"]
     settings += [f"roles={{verifier: {{mode: frozen, model: {other}}}}}", "run.trajectories_per_step=8"]
     settings += ["scorers={judge: {use: 'tests.pure.scorers.mine:lengths', combine: add}}"]
     run = drive([*settings, "trainer.ranks=1"], "solver_verifier_tiny")

@@ -24,7 +24,6 @@ SHARE = 0.5
 CHANGES = [
     "model.lora=null",
     "model.warm_start.steps=50",
-    "model.warm_start.expected_success=null",
     "trainer.checkpoint_every=2",
     f"run.max_steps={STEPS}",
 ]

@@ -23,7 +23,6 @@ EVERY = 2
 SETTINGS = [
     f"trainer.checkpoint_every={EVERY}",
     "model.warm_start.steps=10",
-    "model.warm_start.probe_prompts=0",
     "metrics.port=0",
 ]
 

@@ -30,7 +30,6 @@ generator.engines  weights.transport=ipc & generator.engines=3
 generator.kv_cache_bytes  weights.transport=ipc & generator.kv_cache_bytes=null
 generator.tensor_parallel_size  weights.transport=ipc & generator.tensor_parallel_size=2
 buffer.max_group_bytes  buffer.max_group_bytes=1
-model.warm_start.expected_success  model.warm_start.expected_success=[0.5,0.1]
 model.warm_start.demonstrations  model.warm_start.demonstrations=63
 model.make.head_dim  model.make.head_dim=33
 model.dtype  model.lora={} & weights.transport=nccl

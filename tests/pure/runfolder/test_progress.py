@@ -11,7 +11,6 @@ import pytest
 
 from service.clock import SystemClock
 from service.config import load_config
-from service.errors import RunFailed
 from service.observe.alert_thresholds import AlertThresholds
 from service.observe.hub import Hub
 from service.observe.measure import measure_step
@@ -192,23 +191,6 @@ def test_a_stopped_run_says_how_it_goes_on_where_it_can(tmp_path: Path, state: s
     said: list[str] = []
     begun(RunWriter(tmp_path), said, f"trainer.checkpoint_every={every}", taken=1).end(state, BUFFER, [])
     assert (f"`baton run --resume {tmp_path}` goes on from here" in said) is hint
-
-
-def test_a_warm_start_outside_of_what_was_expected_ends_the_run_and_says_what_to_set(tmp_path: Path) -> None:
-    said: list[str] = []
-    going = begun(RunWriter(tmp_path), said)
-    going.probed(0.2, (0.1, 0.3))
-    going.probed(0.0, None)
-    assert said[1:] == [
-        "warm start: mean score 0.20, as expected (0.10 to 0.30)",
-        "warm start: mean score 0.00",
-    ]
-    for success in (0.05, 0.4):
-        with pytest.raises(
-            RunFailed,
-            match=rf"mean score {success:.2f}, outside .*expected_success \(0.10 to 0.30\).*--resume {tmp_path}`",
-        ):
-            going.probed(success, (0.1, 0.3))
 
 
 def test_a_run_that_is_stopped_before_it_goes_on_still_has_its_steps(tmp_path: Path) -> None:
