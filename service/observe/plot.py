@@ -45,7 +45,8 @@ def draw_learning_curve(lines: Sequence[Mapping[str, Any]], file: Path, title: s
     if len(reward_S):
         tenth = max(1, len(reward_S) // 10)
         if tenth > 1:
-            panels[0].plot(steps_S, smooth(reward_S, tenth), label=f"mean of the last {tenth}", linewidth=2.4)
+            mean_S = np.convolve(reward_S, np.full(tenth, 1 / tenth), mode="valid")
+            panels[0].plot(steps_S[tenth - 1 :], mean_S, label=f"mean of the last {tenth}", linewidth=2.4)
         for key in sorted(key for key in lines[-1] if key.startswith("reward/avg_pass_at_"))[:1]:
             panels[0].plot(*_curve(lines, key), label=f"solved by one of {key.rsplit('_', 1)[1]}", marker=marker)
         first, last = reward_S[:tenth].mean(), reward_S[-tenth:].mean()
@@ -57,18 +58,6 @@ def draw_learning_curve(lines: Sequence[Mapping[str, Any]], file: Path, title: s
     panels[-1].xaxis.get_major_locator().set_params(integer=True)
     figure.suptitle(title, fontsize=13, fontweight="bold")
     figure.savefig(file)
-
-
-def smooth(values_S: Float64s, window: int) -> Float64s:
-    """The mean of the last `window` values at every step, fewer at the start.
-
-    >>> smooth(np.array([0.0, 1.0, 2.0, 3.0]), 2).tolist()
-    [0.0, 0.5, 1.5, 2.5]
-    """
-    sums_S = np.cumsum(values_S)
-    sums_S[window:] -= sums_S[:-window].copy()
-    counts_S: Float64s = np.minimum(np.arange(1.0, len(values_S) + 1), window)
-    return sums_S / counts_S
 
 
 def _curve(lines: Sequence[Mapping[str, Any]], key: str) -> tuple[Float64s, Float64s]:
