@@ -15,7 +15,6 @@ from service.run.checkpoints import TRAINER, Checkpoints, Manifest
 from service.run.folder import CHECKPOINTS, JOURNAL
 from service.store.contents import FolderMark
 from service.store.uploads import Uploads
-from service.types import PolicyVersion
 
 if TYPE_CHECKING:
     from actors.driver.cluster import Cluster
@@ -41,8 +40,8 @@ class Checkpointer:
         self._checkpoints = Checkpoints(run_folder / CHECKPOINTS, config.trainer.keep_checkpoints)
         self._buffer, self._trainer = cluster.buffer, cluster.trainer
         self._checkpointed = checkpointed
-        self._begun: tuple[PolicyVersion, dict[str, Any], float] | None = None
-        """The unfinished checkpoint's version, the buffer's status at its start, and its start time (monotonic)."""
+        self._begun: tuple[int, dict[str, Any], float] | None = None
+        """The unfinished checkpoint's step, the buffer's status at its start, and its start time (monotonic)."""
         self._completing: asyncio.Task[None] | None = None
         """The task that completes the newest checkpoint whose files are written."""
 
@@ -66,17 +65,17 @@ class Checkpointer:
         lost = None if mark is None or mark.lost is None else Lost(*mark.lost)
         await call(self._buffer.resume, lost, who="the buffer")
 
-    async def begin(self, version: PolicyVersion) -> None:
+    async def begin(self, step: int) -> None:
         """Copy the trainer's state, and start to write the copy, unless there is a checkpoint of this step."""
         await self.settle()
         newest = await asyncio.to_thread(self.newest)
-        if newest is not None and newest.step == version.step:  # it would be deleted before the new one is complete
+        if newest is not None and newest.step == step:  # it would be deleted before the new one is complete
             return
         at = time.monotonic()
         status = await self._status()
-        folder = await asyncio.to_thread(self._checkpoints.begin, version.step)
+        folder = await asyncio.to_thread(self._checkpoints.begin, step)
         await self._trainer.save(folder / TRAINER)
-        self._begun = version, status, at
+        self._begun = step, status, at
 
     async def _status(self) -> dict[str, Any]:
         """Return the buffer's status; if checkpoints are uploaded, its journal is kept for the upload."""
@@ -95,11 +94,8 @@ class Checkpointer:
         self._completing = asyncio.ensure_future(self._complete(*self._begun))
         await asyncio.shield(self._completing)  # the files are complete, also if the trainer is lost now
 
-    async def _complete(self, version: PolicyVersion, status: dict[str, Any], at: float) -> None:
-        step, position = version.step, status["journal_synced"]
-        oldest_kept = await asyncio.to_thread(
-            self._checkpoints.finish, step, version.incarnation, position, status["issued"], status["frontier"]
-        )
+    async def _complete(self, step: int, status: dict[str, Any], at: float) -> None:
+        oldest_kept = await asyncio.to_thread(self._checkpoints.finish, step, status["journal_synced"])
         await call(self._buffer.covered, step, oldest_kept, who="the buffer")
         self._checkpointed(step, at)
         if self._uploads is not None:

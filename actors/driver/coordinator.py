@@ -241,7 +241,7 @@ class Coordinator:
             self._say(f"resuming after step {self._resume_from.step}")
             return await self._evaluate(self._evaluations.continue_from(self._resume_from.step))
         if self._config.trainer.checkpoint_every:
-            await self._checkpoints.begin(self._version)
+            await self._checkpoints.begin(self._version.step)
             await self._checkpoints.settle()
         await self._evaluate(self._evaluations.is_due(0))
 
@@ -349,7 +349,7 @@ class Coordinator:
         await self._checkpoints.settle()
         every = self._config.trainer.checkpoint_every
         if every and self._version.step % every == 0:
-            await self._checkpoints.begin(self._version)
+            await self._checkpoints.begin(self._version.step)
         await self._evaluate(self._evaluations.is_due(self._version.step))
         self._telemetry.doing("bookkeeping")
         generators = await self._generator_pool.statuses()
@@ -461,7 +461,7 @@ class Coordinator:
         self._folder.has_final = True
         await asyncio.gather(self._checkpoints.settle(), self._evaluations.settled())
         if self._config.trainer.checkpoint_every:
-            await self._checkpoints.begin(self._version)
+            await self._checkpoints.begin(self._version.step)
             await self._checkpoints.settle()
         else:
             await ask_buffer(self._buffer.covered, self._version.step, self._version.step)

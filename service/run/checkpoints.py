@@ -47,21 +47,15 @@ class FileChecksum(BaseModel):
 
 
 class Manifest(BaseModel):
-    """The content of a checkpoint."""
+    """The content of a checkpoint; fields that earlier versions wrote are ignored."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="ignore", frozen=True)
 
     format: int = FORMAT
     step: int
     """The number of optimizer steps behind the weights."""
-    incarnation: int
-    """The incarnation of the trainer that wrote the checkpoint."""
     journal_position: int
     """End of the synced part of the buffer's journal when the checkpoint began; events up to `step` lie before it."""
-    issued: int
-    """Prompts issued so far."""
-    frontier: int
-    """Every group below this group_id has ended."""
     files: dict[str, FileChecksum]
 
     @model_validator(mode="before")
@@ -107,7 +101,7 @@ class Checkpoints:
         path.mkdir(parents=True)
         return path
 
-    def finish(self, step: int, incarnation: int, journal_position: int, issued: int, frontier: int) -> int:
+    def finish(self, step: int, journal_position: int) -> int:
         """Write the manifest of the files in the step's folder; returns the oldest kept step.
 
         Then deletes checkpoints that are too old, damaged, unfinished, or of a later step (the trainer has restarted
@@ -116,10 +110,7 @@ class Checkpoints:
         path = self.path(step)
         manifest = Manifest(
             step=step,
-            incarnation=incarnation,
             journal_position=journal_position,
-            issued=issued,
-            frontier=frontier,
             files={str(file.relative_to(path)): _checksum(file) for file in sorted(path.rglob("*")) if file.is_file()},
         )
         write_atomic(path / MANIFEST, manifest.model_dump_json(indent=2) + "\n")

@@ -483,7 +483,7 @@ class FakeTrainer(Player):
     # -- checkpoints, by the calls that the checkpointer makes ---------------------------------------------------------
 
     async def _checkpoint(self, version: PolicyVersion) -> None:
-        await self._checkpointer.begin(version)
+        await self._checkpointer.begin(version.step)
         await self._checkpointer.settle()
 
     async def save(self, folder: Path) -> None:

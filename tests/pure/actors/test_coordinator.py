@@ -195,7 +195,7 @@ def test_a_trainer_that_fails_at_the_same_checkpoint_again_and_again_ends_the_ru
             raise TrainerLost("the trainer failed (OSError: Read-only file system)")
         whole.pop()
 
-    status = dict.fromkeys(("journal_start", "journal_synced", "issued", "frontier", "accepted_tokens"), 0)
+    status = dict.fromkeys(("journal_start", "journal_synced", "accepted_tokens"), 0)
     buffer = {"ready": None, "join": 1, "lease": LEASED, "commit": None, "covered": None, "status": status}
     names = ("load", "weights", "save", "restart", "restore")
     trainer = {name: answering() for name in names} | {"step": answering(StepReport(True, None, {}))}
@@ -220,7 +220,7 @@ def test_a_lack_of_memory_that_has_a_remedy_does_not_count_as_a_failure_of_the_t
     async def step(_: Any) -> None:
         raise lacks.pop(0)
 
-    status = dict.fromkeys(("journal_start", "journal_synced", "issued", "frontier", "accepted_tokens"), 0)
+    status = dict.fromkeys(("journal_start", "journal_synced", "accepted_tokens"), 0)
     buffer = {"ready": None, "join": 1, "lease": LEASED, "status": status}
     trainer = {name: answering() for name in ("load", "weights", "restart")} | {"step": step}
     cluster = cluster_of(tmp_path / "run", buffer, trainer)

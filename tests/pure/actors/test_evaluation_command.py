@@ -80,7 +80,7 @@ def test_every_engine_of_an_evaluation_is_made_and_scores_its_shard(
         checkpoints = Checkpoints(tmp_path / CHECKPOINTS, keep=1)
         learner = Learner(LearnSettings.of(config), model, torch.device("cpu"), 0, 1)
         learner.save(checkpoints.begin(3) / TRAINER)
-        checkpoints.finish(3, 0, 0, 0, 0)
+        checkpoints.finish(3, 0)
         target = checkpoints.path(3)
     _, evaluations = command.evaluate(config, eval_target(target), lambda line: None)
     (files,) = checked

@@ -18,7 +18,7 @@ def written(checkpoints: Checkpoints, step: int) -> int:
     (path / "trainer").mkdir()
     (path / "trainer" / "rank_0.safetensors").write_bytes(bytes([step]) * 1000)
     (path / "trainer" / "learner.json").write_text("{}")
-    return checkpoints.finish(step, incarnation=1, journal_position=64 * step, issued=step, frontier=step)
+    return checkpoints.finish(step, journal_position=64 * step)
 
 
 def made(folder: Path, keep: int, *steps: int) -> Checkpoints:
@@ -165,7 +165,7 @@ def test_what_killed_runs_left_unfinished_is_removed(tmp_path: Path) -> None:
 
 
 def test_a_journal_that_lost_its_end_or_is_another_ones_is_refused_in_one_line(tmp_path: Path) -> None:
-    manifest = Manifest(step=4, incarnation=1, journal_position=640, issued=9, frontier=8, files={})
+    manifest = Manifest(step=4, journal_position=640, files={})
     manifest.check_journal(640, tmp_path)
     for position in (0, 639):
         with pytest.raises(UserError, match=rf"ends at position {position}, .*step 4 .* 640") as refused:

@@ -43,7 +43,7 @@ def whole_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         writer = CheckpointWriter(0, 1)
         writer.start(checkpoints.begin(step) / TRAINER, tensors, metadata)
         writer.finish()
-        checkpoints.finish(step, incarnation=1, journal_position=0, issued=0, frontier=0)
+        checkpoints.finish(step, journal_position=0)
     return folder
 
 

@@ -35,7 +35,7 @@ def test_a_run_means_its_final_weights_and_without_them_its_newest_checkpoint(tm
     warmed = load_config(found.settings, ["model.lora={}", "model.warm_start={}"])
     assert found.begun_with(warmed.model) == stopped / WARM_START, "the model that the adapter was added to"
     assert eval_target(whole).weights(None) == whole / "final"
-    manifest = Manifest(step=40, incarnation=1, journal_position=0, issued=0, frontier=0, files={})
+    manifest = Manifest(step=40, journal_position=0, files={})
     assert found.weights(manifest) == stopped / "checkpoints" / "step_40"
 
 

@@ -60,7 +60,7 @@ def trained(config: Config, folder: RunWriter, prepared: Prepared, *others: obje
     writer = CheckpointWriter(0, 1)
     writer.start(parts, learner, metadata)
     writer.finish()
-    checkpoints.finish(STEP, incarnation=1, journal_position=0, issued=0, frontier=0)
+    checkpoints.finish(STEP, journal_position=0)
     folder.write_summary(SUMMARY_OF_RUN)
     return 0
 

@@ -176,7 +176,7 @@ def checkpointed(learner: Learner, run: Path) -> Path:
     """A run folder with a checkpoint of step 3; returns the checkpoint."""
     checkpoints = Checkpoints(run / CHECKPOINTS, keep=1)
     learner.save(checkpoints.begin(3) / TRAINER)
-    checkpoints.finish(3, 0, 0, 0, 0)
+    checkpoints.finish(3, 0)
     return checkpoints.path(3)
 
 

@@ -129,9 +129,7 @@ class ScriptedRun:
         work = self.world.generator.claim(self.version)  # goes on while the checkpoint is written
         self.ahead += [work] if isinstance(work, Assignment) else []
         (folder / WEIGHTS).write_bytes(struct.pack("<d", self.weight))
-        oldest = self.checkpoints.finish(
-            self.step, self.world.trainer_incarnation, status.journal_synced, status.issued, status.frontier
-        )
+        oldest = self.checkpoints.finish(self.step, status.journal_synced)
         self.world.buffer.covered(self.step, oldest)
         if self.claimed is not None:
             self.uploads.checkpoint(self.step, status.accepted_tokens)
