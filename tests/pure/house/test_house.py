@@ -54,7 +54,7 @@ SHOWS_THE_TIME = {
     "service/observe/trackers.py": "in TensorBoard",
     "service/observe/hub.py": "in the status",
     "service/run/progress.py": "in lines of the metrics",
-    "service/run/timeline.py": "in the timeline",
+    "service/observe/recorder.py": "in the timeline",
     "actors/driver/commands.py": "how long the command took",
     "actors/driver/doctor.py": "to compare clocks",
     "actors/observe/telemetry.py": "in the status",
