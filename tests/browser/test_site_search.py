@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import subprocess
 import sys
@@ -30,19 +29,15 @@ BROKEN = """
 """
 
 
-def test_in_a_site_that_is_opened_from_disk_a_word_is_found_and_no_key_is_broken(tmp_path: Path) -> None:
+async def test_in_a_site_that_is_opened_from_disk_a_word_is_found_and_no_key_is_broken(tmp_path: Path) -> None:
     site = tmp_path / "site"
     command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--site-dir", str(site)]
     subprocess.run(command, cwd=ROOT, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"}, check=True, timeout=400)
-
-    async def search() -> None:
-        async with browser(tmp_path) as page:
-            await page.show(f"file://{site}/index.html", "desktop")
-            await page.until("document.readyState === 'complete'")
-            await page.value(TYPED)
-            await page.until(FOUND)
-            await page.show(f"file://{site}/configuration.html", "phone")
-            await page.until("document.querySelectorAll('td code').length > 100")
-            assert await page.value(BROKEN) == []
-
-    asyncio.run(search())
+    async with browser(tmp_path) as page:
+        await page.show(f"file://{site}/index.html", "desktop")
+        await page.until("document.readyState === 'complete'")
+        await page.value(TYPED)
+        await page.until(FOUND)
+        await page.show(f"file://{site}/configuration.html", "phone")
+        await page.until("document.querySelectorAll('td code').length > 100")
+        assert await page.value(BROKEN) == []

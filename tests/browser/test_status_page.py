@@ -1,6 +1,5 @@
 """The status page in a real headless Chromium: painted soon, without errors, readable on a phone and a desktop."""
 
-import asyncio
 import math
 import time
 from collections.abc import AsyncIterator
@@ -70,34 +69,31 @@ def a_step(step: int) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_the_page_shows_the_run_soon_without_errors_at_both_sizes(size: str, tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with run_under_way(60) as (url, hub), browser(tmp_path) as page:
-            await page.show(f"{url}/status", size)
-            await page.until("document.querySelector('#state')?.textContent === 'training'")
-            assert await page.value("document.querySelector('#name').textContent") == "<b>quick</b>"
-            text = await page.value("document.querySelector('#progress-text').textContent")
-            assert "step 60 of 100" in text and "last step 2.0 h ago" in text and "40 min left" in text
-            notes = await page.value("document.querySelector('#notes').innerText")
-            assert "12 failures in 96 trajectories <b>" in notes and "never-solved" in notes
-            assert await page.value("document.querySelectorAll('.chart svg path').length") == 5
-            assert await page.value("document.querySelectorAll('#bar div').length") == 3
-            assert "groups: 11 of 16" in await page.value("document.querySelector('#waits').textContent")
-            assert await page.value("document.querySelectorAll('#actors tr').length") == 3
-            await paints_soon(page, url, size)
-            wide = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
-            assert await page.value(wide) == 0, "the page scrolls sideways"
-            small = "Math.min(...[...document.querySelectorAll('td, dd, dt, h2, .note')]"
-            assert await page.value(small + ".map(e => parseFloat(getComputedStyle(e).fontSize)))") >= 12
+async def test_the_page_shows_the_run_soon_without_errors_at_both_sizes(size: str, tmp_path: Path) -> None:
+    async with run_under_way(60) as (url, hub), browser(tmp_path) as page:
+        await page.show(f"{url}/status", size)
+        await page.until("document.querySelector('#state')?.textContent === 'training'")
+        assert await page.value("document.querySelector('#name').textContent") == "<b>quick</b>"
+        text = await page.value("document.querySelector('#progress-text').textContent")
+        assert "step 60 of 100" in text and "last step 2.0 h ago" in text and "40 min left" in text
+        notes = await page.value("document.querySelector('#notes').innerText")
+        assert "12 failures in 96 trajectories <b>" in notes and "never-solved" in notes
+        assert await page.value("document.querySelectorAll('.chart svg path').length") == 5
+        assert await page.value("document.querySelectorAll('#bar div').length") == 3
+        assert "groups: 11 of 16" in await page.value("document.querySelector('#waits').textContent")
+        assert await page.value("document.querySelectorAll('#actors tr').length") == 3
+        await paints_soon(page, url, size)
+        wide = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
+        assert await page.value(wide) == 0, "the page scrolls sideways"
+        small = "Math.min(...[...document.querySelectorAll('td, dd, dt, h2, .note')]"
+        assert await page.value(small + ".map(e => parseFloat(getComputedStyle(e).fontSize)))") >= 12
 
-            await push(hub, "driver/driver", ("step", a_step(61)))
-            await page.until("document.querySelector('#charts').textContent.includes('61')")
-            await page.screenshot(tmp_path / f"{size}.png")
-            assert (tmp_path / f"{size}.png").stat().st_size > 20_000
-            assert await page.value("[window.hacked, document.images.length, document.scripts.length]") == [None, 0, 1]
-            assert page.complaints == []
-
-    asyncio.run(scenario())
+        await push(hub, "driver/driver", ("step", a_step(61)))
+        await page.until("document.querySelector('#charts').textContent.includes('61')")
+        await page.screenshot(tmp_path / f"{size}.png")
+        assert (tmp_path / f"{size}.png").stat().st_size > 20_000
+        assert await page.value("[window.hacked, document.images.length, document.scripts.length]") == [None, 0, 1]
+        assert page.complaints == []
 
 
 async def paints_soon(page: Browser, url: str, size: str) -> None:
@@ -113,25 +109,19 @@ async def paints_soon(page: Browser, url: str, size: str) -> None:
         seen.append(await page.value(paint))
 
 
-def test_the_charts_go_back_with_a_trainer_that_does(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with run_under_way(30) as (url, hub), browser(tmp_path) as page:
-            await page.show(url, "desktop")
-            last = "[...document.querySelectorAll('.chart svg text')].some(e => e.textContent === '{}')"
-            await page.until(last.format(30))
-            await push(hub, "driver/driver", ("step", a_step(21)))
-            await page.until(last.format(21))
-            assert page.complaints == []
-
-    asyncio.run(scenario())
+async def test_the_charts_go_back_with_a_trainer_that_does(tmp_path: Path) -> None:
+    async with run_under_way(30) as (url, hub), browser(tmp_path) as page:
+        await page.show(url, "desktop")
+        last = "[...document.querySelectorAll('.chart svg text')].some(e => e.textContent === '{}')"
+        await page.until(last.format(30))
+        await push(hub, "driver/driver", ("step", a_step(21)))
+        await page.until(last.format(21))
+        assert page.complaints == []
 
 
-def test_the_page_says_so_when_the_run_is_gone(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with run_under_way(3) as (url, hub), browser(tmp_path) as page:
-            await page.call("Page.navigate", url=url)
-            await page.until("document.querySelector('#state')?.textContent === 'training'")
-            await hub.stop()
-            await page.until("document.querySelector('#state').textContent === 'not answering'")
-
-    asyncio.run(scenario())
+async def test_the_page_says_so_when_the_run_is_gone(tmp_path: Path) -> None:
+    async with run_under_way(3) as (url, hub), browser(tmp_path) as page:
+        await page.call("Page.navigate", url=url)
+        await page.until("document.querySelector('#state')?.textContent === 'training'")
+        await hub.stop()
+        await page.until("document.querySelector('#state').textContent === 'not answering'")

@@ -1,6 +1,5 @@
 """The exported page of trajectories in a real headless Chromium: readable, coloured, and deaf to what a policy says."""
 
-import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -42,40 +41,36 @@ LOOKS = [(size, scheme) for size in SIZES for scheme in ("light", "dark")]
 
 
 @pytest.mark.parametrize(("size", "scheme"), LOOKS)
-def test_the_page_shows_masks_as_colours_and_runs_nothing_that_a_policy_said(
+async def test_the_page_shows_masks_as_colours_and_runs_nothing_that_a_policy_said(
     size: str, scheme: str, tmp_path: Path
 ) -> None:
     url = a_page([a_record(0), a_record(1)], tmp_path)
-
-    async def scenario() -> None:
-        async with browser(tmp_path) as page:
-            await page.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
-            await page.show(url, size)
-            await page.until("document.querySelectorAll('.row').length === 2")
-            assert await page.value(HEIGHT) == 0, "trajectories are closed at first"
-            await page.value("document.querySelectorAll('.row').forEach(each => each.click())")
-            assert await page.value(HEIGHT) > 0
-            colour = "getComputedStyle(document.querySelector('.tokens .{}')).backgroundColor"
-            colours = [await page.value(colour.format(kind)) for kind in ("prompt", "loss", "stale", "masked")]
-            assert len(set(colours)) == 4
-            ground = "getComputedStyle(document.body).backgroundColor.match(/\\d+/g).map(Number)[0] < 128"
-            assert await page.value(ground) is (scheme == "dark")
-            assert await page.value("document.querySelector('.tokens').textContent.includes('<script>')")
-            assert await page.value("[window.hacked, document.images.length, document.scripts.length]") == [None, 0, 1]
-            wide = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
-            assert await page.value(wide) == 0, "the page scrolls sideways"
-            await page.screenshot(tmp_path / f"{size}.png")
-            assert (tmp_path / f"{size}.png").stat().st_size > 10_000
-            assert page.complaints == []
-
-    asyncio.run(scenario())
+    async with browser(tmp_path) as page:
+        await page.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+        await page.show(url, size)
+        await page.until("document.querySelectorAll('.row').length === 2")
+        assert await page.value(HEIGHT) == 0, "trajectories are closed at first"
+        await page.value("document.querySelectorAll('.row').forEach(each => each.click())")
+        assert await page.value(HEIGHT) > 0
+        colour = "getComputedStyle(document.querySelector('.tokens .{}')).backgroundColor"
+        colours = [await page.value(colour.format(kind)) for kind in ("prompt", "loss", "stale", "masked")]
+        assert len(set(colours)) == 4
+        ground = "getComputedStyle(document.body).backgroundColor.match(/\\d+/g).map(Number)[0] < 128"
+        assert await page.value(ground) is (scheme == "dark")
+        assert await page.value("document.querySelector('.tokens').textContent.includes('<script>')")
+        assert await page.value("[window.hacked, document.images.length, document.scripts.length]") == [None, 0, 1]
+        wide = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
+        assert await page.value(wide) == 0, "the page scrolls sideways"
+        await page.screenshot(tmp_path / f"{size}.png")
+        assert (tmp_path / f"{size}.png").stat().st_size > 10_000
+        assert page.complaints == []
 
 
 HEIGHT = "document.querySelector('.detail').offsetHeight"
 SHOWN = "[...document.querySelectorAll('tbody:not([hidden]) .id')].map(each => each.textContent.split(/[=/]/)[3])"
 
 
-def test_the_table_is_filtered_and_sorted_by_hand_and_by_keys(tmp_path: Path) -> None:
+async def test_the_table_is_filtered_and_sorted_by_hand_and_by_keys(tmp_path: Path) -> None:
     facts = (("stop", 1.0, 3), ("truncated", 0.25, 9), ("stop", None, 1))
     records = [
         {**a_record(n), "stop_reason": stop, "return": reward, "sampled_tokens": length, "optimizer_step": n}
@@ -98,31 +93,28 @@ def test_the_table_is_filtered_and_sorted_by_hand_and_by_keys(tmp_path: Path) ->
         return await page.value("document.activeElement.matches('.row') ? document.activeElement.cells[1].textContent"
                                 " + document.activeElement.ariaExpanded : document.activeElement.id")  # fmt: skip
 
-    async def scenario() -> None:
-        async with browser(tmp_path) as page:
-            await page.show(url, "desktop")
-            await page.until("document.querySelectorAll('.row').length === 3")
-            assert await page.value(SHOWN) == ["2", "1", "0"]
-            for sort, order in (
-                ("return-down", "012"), ("return-up", "210"), ("length-down", "102"), ("length-up", "201"),
-                ("staleness-down", "210"), ("turns-up", "120"), ("stop-up", "201"), ("order-up", "012"),
-            ):  # fmt: skip
-                assert "".join(await choose(page, "sort", sort)) == order
-            await page.value("document.querySelector('[data-sort=length]').click()")
-            assert await page.value(SHOWN) == ["1", "0", "2"]
-            assert await choose(page, "stop", "truncated") == ["1"]
-            assert await page.value("document.getElementById('shown').textContent") == "1"
-            assert await choose(page, "fate", "trained") == []
-            assert await choose(page, "stop", "") == ["0", "2"]
-            assert await choose(page, "fate", "") == ["1", "0", "2"]
-            assert await choose(page, "filter", "FILTERED sample=1") == ["1"]
-            await choose(page, "filter", "")
-            assert await press(page, "j") == "1false"
-            assert await press(page, "j") == "0false"
-            assert await press(page, "Enter") == "0true"
-            assert await press(page, "Escape") == "0false"
-            assert await press(page, "k") == "1false"
-            assert await press(page, "/") == "filter"
-            assert page.complaints == []
-
-    asyncio.run(scenario())
+    async with browser(tmp_path) as page:
+        await page.show(url, "desktop")
+        await page.until("document.querySelectorAll('.row').length === 3")
+        assert await page.value(SHOWN) == ["2", "1", "0"]
+        for sort, order in (
+            ("return-down", "012"), ("return-up", "210"), ("length-down", "102"), ("length-up", "201"),
+            ("staleness-down", "210"), ("turns-up", "120"), ("stop-up", "201"), ("order-up", "012"),
+        ):  # fmt: skip
+            assert "".join(await choose(page, "sort", sort)) == order
+        await page.value("document.querySelector('[data-sort=length]').click()")
+        assert await page.value(SHOWN) == ["1", "0", "2"]
+        assert await choose(page, "stop", "truncated") == ["1"]
+        assert await page.value("document.getElementById('shown').textContent") == "1"
+        assert await choose(page, "fate", "trained") == []
+        assert await choose(page, "stop", "") == ["0", "2"]
+        assert await choose(page, "fate", "") == ["1", "0", "2"]
+        assert await choose(page, "filter", "FILTERED sample=1") == ["1"]
+        await choose(page, "filter", "")
+        assert await press(page, "j") == "1false"
+        assert await press(page, "j") == "0false"
+        assert await press(page, "Enter") == "0true"
+        assert await press(page, "Escape") == "0false"
+        assert await press(page, "k") == "1false"
+        assert await press(page, "/") == "filter"
+        assert page.complaints == []

@@ -27,6 +27,7 @@ import psutil
 
 from tests.chaos.theatre import LONGEST, merge_figures
 from tests.e2e.ledger_watch import LedgerWatch
+from tests.e2e.verdict import step_of
 from tests.sim.pairs import DELAYS, Pair, Told
 from tests.waiting import free_port
 
@@ -195,9 +196,7 @@ class PairRun:
 
     def step(self) -> int:
         """The optimizer step that was taken last."""
-        file = self.run_folder / "metrics.jsonl"
-        whole = file.read_text().rpartition("\n")[0] if file.exists() else ""
-        return int(json.loads(whole.splitlines()[-1])["trainer/global_step"]) if whole else 0
+        return step_of(self.run_folder)
 
     def until(self, look: Callable[[], object], seconds: float, what: str) -> None:
         """Wait while it goes on.

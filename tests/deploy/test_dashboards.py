@@ -56,10 +56,3 @@ def test_dashboards_named_in_alerts_exist() -> None:
     rules = yaml.safe_load(Path("deploy/prometheus/rules.yaml").read_text())
     named = {r["annotations"]["dashboard"] for group in rules["groups"] for r in group["rules"] if "alert" in r}
     assert named <= {f"/d/{uid}" for uid in DOCUMENTS}
-
-
-def test_provisioning_points_where_the_dashboards_are_mounted() -> None:
-    providers = yaml.safe_load((FOLDER / "provisioning/dashboards/baton.yaml").read_text())["providers"]
-    assert providers[0]["type"] == "file" and providers[0]["options"]["path"].endswith("/baton")
-    sources = yaml.safe_load((FOLDER / "provisioning/datasources/prometheus.yaml").read_text())["datasources"]
-    assert [source["type"] for source in sources] == ["prometheus"]

@@ -120,7 +120,12 @@ PROVIDERS = strict(
 DATASOURCES = strict(
     apiVersion={"const": 1},
     datasources=listed(
-        name=TEXT, type=TEXT, access={"const": "proxy"}, url=TEXT, isDefault=FLAG, jsonData=strict(timeInterval=TEXT)
+        name=TEXT,
+        type={"const": "prometheus"},
+        access={"const": "proxy"},
+        url=TEXT,
+        isDefault=FLAG,
+        jsonData=strict(timeInterval=TEXT),
     ),
 )
 PROVISIONING = {"dashboards": PROVIDERS, "datasources": DATASOURCES}

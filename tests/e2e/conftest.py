@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 import select
@@ -18,6 +17,7 @@ import pytest
 
 from actors import RAY_ENV
 from tests.e2e.ledger_watch import LedgerWatch
+from tests.e2e.verdict import step_of
 
 ROOT = Path(__file__).parents[2]
 MARK = "BATON_TEST_RUN"
@@ -29,6 +29,12 @@ PAUSE = 0.05
 """Seconds between two looks."""
 TAIL_LINES = 80
 """Of a run, in what a failed test says."""
+QUICK = ["model.warm_start.steps=10", "model.warm_start.expected_success=null", "metrics.port=0"]
+"""Settings of a quick start that soon begins to train."""
+ENDLESS = ["run.max_steps=100000", *QUICK]
+
+LeftOver = Callable[[str, str, float], dict[int, str]]
+"""The fixture `left_over`."""
 
 
 @pytest.fixture(scope="session")
@@ -77,9 +83,7 @@ class Driver:
 
     def step(self) -> int:
         """The optimizer step that the run's folder says was taken last."""
-        file = self.folder / "metrics.jsonl"
-        whole = file.read_text().rpartition("\n")[0] if file.exists() else ""
-        return int(json.loads(whole.splitlines()[-1])["trainer/global_step"]) if whole else 0
+        return step_of(self.folder)
 
     def until_true(self, look: Callable[[], object], what: str = "what was waited for") -> None:
         """Wait for something that shows in the run's folder while it goes on."""
@@ -122,8 +126,12 @@ class Driver:
         return bool(heard)
 
 
+Drive = Callable[..., Driver]
+"""Starts a run; see the fixture `drive`."""
+
+
 @pytest.fixture
-def drive(tmp_path: Path) -> Iterator[Callable[..., Driver]]:
+def drive(tmp_path: Path) -> Iterator[Drive]:
     """Starts runs, each with a mark of its own in its environment; ends what a failed test left running.
 
     At every scrape of every one of them the token ledger has to close.

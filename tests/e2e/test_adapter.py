@@ -174,40 +174,6 @@ def test_rows_without_the_adapter_beside_rows_with_it_are_those_of_the_model(eng
     assert difference(base(), prompt(9), alone, 1.0) < BAR
 
 
-def without(tensors: Adapter) -> Adapter:
-    return {name: tensor for name, tensor in tensors.items() if "layers.1.mlp.up_proj.lora_B" not in name}
-
-
-@pytest.mark.parametrize(
-    ("spoil", "why"),
-    [
-        (without, r"up_proj\.lora_B"),
-        (lambda tensors: {name.replace("layers.1", "layers.2"): t for name, t in tensors.items()}, "layers"),
-        (lambda tensors: {name: t[:3].contiguous() for name, t in tensors.items()}, r"\[3, "),
-        (lambda tensors: tensors | {"base_model.model.lm_head.lora_A.weight": torch.ones(6, 128)}, "lm_head"),
-        (lambda _: weights_of(base()), "differ from those of the policy's adapter"),
-    ],
-    ids=["missing", "renamed", "cut", "more", "whole model"],
-)
-def test_another_adapter_is_refused_before_the_engine_pauses_and_the_old_one_goes_on(
-    engine: Any, spoil: Any, why: str
-) -> None:
-    publish(engine, 51, adapter(51))
-    with pytest.raises(ValueError, match=why):
-        publish(engine, 52, spoil(adapter(52)))
-    serves(engine, 51, merged(adapter(51)))
-
-
-def test_an_adapter_that_changed_on_its_way_is_refused(engine: Any) -> None:
-    publish(engine, 51, adapter(51))
-    data, checksum = sent(adapter(52))
-    spoilt = data.copy()
-    spoilt[-4:] = np.frombuffer(np.float32(np.nan).tobytes(), np.uint8)
-    with pytest.raises(ValueError, match="checksum"):
-        ray.get(engine.update_weights.remote(PolicyVersion(1, 52), spoilt, checksum))
-    serves(engine, 51, merged(adapter(51)))
-
-
 def test_layers_that_the_model_lacks_are_refused_by_the_worker_and_the_old_adapter_goes_on(engine: Any) -> None:
     """vLLM itself would ignore them."""
     publish(engine, 54, adapter(54))

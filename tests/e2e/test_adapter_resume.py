@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from tests.e2e.conftest import Drive
 from tests.e2e.test_recovery import kill
 
 pytestmark = [pytest.mark.slow, pytest.mark.full, pytest.mark.timeout(2400)]
@@ -41,13 +40,19 @@ SAME = (
 )
 """What a step's history consists of."""
 
-Drive = Callable[[list[str]], Any]
-"""Starts a run; see the fixture `drive`."""
-
 
 def history(folder: Path) -> list[dict[str, float]]:
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [{key: line[key] for key in SAME} for line in lines]
+
+
+def same_history(whole: Path, killed: Path, steps: int) -> list[dict[str, float]]:
+    """The history of both runs, which is the same."""
+    expected, found = history(whole), history(killed)
+    assert len(expected) == len(found) == steps
+    for step, (before, after) in enumerate(zip(expected, found, strict=True), 1):
+        assert after == pytest.approx(before, rel=1e-3, abs=1e-4), f"step {step}"
+    return expected
 
 
 def test_a_killed_and_resumed_run_has_the_history_of_the_uninterrupted_one(drive: Drive, tmp_path: Path) -> None:
@@ -69,8 +74,5 @@ def test_a_killed_and_resumed_run_has_the_history_of_the_uninterrupted_one(drive
     resumed.folder = killed.folder
     assert resumed.end() == 0, resumed.tail()
 
-    expected, found = history(whole.folder), history(killed.folder)
-    assert len(expected) == len(found) == STEPS
-    for step, (before, after) in enumerate(zip(expected, found, strict=True), 1):
-        assert after == pytest.approx(before, rel=1e-3, abs=1e-4), f"step {step}"
+    expected = same_history(whole.folder, killed.folder, STEPS)
     assert len({line["reward/avg_raw_reward"] for line in expected}) > 1, "the policy does not change"

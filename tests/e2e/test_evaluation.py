@@ -8,23 +8,20 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from actors.driver.prepare import prepare
 from service.config import load_config
+from tests.e2e.conftest import MARK, LeftOver
 from tests.waiting import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.full, pytest.mark.timeout(600)]
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART = "configs/quickstart.yaml"
-MARK = "BATON_TEST_RUN"
 END_SECONDS = 60
-
-LeftOver = Callable[[str, str, float], dict[int, str]]
 
 
 @pytest.mark.parametrize(

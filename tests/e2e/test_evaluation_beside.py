@@ -3,30 +3,27 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 
 from service.run.folder import read_lines
+from tests.e2e.conftest import ENDLESS, Drive
 
 pytestmark = [pytest.mark.slow, pytest.mark.full, pytest.mark.timeout(2400)]
 
 EVERY = 4
 SETTINGS = [
-    "run.max_steps=100000",
+    *ENDLESS,
     "trainer.ranks=1",
     "trainer.checkpoint_every=50",
-    "model.warm_start.steps=10",
     "generator.engines=2",
     f"data.eval_every={EVERY}",
     "data.eval_make_rows=64",
     "data.eval_mode=beside",
-    "metrics.port=0",
 ]
 
 
-def test_training_goes_on_beside_evaluations_whose_numbers_name_their_step(drive: Callable[[list[str]], Any]) -> None:
+def test_training_goes_on_beside_evaluations_whose_numbers_name_their_step(drive: Drive) -> None:
     run = drive(SETTINGS)
     run.until("evaluation after step 0:")
     run.until(f"evaluation after step {EVERY}:")

@@ -6,13 +6,13 @@ import json
 import shutil
 import subprocess
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from tests.e2e.conftest import QUICK, Drive, Driver
 from tests.e2e.verdict import judged
 
 pytestmark = [pytest.mark.slow, pytest.mark.full, pytest.mark.timeout(2400)]
@@ -21,15 +21,7 @@ PIECE = 1 << 20
 LITTLE = 512 << 10
 """Bytes of room for lines, but neither for a checkpoint nor for final weights."""
 STEPS = 11
-SETTINGS = [
-    f"run.max_steps={STEPS}",
-    "trainer.checkpoint_every=4",
-    "model.warm_start.steps=10",
-    "metrics.port=0",
-]
-
-Drive = Callable[[list[str]], Any]
-"""Starts a run; see the fixture `drive`."""
+SETTINGS = [*QUICK, f"run.max_steps={STEPS}", "trainer.checkpoint_every=4"]
 
 
 @pytest.fixture
@@ -64,7 +56,7 @@ def full(disk: Path, but: int = 0) -> Iterator[None]:
         ballast.unlink()
 
 
-def ended(run: Any, disk: Path) -> None:
+def ended(run: Driver, disk: Path) -> None:
     """The run ends by itself, with one line that says that the disk is full, and where."""
     assert run.end() == 1, run.tail()
     (line,) = [line for line in run.said if line.startswith("baton: ")]

@@ -34,7 +34,7 @@ from service.config import (
     RunConfig,
     TrainerConfig,
 )
-from service.errors import RunFailed, WeightsGone
+from service.errors import RunFailed
 from service.evaluation.scores import EvalShard
 from service.handoff.steps.wire import decode_mini_batch
 from service.types import MiniBatch, PolicyVersion
@@ -207,17 +207,6 @@ def test_a_waiting_claim_is_renewed_as_soon_as_a_newer_version_is_served(road: R
     until(
         lambda: road.status()["counts"]["groups"] > before, SECONDS, lambda: "the older version's claim is waited for"
     )
-
-
-def test_a_file_that_went_with_its_holder_is_refused_and_the_engine_goes_on(road: Road) -> None:
-    before = road.status()
-    version = PolicyVersion(road.trainer_incarnation, 1000).pack()
-    with pytest.raises(WeightsGone, match="/proc/1/fd/12345 are gone"):
-        ray.get(road.generator.update_weights.remote(version, at("/proc/1/fd/12345", 8), 0))
-    ray.get(road.generator.release_image.remote(12345))  # of its process before it started again
-    after = road.status()
-    assert after["policy_version"] == before["policy_version"]
-    assert after["counts"]["updates"] == before["counts"]["updates"]
 
 
 def test_evaluation_plays_every_sample_and_the_buffer_sees_none_of_it(road: Road) -> None:

@@ -12,12 +12,13 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from tests.e2e.conftest import LeftOver
 from tests.waiting import free_port, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1000)]
@@ -29,8 +30,6 @@ STARTING = ("No available agent", "Failed to connect to Ray")
 TRIES = 60
 SHORT = "run.max_steps=3 model.warm_start.steps=10 metrics.port=0"
 ENDLESS = "run.max_steps=100000 model.warm_start.steps=10 metrics.port=0"
-
-LeftOver = Callable[[str, str, float], dict[int, str]]
 
 
 def readme_commands() -> list[str]:

@@ -11,7 +11,7 @@ import pytest
 import ray
 import torch
 
-from actors.weights.image import Image, ImageHolder
+from actors.weights.image import ImageHolder
 from actors.weights.nixl_reads import RemoteMemory
 from actors.weights.node_images import NodeImages
 from actors.weights.part import WeightBucket
@@ -137,16 +137,3 @@ def test_where_the_holder_dies_another_generator_of_the_node_writes_the_image_an
 
     assert asyncio.run(killed_between())[1] == rank_0.data
     assert ray.get(holders["generator-1"].counts.remote()) == (1, 0)
-
-
-def test_who_has_the_image_open_keeps_it_when_its_writer_ends() -> None:
-    rank_0 = Rank0()
-    (n_bytes,), version = rank_0.publishes(4).sizes, PolicyVersion(1, 4).pack()
-    image = Image(version, n_bytes)
-    image.write(*given_by(rank_0.publication, 0, n_bytes))
-    sources = at(image.path, n_bytes)
-    with closing(WeightFile(version, sources)) as own:
-        image.close()
-        with pytest.raises(WeightsGone, match="are gone"):
-            WeightFile(version, sources)
-        assert own.read(0, n_bytes).numpy().tobytes() == rank_0.data

@@ -7,14 +7,13 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 
 from service.run.memory import REMEDIES
+from tests.e2e.conftest import QUICK, Drive
 from tests.e2e.short_of_memory import FOLDER
 from tests.e2e.verdict import judged
 
@@ -77,7 +76,7 @@ def test_an_actor_that_rays_memory_monitor_ends_is_named_with_its_size_and_what_
 
 
 def test_a_step_without_memory_is_taken_again_with_more_checkpointing_and_nothing_is_lost_or_trained_twice(
-    drive: Callable[[list[str]], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    drive: Drive, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the first step, in one after a checkpoint, and once more with all layers checkpointed."""
     (tmp_path / "lacks").mkdir()
@@ -89,8 +88,7 @@ def test_a_step_without_memory_is_taken_again_with_more_checkpointing_and_nothin
             f"run.max_steps={steps}",
             "run.max_restarts=1",
             f"trainer.checkpoint_every={every}",
-            "model.warm_start.steps=10",
-            "metrics.port=0",
+            *QUICK,
         ]
     )
     assert run.end() == 0, "".join(run.said)

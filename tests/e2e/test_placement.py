@@ -61,33 +61,30 @@ class Where:
     def gpus(self):
         return ray.get_gpu_ids()
 
-config = load_config(["configs/quickstart.yaml"], [*sys.argv[1:], "trainer.ranks=3", "generator.engines=2"])
 with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as folder:
     ray.init(address="local", num_cpus=8, num_gpus=7, include_dashboard=False, logging_level="error", _temp_dir=folder)
-    room = asyncio.run(reserve(run_bundles(config, gpus=1), 60, print))
-    where = ray.remote(Where)
-    options = [engine_options(config, 1, room, engine_index(config, engine)) for engine in range(2)]
-    options += [rank_options(config, 1, room, rank) for rank in range(3)]
-    actors = [where.options(**each).remote() for each in options]
-    print(ray.get([actor.gpus.remote() for actor in actors], timeout=60))
+    for setting in sys.argv[1:]:
+        config = load_config(["configs/quickstart.yaml"], [setting, "trainer.ranks=3", "generator.engines=2"])
+        room = asyncio.run(reserve(run_bundles(config, gpus=1), 60, print))
+        options = [engine_options(config, 1, room, engine_index(config, engine)) for engine in range(2)]
+        options += [rank_options(config, 1, room, rank) for rank in range(3)]
+        actors = [ray.remote(Where).options(**each).remote() for each in options]
+        print("GPUS", ray.get([actor.gpus.remote() for actor in actors], timeout=60))
+        for actor in actors:
+            ray.kill(actor)
+        ray.util.remove_placement_group(room)
     ray.shutdown()
 """
 
 
-def gpus_of(*settings: str) -> list[list[int]]:
-    """The GPUs of two engines and three ranks."""
+def test_engines_are_on_the_gpus_of_ranks_where_weights_go_by_cuda_ipc_and_else_each_part_has_its_own() -> None:
+    settings = ["weights.transport=ipc", "generator.tensor_parallel_size=2"]
     said = subprocess.run([sys.executable, "-c", WHERE, *settings], capture_output=True, text=True, timeout=240)
     assert said.returncode == 0, said.stderr
-    return list(json.loads(said.stdout.splitlines()[-1]))
-
-
-def test_where_weights_go_by_cuda_ipc_each_engine_is_on_the_gpu_of_a_rank() -> None:
-    first, second, *ranks = gpus_of("weights.transport=ipc")
+    shared, apart = (json.loads(line[5:]) for line in said.stdout.splitlines() if line.startswith("GPUS "))
+    first, second, *ranks = shared
     assert [first, second] == ranks[:2]
     assert len({gpu for (gpu,) in ranks}) == 3
-
-
-def test_else_every_rank_and_every_engine_has_gpus_of_its_own() -> None:
-    first, second, *ranks = gpus_of("generator.tensor_parallel_size=2")
+    first, second, *ranks = apart
     assert len(first) == len(second) == 2 and all(len(rank) == 1 for rank in ranks)
     assert len({gpu for gpus in (first, second, *ranks) for gpu in gpus}) == 7

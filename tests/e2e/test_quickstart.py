@@ -6,9 +6,7 @@ import json
 import re
 import signal
 import urllib.request
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +14,7 @@ import pytest
 from service.run.folder import LOGS
 from service.run.timeline import read_timeline
 from service.trace.chrome import chrome_trace
+from tests.e2e.conftest import ENDLESS, MARK, QUICK, Drive, LeftOver
 from tests.pure.timeline.schema import check_trace, seconds_named
 from tests.step_keys import without_meaning
 from tests.waiting import until
@@ -23,23 +22,8 @@ from tests.waiting import until
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1000)]
 
 ROOT = Path(__file__).parents[2]
-MARK = "BATON_TEST_RUN"
 END_SECONDS = 60
-SHORT = [
-    "run.max_steps=12",
-    "model.warm_start.steps=30",
-    "metrics.port=0",
-    "weights.verify=true",
-]
-ENDLESS = [
-    "run.max_steps=100000",
-    "model.warm_start.steps=10",
-    "metrics.port=0",
-]
-
-Drive = Callable[[list[str]], Any]
-"""Starts a run; see the fixture `drive`."""
-LeftOver = Callable[[str, str, float], dict[int, str]]
+SHORT = [*QUICK, "run.max_steps=12", "model.warm_start.steps=30", "weights.verify=true"]
 
 
 def get(folder: Path, page: str) -> bytes:
@@ -120,8 +104,9 @@ def assert_final_weights_load_and_differ(folder: Path) -> None:
     assert any(not before[name].equal(after[name]) for name in before)
 
 
-def test_a_run_serves_metrics_and_once_terminated_writes_its_final_weights_and_leaves_no_process(
-    drive: Drive, left_over: LeftOver
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.full)])
+def test_a_run_serves_metrics_and_once_stopped_writes_its_final_weights_and_leaves_no_process(
+    drive: Drive, left_over: LeftOver, number: signal.Signals
 ) -> None:
     run = drive(ENDLESS)
     run.until_step(2)
@@ -132,8 +117,10 @@ def test_a_run_serves_metrics_and_once_terminated_writes_its_final_weights_and_l
     status = json.loads(get(run.folder, "/status"))
     assert status["schema"] == 1 and status["run"]["max_steps"] == 100000
 
-    run.process.send_signal(signal.SIGTERM)  # wherever in a step it is
-    assert run.end() == 128 + signal.SIGTERM, "".join(run.said)
+    if number == signal.SIGHUP:  # its terminal is closed
+        run.process.stdout.close()
+    run.process.send_signal(number)  # wherever in a step it is
+    assert (run.end() if number == signal.SIGTERM else run.process.wait(120)) == 128 + number, run.tail()
     assert left_over(MARK, run.mark, END_SECONDS) == {}
     assert (run.folder / "final" / "model.safetensors").is_file()
     assert json.loads((run.folder / "summary.json").read_text())["state"] == "stopped"
@@ -142,18 +129,6 @@ def test_a_run_serves_metrics_and_once_terminated_writes_its_final_weights_and_l
 def roles(status: bytes) -> set[str]:
     """Of the actors that have said something."""
     return {actor["role"] for actor in json.loads(status)["actors"]}
-
-
-@pytest.mark.full
-def test_a_run_whose_terminal_is_closed_ends_in_order(drive: Drive, left_over: LeftOver) -> None:
-    run = drive(ENDLESS)
-    run.until("training:")
-    run.process.stdout.close()
-    run.process.send_signal(signal.SIGHUP)
-    assert run.process.wait(120) == 128 + signal.SIGHUP
-    assert left_over(MARK, run.mark, END_SECONDS) == {}
-    assert (run.folder / "final" / "model.safetensors").is_file()
-    assert json.loads((run.folder / "summary.json").read_text())["state"] == "stopped"
 
 
 def test_a_killed_run_leaves_no_process(drive: Drive, left_over: LeftOver) -> None:

@@ -6,30 +6,20 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from tests.e2e.conftest import ENDLESS, MARK, Drive, Driver
 from tests.e2e.verdict import judged
 
 pytestmark = [pytest.mark.slow, pytest.mark.full, pytest.mark.timeout(2400)]
 
 EVERY = 4
-ENDLESS = [
-    "run.max_steps=100000",
-    f"trainer.checkpoint_every={EVERY}",
-    "model.warm_start.steps=10",
-    "metrics.port=0",
-]
-MARK = "BATON_TEST_RUN"
-
-Drive = Callable[[list[str]], Any]
-"""Starts a run; see the fixture `drive`."""
+SETTINGS = [*ENDLESS, f"trainer.checkpoint_every={EVERY}"]
 
 
-def kill(run: Any, title: str, number: signal.Signals = signal.SIGKILL) -> None:
+def kill(run: Driver, title: str, number: signal.Signals = signal.SIGKILL) -> None:
     """Send a signal, SIGKILL, to the first process of the run whose title contains the words."""
     for entry in sorted(Path("/proc").iterdir()):
         if entry.name.isdigit() and belongs(entry, run.mark, title):
@@ -46,7 +36,7 @@ def belongs(entry: Path, mark: str, title: str) -> bool:
         return False
 
 
-def until_checkpoint(run: Any) -> None:
+def until_checkpoint(run: Driver) -> None:
     """Wait until there is one of a step that was taken; how many steps the run takes meanwhile differs by machine."""
     run.until_true(lambda: any((run.folder / "checkpoints").glob("step_[1-9]*/manifest.json")))
 
@@ -57,7 +47,7 @@ def step_in(line: str) -> int:
 
 
 def test_a_run_goes_on_after_the_death_of_each_of_its_parts(drive: Drive) -> None:
-    run = drive(ENDLESS)
+    run = drive(SETTINGS)
     until_checkpoint(run)
     kill(run, "ray::TrainerRank")
     again = step_in(run.until("the trainer restarts from step"))
@@ -88,7 +78,7 @@ def test_a_run_goes_on_after_the_death_of_each_of_its_parts(drive: Drive) -> Non
 
 def test_the_trainer_dies_while_it_waits_for_a_generator_that_died_before_it(drive: Drive) -> None:
     """Ray gives the rank another process, which answers, but has no weights for the generator that comes back."""
-    run = drive([*ENDLESS, "run.stall_deadline=240"])
+    run = drive([*SETTINGS, "run.stall_deadline=240"])
     until_checkpoint(run)
     kill(run, "ray::Generator")
     run.until("it starts again")
@@ -104,7 +94,7 @@ def test_the_trainer_dies_while_it_waits_for_a_generator_that_died_before_it(dri
 
 def test_a_part_that_freezes_is_started_again_like_one_that_died(drive: Drive) -> None:
     deadlines = ["generator.silent_deadline=10", "trainer.collective_deadline=10"]
-    run = drive([*ENDLESS, *deadlines])
+    run = drive([*SETTINGS, *deadlines])
     until_checkpoint(run)
     kill(run, "ray::TrainerRank", signal.SIGSTOP)
     run.until_step(step_in(run.until("the trainer restarts from step")) + 3)

@@ -3,25 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 
 from service.cli.parser import main
+from tests.e2e.conftest import QUICK, Drive
 
 pytestmark = [pytest.mark.slow, pytest.mark.full, pytest.mark.timeout(2400)]
 
-SETTINGS = [
-    "run.max_steps=6",
-    "trainer.checkpoint_every=3",
-    "model.warm_start.steps=10",
-    "buffer.record=true",
-    "metrics.port=0",
-]
-
-Drive = Callable[[list[str]], Any]
-"""Starts a run; see the fixture `drive`."""
+SETTINGS = [*QUICK, "run.max_steps=6", "trainer.checkpoint_every=3", "buffer.record=true"]
 
 
 def test_a_finished_run_goes_on_longer_with_other_ranks_and_engines_and_its_own_journal(

@@ -5,13 +5,12 @@ from __future__ import annotations
 import re
 import signal
 import time
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 
 from actors.generator.generator_pool import HAND_OVER_SECONDS, STOP_SECONDS
 from service.cli.parser import main
+from tests.e2e.conftest import ENDLESS, Drive
 from tests.e2e.ledger_watch import page_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.full, pytest.mark.timeout(2400)]
@@ -19,19 +18,15 @@ pytestmark = [pytest.mark.slow, pytest.mark.full, pytest.mark.timeout(2400)]
 GRACE = 1
 GENERATED = re.compile(r'^baton_generated_tokens_total\{[^}]*"generator-1"[^}]*\} [1-9]', re.MULTILINE)
 SETTINGS = [
-    "run.max_steps=100000",
+    *ENDLESS,
     "trainer.ranks=1",
     "trainer.checkpoint_every=50",
-    "model.warm_start.steps=10",
     "generator.engines={min: 1, max: 2}",
     f"generator.leave_grace={GRACE}",
-    "metrics.port=0",
 ]
 
 
-def test_a_run_grows_to_two_generators_shrinks_to_one_and_grows_again_with_its_ledger_closed(
-    drive: Callable[[list[str]], Any],
-) -> None:
+def test_a_run_grows_to_two_generators_shrinks_to_one_and_grows_again_with_its_ledger_closed(drive: Drive) -> None:
     run = drive(SETTINGS)
     joined = run.until("generator-1 has joined")
     began, after_loading = time.monotonic(), float(joined.split(", ")[1].split()[0])

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from service.store.contents import stored_steps
 from service.store.objects import open_store
-from tests.e2e.test_adapter_resume import SETTINGS, history
+from tests.e2e.conftest import Drive
+from tests.e2e.test_adapter_resume import SETTINGS, same_history
 from tests.s3_server import BUCKET, flaky_s3_server
 
 pytestmark = [pytest.mark.slow, pytest.mark.full, pytest.mark.timeout(2400)]
@@ -31,7 +30,7 @@ SHORT = [*SETTINGS, *CHANGES]
 
 
 def test_killed_with_its_disk_a_run_goes_on_from_s3_with_the_history_of_the_uninterrupted_one(
-    drive: Callable[[list[str]], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    drive: Drive, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = drive(SHORT)
     assert whole.end() == 0, whole.tail()
@@ -63,7 +62,4 @@ def test_killed_with_its_disk_a_run_goes_on_from_s3_with_the_history_of_the_unin
     assert final["state"] == "finished"
     assert any("count as rolled back" in line or "no count of it" in line for line in resumed.said)
     assert any(f"{URL} has the checkpoint of step {STEPS} and the final weights" in line for line in resumed.said)
-    expected, found = history(whole.folder), history(resumed.folder)
-    assert len(expected) == len(found) == STEPS
-    for step, (before, after) in enumerate(zip(expected, found, strict=True), 1):
-        assert after == pytest.approx(before, rel=1e-3, abs=1e-4), f"step {step}"
+    same_history(whole.folder, resumed.folder, STEPS)

@@ -7,6 +7,13 @@ from pathlib import Path
 from typing import Any
 
 
+def step_of(folder: Path) -> int:
+    """The optimizer step that the folder of a run says was taken last."""
+    file = folder / "metrics.jsonl"
+    whole = file.read_text().rpartition("\n")[0] if file.exists() else ""
+    return int(json.loads(whole.splitlines()[-1])["trainer/global_step"]) if whole else 0
+
+
 def judged(folder: Path, steps: int) -> list[dict[str, Any]]:
     """The run's lines of `metrics.jsonl`: each step is there once, and no token was trained twice or is left open."""
     lines: list[dict[str, Any]] = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

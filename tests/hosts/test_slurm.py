@@ -21,7 +21,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.ledger_watch import LedgerWatch
-from tests.e2e.verdict import judged
+from tests.e2e.verdict import judged, step_of
 from tests.hosts.bed import ROOT, Bed, Host
 from tests.hosts.conftest import EVERY, SETTINGS
 from tests.hosts.slurm import KILL_WAIT_SECONDS, Slurm, no_slurm
@@ -69,8 +69,7 @@ class Job:
 
     def step(self) -> int:
         """The optimizer step that was taken last."""
-        file = self.folder / "metrics.jsonl"
-        return len(file.read_text().splitlines()) if file.exists() else 0
+        return step_of(self.folder)
 
     def until(self, look: Callable[[], object], seconds: float = WAIT_SECONDS) -> None:
         """Wait for something while the job goes on."""

@@ -53,55 +53,47 @@ def claim_of(number: int) -> Claim:
     return Claim(f"g{number}", 1, PolicyVersion(0, 0), 1)
 
 
-def test_of_thousands_of_waiting_claims_a_change_asks_few_and_serves_the_first(
+async def test_of_thousands_of_waiting_claims_a_change_asks_few_and_serves_the_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(actors.buffer.actor, "TICK_SECONDS", 3600.0)
+    buffer = await joined(tmp_path)
+    asked, ask = Counter[str](), buffer._claims._ask
 
-    async def scene() -> None:
-        buffer = await joined(tmp_path)
-        asked, ask = Counter[str](), buffer._claims._ask
+    def counted(claim: Claim, most: int) -> ClaimAnswer:
+        asked[claim.generator] += 1
+        return ask(claim, most)
 
-        def counted(claim: Claim, most: int) -> ClaimAnswer:
-            asked[claim.generator] += 1
-            return ask(claim, most)
-
-        buffer._claims._ask = counted
-        polls = [asyncio.ensure_future(buffer.claim(claim_of(number), 600.0)) for number in range(GENERATORS)]
-        first = await asyncio.gather(*polls[:ROOM])
-        assert [type(answer) for answer in first] == [list] * ROOM
-        assert asked.total() <= GENERATORS + ROOM
-        asked.clear()
-        await buffer.leave("g1", 1, "gone")  # its group is given to the one that waits longest
-        moved = await polls[ROOM]
-        assert isinstance(moved, list) and [given.group_id for given in moved] == [1]
-        assert asked.total() <= 3
-        asked.clear()
-        await buffer.drain("max_steps")
-        left = await asyncio.gather(*polls[ROOM + 1 :])
-        assert {answer.reason for answer in left if isinstance(answer, Wait)} == {WaitReason.DRAINED}
-        assert asked.total() <= GENERATORS
-        await buffer.stop()
-
-    asyncio.run(scene())
+    buffer._claims._ask = counted
+    polls = [asyncio.ensure_future(buffer.claim(claim_of(number), 600.0)) for number in range(GENERATORS)]
+    first = await asyncio.gather(*polls[:ROOM])
+    assert [type(answer) for answer in first] == [list] * ROOM
+    assert asked.total() <= GENERATORS + ROOM
+    asked.clear()
+    await buffer.leave("g1", 1, "gone")  # its group is given to the one that waits longest
+    moved = await polls[ROOM]
+    assert isinstance(moved, list) and [given.group_id for given in moved] == [1]
+    assert asked.total() <= 3
+    asked.clear()
+    await buffer.drain("max_steps")
+    left = await asyncio.gather(*polls[ROOM + 1 :])
+    assert {answer.reason for answer in left if isinstance(answer, Wait)} == {WaitReason.DRAINED}
+    assert asked.total() <= GENERATORS
+    await buffer.stop()
 
 
-def test_a_claim_gets_its_reason_when_its_time_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_claim_gets_its_reason_when_its_time_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(actors.buffer.actor, "TICK_SECONDS", 0.01)
-
-    async def scene() -> None:
-        buffer = await joined(tmp_path)
-        for number in range(ROOM):
-            assert isinstance(await buffer.claim(claim_of(number), 600.0), list)
-        async with asyncio.timeout(60):
-            waited = await buffer.claim(claim_of(9), 0.05)
-        assert isinstance(waited, Wait) and waited.reason is WaitReason.LOOKAHEAD
-        await buffer.stop()
-
-    asyncio.run(scene())
+    buffer = await joined(tmp_path)
+    for number in range(ROOM):
+        assert isinstance(await buffer.claim(claim_of(number), 600.0), list)
+    async with asyncio.timeout(60):
+        waited = await buffer.claim(claim_of(9), 0.05)
+    assert isinstance(waited, Wait) and waited.reason is WaitReason.LOOKAHEAD
+    await buffer.stop()
 
 
-def test_a_group_that_its_deadline_cuts_short_is_scored_although_nobody_calls(tmp_path: Path) -> None:
+async def test_a_group_that_its_deadline_cuts_short_is_scored_although_nobody_calls(tmp_path: Path) -> None:
     settings = config(
         algorithm={"n_samples_per_prompt": 3},
         buffer={"on_group_deadline": "train_partial", "group_deadline": 0.05},
@@ -109,49 +101,41 @@ def test_a_group_that_its_deadline_cuts_short_is_scored_although_nobody_calls(tm
         scorers={"judge": {"use": "mine:judge"}},
     )
     judge = Fake(lambda row, time: GOOD)
-
-    async def scene() -> None:
-        actor = buffer_of(settings, tmp_path, workers=lambda scorers: {"judge": [judge]})
-        await actor.join("trainer", "trainer")
-        await asyncio.sleep(0)
-        generator = Generator(actor._buffer)
-        work = generator.claimed(START)
-        for sample in range(2):  # the third never ends
-            of = TrajectoryId(work.group_id, sample)
-            sent = generator.send([step(of, "p0", 0)], [TrajectoryEnd(of, "p0", 1, "stop", 1.0)])
-            assert isinstance(sent, Receipt)
-        async with asyncio.timeout(30):
-            while not judge.asked:
-                await asyncio.sleep(0.02)
-        await actor.stop()
-
-    asyncio.run(scene())
+    actor = buffer_of(settings, tmp_path, workers=lambda scorers: {"judge": [judge]})
+    await actor.join("trainer", "trainer")
+    await asyncio.sleep(0)
+    generator = Generator(actor._buffer)
+    work = generator.claimed(START)
+    for sample in range(2):  # the third never ends
+        of = TrajectoryId(work.group_id, sample)
+        sent = generator.send([step(of, "p0", 0)], [TrajectoryEnd(of, "p0", 1, "stop", 1.0)])
+        assert isinstance(sent, Receipt)
+    async with asyncio.timeout(30):
+        while not judge.asked:
+            await asyncio.sleep(0.02)
+    await actor.stop()
 
 
-def test_who_waits_for_a_full_disk_shows_in_the_status_and_continues_when_there_is_room(
+async def test_who_waits_for_a_full_disk_shows_in_the_status_and_continues_when_there_is_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A trainer joins while the disk is full; nobody else asks for anything."""
     disk = FaultyDisk()
     monkeypatch.setattr(actors.buffer.actor, "Journal", partial(Journal, disk=disk))
-
-    async def scene() -> None:
-        buffer = buffer_of(Config(), tmp_path)
-        await buffer.ready()
-        disk.room = disk.used()
-        join = asyncio.ensure_future(buffer.join("trainer", "trainer"))
-        async with asyncio.timeout(60):
-            while not (waits := (await buffer.status())["waits"]):
-                await asyncio.sleep(0.01)
-        assert [(wait["who"], wait["reason"]) for wait in waits] == [("journal", "disk")]
-        assert "is full" in waits[0]["detail"] and not join.done()
-        disk.room = 1 << 40
-        async with asyncio.timeout(60):
-            assert await join == 1
-            while (await buffer.status())["waits"]:
-                await asyncio.sleep(0.01)
-
-    asyncio.run(scene())
+    buffer = buffer_of(Config(), tmp_path)
+    await buffer.ready()
+    disk.room = disk.used()
+    join = asyncio.ensure_future(buffer.join("trainer", "trainer"))
+    async with asyncio.timeout(60):
+        while not (waits := (await buffer.status())["waits"]):
+            await asyncio.sleep(0.01)
+    assert [(wait["who"], wait["reason"]) for wait in waits] == [("journal", "disk")]
+    assert "is full" in waits[0]["detail"] and not join.done()
+    disk.room = 1 << 40
+    async with asyncio.timeout(60):
+        assert await join == 1
+        while (await buffer.status())["waits"]:
+            await asyncio.sleep(0.01)
 
 
 def test_a_journal_belongs_to_one_process_until_that_ends(tmp_path: Path) -> None:

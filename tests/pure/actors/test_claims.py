@@ -1,8 +1,6 @@
 """Claims: a group that the buffer assigns is played, however late the assignment arrives."""
 
 import asyncio
-from collections.abc import Coroutine
-from typing import Any
 
 import pytest
 
@@ -50,115 +48,83 @@ def source(buffer: FakeBuffer, versions: list[PolicyVersion] | None = None, dead
     return Claimer("g", 2, buffer.claim, lambda: serving[-1], deadline)
 
 
-def run(main: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(main, 120))
+async def test_the_first_claim_asks_at_once_and_the_next_ones_wait() -> None:
+    buffer = FakeBuffer(LOOKAHEAD, LOOKAHEAD, groups(3))
+    claimer = source(buffer)
+    assert await claimer.next() == group(3)
+    assert [seconds for _, seconds in buffer.claims] == [0.0, claims.POLL_SECONDS, claims.POLL_SECONDS]
+    assert claimer.waited_for == "lookahead" and claimer.waiting is None
 
 
-def test_the_first_claim_asks_at_once_and_the_next_ones_wait() -> None:
-    async def main() -> None:
-        buffer = FakeBuffer(LOOKAHEAD, LOOKAHEAD, groups(3))
-        claimer = source(buffer)
-        assert await claimer.next() == group(3)
-        assert [seconds for _, seconds in buffer.claims] == [0.0, claims.POLL_SECONDS, claims.POLL_SECONDS]
-        assert claimer.waited_for == "lookahead" and claimer.waiting is None
-
-    run(main())
-
-
-def test_why_there_is_no_work_can_be_seen_while_there_is_none() -> None:
-    async def main() -> None:
-        open_poll: asyncio.Future[ClaimAnswer] = asyncio.get_running_loop().create_future()
-        claimer = source(FakeBuffer(LOOKAHEAD, open_poll))
-        waiting = asyncio.ensure_future(claimer.next())
-        while claimer.waiting is None:
-            await asyncio.sleep(0)
-        assert claimer.waiting == LOOKAHEAD
-        open_poll.set_result(groups(1))
-        assert await waiting == group(1)
-
-    run(main())
-
-
-def test_no_more_work_is_none() -> None:
-    async def main() -> None:
-        assert await source(FakeBuffer(LOOKAHEAD, DRAINED)).next() is None
-
-    run(main())
-
-
-def test_a_generator_that_leaves_claims_no_more_also_while_it_waits() -> None:
-    async def main() -> None:
-        buffer = FakeBuffer(LOOKAHEAD, asyncio.get_running_loop().create_future())
-        claimer = source(buffer)
-        waiting = asyncio.ensure_future(claimer.next())
-        while len(buffer.claims) < 2:
-            await asyncio.sleep(0)
-        claimer.leave()
-        assert await waiting is None and await claimer.next() is None
-        assert len(buffer.claims) == 2
-
-    run(main())
-
-
-def test_a_newer_version_makes_a_new_claim_and_the_overtaken_one_loses_nothing() -> None:
-    async def main() -> None:
-        overtaken: asyncio.Future[ClaimAnswer] = asyncio.get_running_loop().create_future()
-        versions = [PolicyVersion(1, 0)]
-        buffer = FakeBuffer(LOOKAHEAD, overtaken, groups(7), LOOKAHEAD, LOOKAHEAD, DRAINED)
-        claimer = source(buffer, versions)
-        waiting = asyncio.ensure_future(claimer.next())
-        while len(buffer.claims) < 2:
-            await asyncio.sleep(0)
-        versions.append(PolicyVersion(1, 1))
-        claimer.look_again()
-        assert await waiting == group(7)
-        assert [claim.serving.step for claim, _ in buffer.claims] == [0, 0, 1]
-        assert len({claim.request_id for claim, _ in buffer.claims}) == 3, "Ray may repeat each of them"
-        overtaken.set_result(groups(8))
+async def test_why_there_is_no_work_can_be_seen_while_there_is_none() -> None:
+    open_poll: asyncio.Future[ClaimAnswer] = asyncio.get_running_loop().create_future()
+    claimer = source(FakeBuffer(LOOKAHEAD, open_poll))
+    waiting = asyncio.ensure_future(claimer.next())
+    while claimer.waiting is None:
         await asyncio.sleep(0)
-        assert await claimer.next() == group(8)
-        assert await claimer.next() is None
+    assert claimer.waiting == LOOKAHEAD
+    open_poll.set_result(groups(1))
+    assert await waiting == group(1)
 
-    run(main())
+
+async def test_no_more_work_is_none() -> None:
+    assert await source(FakeBuffer(LOOKAHEAD, DRAINED)).next() is None
 
 
-def test_an_unreachable_buffer_is_asked_again_until_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_generator_that_leaves_claims_no_more_also_while_it_waits() -> None:
+    buffer = FakeBuffer(LOOKAHEAD, asyncio.get_running_loop().create_future())
+    claimer = source(buffer)
+    waiting = asyncio.ensure_future(claimer.next())
+    while len(buffer.claims) < 2:
+        await asyncio.sleep(0)
+    claimer.leave()
+    assert await waiting is None and await claimer.next() is None
+    assert len(buffer.claims) == 2
+
+
+async def test_a_newer_version_makes_a_new_claim_and_the_overtaken_one_loses_nothing() -> None:
+    overtaken: asyncio.Future[ClaimAnswer] = asyncio.get_running_loop().create_future()
+    versions = [PolicyVersion(1, 0)]
+    buffer = FakeBuffer(LOOKAHEAD, overtaken, groups(7), LOOKAHEAD, LOOKAHEAD, DRAINED)
+    claimer = source(buffer, versions)
+    waiting = asyncio.ensure_future(claimer.next())
+    while len(buffer.claims) < 2:
+        await asyncio.sleep(0)
+    versions.append(PolicyVersion(1, 1))
+    claimer.look_again()
+    assert await waiting == group(7)
+    assert [claim.serving.step for claim, _ in buffer.claims] == [0, 0, 1]
+    assert len({claim.request_id for claim, _ in buffer.claims}) == 3, "Ray may repeat each of them"
+    overtaken.set_result(groups(8))
+    await asyncio.sleep(0)
+    assert await claimer.next() == group(8)
+    assert await claimer.next() is None
+
+
+async def test_an_unreachable_buffer_is_asked_again_until_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(claims, "RETRY", Backoff(0.01))
-
-    async def main() -> None:
-        assert await source(FakeBuffer(Unreachable(), Unreachable(), groups(1))).next() == group(1)
-        with pytest.raises(Starved, match="g waited"):
-            await source(FakeBuffer(*[Unreachable()] * 1000), deadline=0.1).next()
-
-    run(main())
+    assert await source(FakeBuffer(Unreachable(), Unreachable(), groups(1))).next() == group(1)
+    with pytest.raises(Starved, match="g waited"):
+        await source(FakeBuffer(*[Unreachable()] * 1000), deadline=0.1).next()
 
 
-def test_a_refused_claim_fails_with_the_reason() -> None:
-    async def main() -> None:
-        with pytest.raises(RunFailed, match="fenced"):
-            await source(FakeBuffer(Refusal(RefusalReason.FENCED, "incarnation", 3))).next()
-
-    run(main())
+async def test_a_refused_claim_fails_with_the_reason() -> None:
+    with pytest.raises(RunFailed, match="fenced"):
+        await source(FakeBuffer(Refusal(RefusalReason.FENCED, "incarnation", 3))).next()
 
 
-def test_the_groups_of_one_answer_are_given_out_one_by_one_without_another_claim() -> None:
-    async def main() -> None:
-        buffer = FakeBuffer(groups(3, 4, 5), groups(6), DRAINED)
-        claimer = source(buffer)
-        assert [await claimer.next(room=room) for room in (4, 3, 2, 1)] == groups(3, 4, 5, 6)
-        assert await claimer.next(room=2) is None
-        assert buffer.most == [4, 1, 2]
-        numbers = [claim.request_id for claim, _ in buffer.claims]
-        assert numbers == [1, 5, 6], "each group that was asked for has a number of its own"
-
-    run(main())
+async def test_the_groups_of_one_answer_are_given_out_one_by_one_without_another_claim() -> None:
+    buffer = FakeBuffer(groups(3, 4, 5), groups(6), DRAINED)
+    claimer = source(buffer)
+    assert [await claimer.next(room=room) for room in (4, 3, 2, 1)] == groups(3, 4, 5, 6)
+    assert await claimer.next(room=2) is None
+    assert buffer.most == [4, 1, 2]
+    numbers = [claim.request_id for claim, _ in buffer.claims]
+    assert numbers == [1, 5, 6], "each group that was asked for has a number of its own"
 
 
-def test_what_arrived_for_a_generator_that_leaves_is_left_to_others() -> None:
-    async def main() -> None:
-        claimer = source(FakeBuffer(groups(3, 4)))
-        assert await claimer.next(room=2) == group(3)
-        claimer.leave()
-        assert await claimer.next() is None
-
-    run(main())
+async def test_what_arrived_for_a_generator_that_leaves_is_left_to_others() -> None:
+    claimer = source(FakeBuffer(groups(3, 4)))
+    assert await claimer.next(room=2) == group(3)
+    claimer.leave()
+    assert await claimer.next() is None

@@ -6,7 +6,9 @@ import asyncio
 import json
 import signal
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -46,16 +48,16 @@ def answering(answer: Any = None) -> Callable[..., Any]:
 
 
 LIVES = Method(answering(Life("a process", is_set_up=True)))
+URL = "http://127.0.0.1:9400"
+PUSH = SimpleNamespace(remote=lambda *_: None)
 
 
 def cluster_of(folder: Path, buffer: dict[str, Any], trainer: dict[str, Any]) -> Cluster:
     """Without generators; `buffer`: the answers by method, `trainer`: the methods."""
     folder.mkdir(parents=True, exist_ok=True)
-    write_address(folder, "http://127.0.0.1:9400")
+    write_address(folder, URL)
     return Cluster(
-        hub=SimpleNamespace(
-            start=Method(answering("http://127.0.0.1:9400")), push=SimpleNamespace(remote=lambda *_: None), life=LIVES
-        ),
+        hub=SimpleNamespace(start=Method(answering(URL)), push=PUSH, life=LIVES),
         buffer=SimpleNamespace(life=LIVES, **{name: Method(answering(answer)) for name, answer in buffer.items()}),
         generators=(),
         place=answering(None),
@@ -63,43 +65,53 @@ def cluster_of(folder: Path, buffer: dict[str, Any], trainer: dict[str, Any]) ->
     )
 
 
-def drive(folder: Path, leases: list[LeasedBatch | Wait]) -> None:
-    """Run until the buffer says that all groups are filtered, which ends the run."""
-    config = load_config(["configs/quickstart.yaml"], ["model.warm_start=null", "trainer.checkpoint_every=0"])
-    fruitless = Wait(WaitReason.FILTERED, FRUITLESS, 0.0)
-    buffer = {"ready": None, "join": 1, "lease": [*leases, fruitless], "commit": None}
-    trainer = {"load": None, "weights": None, "step": StepReport(True, None, {})}
-    cluster = cluster_of(folder / "run", buffer, {name: answering(answer) for name, answer in trainer.items()})
-    run, prepared = RunWriter(folder / "run"), Prepared(folder / "rows.jsonl", [], folder, 8, None)
+@contextmanager
+def coordinating(
+    folder: Path, cluster: Cluster, *settings: str, said: list[str] | None = None, **prepared: Any
+) -> Iterator[tuple[Coordinator, RunWriter]]:
+    """The loop of a quick start without checkpoints, in the folder `run`, whose files are closed in the end."""
+    config = load_config(["configs/quickstart.yaml"], ["trainer.checkpoint_every=0", *settings])
+    run = RunWriter(folder / "run")
+    ready = Prepared(folder / "rows.jsonl", [], folder, 8, **{"routing": None, **prepared})
     try:
-        with pytest.raises(RunFailed, match=f"^{FRUITLESS}; nothing is left to learn from$"):
-            asyncio.run(Coordinator(config, cluster, run, prepared, lambda line: None, None).run())
+        yield Coordinator(config, cluster, run, ready, [].append if said is None else said.append, None), run
     finally:
         run.close()
+
+
+COLD = "model.warm_start=null"
+LOADS = {"load": answering(), "weights": answering()}
+STEPS = LOADS | {"step": answering(StepReport(True, None, {}))}
+LEASES: dict[str, Any] = {"ready": None, "join": 1, "lease": LEASED, "commit": None, "covered": None}
+TOLD = dict.fromkeys(("journal_start", "journal_synced", "issued", "frontier", "accepted_tokens"), 0)
+ENDED = {"tokens": {}, "length_distance": 0.0, "token_length_distance": 0.0, "lengths": []}
+
+
+def fails(folder: Path, cluster: Cluster, reason: str, *settings: str, **more: Any) -> None:
+    """Run until the run ends with this reason."""
+    with coordinating(folder, cluster, *settings, **more) as (coordinator, _), pytest.raises(RunFailed, match=reason):
+        asyncio.run(asyncio.wait_for(coordinator.run(), 120))
+
+
+def drive(folder: Path, leases: list[LeasedBatch | Wait]) -> None:
+    """Run until the buffer says that all groups are filtered, which ends the run."""
+    fruitless = Wait(WaitReason.FILTERED, FRUITLESS, 0.0)
+    cluster = cluster_of(folder / "run", LEASES | {"lease": [*leases, fruitless]}, STEPS)
+    fails(folder, cluster, f"^{FRUITLESS}; nothing is left to learn from$", COLD)
 
 
 def test_a_run_that_is_stopped_while_it_writes_its_final_weights_has_finished(tmp_path: Path) -> None:
-    config = load_config(
-        ["configs/quickstart.yaml"], ["model.warm_start=null", "trainer.checkpoint_every=0", "run.max_steps=2"]
-    )
     said: list[str] = []
-    status = {"tokens": {}, "length_distance": 0.0, "token_length_distance": 0.0, "lengths": []}
-    buffer = {"ready": None, "join": 1, "lease": LEASED, "commit": None, "covered": None, "end": [[]], "stop": None}
-    driving: list[Coordinator] = []
 
     async def export(folder: Path) -> None:
         assert not run.has_final
-        driving[0].stop(signal.SIGTERM)
+        driving.stop(signal.SIGTERM)
 
-    trainer = {"load": answering(), "weights": answering(), "step": answering(StepReport(True, None, {}))}
-    cluster = cluster_of(tmp_path / "run", buffer | {"status": status}, trainer | {"export": export})
-    run, prepared = RunWriter(tmp_path / "run"), Prepared(tmp_path / "rows.jsonl", [], tmp_path, 8, None)
-    driving.append(Coordinator(config, cluster, run, prepared, said.append, None))
-    try:
-        asyncio.run(driving[0].run())
-    finally:
-        run.close()
-    assert run.has_final and driving[0].stopped_by == signal.SIGTERM
+    buffer = LEASES | {"end": [[]], "stop": None, "status": ENDED}
+    cluster = cluster_of(tmp_path / "run", buffer, STEPS | {"export": export})
+    with coordinating(tmp_path, cluster, COLD, "run.max_steps=2", said=said) as (driving, run):
+        asyncio.run(driving.run())
+    assert run.has_final and driving.stopped_by == signal.SIGTERM
     assert "stopping: all 2 steps are done, the final weights are still written ..." in said
     assert any(line.startswith("finished after 2 optimizer steps") for line in said)
     assert json.loads((tmp_path / "run" / SUMMARY).read_text())["state"] == "finished"
@@ -109,27 +121,21 @@ def test_a_run_that_is_stopped_while_it_writes_its_final_weights_has_finished(tm
 def test_a_run_that_gets_no_mini_batch_ends_and_names_the_generators_that_did_not_come_back(
     lost: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = ["model.warm_start=null", "trainer.checkpoint_every=0", "run.stall_deadline=0.05"]
     waiting = Wait(WaitReason.GROUPS, "0 of 16 groups are complete", 0.0)
-    buffer = {"ready": None, "join": 1, "lease": waiting}
-    cluster = cluster_of(tmp_path / "run", buffer, {"load": answering(), "weights": answering()})
-    run, prepared = RunWriter(tmp_path / "run"), Prepared(tmp_path / "rows.jsonl", [], tmp_path, 8, None)
-    coordinator = Coordinator(
-        load_config(["configs/quickstart.yaml"], settings), cluster, run, prepared, lambda line: None, None
-    )
+    cluster = cluster_of(tmp_path / "run", LEASES | {"lease": waiting}, LOADS)
     monkeypatch.setattr(Supervisor, "lost", lambda self: lost)
     named = "; generator-0 did not come back: .*no other has room .*" if lost else ""
-    try:
-        with pytest.raises(RunFailed, match=f"^no mini-batch for 0 s: 0 of 16 groups are complete{named}$"):
-            asyncio.run(asyncio.wait_for(coordinator.run(), 30))
-    finally:
-        run.close()
+    fails(
+        tmp_path,
+        cluster,
+        f"^no mini-batch for 0 s: 0 of 16 groups are complete{named}$",
+        COLD,
+        "run.stall_deadline=0.05",
+    )
 
 
 def test_every_process_of_a_run_is_asked_whether_it_lives_scorers_and_frozen_roles_included(tmp_path: Path) -> None:
-    settings = ["model.warm_start=null", "trainer.checkpoint_every=0"]
-    settings += ["scorers={judge: {use: 'math:sqrt', workers: 2}}", "roles={critic: {mode: frozen, model: critic}}"]
-    config = load_config(["configs/quickstart.yaml"], settings)
+    settings = ["scorers={judge: {use: 'math:sqrt', workers: 2}}", "roles={critic: {mode: frozen, model: critic}}"]
     asked: set[str] = set()
 
     def asks(name: str, **methods: Any) -> SimpleNamespace:
@@ -144,24 +150,18 @@ def test_every_process_of_a_run_is_asked_whether_it_lives_scorers_and_frozen_rol
             await asyncio.sleep(0.01)
         raise RunFailed("all were asked")
 
-    url, pushes = Method(answering("http://127.0.0.1:9400")), SimpleNamespace(remote=lambda *_: None)
-    run = RunWriter(tmp_path / "run")
-    write_address(run.path, "http://127.0.0.1:9400")
-    cluster = Cluster(
-        hub=asks("metrics-hub", start=url, push=pushes),
+    trainer: Any = SimpleNamespace(
+        named={name: asks(name) for name in ("trainer-0", "trainer-1")}, load=answering(), weights=weights
+    )
+    cluster = replace(
+        cluster_of(tmp_path / "run", {}, {}),
+        hub=asks("metrics-hub", start=Method(answering(URL)), push=PUSH),
         buffer=asks("buffer", join=Method(answering(1))),
-        generators=(),
-        place=answering(),
-        trainer=SimpleNamespace(  # type: ignore[arg-type]
-            named={name: asks(name) for name in ("trainer-0", "trainer-1")}, load=answering(), weights=weights
-        ),
+        trainer=trainer,
         scorers={name: asks(name) for name in ("scorer-judge-0", "scorer-judge-1")},
         roles={"role-critic": asks("role-critic")},
     )
-    prepared = Prepared(tmp_path / "rows.jsonl", [], tmp_path, 8, None)
-    with pytest.raises(RunFailed, match="all were asked"):
-        asyncio.run(asyncio.wait_for(Coordinator(config, cluster, run, prepared, lambda line: None, None).run(), 30))
-    run.close()
+    fails(tmp_path, cluster, "all were asked", COLD, *settings)
 
 
 class Trainer:
@@ -184,9 +184,6 @@ class Trainer:
 
 def test_a_trainer_that_fails_at_the_same_checkpoint_again_and_again_ends_the_run(tmp_path: Path) -> None:
     """Else it would repeat the steps before that checkpoint for ever, as on a disk that has become read-only."""
-    config = load_config(
-        ["configs/quickstart.yaml"], ["model.warm_start=null", "trainer.checkpoint_every=2", "run.max_restarts=2"]
-    )
     said: list[str] = []
     whole = [0, 2]
 
@@ -195,17 +192,12 @@ def test_a_trainer_that_fails_at_the_same_checkpoint_again_and_again_ends_the_ru
             raise TrainerLost("the trainer failed (OSError: Read-only file system)")
         whole.pop()
 
-    status = dict.fromkeys(("journal_start", "journal_synced", "accepted_tokens"), 0)
-    buffer = {"ready": None, "join": 1, "lease": LEASED, "commit": None, "covered": None, "status": status}
-    names = ("load", "weights", "save", "restart", "restore")
-    trainer = {name: answering() for name in names} | {"step": answering(StepReport(True, None, {}))}
-    cluster = cluster_of(tmp_path / "run", buffer, trainer | {"finish_save": finish_save})
-    run, prepared = RunWriter(tmp_path / "run"), Prepared(tmp_path / "rows.jsonl", [], tmp_path, 8, None)
-    try:
-        with pytest.raises(RunFailed, match=r"^the trainer failed 3 times; the last time: .*Read-only file system"):
-            asyncio.run(Coordinator(config, cluster, run, prepared, said.append, None).run())
-    finally:
-        run.close()
+    trainer = STEPS | {name: answering() for name in ("save", "restart", "restore")} | {"finish_save": finish_save}
+    cluster = cluster_of(tmp_path / "run", LEASES | {"status": TOLD}, trainer)
+    settings = [COLD, "trainer.checkpoint_every=2", "run.max_restarts=2"]
+    fails(
+        tmp_path, cluster, r"^the trainer failed 3 times; the last time: .*Read-only file system", *settings, said=said
+    )
     assert len([line for line in said if line.endswith("the trainer restarts from step 2")]) == 2
 
 
@@ -213,23 +205,15 @@ def test_a_trainer_that_fails_at_the_same_checkpoint_again_and_again_ends_the_ru
 def test_a_lack_of_memory_that_has_a_remedy_does_not_count_as_a_failure_of_the_trainer(
     tmp_path: Path, is_remedied: bool, restarts: int
 ) -> None:
-    settings = ["run.max_restarts=2", "trainer.checkpoint_every=0", "model.warm_start=null"]
-    config, said = load_config(["configs/quickstart.yaml"], settings), list[str]()
+    said: list[str] = []
     lacks = [TrainerLost("the trainer failed (out of memory)", is_remedied)] * 4 + [TrainerLost("it died")] * 3
 
     async def step(_: Any) -> None:
         raise lacks.pop(0)
 
-    status = dict.fromkeys(("journal_start", "journal_synced", "accepted_tokens"), 0)
-    buffer = {"ready": None, "join": 1, "lease": LEASED, "status": status}
-    trainer = {name: answering() for name in ("load", "weights", "restart")} | {"step": step}
-    cluster = cluster_of(tmp_path / "run", buffer, trainer)
-    run, prepared = RunWriter(tmp_path / "run"), Prepared(tmp_path / "rows.jsonl", [], tmp_path, 8, None)
-    try:
-        with pytest.raises(RunFailed, match=r"^the trainer failed 3 times; the last time: "):
-            asyncio.run(Coordinator(config, cluster, run, prepared, said.append, None).run())
-    finally:
-        run.close()
+    trainer = LOADS | {"restart": answering(), "step": step}
+    cluster = cluster_of(tmp_path / "run", LEASES | {"status": TOLD}, trainer)
+    fails(tmp_path, cluster, r"^the trainer failed 3 times; the last time: ", COLD, "run.max_restarts=2", said=said)
     told = [line for line in said if line == "the trainer failed (out of memory); the trainer restarts from step 0"]
     assert len(told) == restarts
     assert len([line for line in said if line.endswith("the trainer restarts from step 0")]) == (
@@ -243,24 +227,15 @@ def test_an_adapter_is_added_to_what_the_warm_start_of_all_weights_left(
 ) -> None:
     """Trainer and engines begin with it; without an adapter the warm start goes on with what the trainer has loaded."""
     monkeypatch.setattr(driving_loop, "demonstrations", lambda *_: [])
-    config = load_config(["configs/quickstart.yaml"], ["model.lora={}"] if lora else [])
-    run, trainer, hub = RunWriter(tmp_path / "run"), Trainer(), Method(answering("http://127.0.0.1:9400"))
-    write_address(run.path, "http://127.0.0.1:9400")
-    warmed = warmed_model(config.model, run.path)
-    prepared = Prepared(tmp_path / "rows.jsonl", [], tmp_path, 8, Routing((), 0, 0), warmed_model=warmed)
-    cluster = Cluster(
-        hub=SimpleNamespace(start=hub, push=SimpleNamespace(remote=lambda *_: None), life=LIVES),
-        buffer=SimpleNamespace(life=LIVES, **{name: Method(answering(1)) for name in ("ready", "join")}),
-        generators=(),
-        place=answering(None),
-        trainer=trainer,  # type: ignore[arg-type]
-    )
-    with pytest.raises(RunFailed, match="far enough"):
-        asyncio.run(Coordinator(config, cluster, run, prepared, lambda line: None, None).run())
-    run.close()
+    settings = ["model.lora={}"] if lora else []
+    warmed = warmed_model(load_config(["configs/quickstart.yaml"], settings).model, tmp_path / "run")
+    trainer: Any = Trainer()
+    cluster = replace(cluster_of(tmp_path / "run", LEASES, {}), trainer=trainer)
+    prepared = {"routing": Routing((), 0, 0), "warmed_model": warmed}
+    fails(tmp_path, cluster, "far enough", *settings, **prepared)
     asked = [call for call in trainer.asked if call[0] != "weights"]
     if lora:
-        assert warmed == run.path / "warm_start"
+        assert warmed == tmp_path / "run" / "warm_start"
         assert asked == [
             ("load", tmp_path, ("adapter", False)),
             ("warm_start", []),
@@ -275,29 +250,22 @@ def test_the_weights_of_the_best_evaluation_so_far_are_kept(tmp_path: Path) -> N
     """Scores of steps 0 to 3; an equal score is no better."""
     scores = [0.2, 0.5, 0.5, 0.4]
     sets = ["data.eval_make_rows=2", "data.eval_every=1", "run.keep_best=eval/made/avg_score", "run.max_steps=3"]
-    config = load_config(["configs/quickstart.yaml"], ["model.warm_start=null", "trainer.checkpoint_every=0", *sets])
-    run, prepared = RunWriter(tmp_path / "run"), Prepared(tmp_path / "rows.jsonl", [], tmp_path, 8, None)
-    status = {"tokens": {}, "length_distance": 0.0, "token_length_distance": 0.0, "lengths": []}
-    buffer = {"ready": None, "join": 1, "lease": LEASED, "commit": None, "covered": None, "end": [[]], "stop": None}
+    buffer = LEASES | {"end": [[]], "stop": None, "status": ENDED}
     trainer, evaluated = Trainer(), list[int]()
-    made = {"load": answering(), "weights": answering(), "step": answering(StepReport(True, None, {}))}
-    cluster = cluster_of(run.path, buffer | {"status": status}, made | {"export": trainer.export})
-    coordinator = Coordinator(config, cluster, run, prepared, lambda line: None, None)
+    cluster = cluster_of(tmp_path / "run", buffer, STEPS | {"export": trainer.export})
 
     async def at(step: int) -> None:
         evaluated.append(step)
         run.append_evaluations(step, [{"set": "made", "avg_score": scores[step]}, {"set": "x", "avg_score": step}])
         trainer.asked.append(("evaluated", step))
 
-    coordinator._evaluations.at = at  # type: ignore[method-assign]
-    try:
+    with coordinating(tmp_path, cluster, COLD, *sets) as (coordinator, run):
+        coordinator._evaluations.at = at  # type: ignore[method-assign]
         asyncio.run(coordinator.run())
-    finally:
-        run.close()
-    best = ("export", run.path / "best")
+    best = ("export", tmp_path / "run" / "best")
     assert trainer.asked == [
         *(("evaluated", 0), best, ("evaluated", 1), best),
-        *(("evaluated", 2), ("evaluated", 3), ("export", run.path / "final")),
+        *(("evaluated", 2), ("evaluated", 3), ("export", tmp_path / "run" / "final")),
     ]
 
 

@@ -223,9 +223,17 @@ async def test_an_engine_that_cannot_load_stays_paused_and_keeps_its_label(engin
     assert llm.did[-6:] == LOADED
 
 
-@pytest.mark.parametrize("data", [saved()[:-4], saved() + b"\0", b"\xff" * 64])
-async def test_an_image_that_is_no_whole_file_never_pauses_the_engine(engine: VllmEngine, data: bytes) -> None:
-    with pytest.raises(ValueError, match="not a safetensors file"):
+@pytest.mark.parametrize(
+    ("data", "why"),
+    [
+        *((data, "not a safetensors file") for data in (saved()[:-4], saved() + b"\0", b"\xff" * 64)),
+        (save({"w": WEIGHTS["w"][:1]}), "3 numbers, but the policy has 6"),
+    ],
+)
+async def test_an_image_that_is_not_all_of_the_policy_never_pauses_the_engine(
+    engine: VllmEngine, data: bytes, why: str
+) -> None:
+    with pytest.raises(ValueError, match=why):
         await engine.update_weights(NEW, imaged(data), 0)
     assert (llm_of(engine).did, engine.serving, files_open()) == ([], PolicyVersion(1, 0), 0)
 

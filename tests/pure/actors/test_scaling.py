@@ -172,10 +172,12 @@ class World:
                 await asyncio.sleep(0)
 
 
-async def test_another_number_is_answered_while_one_starts_which_joins_before_it_leaves(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    world = World(monkeypatch)
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> World:
+    return World(monkeypatch)
+
+
+async def test_another_number_is_answered_while_one_starts_which_joins_before_it_leaves(world: World) -> None:
     running, world.wanted, world.slow = await world.running(), 3, True
     await world.looked(lambda: "generator-1 starts: 3 generators are asked for" in world.lines)
     world.wanted = 1
@@ -192,10 +194,7 @@ async def test_another_number_is_answered_while_one_starts_which_joins_before_it
     running.cancel()
 
 
-async def test_one_that_joins_takes_the_newest_weights_and_one_that_leaves_is_forgotten(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    world = World(monkeypatch)
+async def test_one_that_joins_takes_the_newest_weights_and_one_that_leaves_is_forgotten(world: World) -> None:
     running, world.wanted = await world.running(), 3
     await world.settled("generator-0", "generator-1", "generator-2")
     await asyncio.sleep(0)
@@ -218,8 +217,7 @@ async def test_one_that_joins_takes_the_newest_weights_and_one_that_leaves_is_fo
     await running
 
 
-async def test_two_looks_at_once_let_a_generator_leave_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = World(monkeypatch)
+async def test_two_looks_at_once_let_a_generator_leave_once(world: World) -> None:
     running, world.wanted = await world.running(), 2
     await world.settled("generator-0", "generator-1")
     world.wanted = 1
@@ -262,9 +260,8 @@ async def test_one_that_leaves_holds_up_no_publication(monkeypatch: pytest.Monke
 
 
 async def test_what_is_on_a_drained_node_leaves_in_time_and_another_one_joins_though_none_was_left(
-    monkeypatch: pytest.MonkeyPatch,
+    world: World,
 ) -> None:
-    world = World(monkeypatch)
     running = await world.running()
     soon = int((time.time() + MARGIN_SECONDS + 3) * 1000)
     world.scaling.look({"a": soon})
@@ -278,9 +275,9 @@ async def test_what_is_on_a_drained_node_leaves_in_time_and_another_one_joins_th
 
 @pytest.mark.parametrize("jump", [-3600.0, 3600.0])
 async def test_a_clock_that_jumps_lets_a_drained_generator_go_on_for_no_longer_than_its_grace(
-    monkeypatch: pytest.MonkeyPatch, jump: float
+    world: World, monkeypatch: pytest.MonkeyPatch, jump: float
 ) -> None:
-    world, now = World(monkeypatch), time.time()
+    now = time.time()
     running = await world.running()
     monkeypatch.setattr(scaling, "time", SimpleNamespace(time=lambda: now + jump, monotonic=time.monotonic))
     world.scaling.look({"a": int((now + MARGIN_SECONDS + 3) * 1000)})
@@ -291,10 +288,7 @@ async def test_a_clock_that_jumps_lets_a_drained_generator_go_on_for_no_longer_t
 
 
 @pytest.mark.parametrize("first", ["joins", "leaves"])
-async def test_two_that_join_while_one_leaves_all_arrive_and_share_the_groups(
-    monkeypatch: pytest.MonkeyPatch, first: str
-) -> None:
-    world = World(monkeypatch)
+async def test_two_that_join_while_one_leaves_all_arrive_and_share_the_groups(world: World, first: str) -> None:
     running, world.wanted = await world.running(), 3
     drained = {"a": 0}
     world.there[0].leave = Method(partial(slow_leave, world.there[0], may_leave := asyncio.Event()))
@@ -330,9 +324,8 @@ async def slow_leave(leaving: Here, may: asyncio.Event, grace: float) -> None:
 
 
 async def test_one_that_starts_again_on_a_node_that_is_drained_leaves_and_another_one_joins(
-    monkeypatch: pytest.MonkeyPatch,
+    world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    world = World(monkeypatch)
     running, first = await world.running(), world.there[0]
 
     async def starts() -> str:
@@ -353,8 +346,7 @@ async def test_one_that_starts_again_on_a_node_that_is_drained_leaves_and_anothe
         await running
 
 
-async def test_a_run_that_is_stopped_while_it_has_no_generator_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = World(monkeypatch)
+async def test_a_run_that_is_stopped_while_it_has_no_generator_ends(world: World) -> None:
     running, world.wanted = await world.running(), 0
     await asyncio.sleep(0)
     world.scaling.look({"a": 0})
@@ -364,8 +356,7 @@ async def test_a_run_that_is_stopped_while_it_has_no_generator_ends(monkeypatch:
         await running
 
 
-async def test_one_that_evaluates_does_not_leave_of_its_own_accord(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = World(monkeypatch)
+async def test_one_that_evaluates_does_not_leave_of_its_own_accord(world: World) -> None:
     running, world.wanted = await world.running(), 2
     await world.settled("generator-0", "generator-1")
     world.pool.evaluating, world.wanted = {"generator-1"}, 1
@@ -377,9 +368,8 @@ async def test_one_that_evaluates_does_not_leave_of_its_own_accord(monkeypatch: 
 
 
 async def test_one_that_joined_and_died_is_let_go_and_replaced_and_the_buffer_gives_its_work_to_others(
-    monkeypatch: pytest.MonkeyPatch,
+    world: World,
 ) -> None:
-    world = World(monkeypatch)
     running, world.wanted = await world.running(), 2
     await world.settled("generator-0", "generator-1")
     first = world.there[1]
@@ -392,10 +382,7 @@ async def test_one_that_joined_and_died_is_let_go_and_replaced_and_the_buffer_gi
     await running
 
 
-async def test_generators_that_cannot_join_end_the_run_only_where_too_few_are_there(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    world = World(monkeypatch)
+async def test_generators_that_cannot_join_end_the_run_only_where_too_few_are_there(world: World) -> None:
     running, world.wanted, world.failing = await world.running(), 2, died()
     tries = world.config.run.max_restarts + 2
     await world.looked(lambda: sum("could not join" in line for line in world.lines) >= tries)
@@ -408,8 +395,7 @@ async def test_generators_that_cannot_join_end_the_run_only_where_too_few_are_th
     running.cancel()
 
 
-async def test_a_bug_met_while_a_generator_leaves_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = World(monkeypatch)
+async def test_a_bug_met_while_a_generator_leaves_is_raised(world: World) -> None:
     running, world.wanted = await world.running(), 2
     await world.settled("generator-0", "generator-1")
     world.there[1].failing["leave"], world.wanted = ZeroDivisionError("a bug"), 1

@@ -84,7 +84,6 @@ async def test_a_wait_ends_with_the_cause_when_the_process_that_it_needs_dies(af
         async with asyncio.timeout(30):
             await waiting
     assert said == [], "who waited says it"
-    watching.stop()
 
 
 async def test_a_process_that_answers_but_is_not_set_up_fulfils_no_wait() -> None:
@@ -94,7 +93,6 @@ async def test_a_process_that_answers_but_is_not_set_up_fulfils_no_wait() -> Non
     with pytest.raises(ProcessLost, match=r"^buffer is not set up$"):
         async with asyncio.timeout(30):
             await watching.unless_lost(["buffer"], asyncio.Event().wait())
-    watching.stop()
 
 
 async def test_who_is_lost_now_is_known() -> None:
@@ -107,7 +105,6 @@ async def test_who_is_lost_now_is_known() -> None:
     actor.life = NEXT._replace(is_set_up=True)
     await actor.asked_again()
     assert watching.lost() == []
-    watching.stop()
 
 
 async def test_an_answer_to_a_question_from_before_the_set_up_wakes_nobody() -> None:
@@ -123,7 +120,6 @@ async def test_an_answer_to_a_question_from_before_the_set_up_wakes_nobody() -> 
     await actor.asked_again(3)
     assert not waiting.done()
     waiting.cancel()
-    watching.stop()
 
 
 @pytest.mark.parametrize("wraps", [False, True])
@@ -144,12 +140,11 @@ async def test_a_call_that_fails_with_its_process_gets_the_cause_and_any_other_e
         await watching.unless_lost(["buffer"], fails(ZeroDivisionError()))
     with pytest.raises(ProcessLost, match=DIED):
         await watching.unless_lost(["buffer"], fails(RayActorError()))
-    watching.stop()
 
 
 async def test_a_death_for_which_nobody_waits_is_a_line_and_one_that_dies_for_ever_is_few_lines() -> None:
     actor, said = Actor(), list[str]()
-    watching = await supervised(actor, said)
+    await supervised(actor, said)
     for number in range(2, 8):
         actor.life = FIRST._replace(process=f"{number}")
         await actor.asked_again()
@@ -160,15 +155,13 @@ async def test_a_death_for_which_nobody_waits_is_a_line_and_one_that_dies_for_ev
     before, actor.life = [*said], None
     await actor.asked_again(5)
     assert said == before, "the run itself has ended it"
-    watching.stop()
 
 
 async def test_a_process_that_dies_before_it_has_answered_is_named() -> None:
     actor, said = Actor(), list[str]()
     actor.life = None
-    watching = await supervised(actor, said)
+    await supervised(actor, said)
     assert said == ["the process of buffer died as it started; Ray starts it again"]
-    watching.stop()
 
 
 async def test_an_actor_that_has_no_process_for_long_is_named_again_until_it_has_one(
@@ -193,7 +186,6 @@ async def test_an_actor_that_has_no_process_for_long_is_named_again_until_it_has
     watching.watch("buffer", actor.probe)
     await actor.asked_again()
     assert not any("still" in line for line in said[3:])
-    watching.stop()
 
 
 async def test_silence_is_named_repeatedly_and_ends_a_wait_at_the_deadline_of_the_actor(
@@ -207,12 +199,11 @@ async def test_silence_is_named_repeatedly_and_ends_a_wait_at_the_deadline_of_th
         async with asyncio.timeout(30):
             await watching.unless_lost(["buffer"], asyncio.Event().wait())
     assert said == ["buffer has not answered for 0 s"] * 2
-    watching.stop()
 
 
 async def test_silence_after_a_cut_connection_is_named_though_no_process_was_there_at_the_last_answer() -> None:
     actor, said = Actor(), list[str]()
-    watching = await supervised(actor, said)
+    await supervised(actor, said)
     actor.life = None
     await actor.asked_again()
     before = len(said)
@@ -221,7 +212,6 @@ async def test_silence_after_a_cut_connection_is_named_though_no_process_was_the
         while len(said) == before:
             await asyncio.sleep(0.001)
     assert said[-1] == "buffer has not answered for 0 s"
-    watching.stop()
 
 
 async def test_a_failure_that_somebody_else_met_reaches_who_waits() -> None:
@@ -233,7 +223,6 @@ async def test_a_failure_that_somebody_else_met_reaches_who_waits() -> None:
     watching.report("buffer", TrainerLost("a rank raised"))
     with pytest.raises(TrainerLost, match="a rank raised"):
         await waiting
-    watching.stop()
 
 
 async def test_the_death_of_a_process_that_has_lived_is_a_line_however_often_that_happens(
@@ -241,12 +230,11 @@ async def test_the_death_of_a_process_that_has_lived_is_a_line_however_often_tha
 ) -> None:
     monkeypatch.setattr(supervisor, "LIVED_SECONDS", 0.0)
     actor, said = Actor(), list[str]()
-    watching = await supervised(actor, said)
+    await supervised(actor, said)
     for number in range(2, 8):
         actor.life = FIRST._replace(process=f"{number}")
         await actor.asked_again(3)
     assert len(said) == 6, said
-    watching.stop()
 
 
 @pytest.mark.parametrize("waits_before", [True, False])
@@ -268,7 +256,6 @@ async def test_an_error_of_a_question_itself_reaches_who_waits_for_any_actor(wai
     with pytest.raises(ZeroDivisionError):
         async with asyncio.timeout(30):
             await waiting
-    watching.stop()
 
 
 async def test_work_that_does_not_end_when_it_is_cancelled_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -288,7 +275,6 @@ async def test_work_that_does_not_end_when_it_is_cancelled_is_an_error(monkeypat
         async with asyncio.timeout(30):
             await waiting
     ends.set()
-    watching.stop()
 
 
 async def test_an_actor_that_answers_is_known_while_the_control_store_of_ray_is_away(
@@ -411,4 +397,3 @@ async def test_a_host_that_is_nearly_full_is_named_once_with_the_largest_of_its_
         "WARNING host 10.0.0.1: the run's processes have 8.6 GB of 10.0 GB of memory; the largest is generator-0 with "
         f"6.0 GB: {REMEDIES['generator']}, or use a host with more memory"
     ]
-    watching.stop()
