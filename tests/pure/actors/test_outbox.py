@@ -1,9 +1,9 @@
 """What a generator finished reaches the buffer, in few messages, however the messages fare."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -67,49 +67,42 @@ def decoded(data: bytes) -> StepGroup:
     return group
 
 
-def play(buffer: FakeBuffer, scene: Callable[[Outbox], Awaitable[Any]]) -> Any:
-    """Do the scene with an outbox that sends to the buffer."""
-
-    async def main() -> Any:
-        outbox = Outbox("g", 3, buffer.submit, 120.0, buffer.refused.append)
-        running = asyncio.ensure_future(outbox.run())
-        try:
-            return await scene(outbox)
-        finally:
-            running.cancel()
-
-    return asyncio.run(main())
+@asynccontextmanager
+async def sending(buffer: FakeBuffer, deadline: float = 120.0) -> AsyncIterator[tuple[Outbox, asyncio.Future[None]]]:
+    """An outbox that sends to the buffer, and what runs it."""
+    outbox = Outbox("g", 3, buffer.submit, deadline, buffer.refused.append)
+    running = asyncio.ensure_future(outbox.run())
+    try:
+        yield outbox, running
+    finally:
+        running.cancel()
 
 
-def deliver(buffer: FakeBuffer, items: list[Step | TrajectoryEnd], deadline: float = 120.0) -> Outbox:
-    async def main() -> Outbox:
-        outbox = Outbox("g", 3, buffer.submit, deadline, buffer.refused.append)
-        running = asyncio.ensure_future(outbox.run())
+async def deliver(buffer: FakeBuffer, items: list[Step | TrajectoryEnd], deadline: float = 120.0) -> Outbox:
+    async with sending(buffer, deadline) as (outbox, running):
         for item in items:
             outbox.append(item) if isinstance(item, Step) else outbox.end(item)
         await asyncio.wait([asyncio.ensure_future(outbox.flush()), running], return_when=asyncio.FIRST_COMPLETED)
         if running.done():
             running.result()
-        running.cancel()
-        return outbox
-
-    return asyncio.run(main())
+    return outbox
 
 
-def test_what_finishes_together_travels_together_in_order() -> None:
+async def test_what_finishes_together_travels_together_in_order() -> None:
     buffer = FakeBuffer()
-    deliver(buffer, [step(0), step(1), end(0), step(2)])
+    await deliver(buffer, [step(0), step(1), end(0), step(2)])
     (group,) = map(decoded, buffer.sent)
     assert group.steps.group_id_K.tolist() == [0, 1, 2] and group.ends.group_id_E.tolist() == [0]
     assert (group.sender.generator, group.sender.incarnation, group.sender.sequence) == ("g", 3, 1)
 
 
-def test_the_turns_of_a_group_travel_in_one_message_which_goes_when_the_group_is_complete(
+async def test_the_turns_of_a_group_travel_in_one_message_which_goes_when_the_group_is_complete(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(outbox_module, "HOLD_SECONDS", 1000.0)
 
-    async def scene(outbox: Outbox) -> None:
+    buffer = FakeBuffer()
+    async with sending(buffer) as (outbox, _):
         for index in range(3):
             outbox.append(step(0, index))
             await asyncio.sleep(0.01)  # turns end one after the other
@@ -123,14 +116,13 @@ def test_the_turns_of_a_group_travel_in_one_message_which_goes_when_the_group_is
         await outbox.flush()
         assert buffer.group_ids()[4:] == [2] and len(buffer.sent) == 2
 
-    buffer = FakeBuffer()
-    play(buffer, scene)
 
-
-def test_complete_groups_wait_for_as_many_as_the_next_mini_batch_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_complete_groups_wait_for_as_many_as_the_next_mini_batch_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(outbox_module, "HOLD_SECONDS", 1000.0)
 
-    async def scene(outbox: Outbox) -> None:
+    buffer = FakeBuffer(lambda group: Receipt(wanted=3))
+    async with sending(buffer) as (outbox, _):
+
         async def complete(group_id: int, last: bool = False) -> list[int]:
             outbox.append(step(group_id))
             outbox.end(end(group_id))
@@ -146,25 +138,20 @@ def test_complete_groups_wait_for_as_many_as_the_next_mini_batch_lacks(monkeypat
         assert await complete(5, last=True) == [0, 1, 2, 3, 4, 5]
         assert len(buffer.sent) == 3
 
-    buffer = FakeBuffer(lambda group: Receipt(wanted=3))
-    play(buffer, scene)
 
-
-def test_a_turn_of_a_group_that_takes_long_is_not_held_back_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_turn_of_a_group_that_takes_long_is_not_held_back_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(outbox_module, "HOLD_SECONDS", 0.01)
 
-    async def scene(outbox: Outbox) -> None:
+    buffer = FakeBuffer()
+    async with sending(buffer) as (outbox, _):
         outbox.append(step(0))
         async with asyncio.timeout(10):
             while not buffer.sent:
                 await asyncio.sleep(0.005)
-
-    buffer = FakeBuffer()
-    play(buffer, scene)
     assert buffer.group_ids() == [0]
 
 
-def test_who_waits_for_a_step_gets_the_answer_to_its_own_trajectory_without_the_delay_of_batching(
+async def test_who_waits_for_a_step_gets_the_answer_to_its_own_trajectory_without_the_delay_of_batching(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(outbox_module, "HOLD_SECONDS", 1000.0)
@@ -174,46 +161,45 @@ def test_who_waits_for_a_step_gets_the_answer_to_its_own_trajectory_without_the_
             return Refusal(RefusalReason.EMPTY, "poison")
         return Receipt(superseded=(TrajectoryId(2, 0),) if 2 in group.steps.group_id_K else ())
 
-    async def scene(outbox: Outbox) -> list[bool]:
+    buffer = FakeBuffer(answer)
+    async with sending(buffer) as (outbox, _):
         waiting = []
         for group_id in range(4):
             outbox.append(step(group_id))
             waiting.append(asyncio.ensure_future(outbox.accepted(TrajectoryId(group_id, 0))))
         await asyncio.sleep(0)
         assert not any(one.done() for one in waiting) and not buffer.sent
-        answers = await asyncio.gather(*waiting)
-        return answers
-
-    buffer = FakeBuffer(answer)
-    assert play(buffer, scene) == [True, False, False, True]
+        assert await asyncio.gather(*waiting) == [True, False, False, True]
     assert buffer.refused == [TrajectoryId(1, 0), TrajectoryId(2, 0)]
 
 
-def test_long_messages_are_split_and_numbered(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_long_messages_are_split_and_numbered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(outbox_module, "MESSAGE_BYTES", 500)
     buffer = FakeBuffer()
-    deliver(buffer, [step(group_id, n_tokens=20) for group_id in range(10)])
+    await deliver(buffer, [step(group_id, n_tokens=20) for group_id in range(10)])
     assert buffer.group_ids() == list(range(10))
     assert [decoded(data).sender.sequence for data in buffer.sent] == list(range(1, len(buffer.sent) + 1))
     assert len(buffer.sent) == 5
 
 
-def test_no_message_has_more_names_than_its_header_may_hold() -> None:
+async def test_no_message_has_more_names_than_its_header_may_hold() -> None:
     buffer = FakeBuffer()
     ends = [TrajectoryEnd(TrajectoryId(o, 0), f"{o:0500}", 0, "stop", 1.0) for o in range(3000)]
-    deliver(buffer, list(ends))
+    await deliver(buffer, list(ends))
     sent = [group_id for data in buffer.sent for group_id in decoded(data).ends.group_id_E.tolist()]
     assert sent == list(range(3000)) and len(buffer.sent) == 3
 
 
-def test_routed_experts_of_another_shape_go_into_a_message_of_their_own() -> None:
+async def test_routed_experts_of_another_shape_go_into_a_message_of_their_own() -> None:
     """An engine that errs in it must not take the steps of other trajectories along."""
 
     def routed(group_id: int, layers: int) -> Step:
         return replace(step(group_id), routed_experts=np.zeros((5, layers, 2), np.int16))
 
     buffer = FakeBuffer(lambda group: Refusal(RefusalReason.LENGTH_MISMATCH, "") if _layers(group) == 3 else Receipt())
-    deliver(buffer, [routed(0, 2), step(1), routed(2, 2), end(2), routed(3, 3), step(4), routed(5, 3), routed(6, 2)])
+    await deliver(
+        buffer, [routed(0, 2), step(1), routed(2, 2), end(2), routed(3, 3), step(4), routed(5, 3), routed(6, 2)]
+    )
     sent = [decoded(data).steps.group_id_K.tolist() for data in buffer.sent]
     assert sent[:2] == [[0, 1, 2], [3, 4, 5]] and sorted(sent[2:]) == [[3], [4], [5], [6]]
     assert sorted(buffer.refused) == [TrajectoryId(3, 0), TrajectoryId(5, 0)]
@@ -224,15 +210,15 @@ def _layers(group: StepGroup) -> int | None:
     return None if experts is None else experts.shape[1]
 
 
-def test_a_message_without_an_answer_is_sent_again_as_the_same_bytes() -> None:
+async def test_a_message_without_an_answer_is_sent_again_as_the_same_bytes() -> None:
     buffer = FakeBuffer()
     buffer.fail_first = [Unreachable("gone"), Unreachable("gone")]
-    outbox = deliver(buffer, [step(0)])
+    outbox = await deliver(buffer, [step(0)])
     assert len(buffer.sent) == 3 and len(set(buffer.sent)) == 1
     assert outbox.counts["resent"] == 2 and outbox.counts["steps"] == 1
 
 
-def test_a_buffer_that_hangs_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_buffer_that_hangs_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(outbox_module, "ANSWER_SECONDS", 1.0)
     buffer = FakeBuffer()
     answer = buffer.submit
@@ -244,15 +230,15 @@ def test_a_buffer_that_hangs_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> 
         return result
 
     buffer.submit = hangs_once  # type: ignore[method-assign]
-    deliver(buffer, [step(0)])
+    await deliver(buffer, [step(0)])
     assert len(buffer.sent) == 2 and len(set(buffer.sent)) == 1
 
 
-def test_a_buffer_that_never_answers_starves_the_generator_with_a_reason() -> None:
+async def test_a_buffer_that_never_answers_starves_the_generator_with_a_reason() -> None:
     buffer = FakeBuffer()
     buffer.fail_first = [Unreachable("gone")] * 100
     with pytest.raises(ExceptionGroup) as caught:
-        deliver(buffer, [step(0)], deadline=0.2)
+        await deliver(buffer, [step(0)], deadline=0.2)
     assert caught.group_contains(Starved, match="no answer from the buffer")
 
 
@@ -261,9 +247,9 @@ def poison(group: StepGroup) -> Answer:
     return Refusal(RefusalReason.LOGPROB, f"step={found[0]}", 0.5) if len(found) else Receipt()
 
 
-def test_a_refused_trajectory_does_not_take_the_others_of_its_message_with_it() -> None:
+async def test_a_refused_trajectory_does_not_take_the_others_of_its_message_with_it() -> None:
     buffer = FakeBuffer(poison)
-    outbox = deliver(buffer, [step(1), step(POISONED), step(2), end(1), end(2)])
+    outbox = await deliver(buffer, [step(1), step(POISONED), step(2), end(1), end(2)])
     accepted = [data for data in buffer.sent if isinstance(poison(decoded(data)), Receipt)]
     assert sorted(group_id for data in accepted for group_id in decoded(data).steps.group_id_K.tolist()) == [1, 2]
     assert sorted(group_id for data in accepted for group_id in decoded(data).ends.group_id_E.tolist()) == [1, 2]
@@ -271,15 +257,15 @@ def test_a_refused_trajectory_does_not_take_the_others_of_its_message_with_it() 
     assert outbox.refusals[RefusalReason.LOGPROB] == 2 and outbox.counts["steps"] == 2
 
 
-def test_trajectories_that_need_no_more_work_are_passed_on() -> None:
+async def test_trajectories_that_need_no_more_work_are_passed_on() -> None:
     late = TrajectoryId(4, 0), TrajectoryId(5, 0)
     buffer = FakeBuffer(lambda group: Receipt(superseded=late))
-    deliver(buffer, [step(4), step(5), step(6)])
+    await deliver(buffer, [step(4), step(5), step(6)])
     assert buffer.refused == [*late]
 
 
-def test_a_fenced_incarnation_fails() -> None:
+async def test_a_fenced_incarnation_fails() -> None:
     buffer = FakeBuffer(lambda group: Refusal(RefusalReason.FENCED, "incarnation", 4))
     with pytest.raises(ExceptionGroup) as caught:
-        deliver(buffer, [step(0)])
+        await deliver(buffer, [step(0)])
     assert caught.group_contains(RunFailed, match="newer incarnation")
