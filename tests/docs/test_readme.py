@@ -28,9 +28,9 @@ def blocks(text: str, language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
 
 
-def commands() -> list[str]:
+def commands(pages: list[Path] = PAGES) -> list[str]:
     """Every command line in the pages' shell blocks, without its comment."""
-    lines = [line for page in PAGES for block in blocks(page.read_text(), "bash") for line in block.splitlines()]
+    lines = [line for page in pages for block in blocks(page.read_text(), "bash") for line in block.splitlines()]
     return [line.split(" #")[0].strip() for line in lines if line.strip() and not line.startswith("#")]
 
 
@@ -64,12 +64,17 @@ def test_every_baton_command_is_accepted(
     assert main(words if words[0] == "config" else ["config", "validate", *words[1:]]) == 0
 
 
+def sound(text: str, folder: Path, *overrides: str) -> Config:
+    """The configuration in a block of a page, which has no problems."""
+    (folder / "own.yaml").write_text(text)
+    config = load([folder / "own.yaml"], [*overrides]).config
+    assert problems(config) == []
+    return config
+
+
 def test_the_configuration_of_ones_own_is_right(tmp_path: Path) -> None:
     (text,) = blocks(README, "yaml")
-    file = tmp_path / "mine.yaml"
-    file.write_text(text)
-    config = load([file]).config
-    assert problems(config) == []
+    config = sound(text, tmp_path)
     assert config.env.name == "my_envs:Guess" != Config().env.name
 
 

@@ -18,7 +18,6 @@ import yaml
 from actors.driver.commands import VLLM_ON_CPU
 from service.cli.parser import main
 from service.config import load
-from service.config.checks import problems
 from service.handoff.steps.wire import encode as encode_group
 from service.rollout.chat.tokenizer import make_tokenizer
 from service.rollout.environment import Task
@@ -27,6 +26,8 @@ from service.rollout.prompts.dataset import load_tasks
 from service.run.folder import TARGETS
 from service.scorers.reply import answer_from
 from service.scorers.scorer import Scorer
+from tests.docs.test_readme import blocks as blocks_in
+from tests.docs.test_readme import commands, sound, targets
 from tests.pure.scorers.test_scorer import GROUP, TASKS, WORDS
 
 ROOT = Path(__file__).parents[2]
@@ -35,12 +36,7 @@ PAGES = sorted(DOCS.rglob("*.md"))
 
 
 def blocks(page: Path, language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", page.read_text(), re.DOTALL)
-
-
-def commands() -> list[str]:
-    lines = [line for page in PAGES for block in blocks(page, "bash") for line in block.splitlines()]
-    return [line.split(" #")[0].strip() for line in lines if line.strip() and not line.startswith("#")]
+    return blocks_in(page.read_text(), language)
 
 
 @pytest.fixture(scope="module")
@@ -91,14 +87,14 @@ SLURM = {"srun", "scontrol", "scancel"}
 """Programs of Slurm, which `tests/hosts/test_slurm.py` calls as the page has them."""
 
 
-@pytest.mark.parametrize("command", sorted(set(commands())))
+@pytest.mark.parametrize("command", sorted(set(commands(PAGES))))
 def test_a_command_of_the_pages_is_one_that_there_is(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Commands with a configuration that comes with Baton are tested further in `test_readme`."""
     words = shlex.split(command)
     if words[0] == "make":
-        assert words[1] in re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+        assert set(words[1:]) & targets()  # all of its words: `test_readme`
     elif words[:2] == ["baton", "init"]:
         monkeypatch.chdir(tmp_path)
         assert main(words[1:]) == 0 and any(tmp_path.iterdir())
@@ -158,10 +154,7 @@ def test_a_command_of_the_pages_is_one_that_there_is(
 
 def test_the_configuration_of_ones_own_is_right(tmp_path: Path) -> None:
     (text,) = blocks(DOCS / "own.md", "yaml")
-    file = tmp_path / "hangman.yaml"
-    file.write_text(text)
-    config = load([file]).config
-    assert problems(config) == []
+    sound(text, tmp_path)
     assert set(yaml.safe_load(text)["env"]["options"]) == {"lives"}
 
 
@@ -218,9 +211,8 @@ def test_the_environment_of_ones_own_plays_the_row(tmp_path: Path, monkeypatch: 
 
 @pytest.mark.parametrize("page", ["scorers.md", "roles.md"])
 def test_the_configurations_of_a_page_are_right(page: str, tmp_path: Path) -> None:
-    for number, text in enumerate(blocks(DOCS / page, "yaml")):
-        (file := tmp_path / f"{number}.yaml").write_text(text)
-        assert problems(load([file], ["model.make={}", "data.make_rows=8"]).config) == []
+    for text in blocks(DOCS / page, "yaml"):
+        sound(text, tmp_path, "model.make={}", "data.make_rows=8")
 
 
 def test_the_judge_of_ones_own_scores_each_trajectory_and_says_why(

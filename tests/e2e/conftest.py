@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -126,6 +126,18 @@ class Driver:
         return bool(heard)
 
 
+def close(drivers: Sequence[Driver], watches: Sequence[LedgerWatch]) -> None:
+    """End what a failed test left running, and say what it said."""
+    for driver in drivers:
+        print(driver.tail())
+        driver.process.kill()
+        driver.process.wait(timeout=10)
+        if driver.process.stdout is not None:
+            driver.process.stdout.close()
+    for watch in watches:
+        watch.stop()
+
+
 Drive = Callable[..., Driver]
 """Starts a run; see the fixture `drive`."""
 
@@ -155,12 +167,5 @@ def drive(tmp_path: Path) -> Iterator[Drive]:
         return drivers[-1]
 
     yield start
-    for driver in drivers:
-        print(driver.tail())  # for a test that failed
-        driver.process.kill()
-        driver.process.wait(timeout=10)
-        if driver.process.stdout is not None:
-            driver.process.stdout.close()
-    for watch in watches:
-        watch.stop()
+    close(drivers, watches)
     assert [watch.open for watch in watches] == [[] for _ in watches], "the token ledger does not close"

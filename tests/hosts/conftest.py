@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.conftest import Driver
+from tests.e2e.conftest import Driver, close
 from tests.e2e.ledger_watch import LedgerWatch
 from tests.hosts.bed import Bed, Host, unsupported
 
@@ -27,6 +27,13 @@ SETTINGS = [
 ]
 
 
+def holder(said: Sequence[str], part: str, bed: Bed) -> str:
+    """The host that holds a part, by the lines of a run."""
+    lines = [line.split() for line in said if line.startswith("host ") and " is gone" not in line]
+    address = next(words[1].rstrip(":") for words in reversed(lines) if part in [word.rstrip(",") for word in words])
+    return next(name for name, own in bed.addresses.items() if own == address)
+
+
 @dataclass(kw_only=True)
 class Run(Driver):
     """A run on a bed."""
@@ -35,9 +42,7 @@ class Run(Driver):
 
     def holder(self, part: str) -> str:
         """The host that holds a part, as the run said last."""
-        said = [line.split() for line in self.said if line.startswith("host ") and " is gone" not in line]
-        address = next(words[1].rstrip(":") for words in reversed(said) if part in [word.rstrip(",") for word in words])
-        return next(name for name, own in self.bed.addresses.items() if own == address)
+        return holder(self.said, part, self.bed)
 
     def goes_on_after(self, what: str, disturb: Callable[[], object], within: float) -> None:
         """It takes more further steps than lie between two checkpoints; says when its longest pause was over.
@@ -92,12 +97,5 @@ def drive(tmp_path: Path, lay: object) -> Iterator[Callable[..., Run]]:
         return runs[-1]
 
     yield start
-    for run in runs:
-        print(run.tail())
-        run.process.kill()
-        run.process.wait(timeout=10)
-        if run.process.stdout is not None:
-            run.process.stdout.close()
-    for watch in watches:
-        watch.stop()
+    close(runs, watches)
     assert [(watch.open, watch.lost) for watch in watches] == [([], []) for _ in watches], "the token ledger"

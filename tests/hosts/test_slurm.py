@@ -23,7 +23,7 @@ import pytest
 from tests.e2e.ledger_watch import LedgerWatch
 from tests.e2e.verdict import judged, step_of
 from tests.hosts.bed import ROOT, Bed, Host
-from tests.hosts.conftest import EVERY, SETTINGS
+from tests.hosts.conftest import EVERY, SETTINGS, holder
 from tests.hosts.slurm import KILL_WAIT_SECONDS, Slurm, no_slurm
 from tests.waiting import until
 
@@ -85,6 +85,10 @@ class Job:
         head = self.starts()[-1].partition(" on ")[2].split(";")[0].split()[0]
         self.watches.append(LedgerWatch(self.folder, partial(self.slurm.bed.enter_network, head)))
         return head
+
+    def holder(self, part: str) -> str:
+        """The node that holds a part, as the run said last."""
+        return holder(self.said().splitlines(), part, self.slurm.bed)
 
     def end(self) -> str:
         """Wait until it has ended and none of its processes is left; its state."""
@@ -223,7 +227,7 @@ def test_a_node_that_the_run_needs_is_lost_and_another_one_takes_its_place(lost:
     head = job.until_started(1)
     job.until(lambda: job.step() >= FIRST)
     node = head if lost == "the first node" else next(word for word in NODES[:2] if word != head)
-    assert node in (holder(job, "trainer-0"), holder(job, "generator-0"))
+    assert node in (job.holder("trainer-0"), job.holder("generator-0"))
     began = time.monotonic()
     job.slurm.bed.kill(node)
     job.until_started(2)
@@ -241,8 +245,8 @@ def test_a_run_goes_on_without_a_lost_node_of_generators(submit: Submit) -> None
     job = submit(["--nodes=3"], f"run.max_steps={steps}", "trainer.ranks=1", "generator.engines=4")
     head = job.until_started(1)
     job.until(lambda: job.step() >= FIRST)
-    engines = {holder(job, f"generator-{number}") for number in range(4)}
-    node = min(engines - {head, holder(job, "trainer-0")})
+    engines = {job.holder(f"generator-{number}") for number in range(4)}
+    node = min(engines - {head, job.holder("trainer-0")})
     began = time.monotonic()
     job.slurm.bed.kill(node)
     job.until(lambda: f"host {job.slurm.bed.addresses[node]} is gone" in job.said())
@@ -259,16 +263,9 @@ def test_a_heterogeneous_job_has_ranks_and_generators_on_nodes_of_their_own_and_
     job = submit(["--nodes=1", ":", "--nodes=1"], f"run.max_steps={STEPS}", "trainer.ranks=1")
     head = job.until_started(1)
     job.until(lambda: job.step() >= FIRST)
-    assert holder(job, "trainer-0") == head != holder(job, "generator-0")
-    job.slurm.bed.kill(holder(job, "generator-0"))
+    assert job.holder("trainer-0") == head != job.holder("generator-0")
+    job.slurm.bed.kill(job.holder("generator-0"))
     job.until_started(2)
     assert job.end() == "COMPLETED"
-    assert holder(job, "trainer-0") == head != holder(job, "generator-0")
+    assert job.holder("trainer-0") == head != job.holder("generator-0")
     judged(job.folder, STEPS)
-
-
-def holder(job: Job, part: str) -> str:
-    """The node that holds a part, as the run said last."""
-    said = [line.split() for line in job.said().splitlines() if line.startswith("host ") and " is gone" not in line]
-    address = next(words[1].rstrip(":") for words in reversed(said) if part in [word.rstrip(",") for word in words])
-    return next(name for name, own in job.slurm.bed.addresses.items() if own == address)

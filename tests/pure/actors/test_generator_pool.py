@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -108,6 +108,20 @@ class World:
 def answering(answer: Any) -> Method:
     async def function(*arguments: Any) -> Any:
         return answer
+
+    return Method(function)
+
+
+def raising(error: Callable[[], BaseException]) -> Method:
+    async def function(*arguments: Any) -> Any:
+        raise error()
+
+    return Method(function)
+
+
+def waiting(ended: asyncio.Future[Any]) -> Method:
+    async def function(*arguments: Any) -> None:
+        await asyncio.wait([ended])
 
     return Method(function)
 
@@ -247,12 +261,8 @@ async def test_an_engine_that_fails_while_the_group_forms_is_left_out() -> None:
 
 async def test_broadcasts_that_fail_though_every_engine_lives_end_the_run_in_one_line() -> None:
     world = await World("nccl").started()
-
-    async def cut_off(*arguments: Any) -> None:
-        raise WeightsCutOff("unhandled cuda error")
-
     for generator in world.generators:
-        generator.update_weights = Method(cut_off)
+        generator.update_weights = raising(lambda: WeightsCutOff("unhandled cuda error"))
     with pytest.raises(RunFailed, match=r"version 1:1 reached no engine in 2 broadcasts: unhandled cuda error"):
         await world.publish(1)
 
@@ -296,7 +306,7 @@ async def test_a_generator_that_starts_again_gets_the_newest_weights_once_it_is_
         await up.wait()
         return "node"
 
-    ended = ready_to_fail(world, start)
+    ended = ready_to_fail(world, Method(start))
     running = asyncio.ensure_future(world.pool.run())
     await until(lambda: bool(world.told))
     world.trainer.newest = PolicyVersion(1, 2)
@@ -318,11 +328,7 @@ async def test_a_generator_that_starts_again_gets_the_newest_weights_once_it_is_
 async def test_the_only_engine_that_starts_again_joins_a_new_group() -> None:
     world = await World("nccl", engines=1).started()
     await world.publish(1)
-
-    async def starts() -> str:
-        return "node"
-
-    ended = ready_to_fail(world, starts)
+    ended = ready_to_fail(world, answering("node"))
     world.said.clear()
     running = asyncio.ensure_future(world.pool.run())
     await until(lambda: len(world.told) == 2)
@@ -331,7 +337,7 @@ async def test_the_only_engine_that_starts_again_joins_a_new_group() -> None:
     await running
 
 
-def ready_to_fail(world: World, starts: Callable[[], Coroutine[Any, Any, str]]) -> asyncio.Future[None]:
+def ready_to_fail(world: World, starts: Method) -> asyncio.Future[None]:
     """The first generator dies once and starts as said, and both run until the returned future is done."""
     deaths, ended = iter([died()]), asyncio.get_running_loop().create_future()
 
@@ -340,12 +346,9 @@ def ready_to_fail(world: World, starts: Callable[[], Coroutine[Any, Any, str]]) 
             raise error
         await ended
 
-    async def runs() -> None:
-        await ended
-
     for generator in world.generators:
-        generator.run = Method(runs)
-    world.generators[0].run, world.generators[0].start = Method(run), Method(starts)
+        generator.run = waiting(ended)
+    world.generators[0].run, world.generators[0].start = Method(run), starts
     for generator in world.generators:
         generator.status = generator.stop = answering({})
     return ended
@@ -363,7 +366,7 @@ async def test_an_engine_that_does_not_start_again_is_one_more_failure_of_those_
             raise error
         return "node"
 
-    ended = ready_to_fail(world, start)
+    ended = ready_to_fail(world, Method(start))
     await world.publish(1)
     running = asyncio.ensure_future(world.pool.run())
     if failures == most:  # with the death before them
@@ -381,11 +384,7 @@ async def test_an_engine_that_does_not_start_again_is_one_more_failure_of_those_
 async def test_a_run_that_ends_waits_for_no_generator_that_cannot_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(actors.calls, "RESTARTING", Backoff(0.0))
     world = await World("memory").started()
-
-    async def start() -> str:
-        raise died()
-
-    ended = ready_to_fail(world, start)
+    ended = ready_to_fail(world, raising(died))
     running = asyncio.ensure_future(world.pool.run())
     await until(lambda: bool(world.told))
     ended.set_result(None)
@@ -408,17 +407,9 @@ async def test_weights_that_are_lost_on_their_way_are_waited_for_until_the_next(
 
 async def test_a_generator_that_starts_again_is_down() -> None:
     world = await World("memory").started()
-    never = asyncio.Event()
-
-    async def raises() -> None:
-        raise died()
-
-    async def waits() -> None:
-        await never.wait()
-
     for generator in world.generators:
-        generator.run, generator.start = Method(waits), Method(waits)
-    world.generators[0].run = Method(raises)
+        generator.run = generator.start = waiting(asyncio.Future())
+    world.generators[0].run = raising(died)
     running = asyncio.ensure_future(world.pool.run())
     await until(lambda: bool(world.told))
     assert world.pool.up() == {"generator-1": world.generators[1]}
@@ -469,12 +460,8 @@ async def test_code_that_blocks_a_generator_is_named_in_the_terminal_as_often_as
 ) -> None:
     monkeypatch.setattr(actors.generator.generator_pool, "RESTARTING", Backoff(0.0))
     world = await World("memory", engines=1).started()
-    generator, never = world.generators[0], asyncio.Event()
-
-    async def waits() -> None:
-        await never.wait()
-
-    generator.run = Method(waits)
+    generator = world.generators[0]
+    generator.run = waiting(asyncio.Future())
     running = asyncio.ensure_future(world.pool.run())
     for place in ("blocked by a.py:1", "blocked by b.py:2"):
         generator.blocking.put_nowait(died())  # a connection was cut, and the process lives

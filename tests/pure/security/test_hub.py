@@ -25,7 +25,10 @@ async def status_of(url: str, headers: dict[str, str] | None = None) -> int:
         return answer.status
 
 
-async def test_connections_that_send_nothing_or_half_a_header_or_read_no_answer_do_not_stop_the_hub() -> None:
+async def test_connections_that_send_nothing_or_half_a_header_or_read_no_answer_do_not_stop_the_hub(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(http_guard, "CONNECTION_SECONDS", 10 * SECONDS)
     hub = hub_on("127.0.0.1")
     url = await hub.start()
     address = urlsplit(url)
