@@ -51,10 +51,6 @@ class WeightsGone(BatonError):
     """The weights file is gone, because the process that held it died; retry with the next weights file."""
 
 
-class WeightsCutOff(BatonError):
-    """A broadcast of weights ended before this engine had them all; the engine is paused until the next broadcast."""
-
-
 class RunFailed(BatonError):
     """The run cannot make progress; the message gives the reason."""
 

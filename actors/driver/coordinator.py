@@ -82,7 +82,6 @@ class Coordinator:
             config.generator,
             config.run,
             config.weights,
-            config.trainer.collective_deadline,
             cluster.generators,
             cluster.trainer,
             self._telemetry,
@@ -444,7 +443,6 @@ class Coordinator:
         step = 0 if manifest is None else manifest.step
         self._say(f"{error}{unwritten if step < self._version.step else ''}; the trainer restarts from step {step}")
         self._profiles.lost()
-        self._weights.source_lost()
         left = partial(", ".join, [*self._trainer.named])
         with phase("restarting the trainer", self._say, left, after=QUIET_SECONDS, seconds=QUIET_SECONDS):
             await self._trainer.restart(self._prepared.base)

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import psutil
 
 from actors.weights.cuda_ipc import IPC_BACKEND
-from actors.weights.nccl_broadcast import BROADCAST_BACKEND
 from service.config import Config, LoraConfig, ModelConfig
 from service.config.model_folder import EXPERTS, model_config, text_part
 from service.config.rollout import GeneratorConfig
@@ -29,7 +28,7 @@ SCRATCH = "BATON_SCRATCH"
 PULL_BACKEND = "baton_pull"
 """Name of the weight transfer backend that `actors.engine.worker_extension` registers."""
 
-BACKENDS = {"memory": PULL_BACKEND, "nccl": BROADCAST_BACKEND, "ipc": IPC_BACKEND}
+BACKENDS = {"memory": PULL_BACKEND, "ipc": IPC_BACKEND}
 """weights.transport -> vLLM's weight transfer backend."""
 
 MAX_SEQUENCES = 1024

@@ -36,10 +36,9 @@ from actors.heap import freeze_heap
 from actors.weights.part import Source
 from actors.weights.policy_tensors import ADAPTER, ADAPTER_ID, PolicySize, WeightBytes, decode_announcement
 from actors.weights.pulled import WeightFile
-from actors.weights.weight_group import Meeting
 from service.config import Config, LoraConfig
 from service.environment_variables import SAFE_PATH
-from service.errors import RunFailed, Starved, UserError, WeightsCutOff
+from service.errors import RunFailed, Starved, UserError
 from service.observe.metrics import Metrics
 from service.rollout.engine import Generation, Sampling, StructureRefused
 from service.types import NO_VERSION, Int32s, Int64s, PolicyVersion
@@ -182,16 +181,13 @@ class VllmEngine:
     ) -> WeightUpdate:
         """Swap the weights while requests run.
 
-        `data`: where to pull the weights, or the trainer's announcement of the tensors that it sends or shares, with
-        its checksum.
+        `data`: where to pull the weights, or the announcement of the tensors that a rank shares, with its checksum.
 
         Raises:
             ValueError: the weights are not the policy's, or are older than the served weights; the engine keeps the
             served weights.
             WeightsGone: the holder of the weights has ended or has newer weights; the engine keeps the old weights, or
             is paused until the next update if it had begun to load.
-            WeightsCutOff: a broadcast ended before all weights had arrived; the engine stays paused until the next
-            update.
             RunFailed: the engine could not load the weights; it stays paused and must be ended.
         """
         async with self._update_lock:
@@ -211,30 +207,9 @@ class VllmEngine:
                 raise
 
     async def _receive(self, version: PolicyVersion, data: WeightBytes, checksum: int) -> WeightUpdate:
-        """Load weights from the trainer's GPU; `data` announces the tensors, which the trainer sends or shares once."""
+        """Load weights from the trainer's GPU; `data` announces the tensors, which a rank shares once."""
         info, n_bytes = decode_announcement(data, checksum, self._size)
-        try:
-            return WeightUpdate(n_bytes, await self._swap(version, info, tries=1))
-        except RunFailed as error:
-            if self._config.weights.transport == "nccl":
-                raise WeightsCutOff(str(error.__cause__)) from error
-            raise
-
-    async def join(self, meeting: Meeting, first_rank: int) -> None:
-        """Let this engine's workers join a group with the trainer's first rank, at ranks from `first_rank` on.
-
-        Raises:
-            WeightsCutOff: not all members came.
-        """
-        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
-
-        request = WeightTransferInitRequest(init_info={"meeting": meeting, "first_rank": first_rank})
-        try:
-            await self._unless_dead(self._running().init_weight_transfer_engine(request))
-        except RunFailed:
-            raise
-        except Exception as error:  # vLLM passes the worker's error on as a bare Exception
-            raise WeightsCutOff(str(error)) from error
+        return WeightUpdate(n_bytes, await self._swap(version, info, tries=1))
 
     async def _swap(self, version: PolicyVersion, info: dict[str, Any], tries: int) -> float:
         """Pause, load the weights, resume; returns the seconds of the pause."""

@@ -31,7 +31,6 @@ from vllm.lora.peft_helper import PEFTHelper
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
-from vllm.utils.nccl import unpinned_nccl_env
 
 from actors.engine import text_models
 from actors.engine.cpu_lora import use_runs_of_rows
@@ -45,10 +44,8 @@ from actors.engine.expected_warnings import (
 from actors.engine.vllm_arguments import OWNER_PID, PULL_BACKEND
 from actors.weights.cuda_ipc import IPC_BACKEND, Handle, rebuild_arguments
 from actors.weights.memory import OpenMemory
-from actors.weights.nccl_broadcast import BROADCAST_BACKEND, receive
 from actors.weights.policy_tensors import ADAPTER_ID, AdapterShapes, TensorSpec
 from actors.weights.pulled import WeightFile, file_of
-from actors.weights.weight_group import Meeting, WeightGroup
 
 
 def allow_amx() -> None:
@@ -191,51 +188,6 @@ class IpcWeightEngine(IPCWeightTransferEngine):  # type: ignore[misc]
         super().receive_weights(IPCWeightTransferUpdateInfo(names, dtypes, shapes, ipc_handles=handles))
 
 
-@dataclass
-class BroadcastInitInfo(WeightTransferInitInfo):  # type: ignore[misc]
-    """The address at which an engine's workers meet the trainer's first rank."""
-
-    meeting: Meeting
-    first_rank: int
-    """The first rank of this engine's workers in the group."""
-
-
-@dataclass
-class BroadcastUpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """All parameters under their Hugging Face names, in the order in which they are sent."""
-
-    tensors: list[TensorSpec]
-
-
-class BroadcastWeightEngine(LayerwiseEngine):
-    """Receives all parameters from the trainer's first rank."""
-
-    init_info_cls = BroadcastInitInfo
-    update_info_cls = BroadcastUpdateInfo
-    _group: WeightGroup | None = None
-
-    def init_transfer_engine(self, init_info: BroadcastInitInfo) -> None:
-        """Join a group, which replaces the previous group."""
-        self.shutdown()
-        meeting = Meeting(*init_info.meeting)
-        with unpinned_nccl_env():  # vLLM sets NCCL's variables, the trainer does not; both must agree
-            self._group = WeightGroup(meeting, init_info.first_rank + self.parallel_config.rank, self.device)
-
-    def receive_weights(self, update_info: BroadcastUpdateInfo) -> None:
-        """Load every parameter as it arrives."""
-        if self._group is None:
-            raise RuntimeError("weights were announced before the engine joined a group")
-        specs = [TensorSpec(*spec) for spec in update_info.tensors]
-        with self._group.under_way():
-            self.model.load_weights(receive(self._group, specs, self.device))
-
-    def shutdown(self) -> None:
-        """Leave the group."""
-        if self._group is not None:
-            self._group.end("an engine left the group")
-            self._group = None
-
-
 class AdapterSlot:
     """The slot of the policy's adapter, into which vLLM's weight transfer loads tensors instead of into the model."""
 
@@ -304,7 +256,6 @@ getLogger(LOADS).addFilter(not_of_rounding)
 getLogger(RELOADS).addFilter(not_of_a_rotary_embedding)
 for backend, engine in (
     (PULL_BACKEND, PullingEngine),
-    (BROADCAST_BACKEND, BroadcastWeightEngine),
     (IPC_BACKEND, IpcWeightEngine),
 ):
     if backend not in WeightTransferEngineFactory._registry:

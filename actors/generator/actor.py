@@ -34,7 +34,6 @@ from actors.observe.reporting import Reporter
 from actors.weights.image import ImageHolder
 from actors.weights.part import Source
 from actors.weights.policy_tensors import WeightBytes
-from actors.weights.weight_group import Meeting
 from service.agents.agents import Agents
 from service.agents.session_keys import Keys
 from service.config import Config
@@ -277,8 +276,6 @@ class Generator(ImageHolder, Supervised):
         Raises:
             ValueError: the weights are not the policy's; the engine keeps the old weights.
             WeightsGone: the weights are gone or were replaced; see `VllmEngine.update_weights`.
-            WeightsCutOff: a broadcast ended before all weights had arrived; the engine stays paused until the next
-            update.
             RunFailed: the engine could not load the weights; this process ends.
             ProcessLost: this process has not been started.
         """
@@ -295,11 +292,6 @@ class Generator(ImageHolder, Supervised):
         self._metrics.observe("baton_weight_sync_pause_seconds", update.pause_seconds)
         self._metrics.count("baton_weight_sync_bytes_total", update.bytes)
         return update._asdict()
-
-    async def join_trainer(self, meeting: Meeting, first_rank: int) -> None:
-        """Join a process group with the trainer's first rank, which broadcasts weights in it; see `VllmEngine.join`."""
-        self._set_up()
-        await self._engine.join(meeting, first_rank)
 
     async def evaluate(
         self, name: str, tasks_file: str, n_samples: int, shard: EvalShard, version: int | None = None

@@ -23,7 +23,6 @@ from ray.util.placement_group import PlacementGroup, remove_placement_group
 from actors.calls import ACTOR_FAILED, CALL_SECONDS, RESTARTING, call, in_a_line, started
 from actors.deaths import kernel_kills, life_of
 from actors.observe.telemetry import RunTelemetry
-from actors.weights.broadcasts import Broadcasts
 from actors.weights.delivery import Delivery
 from actors.weights.weight_source import TRAINER, WeightSource
 from service.backoff import retried
@@ -54,7 +53,6 @@ class GeneratorPool:
         settings: GeneratorConfig,
         run: RunConfig,
         weights: WeightsConfig,
-        collective_deadline: float,
         generators: Sequence[Any],
         trainer: WeightSource,
         telemetry: RunTelemetry,
@@ -68,10 +66,8 @@ class GeneratorPool:
         self._failures: Counter[str] = Counter()
         self._down: set[str] = set()
         """Names of the generators that restart or stop; they are not called for weights or evaluations."""
-        workers, by_name = settings.engine_gpus, self._generators
-        broadcasts = Broadcasts(weights, collective_deadline, workers, by_name, trainer)
         failed, sent = partial(supervisor.report, TRAINER), telemetry.sent
-        self.weights = Delivery(weights, by_name, trainer, broadcasts, self._is_up, self._not_taken, failed, sent)
+        self.weights = Delivery(weights, self._generators, trainer, self._is_up, self._not_taken, failed, sent)
         self._stopping = False
         self._rooms: dict[str, PlacementGroup] = {}
         """The placement group of each generator that joined later."""
@@ -228,7 +224,6 @@ class GeneratorPool:
         failed: BaseException | None = error
         while failed is not None and not self._ends(name):
             self._down.add(name)
-            self.weights.restarts(name)
             self._count_failure(name, failed)
             why = in_a_line(failed)
             memory = "" if isinstance(failed, ProcessLost) else advice(why, name) or kernel_kills.clause(name)

@@ -23,12 +23,10 @@ from actors.heap import freeze_heap
 from actors.observe.actor_logs import keep_log
 from actors.observe.reporting import Reporter
 from actors.weights.cuda_ipc import encode_handles
-from actors.weights.nccl_broadcast import BroadcastSender
 from actors.weights.nixl_reads import RemoteMemory
 from actors.weights.part import Source, WeightBucket
 from actors.weights.part_buffers import PartBuffers
-from actors.weights.policy_tensors import Octets, checksum_of, encode_announcement
-from actors.weights.weight_group import Meeting
+from actors.weights.policy_tensors import Octets, checksum_of
 from service.config import Config
 from service.errors import ProcessLost, UserError
 from service.handoff.steps.wire import decode_mini_batch
@@ -70,8 +68,7 @@ class TrainerRank(Supervised):
         self._supervised: SupervisedSteps | None = None
         """Takes the steps of `baton sft`; None before the first step."""
         self._gathered: tuple[int | None, dict[str, torch.Tensor]] = (None, {})
-        """The whole weights that were gathered last, for transports from GPU to GPU, with their version."""
-        self._sender: BroadcastSender | None = None
+        """The whole weights that were gathered last, for transport `ipc`, with their version."""
         self._buffers = PartBuffers(rank)
         """This rank's part of the newest weights, for transport `memory`."""
         self._steps = 0
@@ -239,30 +236,20 @@ class TrainerRank(Supervised):
             raise ValueError(f"trainer rank {self._rank} has no whole profile")
         return recorded.file
 
-    def weights(self, version: int) -> Source | tuple[bytes, int] | None:
-        """Copy or gather the policy; returns what this rank publishes; every rank must call this.
+    def weights(self, version: int) -> Source | None:
+        """Copy or gather the policy; every rank must call this.
 
-        With `memory` each rank copies its own part, and publishes its place; engines read the part or call `bucket`.
-        With `nccl` rank 0 gathers all weights and publishes the announcement of the tensors that `begin_send` will
-        send, and its checksum. With `ipc` every rank gathers all weights and publishes nothing until `ipc_handles` is
-        called.
+        With `memory` each rank copies its own part, and returns its place; engines read the part or call `bucket`. With
+        `ipc` every rank gathers all weights for `ipc_handles`.
         """
         with self._busy("weights"):
-            transport = self._config.weights.transport
-            if transport == "memory":
+            if self._config.weights.transport == "memory":
                 self._buffers.copy(version, self.learner.shards(), self.learner.policy.dtype)
                 return self._buffers.source
-            if transport == "ipc":
-                self._gathered = None, {}
-                torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
-                self._gathered = version, self.learner.weights(everywhere=True) or {}
-                return None
-            weights = self.learner.weights()
-            if weights is None:
-                return None
-            self._gathered = version, weights
-            announcement = encode_announcement(weights)
-            return announcement, checksum_of(announcement)
+            self._gathered = None, {}
+            torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
+            self._gathered = version, self.learner.weights(everywhere=True) or {}
+            return None
 
     @ray.method(concurrency_group=SENDING)  # type: ignore[untyped-decorator]
     def share(self) -> tuple[RemoteMemory | None, str]:
@@ -285,19 +272,6 @@ class TrainerRank(Supervised):
             return None
         handles = encode_handles(weights, self._device)
         return handles, checksum_of(handles)
-
-    @ray.method(concurrency_group=SENDING)  # type: ignore[untyped-decorator]
-    def begin_send(self, version: int, meeting: Meeting) -> bool:
-        """Begin to send this version's weights to a group of engines; False if a newer version has replaced this one.
-
-        The call returns at once, so that no other rank waits for the engines.
-        """
-        _, (gathered, weights) = self.learner, self._gathered
-        if version != gathered:
-            return False
-        self._sender = self._sender or BroadcastSender(self._device)
-        self._sender.begin(meeting, weights)
-        return True
 
     def save(self, folder: str) -> None:
         """Copy this rank's part of a checkpoint and begin to write it."""

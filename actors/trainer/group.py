@@ -11,10 +11,9 @@ from typing import Any
 import ray
 import ray.exceptions
 
-from actors.calls import CALL_SECONDS, RESTARTING, answer, call, in_a_line
+from actors.calls import RESTARTING, answer, call, in_a_line
 from actors.weights.nixl_reads import RemoteMemory
 from actors.weights.part import Source, WeightBucket, check_parts
-from actors.weights.weight_group import Meeting
 from actors.weights.weight_source import PublishedWeights, TrainerLost
 from service.backoff import retried
 from service.config import Config
@@ -115,12 +114,12 @@ class TrainerGroup:
         return report._replace(metrics=report.metrics | most)
 
     async def weights(self, version: PolicyVersion) -> PublishedWeights:
-        """Let every rank copy its part of the policy, or with transports from GPU to GPU gather the whole policy."""
+        """Let every rank copy its part of the policy, or for transport `ipc` gather the whole policy."""
         published = await self._ask_all("weights", version.pack())
         if isinstance(published[0], Source):
             check_parts([source.part for source in published])
             return PublishedWeights(version, sources=(*published,))
-        return PublishedWeights(version, *(published[0] or ()))
+        return PublishedWeights(version)
 
     async def remotes(self) -> list[tuple[RemoteMemory | None, str]]:
         """Let generators of other hosts read each rank's part; for a rank without NIXL None, and the reason."""
@@ -139,10 +138,6 @@ class TrainerGroup:
         its checksum; None if the rank has newer weights."""
         found: tuple[bytes, int] | None = await self._ask(number, "ipc_handles", version.pack())
         return found
-
-    async def begin_send(self, version: PolicyVersion, meeting: Meeting) -> bool:
-        """Let rank 0 begin to send weights to a group of engines; False if a newer version has replaced them."""
-        return bool(await self._ask(0, "begin_send", version.pack(), meeting, within=CALL_SECONDS))
 
     async def begin_profile(self, ranks: Sequence[int], steps: int) -> None:
         """Let these ranks record a profile of their next optimizer steps."""

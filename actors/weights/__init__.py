@@ -5,7 +5,8 @@
               engines pull from it
     bucket    bytes of a part that travel to other hosts as one message   `part.py`
     chain     the way of the buckets from the ranks over several nodes    `chain.py`
-    image     the file in a node's shared memory that buckets fill        `image.py`, `node_images.py`
+    image     the file in a node's shared memory that buckets fill, or    `image.py`, `node_images.py`
+              that is read as a whole with NIXL                           `nixl_reads.py`
 
-With NVIDIA GPUs weights may go without files: by broadcast (`nccl_broadcast.py`), or by CUDA IPC (`cuda_ipc.py`).
+A rank and an engine that share a GPU may share weights there without files, by CUDA IPC (`cuda_ipc.py`).
 """

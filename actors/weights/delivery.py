@@ -1,8 +1,7 @@
 """Sends the newest weights to every engine that is up; an engine that was down gets them after its restart.
 
-memory   an image of each node, which its engines load      `chain.py`, `node_images.py`
-nccl     one broadcast to all engines                       `broadcasts.py`
-ipc      handles to a rank's tensors on the engine's GPU    `cuda_ipc.py`
+memory   engines pull from the ranks or from an image of their node    `pulled.py`, `node_images.py`
+ipc      handles to a rank's tensors on the engine's GPU               `cuda_ipc.py`
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 from actors.calls import ACTOR_FAILED, call, in_a_line, may_be_dropped
-from actors.weights.broadcasts import Broadcasts
 from actors.weights.node_images import NodeImages
 from actors.weights.weight_source import PublishedWeights, TrainerLost, WeightSource
 from service.config import WeightsConfig
@@ -40,7 +38,6 @@ class Delivery:
         config: WeightsConfig,
         generators: Mapping[str, Any],
         source: WeightSource,
-        broadcasts: Broadcasts,
         is_up: Callable[[str], bool],
         not_taken: Callable[[str, PolicyVersion, BaseException], None],
         source_failed: Callable[[TrainerLost], None],
@@ -51,7 +48,6 @@ class Delivery:
         self._config, self._generators, self._source, self._is_up = config, generators, source, is_up
         self._not_taken, self._source_failed = not_taken, source_failed
         self._images = NodeImages(generators, source, config.sync_deadline, sent)
-        self._broadcasts, self._broadcasting = broadcasts, asyncio.Lock()
         self._locks: dict[str, asyncio.Lock] = {}
         """A lock for each engine, held while the engine is updated."""
         self._latest: PublishedWeights | None = None
@@ -69,19 +65,10 @@ class Delivery:
         """Return the node of a generator that has started."""
         return self._images.node_of(name)
 
-    def restarts(self, name: str) -> None:
-        """Note that a generator's process has ended, and that a new process starts."""
-        self._broadcasts.forget(name)
-
     async def forget(self, name: str) -> None:
         """Forget a generator whose process has ended for good; returns when its update has ended too."""
-        self._broadcasts.forget(name)
-        async with self._broadcasting, self._locks.pop(name):
+        async with self._locks.pop(name):
             pass
-
-    def source_lost(self) -> None:
-        """Cut off a broadcast in progress, because the trainer's processes have ended."""
-        self._broadcasts.cut_off("the trainer restarts")
 
     async def publish(self, weights: PublishedWeights) -> None:
         """Wait until the previous weights have arrived, then send these to every engine in the background."""
@@ -132,8 +119,6 @@ class Delivery:
 
         Returns the engine's error, or None; also None if the trainer is lost, which publishes again after its restart.
         """
-        if self._config.transport == "nccl":
-            return (await self._broadcast([name])).get(name)
         if (lock := self._locks.get(name)) is None:
             return None  # it has left
         async with lock:
@@ -156,30 +141,11 @@ class Delivery:
 
     async def _update_all(self, weights: PublishedWeights) -> float:
         start = time.monotonic()
-        if self._config.transport == "nccl":
-            await self._broadcast(list(self._generators))
-        else:
-            up = [name for name in self._generators if self._takes(name)]
-            by_memory = self._config.transport == "memory"
-            async with self._images.spread(up if by_memory else (), weights):
-                await asyncio.gather(*(self.update(name) for name in up))
+        up = [name for name in self._generators if self._takes(name)]
+        by_memory = self._config.transport == "memory"
+        async with self._images.spread(up if by_memory else (), weights):
+            await asyncio.gather(*(self.update(name) for name in up))
         return time.monotonic() - start
-
-    async def _broadcast(self, names: list[str]) -> dict[str, BaseException]:
-        """Update the engines that are up, by one broadcast; returns the error of each failed engine by name."""
-        async with self._broadcasting:
-            up = [name for name in names if self._takes(name)]
-            if self._latest is None or not up:
-                return {}
-            weights = self._latest
-            try:
-                lost = await self._broadcasts.send(up, weights)
-            except TrainerLost as trainer_lost:
-                self._source_failed(trainer_lost)
-                return {}
-            for name, error in lost.items():
-                self._not_taken(name, weights.version, error)
-            return lost
 
     def _takes(self, name: str) -> bool:
         """Return whether an engine is up and does not keep older weights for an evaluation."""
@@ -197,7 +163,7 @@ class Delivery:
                 if sources is None:  # newer weights are about to be published
                     return
                 try:
-                    return await self._take(name, weights.version, sources, weights.checksum)
+                    return await self._take(name, weights.version, sources)
                 except WeightsGone as gone:
                     if sources is weights.sources:
                         why = f"{name} finds no weights of version {weights.version} ({in_a_line(gone)})"
@@ -206,6 +172,6 @@ class Delivery:
                     if not tries_left:
                         raise
 
-    async def _take(self, name: str, version: PolicyVersion, data: Any, checksum: int) -> None:
+    async def _take(self, name: str, version: PolicyVersion, data: Any, checksum: int = 0) -> None:
         update, within = self._generators[name].update_weights, self._config.sync_deadline
         await call(update, version.pack(), data, checksum, who=name, within=within)

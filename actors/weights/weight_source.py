@@ -8,7 +8,6 @@ from typing import Any, Protocol
 
 from actors.weights.nixl_reads import RemoteMemory
 from actors.weights.part import Source, WeightBucket
-from actors.weights.weight_group import Meeting
 from service.errors import BatonError
 from service.types import PolicyVersion
 
@@ -32,13 +31,9 @@ class PublishedWeights:
     """Weights that are being sent to the engines."""
 
     version: PolicyVersion
-    announcement: bytes = b""
-    """The encoded list of tensors, if they go from GPU to GPU; see `policy_tensors.encode_announcement`."""
-    checksum: int = 0
-    """Checksum of the announcement."""
     sources: tuple[Source, ...] = ()
-    """Each rank's part of the safetensors file, with the place from which processes of its host read the part; empty if
-    the weights go from GPU to GPU."""
+    """Each rank's part of the safetensors file, with the place from which processes of its host read the part; empty
+    for transport `ipc`."""
 
     @property
     def sizes(self) -> list[int]:
@@ -63,6 +58,3 @@ class WeightSource(Protocol):
     async def ipc_handles(self, number: int, version: PolicyVersion) -> tuple[bytes, int] | None:
         """Return an announcement with memory handles of a rank's weights, for one update of the engine on its GPU, and
         its checksum; None if the rank has newer weights."""
-
-    async def begin_send(self, version: PolicyVersion, meeting: Meeting) -> bool:
-        """Let rank 0 begin to send weights to a group of engines; False if a newer version has replaced them."""

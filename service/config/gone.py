@@ -18,10 +18,11 @@ GONE = {
     },
     "model.warm_start.expected_success": UNMEASURED,
     "model.warm_start.probe_prompts": UNMEASURED,
+    "weights.transport=nccl": "memory goes between hosts over RDMA where NIXL is installed (pip install nixl)",
     "weights.delta": "weights go whole; where links are slow, send them less often (weights.sync_every) or train an "
     "adapter (model.lora)",
 }
-"""For each removed setting, by its path: what to do instead, for the error message."""
+"""For each removed setting, by its path, or value, by path=value: what to do instead, for the error message."""
 
 MOVED_MODULES = {"examples": "baton.examples"}
 """For each removed package: the package that has its modules now."""

@@ -196,12 +196,11 @@ class WeightsConfig(Section):
 
     sync_every: Positive = 1
     """Optimizer steps between two updates of the engines."""
-    transport: Literal["memory", "nccl", "ipc"] = "memory"
+    transport: Literal["memory", "ipc"] = "memory"
     """`memory`: engines read the ranks' parts of the weights in shared memory; engines on other hosts read a copy that
-    NIXL reads from there, or, where it is not installed, that Ray's object store transfers, with checksums. `nccl`:
-    broadcast from the trainer's first GPU to the GPUs of all engines. `ipc`: by CUDA IPC on a GPU that a rank and an
-    engine share, so that `generator.gpu_memory_utilization` must leave room for the rank. `ipc` has run on one H100,
-    `nccl` not yet, NIXL on CPUs only."""
+    NIXL reads from there, or, where it is not installed, that Ray's object store transfers, with checksums. `ipc`: by
+    CUDA IPC on a GPU that a rank and an engine share, so that `generator.gpu_memory_utilization` must leave room for
+    the rank. Both have run on one H100, NIXL on CPUs only."""
     kv_cache: Literal["recompute", "keep"] = "recompute"
     """The KV cache of running requests at an update: recomputed with the new weights, or kept."""
     sync_deadline: Seconds = 300.0

@@ -104,6 +104,8 @@ def _message(details: Sequence[ErrorDetails], path: KeyPath) -> str:
     details = bounds[:1] or details
     kind, value, context = details[0]["type"], details[0]["input"], details[0].get("ctx", {})
     shown = "null" if value is None else short(value)
+    if gone := GONE.get(f"{'.'.join(path)}={value}"):
+        return f"{shown} is gone: {gone}"
     if kind == "extra_forbidden":
         gone = GONE.get(".".join(path))
         return f"this setting is gone: {gone}" if gone else f"unknown key{_unknown_hint(path)}"

@@ -127,9 +127,7 @@ class Plan:
         """All splits of the GPUs; the configuration's split is among them if it uses all GPUs."""
         self.on_policy = self.split(engines, ranks, lookahead=0).flow
         """Waits and speed of the chosen split with `buffer.lookahead: 0`."""
-        # `ipc` needs a GPU that an engine and a rank share, and NCCL needs separate GPUs
-        possible = ("memory",) if self._on_cpu else ("memory", "ipc" if settings.fit.shares_gpus else "nccl")
-        transports = dict.fromkeys((settings.weights.transport, *possible))
+        transports = ("memory", "ipc") if settings.fit.shares_gpus else ("memory",)
         self.updates = {name: self._update(name, engines, ranks) for name in transports}
         self.problem = problem or self._too_large() or self._too_few_gpus(used)
         """Why the configuration does not fit, and what would help; None if it fits."""

@@ -25,16 +25,9 @@ def update(transport: str, weight_bytes: float, device: Device, nodes: int, rank
     engine gets."""
     costs = WEIGHTS
     if transport == "memory":
-        fast = device.cores is not None  # one machine, without a copy to a GPU
         copied, pause = weight_bytes / rank_gpus / costs["copied"], weight_bytes / engine_gpus / costs["into_an_engine"]
-        arrival = 0.0 if fast else weight_bytes / costs["to_a_node"]
+        by_network = nodes > 1 and device.cores is None
+        arrival = weight_bytes / costs["to_a_node"] if by_network else 0.0
         return Update(copied, pause, copied + arrival + pause)
-    rate = device.link if transport == "ipc" or nodes == 1 else device.network
-    sent = weight_bytes / rate
-    if transport == "ipc":
-        seconds = sent + costs["calls"]
-        return Update(seconds, seconds, seconds)
-    # by NCCL: rank 0 gathers all weights in its host's memory, then sends them from there while training continues
-    gathered = sent + weight_bytes / costs["copied"]
-    pause = max(sent, weight_bytes / costs["into_an_engine"]) + costs["calls"]
-    return Update(gathered, pause, gathered + pause)
+    seconds = weight_bytes / device.link + costs["calls"]
+    return Update(seconds, seconds, seconds)

@@ -1,12 +1,9 @@
 """An engine with an adapter against a Hugging Face forward pass of the merged weights, also amid publications."""
 
-import asyncio
 import copy
 from collections.abc import Iterator
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,15 +13,12 @@ import torch
 from safetensors.torch import save
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
-from actors.weights.broadcasts import Broadcasts
 from actors.weights.policy_tensors import AdapterShapes, adapter_shapes, checksum_of
-from actors.weights.weight_source import PublishedWeights
-from service.config import Config, LoraConfig, ModelConfig, WeightsConfig
+from service.config import Config, LoraConfig, ModelConfig
 from service.errors import RunFailed
 from service.rollout.engine import Generation, Sampling
 from service.types import PolicyVersion
 from tests.e2e.test_engine import CONFIG, SHAPE, Observed, dense, difference, prompt, started, weights_of
-from tests.e2e.test_nccl_broadcast import Engine, Handle, Trainer
 
 pytestmark = pytest.mark.slow
 
@@ -221,27 +215,6 @@ def test_runs_of_rows_get_their_own_adapter_and_rows_without_one_none() -> None:
     arithmetic._runs = runs_of(slots)
     arithmetic.add_lora_linear(y, x, a, b, 0.5, (4, 3))
     torch.testing.assert_close(y, expected)
-
-
-@pytest.mark.full
-async def test_an_adapter_arrives_by_broadcast(local_ray: None, tmp_path: Path) -> None:
-    config = CONFIG_OF_ADAPTERS.model_copy(update={"weights": WeightsConfig(transport="nccl")})
-    actor = started(tmp_path, base(), config, Engine)
-    trainer = Trainer(config)
-    driver = Broadcasts(
-        config.weights,
-        config.trainer.collective_deadline,
-        1,
-        {"generator-0": Handle(actor, actor.join_trainer, actor.receive)},
-        trainer,
-    )  # type: ignore[arg-type]
-    for step in (1, 2):
-        version = PolicyVersion(1, step)
-        trainer.rank._learner = SimpleNamespace(weights=partial(adapter, step))  # type: ignore[assignment]
-        announced: Any = trainer.rank.weights(version.pack())
-        assert await driver.send(["generator-0"], PublishedWeights(version, *announced)) == {}
-        await asyncio.to_thread(serves, actor, step, merged(adapter(step)))
-    await actor.stop.remote()
 
 
 @pytest.mark.full

@@ -1,4 +1,4 @@
-"""Weights from GPU to GPU, and within one: short runs that end when engine and trainer disagree about a token."""
+"""Weights within one GPU: short runs that end when engine and trainer disagree about a token."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 pytest.importorskip("ray")
 pytest.importorskip("vllm")
@@ -22,14 +21,9 @@ ADAPTER = ["model.lora={}", "model.dtype=bfloat16", "weights.verify_tolerance=0.
 
 @pytest.mark.timeout(540)
 @pytest.mark.parametrize("adapter", [[], ADAPTER], ids=["weights", "adapter"])
-@pytest.mark.parametrize(("transport", "gpus"), [("ipc", 1), ("nccl", 2)])
-def test_engine_and_trainer_agree_after_weights_went_from_gpu_to_gpu(
-    tmp_path: Path, transport: str, gpus: int, adapter: list[str]
-) -> None:
-    if torch.cuda.device_count() < gpus:
-        pytest.skip(f"needs {gpus} CUDA GPUs")
+def test_engine_and_trainer_agree_after_weights_were_shared_on_a_gpu(tmp_path: Path, adapter: list[str]) -> None:
     command = [sys.executable, "-m", "service", "run", "--config", "configs/quickstart.yaml", f"run.dir={tmp_path}"]
-    command += [*SHORT, *adapter, f"weights.transport={transport}"]
+    command += [*SHORT, *adapter, "weights.transport=ipc"]
     said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500)
     assert said.returncode == 0, said.stdout + said.stderr
     assert "did not take the weights" not in said.stdout

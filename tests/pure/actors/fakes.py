@@ -160,7 +160,6 @@ class FakeGenerator:
         self.write_image = Stores(self._write)
         self.release_image = Method(self._release)
         self.update_weights = Method(self._update)
-        self.join_trainer = Method(self._join)
         self.life = Method(self._life)
         self.blocking: asyncio.Queue[str | BaseException] = asyncio.Queue()
         """What blocks its event loop, or what the question raises."""
@@ -216,10 +215,6 @@ class FakeGenerator:
         if isinstance(place := await self.blocking.get(), BaseException):
             raise place
         return place
-
-    async def _join(self, meeting: Any, first_rank: int) -> None:
-        self._fail("join")
-        self.said.append(f"{self.name} joins at {first_rank}")
 
     def _fail(self, what: str) -> None:
         if what in self.failing:

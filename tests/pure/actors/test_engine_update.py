@@ -25,9 +25,8 @@ from actors.weights.memory import OpenMemory
 from actors.weights.part import Source
 from actors.weights.policy_tensors import ADAPTER_ID, PolicySize, adapter_shapes, encode_announcement
 from actors.weights.pulled import file_of
-from actors.weights.weight_group import Meeting
 from service.config import Config, LoraConfig, WeightsConfig
-from service.errors import RunFailed, WeightsCutOff, WeightsGone
+from service.errors import RunFailed, WeightsGone
 from service.rollout.engine import Sampling
 from service.types import PolicyVersion
 from tests.pure.actors.fakes import at, file_at, image_of
@@ -339,28 +338,6 @@ async def test_an_engine_that_does_not_answer_in_time_fails_its_check(engine: Vl
         await engine.check(60)
 
 
-async def test_what_a_trainer_sends_is_announced_checked_and_loaded_once(tmp_path: Path) -> None:
-    engine = engine_of(tmp_path, transport="nccl")
-    llm = llm_of(engine)
-    data = encode_announcement(WEIGHTS)
-    with pytest.raises(ValueError, match="have the checksum"):
-        await engine.update_weights(NEW, data, 1)
-    assert llm.did == []
-    update = await engine.update_weights(NEW, data, xxhash.xxh3_64_intdigest(data))
-    assert llm.did == LOADED
-    assert llm.infos == [{"tensors": [["w", "float32", [2, 3]]]}]
-    assert update.bytes == 24
-    llm.failing = {"load": 1}
-    newer = PolicyVersion(1, 2)
-    with pytest.raises(WeightsCutOff, match="load failed in the worker"):
-        await engine.update_weights(newer, data, xxhash.xxh3_64_intdigest(data))
-    assert llm.did[-1] == "load", "the trainer sends once, and the engine stays paused"
-    assert engine.serving == NEW
-    llm.did.clear()
-    await engine.update_weights(newer, data, xxhash.xxh3_64_intdigest(data))
-    assert llm.did == [*LOADED[:4], "label 1:2", "resume"], "the next broadcast is loaded from the start"
-
-
 async def test_what_a_trainer_shares_is_checked_and_its_handles_reach_the_worker(tmp_path: Path) -> None:
     engine = engine_of(tmp_path, transport="ipc")
     message = {"tensors": [["w", "bfloat16", [2, 3]]], "gpu": "0b4a", "handles": [{"storage_handle": "07"}]}
@@ -373,26 +350,6 @@ async def test_what_a_trainer_shares_is_checked_and_its_handles_reach_the_worker
     assert update.bytes == 12
     (info,) = llm_of(engine).infos
     assert info == message
-
-
-MEETING = Meeting("10.0.0.1", 29500, size=5, within=60.0)
-
-
-async def test_an_engines_workers_join_where_and_from_the_rank_that_the_driver_says(tmp_path: Path) -> None:
-    engine = engine_of(tmp_path, transport="nccl")
-    await engine.join(MEETING, 3)
-    assert llm_of(engine).infos == [{"meeting": MEETING, "first_rank": 3}]
-
-
-async def test_an_engine_that_cannot_join_is_cut_off_and_goes_on_with_its_weights(tmp_path: Path) -> None:
-    engine = engine_of(tmp_path, transport="nccl")
-    llm_of(engine).failing = {"join": 1}
-    with pytest.raises(WeightsCutOff, match="join failed in the worker"):
-        await engine.join(MEETING, 3)
-    assert "pause" not in llm_of(engine).did
-    llm_of(engine).failing, llm_of(engine).errored = {"join": 1}, True
-    with pytest.raises(RunFailed, match="the engine core died"):
-        await engine.join(MEETING, 3)
 
 
 async def test_an_engine_that_is_not_started_is_a_bug_to_ask(tmp_path: Path) -> None:
@@ -428,7 +385,6 @@ def engine_with_adapter(folder: Path, **weights: Any) -> VllmEngine:
     ("transport", "data", "info"),
     [
         ("memory", save(ADAPTER), {"version", "sources"}),
-        ("nccl", encode_announcement(ADAPTER), {"tensors"}),
         (
             "ipc",
             encode_announcement(ADAPTER, gpu="0b", handles=[{}, {}]),
@@ -458,7 +414,7 @@ async def test_an_adapter_takes_the_same_way_but_not_vllms_update_which_would_re
     ],
     ids=["missing", "turned", "renamed", "more", "other"],
 )
-@pytest.mark.parametrize("transport", ["memory", "nccl"])
+@pytest.mark.parametrize("transport", ["memory", "ipc"])
 async def test_another_adapter_than_the_policys_never_pauses_the_engine(
     tmp_path: Path, tensors: dict[str, torch.Tensor], transport: str
 ) -> None:

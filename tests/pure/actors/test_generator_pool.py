@@ -8,18 +8,16 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 from ray.exceptions import ObjectLostError
 
 import actors.calls
 from actors.deaths import is_death
 from actors.generator.generator_pool import GeneratorPool
-from actors.weights.weight_group import OVER, Meeting
 from actors.weights.weight_source import TRAINER, PublishedWeights, TrainerLost
 from service.backoff import Backoff
-from service.config import RunConfig, TrainerConfig, WeightsConfig
+from service.config import RunConfig, WeightsConfig
 from service.config.rollout import GeneratorConfig
-from service.errors import RunFailed, Starved, WeightsCutOff, WeightsGone
+from service.errors import RunFailed, WeightsGone
 from service.run import supervisor
 from service.run.supervisor import Life, Supervisor
 from service.types import PolicyVersion
@@ -41,23 +39,16 @@ class FakeTrainer(FakeRank0):
     def __init__(self, said: list[str]) -> None:
         super().__init__()
         self.said = said
-        self.meetings: list[Meeting] = []
         self.lost = False
 
-    async def begin_send(self, version: PolicyVersion, meeting: Meeting) -> bool:
+    async def ipc_handles(self, number: int, version: PolicyVersion) -> tuple[bytes, int] | None:
         if self.lost:
             raise TrainerLost("the trainer failed")
-        if version == self.newest:
-            self.said.append(f"sends {version} to {meeting.size - 1}")
-            self.meetings.append(meeting)
-        return version == self.newest
-
-    async def ipc_handles(self, number: int, version: PolicyVersion) -> tuple[bytes, int] | None:
         return (f"memory {number}".encode(), 9) if version == self.newest else None
 
 
 def published(step: int) -> PublishedWeights:
-    return PublishedWeights(PolicyVersion(1, step), f"weights {step}".encode(), step, ONE_BUCKET)
+    return PublishedWeights(PolicyVersion(1, step), ONE_BUCKET)
 
 
 class FakeTelemetry:
@@ -89,7 +80,7 @@ class World:
         generator = GeneratorConfig(engines=engines, tensor_parallel_size=tensor_parallel_size)
         self.supervisor = Supervisor(self.told.append, cause, is_death)
         actors = self.generators, self.trainer, self.telemetry, self.told.append, self.supervisor
-        self.pool = GeneratorPool(generator, run, settings, TrainerConfig().collective_deadline, *actors)  # type: ignore[arg-type]
+        self.pool = GeneratorPool(generator, run, settings, *actors)  # type: ignore[arg-type]
 
     async def started(self) -> World:
         for generator in self.generators:
@@ -134,7 +125,7 @@ async def until(come: Callable[[], bool]) -> None:
 
 async def test_the_first_generator_writes_the_image_that_both_load() -> None:
     world = await World("memory").started()
-    assert await world.publish(1) == [f"generator-{n} takes 1:1 from /generator-0/1, checksum 1" for n in range(2)]
+    assert await world.publish(1) == [f"generator-{n} takes 1:1 from /generator-0/1, checksum 0" for n in range(2)]
     assert world.generators[0].paths == set()
 
 
@@ -146,14 +137,14 @@ async def test_an_image_that_went_with_its_holder_is_written_anew_by_who_missed_
     await until(lambda: bool(world.said))
     world.generators[0].loading.set()
     assert await publishing == [
-        "generator-0 takes 1:1 from /generator-0/1, checksum 1",
-        "generator-1 takes 1:1 from /generator-1/1, checksum 1",
+        "generator-0 takes 1:1 from /generator-0/1, checksum 0",
+        "generator-1 takes 1:1 from /generator-1/1, checksum 0",
     ]
     assert (world.telemetry.failed, world.told) == (0, [])
     assert world.generators[1].paths == set()
 
 
-@pytest.mark.parametrize("transport", ["memory", "nccl", "ipc"])
+@pytest.mark.parametrize("transport", ["memory", "ipc"])
 async def test_an_engine_that_fails_meanwhile_keeps_nobody_from_the_weights(transport: str) -> None:
     world = await World(transport).started()
     world.generators[0].failing["update"] = died()
@@ -194,81 +185,11 @@ async def test_weights_that_are_on_their_way_when_the_run_ends_are_given_up_with
     assert reported == []
 
 
-JOINS = ["generator-0 joins at 1", "generator-1 joins at 2"]
-TAKES = [f"generator-{n} takes 1:1 from weights 1, checksum 1" for n in range(2)]
+TAKES = [f"generator-{n} takes 1:1 from memory {n}, checksum 9" for n in range(2)]
 
 
-async def test_all_engines_and_the_trainer_are_one_group_which_stays_until_the_trainer_is_another() -> None:
-    world = await World("nccl").started()
-    assert await world.publish(1) == sorted([*JOINS, *TAKES, "sends 1:1 to 2"])
-    assert [world.said.index(join) < world.said.index(take) for join, take in zip(JOINS, TAKES, strict=True)]
-    assert await world.publish(1) == sorted([*TAKES, "sends 1:1 to 2"])
-    world.pool.weights.source_lost()
-    assert await world.publish(1) == sorted([*JOINS, *TAKES, "sends 1:1 to 2"])
-    first, same, another = world.trainer.meetings
-    assert (first.size, first == same, same == another) == (3, True, False)
-
-
-async def test_a_group_has_a_rank_for_each_worker_of_each_engine() -> None:
-    world = await World("nccl", tensor_parallel_size=4).started()
-    said = await world.publish(1)
-    assert [line for line in said if "joins" in line] == ["generator-0 joins at 1", "generator-1 joins at 5"]
-    assert world.trainer.meetings[0].size == 9
-
-
-async def test_two_broadcasts_end_before_the_deadline_of_the_update_and_of_the_ranks_collectives() -> None:
-    for sync_deadline, within in ((300.0, 60.0), (90.0, 30.0)):
-        world = await World("nccl", sync_deadline=sync_deadline).started()
-        await world.publish(1)
-        assert [meeting.within for meeting in world.trainer.meetings] == [within]
-        assert 2 * within < sync_deadline and within < TrainerConfig().collective_deadline
-
-
-def reason_of(meeting: Meeting) -> str:
-    """Why this group is over, as a member reads it."""
-    store = dist.TCPStore(meeting.address, meeting.port, is_master=False, wait_for_workers=False)
-    return store.get(OVER).decode() if store.check([OVER]) else ""
-
-
-@pytest.mark.parametrize("error", [died(), RunFailed("the engine core died"), Starved("no answer of generator-0")])
-async def test_engines_that_were_cut_off_with_one_that_died_receive_in_the_next_group(error: BaseException) -> None:
-    world = await World("nccl").started()
-    world.generators[0].failing["update"] = error
-    waiting = asyncio.Event()
-
-    async def cut_off_once(*arguments: Any) -> None:
-        if not waiting.is_set():
-            waiting.set()
-            meeting = world.trainer.meetings[0]
-            await until(lambda: bool(reason_of(meeting)))
-            raise WeightsCutOff(reason_of(meeting))
-        world.said.append("generator-1 takes")
-
-    world.generators[1].update_weights = Method(cut_off_once)
-    said = await world.publish(1)
-    assert said == sorted(["sends 1:1 to 2", "sends 1:1 to 1", *JOINS, "generator-1 joins at 1", "generator-1 takes"])
-    assert (world.telemetry.failed, len(world.told)) == (1, 1)
-    assert "generator-0 did not take the weights of version 1:1" in world.told[0]
-
-
-async def test_an_engine_that_fails_while_the_group_forms_is_left_out() -> None:
-    world = await World("nccl").started()
-    world.generators[1].failing["join"] = died()
-    world.generators[0].failing["join"] = WeightsCutOff("generator-1 is gone")
-    assert [line for line in await world.publish(1) if "takes" in line] == TAKES[:1]
-    assert (world.telemetry.failed, [each.size for each in world.trainer.meetings]) == (1, [3, 2])
-
-
-async def test_broadcasts_that_fail_though_every_engine_lives_end_the_run_in_one_line() -> None:
-    world = await World("nccl").started()
-    for generator in world.generators:
-        generator.update_weights = raising(lambda: WeightsCutOff("unhandled cuda error"))
-    with pytest.raises(RunFailed, match=r"version 1:1 reached no engine in 2 broadcasts: unhandled cuda error"):
-        await world.publish(1)
-
-
-async def test_a_trainer_that_is_lost_as_it_should_send_wakes_the_driver_and_publishes_again_when_it_is_back() -> None:
-    world = await World("nccl").started()
+async def test_a_trainer_that_is_lost_as_it_should_share_wakes_the_driver_and_publishes_again_when_it_is_back() -> None:
+    world = await World("ipc").started()
     world.trainer.lost = True
     training = asyncio.ensure_future(world.supervisor.unless_lost([TRAINER], asyncio.Event().wait()))
     assert await world.publish(1) == []
@@ -276,13 +197,12 @@ async def test_a_trainer_that_is_lost_as_it_should_send_wakes_the_driver_and_pub
         await training
     assert (world.told, world.telemetry.failed) == ([], 0), "the engines are not at fault"
     world.trainer.lost = False
-    assert await world.publish(1) == sorted([*JOINS, *TAKES, "sends 1:1 to 2"])
+    assert await world.publish(1) == TAKES
 
 
-@pytest.mark.parametrize("transport", ["nccl", "ipc"])
-async def test_an_engine_is_not_told_a_version_that_its_trainer_no_longer_has(transport: str) -> None:
+async def test_an_engine_is_not_told_a_version_that_its_trainer_no_longer_has() -> None:
     """The trainer already has the weights of the next step when a generator that was away asks for the last ones."""
-    world = await World(transport).started()
+    world = await World("ipc").started()
     world.trainer.newest = PolicyVersion(1, 2)
     assert not [line for line in await world.publish(1) if "takes" in line]
     assert len([line for line in await world.publish(2) if "takes 1:2" in line]) == 2
@@ -291,10 +211,10 @@ async def test_an_engine_is_not_told_a_version_that_its_trainer_no_longer_has(tr
 
 async def test_an_engine_loads_what_lies_on_its_own_gpu() -> None:
     world = await World("ipc").started()
-    assert await world.publish(1) == [f"generator-{n} takes 1:1 from memory {n}, checksum 9" for n in range(2)]
+    assert await world.publish(1) == TAKES
 
 
-@pytest.mark.parametrize("transport", ["memory", "nccl", "ipc"])
+@pytest.mark.parametrize("transport", ["memory", "ipc"])
 async def test_a_generator_that_starts_again_gets_the_newest_weights_once_it_is_up_and_not_before(
     transport: str,
 ) -> None:
@@ -317,24 +237,9 @@ async def test_a_generator_that_starts_again_gets_the_newest_weights_once_it_is_
     await until(lambda: len(world.told) == 2)
     (took,) = [line for line in world.said if "takes" in line]
     assert took.startswith("generator-0 takes 1:2")
-    if transport == "nccl":
-        assert "generator-0 joins at 1" in world.said and "sends 1:2 to 1" in world.said, "the others go on"
-        assert [line for line in await world.publish(2) if "joins" in line] == JOINS
     ended.set_result(None)
     await running
     assert world.telemetry.failed == 0
-
-
-async def test_the_only_engine_that_starts_again_joins_a_new_group() -> None:
-    world = await World("nccl", engines=1).started()
-    await world.publish(1)
-    ended = ready_to_fail(world, answering("node"))
-    world.said.clear()
-    running = asyncio.ensure_future(world.pool.run())
-    await until(lambda: len(world.told) == 2)
-    assert "generator-0 joins at 1" in world.said, "the old group has a member that is dead"
-    ended.set_result(None)
-    await running
 
 
 def ready_to_fail(world: World, starts: Method) -> asyncio.Future[None]:
@@ -376,7 +281,7 @@ async def test_an_engine_that_does_not_start_again_is_one_more_failure_of_those_
     world.said.clear()
     await until(lambda: "generator-0 is back" in world.told)
     assert killed == [world.generators[0]] * (failures + 1), "each try is a process of its own"
-    assert [line for line in world.said if "takes" in line] == ["generator-0 takes 1:1 from /generator-0/2, checksum 1"]
+    assert [line for line in world.said if "takes" in line] == ["generator-0 takes 1:1 from /generator-0/2, checksum 0"]
     ended.set_result(None)
     await running
 
@@ -416,7 +321,7 @@ async def test_a_generator_that_starts_again_is_down() -> None:
     running.cancel()
 
 
-@pytest.mark.parametrize("transport", ["memory", "nccl", "ipc"])
+@pytest.mark.parametrize("transport", ["memory", "ipc"])
 async def test_an_engine_that_evaluates_keeps_its_weights_until_it_is_let_go_on_and_nobody_waits_for_it(
     transport: str,
 ) -> None:

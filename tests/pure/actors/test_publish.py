@@ -22,10 +22,8 @@ from actors.weights.policy_tensors import (
     PolicySize,
     checksum_of,
     decode_announcement,
-    encode_announcement,
 )
 from actors.weights.pulled import WeightFile
-from actors.weights.weight_group import Meeting
 from service.config import Config, WeightsConfig, load_config
 from tests.pure.actors.fakes import all_rows
 
@@ -43,27 +41,6 @@ def rank_of(transport: str) -> TrainerRank:
         policy=SimpleNamespace(dtype=torch.bfloat16),
     )
     return rank
-
-
-class Sender:
-    """Writes down what was sent where."""
-
-    def __init__(self) -> None:
-        self.sent: list[tuple[Meeting, list[str]]] = []
-
-    def begin(self, meeting: Meeting, weights: dict[str, torch.Tensor]) -> None:
-        self.sent.append((meeting, list(weights)))
-
-
-def test_a_rank_sends_only_the_version_that_was_asked_for() -> None:
-    rank, meeting = rank_of("nccl"), Meeting("10.0.0.1", 29500, 3, 60.0)
-    sender = rank._sender = Sender()  # type: ignore[assignment]
-    assert not rank.begin_send(7, meeting), "nothing was gathered yet"
-    assert rank.weights(7) == (encode_announcement(WEIGHTS), checksum_of(encode_announcement(WEIGHTS)))
-    assert rank.begin_send(7, meeting)
-    rank.weights(8)
-    assert not rank.begin_send(7, meeting)
-    assert sender.sent == [(meeting, list(WEIGHTS))]
 
 
 def test_a_rank_shares_the_newest_version_whose_work_on_the_gpu_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:

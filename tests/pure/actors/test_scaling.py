@@ -17,7 +17,6 @@ from actors.deaths import cause_of_death, is_death
 from actors.generator import scaling
 from actors.generator.generator_pool import GeneratorPool
 from actors.generator.scaling import MARGIN_SECONDS, Placed, Scaling
-from actors.weights.weight_group import Meeting
 from actors.weights.weight_source import PublishedWeights
 from service.backoff import Backoff
 from service.config import Config, WeightsConfig
@@ -88,13 +87,6 @@ class Told:
         self.gone.append(f"{generator} {incarnation} {reason}")
 
 
-class Sends(FakeRank0):
-    """A trainer that takes part in every broadcast."""
-
-    async def begin_send(self, version: PolicyVersion, meeting: Meeting) -> bool:
-        return True
-
-
 class World:
     """A pool that begins with one generator and may have three."""
 
@@ -120,9 +112,8 @@ class World:
             settings,
             self.config.run,
             weights,
-            60.0,
             [self.there[0]],
-            Sends(),  # type: ignore[arg-type]
+            FakeRank0(),  # type: ignore[arg-type]
             self.told,
             self.lines.append,
             Supervisor(self.lines.append, cause_of_death, is_death),
@@ -231,10 +222,9 @@ async def test_two_looks_at_once_let_a_generator_leave_once(world: World) -> Non
     await running
 
 
-@pytest.mark.parametrize("transport", ["memory", "nccl"])
-async def test_one_that_leaves_holds_up_no_publication(monkeypatch: pytest.MonkeyPatch, transport: str) -> None:
+async def test_one_that_leaves_holds_up_no_publication(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its engine may have stopped in the middle of an update, which then never ends."""
-    world = World(monkeypatch, transport)
+    world = World(monkeypatch)
     running, world.wanted = await world.running(), 2
     await world.settled("generator-0", "generator-1")
     leaving, updating = world.there[1], asyncio.Event()

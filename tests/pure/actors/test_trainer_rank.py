@@ -27,14 +27,13 @@ from service.run.supervisor import Life
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 
-def options(transport: Literal["memory", "nccl", "ipc"], gpus: int) -> dict[str, Any]:
+def options(transport: Literal["memory", "ipc"], gpus: int) -> dict[str, Any]:
     config = Config(weights=WeightsConfig(transport=transport), trainer=TrainerConfig(ranks=2))
     return rank_options(config, gpus, SimpleNamespace(), 0)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("transport", ["memory", "nccl"])
-def test_memory_of_a_gpu_is_reserved_in_segments_that_grow(transport: Literal["memory", "nccl"]) -> None:
-    assert options(transport, 1)["runtime_env"]["env_vars"] == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+def test_memory_of_a_gpu_is_reserved_in_segments_that_grow() -> None:
+    assert options("memory", 1)["runtime_env"]["env_vars"] == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 
 
 def test_memory_that_cuda_ipc_shares_lies_in_fixed_segments() -> None:

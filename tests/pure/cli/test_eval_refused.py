@@ -219,7 +219,7 @@ def test_an_output_that_cannot_be_written_is_named_before_anything_is_evaluated(
 
 
 def test_an_evaluation_takes_nothing_that_its_run_may_still_hold() -> None:
-    settings = ["agents.port=8090", "weights.transport=nccl"]
+    settings = ["agents.port=8090", "weights.transport=ipc"]
     config = beside_a_run(load_config([QUICKSTART], settings))
     assert config.agents is not None
     assert (config.agents.port, config.weights.transport) == (0, "memory")

@@ -32,7 +32,7 @@ generator.tensor_parallel_size  weights.transport=ipc & generator.tensor_paralle
 buffer.max_group_bytes  buffer.max_group_bytes=1
 model.warm_start.demonstrations  model.warm_start.demonstrations=63
 model.make.head_dim  model.make.head_dim=33
-model.dtype  model.lora={} & weights.transport=nccl
+model.dtype  model.lora={} & weights.transport=ipc
 model.lora.rank  model.lora.rank=513
 model.lora.targets  model.lora.targets=[q_proj,k_prj]
 model.lora.targets  model.lora.targets=[all-linear]
