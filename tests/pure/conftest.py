@@ -10,7 +10,6 @@ import pytest
 SLOW = [
     "actors/test_forced_end",
     "actors/test_generator_pool",
-    "actors/test_weight_group",
     "agents/test_claims",
     "agents/test_endpoint",
     "agents/test_kills",
