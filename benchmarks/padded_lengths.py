@@ -34,7 +34,6 @@ from service.config.core_settings import batch_settings, message_limits
 from service.handoff.batches.batch import BatchSettings, form_mini_batch
 from service.handoff.ledger.scores import CompleteGroup
 from service.handoff.prefixes.merge import merge
-from service.handoff.recorded import Recorded, recorded
 from service.handoff.steps.builder import steps_table
 from service.handoff.steps.stop_reason import StopReason
 from service.handoff.steps.tables import end_objects, row_objects, step_objects
@@ -42,6 +41,7 @@ from service.rollout.chat.chat import Chat, load_chat
 from service.rollout.environment import Task
 from service.rollout.factory import Environments
 from service.rollout.prompts.dataset import load_tasks
+from service.run.recorded import Recorded, recorded
 from service.types import NO_VERSION, Int32s, Step
 
 ROOT = Path(__file__).parent.parent

@@ -15,12 +15,10 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO, TextIO
+from typing import TextIO
 
 LOCK = ".lock"
 LOCK_POLL_SECONDS = 0.02
-BLOCK = 1 << 16
-"""Bytes that are read at once to find the end of the last line."""
 
 
 def lock_folder(folder: Path, seconds: float) -> TextIO:
@@ -54,27 +52,6 @@ def _try_lock(lock: TextIO, how: int) -> bool:
     except BlockingIOError:
         return False
     return True
-
-
-def append_lines(path: Path) -> TextIO:
-    """Open a file of lines for appending; truncates an incomplete last line, whose writer was killed."""
-    with path.open("ab+") as file:
-        size = file.seek(0, os.SEEK_END)
-        whole = _end_of_last_line(file, size)
-        if whole < size:
-            file.truncate(whole)
-    return path.open("a", encoding="utf-8")
-
-
-def _end_of_last_line(file: BinaryIO, size: int) -> int:
-    """Position after the last line break among the first `size` bytes; 0 if there is none."""
-    while size > 0:
-        start = max(0, size - BLOCK)
-        file.seek(start)
-        if (found := file.read(size - start).rfind(b"\n")) >= 0:
-            return start + found + 1
-        size = start
-    return 0
 
 
 @contextmanager

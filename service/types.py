@@ -121,8 +121,6 @@ class Step:
     temperature: float = 1.0
     reward: float | Float32s = 0.0
     """A scalar, or [T] one per response token."""
-    score: float | None = None
-    """How good the state after the turn is, see `StepResult.score`; None where there is none."""
     stop_reason: str = "stop"
     """Why the turn ended; empty if unknown."""
     extends: Extension | None = None
@@ -150,8 +148,6 @@ class Step:
                 raise ValueError(f"Step.{name} holds what is no int32 token id: {bounds}")
         if rewards.dtype.kind not in "biuf" or not np.isfinite(rewards).all():
             raise ValueError(f"Step.reward is {self.reward!r}; it must be a finite number, or one per response token")
-        if self.score is not None and not np.isfinite(self.score):
-            raise ValueError(f"Step.score is {self.score!r}; it must be a finite number, or None")
 
 
 class TrajectoryEnd(NamedTuple):
@@ -221,7 +217,6 @@ class Steps(Tokens, Table):
     extends_digest_K: Annotated[Uint64s, About("xxh3-64 of those tokens as int32", compare="form")]
     offsets_K: Annotated[Int64s, About("where each step's tokens begin; the last one: their end", compare="form")]
     portable_K: Annotated[Bools | None, About("whether any generator can continue after the step", fill=False)] = None
-    score_K: Annotated[Float64s | None, About("how good the state after the step is; NaN: unknown", fill=np.nan)] = None
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)

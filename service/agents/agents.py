@@ -28,7 +28,6 @@ from service.agents.session_keys import SECRET_BYTES, Keys
 from service.agents.sessions import Sessions
 from service.config.rollout import AgentsConfig
 from service.errors import UserError, in_one_line, last_lines
-from service.handoff.steps.builder import StepSink
 from service.handoff.steps.roles import ROLES, Role, packed_roles
 from service.handoff.steps.stop_reason import StopReason
 from service.observe.metrics import Metrics
@@ -37,6 +36,7 @@ from service.rollout.chat.chat import Chat
 from service.rollout.engine import Engine, Generation, StructureRefused
 from service.rollout.env_guard import EnvGuard
 from service.rollout.environment import Task, TrajectoryFailed
+from service.rollout.episode import StepSink
 from service.rollout.limits import AgentLimits
 from service.types import EvaluationId, Int32s, Steps, TrajectoryEnd, TrajectoryId
 

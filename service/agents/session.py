@@ -23,14 +23,13 @@ from service.agents.dialects.dialect import CallRequest, Refused
 from service.columns import digest
 from service.errors import in_one_line
 from service.handoff.group_bytes import TRANSCRIPT_BYTES
-from service.handoff.steps.builder import StepSink
 from service.handoff.steps.reward import NEEDED, is_reward
 from service.handoff.steps.roles import Role
 from service.handoff.steps.stop_reason import StopReason
 from service.rollout.chat.special_tokens import MessagesRefused
 from service.rollout.engine import Generation
 from service.rollout.environment import Status, TrajectoryFailed
-from service.rollout.episode import experts_of
+from service.rollout.episode import StepSink, experts_of
 from service.rollout.limits import AgentLimits
 from service.rollout.plain_values import NotAllowed, plain_info, plain_reward
 from service.rollout.user_errors import type_name

@@ -9,9 +9,9 @@ from pathlib import Path
 from service.config import load
 from service.config.core_settings import batch_settings, message_limits
 from service.errors import UserError
-from service.handoff.recorded import replayed
 from service.handoff.steps.wire import encode_mini_batch
 from service.run.folder import CONFIG, JOURNAL, run_folder
+from service.run.recorded import replayed
 from service.types import MiniBatch
 
 ABOUT = """\

@@ -71,9 +71,9 @@ class AlgorithmConfig(Section):
     """Number of trajectories of a group."""
     returns: Literal["last", "sum"] = "last"
     """The return of a trajectory: the reward at its end, or the sum of the rewards of its steps."""
-    credit: Literal["trajectory", "return_to_go", "potential"] = "trajectory"
-    """Rewards that the advantage of a turn is computed from: the whole return; the rewards from that turn on; or these
-    rewards, shaped by the environment's scores of states. The last two need `returns: sum`; see docs/credit.md."""
+    credit: Literal["trajectory", "return_to_go"] = "trajectory"
+    """Rewards that the advantage of a turn is computed from: the whole return, or the rewards from that turn on. The
+    second needs `returns: sum`; see docs/credit.md."""
     filter_zero_variance: bool = False
     """Filter groups whose returns are all equal or, with credit by turn, groups in which every advantage is 0. Filtered
     groups are not trained, and other groups take their slots."""

@@ -138,7 +138,7 @@ class Buffer:
         if self.ledger.received(message.sender):
             self._restart_failed(message)
             return Receipt(duplicate=True)
-        shared = with_shared_prefixes(self.ledger, self._record.store, message)
+        shared = with_shared_prefixes(self._record.store, message)
         new = new_content(self.ledger, self._record.store, shared, self._max_trajectory_bytes, self._one_row)
         if isinstance(new, Refusal):
             return new

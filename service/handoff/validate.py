@@ -183,10 +183,8 @@ def _token_ids(group: StepGroup, limits: Limits) -> Refusal | None:
 
 def _numbers(group: StepGroup, limits: Limits) -> Refusal | None:
     steps, ends = group.steps, group.ends
-    for name, column in (
-        ("reward_K", steps.reward_K), ("reward_E", ends.reward_E), ("token_rewards_N", steps.token_rewards_N),
-        ("score_K", None if steps.score_K is None else np.nan_to_num(steps.score_K, posinf=np.inf, neginf=-np.inf)),
-    ):  # fmt: skip
+    rewards = ("reward_K", steps.reward_K), ("reward_E", ends.reward_E), ("token_rewards_N", steps.token_rewards_N)
+    for name, column in rewards:
         if column is not None and not (fine_X := np.abs(column) <= MAX_REWARD).all():
             x = int(fine_X.argmin())
             return Refusal(RefusalReason.REWARD, f"{name}[{x}]", float(column[x]))

@@ -331,7 +331,6 @@ STEP_KEYS: dict[str, str] = {
     "trainer/incarnation": "Incarnation of the trainer; with the step it is the policy's version.",
     "reward/mean_positive_reward": "Mean of the returns of the mini-batch, negative ones counted as 0.",
     "reward/avg_pass_at_<n>": "Fraction of groups, filtered ones too, in whose `<n>` samples a return is positive.",
-    "reward/scored_turns": "With credit by turn: fraction of turns after which the environment scored the state.",
     "reward/groups_without_credit": "With credit by turn: fraction of groups in which every advantage is 0.",
     "role/<role>/reward": "With `roles`: mean return of a role, over the trajectories in which it had a turn.",
     "role/<role>/turns": "With `roles`: mean turns of a role, over the trajectories in which it had a turn.",

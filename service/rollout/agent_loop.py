@@ -19,7 +19,6 @@ from typing import NamedTuple
 import numpy as np
 
 from service.errors import in_one_line
-from service.handoff.steps.builder import StepSink
 from service.handoff.steps.reward import NEEDED
 from service.handoff.steps.stop_reason import StopReason
 from service.rollout import handover
@@ -30,7 +29,7 @@ from service.rollout.chat.special_tokens import MessagesRefused
 from service.rollout.engine import Engine, Generation, validate_generation
 from service.rollout.env_guard import EnvGuard
 from service.rollout.environment import MAIN, StepResult, Task, TrajectoryFailed
-from service.rollout.episode import Episode
+from service.rollout.episode import Episode, StepSink
 from service.rollout.limits import AgentLimits
 from service.types import Int32s, Steps, TrajectoryEnd, TrajectoryId
 
@@ -95,7 +94,7 @@ async def run_trajectory(
             most = 0 if result.rewards else most  # a reward given after its turn is in no step
             history = side.whole(result.messages, result.history)
             note = await handover.write_note(environment, result, history, info, most) if most else ""
-            episode.finish_turn(response, generation, result.reward, result.score, role, note)
+            episode.finish_turn(response, generation, result.reward, role, note)
             if refused := episode.give(result.rewards):
                 why = f"rewards[{refused[0]!r}]: the role has had no turn, or its sum is not {NEEDED}"
                 raise TrajectoryFailed(StopReason.ENVIRONMENT_REWARD, why)

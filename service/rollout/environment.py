@@ -67,8 +67,6 @@ class StepResult(NamedTuple):
     """Numbers to be measured per trajectory, such as `{"searches": 1}`; they are summed over its steps."""
     history: Sequence[Message] | None = None
     """The whole conversation that replaces the history; None: `messages` are appended to the history."""
-    score: float | None = None
-    """Estimate of the future reward after this turn, for `algorithm.credit: potential`; None: unknown."""
     role: str = MAIN
     """The role that has the next turn: `main`, or a configured role (`roles`). Each role has a conversation of its own;
     `messages` are appended to the conversation of this role, or begin it."""

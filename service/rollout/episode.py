@@ -11,13 +11,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import numpy as np
 
 from service.columns import digest
 from service.handoff.group_bytes import TRANSCRIPT_BYTES
-from service.handoff.steps.builder import StepSink
 from service.handoff.steps.reward import is_reward
 from service.handoff.steps.roles import ROLES, packed_roles
 from service.handoff.steps.stop_reason import StopReason
@@ -26,6 +25,19 @@ from service.rollout.engine import Generation
 from service.rollout.environment import MAIN, Task
 from service.rollout.limits import AgentLimits
 from service.types import ROUTE_NATIVELY, Experts, Extension, Int32s, Step, TrajectoryEnd, TrajectoryId
+
+
+class StepSink(Protocol):
+    """Receives the steps and ends of trajectories: a `StepColumns`, or a generator's outbox."""
+
+    def append(self, step: Step) -> None:
+        """Receive a step."""
+
+    def end(self, end: TrajectoryEnd) -> None:
+        """Receive a trajectory's end."""
+
+    async def accepted(self, trajectory: TrajectoryId) -> bool:
+        """Wait until the buffer has answered about the trajectory's last step; returns whether it was accepted."""
 
 
 class History:
@@ -106,7 +118,6 @@ class Episode:
         response: Response,
         generation: Generation,
         reward: float,
-        score: float | None = None,
         role: str = MAIN,
         note: str = "",
     ) -> None:
@@ -125,7 +136,6 @@ class Episode:
             versions=response.versions,
             temperature=self._limits.sampling.temperature,
             reward=reward,
-            score=score,
             stop_reason=generation.stop_reason,
             extends=history.extends,
             note=note,

@@ -152,7 +152,7 @@ def read_step_result(limits: AgentLimits, result: Any) -> StepResult:
     """
     if not issubclass(type(result), StepResult):
         raise NotAllowed(StopReason.ENVIRONMENT_ERROR, f"returned a {type_name(result)}; a StepResult is needed")
-    messages, reward, done, info, history, score, role, rewards = tuple.__iter__(result)
+    messages, reward, done, info, history, role, rewards = tuple.__iter__(result)
     ends = _plain("done", done, NUMBER_CHARACTERS, StopReason.ENVIRONMENT_ERROR, int, "true or false")
     return StepResult(
         () if ends else read_messages("messages", limits, messages),
@@ -160,7 +160,6 @@ def read_step_result(limits: AgentLimits, result: Any) -> StepResult:
         bool(ends),
         plain_info(info),
         None if ends or history is None else read_messages("history", limits, history),
-        None if score is None else plain_reward(score, "score"),
         MAIN if ends else _role("role", limits, role),
         {
             _role("rewards", limits, name): plain_reward(of_role, f"rewards[{name!r:.80}]")

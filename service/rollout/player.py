@@ -11,7 +11,6 @@ from typing import Generic, Protocol, TypeVar
 
 import xxhash
 
-from service.handoff.steps.builder import StepSink
 from service.observe.measure import measure_ended
 from service.observe.metrics import Metrics
 from service.observe.recorder import Trace
@@ -22,6 +21,7 @@ from service.rollout.engine import Engine
 from service.rollout.env_guard import EnvGuard, LeakedTasks
 from service.rollout.environment import Task
 from service.rollout.environments.env_metrics import EnvMetrics
+from service.rollout.episode import StepSink
 from service.rollout.factory import AgentMaker, Environments
 from service.rollout.limits import AgentLimits, PlaySettings
 from service.rollout.timelines import TimedEngine, Timelines

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, BinaryIO, TextIO
 
 from service.config import WandbConfig
 from service.config.model_folder import TOKENIZER, read_tokenizer
 from service.errors import printable
-from service.files import append_lines, atomic_file, write_atomic
+from service.files import atomic_file, write_atomic
 from service.observe.plot import draw_learning_curve
 from service.observe.trackers import TensorBoard, Wandb, open_trackers
 from service.run.folder import (
@@ -27,6 +28,8 @@ from service.run.folder import (
     read_lines,
 )
 
+BLOCK = 1 << 16
+"""Bytes that are read at once to find the end of the last line."""
 TABLE_KEYS = ("id", "fate", "return", "advantage", "stop_reason", "sampled_tokens")
 TABLE_ROWS = 16
 TABLE_CHARACTERS = 20_000
@@ -93,7 +96,7 @@ class RunWriter:
         if "trainer/global_step" not in numbers:
             raise ValueError("a line of metrics.jsonl needs trainer/global_step")
         if self._metrics is None:
-            self._metrics = append_lines(self.path / METRICS)
+            self._metrics = _append_lines(self.path / METRICS)
             self._trackers = open_trackers(self._wandb, self._resolved, self.path)
         line = {**(texts or {}), **{key: _number(value) for key, value in numbers.items()}}
         self._metrics.write(json.dumps(line, allow_nan=False) + "\n")
@@ -116,7 +119,7 @@ class RunWriter:
 
     def append_evaluations(self, step: int, records: Sequence[Mapping[str, Any]]) -> None:
         """Append a line for each set that was evaluated after an optimizer step."""
-        with append_lines(self.path / EVALUATIONS) as file:
+        with _append_lines(self.path / EVALUATIONS) as file:
             file.writelines(json.dumps({"step": step, **record}, allow_nan=False) + "\n" for record in records)
 
     def is_best(self, step: int, key: str) -> bool:
@@ -131,7 +134,7 @@ class RunWriter:
         self._kept += trajectories if self._wandb is not None else []
         if not trajectories:
             return
-        with append_lines(self.path / TRAJECTORIES) as file:
+        with _append_lines(self.path / TRAJECTORIES) as file:
             for trajectory in trajectories:
                 if file.tell() >= TRAJECTORIES_BYTES:
                     break
@@ -187,3 +190,24 @@ def _number(value: float) -> float | int | None:
         return int(value)
     number = float(value)
     return number if math.isfinite(number) else None
+
+
+def _append_lines(path: Path) -> TextIO:
+    """Open a file of lines for appending; truncates an incomplete last line, whose writer was killed."""
+    with path.open("ab+") as file:
+        size = file.seek(0, os.SEEK_END)
+        whole = _end_of_last_line(file, size)
+        if whole < size:
+            file.truncate(whole)
+    return path.open("a", encoding="utf-8")
+
+
+def _end_of_last_line(file: BinaryIO, size: int) -> int:
+    """Position after the last line break among the first `size` bytes; 0 if there is none."""
+    while size > 0:
+        start = max(0, size - BLOCK)
+        file.seek(start)
+        if (found := file.read(size - start).rfind(b"\n")) >= 0:
+            return start + found + 1
+        size = start
+    return 0

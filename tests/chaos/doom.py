@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from service.files import write_atomic
-from service.handoff.journal.disk import Buffer, File, LocalDisk, LocalFile
+from service.handoff.journal.disk import Buffer, Disk, File
 
 BUFFER_SEAMS = (
     "append.before_write",
@@ -79,7 +79,7 @@ class Doom:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-class DoomedDisk(LocalDisk):
+class DoomedDisk(Disk):
     """The machine's file system, on which the process may die in the middle of anything."""
 
     def __init__(self, doom: Doom) -> None:
@@ -96,7 +96,7 @@ class DoomedDisk(LocalDisk):
         self._doom.at("reclaim.after")
 
 
-class DoomedFile(LocalFile):
+class DoomedFile(File):
     """A segment; `begins` while it has no snapshot yet."""
 
     def __init__(self, path: Path, doom: Doom, begins: bool) -> None:

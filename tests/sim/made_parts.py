@@ -25,7 +25,6 @@ from service.columns import digest
 from service.config import Config
 from service.errors import RunFailed
 from service.handoff.scoring import Answer
-from service.handoff.steps.builder import StepSink
 from service.handoff.steps.stop_reason import StopReason
 from service.handoff.steps.wire import accepted_group
 from service.learn.learner import StepReport
@@ -33,6 +32,7 @@ from service.learn.model.sharding import Rows
 from service.observe.metrics import Metrics
 from service.rollout.environment import Task
 from service.rollout.environments.env_metrics import EnvMetrics
+from service.rollout.episode import StepSink
 from service.run.folder import write_address
 from service.run.supervisor import Life
 from service.scorers.reply import encode_answer

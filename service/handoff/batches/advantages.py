@@ -20,13 +20,12 @@ estimator names its source. Groups of one follow the published definitions, in w
 configuration refuses groups of one.
 
 **By turn** (`credit`; `T` turns, `K` the turns of all trajectories, one trajectory after the other), with r the reward
-of a turn and phi the score of the state in which a turn begins:
+of a turn:
 
 | credit         | value of turn t                                                   | terms of a baseline          |
 |----------------|-------------------------------------------------------------------|------------------------------|
 | `trajectory`   | the whole return, the same for every turn                         | returns of the group         |
 | `return_to_go` | G_t = r_t + gamma r_(t+1) + gamma^2 r_(t+2) + ...                 | the group's values at turn t |
-| `potential`    | as above, of the rewards r_t + gamma phi_(t+1) - phi_t            | the group's values at turn t |
 
 The baseline of turn t is the mean over the other trajectories of the group; one that has ended before turn t counts
 as 0. This mean depends on nothing that the trajectory itself did, so it adds no bias, also where the policy decides
@@ -34,10 +33,6 @@ when to stop. A mean over only those trajectories that have a turn t would add b
 is compared with would depend on how long the trajectory is.
 
     rewards   a: 0 1    b: 1    gamma 1      values  a: 1 1    b: 1 (0)      rloo  a: 0 1    b: 0
-
-The shaped rewards of `potential` add up to G_t - phi_t, because the score after the last turn counts as 0, however the
-trajectory ended; so shaping does not move the optimum (Ng, Harada and Russell 1999). A state without a score takes the
-score of the last scored state before it, or 0 at the start. So a change of the score counts at the next scored state.
 
 Estimators by turn: `rloo` is the value minus that baseline (arXiv 2402.14740). `grpo_no_std` includes the trajectory
 itself in the mean, which only scales the advantage by (n - 1) / n (arXiv 2503.20783). `grpo` divides the advantage of
@@ -76,7 +71,7 @@ FINITE = float(np.finfo(np.float32).max)
 """Largest magnitude of an advantage, so that it stays finite in float32."""
 
 ReturnRule = Literal["last", "sum"]
-Credit = Literal["trajectory", "return_to_go", "potential"]
+Credit = Literal["trajectory", "return_to_go"]
 Estimator = Callable[[Float64s, Int64s], Float64s]
 """Maps `return_G`, and the number of each trajectory's group (`group_G`), to `advantage_G`."""
 
@@ -141,7 +136,6 @@ def advantages_of(played: Played, prompt_G: Int32s, rule: Rule) -> Advantages:
         if rule.named:
             metrics |= _role_metrics(part, advantage_K, prompt_K)
     if rule.credit != "trajectory":
-        metrics["reward/scored_turns"] = float(1 - np.isnan(played.score_K).mean()) if len(advantage_K) else 0.0
         moved_P = np.bincount(prompt_K, advantage_K != 0, minlength=int(prompt_G.max()) + 1)
         metrics["reward/groups_without_credit"] = float((moved_P == 0).mean())
     n_turns_G = lengths_of(played.first_G)
@@ -242,7 +236,7 @@ def parts(played: Played, rule: Rule) -> Iterator[Part]:
         number_V = np.arange(len(played.ends)) if code == 0 else np.flatnonzero(n_turns_G)
         if not len(number_V):
             continue
-        own = TurnRewards(offsets_of(n_turns_G[number_V]), played.reward_K[place_X], played.score_K[place_X])
+        own = TurnRewards(offsets_of(n_turns_G[number_V]), played.reward_K[place_X])
         if code == 0:
             return_V = returns(played, rule.returns)
         elif rule.returns == "last":
@@ -382,8 +376,6 @@ class TurnRewards(NamedTuple):
     first_G: Int64s
     """[G + 1] where each trajectory's turns begin on the axis X."""
     reward_X: Float64s
-    score_X: Float64s
-    """The score of the state after the turn; NaN where there is none."""
 
     @property
     def alive_GT(self) -> Bools:
@@ -398,15 +390,12 @@ def turn_advantages(
     credit: Credit = "return_to_go",
     gamma: float = 1.0,
     estimator: str = "rloo",
-    scores: Sequence[ArrayLike] | None = None,
 ) -> list[Float64s]:
     """One advantage per turn, as an array per trajectory; `rewards` has a sequence of turn rewards per trajectory.
 
-    `scores`: in the same form, the scores of the states after the turns, for `potential`; NaN for a missing score.
-
     Raises:
-        ValueError: a reward is not finite, a score is infinite, rewards, scores and prompt uids differ in number, there
-            is no such credit, or `gamma` is not in [0, 1].
+        ValueError: a reward is not finite, rewards and prompt uids differ in number, there is no such credit, or
+            `gamma` is not in [0, 1].
         NoAdvantage: an advantage is not finite.
         UserError: the estimator cannot be used per turn, or does not exist.
 
@@ -417,13 +406,12 @@ def turn_advantages(
     if not 0 <= gamma <= 1:
         raise ValueError(f"gamma={gamma}: a discount is between 0 and 1")
     reward_G = [np.asarray(turns, np.float64) for turns in rewards]
-    score_G = [np.full(len(r), np.nan) for r in reward_G] if scores is None else [np.asarray(s) for s in scores]
-    if [len(s) for s in score_G] != [len(r) for r in reward_G] or len(prompt_uids) != len(reward_G):
-        raise ValueError("rewards, scores and prompt uids are not of the same trajectories and turns")
+    if len(prompt_uids) != len(reward_G):
+        raise ValueError(f"rewards of {len(reward_G)} trajectories for {len(prompt_uids)} prompt uids")
     first_G = offsets_of(np.array([len(turns) for turns in reward_G], np.int64))
-    turns = TurnRewards(first_G, *(np.concatenate([np.zeros(0), *parts]) for parts in (reward_G, score_G)))
-    if not np.isfinite(turns.reward_X).all() or np.isinf(turns.score_X).any():
-        raise ValueError("a reward or a score is no finite number")
+    turns = TurnRewards(first_G, np.concatenate([np.zeros(0), *reward_G]))
+    if not np.isfinite(turns.reward_X).all():
+        raise ValueError("a reward is no finite number")
     advantage_X = credited(turns, codes_of(prompt_uids)[1].astype(np.int64), credit, gamma, estimator)
     return np.split(advantage_X, first_G[1:-1]) if reward_G else []
 
@@ -441,8 +429,6 @@ def credited(turns: TurnRewards, group_G: Int64s, credit: Credit, gamma: float, 
     value_GT = reward_GT  # from the last turn to the first
     for t in range(value_GT.shape[1] - 2, -1, -1):
         value_GT[:, t] += gamma * value_GT[:, t + 1]
-    if credit == "potential":
-        value_GT -= _scores_before(turns, alive_GT)
     column_GT = group_G[:, None] * alive_GT.shape[1] + np.arange(alive_GT.shape[1])
     distance = rloo if estimator == "rloo" else grpo_no_std
     advantage_GT = distance(value_GT.reshape(-1), column_GT.reshape(-1)).reshape(alive_GT.shape)
@@ -462,13 +448,3 @@ def not_by_turn(estimator: str) -> str:
         "trajectories have",
         "reinforce++": "discounts along the tokens already",
     }.get(estimator, "is defined on whole returns only") + f"; use {', '.join(TURN_ESTIMATORS)}"
-
-
-def _scores_before(turns: TurnRewards, alive_GT: Bools) -> Float64s:
-    """[G, T] the score of the state before each turn: the last score so far, 0 before the first; 0 after the end."""
-    score_GT = np.full((alive_GT.shape[0], alive_GT.shape[1] + 1), np.nan)
-    score_GT[:, 1:][alive_GT] = turns.score_X
-    score_GT[:, 0] = 0.0
-    known_GT = np.where(np.isnan(score_GT), 0, np.arange(score_GT.shape[1]))
-    np.maximum.accumulate(known_GT, axis=1, out=known_GT)
-    return np.where(alive_GT, np.take_along_axis(score_GT, known_GT, axis=1)[:, :-1], 0.0)

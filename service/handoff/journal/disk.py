@@ -1,4 +1,4 @@
-"""The disk operations of the journal, as a protocol, so that tests can substitute disks that fail or lose data."""
+"""The disk operations of the journal; a simulation substitutes disks in memory, which fail or lose data."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import os
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
 
 from service.files import sync
 
@@ -17,53 +16,8 @@ MAX_BUFFERS_PER_WRITE = 512
 """Buffers of one `writev` call; the kernel's IOV_MAX is 1024."""
 
 
-class File(Protocol):
+class File:
     """One segment, open for reading and writing."""
-
-    def size(self) -> int:
-        """The file's size in bytes, allocated space included."""
-
-    def read(self, offset: int, length: int) -> bytes:
-        """At most `length` bytes from `offset`; fewer at the end of the file."""
-
-    def extents(self, offset: int) -> list[tuple[int, int]]:
-        """The ranges (start, stop) from `offset` on that may contain other bytes than zeros."""
-
-    def write(self, offset: int, buffers: Sequence[Buffer]) -> int:
-        """Write the buffers one after the other; returns how many bytes the disk took, which may be fewer if it fills
-        up."""
-
-    def allocate(self, size: int) -> None:
-        """Reserve the file's first `size` bytes on the disk; OSError when it is full."""
-
-    def truncate(self, size: int) -> None:
-        """Cut the file to `size` bytes."""
-
-    def sync(self) -> None:
-        """Return once everything that was written is on the disk."""
-
-    def close(self) -> None:
-        """Close the file."""
-
-
-class Disk(Protocol):
-    """The operations on files of a folder."""
-
-    def names(self, folder: Path) -> list[str]:
-        """Names of the folder's files, sorted; a missing folder is created."""
-
-    def open(self, path: Path) -> File:
-        """Open the file; a missing file is created."""
-
-    def remove(self, path: Path) -> None:
-        """Remove the file for good."""
-
-    def move(self, path: Path, target: Path) -> None:
-        """Move the file to another folder, which is created if it is missing."""
-
-
-class LocalFile(File):
-    """A file in the machine's file system."""
 
     def __init__(self, path: Path) -> None:
         # A link with a missing target is refused: a new file at the target would hide the missing frames.
@@ -73,9 +27,11 @@ class LocalFile(File):
         self._close = weakref.finalize(self, os.close, self._fd)
 
     def size(self) -> int:
+        """The file's size in bytes, allocated space included."""
         return os.fstat(self._fd).st_size
 
     def read(self, offset: int, length: int) -> bytes:
+        """At most `length` bytes from `offset`; fewer at the end of the file."""
         parts = []
         while length > 0 and (part := os.pread(self._fd, length, offset)):
             parts.append(part)
@@ -83,7 +39,8 @@ class LocalFile(File):
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def extents(self, offset: int) -> list[tuple[int, int]]:
-        """The ranges from `offset` on that were written; reserved space that was never written is left out.
+        """The ranges (start, stop) from `offset` on that were written; reserved space that was never written is left
+        out.
 
         The list is complete before any range is read, because the kernel's read-ahead would make reserved space look
         written.
@@ -104,6 +61,7 @@ class LocalFile(File):
             return None
 
     def write(self, offset: int, buffers: Sequence[Buffer]) -> int:
+        """Write the buffers one after the other; returns how many bytes the disk took, fewer if it fills up."""
         total = 0
         for first in range(0, len(buffers), MAX_BUFFERS_PER_WRITE):
             some = buffers[first : first + MAX_BUFFERS_PER_WRITE]
@@ -114,29 +72,32 @@ class LocalFile(File):
         return total
 
     def allocate(self, size: int) -> None:
+        """Reserve the file's first `size` bytes on the disk; OSError when it is full."""
         os.posix_fallocate(self._fd, 0, size)
 
     def truncate(self, size: int) -> None:
         os.ftruncate(self._fd, size)
 
     def sync(self) -> None:
+        """Return once everything that was written is on the disk."""
         os.fdatasync(self._fd)
 
     def close(self) -> None:
         self._close()
 
 
-class LocalDisk(Disk):
+class Disk:
     """The machine's file system."""
 
     def names(self, folder: Path) -> list[str]:
+        """Names of the folder's files, sorted; a missing folder is created."""
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         return sorted(os.listdir(folder))
 
     def open(self, path: Path) -> File:
-        """Open the file; a new file's name is on the disk before this returns."""
+        """Open the file; a missing file is created, and its name is on the disk before this returns."""
         new = not path.exists()
-        file = LocalFile(path)
+        file = File(path)
         if new:
             sync(path.parent)
         return file
@@ -146,6 +107,7 @@ class LocalDisk(Disk):
         sync(path.parent)
 
     def move(self, path: Path, target: Path) -> None:
+        """Move the file to another folder, which is created if it is missing."""
         target.parent.mkdir(mode=0o700, exist_ok=True)
         path.rename(target)
         sync(target.parent)

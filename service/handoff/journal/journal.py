@@ -27,7 +27,7 @@ import xxhash
 
 from service.clock import Clock
 from service.errors import JournalError, UserError
-from service.handoff.journal.disk import Buffer, Disk, File, LocalDisk
+from service.handoff.journal.disk import Buffer, Disk, File
 
 MAGIC = b"BTNJ"
 SCHEMA = 5
@@ -72,7 +72,7 @@ def frames(segment: Segment, start: int | None = None) -> Iterator[Frame]:
 
 def frames_in(path: Path) -> Iterator[Frame]:
     """The frames of a segment's file, which is not changed."""
-    file = LocalDisk().open(path)
+    file = Disk().open(path)
     try:
         yield from frames(Segment(int(path.stem), file, path))
     finally:
@@ -176,7 +176,7 @@ class Journal:
         self.segment_bytes = segment_bytes
         """Bytes after which a segment is full."""
         self._clock = clock
-        self._disk: Disk = disk or LocalDisk()
+        self._disk: Disk = disk or Disk()
         self._keep_reclaimed = False
         self._segment_position = 0
         """Position from which the bytes of the next frame's segment count: after its snapshot, which may be long."""

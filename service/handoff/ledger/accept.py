@@ -85,38 +85,15 @@ class _Received(NamedTuple):
     one_row: Mode | None
 
 
-def with_shared_prefixes(ledger: Ledger, store: Store, message: StepGroup) -> StepGroup:
-    """The same message with full prompts shortened to the tokens that no earlier step of their trajectory has.
-
-    A step that was accepted before is not shortened: it is a repetition, or it is refused.
-    """
-    steps = message.steps
-    wanted_K = (steps.extends_K < 0) & (steps.index_K > 0)
-    if not wanted_K.any():
-        return message
+def with_shared_prefixes(store: Store, message: StepGroup) -> StepGroup:
+    """The same message with full prompts shortened to the tokens that no earlier step of their trajectory has."""
     deduped = dedupe_prefixes(
-        steps,
-        wanted_K & ~_known(ledger, steps, wanted_K),
+        message.steps,
+        (message.steps.extends_K < 0) & (message.steps.index_K > 0),
         lambda of: store.of(of.group_id).chains.get(of.sample),
         lambda of: store.of(of.group_id).index_of(of.sample),
     )
-    return message if deduped is steps else replace(message, steps=deduped)
-
-
-def _known(ledger: Ledger, steps: Steps, asked_K: Bools) -> Bools:
-    """[K] which of these steps were accepted before, or came too late."""
-    known_K = np.zeros(len(steps), np.bool_)
-    columns = (steps.group_id_K, steps.sample_K, steps.attempt_K, steps.index_K)
-    items = np.flatnonzero(asked_K)
-    for k, *of in zip(items.tolist(), *(column[items].tolist() for column in columns), strict=True):
-        group_id, sample, attempt, index = of
-        group = ledger.state.groups.get(group_id)
-        if group is None or sample >= len(group.trajectories):
-            known_K[k] = True
-        else:
-            trajectory = group.trajectories[sample]
-            known_K[k] = attempt != trajectory.attempt or index in trajectory.indices
-    return known_K
+    return message if deduped is message.steps else replace(message, steps=deduped)
 
 
 def new_content(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,19 +22,6 @@ _TOKEN_COLUMNS = {column.name[:-2]: column for column in columns_of(Steps).token
 _OPTIONAL = [name for name, column in _TOKEN_COLUMNS.items() if column.optional]
 _REQUIRED_BYTES = sum(column.dtype.itemsize for column in _TOKEN_COLUMNS.values() if not column.optional)
 """Bytes of one token in all required columns."""
-
-
-class StepSink(Protocol):
-    """Receives the steps and ends of trajectories: a `StepColumns`, or a generator's outbox."""
-
-    def append(self, step: Step) -> None:
-        """Receive a step."""
-
-    def end(self, end: TrajectoryEnd) -> None:
-        """Receive a trajectory's end."""
-
-    async def accepted(self, trajectory: TrajectoryId) -> bool:
-        """Wait until the buffer has answered about the trajectory's last step; returns whether it was accepted."""
 
 
 class StepColumns:
@@ -133,7 +120,7 @@ def _item_values(step: Step) -> dict[str, Any]:
     return {
         "group_id": group_id, "sample": sample, "attempt": attempt, "index": step.index, "uid": step.prompt_uid,
         "stop_reason": step.stop_reason, "note": step.note, "portable": step.portable or None,
-        "temperature": step.temperature, "score": step.score,
+        "temperature": step.temperature,
         "reward": np.sum(step.reward, dtype=np.float64) if np.ndim(step.reward) else step.reward,
         "has_logprobs": step.logprobs is not None, "prompt_length": len(step.prompt_ids),
         "extends": extends, "extends_length": length, "extends_digest": digest,

@@ -80,7 +80,7 @@ def said_steps(steps: Steps, ends: Ends, end_K: Int64s) -> tuple[Int64s, Int64s]
 
 
 class Played(NamedTuple):
-    """Complete trajectories: their steps in order, with the role, reward and score of each step.
+    """Complete trajectories: their steps in order, with the role and reward of each step.
 
     ends a, b; steps of b: 0, of a: 1 0     ->      steps a0 a1 b0     end_K [0 0 1]     first_G [0 2 3]
     """
@@ -95,12 +95,6 @@ class Played(NamedTuple):
     role_K: Uint8s
     reward_K: Float64s
     """The reward of each step, including rewards given after the step was sent."""
-
-    @property
-    def score_K(self) -> Float64s:
-        """The score of the state after each step; NaN without a score."""
-        score_K = self.steps.score_K
-        return np.full(len(self.steps), np.nan) if score_K is None else score_K
 
     @staticmethod
     def of(steps: Steps, ends: Ends) -> Played:
@@ -218,7 +212,6 @@ def step_objects(steps: Steps) -> list[Step]:
         Step(
             index=int(steps.index_K[k]),
             reward=float(steps.reward_K[k]) if rewards_N is None else rewards_N[response],
-            score=None if steps.score_K is None or np.isnan(steps.score_K[k]) else float(steps.score_K[k]),
             extends=extension_of(steps, k),
             note=steps.notes[steps.note_K[k]],
             portable=steps.portable_K is not None and bool(steps.portable_K[k]),

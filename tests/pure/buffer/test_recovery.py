@@ -9,7 +9,7 @@ import pytest
 from service.errors import RunFailed, UserError
 from service.handoff.buffer import Buffer
 from service.handoff.journal.disk import Buffer as Bytes
-from service.handoff.journal.disk import LocalFile
+from service.handoff.journal.disk import File
 from service.handoff.steps.wire import encode_mini_batch
 from service.handoff.verbs import Receipt, Wait, WaitReason
 from service.rollout.environment import Message, Task
@@ -265,16 +265,16 @@ def test_a_resume_with_a_lower_bound_on_messages_leaves_no_steps_out(world: Worl
 def test_steps_stay_in_the_journal_until_the_snapshot_that_needs_them_no_more_is_on_the_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full_for_new_files(self: LocalFile, offset: int, buffers: Sequence[Bytes]) -> int:
+    def full_for_new_files(self: File, offset: int, buffers: Sequence[Bytes]) -> int:
         if not offset:
             raise OSError(errno.ENOSPC, "No space left on device")
         return write(self, offset, buffers)
 
-    world, write = World(tmp_path, segment_bytes=1), LocalFile.write
+    world, write = World(tmp_path, segment_bytes=1), File.write
     for _ in range(2):
         world.play(1)
         world.journal.sync()
-    monkeypatch.setattr(LocalFile, "write", full_for_new_files)
+    monkeypatch.setattr(File, "write", full_for_new_files)
     world.train()
     while not world.journal.stalled:
         world.buffer.join("generator", "another")

@@ -14,10 +14,10 @@ from service.config.core_settings import batch_settings, buffer_settings, messag
 from service.handoff.buffer import Buffer
 from service.handoff.journal.journal import Journal
 from service.handoff.leases import BatchJob
-from service.handoff.recorded import replayed
 from service.handoff.steps import wire
 from service.handoff.steps.builder import step_group
 from service.handoff.verbs import Assignment, Claim, Receipt, Wait
+from service.run.recorded import replayed
 from service.types import NO_VERSION, MiniBatch, PolicyVersion, Refusal, Sender, Step, TrajectoryEnd, TrajectoryId
 
 START = PolicyVersion(1, 0)

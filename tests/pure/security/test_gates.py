@@ -24,7 +24,7 @@ from service.cli.parser import main
 from service.clock import SystemClock
 from service.config import Config, load_config
 from service.errors import UserError
-from service.handoff.journal.disk import LocalDisk
+from service.handoff.journal.disk import Disk
 from service.learn.model.hf_checkpoint import INDEX, check_weights
 from service.learn.model.hf_config import read_config
 from service.learn.model.tiny_model import make_model
@@ -285,7 +285,7 @@ def test_s11_no_image_moves_under_its_name() -> None:
 def test_s12_the_journal_is_its_users_own(tmp_path: Path) -> None:
     old = os.umask(0)
     try:
-        LocalDisk().names(tmp_path / "journal")
+        Disk().names(tmp_path / "journal")
         assert mode_of(tmp_path / "journal") == 0o700
     finally:
         os.umask(old)
