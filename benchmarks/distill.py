@@ -72,7 +72,7 @@ async def taught_group(group: CompleteGroup, teacher: FrozenModel) -> tuple[Comp
     teacher_N = np.full(len(steps.token_ids_N), np.nan, np.float32)
     sampled = sampled_tokens(steps)
     teacher_N[sampled] = await taught(steps, teacher.logprobs)
-    steps = replace(steps, teacher_logprobs_N=teacher_N, reward_K=np.zeros_like(steps.reward_K), token_rewards_N=None)
+    steps = replace(steps, teacher_logprobs_N=teacher_N, reward_K=np.zeros_like(steps.reward_K))
     ends = replace(group.ends, reward_E=np.zeros_like(group.ends.reward_E))
     return group._replace(steps=steps, ends=ends), steps.logprobs_N[sampled] - teacher_N[sampled]
 

@@ -45,9 +45,9 @@ class About(NamedTuple):
     """Properties of a column in its annotation, besides its name and type."""
 
     meaning: str = ""
-    compare: Literal["bits", "names", "rewards", "form"] = "bits"
+    compare: Literal["bits", "names", "form"] = "bits"
     """How this column is compared in two records of one step. bits: item by item; names: the names, not their indices;
-    rewards: all rewards together; form: not by itself, because the column only describes the form of the record."""
+    form: not by itself, because the column only describes the form of the record."""
     fill: float | None = None
     """Value of an item or token that has none of its own, such as a token of a prompt, or context before a response."""
     on_prompt: bool = False

@@ -119,8 +119,7 @@ class Step:
     versions: Int64s
     """[T] packed `PolicyVersion`; NO_VERSION where loss_mask is False."""
     temperature: float = 1.0
-    reward: float | Float32s = 0.0
-    """A scalar, or [T] one per response token."""
+    reward: float = 0.0
     stop_reason: str = "stop"
     """Why the turn ended; empty if unknown."""
     extends: Extension | None = None
@@ -132,9 +131,9 @@ class Step:
     """Whether the note lets any generator continue after this step; otherwise only the generator that wrote it can."""
 
     def __post_init__(self) -> None:
-        prompt, response, rewards = len(self.prompt_ids), len(self.response_ids), np.asarray(self.reward)
+        prompt, response = len(self.prompt_ids), len(self.response_ids)
         lengths = {"logprobs": response, "loss_mask": response, "versions": response}
-        lengths |= {"routed_experts": prompt + response} | ({"reward": response} if rewards.ndim else {})
+        lengths["routed_experts"] = prompt + response
         for name, length in lengths.items():
             array = getattr(self, name)
             if array is not None and len(array) != length:
@@ -146,8 +145,9 @@ class Step:
             if ids.dtype.kind not in "iu" or ids.min() < 0 or ids.max() > np.iinfo(np.int32).max:
                 bounds = f"{ids.dtype} from {ids.min()} to {ids.max()}"
                 raise ValueError(f"Step.{name} holds what is no int32 token id: {bounds}")
-        if rewards.dtype.kind not in "biuf" or not np.isfinite(rewards).all():
-            raise ValueError(f"Step.reward is {self.reward!r}; it must be a finite number, or one per response token")
+        reward = np.asarray(self.reward)
+        if reward.ndim or reward.dtype.kind not in "biuf" or not np.isfinite(reward):
+            raise ValueError(f"Step.reward is {self.reward!r}; it must be a finite number")
 
 
 class TrajectoryEnd(NamedTuple):
@@ -188,10 +188,6 @@ class Tokens(TrainedTokens):
     """All token columns of steps and rows."""
 
     versions_N: Annotated[Int64s, About("packed policy version; -1 where no policy sampled the token", fill=NO_VERSION)]
-    token_rewards_N: Annotated[
-        Float32s | None, About("rewards by token, where a step has more than one", compare="rewards", fill=0)
-    ] = None
-    """In rows, a step's scalar reward is on its last response token; None if the merged steps lack rewards by token."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -209,7 +205,7 @@ class Steps(Tokens, Table):
     stop_reason_K: Annotated[Int32s, About("index into the message's stop reasons", compare="names")]
     note_K: Annotated[Int32s, About("what its generator continues with, as an index into the notes", compare="names")]
     temperature_K: Annotated[Float32s, About("sampling temperature")]
-    reward_K: Annotated[Float64s, About("reward of the step; the sum over its tokens", compare="rewards")]
+    reward_K: Annotated[Float64s, About("reward of the step")]
     has_logprobs_K: Annotated[Bools, About("whether the engine gave log-probabilities")]
     prompt_length_K: Annotated[Int32s, About("prompt tokens that the step itself carries", compare="form")]
     extends_K: Annotated[Int32s, About("index of the step that this one extends, -1 for a full prompt", compare="form")]
@@ -271,12 +267,10 @@ class Row:
     loss_mask: Bools
     versions: Int64s
     temperature: float
-    rewards: Float32s
-    """[T] a step's scalar reward sits on its last response token."""
     stop_reason: str
+    reward: float
+    """The last step's reward."""
     routed_experts: Experts | None = None
-    reward: float | None = None
-    """The last step's scalar reward; None where rewards came per token."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -296,8 +290,8 @@ class Rows(Tokens, Table):
     has_logprobs_R: Bools
     prompt_length_R: Int32s
     offsets_R: Int64s
-    reward_R: Float64s | None = None
-    """The last step's scalar reward; None where rewards came per token."""
+    reward_R: Float64s
+    """The last step's reward."""
     turn_N: Int32s | None = None
     """The position of each token's step among the merged steps; None unless the merge was asked to record it."""
 

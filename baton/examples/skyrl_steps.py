@@ -80,6 +80,6 @@ def _step(output: Mapping[str, Any], k: int, trajectory: TrajectoryId, uid: str,
         logprobs=None if logprobs is None else np.asarray(logprobs[k], np.float32),
         loss_mask=loss_mask,
         versions=np.where(loss_mask, np.int64(version), np.int64(-1)),  # -1: no policy sampled the token
-        reward=np.asarray(reward, np.float32) if np.ndim(reward) else float(reward),
+        reward=float(np.sum(reward, dtype=np.float64)),  # rewards by token add up to the reward of their step
         stop_reason="" if stop_reasons is None else stop_reasons[k],
     )

@@ -22,26 +22,26 @@ def check(rounds: int = 300) -> int:
     """Raise AssertionError on the first difference; returns how many comparisons were made."""
     rng = np.random.default_rng(0)
     for _ in range(rounds):
-        output = random_output(rng, per_token=bool(rng.integers(2)))
+        output = random_output(rng)
         check_merge(output)
         check_scores(rng)
     return rounds
 
 
-def random_output(rng: np.random.Generator, per_token: bool) -> dict[str, Any]:
+def random_output(rng: np.random.Generator) -> dict[str, Any]:
     """Random output in SkyRL's form: up to four prompts, with up to three samples of up to five steps each."""
     entries = [
         entry
         for prompt in range(int(rng.integers(1, 5)))
         for sample in range(int(rng.integers(1, 4)))
-        for entry in _trajectory(rng, TrajectoryID(f"p{prompt}", sample), per_token)
+        for entry in _trajectory(rng, TrajectoryID(f"p{prompt}", sample))
     ]
     names = (*LISTS, "stop_reasons", "trajectory_ids", "is_last_step")
     columns = {name: [entry[name] for entry in entries] for name in names}
     return columns | {"rollout_expert_indices": None, "rollout_metrics": None}
 
 
-def _trajectory(rng: np.random.Generator, identity: TrajectoryID, per_token: bool) -> list[dict[str, Any]]:
+def _trajectory(rng: np.random.Generator, identity: TrajectoryID) -> list[dict[str, Any]]:
     history, entries = rng.integers(0, 9, rng.integers(1, 6)).tolist(), []
     turns = int(rng.integers(1, 6))
     for turn in range(turns):
@@ -52,7 +52,7 @@ def _trajectory(rng: np.random.Generator, identity: TrajectoryID, per_token: boo
                 "response_ids": response,
                 "loss_masks": rng.integers(0, 2, len(response)).tolist(),
                 "rollout_logprobs": (-rng.random(len(response))).tolist(),
-                "rewards": rng.random(len(response)).tolist() if per_token else float(rng.random()),
+                "rewards": float(rng.random()),
                 "stop_reasons": str(rng.choice(["stop", "length"])),
                 "trajectory_ids": identity,
                 "is_last_step": turn == turns - 1,
@@ -71,8 +71,7 @@ def check_merge(output: dict[str, Any]) -> None:
     rows = merge_steps(steps_from_generator_output(output))
     theirs = peers.merge(output)
     for r, row in enumerate(rows):
-        ours = (row.prompt_ids, row.response_ids, row.loss_mask, row.logprobs)
-        ours = (*ours, row.rewards if row.reward is None else row.reward)
+        ours = (row.prompt_ids, row.response_ids, row.loss_mask, row.logprobs, row.reward)
         for name, mine in zip(LISTS, ours, strict=True):
             np.testing.assert_allclose(mine, theirs[name][r], atol=TOLERANCE, err_msg=f"{name}[{r}]")
     assert [row.stop_reason for row in rows] == theirs["stop_reasons"]

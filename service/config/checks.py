@@ -305,8 +305,6 @@ def _scorers(config: Config) -> Iterator[str]:
 
 def _staleness(config: Config) -> Iterator[str]:
     staleness, lookahead, sync_every = config.buffer.max_staleness, config.buffer.lookahead, config.weights.sync_every
-    if lookahead == "auto":
-        return
     if staleness < lookahead:
         yield (
             f"buffer.max_staleness: {staleness} is below buffer.lookahead ({lookahead}): tokens that were admitted on "

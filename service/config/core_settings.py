@@ -88,7 +88,7 @@ def message_limits(config: Config, vocab_size: int = ANY_VOCABULARY, routing: Ro
 
 def buffer_settings(config: Config, vocab_size: int, routing: Routing | None = None) -> BufferSettings:
     """The settings of the buffer; `routing`: the routed experts that the model can replay, None if unknown."""
-    buffer, min_lookahead = config.buffer, max(config.weights.sync_every - 1, 1)
+    buffer = config.buffer
     return BufferSettings(
         limits=message_limits(config, vocab_size, routing),
         worst=worst_bytes(config, routing.token_bytes if routing else 0),
@@ -109,8 +109,6 @@ def buffer_settings(config: Config, vocab_size: int, routing: Routing | None = N
         step_wise=config.algorithm.step_wise,
         max_generators=config.generator.max_engines,
         lookahead=buffer.lookahead,
-        min_lookahead=min_lookahead,
-        max_lookahead=max(buffer.max_staleness, min_lookahead),
         max_bytes=buffer.max_bytes,
         max_journal_bytes=buffer.max_journal_bytes,
         keep_reclaimed=buffer.record,

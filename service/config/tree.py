@@ -140,10 +140,9 @@ class ModelConfig(Section):
 class BufferConfig(Section):
     """The buffer: admission, staleness, deadlines, and bounds on memory and disk."""
 
-    lookahead: NotNegative | Literal["auto"] = 2
+    lookahead: NotNegative = 2
     """Mini-batches that generators may begin beyond the one that is trained next on the weights that they serve; 0:
-    strictly on-policy; auto: the smallest number at which the trainer waits less than 5 % of its time, at most
-    `max_staleness`."""
+    strictly on-policy."""
     max_staleness: NotNegative = 8
     """Staleness in versions above which a token carries no loss."""
     order: Literal["finished_first", "strict"] = "finished_first"

@@ -5,16 +5,12 @@ a later group. With mini-batches of B groups, slot s belongs to mini-batch floor
 claiming engine serves version floor(s / B) - lookahead:
 
     B = 2, lookahead = 1, the engine serves version 0:  slots 0 1 | 2 3 are admitted, slot 4 waits for version 1
-
-The lookahead is a number, or with `auto` the smallest one that keeps the trainer busy. It grows by one when the trainer
-waited longer than the target while claims waited for newer weights; it shrinks by one when the trainer waited far less.
 """
 
 from __future__ import annotations
 
 from itertools import islice
 
-from service.clock import Clock
 from service.errors import ConfigError
 from service.handoff.group_bytes import EVENT_BYTES, TEACHER_BYTES
 from service.handoff.journal.journal import Journal
@@ -25,60 +21,13 @@ from service.handoff.settings import BufferSettings
 from service.handoff.verbs import WaitReason
 from service.types import PolicyVersion
 
-TARGET_FRACTION = 0.05
-"""Fraction of its time that the trainer may spend waiting for a mini-batch."""
-CALM = 0.5
-"""The lookahead shrinks when the trainer waited less than this fraction of the target."""
-PATIENT_WINDOWS = 20
-"""Measuring windows after which a lookahead that was too small is tried again: the work may have changed."""
-
-
-class Lookahead:
-    """The current lookahead, adjusted to the trainer's waits within its bounds; a constant if these are equal."""
-
-    def __init__(self, minimum: int, maximum: int, clock: Clock) -> None:
-        self._minimum, self._maximum = minimum, maximum
-        self.value = minimum
-        self._clock = clock
-        self._too_small = 0
-        """The largest lookahead with which the trainer waited too long; 0 when there is none."""
-        self._windows_since = 0
-        self._begin_window()
-
-    def blocked(self) -> None:
-        """Note that a claim had to wait for newer weights."""
-        self._was_blocked = True
-
-    def trainer_waited(self, seconds: float) -> None:
-        """Note for how many seconds the trainer waited for its mini-batch."""
-        self._waited += seconds
-
-    def committed(self) -> None:
-        """Adjust the lookahead after an optimizer step."""
-        self._steps += 1
-        if self._steps < 2 * (self.value + 1):
-            return
-        waiting_fraction = self._waited / max(self._clock.monotonic() - self._began, 1e-9)
-        self._windows_since += 1
-        if waiting_fraction > TARGET_FRACTION and self._was_blocked:
-            self._too_small, self._windows_since = self.value, 0
-            self.value = min(self.value + 1, self._maximum)
-        elif waiting_fraction < CALM * TARGET_FRACTION and self.value > self._minimum:
-            known = self.value - 1 <= self._too_small and self._windows_since < PATIENT_WINDOWS
-            self.value -= 0 if known else 1
-        self._begin_window()
-
-    def _begin_window(self) -> None:
-        self._began = self._clock.monotonic()
-        self._waited, self._steps, self._was_blocked = 0.0, 0, False
-
 
 class Admission:
     """Decides whether the next slot may be issued."""
 
-    def __init__(self, settings: BufferSettings, lookahead: Lookahead) -> None:
+    def __init__(self, settings: BufferSettings) -> None:
         """Raises a ConfigError if `max_bytes` cannot hold one mini-batch of the maximum size."""
-        self._settings, self._worst, self._lookahead = settings, settings.worst, lookahead
+        self._settings, self._worst = settings, settings.worst
         size, max_bytes = settings.mini_batch_size, settings.max_bytes
         if size * self._worst.group > max_bytes:
             raise ConfigError(
@@ -124,9 +73,8 @@ class Admission:
         """Return why the next slot has to wait; None if an engine that serves `serving` may get it."""
         ledger = record.ledger
         batch = ledger.next_slot // self._settings.mini_batch_size
-        ahead = self._lookahead.value
+        ahead = self._settings.lookahead
         if batch > effective_step(ledger, serving) + ahead:
-            self._lookahead.blocked()
             due = f"waits for the weights of step {batch - ahead} (lookahead {ahead})"
             return WaitReason.LOOKAHEAD, f"{due}; has those of step {serving.step}"
         needed = self.reserved(record) + self._worst.group
@@ -139,7 +87,7 @@ class Admission:
 
         After a trainer went back, the slots of the undone steps wait until those steps are repeated.
         """
-        batches = effective_step(ledger, serving) + self._lookahead.value + 1
+        batches = effective_step(ledger, serving) + self._settings.lookahead + 1
         free = batches * self._settings.mini_batch_size - (ledger.next_slot - len(ledger.slots))
         return next(islice(ledger.slots, max(free, 0), None), ledger.state.next_group_id)
 

@@ -14,7 +14,7 @@ from typing import Literal
 
 from service.clock import Clock
 from service.errors import RunFailed
-from service.handoff.admission import Admission, Lookahead
+from service.handoff.admission import Admission
 from service.handoff.attempts import RUN_END, Attempts
 from service.handoff.batches.batch import Formed
 from service.handoff.batches.filters import examine
@@ -65,11 +65,7 @@ class Buffer:
         self._settings, self._clock = settings, clock
         self._max_trajectory_bytes = settings.worst.trajectory
         prompts = Prompts(prompt_uids, settings.seed, settings.shuffle)
-        bounds = settings.min_lookahead, settings.max_lookahead
-        if settings.lookahead != "auto":
-            bounds = settings.lookahead, settings.lookahead
-        self._lookahead = Lookahead(*bounds, clock)
-        self._admission = Admission(settings, self._lookahead)
+        self._admission = Admission(settings)
         journal.configure(settings.max_journal_bytes // JOURNAL_SEGMENTS, settings.keep_reclaimed)
         self._record = opened_record(opening(settings, prompt_uids, rows_digest), settings.limits, journal, clock)
         self.ledger = self._record.ledger
@@ -193,7 +189,7 @@ class Buffer:
         batch = self._leases.finish(job, made)
         if batch is None:
             return self.lease(job.trainer_incarnation)
-        self._lookahead.trainer_waited(self._waits.end("trainer"))
+        self._waits.end("trainer")
         return batch
 
     def commit(self, trainer_incarnation: int, lease: int, version: PolicyVersion) -> Refusal | None:
@@ -208,7 +204,6 @@ class Buffer:
         if version != PolicyVersion(current.incarnation, current.step + 1):
             return self._refuse(Refusal(RefusalReason.VERSION, "version", version.step))
         self._record.add(events.Committed(lease, version, final=not self._settings.has_checkpoints))
-        self._lookahead.committed()
         return None
 
     def release(self, trainer_incarnation: int, lease: int, reason: str) -> Refusal | None:
@@ -352,7 +347,7 @@ class Buffer:
             issued=state.next_group_id,
             frontier=min(state.groups, default=state.next_group_id),
             next_slot=ledger.next_slot,
-            lookahead=self._lookahead.value,
+            lookahead=self._settings.lookahead,
             lengths=state.lengths.export(),
             length_distance=distance(state.lengths.generated, state.lengths.trained),
             token_length_distance=distance(state.lengths.generated_tokens, state.lengths.loss_tokens),

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from service.columns import concat
 from service.handoff.admission import Admission
 from service.handoff.curriculum import Curriculum
 from service.handoff.ledger import events
 from service.handoff.ledger.record import Record
 from service.handoff.prompt_order import Prompts
 from service.handoff.scoring import Scoring
-from service.handoff.steps.tables import concat_steps, ends_table
+from service.handoff.steps.tables import ends_table
 from service.handoff.steps.wire import encode
 from service.handoff.verbs import Assignment, Claim, Wait, WaitReason
 from service.handoff.waits import Waits
@@ -100,5 +101,5 @@ class Claims:
             return Assignment(group_id, group.uid, group.row, samples, attempts)
         ends = ends_table(())
         accepted = [held.steps_of(sample) for sample in samples]
-        steps = [encode(StepGroup(Sender("", 0, 0), concat_steps(own), ends)) if own else b"" for own in accepted]
+        steps = [encode(StepGroup(Sender("", 0, 0), concat(own), ends)) if own else b"" for own in accepted]
         return Assignment(group_id, group.uid, group.row, samples, attempts, tuple(steps))

@@ -3,8 +3,8 @@
 The configuration check, admission, the store and the journal's bound all count in these bytes. They cover both the
 memory of the accepted steps and their frames in the journal, so there is always room for a group that was admitted:
 
-    2 samples of 2 turns of at most 100 tokens, 21 bytes a token:
-    each trajectory   2 steps and 1 end   2 * 100 * 21 + 3 * ITEM_BYTES
+    2 samples of 2 turns of at most 100 tokens, 17 bytes a token:
+    each trajectory   2 steps and 1 end   2 * 100 * 17 + 3 * ITEM_BYTES
     the group         2 trajectories      twice as much
 
 Every step and end is counted as if it came in a message of its own, and as if no prefix were shared.
@@ -28,8 +28,7 @@ TOKEN_BYTES = sum(
     for column in columns_of(Steps).tokens
     if column.about.ndim == 1 and column.name != "teacher_logprobs_N"
 )
-"""Bytes of a token in all columns that generators send, except routed experts: id, log-probability, mask, version and
-reward."""
+"""Bytes of a token in all columns that generators send, except routed experts: id, log-probability, mask, version."""
 TEACHER_BYTES = 4
 """Bytes of a token's log-probability under the teacher."""
 SCORE_BYTES = 1 << 9

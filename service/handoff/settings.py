@@ -40,10 +40,7 @@ class BufferSettings:
     """False: all steps of a trajectory have to become one row."""
     max_generators: int = 1
     """Generators that may play at once."""
-    lookahead: int | Literal["auto"] = 2
-    min_lookahead: int = 1
-    """Bounds of the lookahead with `lookahead: auto`."""
-    max_lookahead: int = 8
+    lookahead: int = 2
     max_bytes: int = 4 << 30
     """Bytes of memory: groups are admitted only while the worst case of all admitted groups fits."""
     max_journal_bytes: int = 64 << 30

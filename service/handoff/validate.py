@@ -26,7 +26,7 @@ from service.handoff.group_bytes import NAME_BYTES, NOTE_BYTES, TRANSCRIPT_BYTES
 from service.handoff.steps.limits import Limits
 from service.handoff.steps.reward import MAX_REWARD
 from service.handoff.steps.roles import ROLES
-from service.types import NO_VERSION, ROUTE_NATIVELY, Bools, Int64s, Refusal, RefusalReason, StepGroup, Steps
+from service.types import NO_VERSION, ROUTE_NATIVELY, Bools, Refusal, RefusalReason, StepGroup, Steps
 
 MAX_NAME_LENGTH = 1024
 """Maximum characters of a generator's name, a prompt's uid or a stop reason."""
@@ -40,9 +40,6 @@ LOGPROB_TOLERANCE = 1e-4
 """Largest accepted log-probability: rounding may move it above 0."""
 MIN_LOGPROB = -1e7
 """Smallest accepted log-probability of a sampled token: a logit difference of ten over the lowest temperature."""
-
-REWARD_TOLERANCE = 1e-4
-"""Largest difference between a step's reward and the sum of its token rewards, as a fraction of their magnitudes."""
 
 
 def refusal(group: StepGroup, limits: Limits) -> Refusal | None:
@@ -183,9 +180,8 @@ def _token_ids(group: StepGroup, limits: Limits) -> Refusal | None:
 
 def _numbers(group: StepGroup, limits: Limits) -> Refusal | None:
     steps, ends = group.steps, group.ends
-    rewards = ("reward_K", steps.reward_K), ("reward_E", ends.reward_E), ("token_rewards_N", steps.token_rewards_N)
-    for name, column in rewards:
-        if column is not None and not (fine_X := np.abs(column) <= MAX_REWARD).all():
+    for name, column in (("reward_K", steps.reward_K), ("reward_E", ends.reward_E)):
+        if not (fine_X := np.abs(column) <= MAX_REWARD).all():
             x = int(fine_X.argmin())
             return Refusal(RefusalReason.REWARD, f"{name}[{x}]", float(column[x]))
     coldest, hottest = TEMPERATURES
@@ -193,22 +189,6 @@ def _numbers(group: StepGroup, limits: Limits) -> Refusal | None:
     if not fine_K.all():
         k = int(fine_K.argmin())
         return Refusal(RefusalReason.TEMPERATURE, f"temperature_K[{k}]", float(steps.temperature_K[k]))
-    return None
-
-
-def _token_rewards(group: StepGroup, limits: Limits) -> Refusal | None:
-    """The refusal of token rewards outside of responses, or with a sum that differs from their step's reward."""
-    steps, rewards_N = group.steps, group.steps.token_rewards_N
-    if rewards_N is None or not len(steps):
-        return None
-    if (k := _first_in_prompt(steps, rewards_N != 0)) is not None:
-        return Refusal(RefusalReason.REWARD, f"token_rewards_N: prompt of step {k}")
-    sum_K = np.add.reduceat(rewards_N, _parts(steps), dtype=np.float64)[1::2]
-    size_K = np.add.reduceat(np.abs(rewards_N), _parts(steps), dtype=np.float64)[1::2]
-    wrong_K = np.abs(sum_K - steps.reward_K) > REWARD_TOLERANCE * np.maximum(size_K, 1)
-    if wrong_K.any():
-        k = int(wrong_K.argmax())
-        return Refusal(RefusalReason.REWARD, f"reward_K[{k}]", float(steps.reward_K[k]))
     return None
 
 
@@ -239,18 +219,14 @@ def _versions(group: StepGroup, limits: Limits) -> Refusal | None:
 
 
 _RULES: tuple[Callable[[StepGroup, Limits], Refusal | None], ...] = (
-    _table, _sender, _identity, _order, _said, _lengths, _token_ids, _numbers, _token_rewards, _logprobs, _versions,
+    _table, _sender, _identity, _order, _said, _lengths, _token_ids, _numbers, _logprobs, _versions,
 )  # fmt: skip
-
-
-def _parts(steps: Steps) -> Int64s:
-    """Where the prompt and the response of each step begin on the token axis: [p0 r0 p1 r1 ..]."""
-    return np.stack((steps.offsets_K[:-1], steps.offsets_K[:-1] + steps.prompt_length_K), axis=1).reshape(-1)
 
 
 def _first_in_prompt(steps: Steps, mask_N: Bools) -> int | None:
     """The first step with a prompt token in the mask."""
-    in_prompt_K = np.logical_or.reduceat(mask_N, _parts(steps))[::2] & (steps.prompt_length_K > 0)
+    parts = np.stack((steps.offsets_K[:-1], steps.offsets_K[:-1] + steps.prompt_length_K), axis=1).reshape(-1)
+    in_prompt_K = np.logical_or.reduceat(mask_N, parts)[::2] & (steps.prompt_length_K > 0)
     return int(in_prompt_K.argmax()) if in_prompt_K.any() else None
 
 

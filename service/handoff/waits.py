@@ -34,10 +34,9 @@ class Waits:
         self._waits[who] = Wait(reason, detail, since)
         return self._waits[who]
 
-    def end(self, who: str) -> float:
-        """End a wait; returns its length in seconds."""
-        known = self._waits.pop(who, None)
-        return 0.0 if known is None else self._clock.monotonic() - known.since
+    def end(self, who: str) -> None:
+        """End a wait, if there is one."""
+        self._waits.pop(who, None)
 
     def current(self) -> tuple[Waiting, ...]:
         """All waits; and the trajectory that has made no progress for the longest time, if that is too long."""

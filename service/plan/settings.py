@@ -21,7 +21,7 @@ class PlanSettings:
     weights: WeightsConfig
     data: DataConfig
     lookahead: int
-    """`buffer.lookahead`; for `auto`, a value with which the trainer waits little if lengths have moderate tails."""
+    """`buffer.lookahead`"""
     merges: bool
     """Whether the turns of a trajectory share a row."""
     env_turns: int
@@ -32,7 +32,6 @@ class PlanSettings:
     @classmethod
     def of(cls, config: Config) -> PlanSettings:
         """The settings from a configuration."""
-        lookahead, staleness = config.buffer.lookahead, config.buffer.max_staleness
         turns = {"env.max_turns": config.env.max_turns}
         if config.endpoint is not None:
             turns["agents.max_calls"] = config.endpoint.max_calls
@@ -42,7 +41,7 @@ class PlanSettings:
             fit=FitSettings.of(config),
             weights=config.weights,
             data=config.data,
-            lookahead=min(4, staleness) if lookahead == "auto" else lookahead,
+            lookahead=config.buffer.lookahead,
             merges=config.merge_mode != "off",
             env_turns=config.env.max_turns,
             most_turns=max(turns.items(), key=lambda limit: limit[1]),

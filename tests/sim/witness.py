@@ -69,9 +69,7 @@ class Witness(Measurements):
         if len(set(batch.groups)) != self._buffer.mini_batch_size:
             raise Broken(f"a mini-batch of groups {batch.groups}")
         self._check_returns(batch)
-        lookahead = self._buffer.lookahead
-        ahead = self._max_staleness if lookahead == "auto" else lookahead
-        oldest = ahead + self._sync_every - 1 + self._undone
+        oldest = self._buffer.lookahead + self._sync_every - 1 + self._undone
         for micro_batch in (m for rank in batch.ranks for m in rank):
             ages_N = micro_batch.staleness_N[micro_batch.staleness_N >= 0]
             with_loss_N = micro_batch.staleness_N[micro_batch.loss_mask_N]

@@ -43,7 +43,7 @@ from service.handoff.ledger.scores import CompleteGroup
 from service.handoff.ledger.versions import VersionHistory, version_of
 from service.handoff.prefixes.merge import Mode, merge_in_order
 from service.handoff.steps.roles import ROLES, TRAINED, Role
-from service.handoff.steps.tables import Played, concat_steps, name_of
+from service.handoff.steps.tables import Played, name_of
 from service.types import NO_VERSION, Int32s, Int64s, MiniBatch, Row, Rows, Steps
 
 
@@ -153,7 +153,7 @@ def formed(lease: int, groups: Sequence[CompleteGroup], history: VersionHistory,
 
 def gather(groups: Sequence[CompleteGroup]) -> tuple[Played, Int32s]:
     """The trajectories, ordered by group, then by sample; and the position of each trajectory's group."""
-    steps, ends = concat_steps([group.steps for group in groups]), concat([group.ends for group in groups])
+    steps, ends = concat([group.steps for group in groups]), concat([group.ends for group in groups])
     prompt_G = np.repeat(np.arange(len(groups), dtype=np.int32), [len(group.ends) for group in groups])
     order = np.lexsort((ends.sample_E, prompt_G))
     return Played.of(steps, select(ends, order)), prompt_G[order]

@@ -17,8 +17,7 @@ from service.types import Step, TrajectoryEnd, TrajectoryId
 def complete_groups(steps: Iterable[Step], ends: Iterable[TrajectoryEnd] | None = None) -> list[CompleteGroup]:
     """The groups of whole trajectories, one per group_id, in order of first appearance.
 
-    Without `ends`, each trajectory ends with its last step: its stop reason and its reward (the sum, if it has
-    one per token) become the trajectory's.
+    Without `ends`, each trajectory ends with its last step, whose stop reason and reward become the trajectory's.
 
     >>> def step(sample, index, prompt, response, reward=0.0):
     ...     sampled, versions = np.ones(len(response), np.bool_), np.zeros(len(response), np.int64)
@@ -37,10 +36,9 @@ def complete_groups(steps: Iterable[Step], ends: Iterable[TrajectoryEnd] | None 
     for step in sorted(listed, key=lambda step: step.index):
         last[step.trajectory] = step
     if ends is None:
-        rewards = [float(np.sum(step.reward, dtype=np.float64)) for step in last.values()]
         ends = [
-            TrajectoryEnd(of, step.prompt_uid, step.index + 1, step.stop_reason, reward)
-            for (of, step), reward in zip(last.items(), rewards, strict=True)
+            TrajectoryEnd(of, step.prompt_uid, step.index + 1, step.stop_reason, step.reward)
+            for of, step in last.items()
         ]
     finished = list(ends)
     n_steps = {step.trajectory: step.index + 1 for step in last.values()}

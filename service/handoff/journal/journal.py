@@ -132,9 +132,6 @@ def _data_behind(file: File, offset: int) -> Iterator[tuple[int, bytes]]:
 
 ALLOCATION_BYTES = 1 << 20
 PAGE_BYTES = 1 << 12
-MIN_PIECE_BYTES = 1 << 16
-MAX_PIECES = 256
-"""Number of pieces in which reserved space is moved from one file to another on a full disk."""
 FULL = (errno.ENOSPC, errno.EDQUOT)
 KEPT = "reclaimed"
 """Folder of segments that are no longer needed and are kept for `baton replay`."""
@@ -412,27 +409,22 @@ class Journal:
 def _move_reserve(old: File, used: int, new: File, allocated: int) -> int:
     """Move a file's unused reserved space to a new file; returns how many bytes the new file has.
 
-    On a full disk the space is moved piece by piece, except for one page. Another process may take some of the space
-    meanwhile; then frames wait in the queue until the disk has room again.
+    On a full disk the old file gives up its space first, and one page may be lost. Another process may take some of the
+    space meanwhile; then frames wait in the queue until the disk has room again.
     """
-    wanted = moved = max(allocated - used, 0)
-    if not _allocated(new, wanted):
-        given, moved, piece = 0, 0, max(MIN_PIECE_BYTES, wanted // MAX_PIECES)
-        while given < wanted:
-            given = min(given + piece, wanted)
-            old.truncate(used + wanted - given)
-            moved = _grown(new, moved, given - moved)
+    wanted = max(allocated - used, 0)
+    has_room = _allocated(new, wanted)
     old.truncate(used)
-    return moved
+    return wanted if has_room else _grown(new, wanted)
 
 
-def _grown(file: File, size: int, more: int) -> int:
-    """Reserve up to `more` bytes after a file's first `size`; returns how many bytes the file has then."""
-    if _allocated(file, size + more):
-        return size + more
-    while (more := more // 2) >= PAGE_BYTES:
+def _grown(file: File, wanted: int) -> int:
+    """Reserve up to `wanted` bytes of a new file; returns how many bytes it has then."""
+    size, more = 0, wanted
+    while more >= PAGE_BYTES:
         if _allocated(file, size + more):
             size += more
+        more //= 2
     return size
 
 

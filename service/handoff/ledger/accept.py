@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from service.columns import offsets_of, select, token_bytes
+from service.columns import concat, offsets_of, select, token_bytes
 from service.handoff.group_bytes import ITEM_BYTES
 from service.handoff.ledger.events import Addition
 from service.handoff.ledger.ledger import Ledger
@@ -26,7 +26,7 @@ from service.handoff.prefixes.prefix_index import PrefixError, PrefixIndex, chec
 from service.handoff.prefixes.sharing import Chain, dedupe_prefixes, grown
 from service.handoff.prefixes.step_equality import same_step
 from service.handoff.steps.stop_reason import FAILURES
-from service.handoff.steps.tables import concat_steps, end_objects, ends_table, long_note_bytes
+from service.handoff.steps.tables import end_objects, ends_table, long_note_bytes
 from service.types import Bools, Extension, Refusal, RefusalReason, StepGroup, Steps, TrajectoryEnd, TrajectoryId
 
 MAX_FRACTION_NOT_FINITE = 0.01
@@ -301,7 +301,7 @@ def _whole_refusal(received: _Received, addition: Addition) -> Refusal | None:
         tables = [*tables, select(received.message.steps, np.array(addition.items, np.int64))]
     if not tables:
         return None
-    steps = concat_steps(tables)
+    steps = concat(tables)
     try:
         check_references(select(steps, np.argsort(steps.index_K)))
     except PrefixError as error:

@@ -18,7 +18,7 @@ from itertools import islice
 import numpy as np
 
 from service.clock import Clock
-from service.columns import bytes_per_token, select
+from service.columns import bytes_per_token, concat, select
 from service.handoff.group_bytes import ITEM_BYTES, item_bytes
 from service.handoff.journal.journal import Journal
 from service.handoff.ledger import events
@@ -29,7 +29,7 @@ from service.handoff.prefixes.prefix_index import PrefixIndex
 from service.handoff.prefixes.sharing import Chain
 from service.handoff.steps.builder import steps_table
 from service.handoff.steps.limits import Limits, Routing
-from service.handoff.steps.tables import concat_steps, ends_table, long_note_bytes, said_bytes
+from service.handoff.steps.tables import ends_table, long_note_bytes, said_bytes
 from service.types import Ends, PolicyVersion, StepGroup, Steps, TrajectoryEnd
 
 
@@ -192,7 +192,7 @@ class Store:
         """All steps and ends of a complete group without scorers' answers; merges its steps into one table."""
         held = self._held[group_id]
         if len(held.steps) > 1:
-            held.rearrange([concat_steps(held.steps)])
+            held.rearrange([concat(held.steps)])
         ends = [held.ends[sample] for sample in sorted(held.ends)]
         return held.steps[0] if held.steps else steps_table([]), ends_table(ends)
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from service.columns import lengths_of, select
+from service.columns import select
 from service.handoff.ledger.events import Scored
 from service.handoff.steps.roles import ROLES
 from service.handoff.steps.tables import end_of_items, said_steps
@@ -63,14 +63,8 @@ def _with_rewards(steps: Steps, ends: Ends, added_E: Float64s, replaces: bool) -
     later_reward_S = ends.later_reward_S.copy()
     if replaces:
         later_reward_S[place_k[own_K[k]]] = 0
-    rewards_N = steps.token_rewards_N
-    if rewards_N is not None:
-        rewards_N = np.where(own_K.repeat(lengths_of(steps.offsets_K)) & replaces, np.float32(0), rewards_N)
-        answered = last[lengths_of(steps.offsets_K)[last] > steps.prompt_length_K[last]]
-        rewards_N[steps.offsets_K[1:][answered] - 1] += added_E[end_K[answered]].astype(np.float32)
     reward_E = added_E if replaces else ends.reward_E + added_E
-    steps = replace(steps, reward_K=reward_K, token_rewards_N=rewards_N)
-    return steps, replace(ends, reward_E=reward_E, later_reward_S=later_reward_S)
+    return replace(steps, reward_K=reward_K), replace(ends, reward_E=reward_E, later_reward_S=later_reward_S)
 
 
 def rewarded(steps: Steps, ends: Ends, scores: tuple[Scored, ...]) -> tuple[Steps, Ends, tuple[Scored, ...]]:

@@ -30,7 +30,7 @@ from service.columns import changes, check_choice, columns_of, filled, lengths_o
 from service.handoff.prefixes.prefix_index import Place, PrefixIndex, Run, check_chain, common
 from service.handoff.prefixes.step_equality import in_order
 from service.handoff.steps.builder import steps_table
-from service.handoff.steps.tables import name_of, row_objects, total_lengths, with_token_rewards
+from service.handoff.steps.tables import name_of, row_objects, total_lengths
 from service.types import Bools, Int64s, Row, Rows, Step, Steps
 
 Mode = Literal["off", "linear", "tree"]
@@ -63,8 +63,6 @@ class _Layout(NamedTuple):
 def merge_steps(steps: Iterable[Step], mode: Mode = "linear") -> list[Row]:
     """The rows of any number of trajectories, ordered by the first appearance of the trajectory, then by step.
 
-    A reward belongs to its step's last response token, so `Row.rewards` omits rewards of steps without response tokens.
-
     Raises:
         ValueError: a trajectory has two prompts, or lacks a step before its last one; a step came twice with different
             content; an extended step is missing; `mode` is unknown.
@@ -80,9 +78,7 @@ def merge_steps(steps: Iterable[Step], mode: Mode = "linear") -> list[Row]:
     """
     if not (listed := list(steps)):
         return []
-    table = steps_table(listed)
-    rows = merge(with_token_rewards(check_whole(table)), mode).rows
-    return row_objects(rows if table.token_rewards_N is None else replace(rows, reward_R=None))
+    return row_objects(merge(check_whole(steps_table(listed)), mode).rows)
 
 
 def merge(steps: Steps, mode: Mode = "linear") -> Merged:

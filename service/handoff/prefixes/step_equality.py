@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from service.columns import Column, changes, columns_of, digest, filled, of_one_type, select, trajectories
 from service.handoff.prefixes.prefix_index import PrefixIndex
 from service.handoff.steps.tables import NO_EXTENSION, extension_of, name_of, total_lengths
-from service.types import Float32s, Int32s, Int64s, Steps
+from service.types import Int32s, Int64s, Steps
 
 TokensOf = Callable[[int], Int32s | None]
 """The whole prompt and response of an earlier step of the trajectory, by its index; None if it is not known."""
@@ -96,9 +96,7 @@ def _equal_columns(a: Steps, b: Steps) -> bool:
             arrays = [getattr(of, column.name) for of in (a, b)]
             if not _equal(column, *(None if array is None else array[len(array) - count :] for array in arrays)):
                 return False
-    if a.token_rewards_N is None and b.token_rewards_N is None:
-        return bool(a.reward_K[0] == b.reward_K[0])
-    return _rewards(a, response).tobytes() == _rewards(b, response).tobytes()
+    return True
 
 
 def _equal(column: Column, a: NDArray[Any] | None, b: NDArray[Any] | None) -> bool:
@@ -110,13 +108,3 @@ def _equal(column: Column, a: NDArray[Any] | None, b: NDArray[Any] | None) -> bo
         return known.tobytes() == np.broadcast_to(filled(column, 1).astype(known.dtype), known.shape).tobytes()
     a, b = of_one_type(column, [a, b])
     return a.shape == b.shape and a.tobytes() == b.tobytes()
-
-
-def _rewards(steps: Steps, response: int) -> Float32s:
-    """[T] the rewards of the response's tokens; a scalar is the reward of the last token; -0.0 becomes 0.0."""
-    rewards_T = np.zeros(response, np.float32)
-    if steps.token_rewards_N is not None:
-        rewards_T += steps.token_rewards_N[len(steps.token_rewards_N) - response :]
-    else:
-        rewards_T[-1:] += np.float32(steps.reward_K[0])
-    return rewards_T

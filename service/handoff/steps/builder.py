@@ -53,7 +53,7 @@ class StepColumns:
         """Append a step."""
         self._steps.append(step)
         self.n_bytes += _REQUIRED_BYTES * (len(step.prompt_ids) + len(step.response_ids))
-        optional = (_token_values(step, name) for name in _OPTIONAL)
+        optional = (getattr(step, name, None) for name in _OPTIONAL)
         self.n_bytes += sum(np.asarray(values).nbytes for values in optional if values is not None)
         if self.routing is None and step.routed_experts is not None:
             self.routing = step.routed_experts.shape[1:]
@@ -121,17 +121,9 @@ def _item_values(step: Step) -> dict[str, Any]:
         "group_id": group_id, "sample": sample, "attempt": attempt, "index": step.index, "uid": step.prompt_uid,
         "stop_reason": step.stop_reason, "note": step.note, "portable": step.portable or None,
         "temperature": step.temperature,
-        "reward": np.sum(step.reward, dtype=np.float64) if np.ndim(step.reward) else step.reward,
-        "has_logprobs": step.logprobs is not None, "prompt_length": len(step.prompt_ids),
+        "reward": step.reward, "has_logprobs": step.logprobs is not None, "prompt_length": len(step.prompt_ids),
         "extends": extends, "extends_length": length, "extends_digest": digest,
     }  # fmt: skip
-
-
-def _token_values(step: Step, name: str) -> Any:
-    """A step's values of a token column; None if the step has none."""
-    if name == "token_rewards":
-        return step.reward if np.ndim(step.reward) else None
-    return getattr(step, name, None)
 
 
 def _item_column(column: Column, values: list[Any]) -> NDArray[Any] | None:
@@ -142,7 +134,7 @@ def _item_column(column: Column, values: list[Any]) -> NDArray[Any] | None:
 
 def _token_column(column: Column, steps: list[Step], offsets: list[int]) -> NDArray[Any] | None:
     name = column.name[:-2]
-    given = [_token_values(step, name) for step in steps]
+    given = [getattr(step, name, None) for step in steps]
     known = of_one_type(column, [values for values in given if values is not None])
     if column.optional and not known:
         return None
@@ -154,6 +146,4 @@ def _token_column(column: Column, steps: list[Step], offsets: list[int]) -> NDAr
             column_N[start:middle], column_N[middle:stop] = step.prompt_ids, step.response_ids
         elif values is not None:
             column_N[start if column.about.on_prompt else middle : stop] = next(rest)
-        elif name == "token_rewards" and stop > middle:
-            column_N[stop - 1] = step.reward
     return column_N

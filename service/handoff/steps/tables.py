@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from service.columns import codes_of, columns_of, concat, lengths_of, offsets_of, select, trajectories
+from service.columns import codes_of, columns_of, lengths_of, offsets_of, select, trajectories
 from service.handoff.group_bytes import NOTE_BYTES, SAID_BYTES
 from service.handoff.steps.stop_reason import StopReason
 from service.types import (
@@ -141,13 +140,6 @@ def end_of_items(steps: Steps, ends: Ends) -> Int64s:
     return number_X[len(ends) :]
 
 
-def concat_steps(tables: Sequence[Steps]) -> Steps:
-    """The steps of several tables, in order, as one table."""
-    if len(tables) > 1 and any(table.token_rewards_N is not None for table in tables):
-        tables = [with_token_rewards(table) for table in tables]
-    return concat(tables)
-
-
 def extension_of(steps: Steps, k: int) -> Extension | None:
     """The reference of item `k` to the step that it extends; None if it carries its whole prompt."""
     if steps.extends_K[k] < 0:
@@ -174,16 +166,6 @@ def name_of(steps: Steps, k: int) -> str:
     return f"{trajectory}/step={steps.index_K[k]}"
 
 
-def with_token_rewards(steps: Steps) -> Steps:
-    """The same steps with a reward per token: a scalar reward sits on the step's last response token."""
-    if steps.token_rewards_N is not None:
-        return steps
-    rewards_N = np.zeros(len(steps.token_ids_N), np.float32)
-    answered = lengths_of(steps.offsets_K) > steps.prompt_length_K
-    rewards_N[steps.offsets_K[1:][answered] - 1] = steps.reward_K[answered]
-    return replace(steps, token_rewards_N=rewards_N)
-
-
 # -- responses that were cut at the length limit: their steps have the stop reason `length` ----------------------------
 
 
@@ -207,37 +189,34 @@ def by_turn(tables: Sequence[Steps]) -> Iterator[tuple[str, int, int]]:
 
 def step_objects(steps: Steps) -> list[Step]:
     """The steps of a table as objects; their arrays are views."""
-    rewards_N = steps.token_rewards_N
     return [
         Step(
             index=int(steps.index_K[k]),
-            reward=float(steps.reward_K[k]) if rewards_N is None else rewards_N[response],
+            reward=float(steps.reward_K[k]),
             extends=extension_of(steps, k),
             note=steps.notes[steps.note_K[k]],
             portable=steps.portable_K is not None and bool(steps.portable_K[k]),
             **fields,
         )
-        for k, (response, fields) in enumerate(_fields_of_both(steps))
+        for k, fields in enumerate(_fields_of_both(steps))
     ]
 
 
 def row_objects(rows: Rows) -> list[Row]:
     """The rows of a table as objects; their arrays are views."""
-    rewards_N, reward_R = rows.token_rewards_N, rows.reward_R
     return [
         Row(
             first_step=int(rows.first_step_R[r]),
             last_step=int(rows.last_step_R[r]),
-            rewards=np.zeros(len(fields["loss_mask"]), np.float32) if rewards_N is None else rewards_N[response],
-            reward=None if reward_R is None else float(reward_R[r]),
+            reward=float(rows.reward_R[r]),
             **fields,
         )
-        for r, (response, fields) in enumerate(_fields_of_both(rows))
+        for r, fields in enumerate(_fields_of_both(rows))
     ]
 
 
-def _fields_of_both(table: Steps | Rows) -> Iterator[tuple[slice, dict[str, Any]]]:
-    """The position of each item's response on the token axis, and the fields that a `Step` and a `Row` share."""
+def _fields_of_both(table: Steps | Rows) -> Iterator[dict[str, Any]]:
+    """The fields that a `Step` and a `Row` share, of each item."""
     columns = columns_of(type(table))
     names = ("uid", "stop_reason", "prompt_length", "temperature", "has_logprobs")
     items = zip(*(getattr(table, f"{name}_{columns.axis}").tolist() for name in names), strict=True)
@@ -245,21 +224,18 @@ def _fields_of_both(table: Steps | Rows) -> Iterator[tuple[slice, dict[str, Any]
     for of, (start, stop), item in zip(trajectory_ids(table), bounds, items, strict=True):
         uid, stop_reason, prompt_length, temperature, has_logprobs = item
         response = slice(start + prompt_length, stop)
-        yield (
-            response,
-            {
-                "trajectory": of,
-                "prompt_uid": table.uids[uid],
-                "prompt_ids": table.token_ids_N[start : start + prompt_length],
-                "response_ids": table.token_ids_N[response],
-                "logprobs": table.logprobs_N[response] if has_logprobs else None,
-                "loss_mask": table.loss_mask_N[response],
-                "versions": table.versions_N[response],
-                "temperature": temperature,
-                "stop_reason": table.stop_reasons[stop_reason],
-                "routed_experts": None if table.routed_experts_N is None else table.routed_experts_N[start:stop],
-            },
-        )
+        yield {
+            "trajectory": of,
+            "prompt_uid": table.uids[uid],
+            "prompt_ids": table.token_ids_N[start : start + prompt_length],
+            "response_ids": table.token_ids_N[response],
+            "logprobs": table.logprobs_N[response] if has_logprobs else None,
+            "loss_mask": table.loss_mask_N[response],
+            "versions": table.versions_N[response],
+            "temperature": temperature,
+            "stop_reason": table.stop_reasons[stop_reason],
+            "routed_experts": None if table.routed_experts_N is None else table.routed_experts_N[start:stop],
+        }
 
 
 def end_objects(ends: Ends) -> list[TrajectoryEnd]:

@@ -2,12 +2,11 @@ from pathlib import Path
 
 import pytest
 
-from service.handoff.admission import Lookahead
 from service.handoff.ledger.state import Lengths, bucket, distance
 from service.handoff.verbs import Assignment, Receipt, Wait, WaitReason
 from service.types import PolicyVersion, TrajectoryId
 from tests.invariant import violations
-from tests.pure.buffer.world import TurnedClock, World, config, journal_bytes, step
+from tests.pure.buffer.world import World, config, journal_bytes, step
 
 
 def half_finished(world: World, samples: int) -> Assignment:
@@ -141,49 +140,3 @@ def test_distances_of_lengths() -> None:
     assert distance([1, 1, 2], [0, 1, 1]) == 0.25
     assert distance([1, 0], [0, 1]) == 1
     assert bucket(0) == 0 and bucket(1) == 1 and bucket(7) == 3 and bucket(1 << 60) == 32
-
-
-# -- lookahead: auto ------------------------------------------------------------------------------------------------
-
-
-class Trainer:
-    """Steps that take 10 s each, after so much waiting."""
-
-    def __init__(self) -> None:
-        self.clock = TurnedClock()
-        self.lookahead = Lookahead(1, 4, self.clock)
-
-    def steps(self, count: int, waiting: float, blocked: bool = True) -> int:
-        for _ in range(count):
-            self.clock.now += 10 + waiting
-            self.lookahead.trainer_waited(waiting)
-            if blocked:
-                self.lookahead.blocked()
-            self.lookahead.committed()
-        return self.lookahead.value
-
-
-def test_lookahead_grows_while_the_trainer_waits_for_blocked_claims_up_to_the_staleness_bound() -> None:
-    trainer = Trainer()
-    assert trainer.steps(3, waiting=5) == 1
-    assert trainer.steps(1, waiting=5) == 2
-    assert trainer.steps(100, waiting=5) == 4
-
-
-def test_lookahead_does_not_grow_when_more_work_would_not_help() -> None:
-    assert Trainer().steps(100, waiting=5, blocked=False) == 1
-
-
-def test_lookahead_shrinks_to_the_smallest_number_that_keeps_the_trainer_busy() -> None:
-    trainer = Trainer()
-    trainer.steps(4, waiting=5)
-    trainer.steps(6, waiting=5)
-    assert trainer.lookahead.value == 3
-    values = {trainer.steps(1, waiting=0.0 if trainer.lookahead.value >= 3 else 5.0) for _ in range(100)}
-    assert values == {3}, "2 was too little, and is not tried again soon"
-
-
-def test_a_window_without_much_waiting_or_calm_changes_nothing() -> None:
-    trainer = Trainer()
-    trainer.steps(4, waiting=5)
-    assert trainer.steps(60, waiting=0.4) == 2

@@ -65,7 +65,7 @@ def is_accepted(made: Config) -> bool:
 
 
 def full_step(of: TrajectoryId, uid: str, index: int, made: Config, version: PolicyVersion) -> Step:
-    """A step as large as the limits let it be, which shares nothing with the others, with a reward for each token."""
+    """A step as large as the limits let it be, which shares nothing with the others."""
     rng = np.random.default_rng(hash((of, index)) % (1 << 32))
     prompt, response = made.generator.max_input_length, made.generator.max_generate_length
     return Step(
@@ -77,7 +77,6 @@ def full_step(of: TrajectoryId, uid: str, index: int, made: Config, version: Pol
         np.full(response, -0.5, np.float32),
         np.ones(response, np.bool_),
         np.full(response, version.pack(), np.int64),
-        reward=np.ones(response, np.float32),
         note="n" * made.env.max_snapshot_bytes,
     )
 

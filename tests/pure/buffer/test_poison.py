@@ -80,7 +80,7 @@ def message(rng: np.random.Generator, world: World, work: Assignment) -> StepGro
             step(of, work.prompt_uid, index, world.buffer.version) for index in range(1 + (work.group_id + sample) % 4)
         ]
         if dressed:
-            made = [replace(s, reward=np.array([0, s.index], np.float32)) for s in made]
+            made = [replace(s, reward=float(s.index)) for s in made]
         steps += made if whole else shared(made)
         ends += [TrajectoryEnd(of, work.prompt_uid, len(made), "stop", 1.0)] * int(rng.integers(3))
     order = rng.permutation(len(steps))

@@ -14,7 +14,7 @@ from service.columns import digest
 from service.handoff.prefixes.merge import merge
 from service.handoff.prefixes.prefix_index import PrefixIndex
 from service.handoff.steps.builder import steps_table
-from service.handoff.steps.tables import row_objects, step_objects, with_token_rewards
+from service.handoff.steps.tables import row_objects, step_objects
 from service.types import Extension, Row, Step, TrajectoryId
 from tests.pure.handoff.test_properties import MODES, SLOW_MACHINE, TOKENS
 from tests.pure.handoff.worlds import share_prefixes, step, whole_prompts
@@ -22,12 +22,12 @@ from tests.pure.handoff.worlds import share_prefixes, step, whole_prompts
 
 @dataclass
 class PlainRow:
-    """A row as lists: of each token its id, log-probability, mask and reward."""
+    """A row as lists: of each token its id, log-probability and mask."""
 
     steps: list[Step]
     prompt_length: int
     first_sampled: int
-    tokens: list[tuple[int, float, bool, float]] = field(default_factory=list)
+    tokens: list[tuple[int, float, bool]] = field(default_factory=list)
 
     @property
     def ids(self) -> list[int]:
@@ -79,12 +79,9 @@ def plain_rows(steps: list[Step], mode: str, counts: Counter[str]) -> list[Plain
             begun = rows[chosen].first_sampled if name == "forked" else len(prompt)
             row = PlainRow([], len(prompt), begun)
             rows.append(row)
-        rewards = [0.0] * len(response)
-        if response:
-            rewards[-1] = float(np.sum(now.reward))
         logprobs = [0.0] * len(response) if now.logprobs is None else now.logprobs.tolist()
-        row.tokens += [(token, 0.0, False, 0.0) for token in prompt[length:]]
-        row.tokens += zip(response, logprobs, now.loss_mask.tolist(), rewards, strict=True)
+        row.tokens += [(token, 0.0, False) for token in prompt[length:]]
+        row.tokens += zip(response, logprobs, now.loss_mask.tolist(), strict=True)
         row.steps.append(now)
         if name:
             counts[name] += 1
@@ -134,9 +131,9 @@ def plain_facts(row: PlainRow) -> dict[str, Any]:
     return {
         "prompt_ids": row.ids[: row.prompt_length],
         "response_ids": row.ids[row.prompt_length :],
-        "logprobs": None if row.steps[0].logprobs is None else [logprob for _, logprob, *_ in response],
-        "loss_mask": [sampled for *_, sampled, _ in response],
-        "rewards": [reward for *_, reward in response],
+        "logprobs": None if row.steps[0].logprobs is None else [logprob for _, logprob, _ in response],
+        "loss_mask": [sampled for *_, sampled in response],
+        "reward": row.steps[-1].reward,
         "steps": (row.steps[0].index, row.steps[-1].index),
         "temperature": row.steps[0].temperature,
         "trajectory": row.steps[0].trajectory,
@@ -144,12 +141,13 @@ def plain_facts(row: PlainRow) -> dict[str, Any]:
 
 
 def made_facts(row: Row) -> dict[str, Any]:
-    names = ("prompt_ids", "response_ids", "loss_mask", "rewards")
+    names = ("prompt_ids", "response_ids", "loss_mask")
     return {name: getattr(row, name).tolist() for name in names} | {
         "logprobs": None if row.logprobs is None else row.logprobs.tolist(),
         "steps": (row.first_step, row.last_step),
         "temperature": row.temperature,
         "trajectory": row.trajectory,
+        "reward": row.reward,
     }
 
 
@@ -161,7 +159,7 @@ def test_any_trees_in_any_form_and_order_merge_as_in_the_plain_merge(data: st.Da
     plain = [row for steps in episodes for row in plain_rows(steps, mode, counts)]
     steps = [sent(steps, index, data) for steps in episodes for index in range(len(steps))]
     again = data.draw(st.lists(st.sampled_from(steps), max_size=3))
-    table = with_token_rewards(steps_table(data.draw(st.permutations([*steps, *again]))))
+    table = steps_table(data.draw(st.permutations([*steps, *again])))
     merged = merge(table, mode)
     rows = sorted(row_objects(merged.rows), key=lambda row: (row.trajectory, row.first_step))
     assert [made_facts(row) for row in rows] == [plain_facts(row) for row in plain]

@@ -33,7 +33,7 @@ from service.handoff.prefixes.prefix_index import PrefixIndex
 from service.handoff.prefixes.sharing import dedupe_prefixes
 from service.handoff.prefixes.step_equality import in_order
 from service.handoff.steps.builder import StepColumns
-from service.handoff.steps.tables import concat_steps
+from service.columns import concat
 from service.handoff.steps.limits import Limits
 from service.handoff.validate import refusal
 from service.handoff.steps.wire import decode, decode_mini_batch, encode, encode_mini_batch
@@ -65,7 +65,7 @@ assert shared.entropy_N.tolist() == [0, 0, 0.25, 0.5, 0, 0.75, 0, 1]
 
 def contradiction(*tables):
     try:
-        return in_order(concat_steps(tables)) and None
+        return in_order(concat(tables)) and None
     except ValueError as error:
         return str(error)
 

@@ -26,7 +26,6 @@ def test_a_step_that_extends_its_predecessor_shares_its_row() -> None:
     assert row.loss_mask.tolist() == [True, True, False, False, True, True]
     assert row.logprobs is not None and row.logprobs.tolist() == [-0.125, -0.25, 0, 0, -1.125, -1.25]
     assert row.versions.tolist() == [0, 0, NO_VERSION, NO_VERSION, 0, 0]
-    assert row.rewards.tolist() == [0, 0.5, 0, 0, 0, 1]
     assert (row.first_step, row.last_step, row.reward) == (0, 1, 1.0)
 
 

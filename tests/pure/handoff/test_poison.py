@@ -109,13 +109,8 @@ REFUSED: dict[str, tuple[Callable[[], StepGroup], RefusalReason]] = {
     "infinite reward": (lambda: changed("reward_K", 1, np.inf), R.REWARD),
     "NaN reward of the end": (lambda: changed("reward_E", 0, np.nan), R.REWARD),
     "infinite reward of the end": (lambda: changed("reward_E", 0, -np.inf), R.REWARD),
-    "NaN among token rewards": (lambda: token_rewards(np.nan, 0), R.REWARD),
-    "infinite token rewards that cancel out": (lambda: token_rewards(np.inf, -np.inf), R.REWARD),
     "a reward beyond every sum": (lambda: changed("reward_K", 1, 1e308), R.REWARD),
     "a negative reward beyond every sum": (lambda: changed("reward_E", 0, -1e300), R.REWARD),
-    "a token's reward beyond every sum": (lambda: token_rewards(3e38, 0), R.REWARD),
-    "a reward that is not what its tokens have": (lambda: paid(reward_K=7.0), R.REWARD),
-    "a reward on a prompt": (lambda: paid(token_rewards_N=1.0), R.REWARD),
     "routed experts without layers": (lambda: with_steps(routed(2, 0)), R.EMPTY),
     "routed experts of no layer": (lambda: with_steps(routed(0, 2)), R.EMPTY),
     "temperature 0": (lambda: changed("temperature_K", 1, 0.0), R.TEMPERATURE),
@@ -158,22 +153,6 @@ def experts(of: Step, value: int) -> np.ndarray[Any, np.dtype[np.int16]]:
     return np.full((len(of.prompt_ids) + len(of.response_ids), 1, 1), value, np.int16)
 
 
-def token_rewards(*rewards: float) -> StepGroup:
-    """A message as another program may write it: a `Step` of our own would not take such rewards."""
-    group = with_steps(step(0, [1], [2] * len(rewards)))
-    columns = {"token_rewards_N": np.array([0, *rewards], np.float32), "reward_K": np.array([np.sum(rewards)])}
-    return replace(group, steps=replace(group.steps, **columns))
-
-
-def paid(**changes: float) -> StepGroup:
-    """A step with token rewards, of whose columns the first numbers are changed."""
-    group = with_steps(replace(STEPS[0], reward=np.full(len(STEPS[0].response_ids), 0.5, np.float32)))
-    columns = {name: getattr(group.steps, name).copy() for name in changes}
-    for name, value in changes.items():
-        columns[name][0] = value
-    return replace(group, steps=replace(group.steps, **columns))
-
-
 def routed(layers: int, topk: int) -> Step:
     return replace(
         STEPS[0],
@@ -202,7 +181,6 @@ UNMAKEABLE: dict[str, Callable[[], object]] = {
     "fewer log-probabilities than tokens": lambda: replace(STEPS[0], logprobs=STEPS[0].logprobs[:-1]),
     "fewer masks than tokens": lambda: replace(STEPS[0], loss_mask=STEPS[0].loss_mask[:-1]),
     "more versions than tokens": lambda: replace(STEPS[0], versions=np.zeros(99, np.int64)),
-    "fewer token rewards than tokens": lambda: replace(STEPS[0], reward=np.zeros(0, np.float32)),
     "fewer routed experts than tokens": lambda: replace(STEPS[0], routed_experts=np.zeros((1, 2, 2), np.int16)),
     "a short column": lambda: replace(GOOD.steps, sample_K=GOOD.steps.sample_K[:-1]),
     "short offsets": lambda: replace(GOOD.steps, offsets_K=GOOD.steps.offsets_K[:-1]),

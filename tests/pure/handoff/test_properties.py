@@ -42,7 +42,7 @@ def episodes(draw: st.DrawFn, trajectory: TrajectoryId = FIRST) -> list[Step]:
 
 def facts(row: Row) -> dict[str, Any]:
     """A row as plain values."""
-    arrays = ("prompt_ids", "response_ids", "loss_mask", "versions", "rewards", "logprobs")
+    arrays = ("prompt_ids", "response_ids", "loss_mask", "versions", "logprobs")
     rest = ("trajectory", "prompt_uid", "first_step", "last_step", "temperature", "stop_reason", "reward")
     return {a: getattr(row, a).tolist() for a in arrays} | {f: getattr(row, f) for f in rest}
 

@@ -27,15 +27,14 @@ def test_a_step_group_survives_its_bytes() -> None:
     for name in ("token_ids_N", "logprobs_N", "loss_mask_N", "versions_N", "offsets_K", "index_K", "extends_digest_K"):
         assert (getattr(again.steps, name) == getattr(GROUP.steps, name)).all()
     assert end_objects(again.ends) == end_objects(GROUP.ends)
-    assert again.steps.token_rewards_N is None
+    assert again.steps.routed_experts_N is None
 
 
 @pytest.mark.parametrize("dtype", [np.int16, np.uint8])
-def test_token_rewards_and_routed_experts_survive_their_bytes(dtype: type[np.generic]) -> None:
+def test_routed_experts_survive_their_bytes(dtype: type[np.generic]) -> None:
     rich = [
         replace(
             s,
-            reward=np.full(len(s.response_ids), 0.5, np.float32),
             routed_experts=np.ones((len(s.prompt_ids) + len(s.response_ids), 2, 4), dtype),
         )
         for s in shared(STEPS)
@@ -44,7 +43,6 @@ def test_token_rewards_and_routed_experts_survive_their_bytes(dtype: type[np.gen
     assert isinstance(again, StepGroup)
     assert again.steps.routed_experts_N is not None and again.steps.routed_experts_N.shape[1:] == (2, 4)
     assert again.steps.routed_experts_N.dtype == dtype
-    assert again.steps.token_rewards_N is not None and again.steps.reward_K[0] == 0.5 * len(STEPS[0].response_ids)
 
 
 def test_a_header_that_no_reader_would_take_is_not_written() -> None:

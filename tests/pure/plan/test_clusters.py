@@ -121,7 +121,7 @@ def test_the_journal_has_the_routed_experts_and_ipc_is_no_choice_on_separate_gpu
     assert main(["plan", *experts]) == 0
     assert "2 to 14 times as long as predicted" in capsys.readouterr().out
     tokens = 16 * 8 * found["work"]["prompt_tokens"]
-    assert journal[0] / journal[1] == pytest.approx((21 + 2 * 8) / 21) and journal[1] > 21 * tokens
+    assert journal[0] / journal[1] == pytest.approx((17 + 2 * 8) / 17) and journal[1] > 17 * tokens
 
 
 def test_bounds_that_routed_experts_exceed_are_refused_by_the_plan_and_by_the_check(
