@@ -5,7 +5,7 @@ merge_steps                                   rows of steps
 advantages, turn_advantages                   advantages of trajectories and of turns
 complete_groups, batch_settings               groups of steps; the settings of mini-batches from a configuration
 VersionHistory, form_mini_batch               the published policy versions; a mini-batch
-mini_batch_boundaries, batch_of_rank          where mini-batches end, and a rank's part of one
+batch_of_rank                                 a rank's part of a mini-batch
 MakeModelConfig, make_model                   a small random model
 LearnSettings, Learner, StepReport            the settings of learning; a policy in training; the result of a mini-batch
 row_of_token, expand_to_tokens                the row of each token; values of trajectories as values of tokens
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from service.handoff.batches.advantages import turn_advantages as turn_advantages
     from service.handoff.batches.batch import batch_of_rank as batch_of_rank
     from service.handoff.batches.batch import form_mini_batch as form_mini_batch
-    from service.handoff.batches.batch import mini_batch_boundaries as mini_batch_boundaries
     from service.handoff.batches.groups import complete_groups as complete_groups
     from service.handoff.ledger.versions import VersionHistory as VersionHistory
     from service.handoff.prefixes.merge import merge_steps as merge_steps
@@ -56,7 +55,7 @@ __all__, __getattr__ = lazy_names(
         "service.config.core_settings": ("batch_settings",),
         "service.config.tree": ("MakeModelConfig",),
         "service.handoff.batches.advantages": ("advantages", "turn_advantages"),
-        "service.handoff.batches.batch": ("batch_of_rank", "form_mini_batch", "mini_batch_boundaries"),
+        "service.handoff.batches.batch": ("batch_of_rank", "form_mini_batch"),
         "service.handoff.batches.groups": ("complete_groups",),
         "service.handoff.ledger.versions": ("VersionHistory",),
         "service.handoff.prefixes.merge": ("merge_steps",),

@@ -23,7 +23,6 @@ from service.handoff.batches.batch import form_mini_batch
 from service.handoff.ledger.scores import CompleteGroup
 from service.handoff.ledger.versions import VersionHistory
 from service.handoff.prompt_order import Prompts
-from service.handoff.steps.builder import StepColumns
 from service.handoff.steps.tables import ends_table
 from service.learn.learner import Learner
 from service.learn.model.adapter_folder import PREFIX
@@ -32,6 +31,7 @@ from service.learn.settings import LearnSettings
 from service.learn.supervised import SupervisedSteps
 from service.rollout.engine import Generation, Sampling
 from service.rollout.environment import Task
+from service.rollout.step_sinks import StepColumns
 from service.run.inputs import Prepared
 from service.run.inputs import demonstrations as demonstration_rows
 from service.types import Int32s, PolicyVersion, TrajectoryId

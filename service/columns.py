@@ -34,7 +34,6 @@ Bools = np.ndarray[tuple[Any, ...], np.dtype[np.bool_]]
 AnyTable = TypeVar("AnyTable", bound="Table")
 Name = TypeVar("Name", bound=Hashable)
 
-
 NO_BYTE = 255
 """The byte that stands for an unknown expert."""
 ALIGNMENT = 64
@@ -60,7 +59,6 @@ class Column(NamedTuple):
 
     name: str
     axis: str
-    """The axis letter."""
     dtype: np.dtype[Any]
     optional: bool
     """Whether a table may lack the column (None)."""

@@ -37,14 +37,12 @@ NO_VERSION = -1
 ROUTE_NATIVELY = -1
 """The routed expert of a token whose routing was not recorded."""
 
-
 Experts = Int16s | Uint8s
 """Expert numbers, in bytes if the model has at most 256 experts; see `service.columns.widened`."""
 
 
 class PolicyVersion(NamedTuple):
-    """The weights that sampled a token: (trainer incarnation, optimizer steps); ordered, and packable into one
-    int64."""
+    """The weights that sampled a token: (trainer incarnation, optimizer steps); ordered."""
 
     incarnation: int
     step: int
@@ -55,7 +53,6 @@ class PolicyVersion(NamedTuple):
 
     @staticmethod
     def unpack(packed: int) -> PolicyVersion:
-        """The version of a packed int64."""
         return PolicyVersion(packed >> 32, packed & 0xFFFFFFFF)
 
     def __str__(self) -> str:
@@ -63,7 +60,7 @@ class PolicyVersion(NamedTuple):
 
 
 class TrajectoryId(NamedTuple):
-    """One episode: sample `sample` of the prompt issued as `group_id`, attempt `attempt`."""
+    """One episode: an attempt of a sample of the prompt issued as `group_id`."""
 
     group_id: int
     sample: int
@@ -74,19 +71,15 @@ class TrajectoryId(NamedTuple):
 
 
 class EvaluationId(TrajectoryId):
-    """A trajectory of an evaluation, which the buffer does not receive; `group_id` is the row of its prompt in the
-    evaluation set."""
+    """A trajectory of an evaluation, which the buffer does not receive; `group_id` is the row of its prompt."""
 
     def __str__(self) -> str:
         return f"evaluation/row={self.group_id}/sample={self.sample}"
 
 
 class Extension(NamedTuple):
-    """The checked reference of a step that carries only its new prompt tokens.
-
-    The full prompt is the first `length` tokens (prompt and response) of step `step` of the same trajectory,
-    whose `service.columns.digest` is `digest`, followed by the step's own `prompt_ids`.
-    """
+    """The checked reference of a step that carries only its new prompt tokens: they follow the first `length` tokens
+    (prompt and response) of step `step` of the same trajectory, whose `service.columns.digest` is `digest`."""
 
     step: int
     length: int
@@ -94,7 +87,7 @@ class Extension(NamedTuple):
 
 
 class Sender(NamedTuple):
-    """The sender of a message: the generator's name, its incarnation, and its own running message number."""
+    """The sender of a message: generator, incarnation, and the generator's own running message number."""
 
     generator: str
     incarnation: int
@@ -103,7 +96,7 @@ class Sender(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Step:
-    """One LLM call as an object: the result of a rollout before it becomes a row of a `Steps` table."""
+    """One LLM call as an object, before it becomes an item of a `Steps` table."""
 
     trajectory: TrajectoryId
     prompt_uid: str
@@ -330,14 +323,14 @@ class MiniBatch:
     """The scalar advantage per trajectory; with credit by turn, the mean over its turns."""
     return_G: Float64s
     loss_tokens_G: Int64s
-    """Tokens of the trajectory that carry loss, over all its rows."""
+    """Tokens that carry loss, over all rows of the trajectory."""
     rows_G: Int32s
     prompt_of_trajectory_G: Int32s
     """Index into `groups`."""
     ranks: tuple[tuple[MicroBatch, ...], ...]
-    """Per data-parallel rank its micro-batches; the same number on every rank."""
+    """The micro-batches of each data-parallel rank; the same number on every rank."""
     metrics: dict[str, float]
-    """What was measured about the batch: lengths, padding, merge, staleness; keys as in docs/metrics.md."""
+    """Keys as in docs/metrics.md."""
     turn_advantage_X: Float32s | None = None
     """With credit by turn: the advantage of every turn of every trajectory, in order (`handoff.batches.advantages`)."""
 

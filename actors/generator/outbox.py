@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 
 from service.backoff import Backoff, retried
 from service.errors import RunFailed, Starved
-from service.handoff.steps.builder import StepColumns
 from service.handoff.steps.wire import MAX_HEADER_BYTES, encode
 from service.handoff.verbs import Receipt
+from service.rollout.step_sinks import StepColumns
 from service.types import Refusal, RefusalReason, Sender, Step, StepGroup, Steps, TrajectoryEnd, TrajectoryId
 
 log = logging.getLogger(__name__)

@@ -18,16 +18,13 @@ if sys.version_info < (3, 12):
 import torch
 from loguru import logger
 from skyrl.backends.skyrl_train.utils import ppo_utils
-from skyrl.train.dataset.preprocess import (
-    compute_prompt_mini_batch_boundaries,
-    convert_prompts_responses_to_batch_tensors,
-)
+from skyrl.train.dataset.preprocess import convert_prompts_responses_to_batch_tensors
 from skyrl.train.generators.base import TrajectoryID
 from skyrl.train.generators.utils import merge_stepwise_output
 from tensordict import TensorDict
 from transfer_queue.utils import serial_utils
 
-__all__ = ["TrajectoryID", "compute_prompt_mini_batch_boundaries", "ppo_utils"]
+__all__ = ["TrajectoryID", "ppo_utils"]
 
 logger.remove()
 logging.disable(logging.WARNING)

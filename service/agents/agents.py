@@ -36,8 +36,8 @@ from service.rollout.chat.chat import Chat
 from service.rollout.engine import Engine, Generation, StructureRefused
 from service.rollout.env_guard import EnvGuard
 from service.rollout.environment import Task, TrajectoryFailed
-from service.rollout.episode import StepSink
 from service.rollout.limits import AgentLimits
+from service.rollout.step_sinks import StepSink
 from service.types import EvaluationId, Int32s, Steps, TrajectoryEnd, TrajectoryId
 
 log = logging.getLogger(__name__)

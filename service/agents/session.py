@@ -29,9 +29,10 @@ from service.handoff.steps.stop_reason import StopReason
 from service.rollout.chat.special_tokens import MessagesRefused
 from service.rollout.engine import Generation
 from service.rollout.environment import Status, TrajectoryFailed
-from service.rollout.episode import StepSink, experts_of
+from service.rollout.episode import experts_of
 from service.rollout.limits import AgentLimits
 from service.rollout.plain_values import NotAllowed, plain_info, plain_reward
+from service.rollout.step_sinks import StepSink
 from service.rollout.user_errors import type_name
 from service.types import Extension, Int32s, Step, Steps, TrajectoryId
 

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from service.evaluation.scores import EvalShard, EvalTrajectory
-from service.handoff.steps.builder import StepColumns
 from service.handoff.steps.tables import is_truncated_K
 from service.rollout.player import Player
 from service.rollout.prompts.dataset import load_tasks
+from service.rollout.step_sinks import StepColumns
 from service.types import EvaluationId
 
 

@@ -30,12 +30,9 @@ class Claims:
         waits: Waits,
         scoring: Scoring,
     ) -> None:
-        self._record = record
-        self._prompts = prompts
-        self._curriculum = curriculum
-        self._admission = admission
-        self._waits = waits
-        self._scoring = scoring
+        self._record, self._waits = record, waits
+        self._prompts, self._curriculum = prompts, curriculum
+        self._admission, self._scoring = admission, scoring
 
     def answer(self, claim: Claim) -> Assignment | Wait:
         """The work for a claim, or what the claim waits for; a repeated claim gets the unfinished part of its first

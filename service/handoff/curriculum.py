@@ -42,9 +42,7 @@ class Curriculum:
     """The order of issue; without settings every place is issued."""
 
     def __init__(self, settings: CurriculumSettings | None, prompts: Prompts, ledger: Ledger) -> None:
-        self._settings = settings
-        self._prompts = prompts
-        self._ledger = ledger
+        self._settings, self._prompts, self._ledger = settings, prompts, ledger
         self._kind_P = np.zeros(len(prompts), np.int8)
         """For each row, the index of its prompt's kind in `KINDS`."""
 

@@ -20,9 +20,7 @@ class Prompts:
     def __init__(self, uids: Sequence[str], seed: int, shuffle: bool) -> None:
         if not uids:
             raise ValueError("no prompts")
-        self._uids = tuple(uids)
-        self._seed = seed
-        self._shuffle = shuffle
+        self._uids, self._seed, self._shuffle = tuple(uids), seed, shuffle
         self._orders: dict[int, Int64s] = {}
 
     def __len__(self) -> int:

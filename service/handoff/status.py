@@ -25,13 +25,13 @@ class ScorerStatus:
     waiting: int = 0
     """Groups that wait for the scorer now."""
     scored: int = 0
-    """Groups for which the scorer gave a valid answer."""
+    """Groups with a valid answer."""
     fallbacks: int = 0
     """Groups that continued without an answer (`fallback: environment_reward`)."""
     refused: int = 0
-    """Groups that were refused because there was no valid answer."""
+    """Groups that were refused without an answer."""
     failures: Counter[str] = field(default_factory=Counter)
-    """Requests to which the scorer gave no valid answer, by reason."""
+    """Requests without a valid answer, by reason."""
     last_failure: str = ""
     seconds: float = 0.0
     """Seconds for which the scorer's workers were busy, summed over workers."""
@@ -39,25 +39,22 @@ class ScorerStatus:
 
 @dataclass(frozen=True)
 class BufferStatus:
-    """The buffer at one revision of its ledger; the tokens by fate sum to `accepted_tokens`."""
+    """The buffer at one revision of its ledger; the tokens by fate sum to `accepted_tokens`. Fields of the ledger's
+    state are described at `ledger.state.State`."""
 
     revision: int
-    """Number of events applied so far."""
     policy_version: PolicyVersion
     groups: dict[str, int]
     """Number of groups by state, ended groups included."""
     ended: dict[str, int]
-    """Groups that ended, by `state/reason`."""
     accepted_tokens: int
     tokens: dict[str, int]
-    """Accepted tokens by fate."""
     issued: int
     """Number of groups issued so far; also the next group_id."""
     frontier: int
     """Every group with a smaller group_id has ended."""
     next_slot: int
     lookahead: int
-    """Number of mini-batches beyond the next one for which groups may be generated."""
     lengths: dict[str, list[int]]
     """Histograms of trajectories, and of their tokens, by length: see `Lengths`."""
     length_distance: float
@@ -65,24 +62,20 @@ class BufferStatus:
     token_length_distance: float
     """The same distance in tokens: tokens that carried loss against sampled tokens, 0 to 1."""
     n_bytes: int
-    """Bytes of the accepted steps in memory, as `service.handoff.group_bytes` counts them."""
+    """Bytes of the accepted steps in memory."""
     reserved_bytes: int
     """`n_bytes`, plus the maximum that open trajectories may still add."""
     waits: tuple[Waiting, ...]
     refused: dict[str, int]
     """Refused messages since this process started, by reason."""
     restarts: dict[str, int]
-    """Trajectories that started anew, by reason."""
     given_up: dict[str, int]
-    """Trajectories without which their group continued, by reason."""
     moved: int
-    """Trajectories that lost their generator and continued with their steps."""
     duplicates: int
     """Messages with nothing new, since this process started."""
     late: int
     """Messages with steps of a superseded attempt or of an ended group, since this process started."""
     journal_start: int
-    """Position of the oldest frame that is kept."""
     journal_position: int
     journal_synced: int
     journal_limit_bytes: int

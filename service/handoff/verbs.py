@@ -16,7 +16,7 @@ class Claim(NamedTuple):
 
     generator: str
     incarnation: int
-    """The generator's incarnation, as given by `Buffer.join`."""
+    """As given by `Buffer.join`."""
     serving: PolicyVersion
     """The version that the generator's engine serves now; no sample of the group starts on an older version."""
     request_id: int = 0

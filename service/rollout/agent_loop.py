@@ -29,8 +29,9 @@ from service.rollout.chat.special_tokens import MessagesRefused
 from service.rollout.engine import Engine, Generation, validate_generation
 from service.rollout.env_guard import EnvGuard
 from service.rollout.environment import MAIN, StepResult, Task, TrajectoryFailed
-from service.rollout.episode import Episode, StepSink
+from service.rollout.episode import Episode
 from service.rollout.limits import AgentLimits
+from service.rollout.step_sinks import StepSink
 from service.types import Int32s, Steps, TrajectoryEnd, TrajectoryId
 
 log = logging.getLogger(__name__)

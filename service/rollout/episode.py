@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import numpy as np
 
@@ -24,20 +24,8 @@ from service.rollout.chat.conversation import Prompt, Response
 from service.rollout.engine import Generation
 from service.rollout.environment import MAIN, Task
 from service.rollout.limits import AgentLimits
+from service.rollout.step_sinks import StepSink
 from service.types import ROUTE_NATIVELY, Experts, Extension, Int32s, Step, TrajectoryEnd, TrajectoryId
-
-
-class StepSink(Protocol):
-    """Receives the steps and ends of trajectories: a `StepColumns`, or a generator's outbox."""
-
-    def append(self, step: Step) -> None:
-        """Receive a step."""
-
-    def end(self, end: TrajectoryEnd) -> None:
-        """Receive a trajectory's end."""
-
-    async def accepted(self, trajectory: TrajectoryId) -> bool:
-        """Wait until the buffer has answered about the trajectory's last step; returns whether it was accepted."""
 
 
 class History:

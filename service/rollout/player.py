@@ -21,9 +21,9 @@ from service.rollout.engine import Engine
 from service.rollout.env_guard import EnvGuard, LeakedTasks
 from service.rollout.environment import Task
 from service.rollout.environments.env_metrics import EnvMetrics
-from service.rollout.episode import StepSink
 from service.rollout.factory import AgentMaker, Environments
 from service.rollout.limits import AgentLimits, PlaySettings
+from service.rollout.step_sinks import StepSink
 from service.rollout.timelines import TimedEngine, Timelines
 from service.types import Steps, TrajectoryEnd, TrajectoryId
 

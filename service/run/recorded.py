@@ -63,7 +63,7 @@ def recorded(limits: Limits, folder: Path, step: int) -> Recorded:
         raise UserError(f"{folder} holds no optimizer step {step}")
     lease, groups, history, filtered = found
     store = Store()
-    fetch(store, groups, _recorded(folder), limits)
+    fetch(store, groups, _recorded(folder))
     whole = [CompleteGroup(group_id, group.uid, *store.whole(group_id)) for group_id, group in groups.items()]
     return Recorded(lease, whole, history, filtered)
 

@@ -8,11 +8,11 @@ import numpy as np
 import xxhash
 
 from service.columns import select, token_bytes
-from service.handoff.steps.builder import StepColumns
 from service.handoff.steps.roles import Role, packed_roles
 from service.handoff.steps.stop_reason import StopReason
 from service.handoff.steps.wire import accepted_group, encode
 from service.handoff.verbs import Assignment, Claim, Receipt, WaitReason
+from service.rollout.step_sinks import StepColumns
 from service.simulate.host import Client, Host
 from service.simulate.loop import Activity, Resume, Waiting
 from service.simulate.measurements import Measurements

@@ -32,7 +32,7 @@ from service.learn.model.sharding import Rows
 from service.observe.metrics import Metrics
 from service.rollout.environment import Task
 from service.rollout.environments.env_metrics import EnvMetrics
-from service.rollout.episode import StepSink
+from service.rollout.step_sinks import StepSink
 from service.run.folder import write_address
 from service.run.supervisor import Life
 from service.scorers.reply import encode_answer

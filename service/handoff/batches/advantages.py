@@ -15,28 +15,15 @@ and the sample standard deviation of its group's returns, n the size of its grou
 MaxRL divides by the mean itself, so it is meant for rewards that are not negative: with m < 0 every advantage has the
 opposite sign, and with m = 0 (rewards 1 and -1) advantages are a million times the rewards, as in the publication.
 
-In a partial group (some trajectories were refused or are missing) n is the number of trajectories that it has. Each
-estimator names its source. Groups of one follow the published definitions, in which nothing is subtracted; the
-configuration refuses groups of one.
+In a partial group n is the number of trajectories that it has. Groups of one follow the published definitions, in
+which nothing is subtracted; the configuration refuses groups of one.
 
-**By turn** (`credit`; `T` turns, `K` the turns of all trajectories, one trajectory after the other), with r the reward
-of a turn:
-
-| credit         | value of turn t                                                   | terms of a baseline          |
-|----------------|-------------------------------------------------------------------|------------------------------|
-| `trajectory`   | the whole return, the same for every turn                         | returns of the group         |
-| `return_to_go` | G_t = r_t + gamma r_(t+1) + gamma^2 r_(t+2) + ...                 | the group's values at turn t |
-
-The baseline of turn t is the mean over the other trajectories of the group; one that has ended before turn t counts
-as 0. This mean depends on nothing that the trajectory itself did, so it adds no bias, also where the policy decides
-when to stop. A mean over only those trajectories that have a turn t would add bias: the set of trajectories that a turn
-is compared with would depend on how long the trajectory is.
+**By turn** (`credit`; `T` turns, `K` the turns of all trajectories, one trajectory after the other): the value of turn
+t is the whole return, or with `return_to_go` r_t + gamma r_(t+1) + gamma^2 r_(t+2) + ... The baseline of turn t is the
+mean value over the other trajectories of the group; one that has ended before turn t counts as 0. The page
+docs/credit.md says why this baseline adds no bias, and has the formula of each estimator.
 
     rewards   a: 0 1    b: 1    gamma 1      values  a: 1 1    b: 1 (0)      rloo  a: 0 1    b: 0
-
-Estimators by turn: `rloo` is the value minus that baseline (arXiv 2402.14740). `grpo_no_std` includes the trajectory
-itself in the mean, which only scales the advantage by (n - 1) / n (arXiv 2503.20783). `grpo` divides the advantage of
-`grpo_no_std` by the standard deviation of the group's whole returns (arXiv 2402.03300); it is 0 where all are equal.
 
 **By role**: a part consists of one role's turns in one trajectory, in order, and the role's return. Roles that the
 configuration names have rewards, groups and baselines of their own; all other steps are the part of `main`:

@@ -44,7 +44,7 @@ from service.handoff.ledger.versions import VersionHistory, version_of
 from service.handoff.prefixes.merge import Mode, merge_in_order
 from service.handoff.steps.roles import ROLES, TRAINED, Role
 from service.handoff.steps.tables import Played, name_of
-from service.types import NO_VERSION, Int32s, Int64s, MiniBatch, Row, Rows, Steps
+from service.types import NO_VERSION, Int32s, Int64s, MiniBatch, Rows, Steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,10 +98,8 @@ class Formed(NamedTuple):
 def form_mini_batch(
     lease: int, groups: Sequence[CompleteGroup], history: VersionHistory, settings: BatchSettings
 ) -> MiniBatch:
-    """The mini-batch of a lease's groups, in this order, for a trainer at the newest version of `history`.
-
-    Raises: see `formed`.
-    """
+    """The mini-batch of a lease's groups, in this order, for a trainer at the newest version of `history`; see
+    `formed`."""
     return formed(lease, groups, history, settings).batch
 
 
@@ -204,11 +202,11 @@ class Masked(NamedTuple):
     staleness_N: Int32s
     """Versions between sampling and training; -1 where no policy sampled the token."""
     sampled_G: Int64s
-    """Number of tokens of each trajectory that carried loss before `mask` removed any."""
+    """Tokens of each trajectory that carried loss before."""
     stale_G: Int64s
-    """Tokens of each trajectory that are too stale to carry loss."""
+    """Those that are too stale."""
     loss_G: Int64s
-    """Tokens of each trajectory that still carry loss."""
+    """Those that still carry loss."""
 
 
 def mask(rows: Rows, trajectory_R: Int32s, count: int, history: VersionHistory, max_staleness: int | None) -> Masked:
@@ -237,31 +235,6 @@ def _per_trajectory(rows: Rows, trajectory_R: Int32s, count: int) -> Int64s:
     bounds = rows.offsets_R.tolist()
     tokens_R = [np.count_nonzero(rows.loss_mask_N[start:stop]) for start, stop in pairwise(bounds)]
     return np.bincount(trajectory_R, tokens_R, minlength=count).astype(np.int64)
-
-
-def mini_batch_boundaries(rows: Sequence[Row], mini_batch_size: int) -> list[tuple[int, int]]:
-    """The rows of each mini-batch of `mini_batch_size` whole prompts, as (start, stop).
-
-    >>> from types import SimpleNamespace
-    >>> rows = [SimpleNamespace(prompt_uid=uid) for uid in "aabccd"]
-    >>> mini_batch_boundaries(rows, 2)
-    [(0, 3), (3, 6)]
-    """
-    if mini_batch_size < 1:
-        raise ValueError(f"mini_batch_size must be at least 1, not {mini_batch_size}")
-    starts: list[int] = []
-    seen: set[str] = set()
-    for r, row in enumerate(rows):
-        if r and row.prompt_uid == rows[r - 1].prompt_uid:
-            continue
-        if row.prompt_uid in seen:
-            raise ValueError(f"rows of prompt {row.prompt_uid!r} do not stand together: again at row {r}")
-        seen.add(row.prompt_uid)
-        starts.append(r)
-    if len(starts) % mini_batch_size:
-        raise ValueError(f"{len(starts)} prompts do not divide into mini-batches of {mini_batch_size}")
-    bounds = [*starts[::mini_batch_size], len(rows)] if starts else []
-    return list(pairwise(bounds))
 
 
 def batch_of_rank(batch: MiniBatch, rank: int) -> MiniBatch:

@@ -45,7 +45,6 @@ class Frame(NamedTuple):
     kind: int
     payload: bytes
     position: int
-    """The position of the frame's first byte."""
     end: int
     """The position of the next frame, which `Journal.append` returned for this one."""
     synced: int
@@ -56,7 +55,6 @@ class Segment(NamedTuple):
     """One file of the journal."""
 
     start: int
-    """The position of its first byte."""
     file: File
     path: Path
 
@@ -189,8 +187,7 @@ class Journal:
         self._ready = False
 
     def configure(self, segment_bytes: int, keep_reclaimed: bool) -> None:
-        """Limit the length of segments; `keep_reclaimed`: move unneeded segments to a folder instead of removing
-        them."""
+        """Limit the length of segments; `keep_reclaimed`: unneeded segments are moved to a folder, not removed."""
         self.segment_bytes = min(self.segment_bytes, segment_bytes)
         self._keep_reclaimed = keep_reclaimed
 

@@ -62,7 +62,7 @@ def _needed(record: Record, start: int, stop: int) -> Iterator[tuple[int, Buffer
             yield events.SCORES, frame.payload
         if frame.kind not in (events.STEPS, events.COPIED):
             continue
-        message, kept, ends = message_of(frame, record.limits), list[int](), list[TrajectoryEnd]()
+        message, kept, ends = message_of(frame), list[int](), list[TrajectoryEnd]()
         for of, (items, ends_of) in items_by_trajectory(message).items():
             group = groups.get(of.group_id)
             if group is not None and attempts_of(group)[of.sample] == of.attempt:

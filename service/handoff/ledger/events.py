@@ -19,16 +19,17 @@ from service.handoff.ledger.lifecycle import Fate, GroupState
 from service.handoff.prefixes.sharing import Chain
 from service.types import PolicyVersion, TrajectoryEnd
 
+# Kinds of journal frames.
 EVENT = 1
-"""Kind of a journal frame that holds an encoded event."""
+"""An encoded event."""
 STEPS = 2
-"""Kind of a journal frame that holds a step group's wire bytes."""
-COPIED = 4
-"""Kind of a journal frame that holds a step group's wire bytes, copied from an older part of the journal."""
-SCORES = 5
-"""Kind of a journal frame that holds an encoded `Scored`; it may occur twice, because it is copied like steps."""
+"""A step group's wire bytes."""
 SNAPSHOT = 3
-"""Kind of a journal frame that holds the ledger's whole state; older frames are needed only for its groups' steps."""
+"""The ledger's whole state; older frames are needed only for its groups' steps."""
+COPIED = 4
+"""A step group's wire bytes, copied from an older part of the journal."""
+SCORES = 5
+"""An encoded `Scored`; it may occur twice, because it is copied like steps."""
 
 
 class Event(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -94,7 +95,7 @@ class Scored(Event, frozen=True):
     info: tuple[str, ...] = ()
     """[G] the scorer's text about each trajectory; empty: no texts."""
     teacher: bytes = b""
-    """The log-probability of each sampled token as little-endian float32, by sample, step and place; empty: none."""
+    """The log-probabilities of `scores.sampled_tokens` as little-endian float32; empty: none."""
     fallback: str = ""
     """Why the group continues without an answer; empty if there is an answer."""
 
@@ -185,11 +186,11 @@ class Leased(Event, frozen=True):
     trainer_incarnation: int
     group_ids: tuple[int, ...]
     loss_tokens: tuple[tuple[int, ...], ...]
-    """For each group, the number of tokens that carry loss, by sample."""
+    """For each group, the tokens that carry loss, by sample."""
     stale_tokens: tuple[int, ...]
-    """For each group, the number of tokens that are too stale to carry loss."""
+    """For each group, the tokens that are too stale to carry loss."""
     untrained_tokens: tuple[dict[Fate, int], ...]
-    """For each group, the number of tokens in steps whose role is not trained, by fate."""
+    """For each group, the tokens in steps whose role is not trained, by fate."""
 
 
 class Committed(Event, frozen=True):
@@ -236,15 +237,14 @@ class Addition(NamedTuple):
     group_id: int
     sample: int
     items: tuple[int, ...]
-    """Positions in the message of the steps that are new, by step index."""
+    """Positions of the new steps in the message, by step index."""
     indices: tuple[int, ...]
-    """The step indices of the new steps."""
+    """Their step indices."""
     tokens: int
-    """Number of the new steps' sampled tokens."""
+    """Their sampled tokens."""
     bad_tokens: int
-    """Number of the new steps' sampled tokens whose log-probability is not a finite number."""
+    """Their sampled tokens whose log-probability is not a finite number."""
     n_bytes: int
-    """Bytes of the steps and the end, as `service.handoff.group_bytes` counts them."""
     end: TrajectoryEnd | None
     """The trajectory's end, if it is new."""
     chain: Chain | None

@@ -47,11 +47,10 @@ class Held:
     indices: dict[int, PrefixIndex] = field(default_factory=dict)
     """The prefix index of each sample; built when a full prompt of the sample is first looked up."""
     scores: dict[str, events.Scored] = field(default_factory=dict)
-    """The scorers' answers, by scorer."""
+    """The answers, by scorer."""
     n_bytes: int = 0
 
     def places_of(self, sample: int) -> dict[int, tuple[Steps, int]]:
-        """The table of each step of a sample, and the position in it, by index."""
         if self.places is None:
             self.places = {}
             for table in self.steps:
@@ -72,7 +71,6 @@ class Held:
         return index
 
     def steps_of(self, sample: int) -> list[Steps]:
-        """The steps of one sample, as tables of one or more steps."""
         return [
             select(table, index_K) for table in self.steps if len(index_K := np.flatnonzero(table.sample_K == sample))
         ]
@@ -114,7 +112,7 @@ class Store:
         return counted + long_note_bytes(steps, range(len(steps)))
 
     def of(self, group_id: int) -> Held:
-        """The data of a group; empty if its data were dropped."""
+        """What is held of a group; empty once it was dropped."""
         return self._held.get(group_id) or Held()
 
     def add(self, group_id: int, steps: Steps | None, ends: Sequence[TrajectoryEnd], n_bytes: int) -> None:
@@ -144,7 +142,6 @@ class Store:
                     chains[new.sample] = new.chain
 
     def add_score(self, event: events.Scored) -> None:
-        """Add a scorer's answer to its group."""
         held = self._held.setdefault(event.group_id, Held())
         if event.scorer not in held.scores:
             held.scores[event.scorer] = event
@@ -158,13 +155,11 @@ class Store:
         held.indices.pop(sample, None)
 
     def drop(self, group_id: int) -> None:
-        """Drop the data of a group."""
         held = self._held.pop(group_id, None)
         if held is not None:
             self.n_bytes -= held.n_bytes
 
     def drop_samples(self, group_id: int, samples: tuple[int, ...]) -> None:
-        """Drop the data of some samples of a group."""
         held = self._held.get(group_id)
         if held is None:
             return
@@ -217,9 +212,9 @@ def expert_bytes(ledger: Ledger, routing: Routing | None) -> int:
 
 
 OnFailure = Callable[[TrajectoryEnd, str, Store, PolicyVersion], None]
-"""Arguments: the end of the lost attempt, why it was lost, the accepted steps, the newest version."""
+"""Takes the end of the lost attempt, why it was lost, the accepted steps, the newest version."""
 OnEnd = Callable[[events.Ended, str, Store, PolicyVersion], None]
-"""Arguments: the event, the prompt's uid, the accepted steps, the newest version."""
+"""Takes the event, the prompt's uid, the accepted steps, the newest version."""
 
 
 class Record:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -90,7 +89,7 @@ def apply_frame(record: Record, frame: Frame) -> None:
     if frame.kind in (events.EVENT, events.SCORES):
         record.apply(events.decode(frame.payload))
     elif frame.kind == events.STEPS:
-        message = message_of(frame, record.limits)
+        message = message_of(frame)
         new = new_content(record.ledger, record.store, message)
         if isinstance(new, Refusal):
             raise _refused_now(frame, new)
@@ -114,7 +113,7 @@ def load_groups(record: Record, group_ids: Sequence[int]) -> list[CompleteGroup]
     return [CompleteGroup(group_id, groups[group_id].uid, *store.whole(group_id)) for group_id in group_ids]
 
 
-def fetch(store: Store, groups: Mapping[int, Group], frames: Iterable[Frame], limits: Limits) -> None:
+def fetch(store: Store, groups: Mapping[int, Group], frames: Iterable[Frame]) -> None:
     """Add all accepted steps, ends and scores of groups to a store, each once; stops reading after the last of them."""
     seen: set[tuple[int, int, int]] = set()
     attempts = {group_id: attempts_of(group) for group_id, group in groups.items()}
@@ -131,7 +130,7 @@ def fetch(store: Store, groups: Mapping[int, Group], frames: Iterable[Frame], li
                 unfinished.discard((score.group_id, score.scorer))
                 store.add_score(score)
         if frame.kind in (events.STEPS, events.COPIED):
-            message = message_of(frame, limits)
+            message = message_of(frame)
             index = message.steps.index_K.tolist()
             for of, (items, ends) in items_by_trajectory(message).items():
                 if of.group_id in attempts and attempts[of.group_id][of.sample] == of.attempt:
@@ -192,13 +191,12 @@ def _fetch_groups(record: Record, group_ids: Sequence[int], stop: int) -> None:
     """Fetch groups from the part of the journal before position `stop`."""
     groups = {group_id: record.ledger.state.groups[group_id] for group_id in group_ids}
     starts = [group.first_position for group in groups.values() if group.first_position is not None]
-    frames = record.journal.read(min(starts, default=stop), stop)
-    fetch(record.store, groups, frames, record.limits)
+    fetch(record.store, groups, record.journal.read(min(starts, default=stop), stop))
 
 
-def message_of(frame: Frame, limits: Limits) -> StepGroup:
+def message_of(frame: Frame) -> StepGroup:
     """The step group in a frame."""
-    message = decode(frame.payload, replace(limits, max_group_bytes=len(frame.payload)))  # accepted before
+    message = decode(frame.payload, None)
     if isinstance(message, Refusal):
         raise _refused_now(frame, message)
     return message

@@ -38,11 +38,11 @@ class Trajectory:
     n_steps: int | None = None
     """Steps of the whole trajectory; None until its end was accepted."""
     tokens: int = 0
-    """Tokens that the policy sampled."""
+    """Sampled tokens."""
     bad_tokens: int = 0
     """Sampled tokens whose log-probability is not a finite number."""
     n_bytes: int = 0
-    """Bytes of its steps and its end, as `service.handoff.group_bytes` counts them."""
+    """As `service.handoff.group_bytes` counts them, here and below."""
     given_up: bool = False
     """Whether the group continues without it."""
     moves: int = 0
@@ -72,7 +72,6 @@ class Group:
     finished: int = 0
     """The group's number in the order of completion."""
     lease_count: int = 0
-    """Number of leases that contained the group."""
     rolled_back: bool = False
     """Whether the optimizer step that used the group was undone."""
     step: int = 0
@@ -80,7 +79,6 @@ class Group:
     tokens: int = 0
     """Sampled tokens of all current attempts."""
     n_bytes: int = 0
-    """Bytes of the current attempts' steps and ends, as `service.handoff.group_bytes` counts them."""
     lengths: tuple[int, ...] = ()
     """Number of sampled tokens of each trained trajectory."""
     losses: tuple[int, ...] = ()
@@ -109,7 +107,6 @@ class Group:
 
     @property
     def loss_tokens(self) -> int:
-        """Tokens that carry loss."""
         return sum(self.losses)
 
 
@@ -234,7 +231,7 @@ class State:
     accepted: int = 0
     """Sampled tokens that were accepted."""
     fates: dict[Fate, int] = field(default_factory=lambda: dict.fromkeys(Fate, 0))
-    """Number of accepted tokens by fate."""
+    """The accepted tokens by fate."""
     ended: dict[str, int] = field(default_factory=dict)
     """Groups that ended, by `state/reason`."""
     restarts: dict[str, int] = field(default_factory=dict)

@@ -13,9 +13,8 @@ segment carry none; they are repeated so that later tokens follow the same conte
     step 0: prompt [1 2]        response [3 4]      row 0: live [1 2 3 4]
     step 1: prompt [1 2 3]      response [9]        row 1: context [1 2 3] (of step 0), live [9]
 
-Steps merge only if they have the same temperature, and if both or neither have log-probabilities: a row has one
-temperature, and log-probabilities for all or none of its sampled tokens. The time to merge a step is proportional to
-its own tokens and to the branches between its branching point and the row's end, not to the trajectory's length so far.
+Steps merge only if they have the same temperature, and if both or neither have log-probabilities. The time to merge a
+step is proportional to its own tokens and to the branches up to the row's end, not to the trajectory's length so far.
 """
 
 from __future__ import annotations
@@ -118,8 +117,7 @@ def check_whole(steps: Steps) -> Steps:
 
 
 def _layout(steps: Steps, number_K: Int64s, mode: Mode, counts: dict[str, int]) -> _Layout:
-    """The layout of the rows. Trajectories in which every step continues the step before are laid out all at once, with
-    their tokens in place; every other trajectory is laid out by itself."""
+    """The layout of the rows. Trajectories in which every step continues the step before are laid out all at once."""
     first_K, item_K = changes(number_K), np.arange(len(steps))
     begins_K = first_K | (mode == "off")
     chained_K, repeats_K = _chained(steps, number_K, begins_K)
@@ -218,8 +216,8 @@ def _items_of_segments(steps: Steps, layout: _Layout) -> Int64s:
 
 
 def _fill(columns: dict[str, Any], where_N: Bools, on_prompt: bool) -> None:
-    """Set the tokens in `where_N` to each column's fill value. `on_prompt`: whether to fill the columns that
-    have values for prompt tokens, or the columns that have none."""
+    """Set the tokens in `where_N` to each column's fill value, in the columns with values for prompt tokens or in the
+    others."""
     for column in _FILLED:
         if column.about.on_prompt == on_prompt and (array := columns[column.name]) is not None:
             chosen = where_N.reshape(-1, *(1,) * (array.ndim - 1))

@@ -7,25 +7,21 @@
     tokens of step 2       [10 20 30 40 50] of step 0, [60] of step 1, [71 81] of its own
     prompt [10 20 30 41]   shares 3 tokens with step 0
 
-The time to add a step is proportional to its own tokens, wherever it branches off; the time to look up a prompt is
-proportional to the prompt.
-
-The tokens lie in a radix tree (`Tree`) in which every step is a path from the root:
+The time to add a step is proportional to its own tokens, wherever it branches off; the time to look up a prompt, to the
+prompt. The tokens lie in a radix tree (`Tree`) in which every step is a path from the root:
 
     [1 2 3 4], then [1 2 7], then [1 2 3 4 5]
 
     1 2 3 4 5          one run; the third sequence lengthened it
        \\ 7             a run of its own, which branches off at length 2
 
-Equal sequences end at the same place, so the time to compare two sequences is proportional to the number of runs from
-their ends up to the fork. The time to follow a sequence is proportional to what it shares with the tree, however many
-other sequences there are.
+Equal sequences end at the same place, so comparing two takes time proportional to the runs from their ends to the fork.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -89,16 +85,13 @@ class IndexedStep(NamedTuple):
 class PrefixIndex:
     """The steps of one trajectory so far."""
 
-    def __init__(self, arrived: Iterable[tuple[Steps, int]] = ()) -> None:
-        """`arrived`: the first steps, as items of tables, in any order."""
+    def __init__(self) -> None:
         self.count = 0
         """Number of steps that arrived."""
         self._tree = Tree()
         self._steps: dict[int, IndexedStep] = {}
         self._waiting: dict[int, list[tuple[Steps, int]]] = {}
         """Steps that arrived before the step that they extend, by that step's index."""
-        for item in arrived:
-            self.arrived(*item)
 
     def add(self, steps: Steps, k: int) -> IndexedStep:
         """Index item `k` of a table.
@@ -123,10 +116,6 @@ class PrefixIndex:
             with suppress(PrefixError):
                 self.add(steps, k)
                 coming += self._waiting.pop(int(steps.index_K[k]), ())
-
-    def tokens(self, index: int) -> Int32s | None:
-        """A step's whole prompt and response; None if the step is not in the index."""
-        return self._steps[index].tip.tokens() if index in self._steps else None
 
     def references(
         self, steps: Steps, items: list[int], wanted_K: Bools, known: Mapping[int, Extension]
@@ -219,8 +208,7 @@ def check_chain(steps: Steps, first_K: Bools, chain_K: Bools) -> None:
 
 
 class Run:
-    """An edge of the tree: consecutive tokens, the first at depth `begin`; other runs may branch off after any of
-    them."""
+    """An edge of the tree: consecutive tokens, the first at depth `begin`."""
 
     __slots__ = ("above", "begin", "branches", "end", "ids", "level", "owners", "starts")
 
@@ -249,7 +237,7 @@ class Run:
 
 
 class Place(NamedTuple):
-    """A position in the tree, `length` tokens from the root: inside a run, at its end, or at the root."""
+    """A position in the tree, `length` tokens from the root."""
 
     run: Run
     length: int

@@ -1,9 +1,4 @@
-"""Builds messages: steps and trajectory ends are appended to columns as they happen.
-
-    StepColumns().append(step), .append(step), .end(end)  ->  step_group(sender)  ->  service.handoff.steps.wire.encode
-
-Each step is a `Step` object; `steps_table` makes a table of several.
-"""
+"""Makes tables and messages of `Step` objects and trajectory ends."""
 
 from __future__ import annotations
 
@@ -15,79 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from service.columns import Column, codes_of, columns_of, filled, of_one_type, offsets_of
-from service.handoff.steps.tables import NO_EXTENSION, ends_table, said_bytes
-from service.types import Sender, Step, StepGroup, Steps, TrajectoryEnd, TrajectoryId
-
-_TOKEN_COLUMNS = {column.name[:-2]: column for column in columns_of(Steps).tokens}
-_OPTIONAL = [name for name, column in _TOKEN_COLUMNS.items() if column.optional]
-_REQUIRED_BYTES = sum(column.dtype.itemsize for column in _TOKEN_COLUMNS.values() if not column.optional)
-"""Bytes of one token in all required columns."""
-
-
-class StepColumns:
-    """The steps and trajectory ends of one message, appended as they happen.
-
-    >>> made = StepColumns()
-    >>> prompt, response = np.array([10, 20, 30], np.int32), np.array([40, 50], np.int32)
-    >>> sampled, versions = np.array([True, True]), np.array([0, 0])
-    >>> made.append(Step(TrajectoryId(7, 0), "a", 0, prompt, response, None, sampled, versions))
-    >>> steps = made.steps()
-    >>> steps.token_ids_N.tolist(), steps.loss_mask_N.astype(int).tolist(), steps.prompt_length_K.tolist()
-    ([10, 20, 30, 40, 50], [0, 0, 0, 1, 1], [3])
-    """
-
-    def __init__(self) -> None:
-        self.n_bytes = 0
-        """Bytes of all token columns, and of the ends' values."""
-        self.name_bytes = 0
-        """Maximum bytes of uids, stop reasons and notes in the message's header, each with its length prefix."""
-        self.routing: tuple[int, ...] | None = None
-        """(layers, topk) of the routed experts, which must be the same for all steps of a message."""
-        self.ends: list[TrajectoryEnd] = []
-        self._steps: list[Step] = []
-
-    def __len__(self) -> int:
-        return len(self._steps) + len(self.ends)
-
-    def append(self, step: Step) -> None:
-        """Append a step."""
-        self._steps.append(step)
-        self.n_bytes += _REQUIRED_BYTES * (len(step.prompt_ids) + len(step.response_ids))
-        optional = (getattr(step, name, None) for name in _OPTIONAL)
-        self.n_bytes += sum(np.asarray(values).nbytes for values in optional if values is not None)
-        if self.routing is None and step.routed_experts is not None:
-            self.routing = step.routed_experts.shape[1:]
-        self._count_names(step.prompt_uid, step.stop_reason, step.note)
-
-    def end(self, end: TrajectoryEnd) -> None:
-        """Append a trajectory's end."""
-        self.ends.append(end)
-        self.n_bytes += said_bytes(end)
-        self._count_names(end.prompt_uid, end.stop_reason)
-
-    async def accepted(self, trajectory: TrajectoryId) -> bool:
-        """Always True: no buffer has to answer, because the steps are only collected here."""
-        return True
-
-    def by_trajectory(self) -> dict[TrajectoryId, StepColumns]:
-        """The steps and the end of each trajectory separately, in order of first appearance."""
-        parts: dict[TrajectoryId, StepColumns] = {}
-        for step in self._steps:
-            parts.setdefault(step.trajectory, StepColumns()).append(step)
-        for end in self.ends:
-            parts.setdefault(end.trajectory, StepColumns()).end(end)
-        return parts
-
-    def step_group(self, sender: Sender) -> StepGroup:
-        """All steps and ends as one message."""
-        return StepGroup(sender, self.steps(), ends_table(self.ends))
-
-    def steps(self) -> Steps:
-        """The steps as columns."""
-        return steps_table(self._steps)
-
-    def _count_names(self, *names: str) -> None:
-        self.name_bytes += sum(len(name.encode()) + 5 for name in names)
+from service.handoff.steps.tables import NO_EXTENSION, ends_table
+from service.types import Sender, Step, StepGroup, Steps, TrajectoryEnd
 
 
 def step_group(sender: Sender, steps: Iterable[Step], ends: Iterable[TrajectoryEnd]) -> StepGroup:

@@ -95,10 +95,11 @@ def encode(group: StepGroup) -> bytes:
     return _framed(STEP_GROUP, head, arrays)
 
 
-def decode(data: bytes | memoryview, limits: Limits) -> StepGroup | Refusal:
-    """The step group in these bytes, or the reason why they are invalid; never raises."""
+def decode(data: bytes | memoryview, limits: Limits | None) -> StepGroup | Refusal:
+    """The step group in these bytes, or the reason why they are invalid; never raises. `limits`: None for a message
+    that was accepted before."""
     try:
-        if len(data) > limits.max_group_bytes:
+        if limits is not None and len(data) > limits.max_group_bytes:
             raise _Damaged(RefusalReason.TOO_LARGE, "message", len(data))
         return _step_group(*_opened(data, STEP_GROUP, GroupHead))
     except _Damaged as damaged:
@@ -120,12 +121,11 @@ def _step_group(head: GroupHead, arrays: dict[str, NDArray[Any]]) -> StepGroup:
 
 
 def accepted_group(data: bytes) -> StepGroup:
-    """Decode steps and ends that the buffer encoded after accepting them; ValueError if the bytes are no such
-    message."""
-    try:
-        return _step_group(*_opened(data, STEP_GROUP, GroupHead))
-    except _Damaged as damaged:
-        raise ValueError(f"no step group: {damaged.refusal}") from damaged
+    """Decode steps and ends that the buffer accepted; ValueError if the bytes are no such message."""
+    group = decode(data, None)
+    if isinstance(group, Refusal):
+        raise ValueError(f"no step group: {group}")
+    return group
 
 
 def encode_mini_batch(batch: MiniBatch) -> bytes:

@@ -31,13 +31,14 @@ from service.config.checks import problems
 from service.config.command import AGENT, CommandConfig
 from service.config.rollout import EnvConfig, GeneratorConfig
 from service.errors import UserError
-from service.handoff.steps.builder import StepColumns, steps_table
+from service.handoff.steps.builder import steps_table
 from service.handoff.steps.reward import MAX_REWARD, NEEDED
 from service.handoff.steps.tables import step_objects
 from service.rollout.chat.chat import Chat
 from service.rollout.chat.tokenizer import load_tokenizer
 from service.rollout.environment import Task
 from service.rollout.prompts.dataset import load_tasks, write_rows
+from service.rollout.step_sinks import StepColumns
 from service.types import TrajectoryEnd, TrajectoryId
 from tests.pure.agents.endpoint import CHAT, whole
 from tests.pure.rollout.conftest import ScriptedEngine

@@ -31,7 +31,6 @@ from service.errors import UserError
 from service.evaluation.play import play_shard
 from service.evaluation.scores import EvalShard
 from service.handoff.group_bytes import ITEM_BYTES, SAID_BYTES, TOKEN_BYTES, TRANSCRIPT_BYTES
-from service.handoff.steps.builder import StepColumns
 from service.handoff.steps.tables import step_objects
 from service.handoff.validate import refusal
 from service.observe.loop_watch import BLOCKED_SECONDS, LoopWatch
@@ -41,6 +40,7 @@ from service.rollout.check_inputs import check_inputs
 from service.rollout.environment import AgentSession, Task
 from service.rollout.in_thread import played
 from service.rollout.prompts.dataset import load_tasks, write_rows
+from service.rollout.step_sinks import StepColumns
 from service.types import Sender, Step, TrajectoryEnd, TrajectoryId
 from tests.pure.agents.endpoint import whole
 from tests.pure.agents.talks import TALKS, ChatTalk

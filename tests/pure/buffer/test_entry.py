@@ -282,17 +282,6 @@ def test_two_references_that_nobody_can_follow_yet_are_refused_with_the_reason(t
     assert isinstance(answer, Refusal) and answer.reason == RefusalReason.PREFIX
 
 
-def test_a_scalar_reward_and_the_same_on_the_last_token_are_one_step(tmp_path: Path) -> None:
-    world = long_world(tmp_path)
-    work = world.generator.claimed()
-    made = replace(turns(TrajectoryId(work.group_id, 0), work.prompt_uid, 1)[0], reward=0.5)
-    per_token = np.zeros(len(made.response_ids), np.float32)
-    per_token[-1] = 0.5
-    assert isinstance(world.generator.send([made]), Receipt)
-    answer = world.generator.send([replace(made, reward=per_token)])
-    assert isinstance(answer, Receipt) and answer.duplicate
-
-
 @pytest.mark.parametrize("crash", [False, True])
 def test_routed_experts_of_another_shape_are_refused_for_they_fit_into_no_batch(tmp_path: Path, crash: bool) -> None:
     world = long_world(tmp_path)

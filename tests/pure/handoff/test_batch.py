@@ -10,14 +10,13 @@ from service.config.core_settings import batch_settings
 from service.config.learn import AlgorithmConfig
 from service.config.tree import BufferConfig, Config
 from service.handoff.batches.advantages import Rule
-from service.handoff.batches.batch import BatchSettings, batch_of_rank, form_mini_batch, mini_batch_boundaries
+from service.handoff.batches.batch import BatchSettings, batch_of_rank, form_mini_batch
 from service.handoff.batches.filters import FilterSettings, filtered
 from service.handoff.batches.pack import Layout, micro_batches, place
 from service.handoff.ledger.events import Ended, GroupStats
 from service.handoff.ledger.lifecycle import GroupState
 from service.handoff.ledger.scores import CompleteGroup
 from service.handoff.ledger.versions import VersionHistory
-from service.handoff.prefixes.merge import merge_steps
 from service.handoff.steps.builder import steps_table
 from service.handoff.steps.stop_reason import OVER_LONG
 from service.handoff.steps.tables import ends_table
@@ -155,21 +154,6 @@ def test_over_long_looks_at_how_trajectories_ended(share: float, taken: bool, re
     ends = [e._replace(stop_reason=reason) if s % 2 else e for s, e in enumerate(ends)]
     found = filtered(group_of(*ends), FilterSettings(Rule("grpo"), over_long=share))
     assert found == (Ended(0, GroupState.FILTERED, "over_long", GroupStats(1, 4, 6.0, 1, tokens=1)) if taken else None)
-
-
-def test_mini_batch_boundaries_never_split_a_prompt() -> None:
-    rows = merge_steps(
-        [
-            step(0, [1], [2], trajectory=TrajectoryId(o, s), uid=f"p{o}")
-            for o, n in enumerate((2, 1, 3, 1))
-            for s in range(n)
-        ]
-    )
-    assert mini_batch_boundaries(rows, 2) == [(0, 3), (3, 7)]
-    with pytest.raises(ValueError, match="do not divide"):
-        mini_batch_boundaries(rows, 3)
-    with pytest.raises(ValueError, match="stand together"):
-        mini_batch_boundaries([*rows, rows[0]], 1)
 
 
 def agents_lengths(rng: np.random.Generator, count: int) -> np.ndarray:

@@ -13,8 +13,9 @@ import pytest
 
 import service
 from service.columns import concat, select, widened
-from service.handoff.steps.builder import StepColumns, steps_table
+from service.handoff.steps.builder import steps_table
 from service.handoff.steps.tables import ends_table
+from service.rollout.step_sinks import StepColumns
 from service.types import Step, TrajectoryId
 from tests.pure.handoff.worlds import end, episode, step
 
@@ -32,7 +33,7 @@ from service.handoff.prefixes.merge import merge
 from service.handoff.prefixes.prefix_index import PrefixIndex
 from service.handoff.prefixes.sharing import dedupe_prefixes
 from service.handoff.prefixes.step_equality import in_order
-from service.handoff.steps.builder import StepColumns
+from service.rollout.step_sinks import StepColumns
 from service.columns import concat
 from service.handoff.steps.limits import Limits
 from service.handoff.validate import refusal

@@ -11,7 +11,6 @@ import pytest
 from aiohttp import web
 
 from baton.examples import lookup
-from service.handoff.steps.builder import StepColumns
 from service.handoff.steps.tables import step_objects
 from service.rollout.agent_loop import Played, run_trajectory
 from service.rollout.chat.chat import Chat
@@ -20,6 +19,7 @@ from service.rollout.engine import Generation, Sampling
 from service.rollout.env_guard import EnvGuard, LeakedTasks
 from service.rollout.environment import Environment, Message, StepResult, Task
 from service.rollout.limits import AgentLimits
+from service.rollout.step_sinks import StepColumns
 from service.types import Int32s, PolicyVersion, Step, TrajectoryEnd, TrajectoryId
 
 VERSION = PolicyVersion(1, 5).pack()

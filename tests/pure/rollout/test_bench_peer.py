@@ -19,11 +19,11 @@ from benchmarks.peer import slow_lookup
 from benchmarks.peer.__main__ import MAX_DIFFERENCE, PARTS, trl
 from benchmarks.peer.trl_side import Look, Rollouts, Way
 from service.config import Config
-from service.handoff.steps.builder import StepColumns
 from service.rollout.chat.chat import Chat, load_chat
 from service.rollout.chat.tokenizer import make_tokenizer
 from service.rollout.engine import Generation, Sampling
 from service.rollout.prompts.dataset import load_tasks, write_rows
+from service.rollout.step_sinks import StepColumns
 from service.types import Int32s, TrajectoryId
 
 SAID = ("look fox age", "age look fox", "answer 7", "answer 8")

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from service.handoff.steps.builder import StepColumns, steps_table
+from service.handoff.steps.builder import steps_table
 from service.handoff.steps.tables import step_objects
 from service.rollout import handover
 from service.rollout.agent_loop import Played, run_trajectory
@@ -19,6 +19,7 @@ from service.rollout.chat.conversation import Mode
 from service.rollout.env_guard import EnvGuard
 from service.rollout.environment import Environment, StepResult
 from service.rollout.isolation import IsolatedEnvironment, environment_processes
+from service.rollout.step_sinks import StepColumns
 from service.types import Step, TrajectoryId
 from tests.pure.rollout import counting
 from tests.pure.rollout.conftest import QUESTION, ScriptedEngine, limits

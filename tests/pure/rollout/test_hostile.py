@@ -8,11 +8,11 @@ from collections import Counter
 
 import pytest
 
-from service.handoff.steps.builder import StepColumns
 from service.handoff.steps.stop_reason import StopReason
 from service.rollout.agent_loop import run_trajectory
 from service.rollout.chat.chat import Chat
 from service.rollout.env_guard import EnvGuard, LeakedTasks
+from service.rollout.step_sinks import StepColumns
 from service.types import TrajectoryId
 from tests.pure.rollout.conftest import QUESTION, ScriptedEngine, limits
 from tests.pure.rollout.hostile import HostileEnvironment

@@ -21,13 +21,13 @@ from service.config.rollout import EnvConfig, GeneratorConfig
 from service.config.tree import RunConfig
 from service.evaluation.play import play_shard
 from service.evaluation.scores import EvalShard, summarize
-from service.handoff.steps.builder import StepColumns
 from service.handoff.steps.tables import step_objects
 from service.rollout.chat.chat import Chat
 from service.rollout.chat.tokenizer import load_tokenizer, make_tokenizer
 from service.rollout.engine import Generation, Sampling
 from service.rollout.environment import Message, StepResult, Task
 from service.rollout.prompts.dataset import write_rows
+from service.rollout.step_sinks import StepColumns
 from service.types import EvaluationId, Int32s, Step, TrajectoryEnd, TrajectoryId
 from tests.pure.rollout.conftest import ScriptedEngine
 from tests.pure.rollout.test_agent import optimal

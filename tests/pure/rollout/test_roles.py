@@ -16,7 +16,6 @@ from service.backoff import Backoff
 from service.config import Config
 from service.config.rollout import RoleConfig, ScorerConfig
 from service.errors import UserError
-from service.handoff.steps.builder import StepColumns
 from service.handoff.steps.reward import MAX_REWARD
 from service.handoff.steps.roles import roles_from
 from service.handoff.steps.stop_reason import StopReason
@@ -30,6 +29,7 @@ from service.rollout.chat.frozen import FrozenModels
 from service.rollout.engine import Sampling
 from service.rollout.env_guard import EnvGuard
 from service.rollout.environment import Message, StepResult, TrajectoryFailed
+from service.rollout.step_sinks import StepColumns
 from service.scorers.address import Address
 from service.types import NO_VERSION, Step, TrajectoryEnd, TrajectoryId
 from tests.pure.metrics.test_metrics import value
