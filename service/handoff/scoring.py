@@ -76,7 +76,7 @@ class Scoring:
         self._only_teacher = tuple(name for name, scorer in scorers.items() if scorer.kind == "teacher")[:1]
         self._status = {name: ScorerStatus() for name in scorers}
         self.failures: dict[tuple[str, str], str] = {}
-        """The first failure of each scorer for each reason, in words."""
+        """The first failure for each scorer and reason, in words."""
         for group_id, group in list(record.ledger.state.groups.items()):
             for name in group.awaited:  # also of groups that are not finished yet
                 if name not in scorers and group.state in (*UNFINISHED, GroupState.SCORING):
@@ -132,7 +132,6 @@ class Scoring:
         self._status[scorer].last_failure = f"{reason}: {detail}" if detail else reason
 
     def took(self, scorer: str, seconds: float) -> None:
-        """Record that one worker of a scorer was busy with a group for `seconds`."""
         self._status[scorer].seconds += seconds
 
     def give_up(self, group_id: int, scorer: str, reason: str) -> None:
@@ -147,7 +146,6 @@ class Scoring:
             self._add(events.Scored(group_id, scorer, fallback=reason))
 
     def awaits(self, group_id: int, scorer: str) -> bool:
-        """Whether a group still waits for a scorer."""
         ledger = self._record.ledger
         return group_id in ledger.scoring and scorer in ledger.state.groups[group_id].awaited
 

@@ -134,8 +134,7 @@ def _order(group: StepGroup, limits: Limits) -> Refusal | None:
 
 
 def _said(group: StepGroup, limits: Limits) -> Refusal | None:
-    """The refusal of an end with unknown roles, invalid rewards, values for too few steps, or a transcript that is too
-    long."""
+    """The refusal of what an end says: unknown roles, invalid rewards, values for too few steps, a long transcript."""
     ends = group.ends
     said_E, transcript_E = lengths_of(ends.step_offsets_E), lengths_of(ends.offsets_E)
     wrong_E = (said_E != 0) & (said_E != ends.n_steps_E)
@@ -206,8 +205,7 @@ def _logprobs(group: StepGroup, limits: Limits) -> Refusal | None:
 
 
 def _versions(group: StepGroup, limits: Limits) -> Refusal | None:
-    """The refusal of a sampled token without a version, an unsampled token with a version, or a prompt token that is
-    marked as sampled."""
+    """The refusal of a sampled token without a version, the reverse, or a prompt token that is marked as sampled."""
     steps = group.steps
     wrong_N = steps.loss_mask_N != (steps.versions_N >= 0)
     if wrong_N.any() or steps.versions_N.min(initial=0) < NO_VERSION:

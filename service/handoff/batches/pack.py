@@ -296,8 +296,8 @@ def _ranks_of_rows(order: PrefixOrder, length_R: Int64s, trajectory_R: Int32s, p
 
 
 def _units(order: PrefixOrder, trajectory_R: Int32s, prompt_G: Int32s) -> Iterator[Int64s]:
-    """Yield groupings of the trajectories, each as [G] the number of a trajectory's group: first all trajectories of a
-    prompt together, then halves of a prompt, ..., at last each trajectory alone."""
+    """Yield groupings of the trajectories, as [G] the number of each trajectory's group: all trajectories of a prompt
+    together, then halves of a prompt, ..., at last each trajectory alone."""
     first_G = np.full(len(prompt_G), len(trajectory_R))
     np.minimum.at(first_G, trajectory_R[order.row_R], np.arange(len(trajectory_R)))
     by_prompt = np.lexsort((first_G, prompt_G))  # common prefixes are adjacent

@@ -289,7 +289,7 @@ class Journal:
                     yield frame
 
     def close(self) -> None:
-        """Free unused reserved space and close the files; frames that were not synced are lost."""
+        """Free unused reserved space and close the files; unsynced frames are lost."""
         if self._ready:
             self._segments[-1].file.truncate(self.synced - self._segments[-1].start)
         for segment in self._segments:

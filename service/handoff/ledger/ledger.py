@@ -111,7 +111,6 @@ class Ledger:
         return samples
 
     def renew(self, sample: Sample, now: float) -> None:
-        """Record progress of a sample that a generator plays."""
         self.since[sample] = now
         self.since.move_to_end(sample)
 
