@@ -34,16 +34,7 @@ class StepSink(Protocol):
 
 
 class StepColumns:
-    """The steps and trajectory ends of one message, appended as they happen.
-
-    >>> made = StepColumns()
-    >>> prompt, response = np.array([10, 20, 30], np.int32), np.array([40, 50], np.int32)
-    >>> sampled, versions = np.array([True, True]), np.array([0, 0])
-    >>> made.append(Step(TrajectoryId(7, 0), "a", 0, prompt, response, None, sampled, versions))
-    >>> steps = made.steps()
-    >>> steps.token_ids_N.tolist(), steps.loss_mask_N.astype(int).tolist(), steps.prompt_length_K.tolist()
-    ([10, 20, 30, 40, 50], [0, 0, 0, 1, 1], [3])
-    """
+    """The steps and trajectory ends of one message, appended as they happen."""
 
     def __init__(self) -> None:
         self.n_bytes = 0

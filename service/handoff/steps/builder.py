@@ -20,7 +20,15 @@ def step_group(sender: Sender, steps: Iterable[Step], ends: Iterable[TrajectoryE
 
 
 def steps_table(steps: Iterable[Step]) -> Steps:
-    """A table of step objects; where a step lacks values for a column, the table has the column's fill value."""
+    """A table of step objects; where a step lacks values for a column, the table has the column's fill value.
+
+    >>> from service.types import TrajectoryId
+    >>> prompt, response = np.array([10, 20, 30], np.int32), np.array([40, 50], np.int32)
+    >>> sampled, versions = np.array([True, True]), np.array([0, 0])
+    >>> table = steps_table([Step(TrajectoryId(7, 0), "a", 0, prompt, response, None, sampled, versions)])
+    >>> table.token_ids_N.tolist(), table.loss_mask_N.astype(int).tolist(), table.prompt_length_K.tolist()
+    ([10, 20, 30, 40, 50], [0, 0, 0, 1, 1], [3])
+    """
     steps = list(steps)
     items = [_item_values(step) for step in steps]
     offsets_K = offsets_of(np.array([len(step.prompt_ids) + len(step.response_ids) for step in steps], np.int64))
