@@ -22,7 +22,7 @@ from service.handoff.ledger.ledger import Ledger
 from service.handoff.ledger.record import Held, Store, end_bytes
 from service.handoff.ledger.state import Group, Trajectory
 from service.handoff.prefixes.merge import Mode, merge
-from service.handoff.prefixes.prefix_index import PrefixError, check_references
+from service.handoff.prefixes.prefix_index import PrefixError, PrefixIndex, check_references
 from service.handoff.prefixes.sharing import Chain, dedupe_prefixes, grown
 from service.handoff.prefixes.step_equality import same_step
 from service.handoff.steps.stop_reason import FAILURES
@@ -232,6 +232,9 @@ def _new_steps(received: _Received) -> list[int] | Refusal:
     """The positions of new steps, by index; steps equal to accepted ones are not new."""
     new: dict[int, int] = {}
     accepted = cache(lambda: received.held.places_of(received.id.sample))  # only repeated steps need it
+    by_prefix = cache(
+        lambda: PrefixIndex([*accepted().values(), *((received.message.steps, k) for k in received.items)])
+    )
     for k in received.items:
         index = received.columns.index[k]
         known: tuple[Steps, int] | None
@@ -244,7 +247,10 @@ def _new_steps(received: _Received) -> list[int] | Refusal:
             continue
         if known is None:
             continue  # its group was used, and its data is no longer in memory
-        if not same_step(*known, received.message.steps, k):
+        same = same_step(*known, received.message.steps, k, lambda step: by_prefix().tokens(step))
+        if same is None:
+            return Refusal(RefusalReason.PREFIX, f"{received.id}/step={index}: extends unknown steps, twice", index)
+        if not same:
             return Refusal(RefusalReason.CONFLICT, f"{received.id}/step={index}", index)
     return [new[index] for index in sorted(new)]
 

@@ -21,7 +21,7 @@ Equal sequences end at the same place, so comparing two takes time proportional 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -85,13 +85,16 @@ class IndexedStep(NamedTuple):
 class PrefixIndex:
     """The steps of one trajectory so far."""
 
-    def __init__(self) -> None:
+    def __init__(self, arrived: Iterable[tuple[Steps, int]] = ()) -> None:
+        """`arrived`: the first steps, as items of tables, in any order."""
         self.count = 0
         """Number of steps that arrived."""
         self._tree = Tree()
         self._steps: dict[int, IndexedStep] = {}
         self._waiting: dict[int, list[tuple[Steps, int]]] = {}
         """Steps that arrived before the step that they extend, by that step's index."""
+        for item in arrived:
+            self.arrived(*item)
 
     def add(self, steps: Steps, k: int) -> IndexedStep:
         """Index item `k` of a table.
@@ -116,6 +119,10 @@ class PrefixIndex:
             with suppress(PrefixError):
                 self.add(steps, k)
                 coming += self._waiting.pop(int(steps.index_K[k]), ())
+
+    def tokens(self, index: int) -> Int32s | None:
+        """A step's whole prompt and response; None if the step is not in the index."""
+        return self._steps[index].tip.tokens() if index in self._steps else None
 
     def references(
         self, steps: Steps, items: list[int], wanted_K: Bools, known: Mapping[int, Extension]

@@ -4,23 +4,29 @@
     shared form    extends step 0 by 5 tokens, prompt [60 70]   response [80 90]      the same step
 
 A reference has the digest of the tokens that it stands for, so a full record can be compared with a shared one without
-the step that the latter extends. Two references of different lengths count as different: nobody sends both.
+the step that the latter extends. Only two references of different lengths need the tokens that one of them extends.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from service.columns import Column, changes, columns_of, digest, filled, of_one_type, select, trajectories
+from service.handoff.prefixes.prefix_index import PrefixIndex
 from service.handoff.steps.tables import NO_EXTENSION, extension_of, name_of, total_lengths
-from service.types import Int64s, Steps
+from service.types import Int32s, Int64s, Steps
+
+TokensOf = Callable[[int], Int32s | None]
+"""The whole prompt and response of an earlier step of the trajectory, by its index; None if it is not known."""
 
 
-def same_step(a: Steps, k: int, b: Steps, j: int) -> bool:
-    """Whether item `k` of `a` and item `j` of `b` are the same step."""
+def same_step(a: Steps, k: int, b: Steps, j: int, tokens_of: TokensOf) -> bool | None:
+    """Whether item `k` of `a` and item `j` of `b` are the same step; None if a step that one extends is unknown."""
     a, b = select(a, np.array([k])), select(b, np.array([j]))
     if a.extends_length_K[0] > b.extends_length_K[0]:
         a, b = b, a
@@ -29,7 +35,15 @@ def same_step(a: Steps, k: int, b: Steps, j: int) -> bool:
     short, long = extension_of(a, 0) or NO_EXTENSION, extension_of(b, 0) or NO_EXTENSION
     if short.length == long.length:
         return short.digest == long.digest
-    return not short.length and digest(a.token_ids_N[: long.length]) == long.digest
+    between = a.token_ids_N[: long.length - short.length]  # `a` carries these tokens, `b` refers to them
+    if not short.length:
+        return digest(between) == long.digest
+    if (known := tokens_of(short.step)) is not None and digest(known[: short.length]) == short.digest:
+        return digest(np.concatenate((known[: short.length], between))) == long.digest
+    if (known := tokens_of(long.step)) is not None and digest(known[: long.length]) == long.digest:
+        rest = known[short.length : long.length]
+        return digest(known[: short.length]) == short.digest and bool((rest == between).all())
+    return None
 
 
 def in_order(steps: Steps) -> tuple[Steps, Int64s]:
@@ -50,8 +64,15 @@ def in_order(steps: Steps) -> tuple[Steps, Int64s]:
         return steps, number_K
     first_K = np.maximum.accumulate(np.where(again_K, 0, np.arange(len(steps))))
 
+    @lru_cache(maxsize=1)
+    def index_of(number: int) -> PrefixIndex:
+        return PrefixIndex((steps, k) for k in np.flatnonzero((number_K == number) & ~again_K).tolist())
+
+    def tokens_of(number: int) -> TokensOf:
+        return lambda step: index_of(number).tokens(step)
+
     for k in np.flatnonzero(again_K).tolist():
-        if not same_step(steps, int(first_K[k]), steps, k):
+        if not same_step(steps, int(first_K[k]), steps, k, tokens_of(int(number_K[k]))):
             raise ValueError(f"{name_of(steps, k)} came twice, and not the same")
     return select(steps, np.flatnonzero(~again_K)), number_K[~again_K]
 
