@@ -4,7 +4,7 @@
 
 Hosts are namespaces on this machine (Linux and root, see tests/hosts). Ranks, each on its own host, and the hosts'
 images work as in a run, without models and engines. `at once` is what Ray does by itself: every host fetches one object
-with all weights of one rank. `nixl`, where it is installed: every host reads from the ranks.
+with all weights of one rank. `nixl`, where it is installed: hosts read from the ranks and from hosts that have all.
 """
 
 from __future__ import annotations

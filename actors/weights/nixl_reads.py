@@ -2,10 +2,12 @@
 another node, over RDMA where the network has it, and no process makes a copy for it.
 
     rank's process        | versions | buffer 0 | buffer 1 |      -> RemoteMemory, once
-    generator's process   each span of the rank's part  -READ->  its place in the image;  then the versions  -READ->
+    generator's process   READ the versions;  each span of the rank's part  -READ->  its place in the image;
+                          READ the versions
 
 The version of a buffer is removed before the buffer is written. A version that is still there after all spans were read
-thus shows that no span was replaced meanwhile. NIXL: https://github.com/ai-dynamo/nixl.
+thus shows that no span was replaced meanwhile. It contains the trainer's incarnation, and an agent's name is never used
+again, so a rank that has restarted is not taken for the one before. NIXL: https://github.com/ai-dynamo/nixl.
 """
 
 from __future__ import annotations
@@ -55,13 +57,13 @@ class NixlAgent:
         """Start an agent under a name that no other agent has had.
 
         Raises:
-            ReadFailed: this machine has no NIXL.
+            ReadFailed: this machine has no NIXL, or NIXL has no plugin.
         """
         try:
             nixl = importlib.import_module("nixl._api")
         except ImportError as error:
             raise ReadFailed(f"NIXL cannot be imported ({error})") from error
-        with _raises_read_failed():
+        with _raises_read_failed(RuntimeError):  # NIXL has no class of its own for missing plugins
             self._agent = nixl.nixl_agent(f"baton-{uuid4().hex}", nixl.nixl_agent_config(backends=["UCX"]))
         self._found = torch.empty(0, dtype=torch.int64)
         """The versions that were read, one for each part."""
@@ -97,9 +99,14 @@ class NixlAgent:
             self._meet({remote.agent for remote in remotes})
             for octets in (memory.whole, self._found):
                 self._register(octets)
+            self._check(version, parts, until)
             self._all_read([(remote, *_spans(source, remote, at)) for source, remote in parts], until)
-            versions = zip(parts, self._found, strict=True)
-            self._all_read([(part[1], *_version_span(*part, into=word)) for part, word in versions], until)
+            self._check(version, parts, until)
+
+    def _check(self, version: int, parts: Sequence[tuple[Source, RemoteMemory]], until: float) -> None:
+        """Read the version of every part; raises `ReadFailed` if it is another one."""
+        versions = zip(parts, self._found, strict=True)
+        self._all_read([(part[1], *_version_span(*part, into=word)) for part, word in versions], until)
         if (found := set(self._found.tolist())) != {version}:
             raise ReadFailed(f"there are other weights (versions {sorted(found)}, not {version})")
 
@@ -138,12 +145,12 @@ class NixlAgent:
 
 
 @contextmanager
-def _raises_read_failed() -> Iterator[None]:
-    """Raise `ReadFailed` in place of NIXL's errors, which have no class in common."""
+def _raises_read_failed(*others: type[Exception]) -> Iterator[None]:
+    """Raise `ReadFailed` in place of NIXL's errors, which have no class in common, and of these others."""
     try:
         yield
     except Exception as error:
-        if not type(error).__module__.startswith("nixl"):
+        if not isinstance(error, others) and not type(error).__module__.startswith("nixl"):
             raise
         raise ReadFailed(f"NIXL failed ({type(error).__name__}: {error})") from error
 

@@ -178,17 +178,27 @@ async def test_an_image_is_read_from_that_of_another_host_while_it_has_its_versi
     assert found == "there are other weights (versions [3], not 2)"
 
 
-async def test_weights_that_are_replaced_during_a_read_are_not_held(nixl: type[FakeAgent]) -> None:
-    ranks = Ranks(2)
+@pytest.mark.parametrize(
+    ("at", "found", "reads"),
+    [(1, "3", 2), (2, "1, 3", 2), (3, "3", 6), (4, "3", 6), (5, "3", 6), (6, "1, 3", 6)],
+)
+async def test_weights_that_are_replaced_at_any_read_are_not_held_and_those_gone_before_are_not_read(
+    nixl: type[FakeAgent], at: int, found: str, reads: int
+) -> None:
+    """Two ranks are read six times: their versions, their parts, their versions."""
+    ranks, begun = Ranks(2), 0
     ranks.publish(1)
 
     def replaced() -> None:
-        nixl.before_read = staticmethod(lambda: None)
-        for version in (2, 3):
-            ranks.publish(version)
+        nonlocal begun
+        begun += 1
+        if begun == at:
+            for version in (2, 3):
+                ranks.publish(version)
 
     nixl.before_read = staticmethod(replaced)
-    assert await ranks.read(1) == "there are other weights (versions [3], not 1)"
+    assert await ranks.read(1) == f"there are other weights (versions [{found}], not 1)"
+    assert begun == reads
     assert not ranks.holder._images
     await ranks.read(3)
     assert ranks.is_held(3)
@@ -242,6 +252,14 @@ def test_without_nixl_a_rank_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, NIXL, None)
     remote, why = PartBuffers().share()
     assert remote is None and why.startswith("NIXL cannot be imported")
+
+
+def test_a_nixl_without_plugins_is_a_reason(nixl: type[FakeAgent], monkeypatch: pytest.MonkeyPatch) -> None:
+    def without_plugins(name: str, config: Any) -> None:
+        raise RuntimeError("No plugins available")
+
+    monkeypatch.setattr(sys.modules[NIXL], "nixl_agent", without_plugins)
+    assert PartBuffers().share() == (None, "NIXL failed (RuntimeError: No plugins available)")
 
 
 def nodes_of(
@@ -343,6 +361,7 @@ async def test_with_nixl_itself_another_process_is_read_and_a_stopped_or_ended_o
         process.kill()
         process.wait(WITHIN)
         assert (await read(3, within=2.0)).startswith("NIXL")
+        assert (await read(3, within=2.0)).startswith("NIXL"), "an agent that never met it"
     finally:
         process.kill()
         process.wait(WITHIN)
