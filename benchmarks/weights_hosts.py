@@ -27,6 +27,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from actors.deaths import WATCHING
 from actors.trainer.actor import SENDING, TrainerRank
 from actors.trainer.group import TrainerGroup
+from actors.weights import nixl_reads
 from actors.weights.image import ImageHolder
 from actors.weights.node_images import MAX_FAILURES, NodeImages
 from service.config import load_config
@@ -43,6 +44,7 @@ class Rank(TrainerRank):
 
     def fill(self, millions: float) -> None:
         """Create this rank's rows of weights with `millions` million elements in total."""
+        nixl_reads.RDMA_CARDS = Path("/sys")  # NIXL takes TCP
         torch.manual_seed(self._rank)
         shape = (int(millions * 1e6 / TENSORS / 1000), 1000)
         first, end = shard_bounds(shape[0], self._rank, self._world_size)
@@ -69,6 +71,10 @@ class Rank(TrainerRank):
 
 class Holder(ImageHolder):
     """The generator of a host, without an engine."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        nixl_reads.RDMA_CARDS = Path("/sys")
 
     async def fetched(self, data: Any) -> int:
         """Return the bytes of an object, once it has arrived."""

@@ -16,6 +16,7 @@ import importlib
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 from uuid import uuid4
 
@@ -28,6 +29,8 @@ from actors.weights.memory import WeightMemory
 from actors.weights.part import Source
 from service.errors import BatonError
 
+RDMA_CARDS = Path("/sys/class/infiniband")
+"""The kernel's list of network cards with RDMA, EFA among them. Over TCP NIXL is slower than Ray's object store."""
 POLL_SECONDS = 0.001
 """Seconds between two looks at reads in progress."""
 VERSION_BYTES = 8
@@ -57,8 +60,10 @@ class NixlAgent:
         """Start an agent under a name that no other agent has had.
 
         Raises:
-            ReadFailed: this machine has no NIXL, or NIXL has no plugin.
+            ReadFailed: this host has no network card with RDMA, or no NIXL, or NIXL has no plugin.
         """
+        if not RDMA_CARDS.is_dir() or not any(RDMA_CARDS.iterdir()):
+            raise ReadFailed("a host has no network card with RDMA")
         try:
             nixl = importlib.import_module("nixl._api")
         except ImportError as error:

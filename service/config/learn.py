@@ -198,8 +198,8 @@ class WeightsConfig(Section):
     """Optimizer steps between two updates of the engines."""
     transport: Literal["memory", "ipc"] = "memory"
     """`memory`: engines read the ranks' parts of the weights in shared memory; engines on other hosts read a copy that
-    NIXL reads from there, or, where it is not installed, that Ray's object store transfers, with checksums. `ipc`: by
-    CUDA IPC on a GPU that a rank and an engine share, so that `generator.gpu_memory_utilization` must leave room for
+    NIXL reads from there over RDMA, or, without NIXL or RDMA, that Ray's object store transfers, with checksums. `ipc`:
+    by CUDA IPC on a GPU that a rank and an engine share, so that `generator.gpu_memory_utilization` must leave room for
     the rank. Both have run on one H100, NIXL on CPUs only."""
     kv_cache: Literal["recompute", "keep"] = "recompute"
     """The KV cache of running requests at an update: recomputed with the new weights, or kept."""

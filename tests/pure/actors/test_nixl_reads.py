@@ -23,6 +23,7 @@ import torch
 from safetensors.torch import load
 from torch import Tensor
 
+from actors.weights import nixl_reads
 from actors.weights.image import ImageHolder
 from actors.weights.nixl_reads import RemoteMemory
 from actors.weights.node_images import MAX_FAILURES, NodeImages
@@ -97,7 +98,15 @@ class FakeAgent:
 
 
 @pytest.fixture
-def nixl(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[FakeAgent]]:
+def rdma(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A host with a network card that has RDMA."""
+    (tmp_path / "mlx5_0").mkdir()
+    monkeypatch.setattr(nixl_reads, "RDMA_CARDS", tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def nixl(rdma: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[FakeAgent]]:
     module = SimpleNamespace(nixl_agent=FakeAgent, nixl_agent_config=SimpleNamespace)
     monkeypatch.setitem(sys.modules, NIXL, module)  # type: ignore[arg-type]
     for name in ("before_read", "state"):
@@ -248,10 +257,14 @@ async def test_an_error_of_our_own_is_not_taken_for_one_of_nixl(nixl: type[FakeA
         await ranks.read(1, ranks.remotes()[:1])
 
 
-def test_without_nixl_a_rank_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_nixl_or_rdma_a_rank_says_so(rdma: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, NIXL, None)
     remote, why = PartBuffers().share()
     assert remote is None and why.startswith("NIXL cannot be imported")
+    (rdma / "mlx5_0").rmdir()
+    assert PartBuffers().share() == (None, "a host has no network card with RDMA")
+    rdma.rmdir()
+    assert PartBuffers().share() == (None, "a host has no network card with RDMA")
 
 
 def test_a_nixl_without_plugins_is_a_reason(nixl: type[FakeAgent], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -326,6 +339,7 @@ async def test_a_generator_that_dies_as_it_reads_costs_its_own_node_only() -> No
 
 def rank_process(connection: Connection) -> None:
     """Publish the versions that it is told, as a rank in a process of its own."""
+    nixl_reads.RDMA_CARDS = Path("/sys")  # without RDMA, NIXL takes TCP or shared memory
     ranks = Ranks(1)
     while True:
         ranks.publish(connection.recv())
@@ -333,7 +347,7 @@ def rank_process(connection: Connection) -> None:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="needs NIXL")
-async def test_with_nixl_itself_another_process_is_read_and_a_stopped_or_ended_one_is_a_reason() -> None:
+async def test_with_nixl_itself_another_process_is_read_and_a_stopped_or_ended_one_is_a_reason(rdma: Path) -> None:
     ours, theirs = Pipe()
     code = f"from {__name__} import Connection, rank_process; rank_process(Connection({theirs.fileno()}))"
     process = subprocess.Popen([sys.executable, "-c", code], pass_fds=[theirs.fileno()], cwd=ROOT)
