@@ -27,7 +27,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, NotRequired, TypedDict
 
 import msgspec
 import numpy as np
@@ -50,15 +50,59 @@ FAILED = "failed"
 """The fate of a failed attempt: its trajectory was started again if attempts were left, or got no scorer's reward."""
 SHOWN = 200
 """Maximum characters of an error message about a line."""
-_FIELDS = {
-    "id", "fate", "optimizer_step", "trained_at", "return", "advantage", "stop_reason", "loss_tokens",
-    "sampled_tokens", "rows", "steps",
-}  # fmt: skip
+TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
+Version = Annotated[str, msgspec.Meta(pattern=r"^[0-9]{1,18}:[0-9]{1,18}$")]
+Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
+
+
+class StepShape(TypedDict):
+    """The fields of a step that are needed to show its record."""
+
+    index: Count
+    prompt_ids: list[TokenId]
+    response_ids: list[TokenId]
+    logprobs: list[float | None] | None
+    loss_mask: list[int]
+    versions: list[tuple[Count, Version | None]]
+    reward: float | list[float]
+    stop_reason: str | None
+    row: Count | None
+    parent: NotRequired[Count | None]
+    begins_as: NotRequired[tuple[Count, Count] | None]
+    role: NotRequired[str]
+    trains: NotRequired[bool]
+    advantage: NotRequired[float]
+
+
+class ScoreShape(TypedDict):
+    """The fields of a scorer's answer that are needed to show it."""
+
+    reward: float | None
+    info: str
+    fallback: str
+
+
+RecordShape = TypedDict(
+    "RecordShape",
+    {
+        "id": str,
+        "fate": str,
+        "reason": NotRequired[str],
+        "optimizer_step": Count,
+        "trained_at": Version,
+        "return": float | None,
+        "advantage": float | None,
+        "stop_reason": str,
+        "loss_tokens": Count,
+        "sampled_tokens": Count,
+        "rows": Count,
+        "transcript": NotRequired[str],
+        "scores": NotRequired[dict[str, ScoreShape]],
+        "steps": list[StepShape],
+    },
+)
 """The fields that a record in a file must have to be shown."""
-_STEP_FIELDS = {
-    "index", "prompt_ids", "response_ids", "logprobs", "loss_mask", "versions", "reward", "stop_reason", "row",
-}  # fmt: skip
-_DECODER = msgspec.json.Decoder(Record)
+_DECODER = msgspec.json.Decoder(RecordShape)
 
 
 @dataclass(frozen=True)
@@ -301,7 +345,7 @@ def load_records(folder: Path) -> list[Record]:
                 break  # the writer was killed
             try:
                 records.append(_checked(_DECODER.decode(line)))
-            except (ValueError, RecursionError) as error:
+            except (ValueError, OverflowError, RecursionError) as error:
                 where = f"{file}, line {len(records) + 1}"
                 raise UserError(f"{where}: no trajectory: {in_one_line(str(error))[:SHOWN]}") from None
     if not records:
@@ -309,12 +353,16 @@ def load_records(folder: Path) -> list[Record]:
     return records
 
 
-def _checked(record: Record) -> Record:
-    """Return a record; ValueError if the record or one of its steps lacks a field."""
-    lacks = _FIELDS - record.keys() or {name for step in record["steps"] for name in _STEP_FIELDS - step.keys()}
-    if lacks:
-        raise ValueError(f"it has no {min(lacks)}")
-    return record
+def _checked(record: RecordShape) -> Record:
+    """Check a record; ValueError if a step lacks data about its tokens, or continues a step that is not before it."""
+    for place, step in enumerate(record["steps"]):
+        if step["index"] != place or not ((parent := step.get("parent")) is None or parent < place):
+            raise ValueError(f"step {step['index']} is not the step {place}, or continues a later one")
+        tokens = len(step["response_ids"])
+        facts = [len(step["loss_mask"]), sum(count for count, _ in step["versions"])]
+        if facts != [tokens, tokens] or len(step["logprobs"] or step["response_ids"]) != tokens:
+            raise ValueError(f"step {step['index']} has {tokens} tokens, but not as many facts about them")
+    return dict(record)
 
 
 def find_record(records: Sequence[Record], wanted: str | None) -> Record:

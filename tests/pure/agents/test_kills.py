@@ -182,7 +182,7 @@ def judged(stage: Stage) -> dict[str, int]:
                 names = {f"{group_id}-{sample}-{attempt}" for sample, attempt in enumerate(attempts)}
                 trained += [text for call, text in calls.items() if call.session in names]
         if frame.kind == events.STEPS:
-            message = message_of(frame, limits)
+            message = message_of(frame)
             for step in step_objects(message.steps):
                 call = Called("-".join(map(str, step.trajectory)), step.index, message.sender.incarnation)
                 calls[call] = chat.text(step.response_ids[step.loss_mask]).strip()

@@ -96,15 +96,27 @@ def test_the_page_shows_the_tree_and_escapes_the_transcript() -> None:
     assert "<script>alert" not in page and "\\x1b[2J&lt;script&gt;" in page
 
 
+LOOPS = [{"parent": 5}, {"parent": -1}, {"parent": 1 << 80}, {"index": 3}, {"trains": "yes"}, {"role": 7}]
+DIGITS = int("9" * 400)
+RUNS = [[[1 << 62, "1:0"]], [[-1, "1:0"], [2, "1:0"]], [["1", "1:0"]], [[1.5, "1:0"]], [[1, "1:" + "9" * 5000]]]
+NUMBERS = [{"return": DIGITS}, {"advantage": DIGITS}, {"optimizer_step": DIGITS}, {"rows": -1}, {"trained_at": "1:\n"}]
+DAMAGED = [
+    *({"steps": [{**agent_record()["steps"][0], **odd}]} for odd in LOOPS),
+    *({"steps": [{**agent_record()["steps"][0], "versions": runs}]} for runs in RUNS),
+    *({"steps": [{**agent_record()["steps"][0], "reward": odd}]} for odd in (DIGITS, [DIGITS])),
+    *NUMBERS,
+]
+
+
 @pytest.mark.parametrize("action", ["list", "show", "export-html"])
-def test_a_line_without_a_field_and_a_broken_line_are_one_line_that_names_them(
+def test_damaged_lines_are_one_line_that_names_them(
     action: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "config.yaml").touch()
     whole = agent_record()
-    lacking = {name: value for name, value in whole.items() if name != "trained_at"}
-    step = {name: value for name, value in whole["steps"][0].items() if name != "versions"}
-    for line in (json.dumps(lacking), json.dumps({**whole, "steps": [step]}), json.dumps(whole)[:-3] + "\x00}"):
+    lines = [json.dumps({**whole, **odd}) for odd in DAMAGED]
+    lines += [json.dumps(whole).replace('"rows": ', '"rows": ' + "9" * 5000), json.dumps(whole)[:-3] + "\x00}"]
+    for line in lines:
         (tmp_path / "trajectories.jsonl").write_text(f"{json.dumps(whole)}\n{line}\n")
         assert main(["trajectories", action, str(tmp_path)]) == 2, line[:300]
         (said,) = capsys.readouterr().err.splitlines()
