@@ -172,8 +172,10 @@ def test_a_setting_that_is_gone_is_refused_with_what_to_use(monkeypatch: pytest.
     monkeypatch.setitem(GONE, "trainer.lrr", "use trainer.lr")
     with pytest.raises(ConfigError, match=r"^override trainer\.lrr=1: this setting is gone: use trainer\.lr$"):
         load_config([], ["trainer.lrr=1"])
-    with pytest.raises(ConfigError, match=r"^override weights\.transport=nccl: 'nccl' is gone: memory goes "):
-        load_config([], ["weights.transport=nccl"])
+    for value in ("algorithm.credit=potential", "buffer.lookahead=auto", "weights.transport=nccl"):
+        with pytest.raises(ConfigError) as refused:
+            load_config([], [value])
+        assert str(refused.value) == f"override {value}: {value.partition('=')[2]!r} is gone: {GONE[value]}"
 
 
 def test_a_wrong_override_names_itself() -> None:
