@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("ray")
 pytest.importorskip("vllm")
@@ -21,6 +22,7 @@ ADAPTER = ["model.lora={}", "model.dtype=bfloat16", "weights.verify_tolerance=0.
 
 @pytest.mark.timeout(540)
 @pytest.mark.parametrize("adapter", [[], ADAPTER], ids=["weights", "adapter"])
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_engine_and_trainer_agree_after_weights_were_shared_on_a_gpu(tmp_path: Path, adapter: list[str]) -> None:
     command = [sys.executable, "-m", "service", "run", "--config", "configs/quickstart.yaml", f"run.dir={tmp_path}"]
     command += [*SHORT, *adapter, "weights.transport=ipc"]
