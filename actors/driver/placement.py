@@ -25,7 +25,10 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from actors.engine.vllm_engine import engine_env
 from service.config import Config
 from service.errors import RunFailed, UserError
+from service.observe.summary import duration
 
+ACCELERATOR = "accelerator_type:"
+"""Prefix of Ray's resources of accelerators."""
 ACCELERATOR_SHARE = 0.001
 """Amount of the resource `accelerator_type:H100` for a rank; every node with such GPUs has 1."""
 SHARED_GPU = 0.5
@@ -34,6 +37,8 @@ SHARED_KV_CACHE_BYTES, SHARED_UTILIZATION = 8 << 30, 0.35
 """The KV cache and `generator.gpu_memory_utilization` that a message proposes for an engine that shares its GPU
 with a rank."""
 QUIET_SECONDS = 2.0
+SAY_SECONDS = 20.0
+"""Seconds after which a wait for room is said again."""
 """Seconds that a run waits for room before it says what is missing."""
 
 CALLS = 100_000
@@ -74,7 +79,7 @@ def rank_bundle(config: Config, gpus: int) -> Bundle:
     if config.weights.transport == "ipc":
         resources["CPU"] *= 2
     if config.trainer.accelerator is not None:
-        resources[f"accelerator_type:{config.trainer.accelerator}"] = ACCELERATOR_SHARE
+        resources[f"{ACCELERATOR}{config.trainer.accelerator}"] = ACCELERATOR_SHARE
     return Bundle(resources, config.placement.trainer)
 
 
@@ -107,14 +112,15 @@ async def reserve(bundles: Sequence[Bundle], within: float, say: Callable[[str],
     room = placement_group(
         [dict(bundle.resources) for bundle in bundles], "PACK", bundle_label_selector=labels if any(labels) else None
     )
-    deadline, said = time.monotonic() + within, ""
+    deadline, said, say_again = time.monotonic() + within, "", 0.0
     try:
         while (left := deadline - time.monotonic()) > 0:
             if await asyncio.to_thread(room.wait, min(QUIET_SECONDS, left)):
                 return room
-            if (missing := missing_room(bundles, nodes())) != said:
-                say(f"WAITING for room in the Ray cluster: {missing}")
-                said = missing
+            now = time.monotonic()
+            if (missing := missing_room(bundles, nodes())) != said or now >= say_again:
+                say(f"WAITING for room in the Ray cluster, for {duration(deadline - now)} at most: {missing}")
+                said, say_again = missing, now + SAY_SECONDS
     except asyncio.CancelledError:
         remove_placement_group(room)
         raise
@@ -186,8 +192,10 @@ def refuse_too_few_gpus(config: Config, gpus: int) -> None:
 
 def _in_words(resources: Mapping[str, float], labels: Mapping[str, str]) -> str:
     """Describe resources, as in `2 GPU, 1 CPU, ray.io/market-type: spot`, without memory and names of nodes."""
-    named = {name: n for name, n in resources.items() if name in ("GPU", "CPU") or name.startswith("accelerator_type:")}
-    counted = [f"{n:g} {name}" for name, n in sorted(named.items(), reverse=True)]
+    named = {name: n for name, n in resources.items() if name in ("GPU", "CPU") or name.startswith(ACCELERATOR)}
+    marks = [name for name in named if name.startswith(ACCELERATOR)]  # of which Ray asks for a thousandth
+    counted = [f"{n:g} {name}" for name, n in sorted(named.items(), reverse=True) if name not in marks]
+    counted += [f"an accelerator {name.removeprefix(ACCELERATOR)}" for name in marks]
     return ", ".join([*counted, *(f"{name}: {value}" for name, value in labels.items())])
 
 
@@ -201,7 +209,7 @@ def rank_options(config: Config, gpus: int, room: PlacementGroup, rank: int) -> 
         "name": f"trainer-{rank}",
         "num_cpus": _resources(gpus)["CPU"],
         "num_gpus": SHARED_GPU if gpus and shares else gpus,
-        "resources": {name: n for name, n in bundle.resources.items() if name.startswith("accelerator_type:")},
+        "resources": {name: n for name, n in bundle.resources.items() if name.startswith(ACCELERATOR)},
         "max_restarts": -1,
         "runtime_env": {"env_vars": env_vars},
         "scheduling_strategy": PlacementGroupSchedulingStrategy(room, placement_group_bundle_index=rank),

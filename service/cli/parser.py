@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from service.cli.in_ray import in_ray
 from service.cli.recipes import add_settings
-from service.errors import BatonError, printable
+from service.errors import BatonError, UserError, printable
 from service.version import installed_version
 
 ABOUT = """\
@@ -87,18 +87,24 @@ COMMANDS = (
     Command("agent-worker", "run agents on a machine without Ray", "service.cli.agent_worker", True),
 )
 
+GONE_COMMANDS = {"submit": "ray job submit --working-dir . -- baton run --config FILE"}
+"""For each removed command: what to use instead."""
+
 WITHOUT_SETTINGS = ("trajectories", "status")
 """Commands in which a word with = is not a setting: `group=812/sample=3/attempt=0`."""
 
+_DASHED = re.compile(r"--[A-Za-z_]\w*(\.\w+)+(=.*)?", re.DOTALL)
 _OVERRIDE = re.compile(r"[A-Za-z_]\w*(\.\w+)*=.*", re.DOTALL)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code. For wrong input it prints one line and returns 2."""
     _open_closed_files()
-    words, overrides = split_overrides(sys.argv[1:] if argv is None else argv)
-    arguments = _parser(words[0] if words else "").parse_args(words)
     try:
+        words, overrides = split_overrides(sys.argv[1:] if argv is None else argv)
+        if words and words[0] in GONE_COMMANDS:
+            raise UserError(f"baton {words[0]} is gone: {GONE_COMMANDS[words[0]]}")
+        arguments = _parser(words[0] if words else "").parse_args(words)
         return int(arguments.command(arguments, overrides))
     except BatonError as error:
         for line in printable(str(error)).splitlines():
@@ -142,6 +148,8 @@ def split_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
             words += [word, *rest]  # words after it belong to the command of `agent-worker`, or to sbatch
         elif _OVERRIDE.fullmatch(word):
             overrides.append(word)
+        elif _DASHED.fullmatch(word):
+            raise UserError(f"{word}: a setting has no dashes: {word.removeprefix('--').partition('=')[0]}=VALUE")
         else:
             words.append(_from_home(word))
     return words, overrides

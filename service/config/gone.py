@@ -21,7 +21,8 @@ GONE = {
     },
     "model.warm_start.expected_success": UNMEASURED,
     "model.warm_start.probe_prompts": UNMEASURED,
-    "weights.transport=nccl": "memory goes between hosts over RDMA where NIXL is installed (pip install nixl)",
+    "weights.transport=nccl": "use memory, the default; between hosts it goes over RDMA where NIXL is installed, "
+    "else through Ray's object store",
     "weights.delta": "weights go whole; where links are slow, send them less often (weights.sync_every) or train an "
     "adapter (model.lora)",
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, get_args
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from service.config.section import Section
 
@@ -19,6 +19,11 @@ SLOT_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks of the adapter slots that an engine can be started with; a slot takes adapters of its rank or a lower one."""
 
 
+def _named(targets: object) -> object:
+    """Return the layers that PEFT's word for all of them stands for."""
+    return LINEAR if targets == "all-linear" else targets
+
+
 class LoraConfig(Section):
     """A low-rank adapter: each target W computes x W^T + alpha / rank (x A^T) B^T, where only A and B are trained."""
 
@@ -26,8 +31,8 @@ class LoraConfig(Section):
     """Rows of A and columns of B."""
     alpha: Annotated[float, Field(gt=0, le=1e6)] = 32.0
     """Factor of the update, divided by `rank`."""
-    targets: Annotated[tuple[Target, ...], Field(min_length=1)] = LINEAR
-    """Linear layers that get an update, in every decoder layer; default: all of them."""
+    targets: Annotated[tuple[Target, ...], Field(min_length=1), BeforeValidator(_named)] = LINEAR
+    """Linear layers that get an update, in every decoder layer; default: all of them, as with `all-linear`."""
 
     @property
     def slot_rank(self) -> int:

@@ -70,7 +70,10 @@ def _links(facts: Facts) -> Iterator[str]:
 
 def _limits(facts: Facts) -> Iterator[str]:
     if facts.open_files < MIN_OPEN_FILES:
-        yield f"a process may open {facts.open_files} files, Ray asks for {MIN_OPEN_FILES}: ulimit -n {MIN_OPEN_FILES}"
+        yield (
+            f"a process may open {facts.open_files} files, Ray asks for {MIN_OPEN_FILES}: ulimit -n {MIN_OPEN_FILES}; "
+            "where that is not permitted, systemd's LimitNOFILE or limits.conf (containers: --ulimit nofile)"
+        )
     needed = min(MIN_SHARED_FRACTION * facts.memory_bytes, MAX_SHARED_NEEDED)
     if facts.shared_bytes < needed:
         yield (

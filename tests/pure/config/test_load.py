@@ -153,7 +153,7 @@ def test_what_is_left_over_from_a_lower_layer_is_named(tmp_path: Path, capsys: p
         ("trainer:\n  compile: maybe\n", 2, "trainer.compile", "must be"),
         ("trainer:\n  compile: 7\n", 2, "trainer.compile", "must be"),
         ("run:\n  stop_grace: 0\n", 2, "run.stop_grace", "must be"),
-        ("model:\n  lora: {targets: all-linear}\n", 2, "model.lora.targets", "is a list"),
+        ("model:\n  lora: {targets: q_proj}\n", 2, "model.lora.targets", "is a list"),
         ("model:\n  lora: {targets: q_proj}\n", 2, "model.lora.targets", "write [q_proj]"),
         ("generator:\n  stop: ['']\n", 2, "generator.stop", "must have"),
     ],
