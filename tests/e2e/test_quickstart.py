@@ -123,6 +123,16 @@ def test_a_run_serves_metrics_and_once_terminated_writes_its_final_weights_and_l
     assert json.loads((run.folder / "summary.json").read_text())["state"] == "stopped"
 
 
+@pytest.mark.full
+def test_a_run_that_waits_for_room_ends_with_the_code_of_its_stop_signal(drive: Drive, left_over: LeftOver) -> None:
+    run = drive([*QUICK, "trainer.accelerator=H100"])
+    run.until("WAITING for room in the Ray cluster, for 9 min")
+    run.process.send_signal(signal.SIGTERM)
+    assert run.end() == 128 + signal.SIGTERM, "".join(run.said)
+    assert left_over(MARK, run.mark, END_SECONDS) == {}
+    assert json.loads((run.folder / "summary.json").read_text()) == {"state": "stopped", "steps": 0}
+
+
 def roles(status: bytes) -> set[str]:
     """Of the actors that have said something."""
     return {actor["role"] for actor in json.loads(status)["actors"]}
