@@ -17,7 +17,7 @@ import ray
 from ray.job_config import JobConfig
 
 from actors.calls import in_a_line
-from actors.driver.signals import run_beside, when_stuck
+from actors.driver.signals import handlers_kept, run_beside, when_stuck
 from actors.engine.vllm_arguments import SCRATCH
 from actors.observe.actor_logs import log_env
 from actors.scorers.actor import actor_names
@@ -59,7 +59,7 @@ def ray_session(
         os._exit(128 + number)
 
     try:
-        with when_stuck(end):
+        with handlers_kept(), when_stuck(end):
             _connect(config, mark, logs)
     except Exception as error:
         if not _is_failed_start(error):

@@ -173,8 +173,7 @@ def _run_on_ray(
     with contextlib.ExitStack() as held:
         with phase(f"connecting to the Ray cluster at {address}" if address else "starting Ray"):
             held.enter_context(ray_session(config, mark, folder.path / LOGS, stopped_early))
-        with exit_on_stop_signals():  # Ray has replaced the handlers as it started
-            cluster = place_actors(with_absolute_paths(config), prepared, folder.path / JOURNAL, keys)
+        cluster = place_actors(with_absolute_paths(config), prepared, folder.path / JOURNAL, keys)
         coordinator = Coordinator(config, cluster, folder, prepared, say, manifest, uploads)
         force = partial(end_by_force, config, folder, f"{FORCING} stop signals came before the run had ended in order")
 

@@ -134,6 +134,15 @@ def run_beside(work: Callable[[], object]) -> None:
         _set(before)
 
 
+@contextmanager
+def handlers_kept() -> Iterator[None]:
+    """Set the handlers of stop signals again after the block, in which Ray starts and replaces that of SIGTERM: by one
+    that exits with another code, and in C++ by one that aborts the process."""
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    yield
+    _set(before)
+
+
 def _set(handlers: Mapping[signal.Signals, _Handler]) -> None:
     for number, handler in handlers.items():
         signal.signal(number, handler)
