@@ -37,9 +37,9 @@ SHARED_KV_CACHE_BYTES, SHARED_UTILIZATION = 8 << 30, 0.35
 """The KV cache and `generator.gpu_memory_utilization` that a message proposes for an engine that shares its GPU
 with a rank."""
 QUIET_SECONDS = 2.0
+"""Seconds that a run waits for room before it says what is missing."""
 SAY_SECONDS = 20.0
 """Seconds after which a wait for room is said again."""
-"""Seconds that a run waits for room before it says what is missing."""
 
 CALLS = 100_000
 """Maximum number of open calls to the buffer: every waiting claim is one, and steps must not wait behind claims."""

@@ -107,9 +107,9 @@ class ImageHolder:
                 self._agent = None
                 image.close()
                 return str(failed)
-            if number in self._released:
+            if number in self._released or number in self._images:  # the driver did not wait for it
                 self._spare.append(image.memory)
-                return "these weights are not held any more"
+                return "the image was read too late"
             self._images[number] = image
             return image.path, remote
 

@@ -25,6 +25,7 @@ from actors.weights.chain import TRIES, NodeImage, Replaced, WeightChain
 from actors.weights.nixl_reads import RemoteMemory
 from actors.weights.part import Source, WeightPart
 from actors.weights.weight_source import PublishedWeights, WeightSource
+from service.errors import Starved
 
 log = logging.getLogger(__name__)
 
@@ -180,9 +181,13 @@ class NodeImages:
 
     async def _read_one(self, held: NodeImage, giver: tuple[Sequence[Source], Sequence[RemoteMemory]]) -> None:
         """Let a generator read an image; its path stays None if that fails."""
-        arguments = held.number, held.weights.version.pack(), *giver, self._deadline / TRIES
+        within = self._deadline / TRIES
+        arguments = held.number, held.weights.version.pack(), *giver, within
         try:
-            found = await call(held.generator.read_image, *arguments, who=held.holder, within=self._deadline)
+            found = await call(held.generator.read_image, *arguments, who=held.holder, within=2 * within)
+        except Starved as late:  # NIXL itself may hang, in a thread of the generator
+            held.unread = str(late)
+            return
         except ACTOR_FAILED as error:
             held.error = error
             return

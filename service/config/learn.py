@@ -200,7 +200,8 @@ class WeightsConfig(Section):
     """`memory`: engines read the ranks' parts of the weights in shared memory; engines on other hosts read a copy that
     NIXL reads from there over RDMA, or, without NIXL or RDMA, that Ray's object store transfers, with checksums. `ipc`:
     by CUDA IPC on a GPU that a rank and an engine share, so that `generator.gpu_memory_utilization` must leave room for
-    the rank. Both have run on one H100, NIXL on CPUs only."""
+    the rank. On one H100 `ipc` ran the quick start, and the copies of `memory` and an engine's pause were measured;
+    NIXL has run on CPUs only."""
     kv_cache: Literal["recompute", "keep"] = "recompute"
     """The KV cache of running requests at an update: recomputed with the new weights, or kept."""
     sync_deadline: Seconds = 300.0

@@ -128,7 +128,8 @@ class Plan:
         self.on_policy = self.split(engines, ranks, lookahead=0).flow
         """Waits and speed of the chosen split with `buffer.lookahead: 0`."""
         transports = ("memory", "ipc") if settings.fit.shares_gpus else ("memory",)
-        self.updates = {name: self._update(name, engines, ranks) for name in transports}
+        self.updates = {} if self._on_cpu else {name: self._update(name, engines, ranks) for name in transports}
+        """Durations of an update by transport; none on a CPU, whose rates of copies nobody measured."""
         self.problem = problem or self._too_large() or self._too_few_gpus(used)
         """Why the configuration does not fit, and what would help; None if it fits."""
 

@@ -162,9 +162,10 @@ class FolderMark(_Record):
     """The mark of a store in a run's folder: the file `store.json`."""
 
     run: str
-    owner: str
-    previous: str = ""
-    """The previous owner: a process may have been killed before it wrote the new owner into the store."""
+    owners: tuple[str, ...]
+    """All owners by which this folder claimed the store or was restored from it, newest last. The store may hold an
+    older one: a process may have been killed before it wrote its owner there, or a write without an answer may take
+    effect late."""
     lost: tuple[str, int] | None = None
     """(owner, number of tokens): what that process had accepted after the checkpoint from which the folder was
     restored. The buffer counts these tokens once per process."""
@@ -204,8 +205,8 @@ def claimed(objects: Objects, run: Path) -> RunMark:
     if held is not None:
         _refuse_other(objects.url, sizes, held, own, run)
     mark = RunMark(run=uuid.uuid4().hex if own is None else own.run, owner=uuid.uuid4().hex)
-    previous, lost = "" if held is None else held.owner, None if own is None else own.lost
-    FolderMark(run=mark.run, owner=mark.owner, previous=previous, lost=lost).write(run)
+    owners, lost = ((), None) if own is None else (own.owners, own.lost)
+    FolderMark(run=mark.run, owners=(*owners, mark.owner), lost=lost).write(run)
     data = mark.model_dump_json().encode()
     objects.put(RUN, [data], len(data))
     return mark
@@ -214,7 +215,7 @@ def claimed(objects: Objects, run: Path) -> RunMark:
 def _refuse_other(url: str, sizes: dict[str, int], held: RunMark, own: FolderMark | None, run: Path) -> None:
     again = f"go on with that run: baton run --resume {url}"
     if own is not None and own.run == held.run:
-        if held.owner not in (own.owner, own.previous):
+        if held.owner not in own.owners:
             raise UserError(
                 f"run.store: this run went on from {url} in another folder since; what lies in {run} is older: {again}"
             )

@@ -104,7 +104,7 @@ def _fetched_step(
         with ThreadPoolExecutor(AT_ONCE) as pool:
             list(pool.map(partial(_read_file, objects, partial_folder), manifest.files.items()))
         lost = _lost(objects, sizes, manifest, say)
-        FolderMark(run=mark.run, owner=mark.owner, lost=lost).write(partial_folder)
+        FolderMark(run=mark.run, owners=(mark.owner,), lost=lost).write(partial_folder)
         folder = into or new_run_folder(parent, config.run.name)
         _move(partial_folder, folder)
     finally:
@@ -161,7 +161,7 @@ def _as_new(parent: Path, mark: RunMark) -> Path | None:
             own = FolderMark.read(file.parent)
         except UserError:  # the mark is damaged, or may be another run's
             continue
-        is_as_new = own is not None and own.run == mark.run and mark.owner in (own.owner, own.previous)
+        is_as_new = own is not None and own.run == mark.run and mark.owner in own.owners
         if is_as_new and Checkpoints(file.parent / CHECKPOINTS, keep=1).newest() is not None:
             return file.parent
     return None

@@ -417,7 +417,7 @@ class FakeTrainer(Player):
         manifest = self._checkpointer.newest()
         step = 0 if manifest is None else manifest.step
         self._history = []
-        self._checkpointer.abandon()
+        await self._checkpointer.abandon()
         if manifest is not None:
             self._history = json.loads((self._checkpointer.path(step) / "history.json").read_text())
         incarnation = await call(self._buffer.join, "trainer", "trainer", step, who="the buffer")

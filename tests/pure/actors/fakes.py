@@ -148,6 +148,9 @@ class FakeGenerator:
         self.gate = asyncio.Event()
         """Closed, an image is being written."""
         self.gate.set()
+        self.reading = asyncio.Event()
+        """Closed, a reading with NIXL hangs."""
+        self.reading.set()
         self.loading = asyncio.Event()
         """Closed, an update is being made."""
         self.loading.set()
@@ -186,6 +189,7 @@ class FakeGenerator:
         self, number: int, version: int, sources: Any, remotes: Any, within: float
     ) -> tuple[str, RemoteMemory] | str:
         await self.gate.wait()
+        await self.reading.wait()
         self._fail("hold")
         if self.unread:
             return self.unread.pop(0)

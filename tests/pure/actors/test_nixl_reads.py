@@ -247,7 +247,15 @@ async def test_an_image_that_was_released_before_it_was_read_is_not_held(nixl: t
     ranks = Ranks(1)
     ranks.publish(1)
     await ranks.holder.release_image(ranks.numbers + 1)
-    assert await ranks.read(1) == "these weights are not held any more"
+    assert await ranks.read(1) == "the image was read too late"
+
+
+async def test_an_image_that_came_by_another_way_meanwhile_stays(nixl: type[FakeAgent]) -> None:
+    ranks = Ranks(1)
+    ranks.publish(1)
+    path = await ranks.holder.hold_image(ranks.numbers + 1, 1, ranks.buffers[0].source.part.n_bytes)
+    assert await ranks.read(1) == "the image was read too late"
+    assert await ranks.holder.hold_image(ranks.numbers, 1, 0) == path
 
 
 async def test_an_error_of_our_own_is_not_taken_for_one_of_nixl(nixl: type[FakeAgent]) -> None:
@@ -276,11 +284,11 @@ def test_a_nixl_without_plugins_is_a_reason(nixl: type[FakeAgent], monkeypatch: 
 
 
 def nodes_of(
-    rank_0: FakeRank0, *names: str, sent: Callable[[int], None] = lambda n_bytes: None
+    rank_0: FakeRank0, *names: str, sent: Callable[[int], None] = lambda n_bytes: None, deadline: float = WITHIN
 ) -> tuple[NodeImages, list[FakeGenerator]]:
     """A generator on each of some nodes."""
     generators = [FakeGenerator(name, []) for name in names]
-    images = NodeImages({each.name: each for each in generators}, rank_0, WITHIN, sent)  # type: ignore[arg-type]
+    images = NodeImages({each.name: each for each in generators}, rank_0, deadline, sent)  # type: ignore[arg-type]
     for each in generators:
         images.register(each.name, f"node of {each.name}")
     return images, generators
@@ -320,6 +328,19 @@ async def test_only_nodes_that_could_not_read_get_buckets_and_after_some_failure
         "weights go to other hosts with NIXL",
         "weights go to other hosts through Ray's object store: no route",
     ]
+
+
+async def test_a_read_that_hangs_inside_nixl_leaves_its_node_to_the_buckets() -> None:
+    rank_0 = FakeRank0()
+    rank_0.remote = RemoteMemory(b"rank", 0), ""
+    images, (hangs, _) = nodes_of(rank_0, "a", "b", deadline=0.6)
+    hangs.reading.clear()
+    weights = published(1)
+    async with images.spread(["a", "b"], weights):
+        for name in ("a", "b"):
+            async with path_for(images, name, weights) as path:
+                assert path is not None
+    assert rank_0.buckets > 0
 
 
 async def test_a_generator_that_dies_as_it_reads_costs_its_own_node_only() -> None:

@@ -110,7 +110,7 @@ def learner(model_folder: Path, request: pytest.FixtureRequest) -> Iterator[Lear
 def test_any_cutting_into_rows_and_micro_batches_leaves_the_gradient_as_it_is(
     learner: Learner, credit: Credit, cuttings: int
 ) -> None:
-    rng = np.random.default_rng(4)
+    rng = np.random.default_rng(6)
     steps, ends = group_of(rng)
     expected = gradient(learner, batch_of(steps, ends, credit, "off", 1000))
     n_rows = set[int]()
@@ -120,7 +120,7 @@ def test_any_cutting_into_rows_and_micro_batches_leaves_the_gradient_as_it_is(
         n_rows.add(int(batch.rows_G.sum()))
         difference = np.linalg.norm(gradient(learner, batch) - expected)
         assert difference <= 1e-9 * np.linalg.norm(expected)
-    assert len(n_rows) > 2
+    assert len(n_rows) > 3
 
 
 def test_credits_differ_in_their_gradient(learner: Learner) -> None:

@@ -119,7 +119,7 @@ def test_lengths_come_from_a_run(recipe: list[str], capsys: pytest.CaptureFixtur
 def test_a_model_that_the_run_would_make_is_planned_on_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
     found = planned(["--config", QUICKSTART, "--gpu", "cpu"], capsys)
     assert found["fits"] and found["device"]["cores"] >= 1  # type: ignore[index]
-    assert list(found["weights"]) == ["memory"]  # type: ignore[call-overload]
+    assert found["weights"] == {}, "copies were measured on GPUs only"
     pace = found["device"]["pace"]  # type: ignore[index]  # of a busy machine it is many times the usual one
     assert 0 < found["chosen"]["step_seconds"] < 60 * max(1.0, pace)  # type: ignore[index]
 

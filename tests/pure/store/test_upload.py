@@ -267,3 +267,16 @@ def test_a_process_that_is_killed_while_it_claims_the_store_does_not_lock_its_ru
             claim(objects, settings(tmp_path), run.folder)
         objects.fails = lambda doing, name: False
         claim(objects, settings(tmp_path), run.folder).finish()
+
+
+def test_a_claim_without_an_answer_may_take_effect_after_later_ones(tmp_path: Path) -> None:
+    objects = MemoryObjects()
+    run = run_in(tmp_path, objects)
+    run.train(2)
+    marks = []
+    for _ in range(3):
+        claim(objects, settings(tmp_path), run.folder).finish()
+        marks.append(objects.held[RUN])
+    for late in marks[::-1]:
+        objects.held[RUN] = late
+        claim(objects, settings(tmp_path), run.folder).finish()
