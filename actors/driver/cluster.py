@@ -34,8 +34,9 @@ from actors.engine.vllm_arguments import engine_env
 from actors.generator.actor import Generator
 from actors.generator.scaling import Placed
 from actors.observe.metrics_hub import MetricsHub
-from actors.scorers.actor import place_scorers, workers
+from actors.scorers.actor import place_scorers
 from actors.scorers.frozen_model import ask_role, place_roles
+from actors.scorers.workers import workers
 from actors.trainer.actor import SENDING, TrainerRank
 from actors.trainer.group import TrainerGroup
 from service.agents.session_keys import Keys

@@ -20,7 +20,7 @@ from actors.calls import in_a_line
 from actors.driver.signals import handlers_kept, run_beside, when_stuck
 from actors.engine.vllm_arguments import SCRATCH
 from actors.observe.actor_logs import log_env
-from actors.scorers.actor import actor_names
+from actors.scorers.workers import actor_names
 from actors.watchdog import MARK, end_processes, start_watchdog
 from service.config import Config
 from service.environment_variables import SAFE_PATH, USER_FOLDER

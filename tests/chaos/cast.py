@@ -29,7 +29,7 @@ from actors.driver.checkpointer import Checkpointer
 from actors.generator.claimer import Claimer
 from actors.generator.outbox import Outbox, Unreachable
 from actors.observe.actor_logs import keep_log
-from actors.scorers.actor import workers
+from actors.scorers.workers import workers
 from service.columns import digest
 from service.config import Config
 from service.config.core_settings import message_limits

@@ -15,8 +15,9 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from actors.engine.vllm_arguments import engine_env
-from actors.scorers.actor import RayWorker, place_scorers
+from actors.scorers.actor import place_scorers
 from actors.scorers.frozen_model import FrozenEngine
+from actors.scorers.workers import RayWorker
 from baton.examples import solver_verifier
 from service.config import AlgorithmConfig, Config
 from service.config.rollout import ScorerConfig

@@ -37,7 +37,7 @@ from actors.buffer.actor import BufferActor, LeasedBatch
 from actors.driver.cluster import Cluster
 from actors.driver.coordinator import Coordinator
 from actors.driver.host_watch import ClusterHost, HostWatch
-from actors.scorers.actor import workers
+from actors.scorers.workers import workers
 from actors.trainer.group import TrainerGroup
 from service.config import Config, load_config
 from service.config.core_settings import message_limits
