@@ -42,7 +42,7 @@ class Claims:
             return self._given_before(claim)
         who = f"generator {claim.generator}"
         if state.draining is not None:
-            return self._waits.begin(who, WaitReason.DRAINED, f"no more prompts are issued: {state.draining}")
+            return self._waits.begin(who, WaitReason.DRAINED, f"no more prompts are issued ({state.draining})")
         restarted = self._restarted_group(claim.serving)
         if restarted is None:
             why = self._admission.wait(record, claim.serving) or self._admission.disk_wait(record, state.n_samples)
