@@ -1,4 +1,4 @@
-"""Finds out from Ray which process an actor has, and why a process has ended; for `service.run.supervisor`."""
+"""Finds out from Ray which process an actor has, and why a process has ended; for `service.run.liveness`."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from ray._private.state import state as cluster_state
 from ray.core.generated.common_pb2 import WorkerExitType
 from ray.core.generated.gcs_pb2 import WorkerTableData
 
+from service.run.liveness import CAUSE_SECONDS, Life
 from service.run.memory import Memory, in_gb, remedy
-from service.run.supervisor import CAUSE_SECONDS, Life
 
 WATCHING = "watching"
 """Ray's concurrency group for health checks, which wait for no other call of the actor."""

@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from service.errors import BatonError as BatonError
     from service.errors import UserError as UserError
     from service.handoff.batches.advantages import estimator as estimator
-    from service.learn.losses.loss import LossInputs as LossInputs
-    from service.learn.losses.loss import LossTerms as LossTerms
-    from service.learn.losses.loss import policy_loss as policy_loss
+    from service.learn.losses.policy_losses import LossInputs as LossInputs
+    from service.learn.losses.policy_losses import LossTerms as LossTerms
+    from service.learn.losses.policy_losses import policy_loss as policy_loss
     from service.rollout.chat.tools import tool_answer as tool_answer
     from service.rollout.chat.tools import tool_calls as tool_calls
     from service.rollout.child_main import serve_child as serve_child
@@ -56,7 +56,7 @@ __all__, __getattr__ = lazy_names(
         "service.config": ("Config", "load_config"),
         "service.errors": ("BatonError", "UserError"),
         "service.handoff.batches.advantages": ("estimator",),
-        "service.learn.losses.loss": ("LossInputs", "LossTerms", "policy_loss"),
+        "service.learn.losses.policy_losses": ("LossInputs", "LossTerms", "policy_loss"),
         "service.rollout.chat.tools": ("tool_answer", "tool_calls"),
         "service.rollout.child_main": ("serve_child",),
         "service.rollout.child_process": ("ChildDied", "ChildProcesses"),

@@ -33,12 +33,12 @@ from service.observe.logprob_mismatch import LogprobCheck
 from service.run.checkpoints import Manifest
 from service.run.folder import BEST, FINAL, LOGS
 from service.run.inputs import Prepared, demonstrations
+from service.run.liveness import Supervisor
 from service.run.metrics_port import DEFAULT_PORT
 from service.run.phases import phase
 from service.run.progress import QUIET_SECONDS, Progress, end_early
 from service.run.repeated_failures import FailureWatch
 from service.run.scale_request import asked_for
-from service.run.supervisor import Supervisor
 from service.run.trajectories import describe_ends
 from service.run.writer import RunWriter
 from service.store.uploads import Uploads

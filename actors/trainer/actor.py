@@ -42,8 +42,8 @@ from service.learn.supervised import SupervisedSteps
 from service.observe.measure import measure_states
 from service.observe.metrics import Metrics
 from service.observe.recorder import States, Trace
+from service.run.liveness import Life
 from service.run.memory import in_gb
-from service.run.supervisor import Life
 from service.types import SupervisedRow
 
 log = logging.getLogger(__name__)

@@ -67,7 +67,7 @@ def validate(arguments: argparse.Namespace, overrides: list[str]) -> int:
         check_scorers(config.scorers)
         estimator_name(config)
         if ":" in config.algorithm.loss:  # the names of built-in losses are known without loading torch
-            from service.learn.losses.loss import loss_named
+            from service.learn.losses.policy_losses import loss_named
 
             loss_named(config.algorithm.loss)
         if config.model.adapter is not None:

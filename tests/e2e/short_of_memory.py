@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from service.config.learn import AlgorithmConfig
-from service.learn.losses.loss import LossInputs, LossTerms, policy_loss, ppo_clip
+from service.learn.losses.policy_losses import LossInputs, LossTerms, policy_loss, ppo_clip
 
 FOLDER = "BATON_TEST_SHORT_OF_MEMORY"
 """Names the folder in which each lack of memory leaves a file."""

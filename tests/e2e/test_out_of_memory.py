@@ -26,7 +26,7 @@ import asyncio, sys
 from functools import partial
 from actors.deaths import Supervised, cause_of_death, is_death, life_of
 import ray
-from service.run.supervisor import Supervisor
+from service.run.liveness import Supervisor
 
 class Growing(Supervised):
     async def grow(self):

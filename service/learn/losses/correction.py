@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from service.config.learn import CorrectionConfig
-from service.learn.losses.loss import safe_exp
+from service.learn.losses.policy_losses import safe_exp
 
 
 class TrajectoryRatios(NamedTuple):

@@ -24,7 +24,7 @@ from torch import Tensor
 from service.learn.attention_layout import to_device
 from service.learn.device_batch import DeviceBatch
 from service.learn.losses.correction import TrajectoryRatios, correct, over_trajectory, trajectory_ratios
-from service.learn.losses.loss import LossInputs, LossTerms, check_terms, kl_term, loss_named
+from service.learn.losses.policy_losses import LossInputs, LossTerms, check_terms, kl_term, loss_named
 from service.learn.losses.reduction import trajectory_weights
 from service.learn.losses.step_metrics import RatioMetrics, Sums
 from service.learn.losses.teacher import add_teacher_metrics, teacher_advantage, teacher_loss

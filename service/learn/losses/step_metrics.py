@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from service.learn.losses.loss import safe_exp
+from service.learn.losses.policy_losses import safe_exp
 
 STALENESS_EDGES = (1, 2, 3, 5, 9)
 STALENESS_BINS = ("0", "1", "2", "3_4", "5_8", "9_up")

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from service.config.learn import TeacherConfig
 from service.learn.device_batch import DeviceBatch
-from service.learn.losses.loss import kl_term
+from service.learn.losses.policy_losses import kl_term
 from service.learn.losses.step_metrics import Sums
 
 

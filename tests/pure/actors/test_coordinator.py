@@ -29,7 +29,7 @@ from service.handoff.verbs import Wait, WaitReason
 from service.learn.learner import StepReport
 from service.run.folder import SUMMARY, TARGETS, warmed_model, write_address
 from service.run.inputs import Prepared
-from service.run.supervisor import Life, Supervisor
+from service.run.liveness import Life, Supervisor
 from service.run.writer import RunWriter
 from tests.pure.actors.fakes import Method
 

@@ -18,8 +18,8 @@ from service.backoff import Backoff
 from service.config import RunConfig, WeightsConfig
 from service.config.rollout import GeneratorConfig
 from service.errors import RunFailed, WeightsGone
-from service.run import supervisor
-from service.run.supervisor import Life, Supervisor
+from service.run import liveness
+from service.run.liveness import Life, Supervisor
 from service.types import PolicyVersion
 from tests.pure.actors.fakes import ONE_BUCKET, FakeGenerator, FakeRank0, Method, died
 
@@ -28,7 +28,7 @@ from tests.pure.actors.fakes import ONE_BUCKET, FakeGenerator, FakeRank0, Method
 def killed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The generators whose processes were ended."""
     gone: list[Any] = []
-    monkeypatch.setattr(supervisor, "CAUSE_SECONDS", 0.0)
+    monkeypatch.setattr(liveness, "CAUSE_SECONDS", 0.0)
     monkeypatch.setattr(actors.generator.generator_pool.ray, "kill", lambda generator, **_: gone.append(generator))
     return gone
 

@@ -22,8 +22,8 @@ from service.backoff import Backoff
 from service.config import Config, WeightsConfig
 from service.config.rollout import GeneratorConfig
 from service.errors import RunFailed
-from service.run import supervisor
-from service.run.supervisor import Supervisor
+from service.run import liveness
+from service.run.liveness import Supervisor
 from service.types import PolicyVersion
 from tests.pure.actors.fakes import ONE_BUCKET, FakeGenerator, FakeRank0, Method, died
 
@@ -98,7 +98,7 @@ class World:
         monkeypatch.setattr(actors.generator.generator_pool.ray, "kill", self.kill)
         monkeypatch.setattr(actors.generator.generator_pool, "remove_placement_group", self.rooms.append)
         monkeypatch.setattr(scaling, "PAUSE_SECONDS", 0.0)
-        monkeypatch.setattr(supervisor, "CAUSE_SECONDS", 0.0)
+        monkeypatch.setattr(liveness, "CAUSE_SECONDS", 0.0)
         engines = {"min": 1, "max": 3}
         settings = GeneratorConfig.model_validate(
             {"engines": engines, "concurrent_groups": GROUPS, "leave_grace": GRACE}

@@ -17,8 +17,16 @@ from service.config.learn import AlgorithmConfig
 from service.errors import ConfigError
 from service.learn.device_batch import DeviceBatch, DeviceSettings
 from service.learn.learner import Learner
-from service.learn.losses.loss import _LOSSES, LossInputs, LossTerms, PolicyLoss, check_terms, kl_term, loss_named
 from service.learn.losses.objective import FixedLogprobs, Objective
+from service.learn.losses.policy_losses import (
+    _LOSSES,
+    LossInputs,
+    LossTerms,
+    PolicyLoss,
+    check_terms,
+    kl_term,
+    loss_named,
+)
 from service.learn.losses.step_metrics import Sums
 from service.learn.model.logprob import TokenLogprobs
 from service.types import MiniBatch
@@ -137,7 +145,7 @@ def test_gspo_has_the_gradient_of_the_trajectory_ratio() -> None:
 
 def test_the_losses_that_may_stand_in_a_configuration_are_those_that_are_registered() -> None:
     assert set(LOSSES) == {
-        name for name, loss in _LOSSES.items() if loss.function.__module__ == "service.learn.losses.loss"
+        name for name, loss in _LOSSES.items() if loss.function.__module__ == "service.learn.losses.policy_losses"
     }
 
 
@@ -159,7 +167,7 @@ def test_a_ratio_far_out_stays_finite() -> None:
 
 def test_a_loss_of_ones_own_trains(model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "my_losses.py").write_text(
-        "from service.learn.losses.loss import LossTerms, policy_loss\n"
+        "from service.learn.losses.policy_losses import LossTerms, policy_loss\n"
         "@policy_loss('twice')\n"
         "def twice(inputs, settings):\n"
         "    return LossTerms(-2 * inputs.advantage_M * inputs.logprob_M, inputs.advantage_M > 1e9)\n"

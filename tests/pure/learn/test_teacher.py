@@ -22,7 +22,7 @@ from service.handoff.steps.builder import steps_table
 from service.handoff.steps.tables import ends_table
 from service.learn.device_batch import DeviceBatch
 from service.learn.learner import Learner
-from service.learn.losses.loss import LossInputs, ppo_clip
+from service.learn.losses.policy_losses import LossInputs, ppo_clip
 from service.learn.losses.teacher import teacher_advantage, teacher_loss
 from service.types import MiniBatch, Step, TrajectoryEnd
 from tests.pure.learn.builders import settings

@@ -21,9 +21,9 @@ from actors.trainer.group import TrainerGroup
 from actors.weights.weight_source import TrainerLost
 from service.config import Config
 from service.errors import ProcessLost
-from service.run import supervisor
+from service.run import liveness
+from service.run.liveness import Life, Supervisor
 from service.run.memory import FULL, REMEDIES, Memory
-from service.run.supervisor import Life, Supervisor
 from tests.pure.actors.fakes import Method
 
 FIRST, NEXT = Life("first", is_set_up=True), Life("next", is_set_up=False)
@@ -53,7 +53,7 @@ class Actor:
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, seconds in (("PROBE_SECONDS", 0.0), ("SILENT_SECONDS", 0.05), ("CAUSE_SECONDS", 1.0)):
-        monkeypatch.setattr(supervisor, name, seconds)
+        monkeypatch.setattr(liveness, name, seconds)
 
 
 async def cause(name: str, last: Life) -> str | None:
@@ -167,7 +167,7 @@ async def test_a_process_that_dies_before_it_has_answered_is_named() -> None:
 async def test_an_actor_that_has_no_process_for_long_is_named_again_until_it_has_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(supervisor, "AGAIN_SECONDS", 0.05)
+    monkeypatch.setattr(liveness, "AGAIN_SECONDS", 0.05)
     actor, said = Actor(), list[str]()
     watching = await supervised(actor, said)
     actor.life = None
@@ -191,7 +191,7 @@ async def test_an_actor_that_has_no_process_for_long_is_named_again_until_it_has
 async def test_silence_is_named_repeatedly_and_ends_a_wait_at_the_deadline_of_the_actor(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(supervisor, "AGAIN_SECONDS", 2 * supervisor.SILENT_SECONDS)
+    monkeypatch.setattr(liveness, "AGAIN_SECONDS", 2 * liveness.SILENT_SECONDS)
     actor, said = Actor(), list[str]()
     watching = await supervised(actor, said, deadline=0.15, hint=" (it hangs)")
     actor.may_answer.clear()
@@ -217,7 +217,7 @@ async def test_silence_after_a_cut_connection_is_named_though_no_process_was_the
 async def test_a_failure_that_somebody_else_met_reaches_who_waits() -> None:
     actor = Actor()
     watching = await supervised(actor, [])
-    supervisor.CAUSE_SECONDS = 0.0
+    liveness.CAUSE_SECONDS = 0.0
     waiting = asyncio.ensure_future(watching.unless_lost(["buffer"], asyncio.Event().wait()))
     await actor.asked_again()
     watching.report("buffer", TrainerLost("a rank raised"))
@@ -228,7 +228,7 @@ async def test_a_failure_that_somebody_else_met_reaches_who_waits() -> None:
 async def test_the_death_of_a_process_that_has_lived_is_a_line_however_often_that_happens(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(supervisor, "LIVED_SECONDS", 0.0)
+    monkeypatch.setattr(liveness, "LIVED_SECONDS", 0.0)
     actor, said = Actor(), list[str]()
     await supervised(actor, said)
     for number in range(2, 8):
@@ -259,7 +259,7 @@ async def test_an_error_of_a_question_itself_reaches_who_waits_for_any_actor(wai
 
 
 async def test_work_that_does_not_end_when_it_is_cancelled_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervisor, "CANCEL_SECONDS", 0.05)
+    monkeypatch.setattr(liveness, "CANCEL_SECONDS", 0.05)
     actor, ends = Actor(), asyncio.Event()
     watching = await supervised(actor, [])
 
