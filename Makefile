@@ -68,7 +68,7 @@ test-slurm: dev servers ## a job of `baton slurm` on a real Slurm, as root; .ci/
 test-full: dev servers ## all tests that run on CPU, except test-chaos
 	@$(PYTEST) --hypothesis-profile=fresh $(AT_ONCE)
 	@$(PYTEST) -m "not chaos" --hypothesis-profile=fresh $(IN_TURN) $(EDGES)
-test-chaos: dev ## kill processes in the middle of real runs, hundreds of times (about an hour and a half)
+test-chaos: dev ## kill processes in the middle of real runs, hundreds of times (about an hour)
 	@$(BIN)/python -m tests.chaos
 worlds: dev ## five thousand simulated runs with injected faults, on one core (about ten minutes)
 	@$(BIN)/python -m tests.sim --worlds 5000
