@@ -35,15 +35,19 @@ class Image:
         self._written: set[tuple[tuple[int, int], ...]] = set()
         """The spans of the buckets that were written."""
         self._writing = Lock()
+        self._is_released = False
 
     def write(self, bucket: WeightBucket, message: WeightBytes) -> None:
         """Write a bucket, unless it was written before.
 
         Raises:
             ValueError: the message differs from the sent message; the image stays unchanged.
+            WeightsGone: the image was released.
         """
         octets = verify(message, bucket.checksum)
         with self._writing:
+            if self._is_released:
+                raise WeightsGone("these weights are not held any more")
             if bucket.spans in self._written:
                 return
             for at, n_bytes in bucket.spans:
@@ -61,6 +65,13 @@ class Image:
         agent.read(self._version, sources, remotes, self.memory, within)
         self.memory.mark(self._version)
         return agent.share(self.memory)
+
+    def release(self) -> WeightMemory:
+        """Return the memory for another image, after a write in progress; later writes are refused. A driver that gave
+        up waiting for a write may release the image while the write waits for a thread."""
+        with self._writing:
+            self._is_released = True
+        return self.memory
 
     def close(self) -> None:
         """Free the memory as soon as no engine has it open."""
@@ -142,4 +153,4 @@ class ImageHolder:
         if (image := self._images.pop(number, None)) is None:
             self._released.add(number)
         else:
-            self._spare.append(image.memory)
+            self._spare.append(await asyncio.to_thread(image.release))

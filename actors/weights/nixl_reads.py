@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import importlib
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 from uuid import uuid4
@@ -68,8 +67,8 @@ class NixlAgent:
             nixl = importlib.import_module("nixl._api")
         except ImportError as error:
             raise ReadFailed(f"NIXL cannot be imported ({error})") from error
-        with _raises_read_failed(RuntimeError):  # NIXL has no class of its own for missing plugins
-            self._agent = nixl.nixl_agent(f"baton-{uuid4().hex}", nixl.nixl_agent_config(backends=["UCX"]))
+        config = _asked(nixl.nixl_agent_config, backends=["UCX"])
+        self._agent = _asked(nixl.nixl_agent, f"baton-{uuid4().hex}", config)
         self._found = torch.empty(0, dtype=torch.int64)
         """The versions that were read, one for each part."""
         self._registered: dict[int, Tensor] = {}
@@ -79,9 +78,8 @@ class NixlAgent:
 
     def share(self, memory: WeightMemory) -> RemoteMemory:
         """Let other hosts read this memory; raises `ReadFailed`."""
-        with _raises_read_failed():
-            self._register(memory.whole)
-            return RemoteMemory(self._agent.get_agent_metadata(), memory.whole.data_ptr())
+        self._register(memory.whole)
+        return RemoteMemory(_asked(self._agent.get_agent_metadata), memory.whole.data_ptr())
 
     def read(
         self,
@@ -100,13 +98,12 @@ class NixlAgent:
         if len(self._found) != len(remotes):
             self._found = torch.empty(len(remotes), dtype=torch.int64)
         parts, at = [*zip(sources, remotes, strict=True)], memory.octets().data_ptr()
-        with _raises_read_failed():
-            self._meet({remote.agent for remote in remotes})
-            for octets in (memory.whole, self._found):
-                self._register(octets)
-            self._check(version, parts, until)
-            self._all_read([(remote, *_spans(source, remote, at)) for source, remote in parts], until)
-            self._check(version, parts, until)
+        self._meet({remote.agent for remote in remotes})
+        for octets in (memory.whole, self._found):
+            self._register(octets)
+        self._check(version, parts, until)
+        self._all_read([(remote, *_spans(source, remote, at)) for source, remote in parts], until)
+        self._check(version, parts, until)
 
     def _check(self, version: int, parts: Sequence[tuple[Source, RemoteMemory]], until: float) -> None:
         """Read the version of every part; raises `ReadFailed` if it is another one."""
@@ -118,13 +115,13 @@ class NixlAgent:
     def _meet(self, agents: set[bytes]) -> None:
         """Know these agents and no others."""
         for metadata in self._agents.keys() - agents:
-            self._agent.remove_remote_agent(self._agents.pop(metadata))
+            _asked(self._agent.remove_remote_agent, self._agents.pop(metadata))
         for metadata in agents - self._agents.keys():
-            self._agents[metadata] = self._agent.add_remote_agent(metadata)
+            self._agents[metadata] = _asked(self._agent.add_remote_agent, metadata)
 
     def _register(self, octets: Tensor) -> None:
         if octets.data_ptr() not in self._registered:
-            self._agent.register_memory([(octets.data_ptr(), octets.nbytes, 0, "")], "DRAM")
+            _asked(self._agent.register_memory, [(octets.data_ptr(), octets.nbytes, 0, "")], "DRAM")
             self._registered[octets.data_ptr()] = octets
 
     def _all_read(self, reads: Sequence[tuple[RemoteMemory, Spans, Spans]], until: float) -> None:
@@ -132,7 +129,7 @@ class NixlAgent:
         begun = [self._begin(self._agents[remote.agent], here, there) for remote, here, there in reads if len(here)]
         try:
             for handle in begun:
-                while (state := self._agent.check_xfer_state(handle)) == "PROC":
+                while (state := _asked(self._agent.check_xfer_state, handle)) == "PROC":
                     if time.monotonic() > until:
                         raise ReadFailed("NIXL did not read the weights in time")
                     time.sleep(POLL_SECONDS)
@@ -140,23 +137,21 @@ class NixlAgent:
                     raise ReadFailed(f"NIXL could not read the weights ({state})")
         finally:
             for handle in begun:
-                self._agent.release_xfer_handle(handle)
+                _asked(self._agent.release_xfer_handle, handle)
 
     def _begin(self, name: str, here: Spans, there: Spans) -> Any:
-        places = (self._agent.get_xfer_descs(spans, "DRAM") for spans in (here, there))
-        handle = self._agent.initialize_xfer("READ", *places, name)
-        self._agent.transfer(handle)
+        places = [_asked(self._agent.get_xfer_descs, spans, "DRAM") for spans in (here, there)]
+        handle = _asked(self._agent.initialize_xfer, "READ", *places, name)
+        _asked(self._agent.transfer, handle)
         return handle
 
 
-@contextmanager
-def _raises_read_failed(*others: type[Exception]) -> Iterator[None]:
-    """Raise `ReadFailed` in place of NIXL's errors, which have no class in common, and of these others."""
+def _asked(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+    """Call NIXL; raises `ReadFailed` for any error, because NIXL's errors have no class in common and its C++ code also
+    raises Python's own."""
     try:
-        yield
+        return function(*arguments, **named)
     except Exception as error:
-        if not isinstance(error, others) and not type(error).__module__.startswith("nixl"):
-            raise
         raise ReadFailed(f"NIXL failed ({type(error).__name__}: {error})") from error
 
 

@@ -12,7 +12,7 @@ import logging
 from collections import defaultdict
 from itertools import count
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO, NamedTuple
+from typing import Annotated, Any, BinaryIO, NamedTuple, TypedDict
 
 import msgspec
 from msgspec import Struct
@@ -99,6 +99,11 @@ class _SpanLine(Struct, array_like=True, tag=SPAN):
     ended: Number
     detail: dict[str, str | Whole | Number | list[int] | None]
 
+    def __post_init__(self) -> None:
+        _refuse_backwards(self.began, self.ended)
+        if self.row in _DETAILS:
+            msgspec.convert(self.detail, _DETAILS[self.row])
+
 
 class Counter(Struct, array_like=True, tag=COUNTER):
     """Values that some counters have from a time on."""
@@ -118,6 +123,11 @@ class _TrajectoryLine(Struct, array_like=True, tag=TRAJECTORY):
     parts: Numbers
     calls: list[tuple[str, Number, Number, Numbers]]
 
+    def __post_init__(self) -> None:
+        _refuse_backwards(0.0, self.seconds)
+        for _, began, ended, _ in self.calls:
+            _refuse_backwards(began, ended)
+
 
 class Totals(Struct, array_like=True, tag=TOTALS):
     """Sums since the process started."""
@@ -128,6 +138,24 @@ class Totals(Struct, array_like=True, tag=TOTALS):
     """The sampling interval: one trajectory of this many is kept."""
     sums: list[tuple[str, str, int, Number, Number]]
     """Sums as (environment, part or tool:NAME, number, seconds, longest)."""
+
+
+class _Lease(TypedDict):
+    lease: int
+    groups: list[int]
+
+
+class _Commit(TypedDict):
+    lease: int
+
+
+_DETAILS: dict[str, Any] = {"leases": _Lease, "commits": _Commit}
+"""Types of the details of spans, by row."""
+
+
+def _refuse_backwards(began: float, ended: float) -> None:
+    if ended < began:
+        raise ValueError("it ends before it begins")
 
 
 class Span(NamedTuple):

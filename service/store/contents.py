@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 import uuid
 from pathlib import Path, PurePosixPath
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 import xxhash
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
@@ -37,6 +37,10 @@ class Damaged(UserError):
     """A checkpoint in the store is damaged."""
 
 
+RunId = Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
+"""A run's own id; names of folders are made from it."""
+
+
 class _Record(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -54,7 +58,7 @@ class StoredCheckpoint(_Record):
     disk."""
 
     format: int = FORMAT
-    run: str
+    run: RunId
     step: int
     """Number of optimizer steps behind the weights."""
     accepted_tokens: int
@@ -120,7 +124,7 @@ class RunMark(_Record):
     """Names the run that a store holds, and the process that writes to it."""
 
     format: Literal[1] = FORMAT
-    run: str
+    run: RunId
     """The run's own id, which its folder has too."""
     owner: str
     """The process that began to write last; older processes stop."""
@@ -161,7 +165,7 @@ class ReachedStep(_Record):
 class FolderMark(_Record):
     """The mark of a store in a run's folder: the file `store.json`."""
 
-    run: str
+    run: RunId
     owners: tuple[str, ...]
     """All owners by which this folder claimed the store or was restored from it, newest last. The store may hold an
     older one: a process may have been killed before it wrote its owner there, or a write without an answer may take
@@ -183,7 +187,9 @@ class FolderMark(_Record):
         except FileNotFoundError:
             return None
         except ValueError:
-            raise UserError(f"{file} is damaged; go on in an empty folder: baton run --resume URL") from None
+            raise UserError(
+                f"{file} is damaged, or of another version of Baton; go on in an empty folder: baton run --resume URL"
+            ) from None
 
     def write(self, run: Path) -> None:
         """Write the mark into a run's folder."""

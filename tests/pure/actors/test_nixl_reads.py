@@ -283,6 +283,25 @@ def test_a_nixl_without_plugins_is_a_reason(nixl: type[FakeAgent], monkeypatch: 
     assert PartBuffers().share() == (None, "NIXL failed (RuntimeError: No plugins available)")
 
 
+@pytest.mark.parametrize("name", ["register_memory", "add_remote_agent", "initialize_xfer", "transfer"])
+@pytest.mark.parametrize(
+    "error", [RuntimeError("no device"), MemoryError(), OSError(12, "no memory"), TypeError("int")]
+)
+async def test_pythons_own_errors_out_of_nixl_are_reasons_too(
+    nixl: type[FakeAgent], monkeypatch: pytest.MonkeyPatch, name: str, error: Exception
+) -> None:
+    def fails(*_: Any) -> None:
+        raise error
+
+    ranks = Ranks(1)
+    ranks.publish(1)
+    remotes = ranks.remotes()
+    monkeypatch.setattr(FakeAgent, name, fails)
+    assert await ranks.read(1, remotes) == f"NIXL failed ({type(error).__name__}: {error})"
+    if name == "register_memory":
+        assert PartBuffers().share() == (None, f"NIXL failed ({type(error).__name__}: {error})")
+
+
 def nodes_of(
     rank_0: FakeRank0, *names: str, sent: Callable[[int], None] = lambda n_bytes: None, deadline: float = WITHIN
 ) -> tuple[NodeImages, list[FakeGenerator]]:

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import threading
 from typing import Any
 
+import numpy as np
 import pytest
 
+from actors.weights import image
+from actors.weights.image import ImageHolder
 from actors.weights.node_images import NodeImages
 from actors.weights.part import Source, WeightBucket, WeightPart
+from actors.weights.policy_tensors import checksum_of
 from actors.weights.weight_source import PublishedWeights
-from service.errors import Starved
+from service.errors import Starved, WeightsGone
 from service.types import PolicyVersion
-from tests.pure.actors.fakes import ONE_BUCKET, FakeGenerator, FakeRank0, Stores, died, path_for
+from tests.pure.actors.fakes import ONE_BUCKET, FakeGenerator, FakeRank0, Stores, content, died, path_for
 
 WEIGHTS = PublishedWeights(PolicyVersion(1, 1), sources=ONE_BUCKET)
 NEWER = PublishedWeights(PolicyVersion(1, 2), sources=ONE_BUCKET)
@@ -249,3 +254,30 @@ async def test_a_generator_that_leaves_while_weights_are_on_their_way_keeps_nobo
         async with path_for(files, "stays", WEIGHTS) as path:
             assert path == "/stays/1"
     assert stays.paths == set()
+
+
+async def test_a_write_that_is_late_for_its_image_does_not_reach_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, goes_on = threading.Event(), threading.Event()
+    verify, holder = image.verify, ImageHolder()
+    older, newer = np.full(16, 1, np.uint8), np.full(16, 2, np.uint8)
+
+    def late(message: Any, checksum: int) -> Any:
+        begun.set()
+        assert goes_on.wait(60)
+        return verify(message, checksum)
+
+    async def write(number: int, octets: np.ndarray) -> None:
+        await holder.write_image(number, WeightBucket(((0, 16),), checksum_of(octets)), octets, False)
+
+    path = await holder.hold_image(1, 1, 16)
+    monkeypatch.setattr(image, "verify", late)
+    writing = asyncio.ensure_future(write(1, older))
+    await asyncio.to_thread(begun.wait, 60)
+    await holder.release_image(1)  # by a driver that does not wait for the write any more
+    monkeypatch.setattr(image, "verify", verify)
+    assert await holder.hold_image(2, 2, 16) == path, "in the same memory"
+    await write(2, newer)
+    goes_on.set()
+    with pytest.raises(WeightsGone):
+        await writing
+    assert content(holder._images[2]) == newer.tobytes()

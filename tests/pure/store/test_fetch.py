@@ -18,7 +18,15 @@ from service.handoff.ledger.lifecycle import Fate
 from service.run.folder import CONFIG, JOURNAL, STORE_MARK, find_run
 from service.run.resuming import folder_to_resume, resumed
 from service.store import fetch
-from service.store.contents import REACHED, RUN, FolderMark, manifest_name, stored_steps
+from service.store.contents import (
+    REACHED,
+    RUN,
+    Damaged,
+    FolderMark,
+    StoredCheckpoint,
+    manifest_name,
+    stored_steps,
+)
 from tests.pure.store.memory import MemoryObjects
 from tests.pure.store.scripted import STEPS, ScriptedRun, settings
 from tests.waiting import until
@@ -194,6 +202,21 @@ def test_a_store_without_a_run_is_refused(tmp_path: Path) -> None:
     del objects.held[RUN]
     with pytest.raises(UserError, match="and no run"):
         gone_on(tmp_path / "second", objects)
+
+
+@pytest.mark.parametrize("run", ["x/../../victim", "..", "a\0b", "", "0" * 31, "0" * 32 + "\n"])
+def test_a_store_whose_run_id_is_none_reaches_no_other_folder(tmp_path: Path, run: str) -> None:
+    objects = MemoryObjects()
+    begun(tmp_path / "first", objects, 0)
+    victim = tmp_path / "second" / "victim"
+    victim.mkdir(parents=True)
+    objects.held[RUN] = json.dumps({"format": 1, "run": run, "owner": "o"}).encode()
+    with pytest.raises(UserError, match=r"its run\.json is not of a run"):
+        gone_on(tmp_path / "second", objects)
+    rewritten(objects, 0, lambda manifest: manifest.update(run=run))
+    with pytest.raises(Damaged, match=r"store\.json is damaged"):
+        StoredCheckpoint.read(objects, 0, run, objects.sizes())
+    assert [*(tmp_path / "second").iterdir()] == [victim]
 
 
 def test_where_the_disk_is_as_new_as_the_store_the_run_goes_on_there(tmp_path: Path, history: list[str]) -> None:

@@ -176,7 +176,7 @@ def test_an_older_process_deletes_nothing_once_a_newer_one_has_the_store(tmp_pat
 
     def taken_over_meanwhile() -> dict[str, int]:
         if manifest_name(EVERY) in objects.held:
-            objects.held[RUN] = RunMark(run="1", owner="2").model_dump_json().encode()
+            objects.held[RUN] = RunMark(run="1" * 32, owner="2").model_dump_json().encode()
             objects.held["files/of-the-newer-one"] = b"x"
         return sizes()
 

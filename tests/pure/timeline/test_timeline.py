@@ -278,6 +278,7 @@ DAMAGE: list[tuple[str, Any, Any]] = [
     ("counter", 2, "soon"), ("counter", 3, {"open": float("inf")}), ("trajectory", 1, [1, 2]), ("trajectory", 3, 7),
     ("trajectory", 7, {"decode": "long"}), ("trajectory", 8, [["", 1.0]]), ("trajectory", 5, float("nan")),
     ("totals", 3, [["lookup"]]), ("totals", 3, 1), ("span", 0, "of another version"), ("span", 0, []),
+    ("span leases", 5, {"lease": 1}), ("span commits", 5, {"lease": [1]}), ("span", 4, -1e9), ("trajectory", 6, -1.0),
     ("from", "host", None), ("from", "dropped", "x"), ("from", "wall", 1e300),
 ]  # fmt: skip
 
