@@ -1,8 +1,9 @@
 """The data that flows: steps -> trajectories -> rows -> mini-batches.
 
-Axis letters, here and everywhere: `P` prompts, `G` trajectories, `K` steps, `E` trajectory ends, `S` the
-steps that ends describe, `R` rows, `T` tokens of one step or row, `Q` tokens of a prompt, `N` packed tokens. An offsets
-array of an axis `X` has `X + 1` entries.
+Axis letters, here and everywhere: `P` prompts, which are groups in a mini-batch, `G` trajectories, `K` steps, `E`
+trajectory ends, `S` the steps that ends describe, `R` rows, `C` segments of rows, `V` trajectories of one role, `X`
+turns of all trajectories, `T` tokens of one step or row, or turns of one trajectory, `Q` tokens of a prompt, `N` packed
+tokens, `H` runs of equal values. An offsets array of an axis `X` has `X + 1` entries.
 
 A table of steps or rows is columnar: one array a field, and every per-token array shares one token axis.
 Item `k` owns tokens `offsets[k]:offsets[k+1]`, its prompt part first, its response part after it:

@@ -52,7 +52,7 @@ class _Message:
     """Number of groups that the message completes."""
     answered: asyncio.Event = field(default_factory=asyncio.Event)
     refused: set[TrajectoryId] = field(default_factory=set)
-    superseded: set[TrajectoryId] = field(default_factory=set)
+    late: set[TrajectoryId] = field(default_factory=set)
     """Trajectories that need not be played any more."""
 
 
@@ -101,7 +101,7 @@ class Outbox:
             raise RuntimeError("nothing is queued")
         self.hurry()
         await message.answered.wait()
-        return trajectory not in message.refused | message.superseded
+        return trajectory not in message.refused | message.late
 
     def group_complete(self, last: bool) -> None:
         """Note that the queued items complete a group; `last`: no other group is being played whose items could be
@@ -188,11 +188,11 @@ class Outbox:
             return answer
         self.counts["steps"] += len(group.steps)
         self.counts["ends"] += len(group.ends)
-        message.superseded.update(answer.superseded)
+        message.late.update(answer.late)
         self._wanted = answer.wanted
         if self._open is not None and self._open.complete >= self._wanted:
             self.hurry()
-        for trajectory in answer.superseded:
+        for trajectory in answer.late:
             self.on_refused(trajectory)
         return None
 

@@ -38,7 +38,7 @@ class Attempts:
         self._record = record
 
     def restart(self, group_id: int, samples: tuple[int, ...], reason: str) -> None:
-        """Start new attempts of samples of a group, or end the group when no attempts are left."""
+        """Start new attempts of samples of a group, or end the group if one of them has no attempt left."""
         trajectories = self._record.ledger.state.groups[group_id].trajectories
         if self._record.ledger.state.draining is not None:
             self._record.add(events.Ended(group_id, GroupState.EXPIRED, RUN_END))
@@ -67,7 +67,8 @@ class Attempts:
         return portable and trajectory.moves + 1 < self._settings.max_attempts
 
     def lose(self, group_id: int, sample: int, reason: str) -> None:
-        """Restart a failed trajectory; when no attempts are left, its group continues without it."""
+        """Restart a failed trajectory; without an attempt left its group continues without it, or ends if fewer than
+        two others remain."""
         state = self._record.ledger.state
         can_restart = state.groups[group_id].trajectories[sample].attempt + 1 < self._settings.max_attempts
         if (can_restart and state.draining is None) or not self._goes_on_without(group_id, (sample,), reason):
@@ -79,7 +80,7 @@ class Attempts:
         others = [s for s, other in enumerate(trajectories) if s not in samples and not other.given_up]
         if len(others) < 2:
             return False
-        self._record.add(events.Truncated(group_id, samples, reason))
+        self._record.add(events.GivenUp(group_id, samples, reason))
         examine(self._record, self._filters, [group_id])
         return True
 

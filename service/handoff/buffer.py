@@ -1,6 +1,6 @@
 """The buffer without Ray: the five verbs.
 
-Each verb decides what changes, and adds every change to the record as an event:
+Each verb decides what changes, and adds every change to the record, as an event or as the accepted message itself:
 
     claim -> Issued(7) ; submit -> steps and ends of 7, which is then complete ; lease -> Leased(1, (7, ..)) ;
     commit -> Committed(1, version 0.1)
@@ -85,7 +85,7 @@ class Buffer:
         self._examines = settings.filters.any
         self._one_row = None if settings.step_wise else settings.batches.mode
         groups = self.ledger.state.groups.items()
-        unused = [o for o, group in groups if not group.lease_count and not group.rolled_back]
+        unused = [group_id for group_id, group in groups if not group.lease_count and not group.rolled_back]
         examine(self._record, self._settings.filters, unused)
 
     # -- the five verbs -----------------------------------------------------------------------------------------------
@@ -130,7 +130,7 @@ class Buffer:
         return answer._replace(wanted=max(lacks // self._shares, 1))
 
     def _accept(self, data: bytes, message: StepGroup) -> Receipt | Refusal:
-        """Journal and apply the new content of a valid message; then restart failed attempts."""
+        """Journal and apply the new content of a valid message; then restart the failed attempts that it reports."""
         if self.ledger.received(message.sender):
             self._restart_failed(message)
             return Receipt(duplicate=True)
@@ -138,20 +138,20 @@ class Buffer:
         new = new_content(self.ledger, self._record.store, shared, self._max_trajectory_bytes, self._one_row)
         if isinstance(new, Refusal):
             return new
-        self._late += bool(new.superseded)
+        self._late += bool(new.late)
         if not new.additions:
             failed = self._restart_failed(message)
-            return Receipt(not (failed or new.superseded), new.superseded)
+            return Receipt(not (failed or new.late), new.late)
         if (kept := new.only(shared, len(data))) is not message:
             data = encode(kept)
         self._record.accept(data, shared, new.additions)
         if self._examines:
             examine(self._record, self._settings.filters, {addition.group_id for addition in new.additions})
         self._restart_failed(message)
-        return Receipt(superseded=new.superseded)
+        return Receipt(late=new.late)
 
     def _restart_failed(self, message: StepGroup) -> bool:
-        """Restart failed attempts; returns whether there were any."""
+        """Restart the failed attempts that a message reports, or give them up; returns whether there were any."""
         are_any = False
         for end in failed_attempts(self.ledger, message):
             self._record.lost(end, end.stop_reason)
@@ -175,8 +175,8 @@ class Buffer:
         return self._leases.begin(trainer_incarnation)
 
     def finish_lease(self, job: BatchJob, made: Formed | list[int]) -> MiniBatch | Wait | Refusal:
-        """Lease the mini-batch that a job formed; starts another job if the trainer, its version or a group changed
-        meanwhile.
+        """Lease the mini-batch that a job formed; if the trainer, its version or a group changed meanwhile, another is
+        formed at once, in this thread.
 
         A group to which the estimator gave no finite advantage is refused for good; the other groups are formed again.
         """

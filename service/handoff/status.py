@@ -67,14 +67,14 @@ class BufferStatus:
     """`n_bytes`, plus the maximum that open trajectories may still add."""
     waits: tuple[Waiting, ...]
     refused: dict[str, int]
-    """Refused messages since this process started, by reason."""
+    """Refused calls since this process started, by reason."""
     restarts: dict[str, int]
     given_up: dict[str, int]
     moved: int
     duplicates: int
     """Messages with nothing new, since this process started."""
     late: int
-    """Messages with steps of a superseded attempt or of an ended group, since this process started."""
+    """Messages with content that came too late (`Receipt.late`), since this process started."""
     journal_start: int
     journal_position: int
     journal_synced: int

@@ -4,11 +4,11 @@ The effect of an invalid value depends on its kind:
 
 - One token is masked and counted if it was sampled and its log-probability is not finite. The rest of the step carries
   loss. Log-probabilities of tokens without loss are not checked.
-- One trajectory is refused and may be tried again (`ledger.accept`) if more than max(1, 1 %) of its sampled tokens have
-  such a log-probability, a step comes after the end, the digest of a reference does not match, or two records of one
-  step differ.
-- The whole message is refused if it breaks any other rule. A reward that is not finite is never replaced by a number,
-  because the number would make the baseline of the other trajectories in the group wrong.
+- The whole message is refused if it breaks a rule below, or one that needs what was accepted before (`ledger.accept`):
+  more than max(1, 1 %) of a trajectory's sampled tokens have such a log-probability, a step comes after the end, the
+  digest of a reference does not match, or two records of one step differ. If the message is about one trajectory, that
+  trajectory restarts (`attempts`). A reward that is not finite is never replaced by a number, because the number would
+  make the baseline of the other trajectories in the group wrong.
 
 Rules are ordered from cheap to expensive; the refusal names the first one that fails.
 """

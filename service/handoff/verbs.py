@@ -76,7 +76,7 @@ class Receipt(NamedTuple):
     """A message (a step group) was accepted, now or before; valid once all that the journal holds by then is synced."""
 
     duplicate: bool = False
-    superseded: tuple[TrajectoryId, ...] = ()
+    late: tuple[TrajectoryId, ...] = ()
     """Trajectories whose content in the message came too late: the group has ended, or a newer attempt has replaced the
     trajectory, or the group continues without it. The generator stops playing these trajectories."""
     wanted: int = 1

@@ -381,7 +381,7 @@ class FakeGenerator(Player):
         steps = message.steps
         columns = (steps.group_id_K, steps.sample_K, steps.attempt_K, steps.index_K)
         for identity in zip(*(column.tolist() for column in columns), strict=True):
-            if TrajectoryId(*identity[:3]) not in answer.superseded:
+            if TrajectoryId(*identity[:3]) not in answer.late:
                 self._acks.write(" ".join(map(str, identity)) + "\n")
         self._acks.flush()
         return answer

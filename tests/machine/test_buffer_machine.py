@@ -213,7 +213,7 @@ class BufferMachine(RuleBasedStateMachine):
             if position <= synced:
                 answer = self.world.buffer.submit(message)
                 fenced = isinstance(answer, Refusal) and answer.reason is RefusalReason.FENCED
-                assert fenced or (isinstance(answer, Receipt) and (answer.duplicate or answer.superseded)), answer
+                assert fenced or (isinstance(answer, Receipt) and (answer.duplicate or answer.late)), answer
 
     # -- what always holds --------------------------------------------------------------------------------------------
 

@@ -300,7 +300,7 @@ class PairWorld:
             message = decode(arguments[0], self._limits)
             assert isinstance(message, StepGroup)
             for of, index in zip(trajectory_ids(message.steps), message.steps.index_K.tolist(), strict=True):
-                if of not in answer.superseded:
+                if of not in answer.late:
                     self.witness.acknowledged(of, index)
 
     # -- in the place of the world --------------------------------------------------------------------------------

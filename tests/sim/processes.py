@@ -140,7 +140,7 @@ class FaultyGenerator(FaultyClient, SimulatedGenerator):
 
     def acknowledged(self, steps: list[tuple[TrajectoryId, int]], receipt: Receipt) -> None:
         for of, step in steps:
-            if of not in receipt.superseded:
+            if of not in receipt.late:
                 self._host.witness.acknowledged(of, step)
 
     def _refused(self, refusal: Refusal) -> None:

@@ -428,7 +428,7 @@ def credited(turns: TurnRewards, group_G: Int64s, credit: Credit, gamma: float, 
 
 
 def not_by_turn(estimator: str) -> str:
-    """Return why an estimator cannot be used per turn; None if it can."""
+    """Why an estimator that is not in `TURN_ESTIMATORS` cannot be used per turn."""
     return {
         "maxrl": "divides by the mean return, which at later turns may be 0 or belong to few trajectories",
         "reinforce++_baseline": "whitens over the mini-batch, so that an advantage depends on how many turns all other "

@@ -2,7 +2,7 @@
 
 | stage    | in -> out                                                | where                                    |
 |----------|----------------------------------------------------------|------------------------------------------|
-| `score`  | a complete group -> rewards of its ends [E]              | `ledger.scores`, as scorers answer       |
+| `score`  | steps, ends, answers of scorers -> steps, ends rewarded  | `ledger.scores`, each time groups load   |
 | `filter` | a complete group -> itself, or the event that ends it    | `filters`, once the group is complete    |
 | `gather` | groups [P] -> `Played`: steps [K] in order, ends [G]     | here                                     |
 | `roles`  | steps [K] -> the same, without loss for untrained roles  | here                                     |
@@ -37,7 +37,7 @@ from service.handoff.batches.batch_metrics import (
     token_metrics,
     turn_metrics,
 )
-from service.handoff.batches.pack import Layout, in_packing_order, micro_batches, placed
+from service.handoff.batches.pack import Layout, choose_placement, in_packing_order, micro_batches
 from service.handoff.ledger.lifecycle import Fate
 from service.handoff.ledger.scores import CompleteGroup
 from service.handoff.ledger.versions import VersionHistory, version_of
@@ -118,7 +118,7 @@ def formed(lease: int, groups: Sequence[CompleteGroup], history: VersionHistory,
     merged = merge_in_order(steps, played.end_K, settings.mode, settings.rule.by_turn)
     trajectory_R = played.end_K[merged.first_R].astype(np.int32)
     advantages = advantages_of(played, prompt_G, settings.rule)
-    placement, sharing = placed(
+    placement, sharing = choose_placement(
         merged.rows, trajectory_R, prompt_G, settings.ranks, settings.token_budget, settings.layout
     )
     rows, order_R = in_packing_order(merged.rows, placement)
@@ -131,7 +131,7 @@ def formed(lease: int, groups: Sequence[CompleteGroup], history: VersionHistory,
         | sharing
         | turn_metrics(rows, played.steps, len(prompt_G))
         | advantages.metrics
-        | staleness_metrics(masked.staleness_N, masked.sampled_G, masked.stale_G)
+        | staleness_metrics(masked.staleness_N, masked.loss_before_G, masked.stale_G)
         | token_metrics(played.steps, masked.loss_G, masked.stale_G, untrained_P)
     )
     batch = MiniBatch(
@@ -201,12 +201,12 @@ class Masked(NamedTuple):
 
     staleness_N: Int32s
     """Versions between sampling and training; -1 where no policy sampled the token."""
-    sampled_G: Int64s
+    loss_before_G: Int64s
     """Tokens of each trajectory that carried loss before."""
     stale_G: Int64s
-    """Those that are too stale."""
+    """Those of them that are too stale."""
     loss_G: Int64s
-    """Those that still carry loss."""
+    """Those of them that still carry loss."""
 
 
 def mask(rows: Rows, trajectory_R: Int32s, count: int, history: VersionHistory, max_staleness: int | None) -> Masked:
@@ -217,7 +217,7 @@ def mask(rows: Rows, trajectory_R: Int32s, count: int, history: VersionHistory, 
     loss before    0 1 1 1   ->  0 1 0 0       1 stale token
     """
     staleness_N, mask_N = history.staleness(rows.versions_N, history.current), rows.loss_mask_N
-    sampled_G = _per_trajectory(rows, trajectory_R, count)
+    loss_before_G = _per_trajectory(rows, trajectory_R, count)
     finite_N = np.isfinite(rows.logprobs_N)
     if not finite_N.all():
         np.logical_and(mask_N, finite_N, out=mask_N)
@@ -227,7 +227,7 @@ def mask(rows: Rows, trajectory_R: Int32s, count: int, history: VersionHistory, 
         np.logical_and(mask_N, staleness_N <= max_staleness, out=mask_N)
         stale_G = loss_G - _per_trajectory(rows, trajectory_R, count)
     np.copyto(rows.logprobs_N, 0, where=~mask_N)
-    return Masked(staleness_N, sampled_G, stale_G, loss_G - stale_G)
+    return Masked(staleness_N, loss_before_G, stale_G, loss_G - stale_G)
 
 
 def _per_trajectory(rows: Rows, trajectory_R: Int32s, count: int) -> Int64s:

@@ -1,9 +1,9 @@
 """Filters: remove complete groups before training, and count them by reason; a removed group frees its slot.
 
-| reason          | setting                | the group                                                     |
-|-----------------|------------------------|---------------------------------------------------------------|
-| `zero_variance` | `filter_zero_variance` | every advantage would be 0, as if all returns are equal       |
-| `over_long`     | `filter_over_long`     | more than that fraction of its trajectories are over-long     |
+| reason          | setting                | the group                                                        |
+|-----------------|------------------------|------------------------------------------------------------------|
+| `zero_variance` | `filter_zero_variance` | all returns are equal; with credit by turn, all advantages are 0 |
+| `over_long`     | `filter_over_long`     | more than that fraction of its trajectories are over-long        |
 
 A trajectory is over-long if its next prompt exceeded a length limit, or its last response was cut (`OVER_LONG`).
 """

@@ -54,7 +54,7 @@ class Placement(NamedTuple):
     """Cost of the heaviest rank divided by the mean cost."""
 
 
-def placed(
+def choose_placement(
     rows: Rows, trajectory_R: Int32s, prompt_G: Int32s, ranks: int, budget: int, layout: Layout
 ) -> tuple[Placement, dict[str, float]]:
     """Where each row is placed, and metrics of shared prefixes if the layout may share them."""

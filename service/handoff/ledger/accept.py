@@ -37,7 +37,7 @@ class NewContent(NamedTuple):
     """The new content of a message."""
 
     additions: list[Addition]
-    superseded: tuple[TrajectoryId, ...]
+    late: tuple[TrajectoryId, ...]
     """Trajectories whose content in the message came too late."""
 
     def only(self, message: StepGroup, message_bytes: int) -> StepGroup:
@@ -161,7 +161,8 @@ def failed_attempts(ledger: Ledger, message: StepGroup) -> Iterator[TrajectoryEn
 
 
 def _group(ledger: Ledger, message: StepGroup, of: TrajectoryId, uids: set[str]) -> Group | Refusal | None:
-    """The group of a trajectory; None if the message came too late: the group ended or was trained."""
+    """The group of a trajectory; None if the content came too late: the group ended or was trained, or continues
+    without this attempt."""
     if not 0 <= of.group_id < ledger.state.next_group_id:
         return Refusal(RefusalReason.UNKNOWN_GROUP, str(of), of.group_id)
     if not 0 <= of.sample < ledger.state.n_samples:

@@ -138,7 +138,7 @@ class Moved(Event, frozen=True):
     samples: tuple[int, ...]
 
 
-class Truncated(Event, frozen=True):
+class GivenUp(Event, frozen=True, tag="Truncated"):
     """A group gives up some samples and continues without them: they were unfinished at its deadline, or their last
     attempts failed."""
 

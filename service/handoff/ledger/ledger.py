@@ -1,7 +1,8 @@
 """The ledger: the state of every group, trajectory and token.
 
-It changes only by `apply` and `accept`; the same events always give the same ledger. `tests.invariant` checks its
-invariant.
+It changes only by `apply`, `accept` and `renew`; the same events always give the same state. Two values are not its
+own: the record notes where in the journal a group's steps begin (`Group.first_position`), and the curriculum empties
+`tried`. `tests.invariant` checks the ledger's invariant.
 """
 
 from __future__ import annotations
@@ -237,7 +238,7 @@ class Ledger:
             self.unassigned.setdefault(event.group_id, set()).add(sample)
         self.state.moved += len(event.samples)
 
-    def _truncated(self, event: events.Truncated) -> None:
+    def _givenup(self, event: events.GivenUp) -> None:
         group = self.state.groups[event.group_id]
         for sample in event.samples:
             trajectory = group.trajectories[sample]

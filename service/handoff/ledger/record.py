@@ -1,4 +1,4 @@
-"""The record of all events, on disk and in memory: the only place where the buffer's state changes.
+"""The record of all events, on disk and in memory: every decision of the buffer changes its state here.
 
 A change is an event. It goes to the journal, then to the ledger; the store of accepted steps follows:
 
@@ -269,7 +269,7 @@ class Record:
             self.store.add_score(event)
         self.ledger.apply(event, self.clock.monotonic())
         self.revision += 1
-        if isinstance(event, events.Restarted | events.Truncated):
+        if isinstance(event, events.Restarted | events.GivenUp):
             self.store.drop_samples(event.group_id, event.samples)
         for group_id in (event.group_id,) if isinstance(event, events.Ended) else leased:
             self.store.drop(group_id)

@@ -1,6 +1,7 @@
-"""The state that the events determine: groups, trajectories, generators, leases, counts. Only the ledger changes it.
+"""The state that the events determine: groups, trajectories, generators, leases, counts.
 
-All of it is written into the journal's snapshots and read back from them.
+Only the ledger changes it, but for `Group.first_position`, which the record notes. All of it is written into the
+journal's snapshots and read back from them.
 """
 
 from __future__ import annotations

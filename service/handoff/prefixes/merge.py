@@ -211,7 +211,7 @@ def _observed(steps: Steps, layout: _Layout) -> Bools:
 
 
 def _items_of_segments(steps: Steps, layout: _Layout) -> Int64s:
-    """[S] the step that owns each segment's tokens."""
+    """[C] the step that owns each segment's tokens."""
     return np.searchsorted(steps.offsets_K, layout.start_C, "right") - 1
 
 

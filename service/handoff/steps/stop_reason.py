@@ -1,4 +1,4 @@
-"""Why trajectories end."""
+"""Why trajectories end. The stop reason of a *step* is its engine's word, in which `length` means a cut response."""
 
 from __future__ import annotations
 

@@ -159,7 +159,7 @@ async def test_who_waits_for_a_step_gets_the_answer_to_its_own_trajectory_withou
     def answer(group: StepGroup) -> Answer:
         if 1 in group.steps.group_id_K:
             return Refusal(RefusalReason.EMPTY, "poison")
-        return Receipt(superseded=(TrajectoryId(2, 0),) if 2 in group.steps.group_id_K else ())
+        return Receipt(late=(TrajectoryId(2, 0),) if 2 in group.steps.group_id_K else ())
 
     buffer = FakeBuffer(answer)
     async with sending(buffer) as (outbox, _):
@@ -259,7 +259,7 @@ async def test_a_refused_trajectory_does_not_take_the_others_of_its_message_with
 
 async def test_trajectories_that_need_no_more_work_are_passed_on() -> None:
     late = TrajectoryId(4, 0), TrajectoryId(5, 0)
-    buffer = FakeBuffer(lambda group: Receipt(superseded=late))
+    buffer = FakeBuffer(lambda group: Receipt(late=late))
     await deliver(buffer, [step(4), step(5), step(6)])
     assert buffer.refused == [*late]
 

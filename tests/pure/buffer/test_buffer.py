@@ -368,7 +368,7 @@ def test_late_steps_of_a_replaced_attempt_are_acknowledged_and_not_used(world: W
     again = world.generator.claimed()
     assert again.trajectories
     answer = world.generator.send([step(of, work.prompt_uid, 1), step(sibling, work.prompt_uid, 0)])
-    assert isinstance(answer, Receipt) and answer.superseded == (of,)
+    assert isinstance(answer, Receipt) and answer.late == (of,)
     status = world.buffer.status()
     assert (status.tokens["superseded"], status.tokens["open"], status.late) == (2, 2, 1)
     assert consistent(world)
@@ -569,7 +569,7 @@ def test_a_message_repeated_after_its_group_was_used_is_a_duplicate(world: World
         world.generator.finish(work)
     world.train()
     answer = world.buffer.submit(data)
-    assert isinstance(answer, Receipt) and answer.duplicate and not answer.superseded
+    assert isinstance(answer, Receipt) and answer.duplicate and not answer.late
 
 
 def test_a_new_message_for_a_group_that_waits_to_be_trained_again_comes_too_late(tmp_path: Path) -> None:
@@ -578,7 +578,7 @@ def test_a_new_message_for_a_group_that_waits_to_be_trained_again_comes_too_late
     world.train()
     world.trainer_incarnation = world.buffer.join("trainer", "trainer", step=0)
     answer = world.generator.send([step(TrajectoryId(0, 0), works[0].prompt_uid, 0)])
-    assert isinstance(answer, Receipt) and answer.superseded == (TrajectoryId(0, 0),)
+    assert isinstance(answer, Receipt) and answer.late == (TrajectoryId(0, 0),)
 
 
 def test_going_back_without_checkpoints_is_impossible_and_says_so(world: World) -> None:

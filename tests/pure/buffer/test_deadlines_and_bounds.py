@@ -47,7 +47,7 @@ def test_steps_of_a_trajectory_that_was_given_up_come_too_late_also_after_a_cras
     world.later(51)
     world.crash()
     answer = world.generator.send([step(TrajectoryId(work.group_id, 2), work.prompt_uid, 1)])
-    assert isinstance(answer, Receipt) and answer.superseded == (TrajectoryId(work.group_id, 2),)
+    assert isinstance(answer, Receipt) and answer.late == (TrajectoryId(work.group_id, 2),)
     assert len(world.buffer.complete_group(work.group_id).ends) == 2
 
 
