@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 CHANGES_SAMPLING = (
     "it changes the sampling distribution in a way that the trainer cannot recompute, so every importance ratio would "
     "be wrong; leave it out"
@@ -28,5 +30,33 @@ GONE = {
 }
 """For each removed setting, by its path, or value, by path=value: what to do instead, for the error message."""
 
+NEUTRAL: dict[str, tuple[Any, ...] | None] = {
+    "buffer.drift": ("fork",),
+    "buffer.max_drift_tokens": None,
+    "env.retrieval": (None,),
+    "generator.top_p": (1,),
+    "generator.top_k": (-1, 0),
+    "generator.min_p": (0,),
+    "generator.repetition_penalty": (1,),
+    "generator.presence_penalty": (0,),
+    "generator.frequency_penalty": (0,),
+    "model.warm_start.expected_success": None,
+    "model.warm_start.probe_prompts": None,
+    "weights.delta": (False,),
+}
+"""For each removed setting, the values (None: all) that ask for no more than what happens without it: the
+`config.yaml` of an older run holds them, and they are left out."""
+
 MOVED_MODULES = {"examples": "baton.examples"}
 """For each removed package: the package that has its modules now."""
+
+
+def leave_out_neutral(values: dict[str, Any]) -> None:
+    """Remove settings of `NEUTRAL` from the values of a configuration."""
+    for path, neutral in NEUTRAL.items():
+        *parents, name = path.split(".")
+        section: Any = values
+        for parent in parents:
+            section = section.get(parent) if isinstance(section, dict) else None
+        if isinstance(section, dict) and name in section and (neutral is None or section[name] in neutral):
+            del section[name]

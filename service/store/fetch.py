@@ -16,7 +16,7 @@ from pathlib import Path
 
 import xxhash
 
-from service.errors import StoreFailed, UserError
+from service.errors import ConfigError, StoreFailed, UserError
 from service.files import sync
 from service.run.checkpoints import Checkpoints
 from service.run.folder import CHECKPOINTS, CONFIG, JOURNAL, STORE_MARK, new_run_folder, runs_folder
@@ -90,7 +90,10 @@ def _fetched_step(
         raise Damaged(f"it has no {CONFIG}")
     with tempfile.TemporaryDirectory() as temporary:
         _read_file(objects, Path(temporary), (CONFIG, manifest.files[CONFIG]))
-        config = load(Path(temporary) / CONFIG)
+        try:
+            config = load(Path(temporary) / CONFIG)
+        except ConfigError as error:
+            raise ConfigError(str(error).replace(temporary, objects.url)) from None
     parent = runs_folder(config.run.dir).resolve() if into is None else into.parent
     if into is None and (here := _as_new(parent, mark)) is not None:
         say(f"{here} is as new as {objects.url}: the run goes on there")

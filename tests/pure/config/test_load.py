@@ -178,6 +178,13 @@ def test_a_setting_that_is_gone_is_refused_with_what_to_use(monkeypatch: pytest.
         assert str(refused.value) == f"override {value}: {value.partition('=')[2]!r} is gone: {GONE[value]}"
 
 
+def test_the_record_of_an_older_run_loads_if_its_removed_settings_asked_for_nothing(tmp_path: Path) -> None:
+    lines = "generator: {top_p: 1.0, top_k: %d}\nweights: {delta: false}\nbuffer: {drift: fork, lookahead: 3}\n"
+    assert load_config([write(tmp_path, "old.yaml", lines % -1)]).buffer.lookahead == 3
+    with pytest.raises(ConfigError, match=r"generator\.top_k: this setting is gone"):
+        load_config([write(tmp_path, "old.yaml", lines % 40)])
+
+
 def test_a_wrong_override_names_itself() -> None:
     with pytest.raises(ConfigError, match=r"^override trainer\.ranks=0: must be .*, not 0$"):
         load_config([], ["trainer.ranks=0"])

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from service.config import Config, load
-from service.errors import UserError
+from service.errors import ConfigError, UserError
 from service.handoff.ledger.events import Lost
 from service.handoff.ledger.lifecycle import Fate
 from service.run.folder import CONFIG, JOURNAL, STORE_MARK, find_run
@@ -217,6 +217,18 @@ def test_a_store_whose_run_id_is_none_reaches_no_other_folder(tmp_path: Path, ru
     with pytest.raises(Damaged, match=r"store\.json is damaged"):
         StoredCheckpoint.read(objects, 0, run, objects.sizes())
     assert [*(tmp_path / "second").iterdir()] == [victim]
+
+
+def test_a_mistake_in_the_stored_configuration_is_named_with_the_store(tmp_path: Path) -> None:
+    objects = MemoryObjects()
+    begun(tmp_path / "first", objects, 5)
+
+    def loaded_with_a_mistake(file: Path) -> Config:
+        file.write_text(file.read_text() + "\nwrong: 1\n")
+        return load([file], []).config
+
+    with pytest.raises(ConfigError, match=rf"{objects.url}/{CONFIG}:\d+  wrong: unknown key"):
+        fetch.fetched(objects, loaded_with_a_mistake, list[str]().append)
 
 
 def test_where_the_disk_is_as_new_as_the_store_the_run_goes_on_there(tmp_path: Path, history: list[str]) -> None:
