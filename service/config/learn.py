@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from service.config.section import MOST, Band, Decay, Fraction, NotNegative, Positive, Seconds, Section
+from service.config.section import MOST, Band, Count, Decay, Fraction, NotNegative, Positive, Seconds, Section
 
 
 class CorrectionConfig(Section):
@@ -67,7 +67,7 @@ class AlgorithmConfig(Section):
     observations have mask 0."""
     estimator: str = "grpo"
     """grpo, grpo_no_std, rloo, maxrl, reinforce++_baseline; reinforce++ (not step-wise), or `your.module:name`."""
-    n_samples_per_prompt: Positive = 8
+    n_samples_per_prompt: Count = 8
     """Number of trajectories of a group."""
     returns: Literal["last", "sum"] = "last"
     """The return of a trajectory: the reward at its end, or the sum of the rewards of its steps."""
@@ -112,16 +112,16 @@ class AlgorithmConfig(Section):
 class TrainerConfig(Section):
     """The FSDP trainer group."""
 
-    ranks: Positive = 2
+    ranks: Count = 2
     """Processes of the group, each with a GPU if there are any."""
-    mini_batch_size: Positive = 16
+    mini_batch_size: Count = 16
     """Groups of one optimizer step."""
     max_tokens_per_micro_batch: Annotated[int, Field(gt=0, le=1 << 24)] = 16384
     """Token budget of one forward pass on one rank."""
-    sequence_parallel: Positive = 1
+    sequence_parallel: Count = 1
     """Ranks that share each micro-batch, each with an equal part of its tokens, so that a row may have this many times
     the tokens of a rank's budget. It must divide `ranks` and the model's heads; see docs/learning.md."""
-    expert_parallel: Positive = 1
+    expert_parallel: Count = 1
     """Ranks of a node that divide the experts of each layer, and send each other their tokens; 1: every rank gathers
     all experts. It must divide the ranks of each node and the model's experts; see docs/learning.md."""
     layout: Literal["auto", "packed", "padded", "shared_prefix"] = "auto"

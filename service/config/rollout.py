@@ -11,6 +11,7 @@ from service.config.command import CommandConfig
 from service.config.section import (
     MOST,
     URL,
+    Count,
     Dataset,
     Fraction,
     KeyFile,
@@ -91,9 +92,9 @@ class DataConfig(Section):
     eval_mode: Literal["pause", "beside"] = "pause"
     """What training does during an evaluation: it waits (`pause`), or continues while `eval_engines` engines keep
     the evaluated weights (`beside`). After the last step, and if too few engines are up, it waits in any case."""
-    eval_engines: Positive = 1
+    eval_engines: Count = 1
     """Engines that evaluate with `eval_mode: beside`; they claim nothing until the evaluation is done."""
-    eval_samples: Positive = 1
+    eval_samples: Count = 1
     """Trajectories of each evaluation prompt."""
     eval_rows: Positive | None = 512
     """Rows of each set that are played in evaluations during training, the same ones in all runs; None: all rows. After
@@ -127,7 +128,7 @@ class EnvConfig(CommandConfig):
     """Modules, including their submodules, from which `name` and `env_class` may name classes as `module:Class`."""
     isolation: Literal["none", "process"] = "none"
     """`process`: every open episode has a process of its own, which is killed if it blocks."""
-    max_processes: Positive = 256
+    max_processes: Count = 256
     """Maximum number of processes of one generator at once; further episodes wait for one to end."""
     max_observation_characters: Positive = 1 << 20
     """Maximum number of characters of one observation, over all texts and names of its messages; a longer one fails the
@@ -205,23 +206,23 @@ class RoleConfig(Section):
 class EnginesRange(Section):
     """How many generators a run has."""
 
-    min: Positive = 1
+    min: Count = 1
     """The run starts once the cluster has room for this many generators."""
-    max: Positive = 1
+    max: Count = 1
     """More generators join, up to this many, when the cluster has room; `baton scale` changes the number."""
 
 
 class GeneratorConfig(Section):
     """vLLM engines and their agent loops."""
 
-    engines: Positive | EnginesRange = 1
+    engines: Count | EnginesRange = 1
     """Generator actors, one engine each: a number, or `{min: 1, max: 8}` for generators that join and leave."""
     leave_grace: Seconds = 20.0
     """Seconds for which a generator that leaves (`baton scale`, a drained node) continues its trajectories; then it
     hands over those that are still open, and ends."""
-    tensor_parallel_size: Positive = 1
+    tensor_parallel_size: Count = 1
     """GPUs that share each layer of an engine."""
-    concurrent_groups: Positive = 32
+    concurrent_groups: Count = 32
     """Number of groups that all engines together generate at once."""
     max_input_length: Positive = 1024
     """Maximum number of tokens of a turn's prompt."""
@@ -303,7 +304,7 @@ class ScorerConfig(Section):
     """Whether the reward replaces the environment's reward or is added to it."""
     weight: float = 1.0
     """Factor of the reward."""
-    workers: Positive = 1
+    workers: Count = 1
     """Groups that are scored at once. With `use`, each worker is a process, so that a hang or crash costs one group."""
     deadline: Seconds = 60.0
     """Seconds within which a group must be scored."""

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 MOST = 10**15
 """Largest value of an integer setting; it fits into all number types that settings are converted to."""
 LARGEST_HOST = 1 << 45
 """Bytes of memory that no host exceeds."""
 Positive = Annotated[int, Field(gt=0, le=MOST)]
+Count = Annotated[int, Field(gt=0, le=1 << 20)]
+"""A number of processes, groups or samples, of which each takes memory."""
+Versions = Annotated[int, Field(ge=0, le=1 << 20)]
 NotNegative = Annotated[int, Field(ge=0, le=MOST)]
 Seconds = Annotated[float, Field(gt=0, le=1e9)]
 """At most thirty years, because clocks and timers of the operating system overflow with longer times."""
@@ -75,3 +79,11 @@ class Section(BaseModel):
     """A section of the configuration: refuses unknown keys, is frozen."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _refuse_boolean_numbers(cls, value: object, info: ValidationInfo) -> object:
+        kinds = str(cls.model_fields[info.field_name or ""].annotation)
+        if isinstance(value, bool) and re.search(r"\b(int|float)\b", kinds) and not re.search(r"\bbool\b", kinds):
+            raise ValueError("must be a number")
+        return value

@@ -32,6 +32,7 @@ from service.config.section import (
     Seconds,
     Section,
     UserPath,
+    Versions,
 )
 from service.handoff.steps.roles import MAX_NAMED, TRAINED
 
@@ -140,10 +141,10 @@ class ModelConfig(Section):
 class BufferConfig(Section):
     """The buffer: admission, staleness, deadlines, and bounds on memory and disk."""
 
-    lookahead: NotNegative = 2
+    lookahead: Versions = 2
     """Mini-batches that generators may begin beyond the one that is trained next on the weights that they serve; 0:
     strictly on-policy."""
-    max_staleness: NotNegative = 8
+    max_staleness: Versions = 8
     """Staleness in versions above which a token carries no loss."""
     order: Literal["finished_first", "strict"] = "finished_first"
     """Which groups a mini-batch takes: those that became complete first, or strictly those that were issued first."""

@@ -64,10 +64,10 @@ def splits_of(settings: PlanSettings, gpus: int) -> Iterator[tuple[int, int]]:
     Raises:
         UserError: no split uses all GPUs.
     """
-    if settings.fit.shares_gpus:
-        yield gpus, gpus
-        return
     trainer, each = settings.trainer, settings.generator.engine_gpus
+    if settings.fit.shares_gpus:
+        yield from ((engines, gpus) for engines in range(1, gpus // each + 1))
+        return
     together = math.lcm(trainer.sequence_parallel, trainer.expert_parallel)
     groups = "trainer.sequence_parallel" + (" and expert_parallel" if trainer.expert_parallel > 1 else "")
     node = GPUS_OF_A_NODE if trainer.shard_within == "node" else 1

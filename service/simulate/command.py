@@ -54,6 +54,8 @@ PRESET = (
 trajectories: a limit on the length would cut off the tail of the distribution."""
 
 OPTIONS = {option.name: option for option in fields(Scenario) if "help" in option.metadata}
+BOUNDS = {name: option.metadata["bounds"] for name, option in OPTIONS.items()} | {"seed": (0, 2**32), "seeds": (1, 1e4)}
+"""The smallest and the largest value of each option."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -76,11 +78,12 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
 
 def simulate(settings: SimulationSettings, arguments: argparse.Namespace) -> int:
     """Run the simulations that the arguments ask for, and print the findings."""
+    for name, (lowest, highest) in BOUNDS.items():
+        if (value := getattr(arguments, name)) is not None and not lowest <= value <= highest:
+            raise UserError(f"--{name.replace('_', '-')} {value}: give a number from {lowest:g} to {highest:g}")
     scenario = Scenario(**{name: getattr(arguments, name) for name in OPTIONS})
     if scenario.turns > (max_turns := settings.buffer.limits.max_turns):
         raise UserError(f"--turns {scenario.turns}: set env.max_turns={scenario.turns} too, it is {max_turns}")
-    if arguments.seeds < 1:
-        raise UserError(f"--seeds {arguments.seeds}: at least one run is needed")
     seeds = range(arguments.seed, arguments.seed + arguments.seeds)
     on_policy = replace(settings, buffer=replace(settings.buffer, lookahead=0))
     short = replace(scenario, steps=min(scenario.steps, 60))

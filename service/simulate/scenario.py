@@ -50,27 +50,27 @@ class SimulationSettings:
         )
 
 
-def _option(default: Any, meaning: str) -> Any:
-    """A field that is also an option of `baton simulate`."""
-    return field(default=default, metadata={"help": meaning})
+def _option(default: Any, meaning: str, lowest: float, highest: float) -> Any:
+    """A field that is also an option of `baton simulate`, with its bounds."""
+    return field(default=default, metadata={"help": meaning, "bounds": (lowest, highest)})
 
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
     """The workload and the machines around the buffer; the buffer's own settings are in `SimulationSettings`."""
 
-    generators: int = _option(4, "generator actors that share generator.concurrent_groups")
-    turns: int = _option(1, "turns of a trajectory")
-    median_tokens: float = _option(64.0, "median of a trajectory's sampled tokens")
-    sigma: float = _option(0.5, "of the lognormal lengths: 0.5 moderate, 1.0 long tails")
-    token_seconds: float = _option(0.02, "seconds of one token of one trajectory")
+    generators: int = _option(4, "generator actors that share generator.concurrent_groups", 1, 1e4)
+    turns: int = _option(1, "turns of a trajectory", 1, 1e5)
+    median_tokens: float = _option(64.0, "median of a trajectory's sampled tokens", 1, 1e9)
+    sigma: float = _option(0.5, "of the lognormal lengths: 0.5 moderate, 1.0 long tails", 0, 5)
+    token_seconds: float = _option(0.02, "seconds of one token of one trajectory", 1e-9, 1e6)
     trainer_seconds: float | None = _option(
-        None, "seconds of one optimizer step; default: as long as the generators take for a mini-batch"
+        None, "seconds of one optimizer step; default: as long as the generators take for a mini-batch", 1e-9, 1e6
     )
-    sync_seconds: float = _option(0.0, "seconds from an optimizer step to engines that serve it")
+    sync_seconds: float = _option(0.0, "seconds from an optimizer step to engines that serve it", 0, 1e6)
     """The trainer does not wait for the weights to arrive."""
-    scorer_seconds: float = _option(1.0, "mean seconds in which a scorer answers about a group")
-    steps: int = _option(60, "optimizer steps to simulate")
+    scorer_seconds: float = _option(1.0, "mean seconds in which a scorer answers about a group", 0, 1e6)
+    steps: int = _option(60, "optimizer steps to simulate", 1, 1e6)
     linger_seconds: float = 0.05
     """Seconds that a finished step waits for other steps, to share a message with them."""
     success: float = 0.5
@@ -93,7 +93,7 @@ class Scenario:
         A group occupies its slot until its longest sample ends, so slot time is the mean over groups of the longest
         sample's time.
         """
-        if self.trainer_seconds:
+        if self.trainer_seconds is not None:
             return self.trainer_seconds
         n_samples = settings.buffer.limits.n_samples_per_prompt
         lengths = self.lengths(np.random.default_rng(0), 4096 * n_samples).reshape(-1, n_samples)

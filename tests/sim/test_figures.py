@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from functools import cache
 
@@ -10,7 +11,7 @@ import pytest
 
 from service.cli.parser import main
 from service.config import load
-from service.simulate.command import PRESET, mean_and_error
+from service.simulate.command import BOUNDS, PRESET, mean_and_error
 from service.simulate.measurements import Report
 from service.simulate.scenario import Scenario, SimulationSettings
 from service.simulate.world import World, simulated
@@ -138,9 +139,14 @@ def test_the_means_of_several_runs_say_how_sure_they_are(capsys: pytest.CaptureF
     assert float(error.rstrip("%")) == pytest.approx(abs(one - two) / 2, abs=0.11)
 
 
-def test_the_command_wants_at_least_one_run(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["simulate", "--seeds", "0", *SMALL]) == 2
-    assert "--seeds 0" in capsys.readouterr().err
+@pytest.mark.parametrize("option", BOUNDS)
+def test_a_number_out_of_bounds_is_refused(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    lowest, highest = BOUNDS[option]
+    word = f"--{option.replace('_', '-')}"
+    whole = option in ("generators", "turns", "steps", "seed", "seeds")
+    for value in (str(int(lowest) - 1), str(int(highest) + 1), *([] if whole else ["nan", "inf"])):
+        assert main(["simulate", word, value, *SMALL]) == 2
+        assert re.match(rf"baton: {word} \S+: give a number from ", capsys.readouterr().err), value
 
 
 def test_more_turns_than_the_configuration_allows_are_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -185,6 +185,22 @@ def test_the_record_of_an_older_run_loads_if_its_removed_settings_asked_for_noth
         load_config([write(tmp_path, "old.yaml", lines % 40)])
 
 
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("buffer.lookahead=true", "must be a number, not True"),
+        ("trainer.lr=false", "must be a number, not False"),
+        ("generator.engines=true", "must be a number, not True"),
+        ("generator.concurrent_groups=1e15", "must be less than or equal to 1048576, not 1000000000000000.0"),
+        ("buffer.max_staleness=2000000", "must be less than or equal to 1048576, not 2000000"),
+    ],
+)
+def test_a_boolean_and_an_absurd_count_are_no_numbers(word: str, said: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load_config([], [word])
+    assert str(refused.value) == f"override {word}: {said}"
+
+
 def test_a_wrong_override_names_itself() -> None:
     with pytest.raises(ConfigError, match=r"^override trainer\.ranks=0: must be .*, not 0$"):
         load_config([], ["trainer.ranks=0"])

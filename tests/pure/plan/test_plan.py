@@ -116,6 +116,20 @@ def test_lengths_come_from_a_run(recipe: list[str], capsys: pytest.CaptureFixtur
     assert (work["turns"], work["response_tokens"], work["observation_tokens"], work["sigma"]) == (3, 20, 20, 0.9)
 
 
+def test_on_shared_gpus_fewer_engines_than_ranks_are_compared_too(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--config", QUICKSTART, "weights.transport=ipc", "trainer.ranks=4", "generator.engines=3"]
+    found = planned(words, capsys)
+    pairs = [(split["engines"], split["ranks"]) for split in found["splits"]]  # type: ignore[attr-defined, index]
+    assert pairs == [(1, 4), (2, 4), (3, 4), (4, 4)]
+    best = min(split["step_seconds"] for split in found["splits"])  # type: ignore[attr-defined, index]
+    assert best <= found["chosen"]["step_seconds"]  # type: ignore[index]
+
+
+def test_an_environment_of_days_is_planned(recipe: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    found = planned([*recipe, "--environment-seconds", "1e6"], capsys)
+    assert found["chosen"]["step_seconds"] > 1e5  # type: ignore[index]
+
+
 def test_a_model_that_the_run_would_make_is_planned_on_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
     found = planned(["--config", QUICKSTART, "--gpu", "cpu"], capsys)
     assert found["fits"] and found["device"]["cores"] >= 1  # type: ignore[index]
