@@ -209,11 +209,11 @@ def trial_config(files: list[Path], overrides: list[str], model: Path | None) ->
     return load_config([], [*TRY_SETTINGS, fitting, *overrides])
 
 
-def doctor(arguments: argparse.Namespace, overrides: list[str]) -> int:
+def doctor(arguments: argparse.Namespace, _overrides: list[str]) -> int:
     """Measure the machines of a cluster: the command `baton doctor`."""
     from actors.driver.doctor import doctor
 
-    return doctor(arguments, overrides)
+    return doctor(arguments)
 
 
 COMMANDS = {"run": run, "sft": sft, "eval": evaluate, "agent-try": agent_try, "doctor": doctor}

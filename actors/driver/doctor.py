@@ -18,14 +18,12 @@ SECONDS = 30.0
 """Seconds in which every node must answer."""
 
 
-def doctor(arguments: argparse.Namespace, overrides: list[str]) -> int:
+def doctor(arguments: argparse.Namespace) -> int:
     """Print a line for each fault; returns 1 if there is one.
 
     Raises:
-        UserError: a setting was given, or no cluster answers at the address.
+        UserError: no cluster answers at the address.
     """
-    if overrides:
-        raise UserError(f"{overrides[0]}: baton doctor takes no settings; see baton doctor --help")
     address = arguments.address or os.environ.get("RAY_ADDRESS")
     folder, store = arguments.folder.absolute(), arguments.store
     if store is not None:

@@ -90,11 +90,12 @@ COMMANDS = (
 GONE_COMMANDS = {"submit": "ray job submit --working-dir . -- baton run --config FILE"}
 """For each removed command: what to use instead."""
 
+WITH_SETTINGS = {command.name for command in COMMANDS if command.has_settings} | {"config", "export", "quickstart"}
 WITHOUT_SETTINGS = ("trajectories", "status")
 """Commands in which a word with = is not a setting: `group=812/sample=3/attempt=0`."""
 
-_DASHED = re.compile(r"--[A-Za-z_]\w*(\.\w+)+(=.*)?", re.DOTALL)
-_OVERRIDE = re.compile(r"[A-Za-z_]\w*(\.\w+)*=.*", re.DOTALL)
+_DASHED = re.compile(r"--[A-Za-z_]\w*(\.[\w-]+)+(=.*)?", re.DOTALL)
+_OVERRIDE = re.compile(r"[A-Za-z_]\w*(\.[\w-]+)*=.*", re.DOTALL)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -103,8 +104,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         words, overrides = split_overrides(sys.argv[1:] if argv is None else argv)
         if words and words[0] in GONE_COMMANDS:
-            raise UserError(f"baton {words[0]} is gone: {GONE_COMMANDS[words[0]]}")
+            raise UserError(f"baton {words[0]} is gone: use {GONE_COMMANDS[words[0]]}")
         arguments = _parser(words[0] if words else "").parse_args(words)
+        if overrides and arguments.name not in WITH_SETTINGS:
+            raise UserError(
+                f"{overrides[0]}: baton {arguments.name} takes no settings; see baton {arguments.name} --help"
+            )
         return int(arguments.command(arguments, overrides))
     except BatonError as error:
         for line in printable(str(error)).splitlines():
@@ -149,7 +154,8 @@ def split_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
         elif _OVERRIDE.fullmatch(word):
             overrides.append(word)
         elif _DASHED.fullmatch(word):
-            raise UserError(f"{word}: a setting has no dashes: {word.removeprefix('--').partition('=')[0]}=VALUE")
+            setting = word.removeprefix("--").partition("=")[0].replace("-", "_")
+            raise UserError(f"{word}: a setting has no dashes: {setting}=VALUE")
         else:
             words.append(_from_home(word))
     return words, overrides

@@ -101,6 +101,7 @@ def _tree_path(detail: ErrorDetails, source: Source) -> KeyPath:
 
 def _message(details: Sequence[ErrorDetails], path: KeyPath) -> str:
     """What is wrong with the value at a path; for a union, all allowed kinds, or the bound that the value violates."""
+    details = [detail for detail in details if detail["type"] != "too_short"] or details  # its members are wrong
     bounds = [detail for detail in details if BOUNDS & detail.get("ctx", {}).keys()]
     details = bounds[:1] or details
     kind, value, context = details[0]["type"], details[0]["input"], details[0].get("ctx", {})

@@ -29,7 +29,7 @@ SHOWN = 120
 
 KeyPath = tuple[str, ...]
 
-_OVERRIDE = re.compile(r"([A-Za-z_][A-Za-z0-9_]*(?:\.[A-Za-z0-9_]+)*)=(.*)", re.DOTALL)
+_OVERRIDE = re.compile(r"([A-Za-z_][A-Za-z0-9_]*(?:\.[A-Za-z0-9_-]+)*)=(.*)", re.DOTALL)
 
 
 class _Loader(yaml.SafeLoader):

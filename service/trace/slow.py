@@ -79,7 +79,8 @@ def print_calls(console: Console, timeline: RunTimeline, wanted: str) -> None:
     one = next((one for one in slowest(timeline) if f"{one.of}/".startswith(f"{start}/")), None)
     if one is None:
         raise UserError(f"{wanted}: not among the {len(timeline.trajectories)} trajectories that the timeline keeps")
-    console.print(Text(f"{one.of}  {one.span.seconds:.2f} s on {one.owner.partition('/')[2]}", style="bold"))
+    head = f"{one.of}  {one.span.seconds:.2f} s on {one.owner.partition('/')[2]}"
+    console.print(Text(in_one_line(head), style="bold"))
     parts = ", ".join(f"{part} {seconds:.2f} s" for part, seconds in one.parts.items())
     console.print(Text(in_one_line(f"{one.env}, ended by {one.span.detail['ended by']}: {parts}")))
     rows = (

@@ -170,6 +170,27 @@ def test_an_unknown_command_is_code_2(capsys: pytest.CaptureFixture[str]) -> Non
     assert caught.value.code == 2 and "invalid choice" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            ["scale", "runs/r", "--engines", "2", "trainer.lr=1"],
+            "trainer.lr=1: baton scale takes no settings; see baton ",
+        ),
+        (["trace", "runs/r", "run.seed=1"], "run.seed=1: baton trace takes no settings; see baton trace --help"),
+        (["run", "--generator.concurrent-groups=3"], "has no dashes: generator.concurrent_groups=VALUE"),
+        (["submit"], "baton submit is gone: use ray job submit"),
+        (["export", "s3://bucket/run", "out"], "a run in a store has no folder here; `baton run --resume` restores it"),
+    ],
+)
+def test_words_for_nothing_are_refused_with_what_to_write(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == 2
+    err = capsys.readouterr().err
+    assert said in err and err.count("\n") == 1
+
+
 def test_every_example_in_the_help_is_a_command_that_parses(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--help"])

@@ -191,11 +191,12 @@ def test_the_record_of_an_older_run_loads_if_its_removed_settings_asked_for_noth
         ("buffer.lookahead=true", "must be a number, not True"),
         ("trainer.lr=false", "must be a number, not False"),
         ("generator.engines=true", "must be a number, not True"),
+        ("generator.concurrent-groups=3", "unknown key (did you mean generator.concurrent_groups?)"),
         ("generator.concurrent_groups=1e15", "must be less than or equal to 1048576, not 1000000000000000.0"),
         ("buffer.max_staleness=2000000", "must be less than or equal to 1048576, not 2000000"),
     ],
 )
-def test_a_boolean_and_an_absurd_count_are_no_numbers(word: str, said: str) -> None:
+def test_a_boolean_an_absurd_count_and_a_dashed_name_are_refused(word: str, said: str) -> None:
     with pytest.raises(ConfigError) as refused:
         load_config([], [word])
     assert str(refused.value) == f"override {word}: {said}"
