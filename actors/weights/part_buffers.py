@@ -50,7 +50,7 @@ class PartBuffers:
                 self._agent = None
                 self._memory, self.part = WeightMemory(part.n_bytes, 2), part
                 self._memory.register()
-            self.version, self._newest = version, 1 - self._newest
+            self.version, self._newest = None, 1 - self._newest
             self._memory.mark(NO_VERSION, self._newest)
             left = self._memory.octets(self._newest)
             for _, source, kind in pieces:
@@ -58,6 +58,7 @@ class PartBuffers:
                 octets.view(kind).view(source.shape).copy_(source, non_blocking=True)
             finish_host_copies()
             self._memory.mark(version, self._newest)
+            self.version = version
 
     def share(self) -> tuple[RemoteMemory | None, str]:
         """Let generators of other hosts read both buffers; without NIXL returns None, and the reason."""

@@ -69,3 +69,17 @@ def test_parts_that_leave_bytes_out_or_have_them_twice_are_refused(other: list[t
     check_parts([first, WeightPart.of_spans([(8, 4)])])
     with pytest.raises(ValueError, match="not each byte of the weights once"):
         check_parts([first, WeightPart.of_spans(other)])
+
+
+def test_a_copy_that_fails_half_way_is_given_under_no_version_and_the_next_one_is() -> None:
+    """The second tensor has no data, so its copy raises after the first tensor was written."""
+    (rank,) = published(2, {"a": torch.full((4,), 2.0), "b": torch.full((4,), 2.0)}, 1)
+    later = {"a": torch.full((4,), 3.0), "b": torch.full((4,), 3.0)}
+    with pytest.raises(NotImplementedError):
+        published(3, {**later, "b": later["b"].to("meta")}, 1, [rank])
+    assert [rank.bucket(version, 0, rank.part.n_bytes) for version in (2, 3)] == [None, None]
+    (rank,) = published(4, later, 1, [rank])
+    image = Image(4, rank.part.n_bytes)
+    image.write(*given_by(rank, 0, rank.part.n_bytes))
+    assert all(torch.equal(tensor, later[name]) for name, tensor in load(content(image)).items())
+    image.close()
