@@ -8,6 +8,7 @@ NIXL register it once.
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Sequence
 from threading import Lock
 
@@ -18,6 +19,11 @@ from actors.weights.nixl_reads import NixlAgent, ReadFailed, RemoteMemory
 from actors.weights.part import Source, WeightBucket
 from actors.weights.policy_tensors import WeightBytes, verify
 from service.errors import WeightsGone
+
+SPARE = 2
+"""Spare memories that are kept: while engines change from one version to the next, a node has two images."""
+RELEASED = 1000
+"""Numbers of released images that are kept."""
 
 
 class Image:
@@ -83,10 +89,10 @@ class ImageHolder:
 
     def __init__(self) -> None:
         self._images: dict[int, Image] = {}
-        self._released: set[int] = set()
+        self._released = deque[int](maxlen=RELEASED)
         """Numbers of images whose release was requested before they were held."""
         self._spare: list[WeightMemory] = []
-        """The memory of images that were released."""
+        """The memory of images that were released, at most `SPARE`."""
         self._agent: NixlAgent | None = None
         self._reading = asyncio.Lock()
 
@@ -119,7 +125,7 @@ class ImageHolder:
                 image.close()
                 return str(failed)
             if number in self._released or number in self._images:  # the driver did not wait for it
-                self._spare.append(image.memory)
+                self._keep(image.memory)
                 return "the image was read too late"
             self._images[number] = image
             return image.path, remote
@@ -151,6 +157,12 @@ class ImageHolder:
         """Keep the memory of an image for the next; an image of an earlier process is ignored, because its memory is
         already free."""
         if (image := self._images.pop(number, None)) is None:
-            self._released.add(number)
+            self._released.append(number)
         else:
-            self._spare.append(await asyncio.to_thread(image.release))
+            self._keep(await asyncio.to_thread(image.release))
+
+    def _keep(self, memory: WeightMemory) -> None:
+        self._spare.append(memory)
+        if len(self._spare) > SPARE:
+            self._agent = None  # it has registered the memory
+            self._spare.pop(0).close()

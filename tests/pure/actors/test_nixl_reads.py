@@ -24,7 +24,7 @@ from safetensors.torch import load
 from torch import Tensor
 
 from actors.weights import nixl_reads
-from actors.weights.image import ImageHolder
+from actors.weights.image import SPARE, ImageHolder
 from actors.weights.nixl_reads import RemoteMemory
 from actors.weights.node_images import MAX_FAILURES, NodeImages
 from actors.weights.part import Source, WeightPart
@@ -241,6 +241,27 @@ async def test_memory_of_a_read_that_does_not_end_is_never_used_again(nixl: type
     nixl.state = "DONE"
     path, _ = await ranks.read(1)
     assert path != first and ranks.is_held(1)
+
+
+async def test_of_many_images_at_once_the_memory_of_few_is_kept_and_the_next_one_lies_in_it(
+    nixl: type[FakeAgent],
+) -> None:
+    ranks = Ranks(1)
+    ranks.publish(1)
+    paths = [(await ranks.read(1))[0] for _ in range(SPARE + 3)]
+    for number in range(1, ranks.numbers + 1):
+        await ranks.holder.release_image(number)
+    gc.collect()
+    assert [path for path in paths if is_open(path)] == paths[-SPARE:]
+    (path, _), (again, _) = await ranks.read(1), await ranks.read(1)
+    assert {path, again} == {*paths[-SPARE:]} and ranks.is_held(1)
+
+
+def is_open(path: str) -> bool:
+    """Whether this process still has the memory mapped or open."""
+    inode = path.partition("#")[2]
+    mapped = {line.split()[4] for line in Path("/proc/self/maps").read_text().splitlines()}
+    return inode in mapped or inode in {str(fd.stat().st_ino) for fd in Path("/proc/self/fd").iterdir() if fd.exists()}
 
 
 async def test_an_image_that_was_released_before_it_was_read_is_not_held(nixl: type[FakeAgent]) -> None:
