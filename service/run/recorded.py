@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from service.clock import SystemClock
-from service.errors import UserError
+from service.errors import JournalError, UserError, in_one_line
 from service.handoff.batches.batch import BatchSettings, form_mini_batch
 from service.handoff.journal.journal import KEPT, Frame, Journal, frames_in
 from service.handoff.leases import with_filtered
@@ -34,9 +34,13 @@ def replayed(limits: Limits, settings: BatchSettings, folder: Path, step: int) -
     """The mini-batch of optimizer step `step`; if a trainer repeated the step, the last one.
 
     Raises:
-        UserError: the journal has no such step, or its first frames were removed.
+        UserError: the journal has no such step, is damaged, or its first frames were removed.
     """
-    found = recorded(limits, folder, step)
+    try:
+        found = recorded(limits, folder, step)
+    except (JournalError, ValueError, LookupError) as error:  # a frame that is whole and that no run wrote
+        why = in_one_line(f"{type(error).__name__}: {error}")
+        raise UserError(f"{folder}: these frames are of no run ({why}); bring the journal back from a copy") from error
     batch = form_mini_batch(found.lease, found.groups, found.history, settings)
     return with_filtered(batch, found.filtered)
 
@@ -73,9 +77,10 @@ def _recorded(folder: Path) -> Iterator[Frame]:
     kept = folder / KEPT
     found = [*(kept.glob("*.journal") if kept.is_dir() else ()), *folder.glob("*.journal")]
     position = 0
-    for path in sorted(found, key=lambda path: int(path.stem)):
-        if int(path.stem) != position:
-            raise UserError(f"{folder} does not hold the run from its beginning; buffer.record: true keeps everything")
+    for path in sorted(found, key=lambda path: path.name):
+        if not path.stem.isdecimal() or int(path.stem) != position:
+            lacks = f"no segment begins at position {position}, where {path.name} comes next"
+            raise UserError(f"{folder}: {lacks}; buffer.record: true keeps everything, unless a file was damaged since")
         for frame in frames_in(path):
             yield frame
             position = frame.end

@@ -3,8 +3,11 @@ from pathlib import Path
 import pytest
 
 from service.cli.parser import main
+from service.clock import SystemClock
 from service.config import Config, resolved_yaml
 from service.errors import UserError
+from service.handoff.journal.journal import Journal, frames_in
+from service.handoff.ledger import events
 from service.handoff.steps.wire import encode_mini_batch
 from service.types import PolicyVersion
 from tests.pure.buffer.world import World, config
@@ -75,6 +78,41 @@ def test_a_run_that_was_not_recorded_says_what_to_set(tmp_path: Path) -> None:
     a_run(world, steps=6)
     with pytest.raises(UserError, match="record: true"):
         world.replayed(6)
+
+
+UNKNOWN = 99
+"""A kind of frames that no version of Baton writes."""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "why"),
+    [
+        (events.STEPS, events.EVENT, "ValidationError: Expected `array`, got `int`"),
+        (events.STEPS, UNKNOWN, "ValueError: a group that is issued cannot become filtered"),
+        (events.EVENT, events.STEPS, "position 0 of the journal was accepted, but is refused"),
+    ],
+)
+def test_frames_that_no_run_wrote_and_files_of_other_names_are_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], old: int, new: int, why: str
+) -> None:
+    """Every frame is whole, and those of one kind are marked as another."""
+    world = World(tmp_path / "run/journal", settings())
+    a_run(world, steps=1)
+    (tmp_path / "run/config.yaml").write_text(resolved_yaml(world.settings))
+    (segment,) = (tmp_path / "run/journal").glob("*.journal")
+    frames = [*frames_in(segment)]
+    segment.unlink()
+    damaged = Journal(segment.parent, SystemClock())
+    assert [*damaged.replay()] == []
+    for frame in frames:
+        damaged.append(new if frame.kind == old else frame.kind, frame.payload)
+    damaged.sync()
+    damaged.close()
+    assert main(["replay", str(tmp_path / "run"), "--step", "1"]) == 2
+    assert why in (said := capsys.readouterr().err) and said.count("\n") == 1
+    segment.rename(segment.with_name("copy.journal"))
+    assert main(["replay", str(tmp_path / "run"), "--step", "1"]) == 2
+    assert "no segment begins at position 0, where copy.journal comes next" in capsys.readouterr().err
 
 
 def test_the_command_prints_returns_and_facts_and_writes_the_bytes(
