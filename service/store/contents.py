@@ -39,6 +39,8 @@ class Damaged(UserError):
 
 RunId = Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
 """A run's own id; names of folders are made from it."""
+Count = Annotated[int, Field(ge=0, lt=1 << 53)]
+"""A number of tokens or steps; sums of such numbers fit into the journal."""
 
 
 class _Record(BaseModel):
@@ -59,9 +61,9 @@ class StoredCheckpoint(_Record):
 
     format: int = FORMAT
     run: RunId
-    step: int
+    step: Count
     """Number of optimizer steps behind the weights."""
-    accepted_tokens: int
+    accepted_tokens: Count
     """Number of tokens that the buffer had accepted at the position where its journal is cut."""
     files: dict[str, StoredFile]
     """Files by their path in the run folder."""
@@ -150,8 +152,8 @@ class ReachedStep(_Record):
     """The newest step that a run reached, for a run that continues from an older checkpoint."""
 
     owner: str
-    step: int
-    accepted_tokens: int
+    step: Count
+    accepted_tokens: Count
 
     @staticmethod
     def read(objects: Objects, sizes: dict[str, int]) -> ReachedStep | None:
@@ -170,7 +172,7 @@ class FolderMark(_Record):
     """All owners by which this folder claimed the store or was restored from it, newest last. The store may hold an
     older one: a process may have been killed before it wrote its owner there, or a write without an answer may take
     effect late."""
-    lost: tuple[str, int] | None = None
+    lost: tuple[str, Count] | None = None
     """(owner, number of tokens): what that process had accepted after the checkpoint from which the folder was
     restored. The buffer counts these tokens once per process."""
 
@@ -179,16 +181,16 @@ class FolderMark(_Record):
         """Read the mark in a run's folder; None if the run never had a store.
 
         Raises:
-            UserError: the mark is damaged.
+            UserError: the mark cannot be read.
         """
         file = run / STORE_MARK
         try:
             return FolderMark.model_validate_json(file.read_bytes())
         except FileNotFoundError:
             return None
-        except ValueError:
+        except (OSError, ValueError):
             raise UserError(
-                f"{file} is damaged, or of another version of Baton; go on in an empty folder: baton run --resume URL"
+                f"{file} cannot be read, or is of another version of Baton; go on elsewhere: baton run --resume URL"
             ) from None
 
     def write(self, run: Path) -> None:

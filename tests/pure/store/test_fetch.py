@@ -24,6 +24,7 @@ from service.store.contents import (
     Damaged,
     FolderMark,
     StoredCheckpoint,
+    claimed,
     manifest_name,
     stored_steps,
 )
@@ -282,12 +283,21 @@ def test_a_checkpoint_that_a_running_process_replaces_while_it_is_read_costs_no_
     assert not [line for line in said if "passed over" in line]
 
 
-def test_a_damaged_mark_in_another_run_s_folder_keeps_nobody_from_the_store(tmp_path: Path, history: list[str]) -> None:
+OWN = '{"run": "00000000000000000000000000000000", "owners": ["o"]'
+
+
+@pytest.mark.parametrize("mark", [None, "{", OWN + ', "lost": ["o", -1]}', OWN + f', "lost": ["o", {10**30}]}}'])
+def test_a_damaged_mark_is_refused_and_in_another_run_s_folder_keeps_nobody_from_the_store(
+    tmp_path: Path, history: list[str], mark: str | None
+) -> None:
+    """Without a text the mark is a folder."""
     objects = MemoryObjects()
     begun(tmp_path / "first", objects, 5)
     other = tmp_path / "second" / "runs" / "other"
     other.mkdir(parents=True)
-    (other / STORE_MARK).write_text("{")
+    (other / STORE_MARK).mkdir() if mark is None else (other / STORE_MARK).write_text(mark)
+    with pytest.raises(UserError, match=r"store\.json cannot be read"):
+        claimed(objects, other)
     assert gone_on(tmp_path / "second", objects).history() == history
 
 
