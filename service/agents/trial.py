@@ -51,7 +51,7 @@ class ScriptedPolicy:
         """Do nothing: a script never fails."""
 
     async def generate(self, prompt_ids: Int32s, sampling: Sampling, request_id: str) -> Generation:
-        """The next text, whatever the prompt is."""
+        """The next scripted text; the prompt is ignored."""
         said = generation_of(next(self._texts), self._chat, sampling.max_tokens)
         return replace(said, versions=np.zeros_like(said.versions))
 

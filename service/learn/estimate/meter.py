@@ -38,7 +38,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """
 
     def __init__(self, vocab_size: int, row_tokens: int) -> None:
-        """`row_tokens`: length of the rows, which fake tensors do not contain."""
+        """`row_tokens`: tokens of each row, because fake tensors have no values from which to read it."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._vocab_size, self._row_tokens = vocab_size, row_tokens
         self._of_storage: weakref.WeakKeyDictionary[torch.UntypedStorage, list[Any]] = weakref.WeakKeyDictionary()
