@@ -90,7 +90,7 @@ class ImageHolder:
     def __init__(self) -> None:
         self._images: dict[int, Image] = {}
         self._released = deque[int](maxlen=RELEASED)
-        """Numbers of images whose release was requested before they were held."""
+        """Numbers of released images: Ray may reorder calls, and a read may end late."""
         self._spare: list[WeightMemory] = []
         """The memory of images that were released, at most `SPARE`."""
         self._agent: NixlAgent | None = None
@@ -156,13 +156,12 @@ class ImageHolder:
     async def release_image(self, number: int) -> None:
         """Keep the memory of an image for the next; an image of an earlier process is ignored, because its memory is
         already free."""
-        if (image := self._images.pop(number, None)) is None:
-            self._released.append(number)
-        else:
+        self._released.append(number)
+        if (image := self._images.pop(number, None)) is not None:
             self._keep(await asyncio.to_thread(image.release))
 
     def _keep(self, memory: WeightMemory) -> None:
         self._spare.append(memory)
-        if len(self._spare) > SPARE:
+        while len(self._spare) > SPARE and not self._reading.locked():
             self._agent = None  # it has registered the memory
             self._spare.pop(0).close()

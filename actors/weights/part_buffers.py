@@ -45,12 +45,14 @@ class PartBuffers:
         pieces = list(_pieces(weights, self._rank, dtype))
         part = WeightPart.of_spans([(at, source.numel() * kind.itemsize) for at, source, kind in pieces])
         with self._lock:
+            self.version = None  # until all bytes are there
             if part != self.part:
+                memory = WeightMemory(part.n_bytes, 2)
+                memory.register()
                 self._memory.close()
                 self._agent = None
-                self._memory, self.part = WeightMemory(part.n_bytes, 2), part
-                self._memory.register()
-            self.version, self._newest = None, 1 - self._newest
+                self._memory, self.part = memory, part
+            self._newest = 1 - self._newest
             self._memory.mark(NO_VERSION, self._newest)
             left = self._memory.octets(self._newest)
             for _, source, kind in pieces:

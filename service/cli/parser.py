@@ -154,8 +154,8 @@ def split_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
         elif _OVERRIDE.fullmatch(word):
             overrides.append(word)
         elif _DASHED.fullmatch(word):
-            setting = word.removeprefix("--").partition("=")[0].replace("-", "_")
-            raise UserError(f"{word}: a setting has no dashes: {setting}=VALUE")
+            setting = word.removeprefix("--").partition("=")[0]
+            raise UserError(f"{word}: a setting has no dashes before it: {setting}=VALUE")
         else:
             words.append(_from_home(word))
     return words, overrides

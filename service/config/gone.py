@@ -52,7 +52,7 @@ MOVED_MODULES = {"examples": "baton.examples"}
 
 
 def leave_out_neutral(values: dict[str, Any]) -> None:
-    """Remove settings of `NEUTRAL` from the values of a configuration."""
+    """Remove settings of `NEUTRAL` from the values of a configuration file."""
     for path, neutral in NEUTRAL.items():
         *parents, name = path.split(".")
         section: Any = values

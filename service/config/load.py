@@ -13,7 +13,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from service.config.gone import GONE, leave_out_neutral
+from service.config.gone import GONE
 from service.config.section import MOST, PATTERNS
 from service.config.source import KeyPath, Source, plain, read_sources, short
 from service.config.tree import Config
@@ -46,7 +46,6 @@ def load(files: Sequence[Path], overrides: Sequence[str] = ()) -> Loaded:
         ConfigError: names every unknown key and every wrong value, a line each.
     """
     source = read_sources(files, overrides)
-    leave_out_neutral(source.values)
     try:
         return Loaded(Config.model_validate(source.values), source)
     except ValidationError as error:

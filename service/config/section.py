@@ -84,6 +84,8 @@ class Section(BaseModel):
     @classmethod
     def _refuse_boolean_numbers(cls, value: object, info: ValidationInfo) -> object:
         kinds = str(cls.model_fields[info.field_name or ""].annotation)
-        if isinstance(value, bool) and re.search(r"\b(int|float)\b", kinds) and not re.search(r"\bbool\b", kinds):
-            raise ValueError("must be a number")
+        is_number = re.search(r"\b(int|float)\b", kinds) and not re.search(r"\bbool\b", kinds)
+        parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else [value]
+        if is_number and any(isinstance(part, bool) for part in parts):
+            raise ValueError("must be a number" if parts == [value] else "must have numbers only")
         return value

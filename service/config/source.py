@@ -16,6 +16,7 @@ from typing import Any
 
 import yaml
 
+from service.config.gone import leave_out_neutral
 from service.errors import ConfigError, UserError
 
 MAX_FILE_BYTES = 1 << 16
@@ -133,7 +134,9 @@ def read_sources(files: Sequence[Path], overrides: Sequence[str]) -> Source:
             continue
         if not isinstance(reader.root, yaml.MappingNode):
             raise ConfigError(f"{reader.at(reader.root)}  a configuration file holds `section:` mappings")
-        source.merge(reader.value(reader.root, ()), reader.places)
+        values = reader.value(reader.root, ())
+        leave_out_neutral(values)
+        source.merge(values, reader.places)
     for word in overrides:
         if (match := _OVERRIDE.fullmatch(word)) is None:
             raise ConfigError(f"override {short(word)}: not of the form section.key=value")

@@ -32,7 +32,7 @@ MAX_NAME_LENGTH = 1024
 """Maximum characters of a generator's name, a prompt's uid or a stop reason."""
 
 MAX_GROUP_ID = 1 << 53
-"""Largest group_id, so that it is exact as a number in JSON."""
+"""Every group_id is below it, so that it is exact as a number in JSON."""
 
 TEMPERATURES = (1e-6, 1e6)
 
@@ -207,8 +207,8 @@ def _logprobs(group: StepGroup, limits: Limits) -> Refusal | None:
 def _versions(group: StepGroup, limits: Limits) -> Refusal | None:
     """The refusal of a sampled token without a version, the reverse, or a prompt token that is marked as sampled."""
     steps = group.steps
-    wrong_N = steps.loss_mask_N != (steps.versions_N >= 0)
-    if wrong_N.any() or steps.versions_N.min(initial=0) < NO_VERSION:
+    wrong_N = (steps.loss_mask_N != (steps.versions_N >= 0)) | (steps.versions_N < NO_VERSION)
+    if wrong_N.any():
         n = int(wrong_N.argmax())
         return Refusal(RefusalReason.VERSION, f"versions_N[{n}]", int(steps.versions_N[n]))
     if len(steps) and (k := _first_in_prompt(steps, steps.loss_mask_N)) is not None:

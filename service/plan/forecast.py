@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -66,7 +66,7 @@ def splits_of(settings: PlanSettings, gpus: int) -> Iterator[tuple[int, int]]:
     """
     trainer, each = settings.trainer, settings.generator.engine_gpus
     if settings.fit.shares_gpus:
-        yield from ((engines, gpus) for engines in range(1, gpus // each + 1))
+        yield from ((engines, gpus) for engines in _spread(range(1, max(1, gpus // each) + 1)))
         return
     together = math.lcm(trainer.sequence_parallel, trainer.expert_parallel)
     groups = "trainer.sequence_parallel" + (" and expert_parallel" if trainer.expert_parallel > 1 else "")
@@ -82,9 +82,12 @@ def splits_of(settings: PlanSettings, gpus: int) -> Iterator[tuple[int, int]]:
             f"--gpus {gpus}: an engine takes {each} (generator.tensor_parallel_size) and the trainer {together} or a "
             f"multiple of it ({groups}){whole}; give {each + together} or more"
         )
-    every = -(-len(found) // MAX_SPLITS)
-    for engines in sorted({*found[::every], found[-1]}):
-        yield engines, gpus - engines * each
+    yield from ((engines, gpus - engines * each) for engines in _spread(found))
+
+
+def _spread(numbers: Sequence[int]) -> list[int]:
+    """About `MAX_SPLITS` of the numbers, evenly spread, the first and the last among them."""
+    return sorted({*numbers[:: -(-len(numbers) // MAX_SPLITS)], numbers[-1]})
 
 
 class Plan:
@@ -100,7 +103,9 @@ class Plan:
         engines, ranks = settings.generator.max_engines, settings.trainer.ranks
         used = ranks if settings.fit.shares_gpus else engines * settings.generator.engine_gpus + ranks
         self.gpus = gpus or used
-        pairs = list(splits_of(settings, self.gpus))  # before the estimate, which takes up to a minute
+        pairs = {*splits_of(settings, self.gpus)}  # before the estimate, which takes up to a minute
+        if used == self.gpus:
+            pairs.add((engines, ranks))
         self._trainer, self._memory, problem = estimated(settings.fit, folder, device)
         hf_config = read_config(folder)
         self._shape = Shape.of(hf_config, 2.0 if settings.fit.learn.model.dtype == "bfloat16" else 4.0)
@@ -123,7 +128,7 @@ class Plan:
 
         self.chosen = self.split(engines, ranks)
         """The split of the configuration."""
-        self.splits = [self.chosen if pair == (engines, ranks) else self.split(*pair) for pair in pairs]
+        self.splits = [self.chosen if pair == (engines, ranks) else self.split(*pair) for pair in sorted(pairs)]
         """All splits of the GPUs; the configuration's split is among them if it uses all GPUs."""
         self.on_policy = self.split(engines, ranks, lookahead=0).flow
         """Waits and speed of the chosen split with `buffer.lookahead: 0`."""

@@ -34,11 +34,13 @@ def replayed(limits: Limits, settings: BatchSettings, folder: Path, step: int) -
     """The mini-batch of optimizer step `step`; if a trainer repeated the step, the last one.
 
     Raises:
-        UserError: the journal has no such step, is damaged, or its first frames were removed.
+        UserError: the journal has no such step, is damaged or of no run, or its first frames were removed.
     """
     try:
         found = recorded(limits, folder, step)
-    except (JournalError, ValueError, LookupError) as error:  # a frame that is whole and that no run wrote
+    except JournalError as error:
+        raise UserError(str(error)) from error
+    except (ValueError, LookupError, ArithmeticError) as error:  # a frame that is whole and that no run wrote
         why = in_one_line(f"{type(error).__name__}: {error}")
         raise UserError(f"{folder}: these frames are of no run ({why}); bring the journal back from a copy") from error
     batch = form_mini_batch(found.lease, found.groups, found.history, settings)

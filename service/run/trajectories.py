@@ -125,10 +125,10 @@ class RecordSettings:
 def trajectory_records(
     batch: MiniBatch, groups: Sequence[CompleteGroup], at: PolicyVersion, settings: RecordSettings
 ) -> list[Record]:
-    """Records of an evenly spread sample of a mini-batch's trajectories, after its training at version `at`. The
-    settings give the sample's size."""
+    """Records of a random sample of a mini-batch's trajectories, after its training at version `at`. The settings give
+    the sample's size."""
     count = min(settings.per_step, len(batch.return_G))
-    chosen = sorted({round(g) for g in np.linspace(0, len(batch.return_G) - 1, count)}) if count else []
+    chosen = sorted(np.random.default_rng(batch.lease).choice(len(batch.return_G), count, replace=False).tolist())
     first_of_group = np.searchsorted(batch.prompt_of_trajectory_G, np.arange(len(groups)))
     first_turn_G = offsets_of(np.concatenate([_turns(group) for group in groups]))
     records = []

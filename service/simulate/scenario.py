@@ -15,6 +15,8 @@ from service.handoff.settings import BufferSettings
 from service.types import Int64s
 
 VOCABULARY = 1 << 20
+DRAWN = 1 << 15
+"""Trajectories whose lengths are drawn for the mean time of a group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +97,9 @@ class Scenario:
         """
         if self.trainer_seconds is not None:
             return self.trainer_seconds
-        n_samples = settings.buffer.limits.n_samples_per_prompt
-        lengths = self.lengths(np.random.default_rng(0), 4096 * n_samples).reshape(-1, n_samples)
+        limits = settings.buffer.limits
+        count = max(1, DRAWN // limits.n_samples_per_prompt) * limits.n_samples_per_prompt
+        lengths = np.minimum(self.lengths(np.random.default_rng(0), count), self.turns * limits.max_generate_length)
+        lengths = lengths.reshape(-1, limits.n_samples_per_prompt)
         group_seconds = float(lengths.max(axis=1).mean()) * self.token_seconds
         return group_seconds * settings.buffer.mini_batch_size / (self.slots(settings) * self.generators)

@@ -36,7 +36,7 @@ class SimulatedTrainer(Client):
         """Whether the buffer answered that no more mini-batches can come."""
         self._settings = host.settings
         self._generators = generators
-        self._step_seconds = scenario.step_seconds(host.settings)
+        self.step_seconds = scenario.step_seconds(host.settings)
         self.evaluated: list[tuple[int, float]] = []
         """(step, seconds) of the evaluations that have ended."""
         self._evaluating = 0
@@ -69,7 +69,7 @@ class SimulatedTrainer(Client):
             answer = yield self.ask(lambda buffer: buffer.lease(incarnation), POLL_SECONDS)
             if isinstance(answer, MiniBatch):
                 self._measured.leased(answer, self.version, self.loop.now - since)
-                yield self.wait(self._step_seconds)
+                yield self.wait(self.step_seconds)
                 answer = yield from self._step(answer)
                 since = self.loop.now
             elif isinstance(answer, Wait):

@@ -15,7 +15,8 @@ from service.simulate.scenario import Scenario, SimulationSettings
 from service.simulate.trainer import SimulatedTrainer
 
 HANG_SECONDS = 600.0
-"""Simulated seconds without an optimizer step that count as a hang."""
+"""Simulated seconds without an optimizer step that count as a hang, besides those that the longest trajectory, its
+scorer, an optimizer step and its weights take."""
 SEGMENT_BYTES = 64 << 20
 
 
@@ -40,6 +41,10 @@ class World:
             for number in range(scenario.generators)
         ]
         self.trainer = self.trainer_class(self.generators, self.host, scenario, self.rngs[4], self.measured)
+        longest = scenario.turns * settings.buffer.limits.max_generate_length * scenario.token_seconds
+        self.patience = (
+            HANG_SECONDS + longest + scenario.scorer_seconds + self.trainer.step_seconds + scenario.sync_seconds
+        )
 
     def new_measurements(self) -> Measurements:
         """An object that records measurements."""
@@ -72,12 +77,12 @@ class World:
         begun = self.loop.now
 
         def stuck() -> bool:
-            return self.loop.now - max(begun, self.calm_from, *self.measured.committed_at[-1:]) > HANG_SECONDS
+            return self.loop.now - max(begun, self.calm_from, *self.measured.committed_at[-1:]) > self.patience
 
         if not self.loop.run(lambda: done() or stuck()):
             raise RunFailed(f"no event is left at {self.loop.now:.0f} s; {self._where()}")
         if not done():
-            raise RunFailed(f"no optimizer step for {HANG_SECONDS:.0f} s; {self._where()}")
+            raise RunFailed(f"no optimizer step for {self.patience:.0f} s; {self._where()}")
 
     def _where(self) -> str:
         status = self.host.buffer.status()

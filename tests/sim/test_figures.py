@@ -149,6 +149,16 @@ def test_a_number_out_of_bounds_is_refused(option: str, capsys: pytest.CaptureFi
         assert re.match(rf"baton: {word} \S+: give a number from ", capsys.readouterr().err), value
 
 
+def test_a_trainer_of_the_default_speed_is_as_fast_as_generators_whose_lengths_are_cut() -> None:
+    scenario, cut = Scenario(median_tokens=64.0, sigma=0.0), config("generator.max_generate_length=8")
+    assert scenario.step_seconds(cut) == pytest.approx(8 / 64 * scenario.step_seconds(config()))
+
+
+def test_steps_longer_than_a_hang_are_simulated(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", "--steps", "3", "--trainer-seconds", "700", "--sync-seconds", "700", *SMALL]) == 0
+    assert "trainer waits" in capsys.readouterr().out
+
+
 def test_more_turns_than_the_configuration_allows_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", "--turns", "2", *SMALL]) == 2
     assert "set env.max_turns=2" in capsys.readouterr().err

@@ -88,7 +88,7 @@ def place(length_R: Int64s, trajectory_R: Int32s, ranks: int, budget: int, layou
 
 def in_bins(costs_of_rank: Sequence[Sequence[int]], budget: int, layout: Layout) -> list[list[list[int]]]:
     """Each rank's items, by their indices, in bins within the budget; every rank has the same number of bins."""
-    needed = max(max(1, -(-sum(costs) // budget)) for costs in costs_of_rank)
+    needed = max(max(1, -(-sum(min(cost, budget) for cost in costs) // budget)) for costs in costs_of_rank)
     bins = [_packed(costs, budget, needed, layout) for costs in costs_of_rank]
     count = max(len(of_rank) for of_rank in bins)
     for rank, costs in enumerate(costs_of_rank):

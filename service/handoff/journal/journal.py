@@ -69,10 +69,21 @@ def frames(segment: Segment, start: int | None = None) -> Iterator[Frame]:
 
 
 def frames_in(path: Path) -> Iterator[Frame]:
-    """The frames of a segment's file, which is not changed."""
+    """The frames of a segment's file, which is not changed.
+
+    Raises:
+        JournalError: a frame is damaged, and a later one says that it was synced.
+    """
     file = Disk().open(path)
     try:
-        yield from frames(Segment(int(path.stem), file, path))
+        segment = Segment(int(path.stem), file, path)
+        position = segment.start
+        for frame in frames(segment):
+            yield frame
+            position = frame.end
+        # a running buffer may have written the frame meanwhile
+        if synced_later(segment, position - segment.start) > position and next(frames(segment, position), None) is None:
+            raise _damaged(segment, position)
     finally:
         file.close()
 
@@ -88,6 +99,13 @@ def synced_later(segment: Segment, offset: int) -> int:
                 furthest = max(furthest, frame.synced)
             found = chunk.find(MAGIC, found + 1)
     return furthest
+
+
+def _damaged(segment: Segment, position: int) -> JournalError:
+    return JournalError(
+        f"{segment.path}: damaged at byte {position - segment.start} (position {position}); refusing to start. Bring "
+        "the file back from a copy, or begin a new run"
+    )
 
 
 def _checksum(summed: bytes, payload: Buffer) -> int:
@@ -311,7 +329,7 @@ class Journal:
         """Raise an error unless a segment's frames end where the next segment begins, apart from reserved space."""
         offset = self.position - segment.start
         if any(_data_behind(segment.file, offset)):
-            raise self._damaged(segment)
+            raise _damaged(segment, self.position)
         if self.position == following.start:
             segment.file.truncate(offset)
             return
@@ -325,23 +343,16 @@ class Journal:
         offset, size = self.position - segment.start, segment.file.size()
         # The segments before the oldest one were removed when its snapshot had been synced.
         if offset == 0 and segment.start == self.start > 0:
-            raise self._damaged(segment)
+            raise _damaged(segment, self.position)
         if offset < size and any(_data_behind(segment.file, offset)):
             if synced_later(segment, offset) > self.position:
-                raise self._damaged(segment)
+                raise _damaged(segment, self.position)
             log.warning("%s: cut a torn tail of %d bytes at byte %d", segment.path, size - offset, offset)
             segment.file.truncate(offset)
         self._allocated = size
         if not _allocated(segment.file, size):
             segment.file.truncate(offset)
             self._allocated = offset
-
-    def _damaged(self, segment: Segment) -> JournalError:
-        offset = self.position - segment.start
-        return JournalError(
-            f"{segment.path}: damaged at byte {offset} (position {self.position}); refusing to start. Bring the file "
-            "back from a copy, or begin a new run"
-        )
 
     def _write(self, batch: list[_Queued]) -> bool:
         if batch[0].begins_segment:

@@ -30,6 +30,7 @@ from actors.weights.node_images import MAX_FAILURES, NodeImages
 from actors.weights.part import Source, WeightPart
 from actors.weights.part_buffers import PartBuffers
 from actors.weights.weight_source import PublishedWeights
+from service.errors import WeightsGone
 from service.types import PolicyVersion
 from tests.pure.actors.fakes import ONE_BUCKET, FakeGenerator, FakeRank0, content, died, on_ranks, path_for
 
@@ -268,6 +269,18 @@ async def test_an_image_that_was_released_before_it_was_read_is_not_held(nixl: t
     ranks = Ranks(1)
     ranks.publish(1)
     await ranks.holder.release_image(ranks.numbers + 1)
+    assert await ranks.read(1) == "the image was read too late"
+
+
+async def test_after_its_release_an_image_is_held_by_no_late_call(nixl: type[FakeAgent]) -> None:
+    ranks = Ranks(1)
+    ranks.publish(1)
+    await ranks.read(1)
+    number = ranks.numbers
+    await ranks.holder.release_image(number)
+    with pytest.raises(WeightsGone):
+        await ranks.holder.hold_image(number, 1, 8)
+    ranks.numbers -= 1
     assert await ranks.read(1) == "the image was read too late"
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given
@@ -10,6 +12,7 @@ from safetensors.torch import load
 from torch import Tensor
 
 from actors.weights.image import Image
+from actors.weights.memory import WeightMemory
 from actors.weights.part import WeightPart, check_parts
 from actors.weights.part_buffers import PartBuffers
 from tests.pure.actors.fakes import content, given_by, on_ranks
@@ -69,6 +72,27 @@ def test_parts_that_leave_bytes_out_or_have_them_twice_are_refused(other: list[t
     check_parts([first, WeightPart.of_spans([(8, 4)])])
     with pytest.raises(ValueError, match="not each byte of the weights once"):
         check_parts([first, WeightPart.of_spans(other)])
+
+
+@pytest.mark.parametrize("fails", ["__init__", "register"])
+def test_memory_that_cannot_be_had_leaves_no_version_and_the_next_copy_is_readable(
+    fails: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (rank,) = published(5, {"a": torch.full((4,), 5.0)}, 1)
+
+    def refused(*_: object) -> None:
+        raise RuntimeError("there is no memory")
+
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="no memory"):
+        patch.setattr(WeightMemory, fails, refused)
+        published(6, {"a": torch.full((80,), 6.0)}, 1, [rank])
+    assert [rank.bucket(version, 0, rank.part.n_bytes) for version in (5, 6)] == [None, None]
+    (rank,) = published(7, later := {"a": torch.full((4,), 7.0)}, 1, [rank])
+    assert Path(rank.source.path.partition("#")[0]).exists()
+    image = Image(7, rank.part.n_bytes)
+    image.write(*given_by(rank, 0, rank.part.n_bytes))
+    assert torch.equal(load(content(image))["a"], later["a"])
+    image.close()
 
 
 def test_a_copy_that_fails_half_way_is_given_under_no_version_and_the_next_one_is() -> None:

@@ -11,6 +11,7 @@ from service.handoff.steps import wire
 from service.handoff.steps.tables import step_objects
 from service.handoff.verbs import Assignment, Receipt, Wait, WaitReason
 from service.types import (
+    NO_VERSION,
     Float64s,
     Int64s,
     MiniBatch,
@@ -242,6 +243,14 @@ def test_versions_never_published_or_older_than_the_admission_are_refused(world:
     assert refused(world.generator.send([too_old])) is RefusalReason.VERSION
     of = TrajectoryId(newer.group_id, 1)
     assert refused(world.generator.send([step(of, newer.prompt_uid, 0, PolicyVersion(1, 9))])) is RefusalReason.VERSION
+
+
+def test_a_version_below_that_of_unsampled_tokens_is_named_with_its_token(world: World) -> None:
+    work = world.generator.claimed(START)
+    made = step(TrajectoryId(work.group_id, 0), work.prompt_uid, 0)
+    made.loss_mask[-1], made.versions[-1] = False, NO_VERSION - 4
+    answer = world.generator.send([made])
+    assert isinstance(answer, Refusal) and answer.reason is RefusalReason.VERSION and answer.number == NO_VERSION - 4
 
 
 # -- fencing ------------------------------------------------------------------------------------------------------

@@ -58,6 +58,25 @@ def test_replay_gives_the_last_try_of_a_step_that_was_done_again(tmp_path: Path)
     assert encode_mini_batch(found) == encode_mini_batch(again) != first[3]
 
 
+def test_a_frame_that_was_synced_and_is_damaged_ends_no_replay_in_silence(tmp_path: Path) -> None:
+    """Otherwise the first try of a step would be given for the last one."""
+    world = World(tmp_path, settings())
+    a_run(world, steps=3)
+    (segment,) = tmp_path.glob("*.journal")
+    middle = [*frames_in(segment)][-2].position
+    world.trainer_incarnation = world.buffer.join("trainer", "trainer", step=2)
+    world.batch()
+    world.train()
+    world.journal.sync()
+    world.buffer.drain("a frame after the sync")
+    world.journal.sync()
+    data = bytearray(segment.read_bytes())
+    data[middle + 80] ^= 1
+    segment.write_bytes(data)
+    with pytest.raises(UserError, match=rf"damaged at byte {middle} "):
+        world.replayed(3)
+
+
 def test_replay_changes_nothing_in_the_folder(tmp_path: Path) -> None:
     world = World(tmp_path, settings())
     a_run(world, steps=1)

@@ -178,7 +178,7 @@ def test_an_unknown_command_is_code_2(capsys: pytest.CaptureFixture[str]) -> Non
             "trainer.lr=1: baton scale takes no settings; see baton ",
         ),
         (["trace", "runs/r", "run.seed=1"], "run.seed=1: baton trace takes no settings; see baton trace --help"),
-        (["run", "--generator.concurrent-groups=3"], "has no dashes: generator.concurrent_groups=VALUE"),
+        (["run", "--generator.concurrent-groups=3"], "has no dashes before it: generator.concurrent-groups=VALUE"),
         (["submit"], "baton submit is gone: use ray job submit"),
         (["export", "s3://bucket/run", "out"], "a run in a store has no folder here; `baton run --resume` restores it"),
     ],

@@ -183,6 +183,8 @@ def test_the_record_of_an_older_run_loads_if_its_removed_settings_asked_for_noth
     assert load_config([write(tmp_path, "old.yaml", lines % -1)]).buffer.lookahead == 3
     with pytest.raises(ConfigError, match=r"generator\.top_k: this setting is gone"):
         load_config([write(tmp_path, "old.yaml", lines % 40)])
+    with pytest.raises(ConfigError, match=r"probe_prompts=3: this setting is gone"):  # it would switch a warm start on
+        load_config([], ["model.warm_start.probe_prompts=3"])
 
 
 @pytest.mark.parametrize(
@@ -190,6 +192,7 @@ def test_the_record_of_an_older_run_loads_if_its_removed_settings_asked_for_noth
     [
         ("buffer.lookahead=true", "must be a number, not True"),
         ("trainer.lr=false", "must be a number, not False"),
+        ("trainer.betas=[false,0.9]", "must have numbers only, not [False, 0.9]"),
         ("generator.engines=true", "must be a number, not True"),
         ("generator.concurrent-groups=3", "unknown key (did you mean generator.concurrent_groups?)"),
         ("generator.concurrent_groups=1e15", "must be less than or equal to 1048576, not 1000000000000000.0"),

@@ -12,7 +12,7 @@ from service.config.tree import BufferConfig, Config
 from service.handoff.batches.advantages import Rule
 from service.handoff.batches.batch import BatchSettings, batch_of_rank, form_mini_batch
 from service.handoff.batches.filters import FilterSettings, filtered
-from service.handoff.batches.pack import Layout, micro_batches, place
+from service.handoff.batches.pack import Layout, in_bins, micro_batches, place
 from service.handoff.ledger.events import Ended, GroupStats
 from service.handoff.ledger.lifecycle import GroupState
 from service.handoff.ledger.scores import CompleteGroup
@@ -179,3 +179,8 @@ def test_rows_near_the_budget_need_few_micro_batches(seed: int) -> None:
     assert len(placement.ranks[0]) <= -(-length_R.sum() // (8 * 32_768)) + 1
     assert sorted(row for rank in placement.ranks for micro in rank for row in micro) == list(range(len(length_R)))
     assert all(length_R[list(micro)].sum() <= 32_768 for rank in placement.ranks for micro in rank)
+
+
+def test_a_row_longer_than_the_budget_takes_one_micro_batch_and_no_dummies() -> None:
+    assert in_bins([[60]], 10, "packed") == [[[0]]]
+    assert sorted(in_bins([[100, 5, 5, 5, 5]], 20, "packed")[0], key=len) == [[0], [1, 2, 3, 4]]

@@ -13,7 +13,7 @@ from service.config import load
 from service.errors import UserError
 from service.learn.estimate.gpus import DATA_SHEETS, H100
 from service.plan.command import DOES_NOT_FIT
-from service.plan.forecast import splits_of
+from service.plan.forecast import MAX_SPLITS, splits_of
 from service.plan.settings import PlanSettings
 from service.plan.work import OPTIONS
 from service.run.folder import METRICS
@@ -123,6 +123,18 @@ def test_on_shared_gpus_fewer_engines_than_ranks_are_compared_too(capsys: pytest
     assert pairs == [(1, 4), (2, 4), (3, 4), (4, 4)]
     best = min(split["step_seconds"] for split in found["splits"])  # type: ignore[attr-defined, index]
     assert best <= found["chosen"]["step_seconds"]  # type: ignore[index]
+
+
+@pytest.mark.parametrize("transport", ["ipc", "memory"])
+def test_of_many_splits_a_few_are_compared_and_the_configured_one(
+    transport: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engines, ranks = (37, 300) if transport == "ipc" else (37, 263)
+    sizes = [f"trainer.ranks={ranks}", f"generator.engines={engines}", "generator.concurrent_groups=512"]
+    sizes.append("trainer.mini_batch_size=64")
+    found = planned(["--config", QUICKSTART, f"weights.transport={transport}", *sizes], capsys)
+    pairs = [(split["engines"], split["ranks"]) for split in found["splits"]]  # type: ignore[attr-defined, index]
+    assert (engines, ranks) in pairs and len(pairs) <= MAX_SPLITS + 2
 
 
 def test_an_environment_of_days_is_planned(recipe: list[str], capsys: pytest.CaptureFixture[str]) -> None:

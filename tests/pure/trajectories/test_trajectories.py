@@ -67,6 +67,7 @@ def group(group_id: int, n: int = 2) -> CompleteGroup:
 
 SIZES = ["algorithm.n_samples_per_prompt=2", "trainer.mini_batch_size=2", "trainer.ranks=1"]
 CONFIG = load_config([], [*SIZES, "buffer.max_staleness=8", "run.trajectories_per_step=3"])
+ALL = CONFIG.model_copy(update={"run": CONFIG.run.model_copy(update={"trajectories_per_step": 50})})
 
 
 def formed(config: Config = CONFIG) -> tuple[MiniBatch, list[CompleteGroup]]:
@@ -86,7 +87,7 @@ def recorded(batch: MiniBatch, groups: list[CompleteGroup], config: Config) -> l
 
 
 def test_a_record_says_what_was_generated_and_what_became_of_it() -> None:
-    first, *_, last = records()
+    first, *_, last = records(ALL)
     assert (first["id"], last["id"]) == ("group=7/sample=0/attempt=0", "group=5/sample=1/attempt=0")
     assert (last["return"], last["fate"], last["optimizer_step"], last["trained_at"]) == (1.0, "trained", 2, "1:1")
     assert last["advantage"] > 0 > first["advantage"]
@@ -98,7 +99,7 @@ def test_a_record_says_what_was_generated_and_what_became_of_it() -> None:
 
 
 def test_turns_with_advantages_of_their_own_and_what_scorers_said_are_shown() -> None:
-    config = CONFIG.model_copy(
+    config = ALL.model_copy(
         update={"algorithm": CONFIG.algorithm.model_copy(update={"credit": "return_to_go", "returns": "sum"})}
     )
     batch, groups = formed(config)
@@ -135,6 +136,12 @@ def test_a_prompt_that_begins_like_that_of_an_earlier_step_says_what_was_left_ou
 def test_as_many_are_kept_as_the_configuration_says(per_step: int, kept: int) -> None:
     config = CONFIG.model_copy(update={"run": CONFIG.run.model_copy(update={"trajectories_per_step": per_step})})
     assert len({record["id"] for record in records(config)}) == kept
+
+
+def test_which_trajectories_are_kept_differs_from_step_to_step() -> None:
+    batch, groups = formed()
+    kept = {str(record["id"]) for n in range(30) for record in recorded(replace(batch, lease=n), groups, CONFIG)[:1]}
+    assert len(kept) > 1
 
 
 def test_a_prompt_that_was_too_long_is_counted_apart_from_a_trajectory_that_grew_too_long() -> None:
