@@ -31,13 +31,15 @@ def s3_server() -> Iterator[dict[str, str]]:
     host, port = server.get_host_and_port()
     address = f"http://{host}:{port}"
     urllib.request.urlopen(urllib.request.Request(f"{address}/{BUCKET}", method="PUT")).close()
-    yield {
-        "AWS_ENDPOINT_URL": address,
-        "AWS_REGION": "us-east-1",
-        "AWS_ACCESS_KEY_ID": KEY,
-        "AWS_SECRET_ACCESS_KEY": SECRET,
-    }
-    server.stop()
+    try:
+        yield {
+            "AWS_ENDPOINT_URL": address,
+            "AWS_REGION": "us-east-1",
+            "AWS_ACCESS_KEY_ID": KEY,
+            "AWS_SECRET_ACCESS_KEY": SECRET,
+        }
+    finally:
+        server.stop()
 
 
 FAULTS = ("503", "slow", "cut request", "cut answer", "stale")
@@ -54,10 +56,12 @@ class Flaky:
         """The answer to each listing that was given last."""
 
     def fault(self, path: str) -> str:
-        """What happens to a request; empty: nothing."""
+        """What happens to a request; empty: nothing. The first listing that can be stale is."""
         with self.lock:
-            kinds = FAULTS if "list-type" in path else FAULTS[:-1]
+            kinds = FAULTS if path in self.listings else FAULTS[:-1]
             fault = self.random.choice(kinds) if self.random.random() < self.share else ""
+            if self.share and kinds is FAULTS and not self.met["stale"]:
+                fault = "stale"
             self.met[fault] += bool(fault)
         return fault
 
@@ -105,7 +109,9 @@ def flaky_s3_server(share: float, seed: int = 1) -> Iterator[tuple[dict[str, str
                 for name, value in headers.items():
                     if name.lower() not in ("content-length", "transfer-encoding", "connection"):
                         self.send_header(name, value)
-                self.send_header("Content-Length", headers.get("Content-Length", str(len(answer))))
+                # The answer to HEAD has no body but names the object's size; a stale listing has a size of its own.
+                size = headers["Content-Length"] if self.command == "HEAD" else str(len(answer))
+                self.send_header("Content-Length", size)
                 self.end_headers()
                 self.wfile.write(answer[: len(answer) // 2] if cut else answer)
                 self.close_connection = self.close_connection or cut
@@ -117,6 +123,8 @@ def flaky_s3_server(share: float, seed: int = 1) -> Iterator[tuple[dict[str, str
             server.daemon_threads = True
             thread = threading.Thread(target=server.serve_forever)
             thread.start()
-            yield {**environment, "AWS_ENDPOINT_URL": f"http://127.0.0.1:{server.server_port}"}, flaky
-            server.shutdown()
-            thread.join()
+            try:
+                yield {**environment, "AWS_ENDPOINT_URL": f"http://127.0.0.1:{server.server_port}"}, flaky
+            finally:
+                server.shutdown()
+                thread.join()

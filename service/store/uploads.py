@@ -31,7 +31,9 @@ REACHED_SECONDS = 30.0
 """Minimum seconds between two writes of the run's progress to the store."""
 POLL_SECONDS = 0.02
 BACKOFF = Backoff(1.0, 60.0)
-"""Pauses after failed attempts."""
+"""Pauses after attempts that failed and stored no file."""
+TRIES = 10
+"""Minimum number of attempts within the deadline."""
 ENDS = (METRICS, EVALUATIONS, TRAJECTORIES, "learning_curve.png", SUMMARY)
 """Files of the run folder that are uploaded at the end; the summary is the last."""
 
@@ -205,8 +207,12 @@ class Uploads:
                 if job.files and job not in self._jobs:
                     continue
                 self._under_way = job
+            stored = len(job.done)
             try:
-                failures = 0 if self._broken is not None or self._succeeds(job) else failures + 1
+                if self._broken is not None or self._succeeds(job):
+                    failures = 0
+                else:
+                    failures = 1 if len(job.done) > stored else failures + 1
             except TakenOver as error:
                 self._say(f"{error}; this process uploads no more")
                 self._broken, self.status = error, self.status._replace(failing=str(error))
@@ -217,7 +223,7 @@ class Uploads:
                 if not failures or self._broken is not None or not job.files or self._is_old(job):
                     self._end(job)
                     continue
-            self._came.wait(BACKOFF.pause(failures))
+            self._came.wait(min(BACKOFF.pause(failures), self._deadline / TRIES))
             self._came.clear()
             self._queue.put(job)
 

@@ -136,4 +136,4 @@ class ScriptedRun:
             self.settles()
 
     def _until_uploaded(self) -> None:
-        until(lambda: not self.uploads.left() or bool(self.uploads.status.failing), 10)
+        until(lambda: not self.uploads.left() or bool(self.uploads.status.failing))
