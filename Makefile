@@ -84,7 +84,7 @@ types: dev ## mypy --strict over service/ and actors/
 	@$(BIN)/mypy
 check: lint types test ## all checks that a change has to pass
 docs: dev ## the documentation as a site in build/site
-	@$(BIN)/mkdocs build --strict --quiet
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@echo "baton: the site is in build/site; open build/site/index.html"
 dist: dev ## the package as sdist and wheel in dist/
 	@rm -rf dist

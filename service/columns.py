@@ -222,8 +222,8 @@ def concat(tables: Sequence[AnyTable]) -> AnyTable:
     for strings, code in columns.names:
         made[strings], made[code] = _joined_names(parts[strings], parts[code])
     for name, of_axis in columns.ragged:
-        lasts_T = np.cumsum([len(offsets) for offsets in parts[name]]) - 1
-        made[name] = offsets_of(np.delete(np.diff(np.concatenate(parts[name])), lasts_T[:-1]))
+        lasts = np.cumsum([len(offsets) for offsets in parts[name]]) - 1
+        made[name] = offsets_of(np.delete(np.diff(np.concatenate(parts[name])), lasts[:-1]))
         counts = [len(tokens) for tokens in parts[of_axis[0].name]]
         known = {column.name: _filled_up(column, parts[column.name], counts) for column in of_axis}
         made |= dict.fromkeys(known) | _joined({name: arrays for name, arrays in known.items() if arrays})
@@ -343,17 +343,19 @@ def codes_of(names: Iterable[Name]) -> tuple[tuple[Name, ...], Int32s]:
     return tuple(code), np.array(codes, np.int32)
 
 
-def _joined_names(names_T: Sequence[tuple[str, ...]], codes_T: Sequence[Int32s]) -> tuple[tuple[str, ...], Int32s]:
+def _joined_names(
+    names_of_tables: Sequence[tuple[str, ...]], codes_of_tables: Sequence[Int32s]
+) -> tuple[tuple[str, ...], Int32s]:
     """The distinct names of several tables, and all items' indices into them."""
     start: dict[tuple[str, ...], int] = {}
     strings: list[str] = []
-    for names in names_T:
+    for names in names_of_tables:
         if names not in start:
             start[names] = len(strings)
             strings += names
     joined, renumbered = codes_of(strings)
-    start_X = np.repeat([start[names] for names in names_T], [len(code_X) for code_X in codes_T])
-    return joined, renumbered[np.concatenate(codes_T) + start_X]
+    start_X = np.repeat([start[names] for names in names_of_tables], [len(code_X) for code_X in codes_of_tables])
+    return joined, renumbered[np.concatenate(codes_of_tables) + start_X]
 
 
 def check_choice(name: str, value: str, choices: Any) -> None:

@@ -3,13 +3,13 @@
 Axis letters, here and everywhere: `P` prompts, which are groups in a mini-batch, `G` trajectories, `K` steps, `E`
 trajectory ends, `S` the steps that ends describe, `R` rows, `C` segments of rows, `V` trajectories of one role, `X`
 turns of all trajectories, `T` tokens of one step or row, or turns of one trajectory, `Q` tokens of a prompt, `N` packed
-tokens, `H` runs of equal values. An offsets array of an axis `X` has `X + 1` entries.
+tokens, `H` runs of equal values. An offsets array has one entry more than its axis, `offsets_K` for example K + 1.
 
 A table of steps or rows is columnar: one array a field, and every per-token array shares one token axis.
 Item `k` owns tokens `offsets[k]:offsets[k+1]`, its prompt part first, its response part after it:
 
     offsets_K      [0               5       9]
-    token_ids_N    [10 20 30 | 40 50 60 70 | 80 90]      step 0: prompt 10 20 30, response 40 50
+    token_ids_N    [10 20 30 | 40 50 || 60 70 | 80 90]   step 0: prompt 10 20 30, response 40 50
     prompt_length_K [3               2]                  step 1: extends step 0 by 60 70, response 80 90
     loss_mask_N    [ 0  0  0    1  1  0  0    1  1]      (prompt tokens: mask 0, log-probability 0, no version)
 """

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import os
 import re
 import sys
 from collections.abc import Sequence
 from importlib import import_module
 from itertools import islice
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 from service.cli.in_ray import in_ray
 from service.cli.recipes import add_settings
@@ -105,6 +106,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         words, overrides = split_overrides(sys.argv[1:] if argv is None else argv)
         if words and words[0] in GONE_COMMANDS:
             raise UserError(f"baton {words[0]} is gone: use {GONE_COMMANDS[words[0]]}")
+        if words and not words[0].startswith("-"):
+            _check_known(words[0])
         arguments = _parser(words[0] if words else "").parse_args(words)
         if overrides and arguments.name not in WITH_SETTINGS:
             raise UserError(
@@ -122,6 +125,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         print(printable(f"baton: {error.filename or 'output'!s:.200}: {error.strerror or error}"), file=sys.stderr)
         return 2
+
+
+def _check_known(typed: str) -> None:
+    names = [command.name for command in COMMANDS]
+    if typed not in names:
+        near = difflib.get_close_matches(typed, names, n=1)
+        hint = f"did you mean {near[0]}? " if near else ""
+        raise UserError(f"{typed}: no such command; {hint}baton --help lists the commands")
 
 
 def _open_closed_files() -> None:
@@ -167,13 +178,20 @@ def _from_home(word: str) -> str:
     return f"{option}{equals}{os.path.expanduser(path)}"
 
 
+class _Parser(argparse.ArgumentParser):
+    """A parser, and those of its subcommands, whose errors take one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {printable(message)}; see {self.prog} --help\n")
+
+
 def _parser(typed: str) -> argparse.ArgumentParser:
     """The parser; imports only the module of the command that was typed."""
     plain = argparse.RawDescriptionHelpFormatter
     there = {command.name for command in COMMANDS}
     lines = EXAMPLES.splitlines()
     examples = "\n".join(line for line in lines if not line.startswith("  baton ") or line.split()[1] in there)
-    parser = argparse.ArgumentParser("baton", description=ABOUT, epilog=examples, formatter_class=plain)
+    parser = _Parser("baton", description=ABOUT, epilog=examples, formatter_class=plain)
     parser.add_argument("--version", action="version", version=f"baton {installed_version()}")
     added = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for command in COMMANDS:

@@ -31,7 +31,8 @@ SETTINGS = BufferSettings(
 
 
 def main(folder: Path) -> None:
-    """Run one prompt through all verbs: a group of two trajectories, a mini-batch, and the commit of version 1:1."""
+    """Run one prompt through all verbs: a group of two trajectories, a mini-batch that is released and leased again,
+    and the commit of version 1:1."""
     buffer = Buffer(SETTINGS, ["what is 1 + 1?"], Journal(folder, SystemClock()), SystemClock())
 
     def show(verb: str) -> None:
@@ -52,15 +53,22 @@ def main(folder: Path) -> None:
         end = TrajectoryEnd(of, work.prompt_uid, n_steps=1, stop_reason="stop", reward=float(number))
         buffer.submit(encode(step_group(Sender("g1", generator, number), [step], [end])))
         show("submit")
-    batch = buffer.lease(trainer)
-    if not isinstance(batch, MiniBatch):
-        raise TypeError(f"no mini-batch: {batch}")
-    show("lease")
+
+    def lease() -> MiniBatch:
+        answer = buffer.lease(trainer)
+        if not isinstance(answer, MiniBatch):
+            raise TypeError(f"no mini-batch: {answer}")
+        show("lease")
+        return answer
+
+    buffer.release(trainer, lease().lease, "the optimizer step failed")
+    show("release")
+    batch = lease()
     buffer.commit(trainer, batch.lease, PolicyVersion(trainer, 1))
     show("commit")
     buffer.covered(1)
     show("covered")
-    print(f"advantages {batch.advantage_G.round(3).tolist()}, events {buffer.revision}")
+    print(f"advantages {[round(advantage, 3) for advantage in batch.advantage_G.tolist()]}, events {buffer.revision}")
 
 
 if __name__ == "__main__":

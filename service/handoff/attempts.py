@@ -67,8 +67,8 @@ class Attempts:
         return portable and trajectory.moves + 1 < self._settings.max_attempts
 
     def lose(self, group_id: int, sample: int, reason: str) -> None:
-        """Restart a failed trajectory; without an attempt left its group continues without it, or ends if fewer than
-        two others remain."""
+        """Restart a failed trajectory. Without an attempt left, or while the run drains, its group continues without
+        it, or ends if fewer than two others remain."""
         state = self._record.ledger.state
         can_restart = state.groups[group_id].trajectories[sample].attempt + 1 < self._settings.max_attempts
         if (can_restart and state.draining is None) or not self._goes_on_without(group_id, (sample,), reason):

@@ -5,10 +5,11 @@ The effect of an invalid value depends on its kind:
 - One token is masked and counted if it was sampled and its log-probability is not finite. The rest of the step carries
   loss. Log-probabilities of tokens without loss are not checked.
 - The whole message is refused if it breaks a rule below, or one that needs what was accepted before (`ledger.accept`):
-  more than max(1, 1 %) of a trajectory's sampled tokens have such a log-probability, a step comes after the end, the
-  digest of a reference does not match, or two records of one step differ. If the message is about one trajectory, that
-  trajectory restarts (`attempts`). A reward that is not finite is never replaced by a number, because the number would
-  make the baseline of the other trajectories in the group wrong.
+  a step comes after the end, or two records of one step differ. The message that completes a trajectory is also refused
+  if more than max(1, 1 %) of the trajectory's sampled tokens have such a log-probability, or if the digest of a
+  reference does not match. If the message is about one trajectory, that trajectory restarts (`attempts`). A reward that
+  is not finite is never replaced by a number, because the number would make the baseline of the other trajectories in
+  the group wrong.
 
 Rules are ordered from cheap to expensive; the refusal names the first one that fails.
 """
@@ -153,8 +154,9 @@ def _lengths(group: StepGroup, limits: Limits) -> Refusal | None:
     steps = group.steps
     response_K = lengths_of(steps.offsets_K) - steps.prompt_length_K
     prompt_K = steps.extends_length_K.astype(np.int64) + steps.prompt_length_K  # a full prompt extends 0 tokens
+    any_length = np.iinfo(np.int64).max
     return _first_outside(
-        RefusalReason.EMPTY, ("response_length_K", response_K, 1, MAX_GROUP_ID), ("prompt_K", prompt_K, 1, MAX_GROUP_ID)
+        RefusalReason.EMPTY, ("response_length_K", response_K, 1, any_length), ("prompt_K", prompt_K, 1, any_length)
     ) or _first_outside(
         RefusalReason.LENGTH_LIMIT,
         ("prompt_length_K", prompt_K, 0, limits.max_input_length + 1),

@@ -55,7 +55,7 @@ class WaitReason(StrEnum):
     ANSWERED = "answered"
     """claim: it was answered before, and its work is finished or was reassigned to another generator."""
     DRAINED = "drained"
-    """claim: the run ends; no more prompts are issued."""
+    """claim: the run ends; no more prompts are issued. lease: nor are enough groups left for a mini-batch."""
     GROUPS = "groups"
     """lease: fewer than `mini_batch_size` groups are complete."""
     FILTERED = "filtered"
@@ -78,7 +78,8 @@ class Receipt(NamedTuple):
     duplicate: bool = False
     late: tuple[TrajectoryId, ...] = ()
     """Trajectories whose content in the message came too late: the group has ended, or a newer attempt has replaced the
-    trajectory, or the group continues without it. The generator stops playing these trajectories."""
+    trajectory, or the group continues without it. The generator stops playing these trajectories. Empty if the whole
+    message is a duplicate."""
     wanted: int = 1
     """This generator's share of the complete groups that the next mini-batch still lacks; the generator sends a message
     at once when the message completes this many groups."""

@@ -10,6 +10,7 @@ from service.config.checks import check_bytes
 from service.config.command_line import checked_config
 from service.config.model_folder import TOKENIZER, check_description
 from service.learn.estimate.gpus import DATA_SHEETS
+from service.plan.machine.device import MEASURED, profile
 from service.plan.work import OPTIONS
 from service.run.lengths import lengths_of_run
 from service.run.phases import phase
@@ -42,7 +43,7 @@ is wrong (one line says what).
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's own arguments, besides configuration files and settings."""
-    names = ", ".join((*DATA_SHEETS, "cpu", "measured"))
+    names = ", ".join((*DATA_SHEETS, *MEASURED))
     parser.add_argument("--gpu", default="h100", metavar="NAME", help=f"{names} (default h100)")
     parser.add_argument("--gpus", type=int, metavar="N", help="GPUs in all (default: as many as are configured)")
     parser.add_argument("--lengths", metavar="RUN", help="take turns, lengths and the environment's time from a run")
@@ -53,6 +54,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
     """Predict memory, speed and waiting of a configuration; returns the exit code."""
+    if arguments.gpu not in MEASURED:
+        profile(arguments.gpu)  # refuses other names before PyTorch is loaded
     config, source = checked_config(arguments, overrides)
     say = partial(print, file=sys.stderr, flush=True)
     with phase("loading PyTorch", say):

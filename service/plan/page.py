@@ -47,7 +47,9 @@ def lines(plan: Plan) -> Iterator[str]:
             f"{each.binding.part if each.binding.is_bottleneck else '-'}{'  (configured)' if each is split else ''}"
         )
     best = plan.best
-    speed = f"{_short(best.step_seconds)} s a step, {split.step_seconds / best.step_seconds:.2f} times as fast as"
+    gain = round(split.step_seconds / best.step_seconds, 2)
+    times = "as fast as" if gain == 1 else f"{gain:.2f} times as fast as"
+    speed = f"{_short(best.step_seconds)} s a step, {times}"
     name = "best split (*)" if best.fits else "no split fits; the fastest (*) if they did"
     yield f"{name}: {_count(best.engines, 'engine')}, {_count(best.ranks, 'rank')}, {speed} the configuration's"
     yield ""

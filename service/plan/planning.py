@@ -21,7 +21,7 @@ from service.errors import UserError
 from service.learn.estimate.kv_cache import check_engine
 from service.learn.model.hf_config import read_config
 from service.plan.forecast import Plan
-from service.plan.machine.device import Device, profile
+from service.plan.machine.device import MEASURED, Device, profile
 from service.plan.page import as_dict, lines
 from service.plan.settings import PlanSettings
 from service.plan.work import OPTIONS, work_of
@@ -74,7 +74,7 @@ def planned_model(model: ModelConfig, env: EnvConfig, seed: int, run: str | None
 
 def named(name: str) -> Device:
     """The device of this name, measured if it is this machine."""
-    if name in ("cpu", "measured"):
+    if name in MEASURED:
         from service.plan.machine.measure import measured
 
         return measured(cpu=name == "cpu")

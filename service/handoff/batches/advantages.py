@@ -32,7 +32,8 @@ configuration names have rewards, groups and baselines of their own; all other s
     group of prompt p        the main parts of its trajectories are compared, and the verifier parts are
 
 With `returns: last` a part's return is the reward of its last turn. A trajectory in which a named role had no turn has
-no part of that role. If a group has only one part of a role, this part has no baseline, and its advantage is 0.
+no part of that role. If a group has only one part of a role, this part has no baseline, and its advantage is 0,
+whatever the estimator.
 """
 
 from __future__ import annotations

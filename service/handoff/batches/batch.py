@@ -7,7 +7,7 @@
 | `gather` | groups [P] -> `Played`: steps [K] in order, ends [G]     | here                                     |
 | `roles`  | steps [K] -> the same, without loss for untrained roles  | here                                     |
 | `merge`  | steps [K] -> rows [R]                                    | `prefixes.merge`                         |
-| `credit` | `Played` [K], [G] -> advantages [G], by turn [K]         | `advantages`                             |
+| `credit` | `Played` [K], [G] -> advantages [G], by turn [X]         | `advantages`                             |
 | `pack`   | rows [R] -> rows [R] in packing order, with their places | `pack`                                   |
 | `mask`   | rows [R], changed in place -> `Masked`: counts [G]       | here                                     |
 | `cut`    | rows [R] -> the micro-batches of every rank              | `pack.micro_batches`                     |
@@ -204,9 +204,9 @@ class Masked(NamedTuple):
     loss_before_G: Int64s
     """Tokens of each trajectory that carried loss before."""
     stale_G: Int64s
-    """Those of them that are too stale."""
+    """Tokens among `loss_before_G` that are too stale."""
     loss_G: Int64s
-    """Those of them that still carry loss."""
+    """Tokens among `loss_before_G` that still carry loss."""
 
 
 def mask(rows: Rows, trajectory_R: Int32s, count: int, history: VersionHistory, max_staleness: int | None) -> Masked:

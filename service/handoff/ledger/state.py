@@ -120,7 +120,8 @@ class Member:
     received_below: int = 0
     """Every message with a smaller sequence number was received."""
     received: set[int] = field(default_factory=set)
-    """Further sequence numbers that were received; only the newest ones, because a refused message leaves a gap."""
+    """Further sequence numbers that were received; only the newest ones, because a message with nothing new, or a
+    refused one, leaves a gap."""
     given: dict[int, tuple[int, dict[int, int]]] = field(default_factory=dict)
     """For each of its newest claims, by request_id: the assigned group_id, and the attempt of each sample."""
 

@@ -44,6 +44,7 @@ class Limits:
     n_samples_per_prompt: int
     max_attempts: int
     max_group_bytes: int
+    """Maximum bytes of one message (a `StepGroup`)."""
     max_note_bytes: int = NOTE_BYTES
     needs_logprobs: bool = True
     n_named_roles: int = 0

@@ -9,6 +9,9 @@ from service.errors import UserError
 from service.learn.estimate.gpus import DATA_SHEETS, GPUS_OF_A_NODE, H100, REACHED
 from service.plan.machine.costs import CPU, GPU
 
+MEASURED = ("cpu", "measured")
+"""Names of this machine's own profiles, besides those of data sheets."""
+
 
 @dataclass(frozen=True)
 class Device:
@@ -58,7 +61,7 @@ def profile(name: str) -> Device:
         UserError: no profile has that name.
     """
     if name not in DATA_SHEETS:
-        known = (*DATA_SHEETS, "cpu", "measured")
+        known = (*DATA_SHEETS, *MEASURED)
         near = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.3)
         hint = f"did you mean {near[0]}? " if near else ""
         raise UserError(f"--gpu {name}: no such profile; {hint}the profiles are {', '.join(known)}")

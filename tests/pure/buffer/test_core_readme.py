@@ -19,6 +19,8 @@ def test_the_example_prints_the_ledger_after_every_verb(tmp_path: Path, capsys: 
         ("submit", "open", "open", "2"),
         ("submit", "complete", "open", "4"),
         ("lease", "leased", "open", "4"),
+        ("release", "complete", "open", "4"),
+        ("lease", "leased", "open", "4"),
         ("commit", "", "stepped", "4"),
         ("covered", "", "trained", "4"),
     ]

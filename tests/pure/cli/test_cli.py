@@ -164,10 +164,22 @@ def test_validation_reads_the_dataset(capsys: pytest.CaptureFixture[str], tmp_pa
     assert "first needed by row 1" in capsys.readouterr().err
 
 
-def test_an_unknown_command_is_code_2(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("typed", "hint"), [("runn", "did you mean run? "), ("confg", "did you mean config? "), ("xyzzy", "")]
+)
+def test_an_unknown_command_is_one_line_with_the_nearest_one(
+    capsys: pytest.CaptureFixture[str], typed: str, hint: str
+) -> None:
+    assert main([typed]) == 2
+    assert capsys.readouterr().err == f"baton: {typed}: no such command; {hint}baton --help lists the commands\n"
+
+
+def test_a_wrong_value_of_an_option_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
-        main(["runn"])
-    assert caught.value.code == 2 and "invalid choice" in capsys.readouterr().err
+        main(["simulate", "--config", QUICKSTART, "--turns", "2.5"])
+    assert caught.value.code == 2
+    said = "argument --turns: invalid int value: '2.5'"
+    assert capsys.readouterr().err == f"baton simulate: {said}; see baton simulate --help\n"
 
 
 @pytest.mark.parametrize(
