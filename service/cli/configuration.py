@@ -8,6 +8,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from service.cli.recipes import add_settings
+from service.errors import UserError
 
 if TYPE_CHECKING:
     from service.config import Config
@@ -126,6 +127,9 @@ def _estimates(config: Config) -> list[str]:
 def schema(arguments: argparse.Namespace, overrides: list[str]) -> int:
     """Print the JSON schema of the configuration."""
     from service.config import Config
+
+    if overrides:
+        raise UserError(f"{overrides[0]}: the schema depends on no setting; leave it out")
 
     print(json.dumps(Config.model_json_schema(), indent=2))
     return 0

@@ -57,8 +57,18 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
         from service.run.inputs import prepare_weights
 
         manifest = prepare_weights(model, target)
+        _refuse_without_effect(overrides, copied=manifest is None, is_adapter=model.lora is not None)
         export(model, target, manifest, arguments.output, merged=not arguments.adapter)
     step = "the final weights" if manifest is None else f"the weights after step {manifest.step}"
     form = "the adapter of " if arguments.adapter else "with the adapter merged, " if model.lora is not None else ""
     print(f"{arguments.output}: {form}{step}, {'in PEFT' if arguments.adapter else 'a Hugging Face folder'}")
     return 0
+
+
+def _refuse_without_effect(overrides: list[str], copied: bool, is_adapter: bool) -> None:
+    for override in overrides:
+        if not override.startswith("model."):
+            raise UserError(f"{override}: an export depends on settings of the section model only; leave it out")
+        if override.startswith("model.dtype=") and (copied or is_adapter):
+            why = "an adapter is merged in float32" if is_adapter else "these weights are copied as they are"
+            raise UserError(f"{override}: {why}; leave it out, or name a checkpoint of a run without model.lora")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from urllib.parse import SplitResult, urlsplit
 
 SCHEMES = ("s3", "gs", "az", "abfss", "file")
@@ -10,6 +11,15 @@ SCHEMES = ("s3", "gs", "az", "abfss", "file")
 def is_store_url(word: str) -> bool:
     """Whether a word is the address of an object store, as opposed to a path or a name."""
     return "://" in word
+
+
+def in_a_store(path: str | Path) -> str | None:
+    """The message for a command that needs a folder but got the address of a store, possibly as a path (`s3:/a/b`);
+    None for any other path."""
+    scheme, colon, _ = str(path).partition(":/")
+    if not colon or scheme not in SCHEMES:
+        return None
+    return f"{path}: a run in a store has no folder here; `baton run --resume` restores it"
 
 
 def store_url_problem(url: str) -> str | None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from service.config import ModelConfig
 from service.config.model_folder import is_adapter_folder, is_model_folder
 from service.config.paths import near
-from service.config.store_url import is_store_url
+from service.config.store_url import in_a_store
 from service.errors import UserError
 from service.files import previous_folder
 from service.run.checkpoints import MANIFEST, PREFIX, Checkpoints, Manifest
@@ -107,8 +107,8 @@ def eval_target(path: Path) -> EvalTarget:
             raise UserError(f"{path}: there is no checkpoint of step {step}; nearest: {_listed(run, int(step))}")
         return EvalTarget(path, run.parent, None, int(step))
     if not path.exists():
-        if is_store_url(str(path).replace(":/", "://")):
-            raise UserError(f"{path}: a run in a store has no folder here; `baton run --resume` restores it")
+        if problem := in_a_store(path):
+            raise UserError(problem)
         raise UserError(f"{path}: there is no such folder{near(path)}; give a model, a run or a checkpoint of one")
     raise UserError(f"{path}: no model (config.json), no run folder (config.yaml) and no checkpoint ({MANIFEST})")
 

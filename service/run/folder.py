@@ -31,6 +31,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from service.config.store_url import in_a_store
 from service.errors import UserError
 from service.files import lock_folder, write_atomic
 
@@ -101,7 +102,8 @@ def run_folder(run: str | Path | None, runs: Path = RUNS) -> Path:
 def no_such_run(run: str | Path, runs: Path = RUNS, besides: str = "") -> UserError:
     """The error for a word that is neither the folder nor the name of a run; `besides`: other valid words, as in "a
     URL, "."""
-    return UserError(f"{run}: neither {besides}a run folder (with {CONFIG}) nor the name of a run in {runs}/")
+    text = f"{run}: neither {besides}a run folder (with {CONFIG}) nor the name of a run in {runs}/"
+    return UserError(in_a_store(run) or text)
 
 
 def runs_folder(directory: Path) -> Path:

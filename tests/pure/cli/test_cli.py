@@ -192,6 +192,10 @@ def test_a_wrong_value_of_an_option_is_one_line(capsys: pytest.CaptureFixture[st
         (["trace", "runs/r", "run.seed=1"], "run.seed=1: baton trace takes no settings; see baton trace --help"),
         (["run", "--generator.concurrent-groups=3"], "has no dashes before it: generator.concurrent-groups=VALUE"),
         (["submit"], "baton submit is gone: use ray job submit"),
+        (["config", "schema", "trainer.lr=1"], "trainer.lr=1: the schema depends on no setting; leave it out"),
+        (["logs", "s3://bucket/run"], "s3://bucket/run: a run in a store has no folder here; "),
+        (["status", "gs://bucket/run"], "gs://bucket/run: a run in a store has no folder here; "),
+        (["eval", "http://host/model"], "http:/host/model: there is no such folder"),
         (["export", "s3://bucket/run", "out"], "a run in a store has no folder here; `baton run --resume` restores it"),
     ],
 )

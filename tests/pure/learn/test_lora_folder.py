@@ -196,6 +196,11 @@ def test_transformers_computes_with_an_exported_checkpoint_of_all_weights_what_t
     learner.export(run / FINAL)
     assert main(["export", str(run), str(tmp_path / "of_final")]) == 0
     same(*(tmp_path / name / "model.safetensors" for name in ("out", "of_final")))
+    assert main(["export", str(checkpoint), str(tmp_path / "half"), "model.dtype=bfloat16"]) == 0
+    half = load_file(tmp_path / "half" / "model.safetensors")
+    assert {tensor.dtype for tensor in half.values()} == {torch.bfloat16}
+    assert main(["export", str(run), str(tmp_path / "no"), "model.dtype=bfloat16"]) == 2
+    assert "model.dtype=bfloat16: these weights are copied as they are" in capsys.readouterr().err
     (row,) = made_rows(1, seed=3)
     ids_T = torch.from_numpy(row.token_ids).long()
     expected = []
@@ -242,6 +247,14 @@ def test_a_run_and_its_checkpoint_are_exported_and_what_has_no_adapter_is_refuse
         ([str(run), str(tmp_path / "no"), "--merge"], "--merge: an adapter is merged unless --adapter is given"),
         ([str(run), str(tmp_path / "no"), "--adapter", "model.lora=null"], "without model.lora"),
         ([str(run), str(tmp_path / "no"), "model.lora.rank=8"], r"model.lora.rank: the adapter"),
+        (
+            [str(run), str(tmp_path / "no"), "model.dtype=bfloat16"],
+            "model.dtype=bfloat16: an adapter is merged in float32",
+        ),
+        (
+            [str(run), str(tmp_path / "no"), "trainer.lr=1"],
+            "trainer.lr=1: an export depends on settings of the section",
+        ),
         ([str(tmp_path / "merged"), str(tmp_path / "no")], "a model of no run"),
         ([str(tmp_path / "from_final"), str(tmp_path / "no")], "an adapter without its run"),
     ):
