@@ -13,11 +13,11 @@ from pathlib import Path
 from service.config import ModelConfig
 from service.config.model_folder import is_adapter_folder, is_model_folder
 from service.config.paths import near
-from service.config.store_url import in_a_store
 from service.errors import UserError
 from service.files import previous_folder
 from service.run.checkpoints import MANIFEST, PREFIX, Checkpoints, Manifest
 from service.run.folder import BEST, CHECKPOINTS, CONFIG, FINAL, initial_model, is_run_folder, warmed_model
+from service.store_url import in_a_store
 
 
 @dataclass(frozen=True)

@@ -31,9 +31,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from service.config.store_url import in_a_store
 from service.errors import UserError
 from service.files import lock_folder, write_atomic
+from service.store_url import in_a_store
 
 if TYPE_CHECKING:  # `baton status` does not load pydantic
     from service.config import ModelConfig

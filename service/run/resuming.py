@@ -13,11 +13,11 @@ from typing import Any
 
 from service.config import Config, RunConfig, TrainerConfig, load
 from service.config.source import read_sources
-from service.config.store_url import is_store_url
 from service.errors import UserError
 from service.files import recover_folder
 from service.run.checkpoints import Checkpoints, Manifest
 from service.run.folder import CHECKPOINTS, CONFIG, FINAL, JOURNAL, METRICS, SUMMARY, find_run, lock_run, no_such_run
+from service.store_url import is_store_url
 
 Load = Callable[[Path], Config]
 """Reads the configuration of a run; settings of the command line override it."""

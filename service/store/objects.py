@@ -10,8 +10,8 @@ from datetime import timedelta
 from importlib.util import find_spec
 from typing import Any
 
-from service.config.store_url import endpoint_problem, store_url_problem
 from service.errors import StoreFailed, UserError
+from service.store_url import endpoint_problem, store_url_problem
 
 CHUNK_BYTES = 16 << 20
 """Larger objects are uploaded in parts of at least this size: S3 accepts at most 10,000 parts."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from service.cli import main
-from service.config.store_url import SCHEMES, store_url_problem
 from service.store import objects
+from service.store_url import SCHEMES, store_url_problem
 
 QUICKSTART = ["--config", "configs/quickstart.yaml"]
 
