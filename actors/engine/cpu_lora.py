@@ -1,4 +1,4 @@
-"""Computes an adapter in a CPU engine with two small products for each run of rows that have the same adapter.
+"""Computes an adapter in a CPU engine with two small matrix products for each run of rows that have the same adapter.
 
 vLLM 0.32 instead copies A and B for each row, which takes several times as long as the model itself. It also applies
 the adapter of the last slot to rows without an adapter (https://github.com/vllm-project/vllm/pull/48421).

@@ -106,7 +106,7 @@ class NixlAgent:
         self._check(version, parts, until)
 
     def _check(self, version: int, parts: Sequence[tuple[Source, RemoteMemory]], until: float) -> None:
-        """Read the version of every part; raises `ReadFailed` if it is another one."""
+        """Read the version of every part; raises `ReadFailed` if the version of a part is not `version`."""
         versions = zip(parts, self._found, strict=True)
         self._all_read([(part[1], *_version_span(*part, into=word)) for part, word in versions], until)
         if (found := set(self._found.tolist())) != {version}:

@@ -134,7 +134,7 @@ class NodeImages:
         return [*images[at:], *images[:at]]
 
     async def _send(self, weights: PublishedWeights, begun: Sequence[NodeImage]) -> None:
-        """Fill these images."""
+        """Copy the weights into these images, one on each node."""
         try:
             unread = await self._read(weights, begun)
             if unread:

@@ -154,7 +154,7 @@ class WeightFile:
         return {"version": self._version, "sources": sources}
 
     def close(self) -> None:
-        """Close the memories that only this file opened; tensors read from them remain valid."""
+        """Close the shared memory that only this file opened; tensors read from it remain valid."""
         for memory in self._own:
             memory.close()
 

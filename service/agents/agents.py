@@ -110,8 +110,8 @@ class Agents:
     ) -> Played:
         """Play one trajectory; `sink` gets a step for each call, then the trajectory's end.
 
-        `guard`: the guard around the agent; None: a worker plays the trajectory. Returns once the buffer has the
-        trajectory's end.
+        `guard`: calls the agent within its time limits; None: an agent worker plays the trajectory.
+        Returns once the buffer has the trajectory's end.
         """
         await self.listen()
         restored = self._restored.pop(str(trajectory), None)

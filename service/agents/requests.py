@@ -166,7 +166,8 @@ class Requests:
                 yield await asyncio.get_running_loop().run_in_executor(self._threads, read, raw)
 
     async def refuse(self, request: web.Request, dialect: Dialect, refused: Refused) -> web.StreamResponse:
-        """Count, note and send a refusal in the dialect's form, as an event if a stream has begun."""
+        """Count and note a refused request, and answer with an error in the form of the client's API; as an event if a
+        stream has begun."""
         self.refused[str(refused.status)] += 1
         if (session := request.get(SESSION)) is not None:
             session.note_refusal(refused, request.headers.get("user-agent", "without a name"))

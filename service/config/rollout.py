@@ -57,7 +57,8 @@ class CurriculumConfig(Section):
 
 
 class ColumnsConfig(Section):
-    """Columns of published files; a row that has `prompt` and `reward_spec` or `reward_model` needs none."""
+    """Names of the columns to read from a published data set. Not needed where each row has `prompt` and one of
+    `reward_spec` and `reward_model`."""
 
     prompt: str = "prompt"
     """Column of the question: a text, or messages."""
@@ -282,7 +283,8 @@ class GeneratorConfig(Section):
 
 
 class ScorerConfig(Section):
-    """Scores complete groups before they are leased; one of `use`, `url` and `model` is set. See docs/scorers.md."""
+    """A scorer, which rewards the trajectories of a group once all of them have ended, before the group is trained. Set
+    one of `use`, `url` and `model`. See docs/scorers.md."""
 
     kind: Literal["rewards", "teacher"] = "rewards"
     """`rewards`: one reward a trajectory; `teacher`: the log-probability of each sampled token under another model."""

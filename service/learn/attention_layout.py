@@ -119,13 +119,14 @@ class WholeRows(NamedTuple):
 class Packing:
     """The bounds of rows on the token axis, and further inputs of the attention kernels.
 
-    The variable-length kernel takes the bounds. Other kernels take buckets of padded lines:
+    The variable-length kernel takes the bounds. Other kernels take buckets of rows padded to one
+    length; `slot_B` is the place of each token in a bucket:
 
         cu_seqlens [0 3 5 9]  ->  lengths 3 2 4  ->  one bucket of 3 rows, 4 wide; slot_B 0 1 2 | 4 5 | 8 9 10 11
 
     Where rows share prefixes, the queries are a row's new tokens and the keys its whole row. Rows 1 2 3 and 1 2 5 6:
 
-        queries 1 2 3 | 5 6      keys 1 2 3 | 1 2 5 6      cu_seqlens [0 3 5], those of the whole rows [0 3 7]
+        queries 1 2 3 | 5 6      keys 1 2 3 | 1 2 5 6      cu_seqlens of the queries [0 3 5], of the keys [0 3 7]
     """
 
     cu_seqlens: Tensor
@@ -134,7 +135,7 @@ class Packing:
     offsets_R: Int64s
     """The same bounds, on the host."""
     buckets: tuple[Bucket, ...] = ()
-    """Buckets of padded lines; empty for the variable-length kernel."""
+    """Buckets of padded rows; empty for the variable-length kernel."""
     order_N: Tensor | None = None
     """Index of each query in the concatenation of all buckets; None if there is one bucket."""
     whole: WholeRows | None = None

@@ -39,10 +39,10 @@ class Slice(NamedTuple):
     def of_rank(
         rank: int, world_size: int, ranks_of_group: int, config: PretrainedConfig, device: torch.device
     ) -> Slice:
-        """The slice of one of the trainer's ranks; every rank must call this.
+        """The part of each row that one of the trainer's ranks computes; every rank must call this.
 
         Raises:
-            UserError: the ranks cannot be divided into groups, or the heads among the ranks of a group.
+            UserError: the size of a group does not divide the number of ranks, or not the number of attention heads.
         """
         if ranks_of_group == 1:
             return WHOLE

@@ -75,7 +75,11 @@ def recorded(limits: Limits, folder: Path, step: int) -> Recorded:
 
 
 def _recorded(folder: Path) -> Iterator[Frame]:
-    """All frames of a run whose journal is complete from its beginning; no file is changed."""
+    """All frames (records) of a journal that has everything since the run began; no file is changed.
+
+    Raises:
+        UserError: a segment of the journal is missing.
+    """
     kept = folder / KEPT
     found = [*(kept.glob("*.journal") if kept.is_dir() else ()), *folder.glob("*.journal")]
     position = 0

@@ -90,6 +90,10 @@ def simulate(settings: SimulationSettings, arguments: argparse.Namespace) -> int
     runs = [(simulated(settings, scenario, seed), simulated(on_policy, short, seed)) for seed in seeds]
     named = f"seed {seeds[0]}" if len(seeds) == 1 else f"means of seeds {seeds[0]} to {seeds[-1]}, ± standard error"
     print(f"{named}, {scenario.steps} optimizer steps of {settings.buffer.mini_batch_size} groups")
+    figures = {name: getattr(scenario, name) for name in OPTIONS if name != "steps"}
+    figures["trainer_seconds"] = scenario.step_seconds(settings)
+    words = ", ".join(f"{name.replace('_', ' ')} {value:.4g}" for name, value in figures.items())
+    print(f"given or assumed        {words}")
     for line in _lines(runs, settings.max_staleness):
         print(line)
     return 0

@@ -338,7 +338,7 @@ class Ledger:
                 self._count_end(GroupState.TRAINED, "")
 
     def _go_back(self, to_step: int) -> None:
-        """Begin a new incarnation of versions at a step; the groups of later steps wait again."""
+        """Go back to a step, whose version gets a new incarnation; groups of later steps wait for a lease again."""
         self.state.branches.append((self.state.step, to_step))
         self.history.rollback(to_step)
         self.state.step = to_step

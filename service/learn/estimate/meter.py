@@ -22,7 +22,7 @@ HOST = "host"
 """Name of the part for tensors in CPU memory, which take up no memory of the device."""
 
 ELEMENTWISE = "elementwise"
-"""Kind of all operations that are neither products nor attention, and do not involve the vocabulary."""
+"""Kind of all operations that are neither matrix products nor attention, and do not involve the vocabulary."""
 
 PRODUCTS = ("mm", "addmm", "addmm_", "bmm", "baddbmm", "_grouped_mm")
 """Products [.., m, k] x [.., k, n] of 2 m k n FLOPs; if the name has `add`, the first argument is a summand."""
@@ -47,7 +47,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.peak: Counter[str] = Counter()
         """Bytes by part at the moment when the device's parts together were largest."""
         self.flops, self.sent = 0.0, 0.0
-        """Floating-point operations of products and attention; bytes that collectives received or sent."""
+        """Floating-point operations of matrix products and attention; bytes that collectives received or sent."""
         self.seconds: dict[str, float] = defaultdict(float)
         """Seconds on an H100 by kind of operation, without collectives and the copies that FSDP2 makes for them."""
 

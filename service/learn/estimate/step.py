@@ -46,7 +46,7 @@ class StepEstimate:
     """Bytes of the device's memory at its peak, by part: weights, gradients, optimizer, activations, logits (with the
     gradient of the output head), gathered (layers of all ranks)."""
     flops: float
-    """Floating-point operations of products and attention."""
+    """Floating-point operations of matrix products and attention."""
     model_flops: float
     """FLOPs without recomputation: three times those of the forward pass."""
     sent: float

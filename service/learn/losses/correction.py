@@ -81,7 +81,8 @@ def over_trajectory(settings: CorrectionConfig) -> bool:
 def correct(
     settings: CorrectionConfig, log_ratio_M: Tensor, of_trajectory: TrajectoryRatios | None, trajectory_M: Tensor
 ) -> Correction:
-    """Weights and masks of the tokens; `of_trajectory` may be None unless `over_trajectory(settings)`."""
+    """The weight and the mask of each token. `of_trajectory`: the ratios of whole trajectories, which are needed if
+    `over_trajectory(settings)`."""
     kept_M = _inside(settings.token_band, log_ratio_M)
     weight_M = torch.ones_like(log_ratio_M)
     if settings.truncate == "token":

@@ -14,7 +14,7 @@ from torch import Tensor
 from service.learn.compile import compiled_on_gpu, on_gpu
 
 CHUNK_ENTRIES = {"cpu": 1 << 23, "cuda": 1 << 28}
-"""Logits of one chunk: 32 MiB in float32 on CPU; 1 GiB on a GPU, where products are fast only with many rows."""
+"""Logits of one chunk: 32 MiB in float32 on CPU; 1 GiB on a GPU, where matrix products are fast only with many rows."""
 
 
 class TokenLogprobs(NamedTuple):

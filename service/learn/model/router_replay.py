@@ -40,8 +40,8 @@ class RouterReplay:
         self._n_layers = len(layers)
         self._recorded: dict[int, Tensor] = {}
         for number, block in self._blocks.items():
-            # Experts run uncompiled inside a compiled layer: the numbers of their tokens, on which the products depend,
-            # change with every batch, and the recorded experts are not an argument of the layer.
+            # Experts run uncompiled inside a compiled layer: the numbers of their tokens, on which the matrix products
+            # depend, change with every batch, and the recorded experts are not an argument of the layer.
             block.forward = torch.compiler.disable(  # type: ignore[no-untyped-call]
                 self._replaying(number, block.forward)
             )

@@ -70,7 +70,7 @@ def profile(name: str) -> Device:
     of_peak, of_bandwidth = REACHED.products / H100.flops, REACHED.bandwidth / H100.bandwidth
     return Device(
         name=name,
-        source=f"data sheet; products reach {of_peak:.0%}, copies {of_bandwidth:.0%}, links {of_link:.0%} of it",
+        source=f"data sheet; matrix products reach {of_peak:.0%}, copies {of_bandwidth:.0%}, links {of_link:.0%} of it",
         memory=sheet.memory,
         products=sheet.flops * of_peak,
         bandwidth=sheet.bandwidth * of_bandwidth,

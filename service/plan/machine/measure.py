@@ -1,5 +1,5 @@
-"""Measures the rates of this machine in a few seconds: products, copies, attention, and the speed of a run's
-processes."""
+"""Measures in a few seconds how fast this machine computes matrix products, copies and attention, and how fast it runs
+a run's processes."""
 
 from __future__ import annotations
 
