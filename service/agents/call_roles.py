@@ -104,8 +104,8 @@ def _conversations(calls: Sequence[Call]) -> list[_Conversation]:
 
 
 def _role(conversation: _Conversation, own: _Conversation | None, is_newest: bool, later: _WithRoles) -> str:
-    """The role of a conversation; `own`: the agent's main conversation; `later`: the conversations that began later, with
-    their roles."""
+    """The role of a conversation; `own`: the agent's main conversation; `later`: conversations that began after this,
+    each with its role."""
     begun = conversation.begun
     if conversation.named is not None:
         return conversation.named
