@@ -58,5 +58,10 @@ def leave_out_neutral(values: dict[str, Any]) -> None:
         section: Any = values
         for parent in parents:
             section = section.get(parent) if isinstance(section, dict) else None
-        if isinstance(section, dict) and name in section and (neutral is None or section[name] in neutral):
+        if isinstance(section, dict) and name in section and (neutral is None or _is_among(section[name], neutral)):
             del section[name]
+
+
+def _is_among(value: Any, neutral: tuple[Any, ...]) -> bool:
+    """Whether a value is equal to one of others; true and false are not equal to 1 and 0."""
+    return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral)

@@ -183,6 +183,8 @@ def test_the_record_of_an_older_run_loads_if_its_removed_settings_asked_for_noth
     assert load_config([write(tmp_path, "old.yaml", lines % -1)]).buffer.lookahead == 3
     with pytest.raises(ConfigError, match=r"generator\.top_k: this setting is gone"):
         load_config([write(tmp_path, "old.yaml", lines % 40)])
+    with pytest.raises(ConfigError, match=r"generator\.top_p: this setting is gone"):
+        load_config([write(tmp_path, "old.yaml", "generator: {top_p: true}")])
     with pytest.raises(ConfigError, match=r"probe_prompts=3: this setting is gone"):  # it would switch a warm start on
         load_config([], ["model.warm_start.probe_prompts=3"])
 
