@@ -140,3 +140,8 @@ def sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def is_written_through(file: Path) -> bool:
+    """Whether a file is a link, a pipe or a device, which is not replaced by a new file."""
+    return file.is_symlink() or (file.exists() and not file.is_file())

@@ -111,7 +111,8 @@ def downloaded(config: Config) -> tuple[Config, dict[str, str]]:
 
 def evaluate(arguments: argparse.Namespace, overrides: list[str]) -> int:
     """Evaluate a model, a run or a checkpoint."""
-    from service.evaluation.report import check_output, table, write_output
+    from service.config.paths import check_output
+    from service.evaluation.report import table, write_output
     from service.run.eval_target import eval_target
 
     if arguments.output is not None:
@@ -172,7 +173,7 @@ def sft(arguments: argparse.Namespace, overrides: list[str]) -> int:
 def agent_try(arguments: argparse.Namespace, overrides: list[str]) -> int:
     """Try an agent."""
     from service.config.model_folder import MODEL_CONFIG, TOKENIZER, require_files, tools_note
-    from service.evaluation.report import check_output
+    from service.config.paths import check_output
 
     texts = arguments.scripted and arguments.scripted.read_text("utf-8", "replace").splitlines()
     if not texts and (arguments.scripted or not arguments.model):

@@ -198,23 +198,23 @@ class Coordinator:
         """Let every actor load the model or start its server; returns the address of the metrics hub."""
         made_base = self._prepared.warmed_model is not None and self._resume_from is None
         load = self._trainer.restart if made_base else self._trainer.load
-        starting: dict[str, Awaitable[Any]] = {
-            "the metrics hub": started(
-                partial(call, self._hub.start, who="the metrics hub"), tries=self._config.run.max_restarts + 1
+        starting: dict[str, Callable[[], Awaitable[Any]]] = {
+            "the metrics hub": partial(
+                started, partial(call, self._hub.start, who="the metrics hub"), tries=self._config.run.max_restarts + 1
             ),
-            "the trainer": self._trainer_up(load),
-            "the generators": self._generator_pool.start(),
+            "the trainer": partial(self._trainer_up, load),
+            "the generators": self._generator_pool.start,
         }
         if self._scorers:
-            starting["the scorers"] = all_up(self._scorers.values(), self._config.scorers, "a scorer")
+            starting["the scorers"] = partial(all_up, self._scorers.values(), self._config.scorers, "a scorer")
         if self._roles:
             served = self._config.served_roles
-            starting["the frozen roles' models"] = all_up(self._roles.values(), served, "a role's model")
+            starting["the frozen roles' models"] = partial(all_up, self._roles.values(), served, "a role's model")
         waited_for = dict.fromkeys(starting)
 
         async def up(name: str) -> Any:
             try:
-                return await starting[name]
+                return await starting[name]()  # called here, so that no coroutine is left if the start is cancelled
             finally:
                 del waited_for[name]
 

@@ -111,7 +111,8 @@ def check_address(address: str) -> None:
         socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_SECONDS).close()
     except (OSError, OverflowError, UnicodeError) as error:
         raise UserError(
-            f"{address}: no Ray cluster answers there ({error}); start one, or unset RAY_ADDRESS"
+            f"{address}: no Ray cluster answers there ({error}); start one, or correct the address (RAY_ADDRESS, or "
+            "--address)"
         ) from error
 
 

@@ -39,6 +39,8 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
     from service.run.eval_target import eval_target
 
     no_more_words(arguments)
+    if useless := [override for override in overrides if not override.startswith("model.")]:
+        raise UserError(f"{useless[0]}: an export depends on settings of the section model only; leave it out")
     if arguments.merge:
         raise UserError("--merge: an adapter is merged unless --adapter is given; leave it out")
     target = eval_target(arguments.path)
@@ -67,8 +69,6 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
 
 def _refuse_without_effect(overrides: list[str], copied: bool, is_adapter: bool) -> None:
     for override in overrides:
-        if not override.startswith("model."):
-            raise UserError(f"{override}: an export depends on settings of the section model only; leave it out")
         if override.startswith("model.dtype=") and (copied or is_adapter):
             why = "an adapter is merged in float32" if is_adapter else "these weights are copied as they are"
             raise UserError(f"{override}: {why}; leave it out, or name a checkpoint of a run without model.lora")

@@ -31,7 +31,7 @@ PLACEHOLDER = "NAME"
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 """Matches a valid name of a task, which is also valid as `run.name`."""
 
-SUFFIXES = (".jsonl", ".md", ".py", ".yaml")
+SUFFIXES = (".ini", ".jsonl", ".md", ".py", ".yaml")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

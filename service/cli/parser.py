@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 from itertools import islice
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from service.cli.in_ray import in_ray
 from service.cli.recipes import add_settings
@@ -180,6 +180,14 @@ def _from_home(word: str) -> str:
 
 class _Parser(argparse.ArgumentParser):
     """A parser, and those of its subcommands, whose errors take one line."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:  # named here, by the parser of the subcommand
+            options = re.findall(r"--[\w-]+", self.format_usage())
+            near = difflib.get_close_matches(unknown[0].partition("=")[0], options, n=1)
+            self.error(f"unrecognized arguments: {' '.join(unknown)}" + (f" (did you mean {near[0]}?)" if near else ""))
+        return found, unknown
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {printable(message)}; see {self.prog} --help\n")

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from service.config import load
 from service.config.core_settings import batch_settings, message_limits
+from service.config.paths import check_output
 from service.errors import UserError
 from service.handoff.steps.wire import encode_mini_batch
 from service.run.folder import CONFIG, JOURNAL, run_folder
@@ -37,6 +38,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
     """Print the content of the mini-batch."""
+    if arguments.out is not None:
+        check_output(arguments.out, "--out")
     folder = run_folder(arguments.run)
     journal = folder / JOURNAL
     if not journal.is_dir():

@@ -49,7 +49,7 @@ DAMAGED = (ValueError, TypeError, KeyError, RecursionError, OSError)
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     parser.add_argument("run", metavar="URL-OR-RUN", nargs="?", help=f"http://host:port, {NEWEST_HELP}")
-    parser.add_argument("--json", action="store_true", help="print the /status document")
+    parser.add_argument("--json", action="store_true", help="print the /status document; of an ended run its summary")
 
 
 def run(arguments: argparse.Namespace, overrides: list[str]) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import stat
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -18,6 +19,7 @@ from service.config.rollout import RoleConfig
 from service.config.section import HUB, MODEL_FOLDER, Named, Section
 from service.config.tree import Config
 from service.errors import UserError
+from service.files import is_written_through
 from service.user_code import find_user_module, user_folder
 
 
@@ -169,6 +171,16 @@ def near(path: Path) -> str:
     names = [entry.name for entry in path.parent.glob("[!.]*")] if path.parent.is_dir() else []
     near = difflib.get_close_matches(path.name, names, n=1)
     return f" (there is {path.parent / near[0]})" if near else ""
+
+
+def check_output(file: Path, option: str = "--output") -> None:
+    """Raises `UserError` if results cannot be written to this file."""
+    if file.is_dir():
+        raise UserError(f"{option} {file}: is a folder; give a file")
+    if not file.parent.is_dir():
+        raise UserError(f"{option} {file}: there is no folder {file.parent}{near(file.parent)}; make it first")
+    if not os.access(file if is_written_through(file) else file.parent, os.W_OK):
+        raise UserError(f"{option} {file}: cannot be written; give a file that can")
 
 
 def _kind(setting: str, path: Path) -> Literal["file", "folder"] | None:

@@ -16,7 +16,7 @@ from service.config.paths import near
 from service.errors import UserError
 from service.files import previous_folder
 from service.run.checkpoints import MANIFEST, PREFIX, Checkpoints, Manifest
-from service.run.folder import BEST, CHECKPOINTS, CONFIG, FINAL, initial_model, is_run_folder, warmed_model
+from service.run.folder import BEST, CHECKPOINTS, CONFIG, FINAL, RUNS, initial_model, is_run_folder, warmed_model
 from service.store_url import in_a_store
 
 
@@ -75,11 +75,13 @@ class EvalTarget:
 
 
 def eval_target(path: Path) -> EvalTarget:
-    """Find the weights that a path names.
+    """Find the weights that a path, or the name of a run in `runs/`, names.
 
     Raises:
         UserError: the path is neither model nor run nor checkpoint, or the checkpoint does not exist.
     """
+    if not path.exists() and (RUNS / path).is_dir():
+        path = RUNS / path
     absolute = path.resolve()
     run = absolute.parent
     if is_model_folder(path):

@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from service.errors import UserError
-from service.files import lock_folder, write_atomic
+from service.files import LOCK, lock_folder, write_atomic
 from service.store_url import in_a_store
 
 if TYPE_CHECKING:  # `baton status` does not load pydantic
@@ -69,6 +69,9 @@ TARGETS = ".prometheus"
 """Folder beside the run folders, with a file of scrape targets for each running run."""
 DRIVER_LOG = "driver.log"
 
+BEGUN = (LOCK, LOGS, JOURNAL, METRICS, TRAJECTORIES, CHECKPOINTS, FINAL, ADDRESS, SUMMARY, TIMELINE)
+"""Files and folders of which a run folder has at least one, besides its configuration."""
+
 LOCK_SECONDS = 1.0
 """Seconds that a run waits for the lock of its folder, because `is_locked` holds the lock for an instant."""
 
@@ -79,8 +82,17 @@ def is_run_folder(path: Path) -> bool:
 
 
 def find_run(run: str | Path, runs: Path = RUNS) -> Path | None:
-    """Find a run folder by its path or by its name in `runs`; None if there is none."""
-    return next((folder for folder in (Path(run), runs / run) if is_run_folder(folder)), None)
+    """Find a run folder by its path or by its name in `runs`; None if there is none.
+
+    Raises:
+        UserError: the folder has a configuration, but no run was started in it.
+    """
+    folder = next((folder for folder in (Path(run), runs / run) if is_run_folder(folder)), None)
+    if folder is not None and not any((folder / name).exists() for name in BEGUN):
+        began = sorted((folder / RUNS).glob(f"*/{CONFIG}"))
+        where = f"; a run of it is {began[-1].parent}" if began else ""
+        raise UserError(f"{folder}: there is a {CONFIG}, but no run was started in this folder{where}")
+    return folder
 
 
 def run_folder(run: str | Path | None, runs: Path = RUNS) -> Path:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import fields, replace
 from functools import partial
 
-from service.config import load
+from service.config import check, load
 from service.config.command_line import no_more_words
 from service.errors import UserError
 from service.run.phases import phase
@@ -53,6 +53,9 @@ PRESET = (
 """Settings when no configuration is given: 64 groups of 8 at once, mini-batches of 32 groups, and room for the longest
 trajectories: a limit on the length would cut off the tail of the distribution."""
 
+NOT_SIMULATED = ("model.", "data.train", "run.")
+"""Settings without influence on a simulation."""
+
 OPTIONS = {option.name: option for option in fields(Scenario) if "help" in option.metadata}
 BOUNDS = {name: option.metadata["bounds"] for name, option in OPTIONS.items()} | {"seed": (0, 2**32), "seeds": (1, 1e4)}
 """The smallest and the largest value of each option."""
@@ -71,7 +74,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
     """Simulate a configuration."""
     no_more_words(arguments)
-    config = load(arguments.config, [*([] if arguments.config else PRESET), *overrides]).config
+    config, source = load(arguments.config, [*([] if arguments.config else PRESET), *overrides])
+    check(config, source, NOT_SIMULATED)
     with phase("simulating", partial(print, file=sys.stderr, flush=True), after=QUIET_SECONDS):
         return simulate(SimulationSettings.of(config), arguments)
 
@@ -94,6 +98,8 @@ def simulate(settings: SimulationSettings, arguments: argparse.Namespace) -> int
     figures["trainer_seconds"] = scenario.step_seconds(settings)
     words = ", ".join(f"{name.replace('_', ' ')} {value:.4g}" for name, value in figures.items())
     print(f"given or assumed        {words}")
+    if cut := scenario.cut(settings):
+        print(f"note: the limits on turns and generator.max_generate_length cut {cut:.0%} of the lengths")
     for line in _lines(runs, settings.max_staleness):
         print(line)
     return 0

@@ -44,7 +44,7 @@ class SimulatedGenerator(Client):
         self.slots = scenario.slots(host.settings)
         self.wait_seconds = 0.0
         """Slot-seconds without work."""
-        self._max_tokens = scenario.turns * host.settings.buffer.limits.max_generate_length
+        self._max_tokens = scenario.longest(host.settings)
         """Maximum sampled tokens of one trajectory."""
         self._incarnation = 0
         self._sequence = self._request_id = 0

@@ -97,9 +97,19 @@ class Scenario:
         """
         if self.trainer_seconds is not None:
             return self.trainer_seconds
-        limits = settings.buffer.limits
-        count = max(1, DRAWN // limits.n_samples_per_prompt) * limits.n_samples_per_prompt
-        lengths = np.minimum(self.lengths(np.random.default_rng(0), count), self.turns * limits.max_generate_length)
-        lengths = lengths.reshape(-1, limits.n_samples_per_prompt)
+        lengths = np.minimum(self._drawn(settings), self.longest(settings))
         group_seconds = float(lengths.max(axis=1).mean()) * self.token_seconds
         return group_seconds * settings.buffer.mini_batch_size / (self.slots(settings) * self.generators)
+
+    def cut(self, settings: SimulationSettings) -> float:
+        """Fraction of the trajectories that would be longer than the limits of the configuration allow."""
+        return float((self._drawn(settings) > self.longest(settings)).mean())
+
+    def _drawn(self, settings: SimulationSettings) -> Int64s:
+        """[group, sample] lengths of about `DRAWN` trajectories, without limits."""
+        samples = settings.buffer.limits.n_samples_per_prompt
+        return self.lengths(np.random.default_rng(0), max(1, DRAWN // samples) * samples).reshape(-1, samples)
+
+    def longest(self, settings: SimulationSettings) -> int:
+        """Maximum tokens of a trajectory."""
+        return self.turns * settings.buffer.limits.max_generate_length

@@ -41,7 +41,7 @@ class World:
             for number in range(scenario.generators)
         ]
         self.trainer = self.trainer_class(self.generators, self.host, scenario, self.rngs[4], self.measured)
-        longest = scenario.turns * settings.buffer.limits.max_generate_length * scenario.token_seconds
+        longest = scenario.longest(settings) * scenario.token_seconds
         self.patience = (
             HANG_SECONDS + longest + scenario.scorer_seconds + self.trainer.step_seconds + scenario.sync_seconds
         )

@@ -6,7 +6,6 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from service.errors import UserError
 from service.files import atomic_file
 from service.run.arguments import NEWEST_HELP
 
@@ -45,12 +44,14 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
     """Write the trace file, one event per line."""
     from service.trace.chrome import chrome_trace, trace_lines
 
+    if arguments.output is not None:
+        from service.config.paths import check_output
+
+        check_output(arguments.output)
     folder, timeline = recorded(arguments.run)
     if arguments.last is not None:
         timeline.since(timeline.ended - 60 * arguments.last)
     output = arguments.output or folder / "trace.json"
-    if not output.name:
-        raise UserError(f"--output {output}: give the name of a file")
     found = chrome_trace(timeline)
     with atomic_file(output) as partial, partial.open("w", encoding="utf-8") as file:
         file.writelines(trace_lines(found))

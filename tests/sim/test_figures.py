@@ -125,6 +125,9 @@ def test_the_command_prints_a_report(capsys: pytest.CaptureFixture[str]) -> None
     printed = capsys.readouterr().out
     assert "speed over on-policy" in printed
     assert "token staleness" in printed
+    assert "given or assumed        generators 2, turns 1, median tokens 64," in printed and "note:" not in printed
+    assert main(["simulate", "--steps", "5", "--median-tokens", "100", *SMALL, "generator.max_generate_length=8"]) == 0
+    assert "note: the limits on turns and generator.max_generate_length cut 100% of" in capsys.readouterr().out
 
 
 def test_the_means_of_several_runs_say_how_sure_they_are(capsys: pytest.CaptureFixture[str]) -> None:

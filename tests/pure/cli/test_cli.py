@@ -174,6 +174,26 @@ def test_an_unknown_command_is_one_line_with_the_nearest_one(
     assert capsys.readouterr().err == f"baton: {typed}: no such command; {hint}baton --help lists the commands\n"
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            ["config", "validate", "--confg", "x"],
+            "config validate: unrecognized arguments: --confg (did you mean --config?)",
+        ),
+        (["logs", "--follw"], "logs: unrecognized arguments: --follw (did you mean --follow?)"),
+        (["simulate", "--xyzzy", "4"], "simulate: unrecognized arguments: --xyzzy"),
+    ],
+)
+def test_an_unknown_option_is_one_line_of_its_own_command(
+    capsys: pytest.CaptureFixture[str], words: list[str], said: str
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(words)
+    assert caught.value.code == 2
+    assert capsys.readouterr().err == f"baton {said}; see baton {said.partition(':')[0]} --help\n"
+
+
 def test_a_wrong_value_of_an_option_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(["simulate", "--config", QUICKSTART, "--turns", "2.5"])
@@ -193,6 +213,9 @@ def test_a_wrong_value_of_an_option_is_one_line(capsys: pytest.CaptureFixture[st
         (["run", "--generator.concurrent-groups=3"], "has no dashes before it: generator.concurrent-groups=VALUE"),
         (["submit"], "baton submit is gone: use ray job submit"),
         (["config", "schema", "trainer.lr=1"], "trainer.lr=1: the schema depends on no setting; leave it out"),
+        (["trace", "--output", "/no/folder/x.json"], "--output /no/folder/x.json: there is no folder /no/folder"),
+        (["replay", "x", "--step", "1", "--out", "/no/folder/x"], "--out /no/folder/x: there is no folder /no/folder"),
+        (["simulate", "buffer.lookahead=20"], "8 is below buffer.lookahead (20)"),
         (["logs", "s3://bucket/run"], "s3://bucket/run: a run in a store has no folder here; "),
         (["status", "gs://bucket/run"], "gs://bucket/run: a run in a store has no folder here; "),
         (["eval", "http://host/model"], "http:/host/model: there is no such folder"),

@@ -17,7 +17,7 @@ from service.errors import UserError
 from service.rollout.environments.registry import synthetic_data
 
 ROOT = Path(__file__).parents[3]
-FILES = ["README.md", "config.yaml", "environment.py", "test_environment.py", "train.jsonl"]
+FILES = ["README.md", "config.yaml", "environment.py", "pytest.ini", "test_environment.py", "train.jsonl"]
 
 
 @pytest.fixture
@@ -43,13 +43,25 @@ def test_a_new_task_is_written_and_what_comes_next_is_said(
     assert load_config([folder / "config.yaml"]).run.name == "my-task"
 
 
+def test_the_folder_of_a_task_is_no_run(task: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ("status", "logs", "trace"):
+        assert main([command, "."]) == 2
+        assert capsys.readouterr().err == "baton: .: there is a config.yaml, but no run was started in this folder\n"
+    (task / "runs" / "my-task").mkdir(parents=True)
+    (task / "runs" / "my-task" / "config.yaml").touch()
+    assert main(["status", "."]) == 2
+    assert capsys.readouterr().err.endswith("in this folder; a run of it is runs/my-task\n")
+
+
 def test_the_configuration_of_a_new_task_passes_every_check(task: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert problems(load([Path("config.yaml")]).config) == []
     assert main(["config", "validate", "--config", "config.yaml"]) == 0
     assert capsys.readouterr().out == "config.yaml: fine\n"
 
 
-def test_the_test_of_a_new_tasks_environment_passes(task: Path) -> None:
+def test_the_test_of_a_new_tasks_environment_passes_in_a_project_with_settings_of_its_own(task: Path) -> None:
+    settings = 'asyncio_default_fixture_loop_scope = "session"\nfilterwarnings = ["error"]\n'
+    (task.parent / "pyproject.toml").write_text(f"[tool.pytest.ini_options]\n{settings}")
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"],
         cwd=task,

@@ -9,6 +9,7 @@ import pytest
 from service.cli.parser import main
 from service.config import Config, load_config
 from service.config.load import resolved_yaml
+from service.files import LOCK
 from service.run.folder import CONFIG, SCALE, lock_run
 from service.run.scale_request import asked_for
 
@@ -18,6 +19,7 @@ RANGE = "generator.engines={min: 2, max: 5}"
 def run_of(folder: Path, *settings: str) -> Config:
     config = load_config(["configs/quickstart.yaml"], list(settings))
     (folder / CONFIG).write_text(resolved_yaml(config))
+    (folder / LOCK).touch()
     return config
 
 

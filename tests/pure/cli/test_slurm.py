@@ -21,6 +21,7 @@ import pytest
 from actors import RAY_ENV
 from service.cli import slurm
 from service.cli.parser import main
+from service.files import LOCK
 from tests.waiting import free_port, until
 
 ROOT = Path(__file__).parents[3]
@@ -282,6 +283,7 @@ def test_a_new_job_resumes_the_run_of_an_old_one_and_never_begins_another(
     old = batch.folder / "runs" / "old"
     old.mkdir(parents=True)
     shutil.copyfile(CONFIG[1], old / "config.yaml")
+    (old / LOCK).touch()
     text = batch_file(capsys, "--resume", "old", "run.seed=6", *NODES)
     batch.write(text)
     batch.start()

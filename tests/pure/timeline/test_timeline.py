@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from service.cli.parser import main
+from service.files import LOCK
 from service.observe import recorder
 from service.observe.recorder import MAX_EVENTS, States, Trace
 from service.rollout import timelines as trajectories
@@ -239,6 +240,7 @@ def test_a_file_that_is_no_timeline_is_one_line(line: str, tmp_path: Path, capsy
 
 def test_a_run_without_a_timeline_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / CONFIG).touch()
+    (tmp_path / LOCK).touch()
     assert main(["trace", str(tmp_path)]) == 2
     assert "kept no timeline" in capsys.readouterr().err
 

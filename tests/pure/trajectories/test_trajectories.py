@@ -17,6 +17,7 @@ from service.columns import digest
 from service.config import Config, load_config
 from service.config.core_settings import batch_settings
 from service.errors import UserError
+from service.files import LOCK
 from service.handoff.batches.batch import form_mini_batch
 from service.handoff.ledger.scores import CompleteGroup
 from service.handoff.ledger.versions import VersionHistory
@@ -259,6 +260,7 @@ def test_a_run_without_trajectories_is_named(tmp_path: Path) -> None:
         find_recorded_run("nobody", tmp_path)
     (tmp_path / "r").mkdir()
     (tmp_path / "r" / "config.yaml").write_text("")
+    (tmp_path / "r" / LOCK).touch()
     with pytest.raises(UserError, match="has kept no trajectories"):
         find_recorded_run("r", tmp_path)
 
