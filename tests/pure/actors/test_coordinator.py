@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import signal
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -85,6 +87,19 @@ STEPS = LOADS | {"step": answering(StepReport(True, None, {}))}
 LEASES: dict[str, Any] = {"ready": None, "join": 1, "lease": LEASED, "commit": None, "covered": None}
 TOLD = dict.fromkeys(("journal_start", "journal_synced", "accepted_tokens"), 0)
 ENDED = {"tokens": {}, "length_distance": 0.0, "token_length_distance": 0.0, "lengths": []}
+
+
+class CancelsAt(list[str]):
+    """Lines; the task that prints a line which begins with `start` is cancelled."""
+
+    def __init__(self, start: str) -> None:
+        super().__init__()
+        self._start = start
+
+    def append(self, line: str) -> None:
+        super().append(line)
+        if line.startswith(self._start) and (task := asyncio.current_task()) is not None:
+            task.cancel()
 
 
 def fails(folder: Path, cluster: Cluster, reason: str, *settings: str, **more: Any) -> None:
@@ -291,3 +306,13 @@ def test_the_nodes_of_the_cluster_are_looked_up_off_the_loop_and_not_at_every_st
     own, node = json.loads(file.read_text())
     assert (own["labels"]["run"], own["labels"]["folder"]) == ("run", str(tmp_path / "run"))
     assert (own["targets"], node["targets"]) == (["127.0.0.1:9400"], [f"10.0.0.{n_lookups}:8080"])
+
+
+def test_a_run_that_is_stopped_as_its_actors_start_leaves_no_coroutine_behind(tmp_path: Path) -> None:
+    said, cluster = CancelsAt("loading the model"), cluster_of(tmp_path / "run", LEASES, STEPS)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        with coordinating(tmp_path, cluster, COLD, said=said) as (coordinator, _), suppress(asyncio.CancelledError):
+            asyncio.run(coordinator.run())
+        gc.collect()
+    assert said[-1].startswith("loading the model") and [str(one.message) for one in warned] == []
