@@ -101,10 +101,11 @@ class Plan:
         """
         self.settings, self.device, self.work = settings, device, work
         engines, ranks = settings.generator.max_engines, settings.trainer.ranks
-        used = ranks if settings.fit.shares_gpus else engines * settings.generator.engine_gpus + ranks
-        self.gpus = gpus or used
+        self.used = ranks if settings.fit.shares_gpus else engines * settings.generator.engine_gpus + ranks
+        """GPUs of the configuration's split."""
+        self.gpus = gpus or self.used
         pairs = {*splits_of(settings, self.gpus)}  # before the estimate, which takes up to a minute
-        if used == self.gpus:
+        if self.used == self.gpus:
             pairs.add((engines, ranks))
         self._trainer, self._memory, problem = estimated(settings.fit, folder, device)
         hf_config = read_config(folder)
@@ -135,7 +136,7 @@ class Plan:
         transports = ("memory", "ipc") if settings.fit.shares_gpus else ("memory",)
         self.updates = {} if self._on_cpu else {name: self._update(name, engines, ranks) for name in transports}
         """Durations of an update by transport; none on a CPU, whose rates of copies nobody measured."""
-        self.problem = problem or self._too_large() or self._too_few_gpus(used)
+        self.problem = problem or self._too_large() or self._too_few_gpus(self.used)
         """Why the configuration does not fit, and what would help; None if it fits."""
 
     @property
@@ -150,8 +151,8 @@ class Plan:
 
     @property
     def gpu_hours(self) -> float | None:
-        """GPU hours of the whole run, without its start; None on a CPU."""
-        seconds = self.settings.max_steps * self.chosen.step_seconds * self.gpus
+        """GPU hours of the whole run with the configuration's split, without its start; None on a CPU."""
+        seconds = self.settings.max_steps * self.chosen.step_seconds * self.used
         return None if self._on_cpu else seconds / 3600
 
     @property

@@ -32,7 +32,9 @@ def lines(plan: Plan) -> Iterator[str]:
     where = f"{settings.name} on {plan.gpus} {plan.device.unit} ({plan.device.name})"
     pace = plan.device.pace
     slow = f"; this machine is busy or slow: its processes take {pace:.1f} times as long as usual"
-    yield f"{where}; configured: {engines}, {_count(split.ranks, 'rank')}{slow if pace > SLOW_PACE else ''}"
+    fewer = f" ({plan.used} {plan.device.unit}; the figures above the table are for them)"
+    of = "" if plan.used == plan.gpus else fewer
+    yield f"{where}; configured: {engines}, {_count(split.ranks, 'rank')}{of}{slow if pace > SLOW_PACE else ''}"
     yield ""
     yield from _memory(plan)
     yield ""

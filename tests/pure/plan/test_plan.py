@@ -74,6 +74,18 @@ def test_the_best_split_is_the_fastest_that_fits(recipe: list[str], capsys: pyte
     assert found["speed_over_on_policy"] > 1  # type: ignore[operator]
 
 
+def test_hours_are_those_of_the_gpus_that_the_configuration_takes(
+    recipe: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    hours = []
+    for gpus in ("3", "8"):
+        assert main(["plan", *recipe, "generator.engines=1", "trainer.ranks=2", "--gpus", gpus]) == 0
+        page = capsys.readouterr().out
+        assert ("(3 GPUs; the figures above the table are for them)" in page.splitlines()[0]) == (gpus == "8")
+        hours += re.findall(r"[\d.]+ GPU-hours", page)
+    assert len(hours) == 2 and hours[0] == hours[1]
+
+
 def test_ranks_that_share_micro_batches_stay_together() -> None:
     words = ["trainer.ranks=4", "trainer.sequence_parallel=2", "generator.tensor_parallel_size=2"]
     assert list(splits_of(PlanSettings.of(load([], words).config), 8)) == [(1, 6), (2, 4), (3, 2)]
