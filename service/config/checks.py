@@ -107,7 +107,7 @@ def _data(config: Config) -> Iterator[str]:
     given = {"train": data.train is not None, "make_rows": data.make_rows is not None, "mixture": bool(data.mixture)}
     named = [name for name, is_given in given.items() if is_given]
     if not named:
-        yield "data.train: there are no prompts; give a JSONL or parquet file, or data.make_rows=N (not for baton sft)"
+        yield "data.train: there are no prompts; give a JSONL or parquet file, or for RL data.make_rows=N"
     if len(named) > 1:
         others = " and ".join(f"data.{name}" for name in named[1:])
         unset = " or ".join(f"data.{name}=null" for name in named if name != "mixture")

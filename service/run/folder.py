@@ -24,6 +24,7 @@ ended_sessions_0    generator 0's most recently ended sessions, with digests of 
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
 from collections.abc import Iterator, Sequence
@@ -114,7 +115,9 @@ def run_folder(run: str | Path | None, runs: Path = RUNS) -> Path:
 def no_such_run(run: str | Path, runs: Path = RUNS, besides: str = "") -> UserError:
     """The error for a word that is neither the folder nor the name of a run; `besides`: other valid words, as in "a
     URL, "."""
-    text = f"{run}: neither {besides}a run folder (with {CONFIG}) nor the name of a run in {runs}/"
+    near = difflib.get_close_matches(Path(run).name, [file.parent.name for file in runs.glob(f"*/{CONFIG}")], n=1)
+    hint = f"; did you mean {near[0]}?" if near else ""
+    text = f"{run}: neither {besides}a run folder (with {CONFIG}) nor the name of a run in {runs}/{hint}"
     return UserError(in_a_store(run) or text)
 
 

@@ -261,6 +261,8 @@ def test_a_run_without_trajectories_is_named(tmp_path: Path) -> None:
     (tmp_path / "r").mkdir()
     (tmp_path / "r" / "config.yaml").write_text("")
     (tmp_path / "r" / LOCK).touch()
+    with pytest.raises(UserError, match=r"the name of a run in .*/; did you mean r\?$"):
+        find_recorded_run("rr", tmp_path)
     with pytest.raises(UserError, match="has kept no trajectories"):
         find_recorded_run("r", tmp_path)
 
