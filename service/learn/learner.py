@@ -191,7 +191,7 @@ class Learner:
         return state
 
     def weights(self, everywhere: bool = False) -> dict[str, Tensor] | None:
-        """Copies of the trained weights, on rank 0 or `everywhere`; see `Policy.weights`."""
+        """Copies of the trained weights, on rank 0, or on every rank if `everywhere` is set; see `Policy.weights`."""
         return self.policy.weights(everywhere)
 
     def shards(self) -> dict[str, Rows]:
@@ -199,6 +199,6 @@ class Learner:
         return self.policy.shards()
 
     def export(self, folder: Path) -> None:
-        """Write the final weights; see `Policy.export`. Every rank must call."""
+        """Write the final weights; see `Policy.export`. Every rank must call this."""
         with written(folder):
             self.policy.export(folder)
