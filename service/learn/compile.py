@@ -93,8 +93,8 @@ def compiles_layers(trainer: TrainerConfig, device: torch.device | None, compute
 
     The device None stands for a GPU of another machine, whose compiler is assumed to work. A bfloat16 layer needs one
     compiled graph, which serves any number of tokens; a layer with experts, which run uncompiled, needs one graph
-    before and one after them. A float32 layer would need several graphs, because the number of attention buckets
-    changes with every micro-batch.
+    before the experts and one after them. A float32 layer would need several graphs, because the number of attention
+    buckets changes with every micro-batch.
     """
     if trainer.compile is not None:
         return trainer.compile

@@ -71,7 +71,7 @@ class Learner:
         """Number of optimizer steps applied so far."""
 
     def step(self, batch: MiniBatch) -> StepReport:
-        """Take one optimizer step on this rank's micro-batches; if loss or gradient are not finite, take none.
+        """Take one optimizer step on this rank's micro-batches; no step if loss or gradient are not finite.
 
         Raises:
             OutOfMemory: the device has too little memory; the learner cannot continue.
@@ -95,7 +95,7 @@ class Learner:
         return sums
 
     def _own_part(self, batch: MiniBatch) -> tuple[MicroBatch, ...]:
-        """This rank's micro-batches, from the whole mini-batch or from one with only this rank's part."""
+        """This rank's micro-batches, from a whole mini-batch or from a mini-batch with only this rank's part."""
         n_parts, n_ranks = self.policy.n_batch_parts, len(batch.ranks)
         if n_ranks not in (1, n_parts):
             raise ValueError(

@@ -45,8 +45,8 @@ def choose_checkpointing(
     """Choose the checkpointing of the fastest step that fits, or of a step that fits amply and is nearly as fast; also
     returns the estimate of the chosen step.
 
-    `room` takes an estimate, from which it may read the number of parameters. It returns the bytes that a step may use
-    to fit, and to fit amply. FLOPs, bytes of collectives and times of the returned estimate are those with all layers
+    `room` takes an estimate, which has the number of parameters, and returns the bytes that a step may use to fit, and
+    to fit amply. FLOPs, bytes of collectives and times of the returned estimate are those with all layers
     checkpointed.
     """
     n_layers: int = read_config(folder).num_hidden_layers

@@ -27,7 +27,7 @@ TOLERANCE = 0.02
 
 
 def use_fastest_experts(layers: Iterable[Any], device: torch.device, compute: torch.dtype) -> str | None:
-    """Choose, log and return the kernels for the experts of all layers; None without experts, and outside bfloat16.
+    """Choose, log and return the kernels for the experts of all layers; None without experts, or if not in bfloat16.
 
     Fused kernels are tried on a few random experts of the model's shape: their output and gradients must equal those of
     grouped matrix products up to rounding.

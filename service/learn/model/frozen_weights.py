@@ -67,7 +67,7 @@ class FrozenWeights:
 
     @torch.no_grad()
     def _exchange(self, kind: str) -> None:
-        """Exchange the frozen weights with those of the model."""
+        """Exchange the frozen weights with the weights of the model."""
         copies = self.copies[kind]
         for name, master in self._policy.master_weights.tensors.items():
             kept = master.clone()

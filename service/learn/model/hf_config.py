@@ -99,7 +99,7 @@ def logit_scale(config: PretrainedConfig) -> float:
 
 
 def unread_weights(config: PretrainedConfig) -> list[str]:
-    """Patterns of the names of weights that folders of the family may have and its model does not, such as those that
+    """Patterns of the names of weights that folders of the family may have and its model does not, such as weights that
     predict several tokens at once."""
     family = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     return list(family._keys_to_ignore_on_load_unexpected or ())

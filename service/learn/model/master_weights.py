@@ -83,7 +83,7 @@ def _adds_to(master: Tensor, on_cpu: bool) -> Callable[[Tensor], None]:
     """A hook that moves a parameter's gradient to its master weight.
 
     The hook does not refer to the parameters. If it did, Python could not free them, because its garbage collector does
-    not see hooks in reference cycles.
+    not follow hooks in reference cycles.
     """
 
     def accumulate(parameter: Tensor) -> None:

@@ -47,7 +47,7 @@ class RouterReplay:
             )
 
     def set(self, experts_NLK: Tensor | None) -> None:
-        """Set the experts for the next forward pass, for all layers or only for those with experts; None: no replay."""
+        """Set the experts for the next forward pass, of all layers or only of layers with experts; None: no replay."""
         self._recorded.clear()
         if experts_NLK is None:
             return

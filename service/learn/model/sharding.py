@@ -226,7 +226,7 @@ def full_state_dict(
 def _whole_tensors(
     parameters: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device
 ) -> Iterator[tuple[str, Tensor]]:
-    """Each parameter by name; sharded ones are gathered as `dtype`, several per message."""
+    """Each parameter by name; sharded parameters are gathered as `dtype`, several per message."""
     by_mesh: dict[DeviceMesh, dict[str, DTensor]] = {}
     for name, parameter in parameters.items():
         if not isinstance(parameter, DTensor):

@@ -27,7 +27,7 @@ SMALL = {
     "num_experts_per_tok": 2,
     "max_position_embeddings": 4096,
 }
-"""Dimensions of a small model; those that a family does not have are skipped."""
+"""Dimensions of a small model; dimensions that a family does not have are skipped."""
 
 TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
 
