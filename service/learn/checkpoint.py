@@ -112,7 +112,7 @@ class CheckpointWriter:
 
 
 def read_metadata(folder: Path) -> CheckpointMetadata:
-    """Read a checkpoint's metadata; raises a `UserError` if they are missing or damaged, or if a part is missing."""
+    """Read a checkpoint's metadata; raises a `UserError` if the file is missing or damaged, or a part is missing."""
     try:
         metadata = CheckpointMetadata.model_validate_json((folder / METADATA_FILE).read_bytes())
     except FileNotFoundError:

@@ -71,7 +71,7 @@ class Learner:
         """Number of optimizer steps applied so far."""
 
     def step(self, batch: MiniBatch) -> StepReport:
-        """Take one optimizer step on this rank's micro-batches; no step if loss or gradient are not finite.
+        """Take one optimizer step on this rank's micro-batches; take no step if loss or gradient are not finite.
 
         Raises:
             OutOfMemory: the device has too little memory; the learner cannot continue.

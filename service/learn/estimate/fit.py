@@ -30,7 +30,7 @@ MARGIN = 0.1
 """Fraction of a GPU's memory that is left for CUDA contexts, buffers of collectives and fragmentation."""
 
 AMPLE_MARGIN = 0.15
-"""Fraction of a GPU's memory that is left instead if this costs little time: estimates are wrong by a few percent."""
+"""Fraction of a GPU's memory that is left instead if this costs little time, since estimates are not exact."""
 
 ENGINE_BYTES = 3e9
 """Bytes that an engine needs for CUDA graphs and buffers."""
