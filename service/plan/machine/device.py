@@ -46,7 +46,7 @@ class Device:
         return "GPUs" if self.cores is None else "processes"
 
     def ring(self, gpus: int) -> float:
-        """Bytes/s that each of `gpus` GPUs in a ring passes on; between nodes, all network cards of a node together.
+        """Bytes/s that each of `gpus` GPUs in a ring passes on; between nodes all network cards of a node do so.
 
         >>> profile("h100").ring(8) == profile("h100").link
         True
