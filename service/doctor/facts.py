@@ -45,7 +45,7 @@ class Facts(NamedTuple):
     driver: str | None
     """Version of NVIDIA's kernel driver; None without one."""
     used_gpus: Mapping[int, int] | str
-    """MiB of memory in use, by GPU; the reason if nvidia-smi fails."""
+    """MiB of memory in use, by GPU; the reason as text if nvidia-smi fails."""
     links: Mapping[str, str]
     """State of each InfiniBand port, such as ACTIVE, by device and port."""
     open_files: int
@@ -57,7 +57,7 @@ class Facts(NamedTuple):
     free_bytes: int
     """Free bytes on the disk of the run folder."""
     written_per_second: float | str
-    """Bytes per second that were written to this disk, `fsync` included; the reason if it cannot be written."""
+    """Bytes per second that were written to this disk, `fsync` included; the reason as text if writing fails."""
     ports: tuple[int, int]
     """First and last port that the kernel assigns to outgoing connections."""
     store_seconds: float | None
@@ -112,7 +112,7 @@ def _driver(proc: Path) -> str | None:
 
 
 def _used_gpus() -> dict[int, int] | str:
-    """MiB in use on each GPU, by nvidia-smi; empty if nvidia-smi is missing, the reason if it fails."""
+    """MiB in use on each GPU, by nvidia-smi; empty if nvidia-smi is missing, the reason as text if nvidia-smi fails."""
     if shutil.which(SMI[0]) is None:
         return {}
     try:
@@ -141,7 +141,7 @@ def _existing(folder: Path) -> Path:
 
 
 def _rate(folder: Path) -> float | str:
-    """Bytes per second with which one file is written, `fsync` included; the reason if it cannot be written."""
+    """Bytes per second with which one file is written, `fsync` included; the reason as text if writing fails."""
     if file_in_way := next((path for path in (folder, *folder.parents) if path.exists() and not path.is_dir()), None):
         return f"{file_in_way} is a file"
     began = time.perf_counter()

@@ -19,7 +19,8 @@ MIN_SHARED_FRACTION = 0.3
 MAX_SHARED_NEEDED = 16 << 30
 MIN_FREE_BYTES = 20 << 30
 MIN_RATE = 100e6
-"""Minimum bytes per second; a checkpoint of 8 billion parameters takes a quarter of an hour at this rate."""
+"""Minimum bytes per second that the disk writes; at this rate a checkpoint of 8 billion parameters takes a quarter of
+an hour."""
 RAY_PORTS = (10002, 19999)
 """First and last port of Ray's workers, by default."""
 MIN_PORTS = 10_000
@@ -29,7 +30,8 @@ MAX_STORE_SECONDS = 2.0
 
 
 def findings(machines: Sequence[tuple[Facts, float]]) -> list[str]:
-    """A line for each fault. `machines`: facts of each, and seconds by which its clock is behind the driver's."""
+    """A line for each fault. `machines`: the facts of each machine, and the seconds by which its clock is behind the
+    driver's."""
     found = [line for facts, behind in machines for line in _of_machine(facts, behind)]
     return found + list(_unequal([facts for facts, _ in machines]))
 

@@ -49,8 +49,8 @@ class Lines(NamedTuple):
 
     @staticmethod
     def of(bounds: Int64s, rows: Int64s, device: torch.device, slot_N: Int64s | None = None) -> Lines:
-        """The lines of the selected rows; `bounds` are those of all rows. `slot_N`: the slot of each token; None:
-        tokens are in order."""
+        """The lines of the rows with the indices `rows`; `bounds`: the bounds of all rows on the token axis. `slot_N`:
+        the slot of each token; None: the slots are the tokens in order."""
         lengths_R = np.diff(bounds)[rows]
         width = int(lengths_R.max())
         position_B = positions_in_rows(lengths_R)
@@ -61,14 +61,14 @@ class Lines(NamedTuple):
         return Lines(len(rows), width, None if in_order else to_device(token_B, device), to_device(slot_B, device))
 
     def fill(self, x: Tensor) -> Tensor:
-        """[T, heads, head_dim] -> [rows, heads, width, head_dim], with zeros in the padding."""
+        """Pad the tokens of these rows with zeros: [T, heads, head_dim] -> [rows, heads, width, head_dim]."""
         slots = x if self.token_B is None else x.index_select(0, self.token_B)
         if len(slots) < self.rows * self.width:
             slots = x.new_zeros(self.rows * self.width, *x.shape[1:]).index_copy(0, self.slot_B, slots)
         return slots.view(self.rows, self.width, *x.shape[1:]).transpose(1, 2)
 
     def tokens(self, lines: Tensor) -> Tensor:
-        """[rows, heads, width, head_dim] -> [B, heads, head_dim]"""
+        """Remove the padding: [rows, heads, width, head_dim] -> [B, heads, head_dim]."""
         return lines.transpose(1, 2).flatten(0, 1).index_select(0, self.slot_B)
 
 
@@ -79,9 +79,9 @@ class Bucket:
     queries: Lines
     keys: Lines
     before_R: Tensor | None
-    """Number of keys of each row before its first query; None if no row has any."""
+    """Number of keys of each row before its first query; None if no row has such keys."""
     _masks: dict[tuple[int | None, torch.dtype], Tensor] = field(default_factory=dict)
-    """Masks by window and type, computed once for all layers."""
+    """Attention masks by window and data type, computed once for all layers."""
 
     def mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
         """[rows or 1, 1, queries, keys] the mask that is added to the logits: 0 for a query's own key and earlier keys
@@ -110,7 +110,8 @@ class WholeRows(NamedTuple):
     """For each slot, the index of the first token in it."""
 
     def repeat(self, x: Tensor) -> Tensor:
-        """[S, ...] -> [N, ...], with gradients that are summed in the accumulation type."""
+        """Repeat shared tokens in each of their rows, [S, ...] -> [N, ...]; gradients are summed in float32 at
+        least."""
         wide = torch.promote_types(x.dtype, torch.float32)
         return x.to(wide).index_select(0, self.slot_N).to(x.dtype)
 
@@ -120,7 +121,7 @@ class Packing:
     """The bounds of rows on the token axis, and further inputs of the attention kernels.
 
     The variable-length kernel takes the bounds. Other kernels take buckets of rows padded to one
-    length; `slot_B` is the place of each token in a bucket:
+    length; `slot_B` is the index of each token in a bucket:
 
         cu_seqlens [0 3 5 9]  ->  lengths 3 2 4  ->  one bucket of 3 rows, 4 wide; slot_B 0 1 2 | 4 5 | 8 9 10 11
 
@@ -133,7 +134,7 @@ class Packing:
     """Bounds of the rows' queries on the token axis."""
     max_length: int
     offsets_R: Int64s
-    """The same bounds, on the host."""
+    """The bounds of `cu_seqlens`, on the host."""
     buckets: tuple[Bucket, ...] = ()
     """Buckets of padded rows; empty for the variable-length kernel."""
     order_N: Tensor | None = None
@@ -180,7 +181,7 @@ def _of_bounds(bounds: Int64s, device: torch.device) -> Packing:
 
 
 def _bucketed(packing: Packing, slot_N: Int64s | None = None) -> Packing:
-    """The same rows for kernels that compute padded lines; `slot_N`: the slots of the keys of rows that share
+    """The packing with buckets, for kernels that compute padded lines. `slot_N`: the slots of the keys, if rows share
     prefixes."""
     queries, keys, device = packing.offsets_R, packing.rows.offsets_R, packing.cu_seqlens.device
     before_R, buckets = np.diff(keys) - np.diff(queries), list[Bucket]()
@@ -198,7 +199,7 @@ def _bucketed(packing: Packing, slot_N: Int64s | None = None) -> Packing:
 def _rows_of_similar_length(queries_R: Int64s, keys_R: Int64s) -> list[list[int]]:
     """Rows sorted from long to short, in groups; a new group begins where padding would cost more than a kernel call.
 
-    Lengths 3 2 900 4, for queries and keys -> [[2], [3, 0, 1]]
+    Example: rows with 3, 2, 900 and 4 queries, and as many keys, give [[2], [3, 0, 1]].
     """
     groups: list[list[int]] = []
     width = longest = used = 0

@@ -4,9 +4,9 @@
     rank_0_of_2.safetensors                 weights/<name>, exp_avg/<name>, exp_avg_sq/<name>, reference/<name>, ...
     rank_1_of_2.safetensors                 ... and in each header the metadata of learner.json again
 
-Shards are chunks of dimension 0. If the number of ranks has changed, each reads its rows from the files that have them.
-No rank waits for another: a checkpoint is complete when every rank has finished its part. If the metadata in a part's
-header differ from learner.json, a save into the same folder was interrupted.
+Shards are chunks of dimension 0. If the number of ranks has changed, each rank reads its rows from the files that have
+them. No rank waits for another rank: a checkpoint is complete when every rank has finished its part. If the metadata in
+a part's header differ from learner.json, a save into the same folder was interrupted.
 """
 
 from __future__ import annotations
@@ -63,13 +63,13 @@ class CheckpointMetadata(BaseModel):
         return [_file_name(rank, self.world_size) for rank in range(self.world_size)]
 
     def division(self, writer: int) -> Division:
-        """The rows of each weight that a rank wrote."""
+        """The rows of each weight that the rank `writer` wrote."""
         return Division(writer, self.world_size, self.expert_parallel or 1)
 
 
 @contextmanager
 def written(folder: Path) -> Iterator[None]:
-    """Raises an OSError that names the folder if files in it cannot be written, say because the disk is full."""
+    """Raise an OSError that names the folder if the block cannot write files, for example because the disk is full."""
     try:
         yield
     except (SafetensorError, OSError) as error:
@@ -77,7 +77,7 @@ def written(folder: Path) -> Iterator[None]:
 
 
 class CheckpointWriter:
-    """Copies this rank's part at once and writes the copy in the background."""
+    """Copies this rank's part of a checkpoint at once and writes the copy in the background."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         self._rank = rank
@@ -112,7 +112,7 @@ class CheckpointWriter:
 
 
 def read_metadata(folder: Path) -> CheckpointMetadata:
-    """Read a checkpoint's metadata; raises a `UserError` if it is damaged or a part is missing."""
+    """Read a checkpoint's metadata; raises a `UserError` if the file is missing or damaged, or a part is missing."""
     try:
         metadata = CheckpointMetadata.model_validate_json((folder / METADATA_FILE).read_bytes())
     except FileNotFoundError:
@@ -134,11 +134,11 @@ def check_parts(
     base: Base | None,
     alpha: float | None,
 ) -> None:
-    """Compare the headers of all parts with a learner's shapes, and with its adapter's base and `alpha`; reads no
-    weights.
+    """Compare a checkpoint with a learner's weight shapes, base model and `alpha`, and its parts with its metadata;
+    reads no weights.
 
     Raises:
-        UserError: the checkpoint belongs to another model, or a part is damaged or from another save.
+        UserError: the checkpoint belongs to another model or `alpha`; or a part is damaged, or is of another save.
     """
     if (metadata.base is None) != (base is None):
         held, trained = ("all weights", "an adapter") if metadata.base is None else ("an adapter", "all weights")

@@ -24,9 +24,10 @@ CHUNK = 64
 
 
 class Chunks(NamedTuple):
-    """The place of each token among the slots of all chunks."""
+    """The chunks of some rows, with the position of each token in them."""
 
     slot_N: Tensor
+    """Index of each token among the slots of all chunks, `CHUNK` slots each."""
     row_N: Tensor
     """The row of each token."""
     active_T: tuple[int, ...]

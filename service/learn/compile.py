@@ -72,7 +72,7 @@ def compiled_on_gpu(function: Function) -> Function:
 
 @cache
 def compiler_works(device: torch.device) -> bool:
-    """Whether a small function can be compiled and differentiated on the device; prints a line if not.
+    """Whether a small function can be compiled and differentiated on the device; logs a warning if not.
 
     Torch's compiler needs a C compiler and Python's headers on the machine, which neither torch nor CUDA include.
     """
@@ -88,13 +88,13 @@ def compiler_works(device: torch.device) -> bool:
 
 
 def compiles_layers(trainer: TrainerConfig, device: torch.device | None, compute: torch.dtype) -> bool:
-    """Whether to compile layers: `trainer.compile` if set, else whether they are bfloat16 on a GPU with a working
-    compiler.
+    """Whether to compile layers: `trainer.compile` if it is set, else whether the layers compute in bfloat16 on a GPU
+    on which torch's compiler works.
 
     The device None stands for a GPU of another machine, whose compiler is assumed to work. A bfloat16 layer needs one
     compiled graph, which serves any number of tokens; a layer with experts, which run uncompiled, needs one graph
-    before and one after them. A float32 layer would need several graphs, because the number of attention buckets
-    changes with every micro-batch.
+    before the experts and one after them. A float32 layer would need several graphs, because the number of attention
+    buckets changes with every micro-batch.
     """
     if trainer.compile is not None:
         return trainer.compile
@@ -111,7 +111,7 @@ def compiles_whole_layers(
 
 
 def share_cores(ranks_of_host: int) -> None:
-    """Give this rank's compiler its share of the host's cores; otherwise each rank starts up to 32 processes."""
+    """Let this rank's compiler start as many processes as its share of the host's cores, instead of up to 32."""
     if COMPILE_THREADS not in os.environ:
         cores = len(os.sched_getaffinity(0))
         torch._inductor.config.compile_threads = max(1, min(cores // ranks_of_host, MOST_COMPILE_THREADS))

@@ -70,7 +70,7 @@ class DeviceBatch(NamedTuple):
 
     @staticmethod
     def of(micro: MicroBatch, settings: DeviceSettings) -> DeviceBatch:
-        """Copy a micro-batch to the device; an empty one becomes a dummy row, so that this rank takes part in
+        """Copy a micro-batch to the device; an empty micro-batch becomes a dummy row, so that this rank takes part in
         collectives.
 
         Raises:

@@ -7,7 +7,7 @@
     loss_mask_N           [ 0 0 1  0 1     0 1 1]        each row's own mask
     result_N              [ 0 0 .5 0 .5    0 -1 -1]
 
-No function of this module waits for the device, because the host knows the number of tokens.
+No function of this module waits for the device, because the number of tokens is given by the host.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def row_of_token(cu_seqlens: Tensor, n_tokens: int) -> Tensor:
 def expand_to_tokens(
     value_G: Tensor, trajectory_of_row_R: Tensor, row_of_token_N: Tensor, loss_mask_N: Tensor
 ) -> Tensor:
-    """[G] -> [N]: each token gets the value of its row's trajectory if the loss mask is set, else 0.
+    """[G] -> [N]: each token gets the value of its row's trajectory if its loss mask is set, else 0.
 
     Tokens of a dummy row get 0.
     """

@@ -1,18 +1,18 @@
-"""Positions of a micro-batch's tokens in the model's input: one plan for every layout.
+"""Positions of a micro-batch's tokens in the model's input, in one form for all layouts.
 
 Two rows, `1 2 3` and `1 2 5 6`, in the three layouts (`trainer.layout`):
 
     packed          1 2 3 1 2 5 6      slot_N 0 1 2 3 4 5 6      no token attends to another row
     padded          0 1 2 3            slot_N 1 2 3 4 5 6 7      left-padded lines of equal width
                     1 2 5 6
-    shared_prefix   1 2 3 5 6          slot_N 0 1 2 0 1 3 4      a token attends to those before it in its rows
+    shared_prefix   1 2 3 5 6          slot_N 0 1 2 0 1 3 4      a token attends to the tokens before it in its rows
 
 `slot_N` is the slot of each packed token in the input, axis `S`. A token that several rows share has one slot; its
 state predicts the next token of each of these rows.
 
 With sequence parallelism (`service.learn.sequence_parallel`) each rank of a group has a slice of the slots:
 
-    rank 0 of 2     1 2 3 1            slots 0 1 2 3      `slot_N` counts the slots of all slices; 0 pads the last one
+    rank 0 of 2     1 2 3 1            slots 0 1 2 3      `slot_N` counts over all slices; 0 pads the last slice
     rank 1 of 2     2 5 6 0            slots 4 5 6 7
 """
 
@@ -48,8 +48,8 @@ class Layout(NamedTuple):
     ) -> Layout:
         """The positions for the layout with this name; `variable_length`: for the variable-length attention kernel.
 
-        `shared_prefix` means `packed` if no rows share a prefix, or on a GPU without the kernel. `part`: this rank's
-        slice of the slots.
+        `shared_prefix` and `auto` give the layout `packed` if no rows share a prefix, or on a GPU without that kernel.
+        `part`: this rank's slice of the slots.
         """
         offsets_R = micro.offsets_R.astype(np.int64)
         if kind == "padded":
@@ -68,7 +68,8 @@ class Layout(NamedTuple):
         return _on_one_line(np.arange(n_slots), n_slots, Packing.of(offsets_R, device, variable_length), part)
 
     def own(self, slot_X: Int64s) -> tuple[Int64s, Int64s]:
-        """Which items of `slot_X` are slots on this rank (as indices), and their positions in this rank's input."""
+        """Indices of the items of `slot_X` that are slots on this rank, and the positions of these slots in its
+        input."""
         at_X = slot_X - self.first
         own_X = np.flatnonzero((at_X >= 0) & (at_X < math.prod(self.shape)))
         return own_X, at_X[own_X]

@@ -71,7 +71,7 @@ class Learner:
         """Number of optimizer steps applied so far."""
 
     def step(self, batch: MiniBatch) -> StepReport:
-        """Take one optimizer step on this rank's micro-batches; if loss or gradient are not finite, take none.
+        """Take one optimizer step on this rank's micro-batches; take no step if loss or gradient are not finite.
 
         Raises:
             OutOfMemory: the device has too little memory; the learner cannot continue.
@@ -95,7 +95,7 @@ class Learner:
         return sums
 
     def _own_part(self, batch: MiniBatch) -> tuple[MicroBatch, ...]:
-        """This rank's micro-batches, from the whole mini-batch or from one with only this rank's part."""
+        """This rank's micro-batches, from a whole mini-batch or from a mini-batch with only this rank's part."""
         n_parts, n_ranks = self.policy.n_batch_parts, len(batch.ranks)
         if n_ranks not in (1, n_parts):
             raise ValueError(
@@ -191,7 +191,7 @@ class Learner:
         return state
 
     def weights(self, everywhere: bool = False) -> dict[str, Tensor] | None:
-        """Copies of the trained weights, on rank 0 or `everywhere`; see `Policy.weights`."""
+        """Copies of the trained weights, on rank 0, or on every rank if `everywhere` is set; see `Policy.weights`."""
         return self.policy.weights(everywhere)
 
     def shards(self) -> dict[str, Rows]:
@@ -199,6 +199,6 @@ class Learner:
         return self.policy.shards()
 
     def export(self, folder: Path) -> None:
-        """Write the final weights; see `Policy.export`. Every rank must call."""
+        """Write the final weights; see `Policy.export`. Every rank must call this."""
         with written(folder):
             self.policy.export(folder)

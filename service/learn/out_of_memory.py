@@ -1,4 +1,4 @@
-"""The error of a step that runs out of the device's memory; it has the checkpointing that takes less memory."""
+"""The error of a step that runs out of the device's memory, with a level of checkpointing that takes less memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from service.learn.model.policy_model import Checkpointing
 
 
 class OutOfMemory(BatonError):
-    """A step ran out of memory; `lighter`: the checkpointing to continue with, None if nothing is left to save."""
+    """A step ran out of memory; `lighter`: the checkpointing to continue with, None if no level takes less memory."""
 
     def __init__(self, why: str, lighter: Checkpointing | None) -> None:
         super().__init__(why, lighter)

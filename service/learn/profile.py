@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 
 
 class StepProfile:
-    """Records the next optimizer steps; after the last one `file` is a Chrome trace, compressed by gzip."""
+    """Records the next optimizer steps; after the last step `file` is a Chrome trace, compressed by gzip."""
 
     def __init__(self, steps: int, device: torch.device) -> None:
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]

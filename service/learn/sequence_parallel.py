@@ -5,8 +5,9 @@ Two ranks, six tokens, four heads:
     all but attention    rank 0   tokens 0 1 2   all heads       rank 1   tokens 3 4 5   all heads
     attention            rank 0   all tokens     heads 0 1       rank 1   all tokens     heads 2 3
 
-An all-to-all before the attention call exchanges tokens for heads, and one after it exchanges heads for tokens; their
-backward passes are all-to-alls in the other direction. If there are fewer key heads than ranks, key heads are repeated.
+An all-to-all before the attention call exchanges tokens for heads, and another all-to-all after the call exchanges
+heads for tokens; the backward pass of each is an all-to-all in the other direction. If there are fewer key heads than
+ranks, key heads are repeated.
 
 Source: Jacobs et al. 2023 (DeepSpeed Ulysses), arXiv:2309.14509.
 """
@@ -39,10 +40,10 @@ class Slice(NamedTuple):
     def of_rank(
         rank: int, world_size: int, ranks_of_group: int, config: PretrainedConfig, device: torch.device
     ) -> Slice:
-        """The part of each row that one of the trainer's ranks computes; every rank must call this.
+        """The slice of each micro-batch that a rank of the trainer computes; every rank must call this.
 
         Raises:
-            UserError: the size of a group does not divide the number of ranks, or not the number of attention heads.
+            UserError: the ranks do not divide into groups, or a group cannot divide the model's heads among its ranks.
         """
         if ranks_of_group == 1:
             return WHOLE

@@ -1,4 +1,4 @@
-"""The settings of a learner, and those of its memory estimate."""
+"""The settings of a learner, and of its memory estimate."""
 
 from __future__ import annotations
 

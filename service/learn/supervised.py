@@ -1,7 +1,7 @@
 """Supervised steps on conversations: the warm start before RL, and `baton sft`.
 
-The loss is the cross-entropy per token that carries loss, over all ranks. Supervised steps have an optimizer of their
-own, so that RL begins with new moments.
+The loss is the mean cross-entropy of the tokens that carry loss, over all ranks. Supervised steps have an optimizer of
+their own, so that RL begins with new moments.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ WARM_UP_FRACTION = 0.1
 
 
 class SupervisedSteps:
-    """Steps on one rank; every rank must call the same methods."""
+    """Supervised optimizer steps on one rank; every rank must call the same methods."""
 
     def __init__(
         self, settings: LearnSettings, policy: Policy, betas: tuple[float, float] = BETAS, weight_decay: float = 0.0
@@ -39,7 +39,8 @@ class SupervisedSteps:
     def warm_start(self, demonstrations: Sequence[SupervisedRow]) -> float:
         """Take all steps of `model.warm_start`, on randomly chosen demonstrations; returns the last step's loss.
 
-        The learning rate rises linearly over the first tenth of the steps, and falls linearly over all of them.
+        The learning rate is the smaller of a linear rise over the first tenth of the steps and a linear fall over all
+        steps.
         """
         start = self._settings.model.warm_start
         if start is None:
@@ -80,7 +81,8 @@ class SupervisedSteps:
         return sums.totals()["loss"]
 
     def _packed(self, rows: Sequence[SupervisedRow]) -> tuple[list[MicroBatch], int]:
-        """This rank's micro-batches, as many as every other rank has, and the number of loss tokens on all ranks."""
+        """This rank's micro-batches, with empty ones so that all ranks have equally many, and the number of loss tokens
+        on all ranks."""
         policy = self._policy
         mine = rows[policy.batch_part :: policy.n_batch_parts]
         micros = _pack(mine, self._settings.trainer.tokens_of_micro_batch)

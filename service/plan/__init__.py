@@ -4,5 +4,5 @@
     lengths and times, of a run or assumed -> `work` --------------------------------------+-> `forecast` -> `page`
     a GPU's rates, or this machine's -> `machine` -----------------------------------------+
 
-`binding` decides from the seconds of each part which side of a run waits for the other, also for measured seconds.
+`binding` decides from the predicted or measured seconds of each part which side of a run waits for the other side.
 """

@@ -1,4 +1,4 @@
-"""The bottleneck of a run: the seconds that each part needs per step, which part binds, and the gain from more of it.
+"""The bottleneck of a run: seconds per step of each part, the part that binds, and the gain from more of that part.
 
     generation: ENGINES, ENVIRONMENT, JOURNAL, WEIGHTS (engines pause)    seconds in which the slots generate as many
                                                                           groups as a mini-batch has
@@ -6,10 +6,10 @@
                                                                           the trainer asks for the next one
 
 The two sides run at the same time, and within a side the parts follow one another. The side that needs less time waits
-for the other one, whose largest part binds (is the bottleneck). If both sides wait, they wait for an engine or rank
-that is far slower than the others; or for new weights, if these take longer to arrive than anything else takes; or else
-for each other, and then the lookahead binds. The seconds are predicted by `baton plan`, or measured as seconds of a
-step without the time for which the side waited.
+for the other side, whose largest part binds (is the bottleneck). If both sides wait, they wait for an engine or rank
+that is far slower than the others; or for new weights, if these take longer to arrive than any part takes; or else for
+each other, and then the lookahead binds. The seconds are predicted by `baton plan`, or measured as seconds of a step
+without the time for which the side waited.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ BOTH_WAIT = 0.15
 """Both sides count as waiting if each waits for more than this fraction of the time."""
 
 BALANCED = 0.1
-"""The sides are in balance if one needs at most this fraction less than the other."""
+"""The sides are in balance if one side needs at most this fraction less time than the other side."""
 
 
 @dataclass(frozen=True)
@@ -68,8 +68,8 @@ class Demand:
     shares_cores: bool = False
     """Whether engines and ranks share CPU cores, so that more engines slow the ranks down and vice versa."""
     arrival: float = 0.0
-    """Seconds from a commit until the engines serve its weights; groups that wait for these weights are admitted
-    then."""
+    """Seconds from a commit until the engines serve its weights and groups that wait for these weights are
+    admitted."""
     seconds_of_step: float | None = None
     """Seconds of a step as measured or simulated; None: `arithmetic_seconds` is used instead."""
 
@@ -98,7 +98,7 @@ class Demand:
         return self.arithmetic_seconds if self.seconds_of_step is None else self.seconds_of_step
 
     def waits(self, side: Side) -> float:
-        """Fraction of the time for which a side waits for the other one."""
+        """Fraction of the time for which a side waits for the other side."""
         return max(0.0, 1 - self.seconds(side) / self.step_seconds) if self.step_seconds else 0.0
 
     def gain(self, part: Part, side: Side) -> float:
@@ -113,7 +113,7 @@ class Demand:
         return self.speed_of(replace(self, generation=parts) if is_generation else replace(self, training=parts))
 
     def speed_of(self, other: Demand) -> float:
-        """The speed of another demand relative to this one, by the arithmetic seconds."""
+        """The speed of another demand relative to the speed of this demand, by `arithmetic_seconds`."""
         seconds = other.arithmetic_seconds
         return self.arithmetic_seconds / seconds if seconds else 1.0
 
@@ -123,7 +123,7 @@ class Binding:
     """The bottleneck of a run."""
 
     side: Side
-    """The side that the other one waits for."""
+    """The side for which the other side waits."""
     part: Part
     share: float
     """Fraction of the side's time that the part takes; if both sides wait, the fraction of time for which this side
@@ -138,7 +138,7 @@ class Binding:
     shares_cores: bool
     """Whether engines and ranks share CPU cores; see `Demand`."""
     both_wait: bool = False
-    """Whether both sides wait, for the lookahead or for weights on their way."""
+    """Whether both sides wait, for each other or for new weights to arrive."""
 
     @property
     def is_bottleneck(self) -> bool:
@@ -178,8 +178,7 @@ class Binding:
 def binding(demand: Demand, slow: Part | None = None) -> Binding:
     """Find the part that the run waits for.
 
-    `slow`: ENGINES or TRAINER, if one engine or rank is far slower than the others; if both sides wait, they wait for
-    it.
+    `slow`: ENGINES or TRAINER, if one engine or rank is far slower than the others; this part binds if both sides wait.
 
     >>> found = binding(Demand({Part.ENGINES: 8.0, Part.ENVIRONMENT: 1.0}, {Part.TRAINER: 3.0}, engines=2))
     >>> print(found.sentence())

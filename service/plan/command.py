@@ -19,7 +19,7 @@ QUIET_SECONDS = 2.0
 """Seconds after which a line tells the user that the plan is being made."""
 
 DOES_NOT_FIT = 3
-"""Exit code where the answer is that the configuration does not fit."""
+"""Exit code if the configuration does not fit."""
 
 ABOUT = """\
 Say what a configuration takes before anything is rented: memory of a rank and of an engine, tokens a second, seconds a
@@ -42,7 +42,7 @@ is wrong (one line says what).
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's own arguments, besides configuration files and settings."""
+    """Add the command's own arguments, in addition to configuration files and settings."""
     names = ", ".join((*DATA_SHEETS, *MEASURED))
     parser.add_argument("--gpu", default="h100", metavar="NAME", help=f"{names} (default h100)")
     parser.add_argument("--gpus", type=int, metavar="N", help="GPUs in all (default: as many as are configured)")

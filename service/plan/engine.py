@@ -1,7 +1,7 @@
-"""How fast an engine generates: a roofline per iteration, in which each running request gets one token.
+"""The speed of an engine: a roofline per iteration, in which each running request gets one token.
 
-an iteration: weights and KV caches are read (memory), tokens are multiplied with the weights (compute); the longer
-of the two counts, then collectives of the engine's GPUs, then what the host does between iterations
+An iteration takes the longer of two times, to read weights and KV caches (memory) or to multiply tokens with the
+weights (compute); plus the attention of prefilled tokens, collectives of the engine's GPUs, and work of the host.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class Engine:
         return self.iteration_host + self.request_host * running
 
     def _collectives(self, tokens: float) -> float:
-        """Seconds of the two all-reduces of each layer; beyond one node's GPUs they use the network."""
+        """Seconds of the two all-reduces of each layer, over the network if the engine is larger than a node."""
         if self.gpus == 1:
             return 0.0
         each = tokens * self.shape.hidden * self.shape.width * 2 * (self.gpus - 1) / self.gpus
@@ -133,5 +133,6 @@ class Engine:
         return 2 * self.shape.layers * (GPU["all_reduce"] + each)
 
     def prefill_seconds(self, tokens: float, context: float) -> float:
-        """Seconds to compute `tokens` tokens of requests of mean length `context`, with nothing else running."""
+        """Seconds of the GPUs to compute `tokens` tokens of requests of mean length `context`, with no other request
+        running."""
         return self.iteration(0, context, tokens) - self.host_seconds(0)

@@ -27,7 +27,7 @@ from service.plan.work import Work
 EVALUATED_ROWS = 512
 """Assumed number of rows of an evaluation set whose size is unknown."""
 MAX_SPLITS = 16
-"""Maximum number of splits of the GPUs that are compared; if there are more, this number of evenly spread ones."""
+"""Maximum number of splits of the GPUs to compare; of more splits, about this number, evenly spread, are compared."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Split:
     rank_bytes: Mapping[str, float]
     fits: bool
     prefilled_tokens: float
-    """Tokens per second that an engine computes without sampling them."""
+    """Tokens per second that all engines together compute without sampling them, while they have work."""
     sampled_tokens: float
     """Tokens per second that all engines together sample while they have work."""
     trained_tokens: float
@@ -91,18 +91,19 @@ def _spread(numbers: Sequence[int]) -> list[int]:
 
 
 class Plan:
-    """The plan of a configuration: whether it fits, the seconds of a step with each split of the GPUs, what binds."""
+    """The plan of a configuration: whether it fits, the seconds of a step with each split of the GPUs, the
+    bottleneck."""
 
     def __init__(self, settings: PlanSettings, folder: Path, device: Device, work: Work, gpus: int | None) -> None:
         """Plan for `gpus` GPUs; None: the number in the configuration. `folder` needs only a config.json.
 
         Raises:
-            UserError: the model cannot be made or run, or there are too few GPUs.
+            UserError: the model cannot be built or run, or there are too few GPUs.
         """
         self.settings, self.device, self.work = settings, device, work
         engines, ranks = settings.generator.max_engines, settings.trainer.ranks
         self.used = ranks if settings.fit.shares_gpus else engines * settings.generator.engine_gpus + ranks
-        """GPUs of the configuration's split."""
+        """Number of GPUs that the configuration's split takes."""
         self.gpus = gpus or self.used
         pairs = {*splits_of(settings, self.gpus)}  # before the estimate, which takes up to a minute
         if self.used == self.gpus:
@@ -124,7 +125,7 @@ class Plan:
         )
         self._trajectories = settings.trainer.mini_batch_size * settings.samples
         self.journal_bytes = self._trajectories * work.length * self.journal_token_bytes
-        """Bytes that the buffer writes for a mini-batch; a token that turns share is written once."""
+        """Bytes that the buffer writes for a mini-batch; a token that several turns share is written once."""
         self._cached_iteration = cache(self._iteration_of)
 
         self.chosen = self.split(engines, ranks)
@@ -135,9 +136,9 @@ class Plan:
         """Waits and speed of the chosen split with `buffer.lookahead: 0`."""
         transports = ("memory", "ipc") if settings.fit.shares_gpus else ("memory",)
         self.updates = {} if self._on_cpu else {name: self._update(name, engines, ranks) for name in transports}
-        """Durations of an update by transport; none on a CPU, whose rates of copies nobody measured."""
+        """Durations of an update by transport; empty on a CPU, for which no rates of copies were measured."""
         self.problem = problem or self._too_large() or self._too_few_gpus(self.used)
-        """Why the configuration does not fit, and what would help; None if it fits."""
+        """Why the configuration does not fit, and possible remedies; None if it fits."""
 
     @property
     def best(self) -> Split:
@@ -165,7 +166,7 @@ class Plan:
         return {**parts, "graphs and buffers": max(0.0, self._memory.engine - weights)}
 
     def _too_large(self) -> str | None:
-        """Why the processes of a CPU machine, or ranks in float32, do not fit its memory; None if they do."""
+        """Why the processes of a CPU machine do not fit its memory, or a rank its GPU; None if they fit."""
         split, room = self.chosen, self.device.memory * (1 - MARGIN)
         needed = rank = sum(split.rank_bytes.values())
         who, helps = "a rank takes", "use more of them, or a smaller model"
@@ -178,7 +179,7 @@ class Plan:
         return f"trainer.ranks: {who} {needed / 1e9:.1f} GB, of which there are {room / 1e9:.1f}; {helps}"
 
     def _too_few_gpus(self, used: int) -> str | None:
-        """Why the configured engines and ranks need more GPUs than there are; None if they do not."""
+        """A message if the configured engines and ranks need more GPUs than there are; None if they do not."""
         if used <= self.gpus:
             return None
         generator, unit = self.settings.generator, self.device.unit
@@ -325,7 +326,7 @@ class Plan:
         return update(transport, sent * self._shape.width, self.device, nodes, senders, gpus)
 
     def _evaluation(self, sampling: float) -> float:
-        """Seconds per step of evaluations that pause training; evaluations beside training take engines from it."""
+        """Seconds per step of evaluations that pause training; 0 for evaluations beside training."""
         data = self.settings.data
         if not data.eval_every or data.eval_mode == "beside":
             return 0.0

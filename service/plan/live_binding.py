@@ -25,13 +25,13 @@ SAMPLE_SECONDS = 10.0
 MIN_STEPS = 3
 """Minimum number of optimizer steps in the window for which a bottleneck is named."""
 SLOW = 0.6
-"""An engine that samples less than this fraction of the others' tokens a second is named."""
+"""An engine that samples less than this fraction of the others' tokens per second is reported as slow."""
 WAITING = "waiting"
 IDLE = (WAITING, "starting", "evaluating")
 """States in which a generator plays no group."""
 SYNCS_OF_GROUP = 3.0
 """Syncs for which each trajectory waits in addition to its own time. The claim and the end of its group each come in
-the middle of a sync, on average, so each waits for half a sync and for the whole next one."""
+the middle of a sync, on average, so each waits for half a sync and for the whole next sync."""
 STATES = {
     "step": Part.TRAINER,
     "bookkeeping": Part.TRAINER,
@@ -40,7 +40,7 @@ STATES = {
     "checkpoint": Part.CHECKPOINT,
     "evaluating": Part.EVALUATION,
 }
-"""States of the driver -> the parts that take the time."""
+"""States of the driver -> the parts for which their time counts."""
 PARTS = {
     "queue": Part.ENGINES,
     "prefill": Part.ENGINES,
@@ -83,7 +83,7 @@ class Figures:
 
 
 class Limits(NamedTuple):
-    """Settings that limit how far the two sides may run apart."""
+    """Settings that limit how far one side may run ahead of the other side."""
 
     ranks: int = 1
     lookahead: float = 2.0
@@ -108,7 +108,7 @@ def _grown(now: Any, before: Any) -> Any:
 
 
 def demand(grown: Figures, limits: Limits) -> Demand | None:
-    """Seconds per step of each part; None if there were too few steps."""
+    """Seconds per step of each part; None if there is too little data."""
     if grown.steps < MIN_STEPS or not grown.engines or grown.at <= 0:
         return None
     playing = sum(
@@ -168,7 +168,7 @@ def _slow_engine(grown: Figures) -> str:
 
 
 def _slow_rank(grown: Figures) -> str:
-    """The rank that computes longer than the others; only visible if the ranks do not wait inside a step."""
+    """The rank that computes far longer than the others; empty without one, or if ranks wait in a step."""
     busy = {
         name: (states.get("forward_backward", 0.0) + states.get("optimizer", 0.0)) / grown.steps
         for name, states in grown.ranks.items()
@@ -180,7 +180,7 @@ def _slow_rank(grown: Figures) -> str:
 
 
 def _beside_others(values: Mapping[str, float]) -> Iterator[tuple[str, float, float]]:
-    """Yield (name, value, median of the other values) for each entry, unless it is the only one."""
+    """Yield (name, value, median of the other values) for each entry; nothing for a single entry."""
     for name, value in values.items():
         if others := [other for each, other in values.items() if each != name]:
             yield name, value, median(others)
@@ -227,8 +227,8 @@ class Window:
         self._kept.append(figures)
 
     def waits(self, run: Mapping[str, Any]) -> tuple[str, float] | None:
-        """The part that binds over the whole window, and the fraction of time for which the other side waits; 0 if the
-        part is no bottleneck."""
+        """The part that binds over the whole window, and the fraction of time for which the other side waits (0 if the
+        part is no bottleneck); None if there is too little data."""
         whole = self.live(Limits.of(run))
         return None if whole is None else (str(whole.found.part), whole.found.waits * whole.found.is_bottleneck)
 
@@ -244,7 +244,7 @@ class Window:
         return live(self._kept[-1].since(self._kept[0]), limits) if len(self._kept) > 1 else None
 
     def now(self, limits: Limits) -> Live | None:
-        """The bottleneck of the shortest recent time with enough data; None if there is too little."""
+        """The bottleneck of the shortest recent time with enough data; None if there is too little data."""
         for before in reversed(self._kept):
             grown = self._kept[-1].since(before)
             if grown.at >= NOW_SECONDS and grown.steps >= MIN_STEPS:

@@ -16,7 +16,7 @@ from service.plan.work import lines_of
 LEAST_BYTES = 5e6
 """Size of the smallest part of the memory that the page names."""
 SLOW_PACE = 2.0
-"""The first line names a measured pace above this."""
+"""The first line names a measured pace above this value."""
 EXPERTS = "experts: published micro-batches took 2 to 14 times as long as predicted; see docs/plan.md"
 MODEL = (
     "Times are arithmetic: the operations of a step at the device's rates, a roofline for each iteration of an engine, "

@@ -53,11 +53,11 @@ def print_plan(
 
 @contextmanager
 def planned_model(model: ModelConfig, env: EnvConfig, seed: int, run: str | None = None) -> Iterator[Path]:
-    """A folder with the model's config.json: `model.path` (from a hub only this file), the model of a run, or a new
-    model for `model.make`.
+    """A folder with the model's config.json: `model.path` (of a model on a hub, only this file is downloaded), the
+    model that a run made, or a new model for `model.make`.
 
     Raises:
-        UserError: the configuration names no model.
+        UserError: the configuration names no model, or `model.path` has no config.json.
     """
     path = model.path
     if path is not None and is_on_hub(path):
@@ -73,7 +73,7 @@ def planned_model(model: ModelConfig, env: EnvConfig, seed: int, run: str | None
 
 
 def named(name: str) -> Device:
-    """The device of this name, measured if it is this machine."""
+    """The device of this name; measured if the name stands for this machine."""
     if name in MEASURED:
         from service.plan.machine.measure import measured
 

@@ -4,8 +4,8 @@
 
 The slowest of three limits determines the seconds of a step: busy slots, the busy trainer, or admission, which lets the
 groups of a mini-batch begin once the engines serve the version of `lookahead` + 1 steps before. In the last case,
-`lookahead` + 1 mini-batches have been admitted when one is leased. That one is complete, so the groups of `lookahead`
-mini-batches may still be open:
+`lookahead` + 1 mini-batches have been admitted when one is leased. The leased mini-batch is complete, so the groups of
+`lookahead` mini-batches may still be open:
 
     sum over k = 1, 2, ... of  P(a group takes longer than k steps - training - sync)  =  lookahead
 
@@ -213,7 +213,7 @@ class Setting:
         return batch * open_P
 
     def flow(self) -> Flow:
-        """The steady-state means."""
+        """Solve the model for the means of its steady state."""
         full_Q, running = self._full()
         full, busy = self.mini_batch_size * float(full_Q.mean()) / self.slots, self.train_seconds + self.after_seconds
         step = self._admitted(either_longer(full, busy))

@@ -83,8 +83,8 @@ class Trainer:
     def _collectives(self, device: Device, ranks: int) -> float:
         """Seconds of a micro-batch's collectives: rings over the ranks of a copy, then sums of gradients over copies.
 
-        A rank alone sends nothing, so its estimate has no such bytes: weights are gathered twice in two bytes, and
-        gradients reduced in four.
+        An estimate for a single rank has no sent bytes, so these are assumed: per parameter, weights of two bytes are
+        gathered twice, and gradients of four bytes are reduced.
         """
         step, shards = self.step, self._shards(ranks)
         copies = ranks / shards
@@ -102,10 +102,11 @@ class Memory:
 
 
 def estimated(settings: FitSettings, folder: Path, device: Device) -> tuple[Trainer, Memory, str | None]:
-    """Estimate the trainer and the engine's memory of a configuration; also returns why it does not fit, with remedies.
+    """Estimate the trainer and the engine's memory of a configuration; also returns why the configuration does not fit,
+    with remedies, or None.
 
     Raises:
-        UserError: the model cannot be made or run.
+        UserError: the model cannot be built or run.
     """
     learn, problem = settings.learn, None
     setting, algorithm = learn.trainer, learn.algorithm

@@ -1,4 +1,4 @@
-"""How long it takes to send new weights to the engines, by transport."""
+"""The time to send new weights to the engines, by transport."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class Update:
 
 
 def update(transport: str, weight_bytes: float, device: Device, nodes: int, rank_gpus: int, engine_gpus: int) -> Update:
-    """The duration of an update; `rank_gpus` GPUs share the bytes that the trainer sends, `engine_gpus` those that an
-    engine gets."""
+    """The duration of an update; `rank_gpus` GPUs share the bytes that the trainer sends, `engine_gpus` GPUs share the
+    bytes that an engine gets."""
     costs = WEIGHTS
     if transport == "memory":
         copied, pause = weight_bytes / rank_gpus / costs["copied"], weight_bytes / engine_gpus / costs["into_an_engine"]

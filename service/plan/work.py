@@ -75,10 +75,10 @@ def assumed(settings: PlanSettings) -> Work:
 def work_of(
     settings: PlanSettings, measured: Mapping[str, tuple[float, str]], given: Mapping[str, float | None]
 ) -> Work:
-    """The work of a configuration: given figures, else measured ones with their source, else assumed ones.
+    """The work of a configuration: figures that are given, otherwise measured with a source, otherwise assumed.
 
     Raises:
-        UserError: a figure is out of range.
+        UserError: a figure is out of range, or a given figure is above its limit in the configuration.
     """
     work = assumed(settings)
     figures = {**measured, **{name: (value, "given") for name, value in given.items() if value is not None}}

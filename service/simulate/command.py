@@ -62,7 +62,7 @@ BOUNDS = {name: option.metadata["bounds"] for name, option in OPTIONS.items()} |
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's own arguments, besides configuration files and settings."""
+    """Add the command's own arguments, in addition to configuration files and settings."""
     for name, option in OPTIONS.items():
         kind = float if option.default is None else type(option.default)
         meaning = option.metadata["help"] + ("" if option.default is None else " (default %(default)s)")

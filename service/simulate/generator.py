@@ -43,7 +43,7 @@ class SimulatedGenerator(Client):
         self.name = name
         self.slots = scenario.slots(host.settings)
         self.wait_seconds = 0.0
-        """Slot-seconds without work."""
+        """Seconds without work, summed over the slots."""
         self._max_tokens = scenario.longest(host.settings)
         """Maximum sampled tokens of one trajectory."""
         self._incarnation = 0
@@ -52,7 +52,7 @@ class SimulatedGenerator(Client):
         self._unsent: list[tuple[TrajectoryId, int]] = []
         """(trajectory, step index) of the steps in the outbox."""
         self._evaluated: Callable[[], None] | None = None
-        """Called when its evaluation ends; None: it evaluates nothing."""
+        """Called when this generator's evaluation ends; None if no evaluation runs."""
         self._newest = PolicyVersion(0, 0)
         """The newest weights that were sent."""
         self._slots_wait: list[Resume] = []
@@ -143,7 +143,8 @@ class SimulatedGenerator(Client):
         return np.minimum(self._scenario.lengths(self._rng, count), self._max_tokens)
 
     def _trajectory(self, of: TrajectoryId, uid: str, left: int, taken: bytes) -> Activity:
-        """Play a trajectory of `left` tokens, spread evenly over its turns; `taken`: steps from another generator.
+        """Play a trajectory of `left` tokens, spread evenly over its turns; `taken`: encoded steps that another
+        generator played.
 
         Each step extends the whole step before it by one observation token.
         """
@@ -224,6 +225,6 @@ class SimulatedGenerator(Client):
         return StopReason.STOP
 
     def _refused(self, refusal: Refusal) -> None:
-        """Handle a refusal: a fenced generator joins again; otherwise the buffer starts another attempt."""
+        """Handle a refusal: a fenced generator joins again; after other refusals the buffer starts another attempt."""
         if refusal.reason is RefusalReason.FENCED:
             self.start()

@@ -23,7 +23,7 @@ FOLDER = Path("journal")
 PROMPT_UIDS = [f"prompt-{row}" for row in range(1000)]
 TICK_SECONDS = 0.5
 POLL_SECONDS = 5.0
-"""How long the host may keep a claim or a lease waiting before it answers with a Wait."""
+"""Seconds for which the host may keep a claim or a lease waiting before it answers with a Wait."""
 
 
 class Poll(NamedTuple):
@@ -40,7 +40,7 @@ class Host(Process):
     def __init__(
         self, settings: SimulationSettings, scenario: Scenario, loop: Loop, rng: np.random.Generator, segment_bytes: int
     ) -> None:
-        """`rng`: the random numbers of its scorers."""
+        """`rng`: source of the scorers' random numbers."""
         super().__init__(loop)
         self.settings = settings
         self.disk = MemoryDisk()
@@ -92,7 +92,7 @@ class Host(Process):
         self._answer(answer[0] if isinstance(answer, list) else answer, reply)
 
     def serves(self, generator: str, version: PolicyVersion) -> None:
-        """Repeat an engine's claims, because it serves newer weights."""
+        """Try an engine's waiting claims again soon, because the engine serves newer weights."""
         self._updated[generator] = version
         self.look_soon()
 
@@ -185,7 +185,7 @@ class Client(Process):
 
 
 class SimulatedScorers(Process):
-    """Scores every waiting group, with as many groups at once as the scorer has workers."""
+    """Simulates all scorers; each scores as many waiting groups at once as it has workers."""
 
     def __init__(self, host: Host, mean_seconds: float, rng: np.random.Generator) -> None:
         """`mean_seconds`: mean time of an answer."""

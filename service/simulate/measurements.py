@@ -19,11 +19,12 @@ class Measurements:
         self.wait_seconds: list[float] = []
         """Seconds that the trainer waited for each mini-batch."""
         self.staleness: Counter[int] = Counter()
-        """Sampled tokens of trained mini-batches by staleness."""
+        """Number of sampled tokens of trained mini-batches, by staleness."""
         self.generated: dict[TrajectoryId, int] = {}
-        """Tokens of each trajectory that was begun."""
+        """Number of sampled tokens of each trajectory that was begun."""
         self.trained: dict[int, int] = {}
-        """The optimizer step that used each group_id, on the committed history."""
+        """The optimizer step that used each group, by group_id; steps that a restart of the trainer undid are left
+        out."""
 
     def leased(self, batch: MiniBatch, version: PolicyVersion, waited: float) -> None:
         """Record that the trainer received a mini-batch to train on top of `version`."""
@@ -58,7 +59,7 @@ class Report:
     staleness_p99: int
     staleness_max: int
     beyond: float
-    """Fraction of the sampled tokens of trained mini-batches that were staler than `max_staleness`: without loss."""
+    """Fraction of the sampled tokens of trained mini-batches that were staler than `max_staleness` and had no loss."""
     length_distance: float
     """Largest difference between the distributions of generated and trained lengths, 0 to 1."""
 

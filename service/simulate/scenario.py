@@ -16,7 +16,7 @@ from service.types import Int64s
 
 VOCABULARY = 1 << 20
 DRAWN = 1 << 15
-"""Trajectories whose lengths are drawn for the mean time of a group."""
+"""Number of trajectories whose lengths are drawn to compute the mean time of a group."""
 
 
 @dataclass(frozen=True, slots=True)

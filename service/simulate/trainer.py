@@ -40,7 +40,7 @@ class SimulatedTrainer(Client):
         self.evaluated: list[tuple[int, float]] = []
         """(step, seconds) of the evaluations that have ended."""
         self._evaluating = 0
-        """Generators that evaluate."""
+        """Number of generators that evaluate now."""
         self._checkpoint = 0
         """The step of the newest durable checkpoint."""
 
@@ -81,7 +81,7 @@ class SimulatedTrainer(Client):
                 return
 
     def _step(self, batch: MiniBatch) -> Generator[Waiting, Any, Refusal | None]:
-        """Commit a trained mini-batch, or release one whose step was not applied; returns the refusal of a commit."""
+        """Commit a trained mini-batch, or release it if its step was not applied; returns the refusal of the commit."""
         incarnation, step = self.version
         if not self.is_applied():
             yield self.ask(lambda buffer: buffer.release(incarnation, batch.lease, "not finite"))
@@ -100,11 +100,12 @@ class SimulatedTrainer(Client):
         return None
 
     def is_applied(self) -> bool:
-        """Whether an optimizer step is applied; steps that are not finite are skipped."""
+        """Whether an optimizer step is applied; a step whose loss or gradient is not finite is skipped."""
         return True
 
     def _evaluate(self, step: int) -> Generator[Waiting, Any, None]:
-        """Evaluate every `data.eval_every` steps: on all engines while training waits, or on some beside training."""
+        """Evaluate every `data.eval_every` steps: on all engines while training waits, or on some
+        engines while training continues."""
         data, evaluators = self._settings.data, list(self._generators)
         if not data.eval_every or step % data.eval_every or self._evaluating:
             return

@@ -15,8 +15,8 @@ from service.simulate.scenario import Scenario, SimulationSettings
 from service.simulate.trainer import SimulatedTrainer
 
 HANG_SECONDS = 600.0
-"""Simulated seconds without an optimizer step that count as a hang, besides those that the longest trajectory, its
-scorer, an optimizer step and its weights take."""
+"""Simulated seconds without an optimizer step that count as a hang, in addition to the seconds of the longest
+trajectory, its scorer, an optimizer step and the arrival of its weights."""
 SEGMENT_BYTES = 64 << 20
 
 
@@ -73,7 +73,7 @@ class World:
         self.host.buffer.end()
 
     def _until(self, done: Callable[[], bool]) -> None:
-        """Advance time until `done()`; RunFailed if the world hangs."""
+        """Advance time until `done()` is true; raises RunFailed if the simulated run hangs."""
         begun = self.loop.now
 
         def stuck() -> bool:

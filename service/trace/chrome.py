@@ -3,7 +3,7 @@
 driver        trainer         what the trainer as a whole does
 trainer-0     rank            forward and backward, optimizer, and while it waits, what the driver does
 generator-0   engine          generating, paused, environment, waiting, starting
-              trajectories    the sample, each with its turns and tool calls, on as many rows as overlap
+              trajectories    sampled ones with their turns and tool calls, on as many rows as overlap in time
 buffer        leases, commits, journal, and counters of its groups
 
 A sampled trajectory is a flow: claim -> turns and tool calls -> lease -> commit. Times are microseconds from the first
@@ -79,7 +79,8 @@ def _states(timeline: RunTimeline) -> Iterator[Drawn]:
 
 
 def _explained(spans: Iterable[Span], doing: Sequence[Span]) -> Iterator[Span]:
-    """A rank's spans, in which each wait is split by what the driver did meanwhile; the driver's spans are in order."""
+    """A rank's spans, in which each wait is split by what the driver did meanwhile. `doing`: the driver's spans, in
+    order of time."""
     first = 0
     for span in spans:
         if span.name != WAITING:
@@ -129,8 +130,8 @@ def _trajectories(timeline: RunTimeline) -> Iterator[list[Drawn]]:
 
 
 def _flows(timeline: RunTimeline, sampled: Sequence[Sequence[Drawn]]) -> Iterator[tuple[int, list[Drawn]]]:
-    """The claim and the calls of each trajectory in order of time, the last lease of its group and that lease's commit;
-    with the trajectory's number."""
+    """For each trajectory, its number and the points of its flow: its claim and calls in order of time, the last lease
+    of its group, and the commit of that lease."""
     leases = {group: span for span in timeline.rows.get(LEASES, []) for group in span.detail["groups"]}
     commits = {span.detail["lease"]: span for span in timeline.rows.get(COMMITS, [])}
     for number, (trajectory, (_, *slices)) in enumerate(zip(timeline.trajectories, sampled, strict=True)):

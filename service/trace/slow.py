@@ -32,7 +32,7 @@ class Spent(NamedTuple):
 
 
 def spent(timeline: RunTimeline) -> list[Spent]:
-    """The sums over all processes, largest first."""
+    """The seconds by environment and part, summed over all processes, largest first."""
     sums: dict[tuple[str, str], Spent] = {}
     for one in (Spent(*line) for totals in timeline.totals.values() for line in totals.sums):
         of = sums.get((one.env, one.name), Spent(one.env, one.name, 0, 0.0, 0.0))
@@ -112,7 +112,7 @@ def _figures(one: Spent, whole: dict[str, float]) -> tuple[str, str, str]:
 
 
 def _quantiles(timeline: RunTimeline, one: Spent) -> tuple[str, str]:
-    """Median and 99th percentile in the sample."""
+    """Median and 99th percentile in the sample, without trajectories that were kept only because they were slow."""
     of = [each for each in timeline.trajectories if each.env == one.env and each.why != SLOW]
     if not of:
         return "-", "-"

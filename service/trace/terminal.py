@@ -78,8 +78,8 @@ def _numbers(record: Record, is_wide: bool) -> dict[str, str]:
 
 
 def print_record(console: Console, record: Record, max_staleness: int, words: Words) -> None:
-    """Print one trajectory step by step; colours show the kind of each token, or marks on a terminal without
-    colours."""
+    """Print one trajectory step by step; the kind of each token is shown by colours, on a terminal without colours by
+    marks."""
     has_colours = console.color_system is not None and not console.no_color
     wraps = not console.is_terminal
     console.print(Text(in_one_line(record["id"]), style="bold"))

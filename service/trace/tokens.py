@@ -14,7 +14,7 @@ Words = Callable[[Sequence[int]], list[str]]
 
 PREVIEW_TOKENS = 60
 DEEPEST = 8
-"""Number of branch levels with an indentation of their own; deeper levels share the last one."""
+"""Number of branch levels with an indentation of their own; deeper levels share the last indentation."""
 CONTEXT_TOKENS = 4
 """Number of preceding tokens that may affect a token's text."""
 
@@ -145,9 +145,10 @@ def number(value: float | None, form: str) -> str:
 
 
 def branches(record: Record) -> list[str]:
-    """The steps as a tree, one line per chain of steps; empty if there is only one chain, of the role `main`.
+    """The steps as a tree, one line with roles and step numbers per chain of steps; empty for a single chain of role
+    `main`.
 
-    Records of older versions do not say which step continues which; they have no tree.
+    Records of older versions do not name the step that a step continues; for such records the result is empty.
 
     aux 0
     main 1, 3, 4; undelivered 5

@@ -27,10 +27,10 @@ GPU_BYTES = {name.upper(): sheet.memory for name, sheet in DATA_SHEETS.items()}
 """Nominal memory of GPUs in bytes, by Ray's accelerator type."""
 
 MARGIN = 0.1
-"""Fraction of a GPU's memory that stays free, for CUDA contexts, collectives and fragments."""
+"""Fraction of a GPU's memory that is left for CUDA contexts, buffers of collectives and fragmentation."""
 
 AMPLE_MARGIN = 0.15
-"""Fraction that is kept free where this costs little time, since the estimate may be wrong by a few percent."""
+"""Fraction of a GPU's memory that is left instead if this costs little time, since estimates are not exact."""
 
 ENGINE_BYTES = 3e9
 """Bytes that an engine needs for CUDA graphs and buffers."""
@@ -38,12 +38,12 @@ ENGINE_BYTES = 3e9
 
 @dataclass(frozen=True)
 class Fit:
-    """The memory of a rank's GPU and of an engine's GPU; with `weights.transport: ipc` this is the same GPU."""
+    """The memory of a rank's GPU and of an engine's GPU; with `weights.transport: ipc` both are the same GPU."""
 
     step: StepEstimate
     """The estimate of a step, which includes its memory."""
     checkpointing: Checkpointing
-    """The trainer's setting, or the result of `auto`."""
+    """The gradient checkpointing that is set, or that `auto` chooses."""
     n_layers: int
     gpu_bytes: float
     shared_bytes: float
@@ -124,7 +124,7 @@ def known_gpu(trainer: TrainerConfig) -> tuple[str, float] | None:
 
 
 def is_estimable(settings: FitSettings, folder: Path) -> bool:
-    """Whether a step can be estimated: products of experts on fake tensors support only bfloat16."""
+    """Whether a step can be estimated: matrix products of experts on fake tensors support only bfloat16."""
     return settings.learn.model.dtype == "bfloat16" or not experts_of(read_config(folder))
 
 
@@ -173,7 +173,7 @@ def fit(settings: FitSettings, folder: Path, gpu_bytes: float, device: torch.dev
 
 
 def fit_on(device: torch.device, settings: FitSettings, folder: Path) -> Fit | None:
-    """The memory that a configuration needs on this GPU; None on a CPU, and for other types than bfloat16."""
+    """The memory that a configuration needs on this GPU; None on a CPU, and for a model that is not bfloat16."""
     gpu = (
         None if device.type == "cpu" or settings.learn.model.dtype != "bfloat16" else known_gpu(settings.learn.trainer)
     )
@@ -181,10 +181,10 @@ def fit_on(device: torch.device, settings: FitSettings, folder: Path) -> Fit | N
 
 
 def refuse_too_large(settings: FitSettings, folder: Path) -> Fit | None:
-    """Refuse a model that does not fit its GPUs; returns None if their memory is unknown.
+    """Check that a configuration fits its GPUs; returns its memory, or None if the GPU or the estimate is unknown.
 
     Raises:
-        UserError: the model does not fit; the message says what would help.
+        UserError: the configuration does not fit; the message names a remedy.
     """
     gpu = known_gpu(settings.learn.trainer)
     if gpu is None or not is_estimable(settings, folder):

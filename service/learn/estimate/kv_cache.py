@@ -1,4 +1,4 @@
-"""The KV cache of an engine on each of its GPUs, and the check that its GPUs can split a model."""
+"""The size of an engine's KV cache on each of its GPUs, and the check that these GPUs can split a model."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ def request_bytes(model: PretrainedConfig, generator: GeneratorConfig, dtype: st
 
 
 def check_engine(model: PretrainedConfig, generator: GeneratorConfig, dtype: str) -> None:
-    """Check that an engine's GPUs can split the model, and that its KV cache can hold a request.
+    """Check that an engine's GPUs can split the model, and that its KV cache can hold the longest request.
 
     Raises:
-        UserError: one of the two is not possible; the message names the setting and what would help.
+        UserError: the GPUs cannot split the model, or the KV cache is too small; the message names setting and remedy.
     """
     gpus, kv_heads = generator.tensor_parallel_size, model.num_key_value_heads
     numbers = {name: number for name in DIVIDED if (number := getattr(model, name, None))}

@@ -25,7 +25,7 @@ ELEMENTWISE = "elementwise"
 """Kind of all operations that are neither matrix products nor attention, and do not involve the vocabulary."""
 
 PRODUCTS = ("mm", "addmm", "addmm_", "bmm", "baddbmm", "_grouped_mm")
-"""Products [.., m, k] x [.., k, n] of 2 m k n FLOPs; if the name has `add`, the first argument is a summand."""
+"""Matrix products [.., m, k] x [.., k, n] of 2 m k n FLOPs; if the name has `add`, the first argument is a summand."""
 
 COLLECTIVES = ("_allgather_base_", "_reduce_scatter_base_", "allreduce_", "alltoall_base_")
 
@@ -82,7 +82,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def one_kernel(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Call a function of elementwise operations that is a single kernel on a GPU: only its result takes memory."""
+        """Call a function of elementwise operations that a GPU runs as one kernel: only its result takes memory."""
         self._in_one_kernel = True
         try:
             result = function(*args)

@@ -1,8 +1,8 @@
-"""Estimate of a training step: the real modules, FSDP2 and the optimizer run on fake tensors, and a meter counts.
+"""Estimate of a training step: the real modules, FSDP2 and the optimizer run on fake tensors, counted by `Meter`.
 
 Fake CPU tensors represent those of a GPU, because a CPU build of torch has no backward pass for fake CUDA tensors;
-with `as_on_gpu` they take the code paths of CUDA tensors. Layers run uncompiled and unfused, whatever the configuration
-says. Compiled or fused layers hold less than is estimated here; `service.learn.estimate.checkpointing` has the figures.
+with `as_on_gpu` they take the code paths of CUDA tensors. Layers run uncompiled and unfused, whatever is configured.
+Compiled or fused layers hold less than is estimated here; `service.learn.estimate.checkpointing` has the figures.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ MICRO_BATCHES = 2
 
 @dataclass(frozen=True)
 class StepEstimate:
-    """Resources of a step on one rank; all but `peak` and `optimizer_seconds` are for one micro-batch."""
+    """Resources of a step on one rank; `flops`, `model_flops`, `sent` and `seconds` are those of one micro-batch."""
 
     parameters: int
     """Number of parameters of the whole model, including its adapter."""
     trained: int
-    """Number of parameters that are trained and published: all of the model, or those of the adapter."""
+    """Number of parameters that are trained and published: those of the whole model, or of the adapter."""
     peak: Mapping[str, int]
     """Bytes of the device's memory at its peak, by part: weights, gradients, optimizer, activations, logits (with the
-    gradient of the output head), gathered (layers of all ranks)."""
+    gradient of the output head), gathered (layers gathered from all ranks)."""
     flops: float
     """Floating-point operations of matrix products and attention."""
     model_flops: float
@@ -73,13 +73,13 @@ def estimate_step(
     on_gpu: bool = True,
     checkpointing: Checkpointing | None = None,
 ) -> StepEstimate:
-    """The estimate for a folder with a `config.json`; the weights may be missing.
+    """Estimate a step of the model in a folder with a `config.json`; the weights may be missing.
 
     Micro-batches are filled with rows of `row_tokens` (None: the longest rows of the generator), of which half the
     tokens carry loss. `checkpointing` replaces the trainer's setting. No process group may exist yet.
 
     Raises:
-        UserError: the model cannot be made or run.
+        UserError: the model cannot be built or run.
     """
     # with rows of one length, padding takes as many slots as packing, and fake masks have no values to inspect
     plain = settings.trainer.model_copy(update={"compile": False, "fused_kernels": False, "layout": "packed"})

@@ -17,7 +17,7 @@
 5. SkyRL's outlier_token_is_threshold, github.com/NovaSky-AI/SkyRL/pull/849
 
 All rows of a trajectory are on one rank, so sums over the trajectory need no communication. With sequence parallelism
-they are on one group of ranks, and the sums are added up over the group.
+the rows are on one group of ranks, and the sums are added up over the group.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ def trajectory_ratios(
     n_trajectories: int,
     group: dist.ProcessGroup | None = None,
 ) -> TrajectoryRatios:
-    """Reduce log-ratios `[M]` of several micro-batches by trajectory (`trajectories`: `[M]`), and over the group."""
+    """Reduce log-ratios `[M]` of several micro-batches by trajectory, and over the ranks of the group. `trajectories`:
+    the trajectory of each token, `[M]` per micro-batch."""
     log_ratio, trajectory = torch.cat(list(log_ratios)), torch.cat(list(trajectories))
     counted = torch.stack([log_ratio, torch.ones_like(log_ratio)]).double()
     sums = counted.new_zeros(2, n_trajectories).index_add(1, trajectory, counted)
@@ -81,8 +82,8 @@ def over_trajectory(settings: CorrectionConfig) -> bool:
 def correct(
     settings: CorrectionConfig, log_ratio_M: Tensor, of_trajectory: TrajectoryRatios | None, trajectory_M: Tensor
 ) -> Correction:
-    """The weight and the mask of each token. `of_trajectory`: the ratios of whole trajectories, which are needed if
-    `over_trajectory(settings)`."""
+    """The weight and the mask of each token. `of_trajectory`: the ratios of whole trajectories; None if the function
+    `over_trajectory` returns False for the settings."""
     kept_M = _inside(settings.token_band, log_ratio_M)
     weight_M = torch.ones_like(log_ratio_M)
     if settings.truncate == "token":

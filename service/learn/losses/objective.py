@@ -38,9 +38,10 @@ class FixedLogprobs(NamedTuple):
     """Log-probabilities of a micro-batch's loss tokens, computed without gradients before the backward pass."""
 
     current_M: Tensor | None = None
-    """Log-probabilities under the current weights; None unless a trajectory-level ratio needs them."""
+    """Log-probabilities under the current weights; None if no ratio of whole trajectories is needed."""
     proximal_M: Tensor | None = None
-    """Log-probabilities under the frozen weights of `anchor: proximal`; None if these are the current weights."""
+    """Log-probabilities under the frozen weights of `anchor: proximal`; None without such weights, or if they are the
+    current weights."""
     reference_M: Tensor | None = None
     """Log-probabilities under the reference of the KL term; None without a KL term."""
 
@@ -56,10 +57,10 @@ class TrajectoryInputs(NamedTuple):
     turn_value_X: Tensor | None
     """The advantage of each turn; None without credit by turn."""
     loss_ratios: TrajectoryRatios | None
-    """The policy term's ratios by trajectory, over this rank's micro-batches; None unless the loss or the correction
-    needs them."""
+    """The policy term's ratios by trajectory, over this rank's micro-batches; None if neither the loss nor the
+    correction needs ratios of whole trajectories."""
     correction_ratios: TrajectoryRatios | None
-    """The correction's ratios by trajectory; None unless the loss or the correction needs them."""
+    """The correction's ratios by trajectory; None in the same case as `loss_ratios`."""
 
 
 class _Anchor(NamedTuple):
@@ -68,12 +69,12 @@ class _Anchor(NamedTuple):
 
 
 class Objective:
-    """The loss as configured: policy term, correction, KL and entropy terms."""
+    """The loss as configured: policy term with correction, KL, teacher and entropy terms."""
 
     def __init__(
         self, settings: LearnSettings, device: torch.device, dtype: torch.dtype, group: dist.ProcessGroup | None = None
     ) -> None:
-        """`group`: the ranks that share micro-batches with this one, if any."""
+        """`group`: the ranks that share micro-batches with this rank, if any."""
         algorithm = self._algorithm = settings.algorithm
         self._teacher = algorithm.teacher
         self._norm_tokens = algorithm.norm_tokens or settings.longest_row

@@ -98,7 +98,7 @@ def loss_named(setting: str) -> PolicyLoss:
 
 
 def check_terms(setting: str, terms: object, inputs: LossInputs) -> LossTerms:
-    """Check and return the result of this loss; a wrong shape would otherwise be broadcast silently.
+    """Check and return the result of a loss; a wrong shape would otherwise be broadcast silently.
 
     Raises:
         ConfigError: the result does not have one term per token, or has no gradient.
@@ -125,7 +125,7 @@ def _kind(value: object) -> str:
 
 
 def safe_exp(log_ratio: Tensor) -> Tensor:
-    """exp, with its argument clamped to +-20."""
+    """The exponential of a log-ratio that is clamped to +-20."""
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 

@@ -9,7 +9,7 @@ on all ranks, so the loss does not depend on how a trajectory was cut into rows,
 | trajectory_mean | 1 / (trajectories * loss tokens of g) |
 | prompt_mean | 1 / (prompts * loss tokens of g's prompt) |
 | seq_mean_token_sum_norm | 1 / (trajectories * constant) |
-| sequence_mean | 1 / (rows * loss tokens of the row): counts rows, hence not split-invariant |
+| sequence_mean | 1 / (rows * loss tokens of the row): the only reduction that depends on the cut into rows |
 
 A trajectory (or prompt, or row) without loss tokens counts in these denominators, and contributes 0 to the mean.
 

@@ -54,7 +54,7 @@ class Sums:
 
 
 class RatioMetrics:
-    """Importance ratios of the trained policy over the rollout, overall and by staleness."""
+    """Importance ratios of the trained policy to the rollout policy, overall and by staleness."""
 
     def __init__(self, device: torch.device, tolerance: float) -> None:
         """`tolerance`: absolute log-ratio, in nats, above which engine and trainer count as different for a token."""

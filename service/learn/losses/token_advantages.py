@@ -3,8 +3,8 @@
 With credit by turn a mini-batch has one scalar per turn of each trajectory, and each loss token has the number of its
 turn, whichever row the turn is in.
 
-REINFORCE++ (one row per trajectory, `step_wise: false`): the value of the last sampled token is the return R, that of
-each earlier token is gamma times the value of the next token. Then the values are whitened over all loss tokens of the
+REINFORCE++ (one row per trajectory, `step_wise: false`): the value of the last sampled token is the return R, the value
+of each earlier token is gamma times that of the next token. Then the values are whitened over all loss tokens of the
 mini-batch. Source: Hu et al. 2025, arXiv:2501.03262.
 
     loss tokens of a trajectory with R = 1, gamma = 0.5     [0.25  0.5  1]

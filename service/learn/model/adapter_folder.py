@@ -1,4 +1,4 @@
-"""Adapters on disk in PEFT's form: reads, writes and checks them, and merges an adapter into its base.
+"""Adapters on disk in PEFT's form: reads, writes and checks them, and merges an adapter into its base model.
 
 adapter_config.json          rank, alpha, targets, the base's path
 adapter_model.safetensors    base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight, ...
@@ -70,7 +70,7 @@ class Base(BaseModel):
         return Base(path=str(folder.absolute()), fingerprint=hasher.hexdigest())
 
     def refuse_other(self, fingerprint: str, where: str) -> None:
-        """Raises `UserError` if the adapter in `where` belongs to a base with another fingerprint."""
+        """Raises `UserError` if the adapter in `where` belongs to a base model with another fingerprint."""
         if fingerprint != self.fingerprint:
             raise UserError(
                 f"{where} is of an adapter for another model than {self.path}; use the model it was made for"
@@ -125,7 +125,7 @@ def adapter_settings(folder: Path) -> LoraConfig:
     """Read the settings in an adapter's folder.
 
     Raises:
-        UserError: the file is missing or malformed, or describes another kind of adapter.
+        UserError: the file is missing or malformed, or describes a kind of adapter that is not trained.
     """
     file = folder / ADAPTER_CONFIG
     try:
@@ -150,10 +150,10 @@ def adapter_settings(folder: Path) -> LoraConfig:
 
 
 def check_adapter(folder: Path, lora: LoraConfig, base: Base, shapes: Mapping[str, Sequence[int]]) -> None:
-    """Check that an adapter can be trained further: its settings, its base, and the shapes of its tensors.
+    """Check that an adapter can be trained further: its settings, its base model, and the shapes of its tensors.
 
     Raises:
-        UserError: a setting, the base or a tensor differs; the message names it.
+        UserError: a setting, the base model or a tensor differs; the message names the difference.
     """
     found = adapter_settings(folder)
     for name in ("rank", "alpha", "targets"):
@@ -168,7 +168,8 @@ def check_adapter(folder: Path, lora: LoraConfig, base: Base, shapes: Mapping[st
 def read_adapter(
     folder: Path, base: Base, masters: Mapping[str, Tensor], parameters: Mapping[str, nn.Parameter]
 ) -> None:
-    """Fill this rank's shards with the adapter's tensors; refuses an adapter with another base or other shapes."""
+    """Fill this rank's shards with the adapter's tensors; refuses an adapter with another base model or other
+    shapes."""
     tensors = _tensors(folder, base, {name: parameter.shape for name, parameter in parameters.items()})
     for name, parameter in parameters.items():
         masters[name].copy_(tensors[name][shard_rows(parameter)])
@@ -194,12 +195,13 @@ def _tensors(folder: Path, base: Base, shapes: Mapping[str, Sequence[int]] | Non
 
 
 def merge(adapter: Path, base: Path, folder: Path) -> None:
-    """Write the base with an adapter's update as a float32 Hugging Face folder, which appears only once it is complete.
+    """Write a base model plus an adapter's update as a float32 Hugging Face folder, which appears only when complete.
 
-    Each merge starts from the base's weights: merging in place drifts, and merging in bfloat16 loses small updates.
+    Each merge starts from the base's weights, because repeated merges in place add up rounding errors, and a merge in
+    bfloat16 loses small updates.
 
     Raises:
-        UserError: the adapter is malformed or belongs to another base.
+        UserError: the adapter is malformed or belongs to another base model.
     """
     settings, tensors = adapter_settings(adapter), _tensors(adapter, Base.of(base))
     with atomic_folder(folder) as partial:

@@ -54,7 +54,7 @@ def use_fastest_attention(device: torch.device) -> str:
 
 
 def _of_torch(device: torch.device) -> str:
-    """Let torch use FlashAttention 3 if the GPU, torch and an installed wheel allow it; returns FA3 or FA2."""
+    """Let torch use FlashAttention 3 if it is installed and works with this GPU and torch; returns FA3 or FA2."""
     if find_spec(FLASH_ATTENTION_3) is None or torch.cuda.get_device_capability(device)[0] != HOPPER:
         return "FA2"
     try:

@@ -1,8 +1,8 @@
-"""The linear attention of Qwen3.5 and its relatives for packed rows, with the modules of the family's own code.
+"""The linear attention of Qwen3.5 and similar families for packed rows, with the modules of the family's own code.
 
 Projections, norm and gate need a token's own values only. Between them the convolution and the gated delta rule need
-whole rows (`service.learn.model.delta_rule`): where rows share prefixes, each row is computed in full; if ranks share
-the tokens, each rank computes all tokens for some of the heads.
+whole rows (`service.learn.model.delta_rule`): where rows share prefixes, each row is computed in full; with sequence
+parallelism, each rank computes all tokens for some of the heads.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ def use_packed_rows(layers: nn.ModuleList) -> None:
 def packed_delta_net(
     mixer: Any, hidden_states: Tensor, packing: Packing, exchange: Exchange | None = None, **_: Any
 ) -> Tensor:
-    """[1, S, hidden_size] -> [1, S, hidden_size]; `exchange`: given if the slots are one rank's slice of the batch."""
+    """Linear attention of one packed batch: [1, S, hidden_size] -> [1, S, hidden_size]; `exchange`: given if the slots
+    are one rank's slice of the batch."""
     *mixed, z = _projected(mixer, hidden_states[0])
     out = _over_rows(mixer, mixed, packing, exchange)
     normed = mixer.norm(out.reshape(-1, mixer.head_v_dim).to(z.dtype), z.reshape(-1, mixer.head_v_dim))

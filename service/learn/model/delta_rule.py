@@ -4,9 +4,9 @@ A state S [key_dim, value_dim] of each head and row begins at 0 and is updated b
 
     S <- exp(g) S;    S <- S + beta k (v - S^T k)^T;    output S^T q
 
-In a chunk all tokens are computed together: with W the solution of a triangular system, the values that the chunk adds
-to the state are `u - w S`. The cost is linear in the number of tokens. Transformers' own functions ignore where rows
-begin, and compute in float32.
+All tokens of a chunk are computed together: a triangular system is solved for u and w, and the chunk adds the values
+`u - w S` to the state S before it. The cost is linear in the number of tokens. Transformers' own functions ignore where
+rows begin, and compute in float32.
 
 Source: Yang et al. 2024 (Gated Delta Networks), arXiv:2412.06464, section 3.3; WY form: arXiv:2406.06484.
 """
@@ -40,9 +40,9 @@ def causal_convolution(x: Tensor, weight: Tensor, chunks: Chunks) -> Tensor:
 
 
 def gated_delta_rule(query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, chunks: Chunks) -> Tensor:
-    """Queries and keys [N, heads, key_dim], values [N, heads, value_dim], log decay and beta [N, heads] -> [N, heads,
-    value_dim], all in the accumulation type. On a GPU the kernels of flash-linear-attention are used if they
-    are installed."""
+    """The output of each token: queries and keys [N, heads, key_dim], values [N, heads, value_dim], log decay `g` and
+    beta [N, heads] -> [N, heads, value_dim], all in the accumulation type. On a GPU the kernels of
+    flash-linear-attention are used if they are installed."""
     if query.is_cuda and (kernel := _fla()) is not None:
         return _by_kernel(kernel, query, key, value, g, beta, chunks)
     query, key = (x * (x.square().sum(-1, keepdim=True) + EPSILON).rsqrt() for x in (query, key))

@@ -1,6 +1,6 @@
 """Expert parallelism: the ranks of a group divide the experts of each layer, and send each other the experts' tokens.
 
-Two ranks, four experts, two tokens on each rank, one expert a token:
+Two ranks, four experts, two tokens on each rank, one expert per token:
 
     chosen        rank 0   a: 3   b: 0       rank 1   c: 1   d: 3
     computed      rank 0   b: 0   c: 1       rank 1   a: 3   d: 3
@@ -8,7 +8,7 @@ Two ranks, four experts, two tokens on each rank, one expert a token:
 
 The ranks of a group compute their micro-batches at the same time, so each token can be sent to the ranks of its
 experts. The gradient of an expert is the sum over the tokens of the whole group. The weights of an expert are sharded
-only over its rank and the ranks with the same place in other groups; FSDP2 gathers and reduces them among these ranks.
+only over its rank and the ranks with the same index in other groups; FSDP2 gathers and reduces them among these ranks.
 
 The family's own code computes both the router and the experts. The token's rank computes which experts the token has,
 and the weight of each; the expert's rank computes the expert's output and multiplies it by that weight.
@@ -47,7 +47,7 @@ def divided_experts(
     layers: Iterable[Any], copies: Sequence[Sequence[int]], of_group: int, device: str
 ) -> dict[nn.Module, DeviceMesh]:
     """Divide the experts of all layers among the `of_group` ranks of each group. For each module of experts, returns
-    the ranks among which the weights are sharded further; returns nothing for groups of one rank.
+    the ranks among which its weights are sharded further; returns an empty dictionary for groups of one rank.
 
     `copies`: for each copy of the model, the ranks that share it.
 
@@ -85,7 +85,7 @@ def _divide(experts: Any, mesh: DeviceMesh) -> None:
 
 
 class _OwnExperts:
-    """A module of experts with the gathered weights of this rank's experts only, as the family's code sees it."""
+    """A module of experts for the family's code, with the gathered weights of this rank's experts only."""
 
     def __init__(self, experts: nn.Module, number: int) -> None:
         self._experts, self.num_experts = experts, number
@@ -99,9 +99,9 @@ class _OwnExperts:
 def _exchanged(
     experts: Any, group: dist.ProcessGroup, hidden_ND: Tensor, chosen_NK: Tensor, weight_NK: Tensor
 ) -> Tensor:
-    """[N, D] the sum of the outputs of each token's experts, on whichever rank they are.
+    """[N, D] the sum of the outputs of each token's experts, on whichever ranks these experts are.
 
-    Axes besides N tokens and K experts of a token: X pairs of both, sorted by expert; Y pairs that this rank computes.
+    Axes: N tokens; K experts of a token; X pairs of both, sorted by expert; Y pairs that this rank computes.
     """
     topk, ranks = chosen_NK.shape[-1], group.size()
     sorted_X, order_X = chosen_NK.reshape(-1).sort(stable=True)
@@ -126,8 +126,8 @@ def _exchanged(
 
 
 def _sums(sent_RE: Tensor, received_RE: Tensor, pairs: int) -> tuple[list[int], list[int]]:
-    """The number of pairs to send to each rank, and to receive from it; waits for the device. An estimate assumes equal
-    numbers."""
+    """The number of pairs to send to each rank, and to receive from it; waits for the device. With fake tensors the
+    numbers are assumed to be equal."""
     if isinstance(sent_RE, FakeTensor):
         even = [len(part) for part in torch.tensor_split(torch.empty(pairs, device="meta"), len(sent_RE))]
         return even, even

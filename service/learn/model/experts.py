@@ -1,8 +1,8 @@
-"""Which kernels compute the experts: fused ones where they are installed and correct, otherwise grouped products.
+"""Chooses the kernels of experts: fused kernels where they are installed and correct, else grouped matrix products.
 
-Grouped products write the gathered tokens of all experts, both halves of the gate, and the weighted outputs to memory.
-The kernels of SonicMoE gather, multiply, apply the gate and add up in a few passes. transformers calls them if the
-package `kernels` has them.
+Grouped matrix products write the gathered tokens of all experts, both halves of the gate, and the weighted outputs to
+memory. The kernels of SonicMoE gather, multiply, apply the gate and add up in a few passes. transformers calls them if
+the package `kernels` provides them.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ TOLERANCE = 0.02
 
 
 def use_fastest_experts(layers: Iterable[Any], device: torch.device, compute: torch.dtype) -> str | None:
-    """Choose and log the kernels for the experts of all layers; None without experts, or if they are not in bfloat16.
+    """Choose, log and return the kernels for the experts of all layers; None without experts, or if not in bfloat16.
 
-    Fused kernels are tried on weights of the model's shape: output and gradients must be those of grouped products.
+    Fused kernels are tried on a few random experts of the model's shape: their output and gradients must equal those of
+    grouped matrix products up to rounding.
     """
     experts = [layer.mlp.experts for layer in layers if hasattr(getattr(layer, "mlp", None), "experts")]
     if not experts or compute != torch.bfloat16:
@@ -59,8 +60,8 @@ def _unusable(experts: Any, device: torch.device) -> str | None:
 
 @torch.enable_grad()
 def _difference(experts: Any, device: torch.device) -> float:
-    """Largest relative difference of output and gradients between fused kernels and grouped products, for a few random
-    experts."""
+    """Largest relative difference of output and gradients between fused kernels and grouped matrix products, for a few
+    random experts."""
     generator = torch.Generator(device).manual_seed(0)
 
     def drawn(*shape: int, scale: float = 1.0) -> Tensor:

@@ -1,8 +1,8 @@
 """FlashAttention 4 as operators of torch, with gradients and fake results for compiled layers.
 
-Torch's own integration (`activate_flash_attention_impl`) is for an older version of the package. It unpacks two results
-of five, and does not pass the length of the longest rows to the backward pass, which would assume that each row has all
-tokens.
+Torch's own integration (`activate_flash_attention_impl`) is for an older version of the package. That integration
+unpacks two of the five results, and does not pass the length of the longest rows to the backward pass, which would
+assume that each row has all tokens.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ _kernels: Any = None
 
 
 def begin(device: torch.device) -> bool:
-    """Use FlashAttention 4 on this GPU from now on, if it is installed, made for the GPU, and correct on a small
-    example; returns whether it is used. If it is installed and cannot be used, a warning says why."""
+    """Use FlashAttention 4 from now on if the package is installed, supports this GPU, and is correct on a small
+    example; returns whether it is used. If the package supports the GPU but cannot be used, a warning gives the
+    reason."""
     global _kernels
     try:
         installed = metadata.version("flash-attn-4")

@@ -38,7 +38,7 @@ class FrozenWeights:
         """Number of optimizer steps of the policy when the copy was made, by kind."""
 
     def logprobs(self, kind: str, micros: Sequence[DeviceBatch], step: int) -> list[Tensor] | list[None]:
-        """[M] log-probabilities per micro-batch under the frozen weights; None if there is no such copy."""
+        """[M] log-probabilities of each micro-batch under the frozen weights; None for each if they are not needed."""
         if kind not in self._refresh_every:
             return [None] * len(micros)
         if kind == "reference" and self._reference_is_base:
@@ -67,7 +67,7 @@ class FrozenWeights:
 
     @torch.no_grad()
     def _exchange(self, kind: str) -> None:
-        """Exchange the frozen weights with those of the model."""
+        """Exchange the frozen weights with the weights of the model."""
         copies = self.copies[kind]
         for name, master in self._policy.master_weights.tensors.items():
             kept = master.clone()

@@ -52,7 +52,7 @@ class StoredWeights:
             into.copy_(self._slice(self.names.stored(name), shape)[rows])
 
     def check(self, shapes: Mapping[str, Sequence[int]], unread: Sequence[str] = ()) -> None:
-        """Compare the headers of all files with these weights; `unread`: name patterns of further allowed weights.
+        """Compare the headers of all files with these shapes; `unread`: name patterns of further allowed weights.
 
         Raises:
             UserError: a weight is missing, superfluous, or of another shape or type.
@@ -75,13 +75,14 @@ class StoredWeights:
             )
 
     def others(self, written: Collection[str]) -> dict[str, Tensor]:
-        """The folder's weights that are neither in `written` nor computed: those of other parts, or untrained ones."""
+        """The folder's weights that are neither in `written` nor computed: untrained weights, and those of other parts
+        of a multimodal model."""
         head = self.names.stored(HEAD)
         others = [name for name in self._file_of if name not in written and not name.endswith(COMPUTED)]
         return {name: self._opened(name).get_tensor(name) for name in others if name != head}
 
     def _parts(self, name: str, shape: Sequence[int]) -> Iterator[tuple[str, Sequence[int]]]:
-        """Names and shapes of a weight on disk: itself, or one per expert and projection."""
+        """Names and shapes of a weight on disk: of the weight itself, or of one weight per expert and projection."""
         if not self.names.of_expert(name, 0):
             yield self.names.stored(name), shape
             return
@@ -144,11 +145,11 @@ def stored_names(folder: Path) -> Names:
 
 
 def check_weights(folder: Path, shapes: Mapping[str, Sequence[int]], unread: Sequence[str] = ()) -> None:
-    """Compare a folder's weights with the shapes of its config.json; reads headers, and a tied head. `unread`: name
-    patterns of further allowed weights.
+    """Compare a folder's weights with the shapes of its config.json; reads only headers, and a tied output head if it
+    is stored. `unread`: name patterns of further allowed weights.
 
     Raises:
-        UserError: a file is missing, cut short or not safetensors, or the weights differ from the shapes.
+        UserError: a file is missing, truncated or not in safetensors format, or the weights differ from the shapes.
     """
     with ExitStack() as stack:
         StoredWeights(folder, stack).check(shapes, unread)

@@ -57,8 +57,8 @@ MAX_CHARACTERS = 200
 
 
 def read_config(folder: Path, proven: bool = True) -> PretrainedConfig:
-    """Read the model's configuration (if multimodal, that of its language model); `proven`: refuse families whose
-    training was not compared with their own code.
+    """Read the model's configuration (of a multimodal model, the part for its language model). `proven`: whether to
+    refuse quantised models, and model families whose training was not compared with their own code.
 
     Raises:
         UserError: the file is missing or malformed, refers to custom code, or describes a model that is not supported.
@@ -85,7 +85,8 @@ def read_config(folder: Path, proven: bool = True) -> PretrainedConfig:
 
 
 def text_config(config: PretrainedConfig) -> PretrainedConfig:
-    """The part of a multimodal model's configuration that describes its language model; otherwise the whole one."""
+    """The part of a multimodal model's configuration for its language model; of other models, the whole
+    configuration."""
     text: PretrainedConfig = config.get_text_config()
     if text is not config:
         text.tie_word_embeddings = text.tie_word_embeddings or config.tie_word_embeddings
@@ -98,7 +99,7 @@ def logit_scale(config: PretrainedConfig) -> float:
 
 
 def unread_weights(config: PretrainedConfig) -> list[str]:
-    """Patterns of the names of weights that folders of the family may have and its model does not, such as those that
+    """Patterns of the names of weights that folders of the family may have and its model does not, such as weights that
     predict several tokens at once."""
     family = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     return list(family._keys_to_ignore_on_load_unexpected or ())
@@ -124,7 +125,7 @@ def code_of_the_model(folder: Path) -> Iterator[None]:
 
 
 def _impossible(settings: Mapping[str, Any]) -> str | None:
-    """The shape setting with an impossible number; None if all are possible."""
+    """A message about the first setting with an impossible number; None if there is no such setting."""
     for name, most in MAX_SHAPE.items():
         value = settings.get(name)  # transformers has a default for missing values and null
         if value is not None and not (type(value) is int and 1 <= value <= most):

@@ -14,7 +14,8 @@ from torch import Tensor
 from service.learn.compile import compiled_on_gpu, on_gpu
 
 CHUNK_ENTRIES = {"cpu": 1 << 23, "cuda": 1 << 28}
-"""Logits of one chunk: 32 MiB in float32 on CPU; 1 GiB on a GPU, where matrix products are fast only with many rows."""
+"""Number of logits in one chunk: 32 MiB of float32 on CPU; 1 GiB on a GPU, where only large matrix products are
+fast."""
 
 
 class TokenLogprobs(NamedTuple):
@@ -78,7 +79,7 @@ def _adds_in_float32(device: torch.device) -> bool:
 
 @compiled_on_gpu
 def statistics(logits: Tensor, tokens: Tensor, inverse_temperature: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probability of each row's token, entropy of the row, and its log-normaliser."""
+    """Log-probability of each row's token, entropy of each row of logits, and the row's log-normaliser."""
     scaled = logits * inverse_temperature[:, None]
     normaliser = scaled.logsumexp(-1)
     logprob = scaled.gather(1, tokens[:, None])[:, 0] - normaliser

@@ -2,8 +2,8 @@
 
     y = x W^T + bias + alpha / rank (x A^T) B^T        W [out, in]      A [rank, in]      B [out, rank]
 
-A target layer keeps its place and the names of its parameters. It gets two more parameters, with the names that PEFT
-uses:
+A target layer keeps its position in the model and the names of its parameters. The layer gets two more parameters, with
+the names that PEFT uses:
 
     model.layers.0.self_attn.q_proj.weight             frozen
     model.layers.0.self_attn.q_proj.lora_A.weight      trained
@@ -54,7 +54,7 @@ def add_adapter(model: nn.Module, layers: nn.ModuleList, lora: LoraConfig, dtype
     """Freeze the model, and add an adapter with parameters of type `dtype` to the target modules of its layers.
 
     Raises:
-        UserError: the model lacks a target, or has experts, whose weights are not in linear layers.
+        UserError: the model lacks a target; or it has experts, and not all targets are layers of the attention.
     """
     model.requires_grad_(False)
     missing = set(lora.targets)
@@ -101,8 +101,8 @@ def begin_adapter(masters: Mapping[str, Tensor], parameters: Mapping[str, nn.Par
 
 
 def merged(weights: Mapping[str, Tensor], adapter: dict[str, Tensor], lora: LoraConfig) -> dict[str, Tensor]:
-    """Copies of the weights in float32, plus the update alpha / rank B A for weights in `adapter`, which is
-    consumed."""
+    """Copies of the weights in float32, each plus the update alpha / rank B A if `adapter` has one; the used tensors
+    are removed from `adapter`."""
     found = {name: weight.float() for name, weight in weights.items()}
     for name, weight in found.items():
         a, b = (name.removesuffix(".weight") + end for end in (A, B))

@@ -28,7 +28,7 @@ class MasterWeights:
     def __init__(self, model: nn.Module, compute: torch.dtype, sharded: bool, cpu_offload: bool) -> None:
         named = model.named_parameters()
         self.parameters: dict[str, nn.Parameter] = {name: p for name, p in named if p.requires_grad}
-        """The trained parameters: all of the model, or those of the adapter."""
+        """The trained parameters: those of the whole model, or of the adapter."""
         self._copied = not sharded and (cpu_offload or compute == torch.bfloat16)
         self._on_cpu = cpu_offload
         self.tensors: dict[str, Tensor] = {name: self._master(p) for name, p in self.parameters.items()}
@@ -82,7 +82,8 @@ def randomize(weights: Iterable[Tensor]) -> None:
 def _adds_to(master: Tensor, on_cpu: bool) -> Callable[[Tensor], None]:
     """A hook that moves a parameter's gradient to its master weight.
 
-    It does not refer to the parameters: Python could not free them then, because it does not see hooks in cycles.
+    The hook does not refer to the parameters. If it did, Python could not free them, because its garbage collector does
+    not follow hooks in reference cycles.
     """
 
     def accumulate(parameter: Tensor) -> None:

@@ -3,7 +3,7 @@
     in the model    model.layers.0.mlp.experts.gate_up_proj [E, 2 I, H]      ...experts.down_proj [E, H, I]
     in a folder     model.layers.0.mlp.experts.0.gate_proj.weight [I, H], ...0.up_proj.weight [I, H], ...
                     or as in the model, in families whose folders store experts in one weight
-    multimodal      model.language_model.layers.0.mlp..., beside the weights of other parts
+    multimodal      model.language_model.layers.0.mlp..., and the weights of other parts of the model
 
 Which form a folder uses is read from the names of its weights; weights are written in the same form.
 """
@@ -40,7 +40,7 @@ class Names(NamedTuple):
         return cls(min(prefixes, key=len, default=BACKBONE), fused)
 
     def stored(self, name: str) -> str:
-        """The name in the folder of a weight of the model.
+        """The folder's name for a weight of the model.
 
         >>> Names("model.language_model.").stored("model.norm.weight")
         'model.language_model.norm.weight'
@@ -55,7 +55,7 @@ class Names(NamedTuple):
         return self.prefix != BACKBONE and not stored.startswith(self.prefix) and not stored.endswith(HEAD)
 
     def of_expert(self, name: str, expert: int) -> list[str]:
-        """The weights in the folder that make up one expert's part of a fused weight; empty if there are none.
+        """The folder's weights that make up one expert's part of a fused weight; empty if no such weights exist.
 
         >>> Names().of_expert("model.layers.0.mlp.experts.gate_up_proj", 3)
         ['model.layers.0.mlp.experts.3.gate_proj.weight', 'model.layers.0.mlp.experts.3.up_proj.weight']

@@ -86,7 +86,7 @@ class Policy:
         use_fastest_attention(device)
         self.vocab_size: int = hf_config.vocab_size
         self.compiles = compiles_layers(trainer, device, self.dtype)
-        """Whether the first steps compile layers."""
+        """Whether layers are compiled, which happens in the first steps."""
         trainer = trainer.model_copy(update={"compile": self.compiles})
         self.checkpointing = checkpointing or Checkpointing.of(trainer, hf_config.num_hidden_layers)
         dtype = self.accumulation_dtype if self.sharded else self.dtype
@@ -140,7 +140,7 @@ class Policy:
 
     @property
     def alpha(self) -> float | None:
-        """The factor of the adapter's update; None if all weights are trained."""
+        """`model.lora.alpha` of the adapter; None if all weights are trained."""
         return None if self.lora is None else self.lora.alpha
 
     def to_device(self, micro: MicroBatch) -> DeviceBatch:
@@ -161,7 +161,7 @@ class Policy:
 
     def weights(self, everywhere: bool = False) -> dict[str, Tensor] | None:
         """Copies of the trained weights in the model's type: all weights under their Hugging Face names, or the adapter
-        under PEFT's names, with B not multiplied by alpha / rank; every rank must call.
+        under PEFT's names, with B not multiplied by alpha / rank; every rank must call this.
 
         Rank 0 has them in CPU memory and the other ranks get None; with `everywhere` every rank has them on its device.
         """
@@ -177,7 +177,7 @@ class Policy:
         return self._names.split_rows(rows) if self.lora is None else peft_names(rows)
 
     def export(self, folder: Path) -> None:
-        """Write a Hugging Face folder of the weights, or the float32 adapter in PEFT's form; every rank must call.
+        """Write a Hugging Face folder of the weights, or the float32 adapter in PEFT's form; every rank must call this.
 
         Rank 0 writes. The other ranks return at once: if they waited for the disk in a collective, the collective could
         exceed its deadline.

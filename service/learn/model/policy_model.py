@@ -48,9 +48,9 @@ class Checkpointing(NamedTuple):
         return Checkpointing(-(-n_layers // every) if every else 0, regather=bool(trainer.reshard_after_forward))
 
     def lighter(self, n_layers: int, compiled: bool) -> Checkpointing | None:
-        """The level to continue with when memory has run out: half or all layers checkpointed; None after the last.
+        """The level to continue with when memory has run out: half or all layers checkpointed; None after all layers.
 
-        There are at most two such levels, since each costs a restart, and another lease of the same mini-batch.
+        There are at most two such levels, since each level costs a restart and another lease of the same mini-batch.
         """
         half = -(-n_layers // 2)
         layers = half if self.layers < half else n_layers
@@ -58,8 +58,8 @@ class Checkpointing(NamedTuple):
         return None if lighter == self else lighter
 
     def of_all_ranks(self) -> Checkpointing:
-        """The level with the least memory of all that the ranks ask for, whose GPUs may differ. All ranks need the same
-        level, because ranks that recompute and gather different layers would wait for each other."""
+        """Combine the levels of all ranks, whose GPUs may differ, into one: the maximum of each field. All ranks need
+        the same level, because ranks that recompute and gather different layers would wait for each other."""
         asked: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(asked, self)
         layers, elementwise, regather = map(max, zip(*asked, strict=True))
@@ -86,7 +86,7 @@ class PolicyModel(nn.Module):
     """A causal language model over the rows of a micro-batch."""
 
     def __init__(self, backbone: PreTrainedModel, head: nn.Parameter | None) -> None:
-        """`head`: [V, D] the weight of the output head; None: it is the embedding's."""
+        """`head`: [V, D] the weight of the output head; None: the head uses the weight of the embedding."""
         super().__init__()
         self.model: Any = backbone
         self.lm_head = None if head is None else Head(head)
@@ -151,7 +151,7 @@ def empty_model(
 
 
 def trained_shapes(config: PretrainedConfig, lora: LoraConfig | None = None) -> dict[str, tuple[int, ...]]:
-    """The shape of each trained weight by name: of all weights, or of an adapter; allocates no memory."""
+    """The shape of each trained weight by name, for all weights or for those of an adapter; allocates no memory."""
     model = empty_model(config, torch.float32, TrainerConfig())
     if lora is not None:
         add_adapter(model, model.layers, lora, torch.float32)

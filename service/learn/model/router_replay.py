@@ -1,8 +1,8 @@
 """Router replay: a mixture of experts trains with the experts that the sampler chose for each token.
 
-The router is the family's own code: softmax or sigmoid, groups, a bias that only the choice sees, normalised weights or
-not. Only its choice of the best experts is replaced, so the weights of the chosen ones follow the family's rule, and
-gradients reach the router.
+The router is the family's own code: softmax or sigmoid, groups of experts, a bias that affects only the choice, and
+weights that are normalised or not. Only its choice of the best experts is replaced, so the weights of the recorded
+experts follow the family's rule, and gradients reach the router.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from service.handoff.steps.limits import NO_ROUTING, Routing
 
 
 def routing_of_model(config: PretrainedConfig, recorded: bool = True) -> Routing:
-    """The routed experts that a model of this configuration can replay: layers, experts per token, experts per layer;
-    empty where engines do not record them."""
+    """The form of the routed experts that a model of this configuration can replay: numbers of layers, experts per
+    token and experts per layer; `NO_ROUTING` without experts, or if engines do not record them (`recorded`)."""
     experts, n_layers = experts_of(config), config.num_hidden_layers
     if not experts or not recorded:
         return NO_ROUTING
@@ -47,7 +47,7 @@ class RouterReplay:
             )
 
     def set(self, experts_NLK: Tensor | None) -> None:
-        """Set the experts for the next forward pass, for all layers or only for those with experts; None: no replay."""
+        """Set the experts for the next forward pass, of all layers or only of layers with experts; None: no replay."""
         self._recorded.clear()
         if experts_NLK is None:
             return
@@ -75,8 +75,8 @@ class RouterReplay:
 
 
 class _Recorded(TorchFunctionMode):
-    """Within the block, `topk` over all experts returns the recorded ones, if asked for as many as were recorded per
-    token."""
+    """Within the block, `topk` over all experts returns the recorded experts if it is called for as many experts per
+    token as were recorded."""
 
     def __init__(self, recorded_NK: Tensor, experts: int) -> None:
         super().__init__()

@@ -1,6 +1,7 @@
 """FSDP2 over the policy: sharded float32 weights, computed in the model's type, gradients summed in float32.
 
-Token weights of the loss count tokens of the whole mini-batch, so gradients of the ranks are summed, not averaged.
+The loss weights of tokens come from counts over the whole mini-batch, so gradients of the ranks are summed, not
+averaged.
 
 Gradients are reduced after every micro-batch, so a rank keeps only those of its shard: 4 bytes per parameter, divided
 by the number of ranks. If they were reduced once, every rank would keep 4 bytes per parameter until the last
@@ -17,7 +18,7 @@ gradients of shards are summed over nodes.
 When weights are gathered:
 
     a layer             by itself
-    an untied head      by itself, while the last layers compute; its gradient is reduced while they compute theirs
+    an untied head      by itself, while the last layers compute; its gradient is reduced during their backward pass
     an untied embedding by itself; its backward pass needs no weight
     the rest            from the start of the forward pass to the end of the backward pass
 
@@ -105,14 +106,14 @@ def shard(
 
 
 def set_collective_deadline(seconds: float) -> None:
-    """Set within how many seconds the next collectives must end, in every process group of this rank."""
+    """Set the seconds within which the next collectives must end, in every process group of this rank."""
     for group in list(dist.distributed_c10d._world.pg_map):
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
 
 def reshard(model: nn.Module) -> None:
-    """Free the gathered weights after a forward pass without a backward pass; otherwise the next pass would use them
-    again."""
+    """Free the gathered weights after a forward pass without a backward pass; otherwise the next pass would use the
+    same weights again."""
     for module in _sharded(model):
         module.reshard()
 
@@ -135,7 +136,7 @@ class Division(NamedTuple):
     of: int
     """Number of ranks that divide the rows."""
     experts: int = 1
-    """Ranks of a group that divide the experts (`trainer.expert_parallel`)."""
+    """Number of ranks of a group that divide the experts (`trainer.expert_parallel`)."""
 
     def rows(self, name: str, length: int) -> tuple[int, int]:
         """Start and end of the rank's rows of a weight with this name and number of rows."""
@@ -195,7 +196,7 @@ def local_rows(parameters: Mapping[str, Tensor]) -> dict[str, Rows]:
 
 
 def _held(parameter: Tensor) -> Tensor:
-    """This rank's rows; none if the rank belongs to another copy of the model than the first."""
+    """This rank's rows; no rows if the rank does not belong to the first copy of the model."""
     rows = local_shard(parameter.detach())
     if not isinstance(parameter, DTensor):
         return rows
@@ -225,7 +226,7 @@ def full_state_dict(
 def _whole_tensors(
     parameters: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device
 ) -> Iterator[tuple[str, Tensor]]:
-    """Each parameter by name; sharded ones are gathered as `dtype`, several per message."""
+    """Each parameter by name; sharded parameters are gathered as `dtype`, several per message."""
     by_mesh: dict[DeviceMesh, dict[str, DTensor]] = {}
     for name, parameter in parameters.items():
         if not isinstance(parameter, DTensor):
@@ -244,7 +245,8 @@ def _gathered(
 ) -> Iterator[tuple[str, Tensor]]:
     """The whole tensors of parameters with the same sharding.
 
-    Rows 0 1 2 and 0 1 2 3 on two ranks: rank 0 sends 0 1 | 0 1, rank 1 sends 2 . | 2 3.
+    Parameters of rows 0 1 2 and of rows 0 1 2 3 on two ranks: rank 0 sends 0 1 | 0 1, rank 1 sends 2 . | 2 3, where a
+    point is padding.
     """
     first = next(iter(parameters.values()))
     mesh, axes = first.device_mesh, _row_axes(first)

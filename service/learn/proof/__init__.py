@@ -1,1 +1,1 @@
-"""The proof that training computes a model family as its own code does: packed, with shared prefixes, split, saved."""
+"""The proof that training, in each of its layouts and divisions, computes a model family as its own code does."""

@@ -38,7 +38,7 @@ CPU = torch.device("cpu")
 RANKS = 2
 SEED = 35
 PATIENCE = timedelta(seconds=120)
-"""Time after which a rank that waits for another one gives up."""
+"""Time after which a rank that waits for another rank gives up."""
 SMALL_GRADIENT = 1e-3
 """Differences are relative to a weight's gradient, or to this fraction of the whole gradient's norm if that is
 larger."""
@@ -82,8 +82,8 @@ def prove(config: PretrainedConfig) -> list[Finding]:
 
 
 def _rows(vocab_size: int) -> MicroBatch:
-    """Six rows of 1 to 106 tokens, of which all but the first carry loss: shared prefixes, a fork inside a row, a row
-    of one token, rows longer than a chunk."""
+    """Six rows of 1 to 106 tokens, with shared prefixes, a fork inside a row, a row of one token, and rows longer than
+    a chunk. All tokens but the first of each row carry loss."""
     rng = np.random.default_rng(SEED)
     prompt, begun, *own = (rng.integers(0, vocab_size, n_tokens, np.int32) for n_tokens in (70, 20, 9, 37, 16, 5, 1, 2))
     parts = ([prompt, own[0]], [own[1]], [prompt, begun, own[2]], [prompt, begun, own[3]], [own[4]], [prompt, own[5]])

@@ -27,7 +27,7 @@ SMALL = {
     "num_experts_per_tok": 2,
     "max_position_embeddings": 4096,
 }
-"""Dimensions of a small model; those that a family does not have are skipped."""
+"""Dimensions of a small model; dimensions that a family does not have are skipped."""
 
 TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
 
@@ -39,7 +39,7 @@ def small_config(model_type: str, **changes: Any) -> PretrainedConfig:
     """The configuration of a small model of a family: the family's defaults with these changes, then `shrunk`.
 
     Raises:
-        ValueError: the installed transformers does not know the family.
+        ValueError: the installed transformers does not have the family.
     """
     return shrunk(text_config(AutoConfig.for_model(model_type, **changes)))
 
@@ -67,6 +67,6 @@ def shrunk(config: PretrainedConfig) -> PretrainedConfig:
 
 
 def _layers(given: dict[str, list[Any]]) -> int:
-    """How many of the first layers have at least one of each kind; at least 2."""
+    """Number of first layers that include at least one layer of each kind; at least 2."""
     kinds = [given[name] for name in BY_LAYER if given.get(name)]
     return max([2, *(of_layers.index(kind) + 1 for of_layers in kinds for kind in set(of_layers))])

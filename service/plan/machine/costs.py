@@ -1,4 +1,4 @@
-"""Costs of the parts of a run besides their models' operations; the numbers and their sources are in costs.toml."""
+"""Costs of the parts of a run other than the model's operations; the numbers and their sources are in costs.toml."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Cost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     source: str
     """Where and when the value was measured, or "assumed"."""
     what: str = ""
-    """Description on the page of a plan for GPUs, with `{}` for the value; empty: it is not listed."""
+    """Description on the page of a plan for GPUs, with `{}` for the value; empty: the page does not list this cost."""
 
 
 _COSTS = msgspec.toml.decode(Path(__file__).with_suffix(".toml").read_bytes(), type=dict[str, dict[str, Cost]])

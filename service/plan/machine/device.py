@@ -1,4 +1,4 @@
-"""The rates of a GPU as a profile: from its data sheet and the part of it that kernels reach."""
+"""The rates of a GPU as a profile: those of its data sheet, times the fraction that kernels reach."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from service.learn.estimate.gpus import DATA_SHEETS, GPUS_OF_A_NODE, H100, REACH
 from service.plan.machine.costs import CPU, GPU
 
 MEASURED = ("cpu", "measured")
-"""Names of this machine's own profiles, besides those of data sheets."""
+"""Names of this machine's own profiles, in addition to the names of data sheets."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Device:
     host_link: float
     """Bytes/s to the memory of the host."""
     cores: int | None = None
-    """CPU cores that all processes share; None: a GPU, which shares nothing."""
+    """Number of CPU cores that all processes share; None for a GPU."""
     pace: float = 1.0
     """Time that the work of a run's processes takes on this machine, relative to the machine on which costs.toml was
     measured; 1 for a GPU that is not measured."""
@@ -46,7 +46,7 @@ class Device:
         return "GPUs" if self.cores is None else "processes"
 
     def ring(self, gpus: int) -> float:
-        """Bytes/s that each of `gpus` GPUs in a ring passes on: over nodes, all network cards of a node do it together.
+        """Bytes/s that each of `gpus` GPUs in a ring passes on; between nodes all network cards of a node do so.
 
         >>> profile("h100").ring(8) == profile("h100").link
         True

@@ -1,5 +1,5 @@
-"""Measures in a few seconds how fast this machine computes matrix products, copies and attention, and how fast it runs
-a run's processes."""
+"""Measures in a few seconds how fast this machine computes matrix products, copies and attention, and how fast it does
+the work of a run's processes."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ COPIES, ROWS, CONTEXT = {"cpu": 1 << 24, "cuda": 1 << 30}, {"cpu": 768, "cuda": 
 
 
 def measured(cpu: bool = False) -> Device:
-    """The rates of this machine's first GPU. If it has none, or `cpu` is set: those of one CPU core, as each process
-    of a run uses one."""
+    """The rates of this machine's first GPU. If there is no GPU, or `cpu` is set: those of one CPU core, because each
+    process of a run uses one core."""
     found = pace()
     device = torch.device("cuda" if torch.cuda.is_available() and not cpu else "cpu")
     is_gpu = device.type == "cuda"
@@ -64,7 +64,7 @@ def pace() -> float:
 
 
 def fastest(work: Callable[[], Any], device: torch.device, rounds: int = 20) -> float:
-    """Seconds of the fastest round: other programs slow the other rounds down."""
+    """Seconds of the fastest round, because other programs may slow rounds down."""
     seconds = list[float]()
     until = time.perf_counter() + BUDGET_SECONDS
     while len(seconds) < rounds and (not seconds or time.perf_counter() < until):
@@ -102,8 +102,8 @@ def _copied_bytes(device: torch.device) -> float:
 
 
 def _links(device: torch.device, copied: float) -> dict[str, float]:
-    """Rates of the links: a GPU's link to the host is measured, links between GPUs are an H100's; on a CPU all are
-    copies."""
+    """Rates of the links: a GPU's link to the host is measured, links between GPUs are an H100's; on a CPU all links
+    have the rate of copies in memory."""
     if device.type == "cpu":
         return {"link": copied, "network": copied, "host_link": copied}
     host = torch.empty(COPIES["cuda"], dtype=torch.uint8, pin_memory=True)

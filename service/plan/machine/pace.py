@@ -1,8 +1,8 @@
 """How fast this machine now does the work of a run's processes: pairs of processes exchange steps, a pair per core.
 
-One process of a pair makes steps of a few tokens, encodes and sends them, as a generator does; the other one keeps them
-and joins their tokens, as the buffer does. So all cores are busy and processes wait for messages, as in a run, and
-other programs on this machine take their share of the cores.
+One process of a pair makes steps of a few tokens, encodes and sends them, as a generator does; the other process keeps
+the steps and joins their tokens, as the buffer does. So all cores are busy and processes wait for messages, as in a
+run, and other programs on this machine take their share of the cores.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def _send(connection: socket.socket, message: dict[str, Any]) -> None:
 
 
 def _received(connection: socket.socket) -> Any:
-    """The next message; None after the last one."""
+    """The next message; None after the last message."""
     length = connection.recv(LENGTH, socket.MSG_WAITALL)
     if not length:
         return None
