@@ -209,7 +209,7 @@ def concat(tables: Sequence[AnyTable]) -> AnyTable:
     """The items of several tables, in order, as one table.
 
     A column that only some tables have gets its fill value for the others. The fields of each
-    table are read at once, because there may be thousands of tables of one step.
+    table are read at once, because there may be thousands of tables with a single step each.
     """
     if len(tables) == 1:
         return tables[0]

@@ -1,4 +1,4 @@
-"""The data that flows: steps -> trajectories -> rows -> mini-batches.
+"""The data of a run: steps -> trajectories -> rows -> mini-batches.
 
 Axis letters, here and everywhere: `P` prompts, which are groups in a mini-batch, `G` trajectories, `K` steps, `E`
 trajectory ends, `S` the steps that ends describe, `R` rows, `C` segments of rows, `V` trajectories of one role, `X`
@@ -145,7 +145,7 @@ class Step:
 
 
 class TrajectoryEnd(NamedTuple):
-    """The record that closes a trajectory, including one whose next turn was aborted."""
+    """The record that closes a trajectory, even a trajectory whose next turn was aborted."""
 
     trajectory: TrajectoryId
     prompt_uid: str

@@ -1,7 +1,7 @@
 """The evaluations of a run: every set on the weights of one step, written to the run folder and the terminal.
 
 pause    training waits until all engines have evaluated
-beside   some engines keep the evaluated weights, the trainer and the others continue; the numbers come at a later step
+beside   some engines keep the evaluated weights, the trainer and the others continue; the results come at a later step
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ class Evaluations:
         self._running: asyncio.Task[None] | None = None
         """The evaluation beside training."""
         self._of_step = 0
-        """The step that the evaluation beside training evaluates."""
+        """The step whose weights the evaluation beside training evaluates."""
         self._evaluated: int | None = None
-        """The newest step that has results."""
+        """The newest step whose weights were evaluated."""
         self._numbers: dict[str, float] = {}
         """Results that are not in `metrics.jsonl` yet."""
 
@@ -82,7 +82,7 @@ class Evaluations:
         """Begin to evaluate the newest weights, which are those of `step`, beside training; returns False if training
         has to wait.
 
-        An evaluation that is due while another one runs is skipped.
+        An evaluation that is due while another evaluation runs is skipped.
         """
         if self._data.eval_mode == "pause" or step == self._run.max_steps:
             return False

@@ -142,7 +142,7 @@ class Generator(ImageHolder, Supervised):
         """Return the claimer and the outbox that `start` has set up.
 
         Raises:
-            ProcessLost: this process has not been started; an earlier one was.
+            ProcessLost: this process has not been started; an earlier process of this generator was.
         """
         if self._joined is None:
             raise ProcessLost(f"{self._name} was restarted and is not set up")
