@@ -63,8 +63,8 @@ def run(
 ) -> int:
     """Run to the end, to a stop signal or to a failure; returns the exit code.
 
-    `resume` is the folder of a run to continue from the checkpoint of `manifest`; the caller holds its lock. A stop
-    signal writes the final weights and returns 128 + its number.
+    `resume` is the folder of a run to continue from the checkpoint of `manifest`; the caller holds the folder's lock. A
+    stop signal writes the final weights and returns 128 + its number.
 
     Raises:
         UserError: the configuration or a file that it names is wrong.

@@ -38,7 +38,7 @@ LOOK_SECONDS = 0.005
 
 
 class Heard:
-    """The handler of stop signals once an event loop runs: the first signal stops the run, a further one prints a
+    """The handler of stop signals once an event loop runs: the first signal stops the run, a further signal prints a
     line, and the signal of number `FORCING` ends the process."""
 
     def __init__(self, stop: Callable[[int], None], force: Callable[[int], None]) -> None:

@@ -58,7 +58,7 @@ class Evaluations:
 
     def is_due(self, step: int) -> bool:
         """Return whether an evaluation is due: every `data.eval_every` steps, and after the last step if the
-        engines get its weights."""
+        engines get the weights of that step."""
         every = self._data.eval_every
         is_last = step == self._run.max_steps and step % self._sync_every == 0
         return every > 0 and (step % every == 0 or is_last)
@@ -108,7 +108,7 @@ class Evaluations:
     async def at(self, step: int) -> None:
         """Evaluate every set on all engines, while training waits, unless the run is stopped.
 
-        After the last step all rows of a set are used, before it a sample of `data.eval_rows` rows.
+        After the last step all rows of a set are used, after earlier steps a sample of `data.eval_rows` rows.
         """
         await self.settled()
         start, data = time.monotonic(), self._data
@@ -142,7 +142,7 @@ class Evaluations:
             return None
 
     def _look(self) -> None:
-        """If the evaluation beside training has ended, forget it; raises its error if it failed."""
+        """If the evaluation beside training has ended, forget it; raises the error with which it failed, if any."""
         if self._running is not None and self._running.done():
             self._running.result()
             self._running = None

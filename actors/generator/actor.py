@@ -159,8 +159,8 @@ class Generator(ImageHolder, Supervised):
         )
 
     async def _taken_over(self, joined: Membership) -> list[Assignment]:
-        """Return the assignments of an earlier process of this generator that are continued; its other
-        trajectories restart."""
+        """Return the assignments of an earlier process of this generator that are continued here; the other
+        trajectories of that process restart."""
         left: list[Assignment] = []
         claimer, outbox = joined
         for assignment in await self._ask(self._buffer.unfinished, self._name, claimer.incarnation):

@@ -241,7 +241,7 @@ class TrainerRank(Supervised):
         """Copy or gather the policy; every rank must call this.
 
         With transport `memory` each rank copies its own part and returns where the part lies; engines read it there, or
-        it is sent by `bucket`. With transport `ipc` every rank gathers all weights for `ipc_handles`.
+        the driver sends it with `bucket`. With transport `ipc` every rank gathers all weights for `ipc_handles`.
         """
         with self._busy("weights"):
             if self._config.weights.transport == "memory":

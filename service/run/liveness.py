@@ -96,11 +96,11 @@ class Supervisor:
             self.forget(name)
 
     def lost(self) -> list[str]:
-        """Return the actors that have no process now, or one that is not set up."""
+        """Return the actors that have no process now, or whose process is not set up."""
         return sorted(name for name, life in [*self._known.items()] if life is None or not life.is_set_up)
 
     async def unless_lost(self, names: Sequence[str], work: Awaitable[Answer]) -> Answer:
-        """Do work that needs these actors to be set up; it is cancelled when one of them is lost.
+        """Do work that needs these actors to be set up; the work is cancelled when one of these actors is lost.
 
         Raises:
             ProcessLost: a process died, was restarted, or was silent for too long.
@@ -152,7 +152,7 @@ class Supervisor:
             await asyncio.sleep(PROBE_SECONDS)
 
     def _say_if_absent(self, name: str, life: Life | None) -> None:
-        """Print that an actor still has no process: the new one also died before it answered, or does not start."""
+        """Print that an actor still has no process: the new process also died before it answered, or does not start."""
         now = asyncio.get_running_loop().time()
         if life is not None:
             self._absent.pop(name, None)
