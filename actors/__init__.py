@@ -1,4 +1,4 @@
-"""Thin Ray shells around `service`."""
+"""Thin Ray actors around the classes of `service`, and the driver that starts them."""
 
 import os
 
@@ -15,7 +15,7 @@ RAY_ENV = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
 }
-"""Environment variables of the Ray that a run starts, and of its workers."""
+"""Environment variables of the Ray processes that a run starts, and of Ray's workers."""
 
 SKIPPED = (
     r"^Task \S+ failed\. There are .*retries remaining"
@@ -23,13 +23,13 @@ SKIPPED = (
     r"|^Raylet is terminated\."  # with the last twenty lines of its log
     r"|^A worker died or was killed while executing a task"
 )
-"""Patterns of raylet messages that are not printed: Ray sends one for each call, node and process when a host or a
-process ends. The run reports this in one line instead (in `Supervisor`, `HostWatch`, or the code that waits for a
-generator or rank)."""
+"""Patterns of raylet messages that are not printed: when a host or a process ends, Ray sends such a message for each
+call, node and process. The run reports the end in one line instead (in `Supervisor`, `HostWatch`, or the code that
+waits for a generator or rank)."""
 os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", SKIPPED)
 
 USER_IS_OFFLINE = os.environ.get("HF_HUB_OFFLINE", "0").upper() not in ("", "0", "FALSE", "NO", "OFF")
-"""Whether the user forbids requests to model hubs; Baton itself makes them only for hub addresses in the settings."""
+"""Whether the user forbids requests to model hubs; Baton makes such requests only for hub addresses in the settings."""
 
 if not os.environ.get("RAY_ADDRESS"):
     # Ray reads its settings when it is imported, and every module of this package imports Ray after this one.

@@ -47,7 +47,7 @@ async def call(method: Any, *arguments: Any, who: str, within: float | None = CA
 
 
 async def answer(called: Awaitable[Any], *, who: str, within: float | None) -> Any:
-    """Wait for the answer to a call; raises an error of Baton that the method raised.
+    """Wait for the answer to a call; a `BatonError` that the method raised is raised here without Ray's wrapping.
 
     Raises:
         Starved: `who` did not answer within `within` seconds.

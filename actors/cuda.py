@@ -27,7 +27,7 @@ def refuse_unusable_cuda(gpus: int) -> None:
     """Check that PyTorch can use the GPUs that Ray has found on this machine.
 
     Raises:
-        UserError: PyTorch cannot use them.
+        UserError: PyTorch cannot use these GPUs.
     """
     if (why := unusable_cuda()) is not None:
         raise UserError(

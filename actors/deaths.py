@@ -70,7 +70,7 @@ class Supervised:
 
 
 async def life_of(actor: Any) -> Life | None:
-    """Ask an actor for the identity and state of its process; None: it has no process.
+    """Ask an actor for the identity and state of its process; None: the actor has no process.
 
     Raises:
         RayTaskError: the actor could not answer, which is a bug.
@@ -95,7 +95,7 @@ async def life_of(actor: Any) -> Life | None:
 
 
 def _restarts(actor: Any) -> bool:
-    """Return whether Ray is restarting this actor; if Ray repeats the actor's calls, a call waits for the restart."""
+    """Return whether Ray is restarting this actor; if Ray repeats failed calls, a call waits until the restart."""
     return bool(ray.is_initialized() and cluster_state.actor_table(actor._actor_id.hex()).get("State") == "RESTARTING")
 
 
@@ -136,13 +136,13 @@ def why_died(name: str, last: Life, worker: WorkerTableData) -> str | None:
 
 
 class KernelKills:
-    """When the kernel of this host last killed a process because memory ran out; its counter does not say which one."""
+    """The time at which this host's kernel last killed a process for lack of memory; its counter names no process."""
 
     def __init__(self, counters: Path = Path("/proc/vmstat")) -> None:
         self._counters, self._seen, self._at = counters, "", -math.inf
 
     def look(self) -> None:
-        """Read the counter."""
+        """Read the kernel's counter of such kills."""
         with suppress(OSError):  # some sandboxes have no such file
             self._read(self._counters.read_text())
 

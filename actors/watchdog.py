@@ -73,7 +73,7 @@ def marked_processes(mark: str, known: Set[tuple[int, str]] = frozenset()) -> se
 
 
 def end_processes(mark: str, known: set[tuple[int, str]]) -> None:
-    """End the marked and the known processes, by SIGTERM, then by SIGKILL, until none is left or `DEADLINE` is over.
+    """End the marked and the known processes, by SIGTERM, then by SIGKILL, until none is left or `DEADLINE` has passed.
 
     A new process has the mark only after exec, so a scan can miss it. So all processes count as ended after
     `QUIET` seconds without any.

@@ -41,7 +41,7 @@ ALIGNMENT = 64
 
 
 class About(NamedTuple):
-    """Properties of a column in its annotation, besides its name and type."""
+    """Properties of a column in its annotation, in addition to its name and type."""
 
     meaning: str = ""
     compare: Literal["bits", "names", "form"] = "bits"
@@ -99,7 +99,7 @@ class Columns(NamedTuple):
     tokens: tuple[Column, ...]
     """Columns with one item per token."""
     ragged: tuple[tuple[str, tuple[Column, ...]], ...]
-    """(column that says where each item's part of a ragged axis begins, columns of that axis): ("offsets_K", tokens)"""
+    """(column that has the start of each item's part of a ragged axis, columns of that axis): ("offsets_K", tokens)"""
     names: tuple[tuple[str, str], ...]
     """(field that lists names, column of indices into it): ("uids", "uid_K"), ..."""
 
@@ -193,7 +193,7 @@ def segments_of(
 def _joined(parts: dict[str, list[NDArray[Any]]]) -> dict[str, NDArray[Any]]:
     """Each column's parts concatenated; all columns lie in one block of memory.
 
-    Page faults cost more than copying, and one large block causes fewer of them than several.
+    Page faults cost more than copying, and one large block causes fewer page faults than several blocks.
     """
     heads = {name: (sum(map(len, arrays)), *arrays[0].shape[1:]) for name, arrays in parts.items()}
     sizes = {name: math.prod(shape) * parts[name][0].itemsize for name, shape in heads.items()}
@@ -209,7 +209,7 @@ def concat(tables: Sequence[AnyTable]) -> AnyTable:
     """The items of several tables, in order, as one table.
 
     A column that only some tables have gets its fill value for the others. The fields of each
-    table are read at once, because there may be thousands of tables of one step.
+    table are read at once, because there may be thousands of tables with a single step each.
     """
     if len(tables) == 1:
         return tables[0]
@@ -243,8 +243,8 @@ def _filled_up(column: Column, arrays: Sequence[NDArray[Any] | None], counts: Se
 
 
 def filled(column: Column, count: int, like: NDArray[Any] | None = None) -> NDArray[Any]:
-    """An array of `count` fill values of a column; it has the further axes of `like`, and also its type if the column
-    may have two types."""
+    """An array of `count` fill values of a column, with the further axes of `like`, and also with the type of `like` if
+    the column may have two types."""
     rest = () if like is None else np.shape(like)[1:]
     array = np.full((count, *rest), column.about.fill or 0, column.dtype)
     return array if like is None or column.narrow is None else array.astype(like.dtype)
@@ -259,7 +259,7 @@ def of_one_type(column: Column, arrays: list[Any]) -> list[Any]:
 def widened(array: NDArray[Any]) -> NDArray[Any]:
     """Expert numbers `[..., k]` as int16. In bytes, 255 stands for -1, but only if all k experts of a token are 255.
 
-    The k experts of a token differ, so with more than one of them expert 255 is not mistaken for -1.
+    The k experts of a token differ, so for k > 1 expert 255 is not mistaken for -1.
     """
     if array.dtype != np.uint8:
         return array

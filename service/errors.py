@@ -28,7 +28,7 @@ class UserError(BatonError):
 
 
 class ConfigError(UserError):
-    """A configuration that is malformed, or would deadlock or be wrong."""
+    """A configuration that is malformed, or with which a run would deadlock or train wrongly."""
 
 
 class JournalError(BatonError):

@@ -1,11 +1,11 @@
-"""The data that flows: steps -> trajectories -> rows -> mini-batches.
+"""The data of a run: steps -> trajectories -> rows -> mini-batches.
 
 Axis letters, here and everywhere: `P` prompts, which are groups in a mini-batch, `G` trajectories, `K` steps, `E`
 trajectory ends, `S` the steps that ends describe, `R` rows, `C` segments of rows, `V` trajectories of one role, `X`
 turns of all trajectories, `T` tokens of one step or row, or turns of one trajectory, `Q` tokens of a prompt, `N` packed
 tokens, `H` runs of equal values. An offsets array has one entry more than its axis, `offsets_K` for example K + 1.
 
-A table of steps or rows is columnar: one array a field, and every per-token array shares one token axis.
+A table of steps or rows is columnar: one array per field, and every per-token array shares one token axis.
 Item `k` owns tokens `offsets[k]:offsets[k+1]`, its prompt part first, its response part after it:
 
     offsets_K      [0               5       9]
@@ -145,7 +145,7 @@ class Step:
 
 
 class TrajectoryEnd(NamedTuple):
-    """The record that closes a trajectory, including one whose next turn was aborted."""
+    """The record that closes a trajectory, even a trajectory whose next turn was aborted."""
 
     trajectory: TrajectoryId
     prompt_uid: str
@@ -287,7 +287,7 @@ class Rows(Tokens, Table):
     reward_R: Float64s
     """The last step's reward."""
     turn_N: Int32s | None = None
-    """The position of each token's step among the merged steps; None unless the merge was asked to record it."""
+    """The position of each token's step among the merged steps; None unless the merge recorded it."""
 
 
 class SupervisedRow(NamedTuple):

@@ -51,7 +51,7 @@ def find_user_module(name: str) -> bool:
     """Whether the module that a setting names, or its package, can be found; imports nothing.
 
     Raises:
-        ImportError: the user's folder has a module of that name, but another one comes first on the import path.
+        ImportError: the user's folder has a module of that name, but another module comes first on the import path.
     """
     package, folder = name.partition(".")[0], str(user_folder())
     if folder not in sys.path:

@@ -41,7 +41,7 @@ SWITCH_SECONDS = 0.0005
 """Python's thread switch interval in seconds, a tenth of the default: forming a mini-batch in a thread may delay other
 calls by this much."""
 LOCK_SECONDS = 15.0
-"""Seconds to wait until an earlier buffer process has ended; the watchdog of its run ends it within two seconds."""
+"""Seconds to wait for the end of an earlier buffer process, which the watchdog of its run ends within two seconds."""
 
 
 class LeasedBatch(NamedTuple):
@@ -133,7 +133,7 @@ class BufferActor(Supervised):
         return self._opened
 
     async def ready(self) -> None:
-        """Raises the error that kept the buffer from starting, such as a damaged journal."""
+        """Check that the buffer has started; raises the error that prevented the start, such as a damaged journal."""
         _ = self._buffer
 
     async def join(
@@ -164,7 +164,7 @@ class BufferActor(Supervised):
         await self._settled()
 
     async def claim(self, claim: Claim, wait_seconds: float, most: int = 1) -> ClaimAnswer:
-        """Claim up to `most` groups; waits up to `wait_seconds` until there is a slot for the first one."""
+        """Claim up to `most` groups; waits up to `wait_seconds` until there is a slot for the first group."""
         _ = self._buffer  # raises the error that kept the buffer from starting
         answered: asyncio.Future[ClaimAnswer] = asyncio.get_running_loop().create_future()
         deadline = time.monotonic() + wait_seconds if wait_seconds else None
@@ -175,7 +175,7 @@ class BufferActor(Supervised):
         return answer
 
     async def submit(self, data: bytes) -> Receipt | Refusal:
-        """Accept a step group; returns when the journal has it on disk."""
+        """Accept a step group; returns when the group is on disk in the journal."""
         answer = self._buffer.submit(data)
         await self._settled()
         return answer
@@ -233,7 +233,7 @@ class BufferActor(Supervised):
         await self._settled()
 
     async def resume(self, lost: Lost | None = None) -> None:
-        """Issue prompts again, after an end or a `drain`; tokens that a process lost are counted as rolled back."""
+        """Issue prompts again, after an `end` or a `drain`; the tokens of `lost` are counted as rolled back."""
         self._buffer.resume(lost)
         await self._settled()
 
@@ -248,7 +248,7 @@ class BufferActor(Supervised):
         return self._lost.take()
 
     async def scorer_failures(self) -> dict[tuple[str, str], str]:
-        """Return a message about the first failure of each scorer with each reason."""
+        """Return, for each scorer and reason, a message about the first failure of that scorer for that reason."""
         return self._buffer.scoring.failures
 
     async def status(self) -> dict[str, Any]:
@@ -297,7 +297,7 @@ class BufferActor(Supervised):
             self._changed.notify_all()
 
     async def _work(self) -> None:
-        """Sync the journal, check deadlines, ask scorers; calls that wait for the journal raise errors of this work."""
+        """Sync the journal, check deadlines, ask scorers; an error is raised in calls that wait for the journal."""
         try:
             await asyncio.gather(self._flush(), self._tick(), self._asking.run())
         except Exception as error:  # noqa: BLE001 - raised by `_settled`

@@ -20,7 +20,7 @@ def refuse_open_ray(environment: Mapping[str, str], insecure_local: bool) -> Non
     Ray's processes listen on all interfaces; without the token, anybody who reaches them can run code as this user.
 
     Raises:
-        UserError: authentication is off, and run.insecure_local is not set or Ray is on another machine.
+        UserError: authentication is off, unless run.insecure_local is set and Ray is on this machine.
     """
     mode = environment.get("RAY_AUTH_MODE", "token")
     if mode.lower() == "token":

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 HOLD_ATTEMPTS = 3
-"""Maximum attempts to read the journal for an upload; one fails if a segment is removed meanwhile."""
+"""Maximum attempts to read the journal for an upload; an attempt fails if a segment is removed meanwhile."""
 
 
 class Checkpointer:
@@ -54,7 +54,7 @@ class Checkpointer:
         return self._checkpoints.newest()
 
     async def resume(self, manifest: Manifest) -> None:
-        """Let the buffer continue from a checkpoint; its journal must be of the same run and reach to the checkpoint.
+        """Let the buffer continue from a checkpoint; the journal must be of the same run and reach the checkpoint.
 
         Raises:
             UserError: the journal is of another run, or ends before the checkpoint.

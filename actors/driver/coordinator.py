@@ -131,7 +131,7 @@ class Coordinator:
         """Start the actors, train, write the final weights and the summary.
 
         Raises:
-            RunFailed: something failed too often, or the run cannot make progress.
+            RunFailed: a part of the run failed too often, or the run cannot make progress.
         """
         try:
             for name, actor in self._supervised.items():
@@ -292,7 +292,7 @@ class Coordinator:
     # -- training -----------------------------------------------------------------------------------------------------
 
     async def _generate(self) -> None:
-        """Run the generators; if one fails for good while the run stops, the final weights are still written."""
+        """Run the generators; the final weights are written even if a generator fails for good while the run stops."""
         try:
             await self._generator_pool.run()
         except RunFailed as failed:

@@ -1,4 +1,4 @@
-"""`baton doctor`: measures every node of a Ray cluster, or this machine, and says what is wrong."""
+"""`baton doctor`: measures every node of a Ray cluster, or this machine, and prints the faults."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SECONDS = 30.0
 
 
 def doctor(arguments: argparse.Namespace) -> int:
-    """Print a line for each fault; returns 1 if there is one.
+    """Print a line for each fault; returns 1 if there is a fault, else 0.
 
     Raises:
         UserError: no cluster answers at the address.
@@ -48,7 +48,7 @@ def look(folder: Path, store: str | None) -> Facts:
 
 def _of_cluster(address: str, folder: Path, store: str | None) -> tuple[list[tuple[Facts, float]], list[str]]:
     """Return the facts of each node, with the seconds by which its clock is behind this machine's, and a line for each
-    node that does not answer, or fails.
+    node that does not answer, or whose measurement fails.
 
     Raises:
         UserError: no cluster answers.

@@ -44,7 +44,7 @@ def evaluate(config: Config, target: EvalTarget, say: Callable[[str], None]) -> 
         UserError: the model or a set is missing or malformed.
         RunFailed: an engine did not start, or died.
         Starved: an engine did not start in time.
-        SystemExit: a stop signal came; 128 + its number.
+        SystemExit: a stop signal came; the exit code is 128 + the number of the signal.
     """
     refuse_open_ray(os.environ, config.run.insecure_local)
     keep_token_private(os.environ, Path.home())

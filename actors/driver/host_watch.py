@@ -25,7 +25,7 @@ class ClusterHost(NamedTuple):
     name: str
     """The host's address, and its kind if known, such as `spot`."""
     parts: tuple[str, ...]
-    """The parts of the run on this host."""
+    """The parts of the run on this host, such as `generator-0`."""
     ends_at: int | None = None
     """The Unix time in ms at which a drained host ends; 0: unknown; None: the host is not drained."""
 

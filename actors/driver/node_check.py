@@ -53,7 +53,7 @@ def check_nodes(room: PlacementGroup, bundles: Sequence[Bundle], files: RunFiles
     """Check each node that has a bundle of the placement group.
 
     Raises:
-        UserError: a line for each node that cannot use its GPUs or lacks a file.
+        UserError: a node cannot use its GPUs or lacks a file; the message has a line for each such node.
         RunFailed: a node did not answer.
     """
     bundle_of = {node: bundle for bundle, node in placement_group_table(room)["bundles_to_node_id"].items()}

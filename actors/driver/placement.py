@@ -28,7 +28,7 @@ from service.errors import RunFailed, UserError
 from service.observe.summary import duration
 
 ACCELERATOR = "accelerator_type:"
-"""Prefix of Ray's resources of accelerators."""
+"""Prefix of the names of Ray's resources for accelerators."""
 ACCELERATOR_SHARE = 0.001
 """Amount of the resource `accelerator_type:H100` for a rank; every node with such GPUs has 1."""
 SHARED_GPU = 0.5
@@ -37,12 +37,12 @@ SHARED_KV_CACHE_BYTES, SHARED_UTILIZATION = 8 << 30, 0.35
 """The KV cache and `generator.gpu_memory_utilization` that a message proposes for an engine that shares its GPU
 with a rank."""
 QUIET_SECONDS = 2.0
-"""Seconds that a run waits for room before it says what is missing."""
+"""Seconds that a run waits for room before a message says what is missing."""
 SAY_SECONDS = 20.0
-"""Seconds after which a wait for room is said again."""
+"""Seconds between two messages about the same wait for room."""
 
 CALLS = 100_000
-"""Maximum number of open calls to the buffer: every waiting claim is one, and steps must not wait behind claims."""
+"""Maximum number of open calls to the buffer: each waiting claim is one call, and steps must not wait for claims."""
 NODE_ID = "ray.io/node-id"
 """Label of every node of Ray."""
 
@@ -59,7 +59,7 @@ class Bundle(NamedTuple):
 
 
 def fits(node: Node, labels: Mapping[str, str]) -> bool:
-    """Check whether a node has such labels, in Ray's form: `value`, `!value`, `in(one,other)`, `!in(one,other)`."""
+    """Check a node against label conditions in Ray's form: `value`, `!value`, `in(one,other)`, `!in(one,other)`."""
     for name, choice in labels.items():
         values = choice.removeprefix("!").removeprefix("in(").removesuffix(")").split(",")
         if (node["Labels"].get(name) in values) == choice.startswith("!"):
@@ -149,7 +149,7 @@ def refuse_foreign_labels(config: Config, nodes: Sequence[Node]) -> None:
     """Refuse labels that this machine lacks, if the run has started its own Ray, which no other node joins.
 
     Raises:
-        UserError: names the labels of ranks or generators.
+        UserError: this machine lacks a label that the configuration requires for ranks or generators.
     """
     for part in ("trainer", "generators"):
         labels = getattr(config.placement, part)
@@ -164,7 +164,7 @@ def refuse_too_few_gpus(config: Config, gpus: int) -> None:
     """Refuse a run whose ranks, engines, scorers and roles need more GPUs than this machine has.
 
     Raises:
-        UserError: the message names settings that would fit.
+        UserError: this machine has too few GPUs; the message names settings that would fit.
     """
     generator, ranks = config.generator, config.trainer.ranks
     each = generator.engine_gpus
@@ -217,7 +217,7 @@ def rank_options(config: Config, gpus: int, room: PlacementGroup, rank: int) -> 
 
 
 def engine_options(config: Config, gpus: int, room: PlacementGroup, bundle: int) -> dict[str, Any]:
-    """Return the options of an actor with an engine in this bundle, which belongs to the engine or to a rank."""
+    """Return the options of an actor with an engine; `bundle`: the engine's bundle, or with CUDA IPC that of a rank."""
     shares = config.weights.transport == "ipc"
     return {
         "num_cpus": _resources(gpus)["CPU"],

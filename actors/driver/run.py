@@ -63,8 +63,8 @@ def run(
 ) -> int:
     """Run to the end, to a stop signal or to a failure; returns the exit code.
 
-    `resume` is the folder of a run to continue from the checkpoint of `manifest`; the caller holds its lock. A stop
-    signal writes the final weights and returns 128 + its number.
+    `resume` is the folder of a run to continue from the checkpoint of `manifest`; the caller holds the folder's lock. A
+    stop signal writes the final weights and returns 128 + its number.
 
     Raises:
         UserError: the configuration or a file that it names is wrong.
@@ -83,8 +83,8 @@ def run(
 
 
 def guarded(folder: RunWriter, work: Callable[[], int], steps: int = 0) -> int:
-    """Do the work of a run that has taken `steps` steps already; writes its log and how it failed or stopped to its
-    folder.
+    """Do the work of a run that has taken `steps` steps already; writes the run's log, and how the run failed or
+    stopped, to the run's folder.
 
     Returns the exit code.
     """
@@ -192,7 +192,7 @@ def _run_on_ray(
 def wait_for_uploads(uploads: Uploads | None, heeded: Sequence[signal.Signals], has_final: bool = False) -> int:
     """Wait until the store has all final files of the run; returns 0 if it has them, else an exit code.
 
-    The run itself has ended as its summary says, and its folder is complete. A stop signal ends the wait.
+    The run has ended already: its summary is written, and its folder is complete. A stop signal ends the wait.
     """
     if uploads is None:
         return 0

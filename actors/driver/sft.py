@@ -43,7 +43,7 @@ def sft(config: Config, model: Path, train: Rows, held_out: Held) -> int:
     """Train the model to the end, to a stop signal or to a failure; returns the exit code.
 
     Raises:
-        UserError: the environment or a node is wrong.
+        UserError: Ray has no authentication, a file or folder cannot be written, or a node cannot take part.
         RunFailed: a rank failed.
     """
     refuse_open_ray(os.environ, config.run.insecure_local)

@@ -23,7 +23,7 @@ _Handler = Callable[[int, FrameType | None], Any] | int | None
 """A signal handler, as `signal.signal` accepts and `signal.getsignal` returns it."""
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-"""SIGHUP comes when the terminal is closed, unless nohup has it ignored."""
+"""The signals that stop a run; SIGHUP comes when the terminal is closed, and nohup makes a process ignore it."""
 
 STUCK_SECONDS = 1.0
 """Seconds within which the main thread ends after a stop signal, unless it waits inside Ray."""
@@ -38,7 +38,7 @@ LOOK_SECONDS = 0.005
 
 
 class Heard:
-    """The handler of stop signals once an event loop runs: the first signal stops the run, a further one prints a
+    """The handler of stop signals once an event loop runs: the first signal stops the run, a further signal prints a
     line, and the signal of number `FORCING` ends the process."""
 
     def __init__(self, stop: Callable[[int], None], force: Callable[[int], None]) -> None:
@@ -69,7 +69,7 @@ def exit_on_stop_signals(heeded: Iterable[signal.Signals] | None = None) -> Iter
     If a stop signal came in the block, signals stay ignored after the block, because the process is about to exit with
     that signal's code.
 
-    `heeded`: the signals to handle, even if they are ignored now; None: those that are not ignored now.
+    `heeded`: the signals to handle, even if they are ignored now; None: the stop signals that are not ignored now.
     """
     before = {number: signal.getsignal(number) for number in (heeded_signals() if heeded is None else heeded)}
     stopped = False
@@ -120,7 +120,7 @@ def run_beside(work: Callable[[], object]) -> None:
     """Do `work`, which ends Ray, in a thread; meanwhile stop signals are handled as in the event loop that ran before.
 
     If no event loop ran before, signals are ignored. When Ray's last process ends, Ray restores the default action of
-    SIGTERM without Python's knowledge, so a signal would end this process at once.
+    SIGTERM outside of Python, so a signal would end this process at once.
     """
     before = {number: signal.getsignal(number) for number in heeded_signals()}
     during = {number: handler if isinstance(handler, Heard) else signal.SIG_IGN for number, handler in before.items()}
@@ -136,8 +136,8 @@ def run_beside(work: Callable[[], object]) -> None:
 
 @contextmanager
 def handlers_kept() -> Iterator[None]:
-    """Set the handlers of stop signals again after the block, in which Ray starts and replaces that of SIGTERM: by one
-    that exits with another code, and in C++ by one that aborts the process."""
+    """Set the handlers of stop signals again after the block, in which Ray starts. Ray replaces the handler of SIGTERM:
+    in Python by a handler that exits with another code, in C++ by a handler that aborts the process."""
     before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     yield
     _set(before)

@@ -24,7 +24,7 @@ class RowRun(NamedTuple):
 
 
 def runs_of(slots_N: Tensor) -> list[RowRun]:
-    """Return the runs of rows that have an adapter; -1 stands for none.
+    """Return the runs of rows that have an adapter; -1 stands for a row without adapter.
 
     [1 1 -1 0] -> [(0, 2, 1), (3, 4, 0)]
     """

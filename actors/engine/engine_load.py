@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 UNREPORTED = 4
-"""Maximum number of unreported preemptions by updates per request, on average over all requests."""
+"""Maximum number of preemptions by weight updates that count as not reported yet, per request in the engine."""
 
 
 class EngineLoad(NamedTuple):
@@ -17,7 +17,7 @@ class EngineLoad(NamedTuple):
     running: int
     """Requests in the batch."""
     waiting: int
-    """Requests that wait for a place in the batch."""
+    """Requests that wait for room in the batch."""
     kv_cache_ratio: float
     """Fraction of the KV cache in use."""
     preemptions: int

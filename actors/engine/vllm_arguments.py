@@ -35,13 +35,13 @@ MAX_SEQUENCES = 1024
 """Maximum number of requests that one engine runs at once; further requests wait inside vLLM."""
 
 GPU_BATCHED_TOKENS = 8192
-"""Maximum number of tokens in one step of a GPU engine; of vLLM's 2048, decoding would leave few for prompts."""
+"""Maximum number of tokens in one step of a GPU engine; of vLLM's default of 2048, decoding leaves few for prompts."""
 
 CPU_KV_CACHE_BYTES = 4 << 30
 """Maximum bytes of a CPU engine's KV cache, if the configuration names no size."""
 
 ENGINE_BYTES = 1 << 30
-"""Approximate bytes of a CPU engine's process besides weights and KV cache."""
+"""Approximate bytes of a CPU engine's process, without weights and KV cache."""
 
 
 def on_gpu() -> bool:
@@ -68,7 +68,7 @@ class EngineSettings(NamedTuple):
 
     @staticmethod
     def of(config: Config) -> EngineSettings:
-        """Return the settings of each engine of a run."""
+        """Return the settings that all engines of a run have."""
         generator = config.generator
         groups = -(-generator.concurrent_groups // generator.min_engines)
         return EngineSettings(

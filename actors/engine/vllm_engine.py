@@ -186,8 +186,8 @@ class VllmEngine:
         Raises:
             ValueError: the weights are not the policy's, or are older than the served weights; the engine keeps the
             served weights.
-            WeightsGone: the holder of the weights has ended or has newer weights; the engine keeps the old weights, or
-            is paused until the next update if it had begun to load.
+            WeightsGone: the holder of the weights has ended or has newer weights; the engine keeps the old weights;
+            if it had begun to load, it stays paused until the next update.
             RunFailed: the engine could not load the weights; it stays paused and must be ended.
         """
         async with self._update_lock:
@@ -329,12 +329,12 @@ class VllmEngine:
 
 
 def _checked_experts(model_folder: Path, generation: Generation) -> np.dtype[Any]:
-    """Return the dtype in which routed experts are recorded; checks that the engine records each token but the last.
+    """Return the dtype of recorded routed experts; checks that the engine records experts of all tokens but the last.
 
     Only vLLM's Model Runner V2 records routed experts, and some settings switch it off without a message.
 
     Raises:
-        RunFailed: the engine records no experts, or those of other layers.
+        RunFailed: the engine records no experts, or other layers, experts or tokens than the trainer replays.
     """
     from service.learn.model.hf_config import read_config
     from service.learn.model.router_replay import routing_of_model
@@ -367,7 +367,7 @@ def _build(arguments: dict[str, Any], with_load: bool) -> tuple[AsyncLLM, LoadRe
 
 
 def _told(problem: ErrorDetails) -> str:
-    """Describe a value that vLLM refuses, with its name if vLLM gives the name."""
+    """Describe why vLLM refuses an argument, beginning with the name of the argument if vLLM gives the name."""
     name = ".".join(str(part) for part in problem["loc"])
     return (f"{name}: " if name else "") + problem["msg"].removeprefix("Value error, ")
 
@@ -389,7 +389,7 @@ async def _start_adapter(llm: AsyncLLM, lora: LoraConfig, size: PolicySize) -> L
 
 
 def _refused(error: Exception, sampling: Sampling) -> Exception:
-    """Return the error to raise for a failed request; if vLLM refuses the answer's structure, the engine is intact."""
+    """Return the error to raise for a failed request: `StructureRefused` if vLLM refused its output structure."""
     if not sampling.structure:
         return error
     from vllm.exceptions import VLLMValidationError

@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 OWN = "json"
 """The name of the endpoint's own parser."""
 EXTRA = "baton-rl[parsers]"
-"""The extra with the packages that most of vLLM's parsers import."""
+"""Baton's extra with the packages that most of vLLM's parsers import."""
 ANY_TOOL = {"type": "function", "function": {"name": "any", "parameters": {"type": "object", "properties": {}}}}
 
 
@@ -39,7 +39,7 @@ class VllmParser:
         """Load the parsers; `name`: the tool parser's name, optionally followed by `+` and a reasoning parser's name.
 
         Raises:
-            UserError: vLLM has no such parser, it lacks a package, or it does not fit the tokenizer.
+            UserError: vLLM has no such parser, or the parser lacks a package or does not fit the tokenizer.
         """
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
         from vllm.parser import ParserManager

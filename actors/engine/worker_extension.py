@@ -96,12 +96,12 @@ def repack_for_cpu(model: torch.nn.Module) -> None:
 
 @dataclass
 class NoInitInfo(WeightTransferInitInfo):  # type: ignore[misc]
-    """Loading from a file needs no arguments beforehand."""
+    """The arguments of `init_transfer_engine`: none, because pulling weights needs no set-up."""
 
 
 @dataclass
 class PullInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """The places of all parameters, by Hugging Face name; see `actors.weights.pulled.WeightFile.info`."""
+    """The version of the weights, and where their parts lie in memory; see `actors.weights.pulled.WeightFile.info`."""
 
     version: int
     sources: list[Any]
@@ -163,7 +163,7 @@ class PullingEngine(LayerwiseEngine):
             self._file = None
 
     def shutdown(self) -> None:
-        """Do nothing: memories are freed with the process."""
+        """Do nothing: the memory is freed with the process."""
 
 
 @dataclass
@@ -224,7 +224,7 @@ class AdapterSlot:
 
 
 class WorkerExtension:
-    """Mixed into vLLM's worker: methods that the engine calls besides vLLM's own."""
+    """Mixed into vLLM's worker: methods that the engine calls in addition to vLLM's own methods."""
 
     _slot: AdapterSlot
 

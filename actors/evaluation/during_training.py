@@ -1,7 +1,7 @@
 """The evaluations of a run: every set on the weights of one step, written to the run folder and the terminal.
 
 pause    training waits until all engines have evaluated
-beside   some engines keep the evaluated weights, the trainer and the others continue; the numbers come at a later step
+beside   some engines keep the evaluated weights, the trainer and the others continue; the results come at a later step
 """
 
 from __future__ import annotations
@@ -50,15 +50,15 @@ class Evaluations:
         self._running: asyncio.Task[None] | None = None
         """The evaluation beside training."""
         self._of_step = 0
-        """The step that the evaluation beside training evaluates."""
+        """The step whose weights the evaluation beside training evaluates."""
         self._evaluated: int | None = None
-        """The newest step that has results."""
+        """The newest step whose weights were evaluated."""
         self._numbers: dict[str, float] = {}
         """Results that are not in `metrics.jsonl` yet."""
 
     def is_due(self, step: int) -> bool:
         """Return whether an evaluation is due: every `data.eval_every` steps, and after the last step if the
-        engines get its weights."""
+        engines get the weights of that step."""
         every = self._data.eval_every
         is_last = step == self._run.max_steps and step % self._sync_every == 0
         return every > 0 and (step % every == 0 or is_last)
@@ -82,7 +82,7 @@ class Evaluations:
         """Begin to evaluate the newest weights, which are those of `step`, beside training; returns False if training
         has to wait.
 
-        An evaluation that is due while another one runs is skipped.
+        An evaluation that is due while another evaluation runs is skipped.
         """
         if self._data.eval_mode == "pause" or step == self._run.max_steps:
             return False
@@ -108,7 +108,7 @@ class Evaluations:
     async def at(self, step: int) -> None:
         """Evaluate every set on all engines, while training waits, unless the run is stopped.
 
-        After the last step all rows of a set are used, before it a sample of `data.eval_rows` rows.
+        After the last step all rows of a set are used, after earlier steps a sample of `data.eval_rows` rows.
         """
         await self.settled()
         start, data = time.monotonic(), self._data
@@ -142,7 +142,7 @@ class Evaluations:
             return None
 
     def _look(self) -> None:
-        """If the evaluation beside training has ended, forget it; raises its error if it failed."""
+        """If the evaluation beside training has ended, forget it; raises the error with which it failed, if any."""
         if self._running is not None and self._running.done():
             self._running.result()
             self._running = None

@@ -142,7 +142,7 @@ class Generator(ImageHolder, Supervised):
         """Return the claimer and the outbox that `start` has set up.
 
         Raises:
-            ProcessLost: this process has not been started; an earlier one was.
+            ProcessLost: this process has not been started; an earlier process of this generator was.
         """
         if self._joined is None:
             raise ProcessLost(f"{self._name} was restarted and is not set up")
@@ -159,8 +159,8 @@ class Generator(ImageHolder, Supervised):
         )
 
     async def _taken_over(self, joined: Membership) -> list[Assignment]:
-        """Return the assignments of an earlier process of this generator that are continued; its other
-        trajectories restart."""
+        """Return the assignments of an earlier process of this generator that are continued here; the other
+        trajectories of that process restart."""
         left: list[Assignment] = []
         claimer, outbox = joined
         for assignment in await self._ask(self._buffer.unfinished, self._name, claimer.incarnation):

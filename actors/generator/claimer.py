@@ -47,7 +47,7 @@ class Claimer:
         self.leaves = False
         """Whether no more groups are claimed."""
         self.waiting: Wait | None = None
-        """Why the buffer gives no group at the moment; None: it was not asked, or it gave a group."""
+        """Why the buffer gives no group at the moment; None: the buffer was not asked, or gave a group."""
         self.waited_for = "claim"
         """Why the last group did not come earlier: the buffer's reason, or `claim` if the group came at once."""
 
@@ -61,9 +61,9 @@ class Claimer:
         self._look.set()
 
     async def next(self, room: int = 1) -> Assignment | None:
-        """Return the next group; None when no more will come, or this generator leaves.
+        """Return the next group; None if the buffer is drained, or this generator leaves.
 
-        `room`: the number of groups in one claim, if none is left from an earlier claim.
+        `room`: the maximum number of groups in a claim, which is sent only if no group of an earlier claim is left.
 
         Raises:
             RunFailed: another incarnation took this generator's place.

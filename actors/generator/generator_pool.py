@@ -1,7 +1,7 @@
 """Starts the generators of a run, restarts them when they fail, and sends them new weights while they generate.
 
-The first generators have a part of the run's placement group and are restarted in it. One that joins later has a
-separate placement group, and both are removed when it fails.
+The first generators have a part of the run's placement group and are restarted in it. A generator that joins later
+has a separate placement group, and is removed together with that placement group when it fails.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class GeneratorPool:
         """Names of the generators that evaluate, which leave only if their node ends."""
 
     async def start(self) -> None:
-        """Start every engine; one that fails is started again.
+        """Start every engine; an engine that fails is started again.
 
         Raises:
             UserError: an engine cannot start with these settings.

@@ -28,7 +28,7 @@ class GroupLimit:
     """
 
     def __init__(self, most: int, at_once: float = 1.0) -> None:
-        """Set the limit; `at_once` is the fraction of the limit that is claimed at once."""
+        """Set the limit; `at_once` is the fraction of `most` that a single claim may ask for."""
         self._most = most
         self._at_once = at_once
         self._preemptions = 0
@@ -36,8 +36,8 @@ class GroupLimit:
 
     @staticmethod
     def of(config: Config) -> GroupLimit:
-        """Return the limit for this generator's share of the configured groups; at once it claims at most its
-        share of a mini-batch."""
+        """Return the limit for this generator's share of the configured groups; a single claim asks for at
+        most this generator's share of a mini-batch."""
         generator = config.generator
         at_once = config.trainer.mini_batch_size / generator.concurrent_groups
         return GroupLimit(-(-generator.concurrent_groups // generator.min_engines), at_once)

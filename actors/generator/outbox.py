@@ -53,7 +53,7 @@ class _Message:
     answered: asyncio.Event = field(default_factory=asyncio.Event)
     refused: set[TrajectoryId] = field(default_factory=set)
     late: set[TrajectoryId] = field(default_factory=set)
-    """Trajectories that need not be played any more."""
+    """Trajectories that need not be played any more, according to the buffer's answer."""
 
 
 @dataclass(eq=False)
@@ -78,8 +78,8 @@ class Outbox:
         """The last message, which takes further items until it is sent."""
         self._window = asyncio.Semaphore(WINDOW)
         self._wanted = 1
-        """The number of complete groups for which the trainer may wait; a message that completes so many is sent at
-        once."""
+        """The number of complete groups for which the trainer may wait; a message that completes this many is sent
+        at once."""
         self.counts: Counter[str] = Counter()
         self.refusals: Counter[str] = Counter()
         self.last_refusals: dict[str, str] = {}

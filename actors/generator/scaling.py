@@ -57,7 +57,7 @@ class Scaling:
         self._placing = False
         """Whether the joining generator still waits for room."""
         self._leaving: dict[str, asyncio.Task[None]] = {}
-        """The task of each generator that leaves; the pool learns of it only once the task has begun."""
+        """The task of each generator that leaves; the pool counts it as leaving only once the task has begun."""
         self._failures = 0
         self._next_try = 0.0
 

@@ -1,4 +1,4 @@
-"""Protects the hub's HTTP server from strangers who would stop it, or read it through somebody's browser."""
+"""Protects the hub's HTTP server from strangers who block it, or read its answers through a user's browser."""
 
 from __future__ import annotations
 

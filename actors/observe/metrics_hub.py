@@ -101,8 +101,8 @@ class MetricsHub(Supervised):
     async def push(
         self, source: str, snapshot: bytes, reports: Sequence[tuple[str, dict[str, Any]]] = (), timeline: bytes = b""
     ) -> None:
-        """Store the metrics of `role/ident`, its reports for the status, and its lines of the timeline; a restarted hub
-        starts to serve again."""
+        """Store the metrics of the process `source` (`role/ident`), its reports for the status, and its lines of the
+        timeline; a restarted hub starts to serve again."""
         self._hub.push(source, snapshot)
         for part, report in reports:
             self._hub.put_status(part, report)

@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 PUSH_SECONDS = 1.0
 
 THREAD_PUSH_SECONDS = 4.0
-"""Push interval of an actor that reports only its process; shorter than the time after which it counts as silent."""
+"""Push interval of an actor that reports only its process; shorter than the time after which an actor is silent."""
 
 
 class Reporter:

@@ -77,7 +77,7 @@ class RunTelemetry(Reporter):
         self.trace.counter("staleness", staleness)
 
     def failing(self, why: str) -> None:
-        """Report that many trajectories fail, or that a step waits because of failures; an empty text ends this."""
+        """Report why many trajectories fail, or why a step waits because of failures; empty if neither is so."""
         self._report_run(failing=why)
 
     def aborted(self) -> None:

@@ -94,8 +94,8 @@ class FrozenEngine:
 
 
 def _frozen_settings(config: Config) -> Config:
-    """Return the settings of a frozen engine; rows may have one more token, because vLLM samples one after a
-    teacher's prompt."""
+    """Return the settings of a frozen engine; rows may have one more token, because vLLM samples a token
+    after a teacher's prompt."""
     update: dict[str, Any] = {"quantization": None, "tensor_parallel_size": 1, "engine_options": {}, "stop": ()}
     update |= {"max_generate_length": config.generator.max_generate_length + 1}
     generator = config.generator.model_copy(update=update)

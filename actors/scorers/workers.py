@@ -1,4 +1,4 @@
-"""The calls to the actors of scorers, from the buffer's process, which needs nothing that scores."""
+"""The calls to the actors of scorers, from the buffer's process, which imports no code that scores."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class RayWorker:
         self._life: str | None = None
         """Name of the process that was ready last."""
         self._ended: str | None = None
-        """Name of the process that was ended last. Ray may take some time to end it, and would lose a request to it."""
+        """Name of the process that was ended last. Ray may take some time to end it; a request to it would be lost."""
 
     async def ready(self) -> None:
         """Wait until the actor has started or restarted; the caller sets a timeout."""

@@ -97,7 +97,7 @@ class TrainerRank(Supervised):
 
     @contextmanager
     def _stepping(self) -> Iterator[None]:
-        """Take a step; after the first, layers are compiled."""
+        """Record a step in the timeline; after the first step, which compiles layers, shorten collectives' deadline."""
         with self._busy("forward_backward"):
             yield
         if self._compiles:
@@ -148,7 +148,8 @@ class TrainerRank(Supervised):
         """Join the process group and load the policy from disk.
 
         `nodes`: the node of each rank; None: all are on the same node. `adapter`: whether to train the adapter of
-        `model.lora`, if there is one; otherwise all weights are trained. `checkpointing`: None: as in the settings.
+        `model.lora`, if there is one; otherwise all weights are trained. `checkpointing`: which
+        activations are kept; None: as in the settings.
 
         Raises:
             UserError: Ray assigned a GPU to this rank that PyTorch cannot use.
@@ -215,7 +216,7 @@ class TrainerRank(Supervised):
         return report
 
     def _memory(self) -> dict[str, float]:
-        """Return the peak of the memory that this process reserved on its GPU, and the estimate."""
+        """Return the peak of the memory that this process reserved on its GPU, and the estimate of that peak."""
         found = {"trainer/gpu_reserved_bytes": float(torch.cuda.max_memory_reserved(self._device))}
         if self._fit is not None:
             found["trainer/gpu_estimated_bytes"] = float(self._fit.step.peak_bytes)
@@ -239,8 +240,8 @@ class TrainerRank(Supervised):
     def weights(self, version: int) -> Source | None:
         """Copy or gather the policy; every rank must call this.
 
-        With `memory` each rank copies its own part, and returns its place; engines read the part or call `bucket`. With
-        `ipc` every rank gathers all weights for `ipc_handles`.
+        With transport `memory` each rank copies its own part and returns where the part lies; engines read it there, or
+        the driver sends it with `bucket`. With transport `ipc` every rank gathers all weights for `ipc_handles`.
         """
         with self._busy("weights"):
             if self._config.weights.transport == "memory":
@@ -316,7 +317,7 @@ def interface_of(address: str) -> str:
     """Return the network interface that has this address.
 
     Raises:
-        UserError: no interface has it.
+        UserError: no interface has this address.
     """
     for name, addresses in psutil.net_if_addrs().items():
         if any(each.address == address for each in addresses):

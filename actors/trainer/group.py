@@ -70,7 +70,7 @@ class TrainerGroup:
         """End every rank's process and form a new group; `adapter`: see `load`.
 
         Raises:
-            RunFailed: the ranks did not come back in time.
+            RunFailed: the ranks did not restart in time.
             TrainerLost: a rank died meanwhile.
         """
         for rank in self._ranks:
@@ -122,7 +122,7 @@ class TrainerGroup:
         return PublishedWeights(version)
 
     async def remotes(self) -> list[tuple[RemoteMemory | None, str]]:
-        """Let generators of other hosts read each rank's part; for a rank without NIXL None, and the reason."""
+        """Let generators of other hosts read each rank's part; returns None and the reason for a rank without NIXL."""
         return await self._ask_all("share")
 
     async def bucket(self, version: PolicyVersion, rank: int, start: int, stop: int) -> tuple[WeightBucket, Any] | None:
@@ -187,7 +187,7 @@ class TrainerGroup:
 
 @contextmanager
 def _raises_trainer_lost() -> Iterator[None]:
-    """Raise `TrainerLost` in place of Ray's errors, missed deadlines, and the error of a rank that is not set up."""
+    """Raise `TrainerLost` in place of Ray's errors, missed deadlines, lack of memory, and a rank that is not set up."""
     try:
         yield
     except (ray.exceptions.RayError, ProcessLost) as error:

@@ -27,7 +27,7 @@ from service.errors import BatonError, Starved
 TRIES = 3
 """The number of successive calls without an answer that fit into `weights.sync_deadline`."""
 BUCKETS = 64
-"""Number of buckets of a publication, unless a bucket would exceed the next two bounds."""
+"""Number of buckets of a publication, unless the bytes of a bucket would be outside of the next two bounds."""
 MIN_BYTES, MAX_BYTES = 1 << 20, 64 << 20
 """Bounds on the bytes of a bucket."""
 AT_ONCE = 2
@@ -53,11 +53,11 @@ class NodeImage:
     number: int
     users: int = 1
     path: str | None = None
-    """The path from which engines load the image; None after `arrived`: the trainer has newer weights."""
+    """The path from which engines load the image; None after `arrived`, without `error`: there are newer weights."""
     remote: RemoteMemory | None = None
     """How other nodes read the image, if it was read with NIXL."""
     unread: str = ""
-    """Why the weights could not be read with NIXL, if so."""
+    """Why the weights could not be read with NIXL; empty if they were read, or NIXL was not tried."""
     error: BaseException | None = None
     """Why the node does not have the weights."""
     arrived: asyncio.Event = field(default_factory=asyncio.Event)
@@ -99,7 +99,7 @@ class WeightChain:
             raise first_error(group) from group
 
     async def _trip(self, rank: int, start: int, stop: int) -> None:
-        """Take one bucket to every node that is not lost."""
+        """Send one bucket to every node that is not lost."""
         version = self._weights.version
         if (found := await self._trainer.bucket(version, rank, start, stop)) is None:
             raise Replaced(f"newer weights than those of version {version} are about to be published")

@@ -21,7 +21,7 @@ from service.types import PolicyVersion
 
 
 class Kept(NamedTuple):
-    """Engines that keep a version while others continue."""
+    """Engines that keep a version of the weights for an evaluation, while other engines load newer ones."""
 
     version: PolicyVersion
     generators: dict[str, Any]
@@ -101,7 +101,7 @@ class Delivery:
 
     def keep(self, up: Mapping[str, Any], count: int) -> Kept | None:
         """Let `count` of these engines keep the newest weights until `release`; None if no other engine would
-        continue."""
+        be left for training."""
         if self._latest is None or len(up) <= count:
             return None
         kept = Kept(self._latest.version, dict(islice(up.items(), count)), self._sync)

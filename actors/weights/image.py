@@ -1,8 +1,8 @@
 """A node's image of some weights: a safetensors file in shared memory, which every engine of the node loads from.
 
 A generator holds images for the engines of its node (`ImageHolder`); the driver chooses which generator, see
-`actors.weights.node_images`. The next version's image takes the memory of one that was released, so that engines and
-NIXL register it once.
+`actors.weights.node_images`. The next version's image reuses the memory of a released image, so that engines and NIXL
+register that memory once.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from actors.weights.policy_tensors import WeightBytes, verify
 from service.errors import WeightsGone
 
 SPARE = 2
-"""Spare memories that are kept: while engines change from one version to the next, a node has two images."""
+"""Maximum number of spare memory regions: while engines change from one version to the next, a node has two images."""
 RELEASED = 1000
-"""Numbers of released images that are kept."""
+"""How many numbers of released images are remembered."""
 
 
 class Image:
@@ -31,8 +31,8 @@ class Image:
     whole from the ranks."""
 
     def __init__(self, version: int, n_bytes: int, memory: WeightMemory | None = None) -> None:
-        """Begin the file, in this memory if there is one of its size; it is marked with its version once all of its
-        bytes are there."""
+        """Begin the file in `memory`, which has the file's size, or in new memory; the file is marked with its version
+        once all of its bytes are there."""
         self._version, self._missing = version, n_bytes
         self.memory = memory or WeightMemory(n_bytes)
         self.memory.mark(NO_VERSION)
@@ -67,7 +67,7 @@ class Image:
     def read(
         self, agent: NixlAgent, sources: Sequence[Source], remotes: Sequence[RemoteMemory], within: float
     ) -> RemoteMemory:
-        """Read all parts from the memory of other processes, and let others read the image; raises `ReadFailed`."""
+        """Read all parts from other processes, then let other hosts read the image; raises `ReadFailed` on failure."""
         agent.read(self._version, sources, remotes, self.memory, within)
         self.memory.mark(self._version)
         return agent.share(self.memory)
@@ -111,8 +111,8 @@ class ImageHolder:
     async def read_image(
         self, number: int, version: int, sources: Sequence[Source], remotes: Sequence[RemoteMemory], within: float
     ) -> tuple[str, RemoteMemory] | str:
-        """Hold an image as `hold_image` does, and read it from other hosts within some seconds; returns its path, and
-        how other hosts read it. If that fails returns the reason, and holds nothing."""
+        """Hold an image as `hold_image` does, and read it from other hosts in `within` seconds; returns its path, and
+        how other hosts read it. If the read fails, returns the reason and holds nothing."""
         async with self._reading:
             n_bytes = sum(source.part.n_bytes for source in sources)
             image = Image(version, n_bytes, self._spare_of(n_bytes))
@@ -154,8 +154,8 @@ class ImageHolder:
         return message if passes_on else None, None
 
     async def release_image(self, number: int) -> None:
-        """Keep the memory of an image for the next; an image of an earlier process is ignored, because its memory is
-        already free."""
+        """Keep the memory of an image for the next image; an image of an earlier process is ignored, because its memory
+        is already free."""
         self._released.append(number)
         if (image := self._images.pop(number, None)) is not None:
             self._keep(await asyncio.to_thread(image.release))

@@ -51,7 +51,7 @@ class WeightMemory:
         return -(-self.n_bytes // PAGE) * PAGE
 
     def start(self, buffer: int) -> int:
-        """Return the first byte of a buffer."""
+        """Return the position of a buffer's first byte in the memory."""
         return PAGE + buffer * self._stride
 
     def octets(self, buffer: int = 0) -> Tensor:
@@ -64,7 +64,7 @@ class WeightMemory:
         self._versions[buffer] = version
 
     def register(self) -> None:
-        """Register the memory with CUDA, see `register`."""
+        """Register the memory with CUDA, see the function `register`."""
         register(self._octets)
 
     def close(self) -> None:
@@ -73,7 +73,7 @@ class WeightMemory:
 
 
 class OpenMemory:
-    """The memory of another process."""
+    """The shared memory of another process, opened for reading."""
 
     def __init__(self, path: str) -> None:
         """Open the memory by its path; it remains valid when its owner ends.

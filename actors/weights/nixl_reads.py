@@ -1,5 +1,5 @@
 """Reads of other hosts' memory with NIXL: a node's image is filled from the buffers of the ranks or from the image of
-another node, over RDMA where the network has it, and no process makes a copy for it.
+another node, over RDMA where the network has it, and no process makes an intermediate copy.
 
     rank's process        | versions | buffer 0 | buffer 1 |      -> RemoteMemory, once
     generator's process   READ the versions;  each span of the rank's part  -READ->  its place in the image;
@@ -7,7 +7,7 @@ another node, over RDMA where the network has it, and no process makes a copy fo
 
 The version of a buffer is removed before the buffer is written. A version that is still there after all spans were read
 thus shows that no span was replaced meanwhile. It contains the trainer's incarnation, and an agent's name is never used
-again, so a rank that has restarted is not taken for the one before. NIXL: https://github.com/ai-dynamo/nixl.
+again, so a restarted rank is not mistaken for its earlier process. NIXL: https://github.com/ai-dynamo/nixl.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from service.errors import BatonError
 RDMA_CARDS = Path("/sys/class/infiniband")
 """The kernel's list of network cards with RDMA, EFA among them. Over TCP NIXL is slower than Ray's object store."""
 POLL_SECONDS = 0.001
-"""Seconds between two looks at reads in progress."""
+"""Seconds between two checks of reads in progress."""
 VERSION_BYTES = 8
 
 Spans = NDArray[np.uint64]
-"""Places in memory, [spans, 3]: address, number of bytes, device 0."""
+"""Spans of memory, [spans, 3]: address, number of bytes, device 0."""
 
 
 class ReadFailed(BatonError):
@@ -77,7 +77,7 @@ class NixlAgent:
         """Names of the other agents, by their metadata."""
 
     def share(self, memory: WeightMemory) -> RemoteMemory:
-        """Let other hosts read this memory; raises `ReadFailed`."""
+        """Let other hosts read this memory; raises `ReadFailed` if NIXL fails."""
         self._register(memory.whole)
         return RemoteMemory(_asked(self._agent.get_agent_metadata), memory.whole.data_ptr())
 
@@ -89,7 +89,7 @@ class NixlAgent:
         memory: WeightMemory,
         within: float,
     ) -> None:
-        """Read all parts of a file into the only buffer of this memory, within some seconds.
+        """Read all parts of a file into the only buffer of this memory, in at most `within` seconds.
 
         Raises:
             ReadFailed: a source has another version, has ended or cannot be reached, or the time is over.
@@ -113,7 +113,7 @@ class NixlAgent:
             raise ReadFailed(f"there are other weights (versions {sorted(found)}, not {version})")
 
     def _meet(self, agents: set[bytes]) -> None:
-        """Know these agents and no others."""
+        """Add these agents as NIXL's remote agents, and remove all others."""
         for metadata in self._agents.keys() - agents:
             _asked(self._agent.remove_remote_agent, self._agents.pop(metadata))
         for metadata in agents - self._agents.keys():
@@ -125,7 +125,7 @@ class NixlAgent:
             self._registered[octets.data_ptr()] = octets
 
     def _all_read(self, reads: Sequence[tuple[RemoteMemory, Spans, Spans]], until: float) -> None:
-        """Read spans from several processes at once; returns when all are here."""
+        """Read spans from several processes at once; returns when all spans have arrived."""
         begun = [self._begin(self._agents[remote.agent], here, there) for remote, here, there in reads if len(here)]
         try:
             for handle in begun:
@@ -171,6 +171,6 @@ def _spans(source: Source, remote: RemoteMemory, address: int) -> tuple[Spans, S
 
 
 def _version_span(source: Source, remote: RemoteMemory, into: Tensor) -> tuple[Spans, Spans]:
-    """Return the place for a buffer's version in this process, and its place in the other process."""
+    """Return the spans of a buffer's version: of `into` in this process, and of the memory of the other process."""
     at = remote.address + VERSION_BYTES * source.buffer
     return np.array([[into.data_ptr(), VERSION_BYTES, 0]], np.uint64), np.array([[at, VERSION_BYTES, 0]], np.uint64)

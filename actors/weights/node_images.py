@@ -30,7 +30,7 @@ from service.errors import Starved
 log = logging.getLogger(__name__)
 
 MAX_FAILURES = 2
-"""After so many publications in a row that could not be read with NIXL, it is not tried any more."""
+"""Number of successive publications that could not be read with NIXL after which NIXL is not tried any more."""
 
 
 class NodeImages:
@@ -117,7 +117,7 @@ class NodeImages:
 
     def _begin(self, names: Sequence[str], weights: PublishedWeights) -> list[NodeImage]:
         """Begin to send weights to the nodes of these generators, with one generator per node as holder. Each image
-        begins with one user."""
+        begins with one user, the caller."""
         begun = [NodeImage(weights, name, self._generators[name], next(self._numbers)) for name in names]
         self._held |= {self._node_of[held.holder]: held for held in begun}
         if begun:
@@ -127,8 +127,8 @@ class NodeImages:
         return begun
 
     def _way(self, images: Sequence[NodeImage], node: str) -> list[NodeImage]:
-        """Return these images in the order of a ring. It begins with the image of the rank's own node, which needs no
-        network link."""
+        """Return these images in the order of a ring, beginning with the image on the rank's own node `node`, which
+        needs no network link."""
         nodes = [self._node_of[image.holder] for image in images]
         at = nodes.index(node) if node in nodes else 0
         return [*images[at:], *images[:at]]
@@ -180,7 +180,7 @@ class NodeImages:
         return [held for held in begun if held.path is None and held.error is None]
 
     async def _read_one(self, held: NodeImage, giver: tuple[Sequence[Source], Sequence[RemoteMemory]]) -> None:
-        """Let a generator read an image; its path stays None if that fails."""
+        """Let a generator read an image; the path of `held` stays None if that fails."""
         within = self._deadline / TRIES
         arguments = held.number, held.weights.version.pack(), *giver, within
         try:
@@ -213,5 +213,5 @@ class NodeImages:
 
 
 def _whole(held: NodeImage) -> Source:
-    """Return the place of a node's image."""
+    """Return a node's image as the source of the whole file."""
     return Source(WeightPart(((0, sum(held.weights.sizes)),)), held.path or "", stays=True)

@@ -1,4 +1,4 @@
-"""A rank's part of a weights file: the bytes that the rank holds, one after another, and their places in the file.
+"""A rank's part of a weights file: the bytes that the rank holds, one after another, and their positions in the file.
 
     file     | header | a: rows 0 1 | a: rows 2 3 | b: row 0 | b: row 1 |
     rank 0   | header | a: rows 0 1 |             | b: row 0 |                part: header, rows 0 1 of a, row 0 of b
@@ -27,7 +27,7 @@ TYPES = {torch.float32: "F32", torch.bfloat16: "BF16"}
 
 @dataclass(frozen=True)
 class WeightPart:
-    """The places of a part's bytes: spans of a file, in the order of the file."""
+    """The positions of a part's bytes in the file, as spans in the order of the file."""
 
     spans: tuple[tuple[int, int], ...]
     """The first byte in the file and the number of bytes of each span."""

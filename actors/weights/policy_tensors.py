@@ -44,7 +44,7 @@ AdapterShapes = dict[str, tuple[int, ...]]
 """The tensors of an adapter: name -> shape."""
 
 TIED_HEAD = "lm_head.weight"
-"""With tied embeddings some folders store this tensor beside the embedding, others do not."""
+"""Name of the output head; with tied embeddings some model folders store it beside the embedding, others do not."""
 
 
 def checksum_of(data: WeightBytes) -> int:

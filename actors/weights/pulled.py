@@ -1,11 +1,11 @@
-"""A reader's view of a weights file, whose parts lie in several memories: only the bytes that are used are read.
+"""A reader's view of a weights file, whose parts lie in several memory regions: only the bytes that are used are read.
 
     rank 0   | header | a: rows 0 1 | b: row 0 |     PulledTensor a [4, ...]  --narrow(0, 1, 2)-->  rows 1 2
     rank 1   | a: rows 2 3 | b: row 1 |              --copy_-->  reads row 1 of rank 0 and row 2 of rank 1
 
 vLLM's loaders take a worker's part of a tensor (rows for some layers, columns for others) and copy it into a parameter.
 A `PulledTensor` follows such views without data, and at the copy reads only the rows that the view touches. Any other
-operation reads its values first. So this module need not know vLLM's layouts, and nothing is read twice.
+operation reads its values first. So this module does not depend on vLLM's layouts, and nothing is read twice.
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ class WeightFile:
     """The weights file of one version."""
 
     def __init__(self, version: int, sources: Sequence[Source], kept: dict[str, OpenMemory] | None = None) -> None:
-        """Open the file. `kept`: memories that stay open from one version to the next, by inode number; it is updated.
+        """Open the file. `kept`: memory that stays open from one version to the next, by inode number; is updated here.
 
         Raises:
             WeightsGone: a holder has ended, or has another version.
         """
         self._version, self._sources = version, [source for source in sources if source.part.spans]
         self._memories: dict[str, OpenMemory] = {}
-        """All memories of the file, by path."""
+        """All memory regions of the file, by path."""
         self._own: list[OpenMemory] = []
-        """The memories that are closed together with the file."""
+        """The memory regions that are closed together with the file."""
         try:
             for source in self._sources:
                 self._memories[source.path] = self._memories.get(source.path) or self._opened(source, kept)
@@ -99,8 +99,8 @@ class WeightFile:
                 raise WeightsGone(f"the weights at {source.path} are gone (version {found}, not {self._version})")
 
     def read(self, start: int, stop: int, device: torch.device = CPU) -> Tensor:
-        """Return the bytes from `start` to `stop` of the file, [n] uint8; without a copy if one part in CPU memory has
-        them all and `device` is the CPU."""
+        """Return the bytes from `start` to `stop` of the file, [n] uint8; without a copy if one span of a part has
+        all of them and `device` is the CPU."""
         pieces = list[Tensor]()
         number = bisect_right(self._starts, start) - 1
         while start < stop:
@@ -160,7 +160,7 @@ class WeightFile:
 
 
 def file_of(info: Mapping[str, Any], kept: dict[str, OpenMemory]) -> WeightFile:
-    """Open a file that another process has open, from `WeightFile.info`; raises as `WeightFile`."""
+    """Open a file that another process has open, from `WeightFile.info`; raises the errors of `WeightFile`."""
     sources = [Source(WeightPart.of_spans(spans), *where) for spans, *where in info["sources"]]
     numbers = {source.path.partition("#")[2] for source in sources}
     for number in kept.keys() - numbers:  # of ranks that have ended

@@ -12,13 +12,13 @@ from service.errors import BatonError
 from service.types import PolicyVersion
 
 TRAINER = "trainer"
-"""Name under which the supervisor knows all ranks together."""
+"""Name of all ranks together in `service.run.liveness.Supervisor`."""
 
 
 class TrainerLost(BatonError):
     """A rank died, raised or did not answer; its group cannot continue.
 
-    `is_remedied`: whether the group will need less memory from its next start on, after a lack of it.
+    `is_remedied`: whether the rank ran out of memory, and the group will need less memory from its next start on.
     """
 
     def __init__(self, why: str, is_remedied: bool = False) -> None:
@@ -49,7 +49,7 @@ class WeightSource(Protocol):
         """Return the id of each rank's node."""
 
     async def remotes(self) -> list[tuple[RemoteMemory | None, str]]:
-        """Let generators of other hosts read each rank's part; for a rank without NIXL None, and the reason."""
+        """Let generators of other hosts read each rank's part; returns None and the reason for a rank without NIXL."""
 
     async def bucket(self, version: PolicyVersion, rank: int, start: int, stop: int) -> tuple[WeightBucket, Any] | None:
         """Return bytes of a rank's part of these weights, and a reference to their message; None if the rank has

@@ -53,7 +53,7 @@ class Manifest(BaseModel):
 
     format: int = FORMAT
     step: int
-    """The number of optimizer steps behind the weights."""
+    """The number of optimizer steps that produced the weights."""
     journal_position: int
     """End of the synced part of the buffer's journal when the checkpoint began; events up to `step` lie before it."""
     files: dict[str, FileChecksum]
@@ -71,7 +71,7 @@ class Manifest(BaseModel):
         """Check that the journal in `folder`, which ends at `position`, reaches as far as the checkpoint.
 
         Raises:
-            UserError: the journal is another run's, or its end is lost.
+            UserError: the journal belongs to another run, or its end is lost.
         """
         if position < self.journal_position:
             raise UserError(
@@ -136,7 +136,7 @@ class Checkpoints:
         """The newest checkpoint whose files match its manifest; None if there is none.
 
         Raises:
-            UserError: one of the checkpoints has another format, and would be deleted by the next one.
+            UserError: a checkpoint has another format; the next checkpoint would delete it.
         """
         return next((manifest for manifest in list(self._readable()) if self._is_whole(manifest)), None)
 

@@ -71,7 +71,7 @@ TARGETS = ".prometheus"
 DRIVER_LOG = "driver.log"
 
 BEGUN = (LOCK, LOGS, JOURNAL, METRICS, TRAJECTORIES, CHECKPOINTS, FINAL, ADDRESS, SUMMARY, TIMELINE)
-"""Files and folders of which a run folder has at least one, besides its configuration."""
+"""Files and folders of which a run folder has at least one, in addition to its configuration."""
 
 LOCK_SECONDS = 1.0
 """Seconds that a run waits for the lock of its folder, because `is_locked` holds the lock for an instant."""
@@ -97,7 +97,7 @@ def find_run(run: str | Path, runs: Path = RUNS) -> Path | None:
 
 
 def run_folder(run: str | Path | None, runs: Path = RUNS) -> Path:
-    """Same as `find_run`, but raises if there is no such run; None: the run in `runs` that was started or resumed last.
+    """Same as `find_run`, but raises if there is no such run; `run` None: the last run started or resumed in `runs`.
 
     Raises:
         UserError: there is no such run.

@@ -1,4 +1,4 @@
-"""Addresses of a model hub in place of paths: they become folders and files of the hub's cache, once, on the driver.
+"""Addresses of a model hub in place of paths: the driver downloads them and replaces each by a path in the hub's cache.
 
 model.path: hf:org/name@revision              a model; the revision is a branch, a tag or a commit, and may be left out
 data.train: hf:org/name@revision:file.parquet       a file of a dataset
@@ -26,11 +26,12 @@ def download(
     say: Callable[[str], None],
     model_files: Sequence[str] = MODEL_FILES,
 ) -> tuple[Path, str]:
-    """The model or the file at an address, and its commit, from the cache if it is there; `offline`: only from the
-    cache; `model_files`: the needed files of a model.
+    """The path of the model or file at an address, and its commit; downloads only what the cache lacks.
+
+    `offline`: never downloads; `model_files`: patterns of the needed files of a model.
 
     Raises:
-        UserError: the address is malformed, the hub does not have it, or there is neither a network nor a cached copy.
+        UserError: the address is malformed, the hub has nothing there, or there is neither a network nor a cached copy.
     """
     found = ADDRESS.fullmatch(address)
     of_dataset = named.kind == "file"

@@ -54,7 +54,7 @@ class Prepared:
     model_folder: Path
     vocab_size: int
     routing: Routing
-    """The routed experts of the model, which the trainer can replay."""
+    """The form of the model's routed experts, which the trainer can replay."""
     eval_files: Mapping[str, Path] = field(default_factory=dict)
     """Evaluation sets by name."""
     warmed_model: Path | None = None

@@ -17,7 +17,8 @@ OUTSIDE = ("environment", "other")
 
 
 def lengths_of_run(run: str) -> dict[str, tuple[float, str]]:
-    """Figures from the files of a run, each with its source, over the second half of its steps.
+    """Figures for `baton plan` by name, each with its source: means over the second half of a run's steps, and figures
+    of all trajectories in the run's sample.
 
     Raises:
         UserError: there is no such run, it has made no step, or its metrics are damaged.

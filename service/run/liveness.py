@@ -37,7 +37,7 @@ Answer = TypeVar("Answer")
 
 
 class Life(NamedTuple):
-    """The answer of a process."""
+    """The answer of a process to a health check."""
 
     process: str
     """A unique id of the process."""
@@ -48,7 +48,7 @@ class Life(NamedTuple):
 
 
 Probe = Callable[[], Awaitable[Life | None]]
-"""Asks an actor; None: it has no process."""
+"""Asks an actor for its `Life`; None: the actor has no process."""
 Cause = Callable[[str, Life], Awaitable[str | None]]
 """Returns how a process of this actor ended, given its last answer, as in "died"; None: the run has ended it."""
 
@@ -96,11 +96,11 @@ class Supervisor:
             self.forget(name)
 
     def lost(self) -> list[str]:
-        """Return the actors that have no process now, or one that is not set up."""
+        """Return the actors that have no process now, or whose process is not set up."""
         return sorted(name for name, life in [*self._known.items()] if life is None or not life.is_set_up)
 
     async def unless_lost(self, names: Sequence[str], work: Awaitable[Answer]) -> Answer:
-        """Do work that needs these actors to be set up; it is cancelled when one of them is lost.
+        """Do work that needs these actors to be set up; the work is cancelled when one of these actors is lost.
 
         Raises:
             ProcessLost: a process died, was restarted, or was silent for too long.
@@ -152,7 +152,7 @@ class Supervisor:
             await asyncio.sleep(PROBE_SECONDS)
 
     def _say_if_absent(self, name: str, life: Life | None) -> None:
-        """Print that an actor still has no process: the new one also died before it answered, or does not start."""
+        """Print that an actor still has no process: the new process also died before it answered, or does not start."""
         now = asyncio.get_running_loop().time()
         if life is not None:
             self._absent.pop(name, None)
@@ -195,8 +195,8 @@ class Supervisor:
         (self._full.discard if line is None else self._full.add)(host)
 
     async def _why_lost(self, name: str, life: Life | None, waits: bool) -> str | None:
-        """Return why the process that answered before is lost; None: it is not, or the run has ended it and no work
-        waits for it."""
+        """Return why the process that answered before is lost; None: it is not lost, or the run has ended it and no
+        work waits for it."""
         is_new = name not in self._known
         before, self._known[name] = self._known.get(name), life
         if life is not None:
@@ -218,7 +218,7 @@ class Supervisor:
 
 
 def _give(error: BaseException, waiting: Iterable[asyncio.Future[None]]) -> bool:
-    """Raise an error in all work that still waits; returns whether any does."""
+    """Raise an error in all work that still waits; returns whether there was such work."""
     left = [each for each in waiting if not each.done()]
     for each in left:
         each.set_exception(error)

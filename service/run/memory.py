@@ -41,7 +41,7 @@ def advice(error: str, actor: str) -> str:
 
 
 def warning(there: Mapping[str, Memory]) -> str | None:
-    """Return a line if these actors of one host need nearly all of its memory."""
+    """Return a line if these actors of one host need nearly all of the host's memory."""
     used, (host, _, of) = sum(each.n_bytes for each in there.values()), next(iter(there.values()))
     if used <= FULL * of:
         return None

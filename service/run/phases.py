@@ -18,7 +18,7 @@ log = logging.getLogger("baton")
 log.setLevel(logging.INFO)
 
 SECONDS = 5.0
-"""Seconds from the first line about a phase to the second; each pause is twice as long as the one before."""
+"""Seconds from the first line about a phase to the second; each pause is twice as long as the previous pause."""
 
 MAX_SECONDS = 20.0
 """Maximum seconds between two lines about a phase."""

@@ -79,8 +79,8 @@ def ask(folder: Path, steps: int, ranks: Sequence[int], seconds: float, sleep: C
     """Request profiles from the run in a folder, and wait up to `seconds` for the files.
 
     Raises:
-        UserError: no process runs the run, it cannot record them, or another profile is being recorded.
-        RunFailed: the run ended meanwhile, or took no step.
+        UserError: no process runs the run, the run cannot record profiles, or another profile is being recorded.
+        RunFailed: the run ended meanwhile, or did not write the profiles within `seconds`.
     """
     if not is_locked(folder):
         raise UserError(f"{folder}: this run is not going on")

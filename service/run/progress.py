@@ -16,7 +16,7 @@ from service.run.writer import RunWriter
 from service.types import PolicyVersion
 
 LINES = 20
-"""Approximate number of progress lines of a run with quick steps, besides the line of its first step."""
+"""Approximate number of progress lines of a run with quick steps, without the line of its first step."""
 QUIET_SECONDS = 20.0
 """Seconds without a progress line after which the next step always prints one."""
 PLOT_SECONDS = 20.0
@@ -38,7 +38,7 @@ class StepTimes:
     """
 
     def __init__(self, states: Callable[[], Mapping[str, float]]) -> None:
-        """`states`: the seconds that the driver has spent in each of its states so far."""
+        """`states` returns the seconds that the driver has spent in each of its states so far."""
         self._states = states
         self._before: Counter[str] = Counter()
         self._all: Counter[str] = Counter()

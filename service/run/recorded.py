@@ -34,7 +34,7 @@ def replayed(limits: Limits, settings: BatchSettings, folder: Path, step: int) -
     """The mini-batch of optimizer step `step`; if a trainer repeated the step, the last one.
 
     Raises:
-        UserError: the journal has no such step, is damaged or of no run, or its first frames were removed.
+        UserError: the journal has no such step, is damaged, was not written by a run, or lacks its first frames.
     """
     try:
         found = recorded(limits, folder, step)
@@ -78,7 +78,7 @@ def _recorded(folder: Path) -> Iterator[Frame]:
     """All frames (records) of a journal that has everything since the run began; no file is changed.
 
     Raises:
-        UserError: a segment of the journal is missing.
+        UserError: the journal, or a segment of it, is missing.
     """
     kept = folder / KEPT
     found = [*(kept.glob("*.journal") if kept.is_dir() else ()), *folder.glob("*.journal")]

@@ -22,7 +22,7 @@ from service.store_url import is_store_url
 Load = Callable[[Path], Config]
 """Reads the configuration of a run; settings of the command line override it."""
 FromStore = Callable[[str, Load, Path | None], Path]
-"""Restores the folder of a run from the store at an address, to the given folder or to a new one in `run.dir`."""
+"""Restores the folder of a run from the store at an address, to the given folder or to a new folder in `run.dir`."""
 
 
 def folder_to_resume(
@@ -61,7 +61,7 @@ def resumed(run: RunConfig, trainer: TrainerConfig, path: Path) -> Iterator[Mani
     weights were written continues by writing them.
 
     Raises:
-        UserError: another process runs it, there is no complete checkpoint, or the run has nothing left to do.
+        UserError: another process runs this run, there is no complete checkpoint, or the run has nothing left to do.
     """
     with lock_run(path):
         checkpoints = Checkpoints(path / CHECKPOINTS, trainer.keep_checkpoints)

@@ -19,7 +19,7 @@ def teachers_of(
     """The teacher of each row of the dataset, by the row's columns; empty for rows without a teacher.
 
     Raises:
-        UserError: a row names an unknown teacher, or has its own temperature; no row names a teacher.
+        UserError: a teacher is unknown, a row with a teacher has a temperature other than 1, or no row has a teacher.
     """
     known = [name for name, scorer in scorers.items() if scorer.kind == "teacher"]
     found: list[str] = []

@@ -3,7 +3,7 @@
     {"from": "generator/generator-0", "wall": ..}   the process of the next lines; its clock + wall is Unix time
     ["span", "engine", "generating", 812.1, 812.5, {}]
 
-Hosts are aligned by their wall clocks.
+The times of different hosts are aligned by the wall clocks of these hosts.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ FILE_BYTES = 4 << 20
 FILES = 8
 """Maximum number of files; the oldest is deleted."""
 TOUCHING = 2e-6
-"""Maximum seconds between two spans that are joined to one; times are recorded to 1e-6."""
+"""Maximum seconds between two spans that are joined into one span; times are recorded to 1e-6."""
 SLOW = "slow"
 """The reason for which a trajectory outside of the sample was kept; quantiles exclude it, because it would distort
 them."""

@@ -9,8 +9,9 @@
      "transcript": "", "scores": {"judge": {"reward": 0.7, "info": "brief", "fallback": ""}}}
 
 `prompt_ids` of a step that extends the previous step are the new tokens only. `versions` are runs of (tokens, version).
-`row` is the training row of the step; steps of one row were merged. `parent` is the step that it continues; `begins_as`
-(step, tokens): it begins with that many tokens of a step that it does not continue; `prompt_ids` omit these tokens.
+`row` is the training row of the step; steps of one row were merged. `parent` is the earlier step that a step continues;
+`begins_as` (step, tokens): the step begins with this many tokens of another step that it does not continue, and its
+`prompt_ids` omit these tokens.
 `role` is the role of an agent's call, `transcript` the output of an agent's run, `scores` the reward and the text of
 each scorer, or why the group continued without them (`fallback`). With credit by turn or `roles` each step has an
 `advantage` of its own, and that of the trajectory is their mean. A trajectory that ended without being trained has the

@@ -44,7 +44,7 @@ class RunWriter:
     def __init__(self, path: Path, has_begun: bool = True) -> None:
         self.path = Path(path)
         self._has_begun = has_begun
-        """False for a resumed run until it continues: if it ends before, the summary and the scrape targets stay."""
+        """False for a resumed run until it continues: if the run ends before, its summary and scrape targets stay."""
         (self.path / LOGS).mkdir(parents=True, exist_ok=True)
         self._metrics: TextIO | None = None
         self._trackers: list[TensorBoard | Wandb] = []

@@ -62,7 +62,7 @@ class StoredCheckpoint(_Record):
     format: int = FORMAT
     run: RunId
     step: Count
-    """Number of optimizer steps behind the weights."""
+    """Number of optimizer steps that produced the weights."""
     accepted_tokens: Count
     """Number of tokens that the buffer had accepted at the position where its journal is cut."""
     files: dict[str, StoredFile]
@@ -169,12 +169,12 @@ class FolderMark(_Record):
 
     run: RunId
     owners: tuple[str, ...]
-    """All owners by which this folder claimed the store or was restored from it, newest last. The store may hold an
-    older one: a process may have been killed before it wrote its owner there, or a write without an answer may take
-    effect late."""
+    """All owners by which this folder claimed the store or was restored from it, newest last. The store may name an
+    older owner: a process may have been killed before it wrote its owner there, or a write without an answer may
+    take effect late."""
     lost: tuple[str, Count] | None = None
-    """(owner, number of tokens): what that process had accepted after the checkpoint from which the folder was
-    restored. The buffer counts these tokens once per process."""
+    """(owner, number of tokens): the tokens that this process had accepted after the checkpoint from which the folder
+    was restored. The buffer counts these tokens once per process."""
 
     @staticmethod
     def read(run: Path) -> FolderMark | None:

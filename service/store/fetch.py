@@ -52,7 +52,7 @@ def fetched(objects: Objects, load: Load, say: Callable[[str], None], into: Path
     Returns an existing folder there instead if it is as new as the store.
 
     Raises:
-        UserError: the store cannot be read, or holds no complete checkpoint.
+        UserError: the store cannot be read, or holds no run or no complete checkpoint.
     """
     wrong = dict[int, str]()
     try:
@@ -158,7 +158,7 @@ def _lost(
 
 
 def _as_new(parent: Path, mark: RunMark) -> Path | None:
-    """A folder of the same run that lost nothing: no other process has written to the store since."""
+    """A folder of the same run that is as new as the store: no other process has written to the store; or None."""
     for file in sorted(parent.glob(f"*/{STORE_MARK}")):
         try:
             own = FolderMark.read(file.parent)

@@ -1,6 +1,6 @@
 """Links to the files of an upload, so that later steps and deletions do not change what is uploaded.
 
-    journal/000.journal   growing    -> uploads/3/journal/000.journal       its first bytes, up to the position
+    journal/000.journal   growing    -> uploads/3/journal/000.journal       its bytes up to the checkpoint
     checkpoints/step_40/  removed    -> uploads/3/checkpoints/step_40/...   the same files until they are uploaded
 
 A link takes no space; the file that it points to stays on the disk until the upload has ended.

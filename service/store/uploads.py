@@ -131,7 +131,7 @@ class Uploads:
             self._add(_Job(f"the checkpoint of step {step}", [*files, *journal], step, folder, accepted_tokens))
 
     def ended(self) -> None:
-        """Also upload the final weights and the summary, now that they are written."""
+        """Also upload the final and the best weights and the files in `ENDS`, now that they are written."""
         weights = [file for name in (BEST, FINAL) for file in sorted((self._run / name).rglob("*"))]
         files = [*weights, *(self._run / name for name in ENDS)]
         staged = [as_it_is(self._run, file, shared=False) for file in files if file.is_file()]

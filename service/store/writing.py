@@ -1,8 +1,8 @@
 """Writes to a run's object store: a checkpoint's files, then its manifest; then deletes old checkpoints.
 
 Two processes may write at once if a run was resumed elsewhere while the older process is still alive. The store belongs
-to the newer process: the older one checks the store's mark before each write that matters, and deletes only objects
-that it listed before that check.
+to the newer process: each process checks the store's mark before it writes, stops if the mark names another process,
+and deletes only objects that it listed before that check.
 """
 
 from __future__ import annotations
