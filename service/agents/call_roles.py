@@ -62,8 +62,7 @@ class _Conversation(NamedTuple):
 
     @property
     def rank(self) -> tuple[bool, bool, bool, bool]:
-        """The sort key of a conversation. The agent's own conversation is the first conversation
-        with the highest key."""
+        """The sort key of a conversation. The agent's own conversation is the first with the highest key."""
         is_received = self.is_continued or any(map(_is_delivered, self.calls))
         return is_received, self.named == Role.MAIN, self.has_tools, self.is_continued
 
