@@ -111,7 +111,7 @@ class Agents:
         """Play one trajectory; `sink` gets a step for each call, then the trajectory's end.
 
         `guard`: calls the agent within its time limits; None: an agent worker plays the trajectory.
-        Returns once the buffer has the trajectory's end.
+        Returns once the buffer has answered about the trajectory's end.
         """
         await self.listen()
         restored = self._restored.pop(str(trajectory), None)
@@ -249,7 +249,7 @@ async def _outcome(session: Session, playing: asyncio.Task[None]) -> Outcome:
     """The result that the agent gave when it finished its session.
 
     Raises:
-        TrajectoryFailed: the agent, the engine or the buffer ended the trajectory otherwise.
+        TrajectoryFailed: the agent failed or gave no reward, or the engine or the buffer ended the trajectory.
     """
     both: set[asyncio.Future[Any]] = {playing, session.ended}
     await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)

@@ -1,21 +1,21 @@
 """The role of each call of an agent, decided once, when its trajectory ends.
 
-A root, which is a call that continues no other, and all calls that continue it are one conversation:
+A root (a call that continues no other call) and all calls that continue it form one conversation:
 
     root 0   one call without tools: "Name this task"           aux
     root 1   with tools                                         main
     call 2   continues root 1                                   retry, if call 3 repeats its request and is continued
     call 3   continues root 1                                   main
     root 4   another system prompt, with tools                  sub
-    root 5   one call: "Sum up what was done"                   main: root 6 begins with what it answered
+    root 5   one call: "Sum up what was done"                   main: root 6 begins with root 5's answer
     root 6   root 1's system prompt; its last answer was lost   main; its last call undelivered
     root 7   one call without tools: "Now the answer"           main: it is the newest call
 
 No rule depends on the length of a response, so that all samples of a group are treated alike. If no conversation has
-tools or a second call, all are `main`: the steps of a pipeline.
+tools or a second call, all calls are `main`: they are the steps of a pipeline.
 
-A client may name a role (`X-Baton-Role`): one of these, or a configured one. It holds for the whole conversation; if
-the client names several, the last one counts. Calls whose prompts are token ids are `main`.
+A client may name a role (`X-Baton-Role`): `main`, `sub`, `aux` or a configured role. The role holds for the whole
+conversation; if the client names several roles, the last one counts. Calls whose prompts are token ids are `main`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PIECE = 16
 PIECES, FOUND = 8, 2
 """Number of pieces of a text to look for, and how many must be found: agents leave out parts of a summary."""
 NEXT = 8
-"""Number of conversations after a summary that are checked for beginning with it, so that the time is bounded."""
+"""Number of conversations after a summary that are searched for the summary's text; bounds the time of the search."""
 
 
 class _Conversation(NamedTuple):
@@ -57,12 +57,12 @@ class _Conversation(NamedTuple):
 
     @property
     def named(self) -> str | None:
-        """The role that the client names for the conversation; if it names several, the last one."""
+        """The role that the client names for the conversation, or the last of several; None: it names no role."""
         return next((call.named for call in reversed(self.calls) if call.named), None)
 
     @property
     def rank(self) -> tuple[bool, bool, bool, bool]:
-        """The sort key of a conversation. The agent's own conversation is the first one with the highest key."""
+        """The sort key of a conversation. The agent's own conversation is the first with the highest key."""
         is_received = self.is_continued or any(map(_is_delivered, self.calls))
         return is_received, self.named == Role.MAIN, self.has_tools, self.is_continued
 
@@ -104,8 +104,8 @@ def _conversations(calls: Sequence[Call]) -> list[_Conversation]:
 
 
 def _role(conversation: _Conversation, own: _Conversation | None, is_newest: bool, later: _WithRoles) -> str:
-    """The role of a conversation; `own`: the agent's main conversation; `later`: conversations that began after this,
-    each with its role."""
+    """The role of a conversation; `own`: the agent's main conversation; `later`: conversations that began after this
+    one, each with its role."""
     begun = conversation.begun
     if conversation.named is not None:
         return conversation.named
@@ -132,7 +132,7 @@ def _begun_by(call: Call, later: _WithRoles) -> Role | None:
 
 
 def _reappears(call: Call, where: str) -> bool:
-    """Whether parts of a root's answer, such as a title, appear in `where` but not in the root's own prompt."""
+    """Whether at least `FOUND` pieces of a root's answer appear in `where` but not in the root's own prompt."""
     text, asked = call.reply.content.strip(), call.begun.text if call.begun is not None else ""
     starts = (place * (len(text) - PIECE) // (PIECES - 1) for place in range(PIECES))
     pieces = (text[start : start + PIECE] for start in starts)

@@ -1,13 +1,13 @@
-"""The calls of one agent as a tree: a call that continues another one begins with its exact sampled tokens.
+"""The calls of one agent as a tree: a call that continues another call begins with that call's exact tokens.
 
     call 0   user: age of fox?                                  prompt  P            sampled  A
     call 1   user, assistant A, tool: 17                        prompt  P A t        sampled  B
     call 2   user, assistant A, tool: 18   (another branch)     prompt  P A u        sampled  C
     call 3   user, assistant A changed, tool: 17                prompt  Q            (a root: rendered as a whole)
 
-`t` and `u` are what the chat template puts between two turns. A client sends back messages, never tokens, and the
-messages only select the parent call. The new prompt begins with the parent's tokens: a response is never tokenised
-again, so tokens and log-probabilities stay those of the engine.
+`t` and `u` are the tools' messages as the chat template renders them between two turns. A client sends back messages,
+never tokens, and the messages only select the parent call. The new prompt begins with the parent's tokens: a response
+is never tokenised again, so tokens and log-probabilities stay those of the engine.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from service.types import NO_VERSION, Bools, Int32s, Step, Steps
 
 How = Literal["root", "appended", "rerendered"]
 """How a prompt was made: for a new conversation; by appending to sampled tokens; or by rendering the whole
-conversation, because it contains answers that no call sampled."""
+conversation, because the conversation contains answers that no call sampled."""
 
 
 class CallNote(msgspec.Struct, frozen=True, array_like=True):
-    """Data of a call besides its tokens. It is the note of the call's step, so that a restarted generator can continue
-    the session."""
+    """Data of a call in addition to its tokens. It is stored as the note of the call's step, so that a restarted
+    generator can continue the session."""
 
     name: str
     """The call's id, which clients may send back."""
@@ -58,7 +58,7 @@ class CallNote(msgspec.Struct, frozen=True, array_like=True):
     has_tools: bool = False
     """Whether the client offered tools; recorded for roots only."""
     named: str | None = None
-    """The role that the client names for the conversation; None: it names none."""
+    """The role that the client names for the conversation; None: the client names no role."""
 
 
 class Beginning(NamedTuple):
@@ -94,12 +94,12 @@ class Call:
     begun: Beginning | None = None
     """How the client began the conversation; only for a root whose prompt was given as messages."""
     named: str | None = None
-    """The role that the client names for the conversation; None: it names none."""
+    """The role that the client names for the conversation; None: the client names no role."""
     delivered: bool = False
     """Whether the client has received the reply, as far as the server can tell."""
     is_restored: bool = False
-    """Whether an earlier process sampled the call: its reply is parsed from its tokens when a client asks for it
-    again."""
+    """Whether an earlier process sampled the call: the reply is parsed from the tokens when a client repeats the
+    request."""
 
     @property
     def note(self) -> str:
@@ -134,7 +134,7 @@ class Call:
 
     @property
     def is_sampled(self) -> Bools:
-        """[T] true for tokens that the policy sampled, also for those of a constrained answer, which carry no loss."""
+        """[T] true for tokens that the policy sampled, including those of a constrained answer, which carry no loss."""
         mask = self.response.loss_mask
         return mask if mask.any() else np.ones_like(mask)
 
@@ -205,11 +205,11 @@ class ConversationTree:
         echoed: Collection[str] = (),
         prefix: str = "",
     ) -> PreparedCall:
-        """The prompt of a client's request: continues the longest matching earlier call, or renders the whole
+        """The prompt of a client's request, which continues the longest matching earlier call, or renders the whole
         conversation.
 
-        Of several calls with equal content, the prompt continues the one whose ids the client sent back, in tool calls
-        or as `echoed`. The answer begins with the text `prefix`, which the policy continues.
+        Of several calls with equal content, the prompt continues the call of which the client sent back the most ids,
+        in tool calls or as `echoed`. The answer begins with the text `prefix`, which the policy continues.
 
         Raises:
             MessagesRefused: a message cannot be read, or the chat template refuses it.
@@ -243,8 +243,8 @@ class ConversationTree:
         return PreparedCall(None, how, whole, whole, digest_of[-1], tools, beginning, received, prefix=prefix)
 
     def open_ids(self, prompt: str | Int32s) -> PreparedCall:
-        """The prompt of a client that sends token ids, or text in which special tokens are recognised. It continues the
-        longest call whose tokens are a prefix of it.
+        """The prompt of a client that sends token ids, or text in which special tokens are recognised. The prompt
+        continues the longest earlier call whose tokens are a prefix of the prompt.
 
         Raises:
             MessagesRefused: no tokenizer accepts the text, or an id is outside of the vocabulary.
@@ -261,7 +261,8 @@ class ConversationTree:
     def add(self, opened: PreparedCall, generation: Generation, body: str, is_constrained: bool = False) -> Call:
         """Add a call with the tokens that the engine sampled for it.
 
-        An end token is appended if the policy sampled none, unless the client sends token ids: it then appends its own.
+        An end token is appended if the policy sampled none, unless the client sends token ids: such a client appends
+        its own end token.
         An answer that a grammar constrained carries no loss: its log-probabilities are not those of the policy alone.
         """
         reply = self._reply(generation.token_ids, opened.digest is None, opened.tools)
@@ -279,7 +280,7 @@ class ConversationTree:
     def restore(self, steps: Steps) -> None:
         """Restore the calls of an earlier process, whose steps the buffer accepted.
 
-        Tokens come from the steps; a reply is parsed from them again if a client asks for it.
+        Tokens come from the steps; a reply is parsed from its tokens again if a client repeats the request.
 
         Raises:
             ValueError: the steps are not all calls of one session.
@@ -320,7 +321,7 @@ class ConversationTree:
         return Reply(text, "", ()) if brings_tokens else self._parser.parse(text, tools, token_ids.tolist())
 
     def unsampled(self, opened: PreparedCall, text: str) -> Call:
-        """An answer that the server made without the policy; it is not added to the tree."""
+        """A call that the server answers with `text`, without the policy; the call is not added to the tree."""
         token_ids = self._chat.plain(text)
         n = len(token_ids)
         response = Response(token_ids, np.zeros(n, np.float32), np.zeros(n, np.bool_), np.full(n, NO_VERSION, np.int64))
@@ -346,7 +347,7 @@ class ConversationTree:
         tools.
 
         Some clients do not mark retries. So until a reply is delivered, a request with the same body counts as a retry;
-        after the delivery it asks for another sample.
+        after the delivery, such a request asks for another sample.
         """
         call = self._newest_of.get(body)
         if call is None or (call.delivered and not is_retry):
@@ -357,7 +358,7 @@ class ConversationTree:
         return call
 
     def _received(self, messages: Sequence[Message], echoed: Collection[str]) -> list[Call]:
-        """Calls whose delivery is unknown but whose replies the client sends back, whatever else the client changed."""
+        """Calls whose delivery is unknown but whose replies the client sends back, even if other messages changed."""
         if not (unknown := [call for call in self.calls if not call.delivered]):
             return []
         said = {extended(b"", message) for message in messages if message["role"] == "assistant"}
@@ -373,7 +374,7 @@ def _note_of(step: Step, place: int) -> CallNote:
     """The note of a session's step, which must have the index `place`.
 
     Raises:
-        ValueError: a step is missing before it, or it has no note of a call.
+        ValueError: an earlier step is missing, the step has no note of a call, or its parent is no earlier step.
     """
     if step.index != place:
         raise ValueError(f"step {place} is missing")
@@ -387,8 +388,8 @@ def _note_of(step: Step, place: int) -> CallNote:
 
 
 def _best(calls: Sequence[Call], echoed: set[str]) -> Call:
-    """The call of which the client sent back the most ids, including ids of its ancestors; among equal calls, a
-    delivered one, then the newest."""
+    """The call of which the client sent back the most ids, including ids of its ancestors; among calls
+    with equally many ids, a delivered call, then the newest."""
 
     def rank(call: Call) -> tuple[int, bool]:
         return sum(of.name in echoed for of in call.path()), call.delivered

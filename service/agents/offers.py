@@ -78,7 +78,7 @@ class Offers:
         return self._waiting.pop(next(iter(self._waiting)))
 
     def offer(self, offer: Offer) -> None:
-        """Offer a trajectory to workers; called again if the worker that claimed it did not get the answer."""
+        """Offer a trajectory to workers; called again if the worker that claimed it got no answer to the claim."""
         self._waiting[offer.session.name] = offer
         offer.session.is_offered = True
         self._offered.release()

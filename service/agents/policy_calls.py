@@ -47,9 +47,9 @@ COUNT_TOKENS = "/v1/messages/count_tokens"
 IGNORED_HEADER = "X-Baton-Ignored"
 """Header of an answer that names the fields of its request which changed nothing."""
 SAMPLE_HEADER = "X-Baton-Sample"
-"""Header that distinguishes requests with equal bodies, if each wants its own answer."""
+"""Header that distinguishes requests with equal bodies, so that each gets an answer of its own."""
 MAX_NOTED = 128
-"""Maximum number of ignored fields that are logged, because clients choose the names."""
+"""Maximum number of ignored fields that are logged; bounded because clients choose the names."""
 
 
 class Calls:
@@ -127,7 +127,7 @@ class Calls:
         """The request with the form that the engine enforces; other forms are among its ignored fields.
 
         Raises:
-            Refused: `agents.structured` refuses a form, or it is too large.
+            Refused: `agents.structured` refuses a form, or the form to enforce is too large.
         """
         if asked.forms and self._structured == "refuse":
             raise Refused(400, asked.forms[0].field, "answers have no prescribed form; see agents.structured")

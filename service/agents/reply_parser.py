@@ -29,8 +29,8 @@ class ReplyParser(Protocol):
     """Parses the responses of one family of models."""
 
     def parse(self, text: str, tools: Sequence[Tool] = (), token_ids: Sequence[int] = ()) -> Reply:
-        """Parse a finished response to a request with these tools; unrecognised text becomes content, and so do calls
-        if there are no tools.
+        """Parse a finished response to a request with these tools; unrecognised text becomes content; without
+        tools, calls become content too.
 
         `text` has no special tokens. If special tokens mark the calls, the parser reads the response's ids instead.
         """

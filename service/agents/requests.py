@@ -1,6 +1,6 @@
 """Reads HTTP requests within bounds: the key of the session, and the body.
 
-    Authorization: Bearer KEY      decides which session; `/s/NAME` in front of the path is only for human readers
+    Authorization: Bearer KEY      selects the session; `/s/NAME` in front of the path is only for human readers
     key unknown, session ended     401, 409; the connection is closed
     body too large, or late        413, 408
     no room for the body           503 with `Retry-After`
@@ -42,8 +42,8 @@ LARGE_BYTES = 16 << 10
 """Bodies of at least this many bytes are parsed and rendered in a thread. To render a prompt of this size as a whole
 blocks the event loop for about 8 ms; the use of a thread costs up to 5 ms if other threads run."""
 ROOM_BYTES = 4 * MAX_BODY_BYTES
-"""Maximum bytes of large bodies in work at a time; to read, parse and render them takes several times as much
-memory."""
+"""Maximum total bytes of the large bodies that are handled at the same time; reading, parsing and rendering them takes
+several times as much memory."""
 ROOM_SECONDS = 30.0
 """Maximum seconds that a large body waits for room."""
 THREADS = 2
@@ -121,7 +121,7 @@ class Requests:
 
     @asynccontextmanager
     async def body(self, request: web.Request, most: int) -> AsyncIterator[bytes]:
-        """Within the block, the request's body of up to `most` bytes; memory is reserved for it meanwhile.
+        """Give the block the request's body of up to `most` bytes; memory is reserved for it until the block ends.
 
         Raises:
             Refused: the body is too large (413), late (408), or cannot be read (400, 415); there is no room for it
@@ -150,8 +150,8 @@ class Requests:
     async def prompt(
         self, request: web.Request, session: Session, read: Callable[[bytes], Result]
     ) -> AsyncIterator[Result]:
-        """Within the block, the result of `read` for a body that may be as large as a prompt; the tree of calls does
-        not grow meanwhile.
+        """Give the block the result of `read` for a body that may be as large as a prompt; the tree of calls does not
+        grow until the block ends.
 
         A large body is handled in a thread. `read` must not change any state, because it keeps running if the caller is
         cancelled.
@@ -166,8 +166,8 @@ class Requests:
                 yield await asyncio.get_running_loop().run_in_executor(self._threads, read, raw)
 
     async def refuse(self, request: web.Request, dialect: Dialect, refused: Refused) -> web.StreamResponse:
-        """Count and note a refused request, and answer with an error in the form of the client's API; as an event if a
-        stream has begun."""
+        """Count and note a refused request, and answer with an error in the form of the client's API; if a stream has
+        begun, the error is sent as an event."""
         self.refused[str(refused.status)] += 1
         if (session := request.get(SESSION)) is not None:
             session.note_refusal(refused, request.headers.get("user-agent", "without a name"))
@@ -262,7 +262,7 @@ def is_connected(request: web.Request) -> bool:
 
 
 def _key(request: web.Request) -> str:
-    """The key that a client sent, as OpenAI's clients send it or in one of `KEY_HEADERS`; empty without one."""
+    """The key that a client sent, as OpenAI's clients send it or in one of `KEY_HEADERS`; empty without a key."""
     bearer = request.headers.get("authorization", "")
     if bearer[:7].lower() == "bearer ":
         return bearer[7:].strip()

@@ -2,7 +2,7 @@
 
 /v1/messages/count_tokens  /v1/models  /tokenize  /detokenize        for clients that count tokens before they call
 /rl/sessions/ID/reward     /rl/sessions/ID/finish                    for agents that give their own reward, and workers
-/rl/claim  /rl/sessions/ID  .../heartbeat  .../abort                 for workers; about a session its own key counts too
+/rl/claim  /rl/sessions/ID  .../heartbeat  .../abort                 for workers; all but claim also with a session key
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Routes:
         router.add_post(f"{prefix}/detokenize", self._about_tokens(self._detokenize))
 
     def add_session_routes(self, router: web.UrlDispatcher) -> None:
-        """Add the routes by which agents and workers manage a session; a session's key overrides the path."""
+        """Add the routes by which agents and workers manage a session; a session's key overrides the path's name."""
         path = "/rl/sessions/{session}"
         router.add_post("/rl/claim", self._claim)
         router.add_get(path, self._show)
@@ -138,11 +138,12 @@ class Routes:
         return web.json_response(_shown(self._requests.managed(request), request))
 
     async def _finish(self, request: web.Request) -> web.StreamResponse:
-        """Finish a session; the answer comes once the buffer has the trajectory's end. The same body again changes
-        nothing.
+        """Finish a session; the answer comes once the buffer has answered about the trajectory's end. A repeated
+        request with the same body changes nothing.
 
         Raises:
-            Refused: 409 if the session is over, or the buffer refused the end; 503 if the buffer was not asked.
+            Refused: 409 if the session is over or was finished with another body, or if the buffer refused the end;
+                503 if the buffer was not asked.
         """
         session: Session | None = None
         try:
@@ -236,7 +237,7 @@ def _outcome(body: Body) -> Outcome:
     """The result of a trajectory in a request: its reward, its status, and further numbers.
 
     Raises:
-        Refused: the reward is no number.
+        Refused: the reward is a bool.
         NotAllowed: a value is not allowed.
     """
     if isinstance(body.get("reward"), bool):

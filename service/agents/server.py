@@ -3,7 +3,7 @@
 server.py        connections and paths
 requests.py      keys, bodies, refusals
 policy_calls.py  calls of the policy
-routes.py        what needs no call: tokens, models, ends of sessions, claims of workers
+routes.py        requests that do not call the policy: tokens, models, ends of sessions, claims of workers
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from service.rollout.chat.chat import Chat
 log = logging.getLogger(__name__)
 
 NAMED = "/s/{session}"
-"""Optional prefix of a path."""
+"""Optional prefix of a path, which names the session."""
 FIRST_SECONDS = 30.0
 """Seconds in which a new connection must send its first request."""
 IDLE_SECONDS = 30.0
 """Seconds without a request after which a connection is closed."""
 UNREAD_SECONDS = 60.0
-"""Seconds after which a connection is closed if its client reads nothing of an answer that waits for it."""
+"""Seconds after which a connection is closed if its client reads nothing of the answer that is being sent."""
 MAX_CONNECTIONS = 4096
 """Maximum number of open connections; further ones are closed."""
 CLOSING = frozenset({401, 409})

@@ -48,7 +48,8 @@ MAX_LOGGED, SHOWN = 20, 80
 """Maximum number of different refusals of one session that are logged, and maximum characters of a client's name."""
 SHOWN_REFUSALS = 3
 SPENT = "Step budget exhausted."
-"""The answer if a session has no room left. An error with status 429 would make clients repeat the request."""
+"""The answer if a session has no room left for tokens or calls. An error with status 429 would make clients repeat the
+request."""
 
 Sample = Callable[[Int32s, int, str, str], Awaitable[Generation]]
 """(ids of the prompt, maximum tokens of the response, enforced form, id of the request) -> what the policy sampled.
@@ -103,9 +104,9 @@ class Session:
         self.is_offered = False
         """Whether the session waits for a worker to claim it."""
         self.transcript = ""
-        """Text about the run, from whoever ran the agent."""
+        """The output of the run, from the program that ran the agent."""
         self.recorded: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        """Whether the buffer accepted the trajectory's end, once it has answered; cancelled if it was never asked."""
+        """Whether the buffer accepted the trajectory's end, once the buffer answers; cancelled if it was not asked."""
         self.posted: float | None = None
         """The reward that the agent itself posted; used if the session's end has none."""
         self.ended: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
@@ -151,7 +152,7 @@ class Session:
 
     @property
     def stop_reason(self) -> StopReason:
-        """Why the trajectory ends: the reason of a refused request, or the stop reason of the longest chain of main
+        """Why the trajectory ends: why the newest request got no call, or the stop reason of the longest chain of main
         calls.
 
         Other calls are ignored: clients probe with one token, or ask for a title.
@@ -197,7 +198,7 @@ class Session:
         """The refusal of a prompt that is too long; the trajectory counts as truncated unless a call follows.
 
         Clients recognise this error by its text, and then shorten the conversation: Claude Code by the first words,
-        litellm, Harbor and NeMo-Gym by those about the model.
+        litellm, Harbor and NeMo-Gym by the words about the model.
         """
         self._cut = StopReason.LENGTH
         length = f"This model's maximum context length is {self._limits.max_input_length} tokens"
@@ -308,15 +309,15 @@ class Session:
         reason: str = "",
         exit_code: int | None = None,
     ) -> None:
-        """End the session with the reward of its trajectory; a repeated request changes nothing.
+        """End the session with the reward of its trajectory; to finish it again with the same result changes nothing.
 
         `transcript`: what the run wrote, for people; the middle of a long one is left out. `rewards`: further
         rewards, by the id of a call's reply or by the name of a role, whose newest call gets the reward.
 
-        A value that is not allowed closes the session, with that reason, and the trajectory is lost.
+        A value that is not allowed closes the session with the error as the reason, and the trajectory is lost.
 
         Raises:
-            Refused: the session was finished otherwise, or is closed.
+            Refused: the session was finished with another result, or is closed.
         """
         try:
             if type(transcript) is not str:
@@ -331,7 +332,7 @@ class Session:
 
         Raises:
             NotAllowed: the rewards are not allowed; the session stays open.
-            Refused: the session was finished otherwise, or is closed.
+            Refused: the session was finished with another result, or is closed.
         """
         if outcome.reward is None:
             outcome = outcome._replace(reward=self.posted)

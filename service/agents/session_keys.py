@@ -21,7 +21,7 @@ SECRET_FILE = "session_secret"
 """File of the secret in the run folder; only its user can read it."""
 SECRET_BYTES, KEY_BYTES = 32, 16
 WORKER_KEY = "BATON_WORKER_KEY"
-"""Environment variable with the worker key, of a run and of `baton agent-worker`."""
+"""Environment variable with the worker key, which a run and `baton agent-worker` read."""
 MIN_WORKER_KEY = 16
 """Minimum number of characters of a worker key."""
 

@@ -103,8 +103,8 @@ class Sessions:
         raise Refused(401, None, "the key is that of no session", "invalid_api_key")
 
     def finished(self, session: Session, body: str) -> None:
-        """Note the digest of the body with which a client finishes a session; an empty `body`: the session is not
-        finished."""
+        """Note the digest of the body with which a client finishes a session; an empty `body`: no client
+        finished the session."""
         ended = Ended(session.name, _digest(session.key), body)
         self._keep(ended)
         try:

@@ -41,7 +41,7 @@ HOW = {"root": "a new conversation", "rerendered": "a new conversation (it has a
 
 
 class ScriptedPolicy:
-    """An engine whose answers are the texts of a script, in order; the last one is repeated."""
+    """An engine whose answers are the texts of a script, in order; the last text is repeated."""
 
     def __init__(self, chat: Chat, texts: Sequence[str]) -> None:
         self._chat = chat
@@ -64,8 +64,8 @@ class Trial:
         self.session = agents.session(TrajectoryId(0, 0), Task("try", (), ""), self)
 
     async def run(self, record: Path | None, check: Callable[[], Awaitable[None]]) -> None:
-        """Serve until the session ends, or `check` finds that the engine has died; `record`: the file for the
-        traffic."""
+        """Serve until the session ends, or `check` finds that the engine has died; `record`: the file in
+        which the traffic is recorded."""
         await self._agents.listen()
         address, key = self._agents.address, self.session.key
         if record is not None:

@@ -1,7 +1,8 @@
-"""Runs agents on a machine without Ray: claims sessions from endpoints over HTTP, runs the command, finishes them.
+"""Runs agents on a machine without Ray: claims sessions from endpoints over HTTP, runs the command for each, and
+finishes the sessions.
 
     POST URL/rl/claim                    -> {session, base_url, api_key, task, seed, deadline}, or 204: nothing to do
-    POST URL/rl/sessions/ID/heartbeat    every few seconds; 404, 409 or 410: the session is over, its run is ended
+    POST URL/rl/sessions/ID/heartbeat    every few seconds; 404, 409 or 410: the session is over, so its run is ended
     POST URL/rl/sessions/ID/finish       {reward, status, reason, info, transcript, exit_code}
     POST URL/rl/sessions/ID/abort        {}, when the worker is stopped
 
@@ -48,7 +49,7 @@ OVER = (404, 409, 410)
 SESSION_NAME = r"\A[A-Za-z0-9][A-Za-z0-9._-]{0,127}\Z"
 """A name that can be part of an address without escapes."""
 MAX_TRANSCRIPT = 64 << 10
-"""Maximum characters of a transcript that is sent, each of at most 12 bytes; of a longer one only the end is sent."""
+"""Maximum characters of a transcript that is sent, each of at most 12 bytes; of longer ones only the end is sent."""
 
 
 class _Unanswered(Exception):
@@ -68,7 +69,7 @@ class SessionClaim(msgspec.Struct):
 
 
 async def work(urls: Sequence[str], key: str, runner: AgentRunner, concurrent: int) -> None:
-    """Claim and run up to `concurrent` sessions of each endpoint at once; on cancellation, abort the open ones.
+    """Claim and run up to `concurrent` sessions of each endpoint at once; on cancellation, abort the open sessions.
 
     `key`: the worker key of the endpoints.
 

@@ -1,1 +1,1 @@
-"""Evaluation: its weights, its prompts, and its results."""
+"""Evaluation: plays the trajectories of evaluation sets, and summarizes and reports their scores."""

@@ -29,7 +29,8 @@ async def play_shard(
     """Play `n_samples` trajectories of every task of a shard, up to `concurrency` at once.
 
     `temperature`: the sampling temperature; None: as in training. `check` is called before each trajectory and after
-    the last; an error that it raises ends the evaluation. The environments' seeds depend on set and prompt only.
+    the last; an error that it raises ends the evaluation. The environments' seeds depend only on the
+    set's name and the prompt's uid.
     """
     tasks = await asyncio.to_thread(load_tasks, tasks_file)
     if temperature is not None:

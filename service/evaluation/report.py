@@ -13,7 +13,7 @@ if TYPE_CHECKING:  # the command line checks `--output` before it imports anythi
 
 
 def table(evaluations: Sequence[Evaluation]) -> str:
-    """One line per set below a head line, with aligned columns."""
+    """One line per set below a header line, with aligned columns."""
     ks = sorted({k for of in evaluations for k in of.pass_at})
     head = ("set", "prompts", "trajectories", "score", *(f"pass@{k}" for k in ks), "turns", "tokens", "cut", "lost")
     lines = [head]

@@ -90,7 +90,8 @@ class EvalShard(NamedTuple):
     """Maximum number of rows of the whole set that are played; None: all."""
 
     def rows(self, n: int) -> Sequence[int]:
-        """The row numbers of this shard, for a set of `n` rows; if `n` exceeds `most`, the same random rows each time.
+        """The row numbers of this shard, for a set of `n` rows; if `n` exceeds `most`, from `most` random rows, always
+        the same.
 
         A set may be sorted, so its first rows might not represent the whole set.
         """

@@ -62,7 +62,7 @@ async def run_trajectory(
     """Play one episode; `sink` gets a step for each finished turn, then the trajectory's end.
 
     `frozen`: the models that play frozen roles; None: there are none. `earlier`: the first steps, which another
-    generator played and the buffer has.
+    generator played and the buffer accepted.
     """
     if task.temperature is not None:
         limits = replace(limits, sampling=replace(limits.sampling, temperature=task.temperature))

@@ -28,11 +28,11 @@ def check_inputs(
 ) -> None:
     """Make every configured environment and read every dataset that exists.
 
-    `has_endpoint`: whether agents can call the policy; `functions`: required functions of synthetic data, besides
-    `rows`.
+    `has_endpoint`: whether agents can call the policy; `functions`: required functions of synthetic data, in
+    addition to `rows`.
 
     Raises:
-        UserError: an environment is unknown, untrusted or refuses its options; a dataset's row is malformed.
+        UserError: an environment is unknown, is not trusted or refuses its options, or a row of a dataset is malformed.
     """
     if env.name == AGENT:
         check_score(env)
@@ -66,7 +66,7 @@ def check_score(env: EnvConfig) -> None:
 
 
 def check_environments(config: EnvConfig, tasks: Sequence[Task], path: Path) -> None:
-    """Make each environment that the rows of `path` name, and call its check of these rows, if it has one.
+    """Make each environment that the rows of `path` name, and call its `check_task`, if it has one, with these rows.
 
     Raises:
         UserError: an environment cannot be made or refuses a row; the message names the first such row.

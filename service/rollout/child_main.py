@@ -77,7 +77,7 @@ def end_descendants() -> None:
 
 
 def _end_as(code: int) -> None:
-    """Exit with this exit code, or by this signal."""
+    """Exit with this exit code; a negative code is minus the signal that ends the process."""
     if code < 0:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [-code])

@@ -118,7 +118,7 @@ class ChildProcess:
         """Send a request and return the answer; without an answer, or when cancelled, end the process.
 
         Raises:
-            ChildRaised: the request raised in the process.
+            ChildRaised: the process raised an error while it handled the request.
             ChildDied: the process ended, or answered out of order.
             OversizedOutput: the answer is too large.
         """

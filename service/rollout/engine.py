@@ -28,7 +28,8 @@ class Sampling:
 
     @staticmethod
     def of(config: GeneratorConfig, stop_token_ids: tuple[int, ...]) -> Sampling:
-        """The configured sampling parameters; reserves one token of `max_generate_length` for an appended end."""
+        """The configured sampling parameters; reserves one token of `max_generate_length` for an appended
+        end token."""
         names = [each.name for each in fields(Sampling)]
         same = {name: getattr(config, name) for name in names if hasattr(config, name)}
         return Sampling(max_tokens=config.max_generate_length - 1, stop_token_ids=stop_token_ids, **same)
@@ -49,7 +50,7 @@ class Generation:
     sampled_end: bool
     """Whether the last token is a sampled end token."""
     routed_experts: Experts | None = None
-    """[at most P + T, layers, topk] from the first prompt token on; None if the engine records none."""
+    """[at most P + T, layers, topk] ids of experts, from the first prompt token on; None if the engine records none."""
     seconds: Mapping[str, float] = field(default_factory=dict)
     """Seconds spent in the engine's `queue`, in `prefill` and in the `pause` for new weights, as far as reported."""
 

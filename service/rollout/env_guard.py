@@ -1,4 +1,4 @@
-"""The guard around a trajectory's environment: its code can fail or hang without affecting other trajectories.
+"""Guards a trajectory's environment, so that its code can fail or hang without affecting other trajectories.
 
     agent loop --reset, step, close--> task of the environment: its code, then a copy of the returned value
                <--plain values, or why the trajectory fails--
@@ -82,7 +82,7 @@ class _Call(NamedTuple):
 
 
 class EnvGuard:
-    """One trajectory's environment, made by `make`; `name` is its name in messages.
+    """Guards one trajectory's environment, which `make` makes; `name`: the environment's name in messages.
 
     `reset`, `step`, `snapshot`, `restore` and `play` raise TrajectoryFailed if the environment raised an error, missed
     its deadline, or returned a value that is not allowed.
@@ -120,7 +120,7 @@ class EnvGuard:
         return messages
 
     async def step(self, text: str) -> StepResult:
-        """The answer to one turn of the policy, in plain values."""
+        """The environment's answer to one turn of the policy, in plain values."""
         read, name = partial(read_step_result, self._limits), tool_named(text, self._tools)
         result: StepResult = await self._ask("step", lambda environment: environment.step(text), read, name)
         return result
@@ -136,7 +136,7 @@ class EnvGuard:
         await self._ask("restore", lambda environment: environment.restore(snapshot))
 
     async def play(self, session: AgentSession, task: Task, seed: int) -> None:
-        """Make the agent and let it play; it gives its result to the session."""
+        """Make the agent and call its `play`; the agent gives its result to the session."""
         await self._ask("play", lambda agent: played(agent, session, task, seed))
 
     async def close(self, trajectory: TrajectoryId) -> None:
@@ -234,7 +234,7 @@ def tool_named(text: str, tools: Container[str]) -> str:
 
 
 def _name_of(tool: Mapping[str, Any]) -> str | None:
-    """The name in a description such as `{"type": "function", "function": {"name": "search", ..}}`."""
+    """The tool's name in a description such as `{"type": "function", "function": {"name": "search", ..}}`."""
     function = tool.get("function", tool)
     name = function.get("name") if isinstance(function, Mapping) else None
     return name if isinstance(name, str) and _NAME.fullmatch(name) else None

@@ -83,8 +83,8 @@ class TrajectoryFailed(Exception):
     """Raised if one trajectory has failed; other trajectories continue."""
 
     def __init__(self, reason: StopReason, detail: str, output: str = "", error: str = "") -> None:
-        """`output`: the agent's output, of which the message shows the last lines; `error`: its exit code, or the name
-        of the exception that it raised."""
+        """`output`: the agent's output, of which the message shows the last lines; `error`: the agent's
+        exit code, or the name of the exception that the environment or agent raised."""
         super().__init__(f"{reason}: {in_one_line(detail)}{last_lines(output)}")
         self.reason, self.error = reason, error
 
@@ -92,12 +92,13 @@ class TrajectoryFailed(Exception):
 class Environment(Protocol):
     """One episode of an environment.
 
-    With one of these two, an episode continues in another generator if its generator is lost; otherwise it restarts:
+    If its generator is lost, an episode continues in another generator if the environment has the two methods, or the
+    attribute, below; otherwise the episode restarts:
 
         async def snapshot(self) -> bytes           the state after a step
-        async def restore(self, snapshot) -> None   that state again, in a new instance, after its `reset`
+        async def restore(self, snapshot) -> None   restores that state in a new instance, after its `reset`
 
-        replayable = True                           the same texts after the same `reset` always have the same answers
+        replayable = True                           the same texts after the same `reset` always get the same answers
     """
 
     async def reset(self, task: Task, seed: int) -> Sequence[Message]:
@@ -111,7 +112,7 @@ class Environment(Protocol):
 
 
 async def snapshot_of(environment: Any) -> Any:
-    """An environment's snapshot; True if it can be replayed instead, False if neither is possible."""
+    """An environment's snapshot; True if the episode can be replayed instead, False if neither is possible."""
     if hasattr(environment, "snapshot"):
         return await environment.snapshot()
     return getattr(environment, "replayable", False) is True
@@ -143,7 +144,7 @@ class AgentSession(Protocol):
 
         `reward`: the reward of the role `main`. `rewards`: rewards of single calls, by the id of the reply, and of
         configured roles, by name. `transcript`: the run's output, kept for `baton trajectories show`. `reason`: why the
-        run failed. `exit_code`: of the agent's process; `agents.exit_code_reward` may map it to a reward.
+        run failed. `exit_code`: that of the agent's process; `agents.exit_code_reward` may map it to a reward.
         """
 
 
@@ -157,7 +158,7 @@ class Agent(Protocol):
 def tagged(text: str, tag: str) -> list[re.Match[str]]:
     """The matches of `<tag>(.*?)</tag>`, in time that is linear in the text's length.
 
-    The plain search takes seconds for a response that repeats `<tag>`: each one is followed to the end of the text.
+    The plain search takes seconds for a response that repeats `<tag>`: it searches from each `<tag>` to the end.
 
     >>> [found[1] for found in tagged("<a> 1 </a> <a><a> 2 </a> <a>", "a")]
     [' 1 ', '<a> 2 ']

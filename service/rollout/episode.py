@@ -146,7 +146,7 @@ class Episode:
         return prompt.token_ids if prompt.whole else np.append(self._histories[MAIN].token_ids, prompt.token_ids)
 
     def take(self, token_ids: Int32s, reward: float, stop_reason: str) -> None:
-        """Add a turn of `main` [P + T] that an earlier generator finished; the next step may extend it."""
+        """Add a turn of `main`, of tokens [P + T], that an earlier generator finished; the next step may extend it."""
         self._histories[MAIN].begin(Prompt(token_ids, whole=True))
         self._turned(MAIN, reward, stop_reason)
 

@@ -14,7 +14,7 @@ from service.rollout.isolation import IsolatedEnvironment, environment_processes
 
 
 class AgentMaker(Protocol):
-    """Makes agents that run `env.command`; `Environments` gets one only if commands may play tasks."""
+    """Makes agents that run `env.command`; `Environments` gets an `AgentMaker` only if commands may play tasks."""
 
     def make(self) -> Agent:
         """An agent for one trajectory."""
@@ -33,8 +33,8 @@ class Environments:
         isolated = config.isolation == "process"
         has_process = isolated or (config.name == AGENT and config.workers == "here")
         self.room = Semaphore(config.max_processes) if has_process else nullcontext()
-        """Held during an episode. If episodes have their own processes, a semaphore, for which they wait before any
-        deadline starts."""
+        """Held during an episode. If episodes have their own processes, this is a semaphore, for which an episode waits
+        before its deadlines start."""
         self._processes = environment_processes(config.max_observation_characters) if isolated else None
 
     def make(self, task: Task) -> Environment | Agent:

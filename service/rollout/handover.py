@@ -2,7 +2,7 @@
 
 note of a step                          another generator
 snapshot, the messages after the step   reset, restore(snapshot), the next turn
-no snapshot: it is replayed             reset, each step's sampled text once more: prompts and rewards must be equal
+no snapshot: the episode is replayed    reset, each step's sampled text once more: prompts and rewards must be equal
 the episode is done                     only the trajectory's end is sent
 """
 
@@ -49,7 +49,8 @@ class EarlierStep(NamedTuple):
 async def write_note(
     environment: EnvGuard, result: StepResult, history: Sequence[Message] | None, info: Counter[str], most: int
 ) -> str:
-    """The note of the step that the environment has answered; empty if no generator can continue after it.
+    """The note of the step that the environment has answered; empty if no generator can continue after the step, or
+    the note is too large.
 
     `history`: the whole conversation, if the next prompt needs it; `most`: maximum bytes of a note.
 
@@ -70,7 +71,7 @@ async def write_note(
 
 
 def read_note(steps: Steps) -> tuple[Note, list[EarlierStep]]:
-    """The note of the last step, and all steps by index.
+    """The note of the last step, and all steps in order of their index.
 
     Raises:
         TrajectoryFailed: the last step has no note, or steps are missing.

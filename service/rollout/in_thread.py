@@ -18,8 +18,8 @@ FINISH_SECONDS = 60.0
 async def played(agent: Agent, session: AgentSession, task: Task, seed: int) -> None:
     """Call an agent's `play`: in this task if it is a coroutine function, else in a thread.
 
-    A thread cannot be ended from outside: after a first cancellation this waits until the thread ends; a second
-    cancellation ends the wait.
+    A thread cannot be ended from outside: after a first cancellation this function waits until the thread ends; a
+    second cancellation ends the wait.
     """
     play: Callable[[AgentSession, Task, int], Any] = agent.play
     if inspect.iscoroutinefunction(play):

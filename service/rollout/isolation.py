@@ -17,7 +17,7 @@ from service.rollout.environments.registry import Options, make_environment
 BYTES_PER_CHARACTER = 6
 """Maximum bytes of JSON for one character of an observation (`\\u0000`)."""
 ROOM = 1 << 16
-"""Maximum bytes of an answer besides its observation."""
+"""Maximum bytes of an answer without its observation."""
 
 
 def environment_processes(max_observation_characters: int) -> ChildProcesses:

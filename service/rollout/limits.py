@@ -47,7 +47,7 @@ class AgentLimits:
 
     @property
     def max_length(self) -> int:
-        """Maximum tokens of a turn's prompt and response together, including an appended end."""
+        """Maximum tokens of a turn's prompt and response together, including an appended end token."""
         return self.max_input_length + self.sampling.max_tokens + 1
 
     @staticmethod

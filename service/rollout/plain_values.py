@@ -24,7 +24,7 @@ from service.rollout.user_errors import describe_error, type_name
 MAX_DEPTH = 64
 """Maximum number of lists and mappings that enclose a value."""
 MAX_PLACE_CHARACTERS = 200
-"""Maximum characters of a value's place (such as `['hits'][1]`) in an error message."""
+"""Maximum characters of a value's path (such as `['hits'][1]`) in an error message."""
 VALUE_CHARACTERS = 8
 """Number of characters that each value other than a text counts as, so that the number of such values is bounded
 too."""
@@ -35,7 +35,7 @@ INFO_CHARACTERS = 1 << 16
 
 
 class NotPlain(Exception):
-    """Raised if a value is not allowed; the message states the value's place and what is allowed."""
+    """Raised if a value is not allowed; the message states the value's path and the allowed values."""
 
     def __init__(self, problem: str) -> None:
         super().__init__(problem)

@@ -29,8 +29,8 @@ from service.types import Steps, TrajectoryEnd, TrajectoryId
 
 
 class AgentPlayer(Protocol):
-    """Plays the trajectories of agents, which call the policy themselves; the actor passes one to `Player` if it is
-    needed."""
+    """Plays the trajectories of agents, which call the policy themselves; `Player` has an `AgentPlayer` only if
+    agents can call the policy."""
 
     limits: AgentLimits
 
@@ -105,8 +105,8 @@ class Player(Generic[A]):
     def restore(self, trajectory: TrajectoryId, task: Task, steps: Steps, sink: StepSink) -> bool:
         """Prepare to continue a trajectory of an earlier process; `play` then continues it.
 
-        Returns False if that is impossible: unless a worker on another machine plays the trajectory as a session, its
-        player ended with the earlier process.
+        Returns False if that is impossible: only the session of a worker on another machine outlives the process; other
+        trajectories ended with it.
         """
         if self.agents is None or not self._environments.is_outside(task):
             return False
@@ -118,7 +118,7 @@ class Player(Generic[A]):
         return (await self._play(trajectory, task, sink, seed, nowhere_else)).end
 
     def measure(self, metrics: Metrics, trace: Trace) -> None:
-        """Record metrics of trajectories: each training trajectory once, after its end, and in the timeline too."""
+        """Record the metrics of each training trajectory once, after its end, and write the timeline."""
         self.timelines.measure(metrics)
         self.timelines.record(trace)
         measure_ended(metrics, self._ended)
@@ -129,7 +129,7 @@ class Player(Generic[A]):
             self.agents.measure(metrics)
 
     async def close(self) -> None:
-        """End the processes of the environments."""
+        """End the processes of the environments, the connections to frozen models and the calls of agents."""
         await self._environments.close()
         await self._frozen.close()
         if self.agents is not None:

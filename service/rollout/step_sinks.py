@@ -1,4 +1,4 @@
-"""Where the steps of trajectories go: a message is filled step by step, as they happen.
+"""Sinks for the steps and ends of trajectories: a message is filled with them one by one, as they happen.
 
 StepColumns().append(step), .append(step), .end(end)  ->  step_group(sender)  ->  service.handoff.steps.wire.encode
 """

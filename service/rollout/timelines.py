@@ -1,9 +1,9 @@
-"""Where trajectories spend their time: calls of the engine and of the environment, recorded for a sample.
+"""Where trajectories spend their time: calls of the engine and of the environment, for a sample of trajectories.
 
     with timelines.playing(trajectory, "search"):      # from the claim to the end
         generation = await engine.generate(...)        # a call: queue, prefill, decode, pause
         result = await environment.step(text)          # a call: environment, with the tool's name
-    timelines.take()                                   # lines for the timeline: a sample, the slowest, and sums of all
+    timelines.record(trace)                            # to the timeline: a sample, the slowest, and sums of all
 
 The sample is every n-th trajectory, where n depends on how many trajectories end per second. In addition, the slowest
 trajectories of each time window are recorded, so that bad cases can be inspected.
@@ -62,7 +62,7 @@ class Timeline:
             self.calls.append((tool, round(began - self.began, 6), round(ended - self.began, 6), detail))
 
     def event(self, why: str) -> tuple[Any, ...]:
-        """The trajectory's line in the timeline of the run; `why`: the reason for recording it."""
+        """The trajectory as an event of the run's timeline; `why`: the reason for recording it."""
         began, parts = round(self.began, 6), {part: round(s, 6) for part, s in self.seconds.items() if s}
         of = tuple(self.trajectory), why, self.env, self.reason, began, self.lasted, parts, self.calls
         return TRAJECTORY, *of
@@ -159,8 +159,8 @@ class Timelines:
         self._finished = True
 
     def record(self, trace: Trace) -> None:
-        """Write the sample since the last call to the timeline, and once per window the slowest trajectories and the
-        sums."""
+        """Write the trajectories sampled since the last call to the timeline, and once per window the slowest ones and
+        the sums."""
         for line in self._sampled:
             trace.add(*line.event("sampled"))
         self._sampled.clear()

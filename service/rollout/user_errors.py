@@ -1,4 +1,4 @@
-"""Errors of users' code: describes each in one line with its place, and turns exits into ordinary errors.
+"""Errors of users' code: describes each in one line with its file and line number, and turns exits into errors.
 
 asyncio passes SystemExit and KeyboardInterrupt of any task on to its event loop. This would end the loop, and with it
 all trajectories.
@@ -23,7 +23,7 @@ HERE = os.path.dirname(__file__)
 
 
 def describe_error(error: BaseException) -> str:
-    """`KeyError: 'age' (my_envs.py:12)`: type, message, line of the environment, innermost line."""
+    """The error's type, message, line in the environment and innermost line: `KeyError: 'age' (my_envs.py:12)`."""
     name = type_name(error)
     try:
         text = f"{name}: {error}"[:MAX_CHARACTERS]

@@ -1,1 +1,1 @@
-"""Scorers: who calls them, their input, and the kinds of scorers (see docs/scorers.md)."""
+"""Scorers: how groups are sent to them, their input, and the kinds of scorers (see docs/scorers.md)."""

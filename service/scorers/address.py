@@ -27,7 +27,7 @@ class Address:
     """Posts JSON to an address and reads JSON, within the scorer's deadline."""
 
     def __init__(self, name: str, settings: ScorerConfig) -> None:
-        """Raises a UserError if the scorer's file holds no readable key."""
+        """Raises `UserError` if the scorer's key file contains no readable key."""
         self._url = settings.url or ""
         self._model = settings.served_model
         self._timeout = aiohttp.ClientTimeout(total=settings.deadline)

@@ -3,7 +3,7 @@
     group 7 waits for judge -> a free worker of judge: ask -> accept | failed, and again | give_up
 
 Each worker is asked about one group at a time, so a group that makes its scorer hang or die costs no other group an
-attempt. Only groups that are at a worker are in memory twice.
+attempt. Only groups that a worker is scoring are in memory twice.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Worker(Protocol):
         """Wait until the worker has started; raises `ScorerFailed` if it does not start."""
 
     async def ask(self, row: int, group: bytes) -> bytes:
-        """Return the reply about a group, whose prompt is dataset row `row`; raises `ScorerFailed`."""
+        """Return the reply about a group, whose prompt is dataset row `row`; raises `ScorerFailed` without a reply."""
 
     def renew(self) -> None:
         """Replace the worker's process, if it has one, because it does not answer."""
@@ -62,7 +62,7 @@ class Asking:
         self._look.set()
 
     def look(self) -> None:
-        """Look for groups to score after a change."""
+        """Make `run` look for groups to score, because something has changed."""
         self._look.set()
 
     async def run(self) -> None:
@@ -102,7 +102,7 @@ class Asking:
         self.look()
 
     async def _ask(self, name: str, group_id: int, worker: Worker, row: int, group: bytes) -> None:
-        """Ask a worker once about a group, unless its score is no longer needed.
+        """Ask a worker once about a group, unless the group's score is no longer needed.
 
         Raises:
             ScorerFailed: there was no answer, or it was refused.

@@ -50,7 +50,7 @@ class Scorer:
             self._rewards = source.rewards
 
     async def reply(self, row: int, data: bytes) -> bytes:
-        """The bytes of the answer about the group in `data`, whose prompt is this row of the dataset.
+        """The bytes of the answer about the group in `data`, whose prompt is row `row` of the dataset.
 
         Raises:
             ScorerFailed: there was no valid answer.

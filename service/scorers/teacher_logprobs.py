@@ -1,9 +1,9 @@
 """A teacher's log-probabilities of the sampled tokens of a group.
 
-The steps are merged into rows, so that shared prefixes are computed once; each sampled token lies in one row:
+The steps are merged into rows, so that shared prefixes are computed once; each sampled token lies in exactly one row:
 
     step 0: [10 20 | 40 50]   step 1: [10 20 40 50 60 | 80]      sampled: 40 50 80
-    row     [10 20 40 50 60 80]  ->  log p of each token given those before it  ->  those of 40 50 80
+    row     [10 20 40 50 60 80]  ->  log p of each token given the tokens before it  ->  log p of 40 50 80
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ def check_scorers(scorers: Mapping[str, ScorerConfig]) -> None:
 
 
 class UserScorer:
-    """The function behind `scorers.<name>.use`, or the method of an instance of the class."""
+    """Calls the function that `scorers.<name>.use` names, or the method of an instance of the named class."""
 
     def __init__(self, name: str, settings: ScorerConfig) -> None:
         """
@@ -73,11 +73,12 @@ class UserScorer:
             self._function = scorer.logprobs if settings.kind == "teacher" else scorer.score
 
     async def rewards(self, trajectories: Sequence[Trajectory]) -> Answer:
-        """Rewards of trajectories; raises `ScorerFailed`."""
+        """Rewards of trajectories; raises `ScorerFailed` if the function raises or its answer is not valid."""
         return answer_of(await self._called(trajectories), len(trajectories))
 
     async def logprobs(self, token_ids: list[int]) -> Sequence[float | None]:
-        """The log-probability of each token given the tokens before it; raises `ScorerFailed`."""
+        """The log-probability of each token given the tokens before it; raises `ScorerFailed` if the
+        function raises."""
         given = await self._called(token_ids)
         return given.tolist() if hasattr(given, "tolist") else given  # type: ignore[no-any-return]
 

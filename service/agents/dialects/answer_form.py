@@ -1,4 +1,4 @@
-"""The form that a client wants its answer to have: JSON of a schema, or a call of one of its tools.
+"""The form of the answer that a client asks for: JSON of a schema, or a call of one of the client's tools.
 
     response_format: {type: json_schema, json_schema: {schema: S}}      text that follows S
     text: {format: {type: json_schema, schema: S}}                      the same in Responses
@@ -7,7 +7,7 @@
     tool_choice: required, {type: any}                                  a call of any tool
     tool_choice: {type: function, function: {name: f}}                  a call of f
 
-The policy answers freely, unless `agents.structured` says otherwise, so that a badly formed answer can be trained on.
+By default (`agents.structured`) the policy answers freely, so that a badly formed answer can be trained on.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class _Choice(_Named):
 
 
 def forms_of(body: Mapping[str, Any], request: CommonFields, tools: Sequence[Tool]) -> tuple[AnswerForm, ...]:
-    """The forms that a request states; none if it leaves the policy free.
+    """The forms of the answer that a request states; empty if the request states no form.
 
     Raises:
         Refused: a form cannot be read.

@@ -4,7 +4,7 @@
     {"messages": [...], "best_of": 2}                400   best_of: one call gives one answer
     {"messages": [...], "top_k": 5, "x": 1}          read; `top_k` and `x` change nothing, and the answer names them
 
-A schema is a struct. Fields of a request that the struct does not have change nothing.
+A schema is a struct. Fields of a request that the struct does not have change nothing, except those in `REFUSED`.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class CompletionFields(CommonFields, kw_only=True):
 
     max_tokens: Positive | None = None
     n: Annotated[int, Meta(ge=1, le=128)] | None = None
-    """Number of answers that the client wants."""
+    """Number of answers that the client asks for."""
     stream_options: _StreamOptions | None = None
     return_token_ids: bool | None = None
 
@@ -87,12 +87,12 @@ class CompletionFields(CommonFields, kw_only=True):
 
 
 class _Unless(NamedTuple):
-    """Marks a field of a request: a value that would have an effect is refused."""
+    """The rule for a field of a request: a value is refused unless it is among the `neutral` values."""
 
     neutral: tuple[Any, ...]
     reason: str
     code: str | None = None
-    """The error code after which clients send the same request without the field, if they know such a code."""
+    """The error code after which clients send the same request without the field; None: there is no such code."""
 
 
 ONE = _Unless((1,), "one call gives one answer")
@@ -138,10 +138,10 @@ def parse_body(raw: bytes) -> dict[str, Any]:
 
 
 def read_request(body: Mapping[str, Any], shape: type[Shape], where: str = "") -> Shape:
-    """Convert a request to its schema; `where` is its place in the body.
+    """Convert a request to its schema; `where`: the request's path in the body.
 
     Raises:
-        Refused: the request does not follow the schema, or has a field that no session supports.
+        Refused: the request does not follow the schema, or a field in `REFUSED` has a value that would have an effect.
     """
     request = read_as(body, shape, where)
     given = {name: value for name, value in body.items() if value is not None}
@@ -153,8 +153,8 @@ def read_request(body: Mapping[str, Any], shape: type[Shape], where: str = "") -
 
 
 def ignored_fields(body: Mapping[str, Any], shape: type[Struct], tools: Collection[str] = ()) -> tuple[str, ...]:
-    """The given fields that change nothing, in order: those that the schema does not have, and tools of other types
-    than `tools`."""
+    """The given fields that change nothing, in order: fields that the schema does not have, and tools of other
+    types than `tools`."""
     read = {*shape.__struct_fields__, *REFUSED, *FORMATS}
     names = (
         f"{name}.{inner}" if inner else name
@@ -169,7 +169,7 @@ def ignored_fields(body: Mapping[str, Any], shape: type[Struct], tools: Collecti
 
 
 def read_as(value: Any, shape: type[Shape], where: str = "") -> Shape:
-    """Convert a value to its schema; `where` is its place in the body.
+    """Convert a value to its schema; `where`: the value's path in the body.
 
     Raises:
         Refused: the value does not follow the schema.
@@ -187,9 +187,9 @@ def read_as(value: Any, shape: type[Shape], where: str = "") -> Shape:
 
 
 def own_tools(tools: list[dict[str, Any]] | None, shape: Any, kinds: Collection[str]) -> Iterator[Any]:
-    """Convert the tools of these types to their schema.
+    """Convert the tools whose type is in `kinds`, or that have no type, to the schema `shape`.
 
-    Tools that a provider of models runs or describes itself are left out: to refuse them would stop agents that always
+    Tools that a provider of models runs or describes itself are left out: refusing them would stop agents that always
     offer such a tool.
     """
     for i, tool in enumerate(tools or ()):
@@ -214,7 +214,7 @@ def taken_begun(messages: list[dict[str, Any]], continues: bool) -> str:
     """If a request `continues` its last message, remove that message and return its text, with which the answer begins.
 
     Raises:
-        Refused: the message is not an assistant's, or has more than text.
+        Refused: the message is not an assistant's, or contains more than text.
     """
     if not continues:
         return ""

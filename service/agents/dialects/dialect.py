@@ -1,5 +1,4 @@
-"""Interface of all dialects: `CallRequest`, as which a request is read, and `CallAnswer`, from which an answer is
-written.
+"""Interface of all dialects: a request is read as a `CallRequest`, and an answer is written from a `CallAnswer`.
 
 body of a POST --read--> CallRequest --(tree, engine, journal)--> CallAnswer --reply / events--> JSON / event stream
                    \\--> Refused --error / error_event--> the dialect's own form of an error
@@ -17,18 +16,18 @@ from service.rollout.chat.chat import Tool
 from service.types import Int32s
 
 MODEL = "policy"
-"""The name of the only model; requests may name any."""
+"""The name of the only model; requests may name any model."""
 DONE = b"data: [DONE]\n\n"
 ERROR_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
 
 
 class AnswerForm(NamedTuple):
-    """The form that a client wants its answer to have; see `answer_form.py`."""
+    """A form of the answer that a client asks for; see `answer_form.py`."""
 
     field: str
     """The request's field that states the form."""
     grammar: Mapping[str, Any] | None = None
-    """What an engine can enforce of the form, as a format of xgrammar's structural tags; None: nothing."""
+    """The part of the form that an engine can enforce, as a format of xgrammar's structural tags; None: no part."""
 
 
 class CallRequest(NamedTuple):
@@ -57,13 +56,13 @@ class CallRequest(NamedTuple):
     repeated: Mapping[str, Any] = {}
     """Fields of the request that the dialect's answer repeats."""
     n: int = 1
-    """Number of samples that the client wants."""
+    """Number of samples that the client asks for."""
     may_call: bool = True
     """Whether tool calls in the answer are parsed; otherwise they stay text."""
     forms: tuple[AnswerForm, ...] = ()
-    """The forms that the client wants."""
+    """The forms of the answer that the client asks for."""
     structure: str = ""
-    """The form that the engine enforces, as JSON of a structural tag; empty: none."""
+    """The form that the engine enforces, as JSON of a structural tag; empty: no form."""
     ignored: tuple[str, ...] = ()
     """Fields of the request that have no effect."""
 
@@ -113,7 +112,7 @@ class Refused(UserError):
         self.status = status
         """The HTTP status."""
         self.field = field
-        """The request's field at fault, with its place: `messages[2].content`."""
+        """The path of the request's field at fault, such as `messages[2].content`."""
         self.reason = reason
         self.code = code
         """An error code for programs, for instance `context_length_exceeded`."""

@@ -67,7 +67,7 @@ def events(answer: CallAnswer, asked: CallRequest) -> Iterator[bytes]:
 
 
 def _spans(versions: Sequence[int]) -> list[dict[str, Any]]:
-    """Spans `start:end` of tokens that one version sampled."""
+    """Spans `start:end` of the sampled tokens, one span for each run of tokens of the same version."""
     spans, start = [], 0
     for version, group in groupby(version for version in versions if version != NO_VERSION):
         end = start + sum(1 for _ in group)

@@ -6,7 +6,7 @@ events    `created`; for each output item: added, its parts, done; finally `comp
 
 here                                          in the conversation
 reasoning, message, several function_calls    one message of the assistant
-tool `spawn` of namespace `agents`            function `agents__spawn`; a call of it goes back with its namespace
+tool `spawn` of namespace `agents`            function `agents__spawn`; its calls are returned with the namespace
 custom tool with free text                    function with one text argument `input`
 """
 

@@ -1,4 +1,4 @@
-"""Runs one command to its end, in the command process: collects its output and ends it at its limits.
+"""Runs one command to its end, in the command process: collects its output and ends the command at its limits.
 
 When `run_command` returns, every process that the command started has ended: the command process is their subreaper.
 """
@@ -38,7 +38,7 @@ class CommandEnd(NamedTuple):
     limit: str
     """Name of the limit at which the command was ended; empty if it was not ended at a limit."""
     output: bytes
-    """The command's stdout and stderr, up to the limit."""
+    """The command's stdout and stderr, up to `limits.output_bytes`."""
 
 
 async def run_command(launch: Launch, time: str, root: Path, base_url: str, namespaces: bool) -> CommandEnd:

@@ -35,7 +35,7 @@ WORK, TEMPORARY, PROMPT, QUESTION = "work", "tmp", "prompt.txt", "question.json"
 """Names in the trajectory's folder: the command's current folder and TMPDIR, its prompt, and the scoring command's
 input."""
 FILES = "files"
-"""Column of a row with files, by their path in the command's folder."""
+"""Column of a row with the texts of files, by the files' paths in the command's folder."""
 REMOVE_SECONDS = 600.0
 """Seconds in which a folder must be removed."""
 KEPT_VARIABLES = {"PATH": os.defpath, "LANG": "C.UTF-8"}
@@ -223,7 +223,7 @@ def placeholders(words: Sequence[str]) -> list[str]:
 
 
 def shortened(text: str, most: int) -> str:
-    """The text; a text that is too long keeps its beginning (a quarter of `most`) and its end (the rest).
+    """The text; of more than `most` characters only the beginning (a quarter of `most`) and the end (the rest).
 
     >>> shortened("a beginning, much between, and an end", 16)
     'a be\n[21 characters left out]\nd an end'

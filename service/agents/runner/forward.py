@@ -1,4 +1,4 @@
-"""Forwards connections to an endpoint, for a command without a network or a client that is recorded."""
+"""Forwards connections to an endpoint, for a command without a network or a client whose traffic is recorded."""
 
 from __future__ import annotations
 
@@ -57,9 +57,9 @@ async def forward(
     sent: bytearray | None = None,
     received: bytearray | None = None,
 ) -> None:
-    """Forward a client's connection to an endpoint until both sides have ended, or one has broken off.
+    """Forward a client's connection to an endpoint until both sides have ended, or one side breaks the connection.
 
-    `sent` and `received` get what the client sent and received.
+    `sent` and `received` get the bytes that the client sent and received.
     """
     endpoint = urlsplit(base_url)
     try:

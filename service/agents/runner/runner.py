@@ -4,7 +4,7 @@
                                      Finished <--
 
 A command process serves one trajectory at a time. When it is late, fails or loses its parent, its keeper
-(`service.rollout.child_main`) ends it with all that the command started.
+(`service.rollout.child_main`) ends it and all processes that the command started.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ AROUND_SECONDS = 300.0
 BYTES_PER_CHARACTER = 6
 """Maximum bytes of JSON for one character (`\\u0000`)."""
 ROOM = 1 << 16
-"""Maximum bytes of a command process's answer besides the transcript."""
+"""Maximum bytes of a command process's answer without the transcript."""
 
 
 class CommandAgent:
@@ -50,7 +50,7 @@ class CommandAgent:
 
 
 class AgentRunner:
-    """The runs of one generator; the first run makes their folder."""
+    """Runs the commands of one generator or worker; the first run makes the folder of all runs."""
 
     def __init__(self, settings: CommandConfig) -> None:
         limits = settings.limits

@@ -1,11 +1,12 @@
 """Starts a command with limits in a session of its own and, where the machine allows it, in namespaces (a sandbox).
 
     command process --fork--> outer: user, network, IPC and mount namespaces
-                           --fork--> init: process 1 of a PID namespace; when it ends, so do all others in there
+                           --fork--> init: process 1 of a PID namespace; its end ends all other processes in there
                                        --fork--> the command
 
-In its namespaces a command reaches neither other processes nor a network: the one socket that listens there is handed
-to the command process, which forwards its connections. Without namespaces the command is a child of that process.
+In its namespaces a command reaches no other processes and, with `Launch.port`, no network: the one socket that listens
+there is handed to the command process, which forwards the command's connections. Without namespaces the command is a
+child of the command process.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ SIOCSIFFLAGS, IFF_UP = 0x8914, 1
 
 MAX_MESSAGE = 4096
 OUR_PROCESSES = 3
-"""Number of Baton's processes in a user namespace, besides the command's own."""
+"""Number of Baton's processes in a user namespace, in addition to the command's own."""
 ROOM = 2
 """A command with more than `limits.processes` processes is ended, with that limit as the reason; beyond this multiple
 of the limit the operating system refuses further processes."""
@@ -72,8 +73,8 @@ class Started(NamedTuple):
     """A running command."""
 
     process: subprocess.Popen[bytes]
-    """The command, or the outer process of its namespaces, which ends with the command and with its exit code; `stdout`
-    is the command's stdout and stderr."""
+    """The command, or the outer process of its namespaces, which ends when the command ends, with the same exit code;
+    `stdout` is the command's stdout and stderr."""
     listener: socket.socket | None
     """Accepts the command's connections to `Launch.port`."""
     proc: int | None
@@ -176,7 +177,7 @@ def _enter_namespaces(libc: ctypes.CDLL, launch: Launch, report: socket.socket) 
 
 
 def _mount_proc(libc: ctypes.CDLL, processes: int, report: socket.socket) -> None:
-    """Mount and send the /proc of this PID namespace, and bound its processes, also those of the user root.
+    """Mount and send the /proc of this PID namespace, and bound the number of its processes, also for the user root.
 
     Containers may forbid the mount; the command then sees process ids that are meaningless to it.
     """

@@ -1,4 +1,4 @@
-"""What the processes of a command use, as /proc shows it: threads, and memory of every kind.
+"""Measures the threads and the memory of all kinds that the processes of a command use, from /proc.
 
 private pages            of each process; near the limit, pages that forks share are counted once
 file systems in memory   that only the command's processes see, such as its /dev/shm
@@ -81,7 +81,7 @@ class Processes:
         return by_device
 
     def _in_memory_mounts(self, folders: Sequence[str]) -> int:
-        """Bytes in file systems in memory that these processes see and this one does not."""
+        """Bytes in file systems in memory that these processes see and this process does not see."""
         used: dict[bytes, int] = {}
         looked_at = set[str]()
         for folder in folders:

@@ -59,7 +59,7 @@ class Chat:
         """All tokens at which the engine should stop."""
         unknown = tokenizer.unk_token_id
         self.unknown_id: int | None = None if unknown in self.end_ids else unknown
-        """The token in place of what the tokenizer lacks; None if there is none, or it ends a turn (GPT-2)."""
+        """The token for characters that the tokenizer lacks; None if there is none, or it ends a turn (GPT-2)."""
 
     @cached_property
     def shows_tools(self) -> bool:

@@ -49,7 +49,7 @@ def as_sampled(generation: Generation) -> Response:
 
 
 def without_loss(response: Response) -> Response:
-    """The response with no loss on its tokens, because they are not the policy's own samples."""
+    """The response with no loss on its tokens, because they are not samples of the policy alone."""
     none = np.full_like(response.versions, NO_VERSION)
     return response._replace(loss_mask=np.zeros_like(response.loss_mask), versions=none)
 
@@ -81,7 +81,7 @@ def generation_of(text: str, chat: Chat, most: int | None = None) -> Generation:
 
 
 class Prompt(NamedTuple):
-    """The next prompt, or its new part."""
+    """The next prompt, or only its new tokens."""
 
     token_ids: Int32s
     whole: bool

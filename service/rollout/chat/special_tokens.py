@@ -105,8 +105,8 @@ class SpecialTokens:
     def hide(self, values: Any, names: Collection[str] = ()) -> Hidden:
         """Copies of `values` in which no text, and no texts side by side, can form a special token.
 
-        A word of the template, and a text in `names`, is not changed: the template may itself put it inside a special
-        token, as in `<|` role `|>`.
+        A word of the template, and a text in `names`, is not changed: the template may itself put such a word inside a
+        special token, as in `<|` role `|>`.
 
         Raises:
             MessagesRefused: `values` contains something other than texts, numbers, lists and mappings.

@@ -29,7 +29,7 @@ CHAT_TEMPLATE = (
 
 
 def make_tokenizer(folder: Path, vocabulary: Sequence[str]) -> None:
-    """Write a word-level tokenizer with a chat template; its ids number special tokens, then roles, then words."""
+    """Write a word-level tokenizer with a chat template; special tokens have the first ids, then roles, then words."""
     words = list(dict.fromkeys((*SPECIALS, *ROLES, *vocabulary)))
     backend = Tokenizer(WordLevel({word: i for i, word in enumerate(words)}, unk_token=UNKNOWN))
     backend.pre_tokenizer = WhitespaceSplit()

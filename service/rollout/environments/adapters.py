@@ -6,7 +6,7 @@
     env.options: {min_terms: 2, max_terms: 3}
 
 With skyrl-gym a row's columns become the environment's `extras`. If the environment post-processes an action, the
-policy's response keeps the sampled tokens, and `rewritten_actions` counts the case.
+policy's response keeps the sampled tokens, and `rewritten_actions` counts such turns.
 
 With reasoning-gym a row's `extra_info` contains the dataset's seed and size and the question's index; `rows` makes such
 rows. The answer is the text in `<answer>`, or the whole text if there is no such tag.

@@ -63,7 +63,7 @@ def conversation_rows(path: Path, chat: Chat, mode: Mode, longest: int) -> list[
 
 
 def unknown_note(rows: Sequence[SupervisedRow], chat: Chat) -> str | None:
-    """How many learned tokens stand for characters that the tokenizer lacks; None if none does."""
+    """A message about the learned tokens that stand for characters that the tokenizer lacks; None if there are none."""
     learned = np.concatenate([row.token_ids[row.loss_mask] for row in rows])
     if chat.unknown_id is None or not (unknown := int((learned == chat.unknown_id).sum())):
         return None

@@ -5,7 +5,7 @@
 
 `prompt` is required (a plain text is one user message). verl's `reward_model` is read as `reward_spec`. `uid` names the
 row in logs and journals; the default is the file's name and the row's number. `tools` (JSON schemas) go into the chat
-template, and `temperature` replaces the configured one. All other columns are added to `extra_info`. A row's texts,
+template, and `temperature` replaces the configured value. All other columns are added to `extra_info`. A row's texts,
 depth and size have the same limits as an environment's answers.
 """
 
@@ -36,7 +36,7 @@ ENCODED = frozenset({"uid", "prompt", "env_class", "tools"})
 COLUMN_CHARACTERS = 1 << 24
 """Maximum characters of one column of a row."""
 COLUMN_TYPES = (bytes, date, time, timedelta, Decimal)
-"""Types of parquet values that are allowed besides those of JSON."""
+"""Types of parquet values that are allowed in addition to those of JSON."""
 MAX_UID_LENGTH = 512
 """Maximum characters of a uid. A message to the buffer lists the uid of every step in its header, whose size is
 limited."""

@@ -24,7 +24,8 @@ MAX_REPETITIONS = 100
 
 
 def train_file(data: DataConfig, env: EnvConfig, folder: Path, seed: int) -> Path:
-    """The file of training prompts: the configured one, or synthetic, mixed or renamed rows written to `folder`.
+    """The file of training prompts: the configured file, or a file in `folder` with synthetic or mixed rows, or with
+    renamed columns.
 
     An existing file is kept, so that a resumed run continues with the same prompts.
 
