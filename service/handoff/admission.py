@@ -46,7 +46,7 @@ class Admission:
         return record.store.n_bytes + to_read_back + self._to_come(record.ledger)
 
     def journal_limit(self, journal: Journal) -> int:
-        """Bytes of the journal that steps may take; a segment's bytes stay free for the frames that `compaction` copies."""
+        """Bytes of the journal that steps may take; one segment stays free for frames that `compaction` copies."""
         return self._settings.max_journal_bytes - journal.segment_bytes
 
     def disk_wait(self, record: Record, n_samples: int) -> tuple[WaitReason, str] | None:

@@ -48,7 +48,7 @@ class Attempts:
             self._record.add(events.Restarted(group_id, samples, reason))
 
     def hand_over(self, group_id: int, samples: tuple[int, ...]) -> None:
-        """Reassign samples whose generator is gone: another generator continues them if possible, else restarts them."""
+        """Reassign samples whose generator is gone: another generator continues or else restarts them."""
         draining = self._record.ledger.state.draining is not None
         moved = () if draining else tuple(sample for sample in samples if self._can_continue(group_id, sample))
         if moved:

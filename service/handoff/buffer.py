@@ -165,7 +165,7 @@ class Buffer:
         return self.finish_lease(answer, answer.run()) if isinstance(answer, BatchJob) else answer
 
     def begin_lease(self, trainer_incarnation: int) -> MiniBatch | Wait | Refusal | BatchJob:
-        """Same as `lease`, but return a job for a new mini-batch: the caller runs the job, then calls `finish_lease`."""
+        """Same as `lease`, but for a new mini-batch return a job: the caller runs it, then calls `finish_lease`."""
         if trainer_incarnation != self.ledger.state.trainer_incarnation:
             return self._refuse(Refusal(RefusalReason.FENCED, "trainer_incarnation", trainer_incarnation))
         if self.ledger.state.leases:
@@ -224,13 +224,13 @@ class Buffer:
     def join(
         self, role: Literal["generator", "trainer"], name: str, step: int | None = None, resumes: bool = False
     ) -> int:
-        """Admit a new incarnation of a generator or the trainer; calls of the older incarnation are refused from now on,
-        and its work is reassigned.
+        """Admit a new incarnation of a generator or trainer; calls of the older incarnation are refused from now on, and
+        its work is reassigned.
 
         With `resumes` a generator keeps the work of its older incarnation, which `unfinished` returns.
 
-        A trainer continues from `step`, by default from the newest step; groups that were trained after that step are leased
-        again. The policy versions of this trainer have the returned incarnation.
+        A trainer continues from `step`, by default from the newest step; groups that were trained after that step are
+        leased again. The policy versions of this trainer have the returned incarnation.
         """
         state = self.ledger.state
         if role == "trainer":
@@ -320,7 +320,7 @@ class Buffer:
 
     @property
     def revision(self) -> int:
-        """Number of events applied so far; the verbs' results change only with this number or when a deadline passes."""
+        """Number of events applied so far; without a new event, only a deadline changes results of the verbs."""
         return self._record.revision
 
     @property

@@ -55,7 +55,7 @@ class WaitReason(StrEnum):
     ANSWERED = "answered"
     """claim: the claim was answered before; its work is finished or was reassigned to another generator."""
     DRAINED = "drained"
-    """claim: the run ends; no more prompts are issued. lease: the run ends; too few groups are left for a mini-batch."""
+    """claim: the run ends; no more prompts are issued. lease: the run ends; too few groups are left."""
     GROUPS = "groups"
     """lease: fewer than `mini_batch_size` groups are complete."""
     FILTERED = "filtered"

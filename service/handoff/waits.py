@@ -39,7 +39,7 @@ class Waits:
         self._waits.pop(who, None)
 
     def current(self) -> tuple[Waiting, ...]:
-        """All waits, and the trajectory that is silent for the longest time, if `SILENT_FRACTION` of its deadline passed."""
+        """All waits, and the longest silent trajectory if `SILENT_FRACTION` of the step deadline has passed."""
         now = self._clock.monotonic()
         waits = [Waiting(who, str(w.reason), w.detail, now - w.since) for who, w in self._waits.items()]
         for (group_id, sample), since in islice(self._record.ledger.since.items(), 1):
