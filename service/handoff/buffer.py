@@ -224,7 +224,7 @@ class Buffer:
     def join(
         self, role: Literal["generator", "trainer"], name: str, step: int | None = None, resumes: bool = False
     ) -> int:
-        """Admit a new incarnation of a generator or trainer; calls of the older incarnation are refused from now on, and
+        """Admit a new incarnation of generator or trainer; calls of the older incarnation are refused from now on, and
         its work is reassigned.
 
         With `resumes` a generator keeps the work of its older incarnation, which `unfinished` returns.

@@ -10,7 +10,8 @@ segment but the first begins with a snapshot, so that older segments can be remo
 
 Only the last segment can have a torn tail: it begins at an unreadable frame, if no later valid frame records that this
 frame had been synced. The tail is cut off. Every other frame was synced before a later segment began, or before earlier
-segments were removed. If such a frame cannot be read, the file is damaged: the journal refuses to start, and changes nothing.
+segments were removed. If such a frame cannot be read, the file is damaged: the journal refuses to start and
+changes nothing.
 """
 
 from __future__ import annotations
