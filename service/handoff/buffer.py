@@ -55,7 +55,7 @@ class Buffer:
     ) -> None:
         """`rows_digest`: a digest of the dataset's rows; a run continues only with the same digest and prompt uids.
 
-        `teacher_of_row`: the name of each row's teacher, empty for a row without one; None: all rows share one.
+        `teacher_of_row`: the name of each row's teacher, empty for none; None: all rows have the same teacher.
 
         Raises:
             ConfigError: `buffer.max_bytes` cannot hold one mini-batch.

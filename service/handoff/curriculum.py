@@ -49,7 +49,8 @@ class Curriculum:
     def next_place(self) -> int:
         """The next place to issue: the first place whose prompt is issued in every epoch or was drawn for this epoch.
 
-        If an epoch has no such place, the next place is issued: with `outside: 0` and no prompt in the band, all are.
+        If an epoch has no such place, the next place is issued. So with `outside: 0` and no prompt in the band, all
+        prompts are issued.
         """
         start = first = self._ledger.state.next_place
         if self._settings is None:

@@ -48,7 +48,7 @@ class WaitingClaims:
     def answer(self, claim: Claim, most: int, deadline: float | None, reply: Callable[[ClaimAnswer], None]) -> None:
         """Reply to a claim as soon as there is a group for it, or at `deadline`; without a deadline, reply at once.
 
-        Deadlines must not decrease from claim to claim, which is the case if all claims wait equally long.
+        Deadlines must not decrease from claim to claim; if all claims wait equally long, they do not.
         """
         answer = self._ask(claim, most)
         if deadline is None or not _waits(answer):

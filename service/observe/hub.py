@@ -60,7 +60,7 @@ class Pushed:
         return self.age(now) <= SILENT_SECONDS
 
     def by_label(self, name: str, label: str, of_each: Literal["", "_sum", "_count"] = "") -> dict[str, float]:
-        """The values of a family by one of its labels, summed over the other labels; `of_each`: for a histogram."""
+        """The values of a family by one of its labels, summed over the others; `of_each`: which part of a histogram."""
         found: dict[str, float] = {}
         for line in self.samples.get(name, b"").decode().splitlines():
             of = re.search(rf'[{{,]{label}="([^"]*)"', line)

@@ -99,7 +99,7 @@ def in_bins(costs_of_rank: Sequence[Sequence[int]], budget: int, layout: Layout)
 
 
 def partition(cost_G: Int64s, parts: int) -> Int64s:
-    """Assign items to parts by the better of two heuristics, so that the heaviest part is as light as possible.
+    """Assign items to parts so that the heaviest part is as light as the better of two heuristics makes it.
 
     >>> partition(np.array([8, 7, 6, 5, 4]), 2).tolist()  # 14 and 16
     [0, 1, 0, 1, 1]

@@ -276,7 +276,7 @@ def _version_refusal(ledger: Ledger, steps: Steps, current: list[tuple[list[int]
 
 
 def _extended_chain(received: _Received, items: list[int]) -> Chain | None:
-    """The trajectory's chain with the new steps; None if one does not directly continue the last step."""
+    """The trajectory's chain with the new steps; None if a new step does not directly continue the last step."""
     columns = received.columns
     chain = received.held.chains.get(received.id.sample)
     if chain is None and received.trajectory.indices:

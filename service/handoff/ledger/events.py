@@ -174,7 +174,7 @@ class Ended(Event, frozen=True):
 
     group_id: int
     state: GroupState
-    """FILTERED: a filter removed it; REFUSED: an error ended it; EXPIRED: a deadline or the run's end ended it."""
+    """FILTERED: a filter removed the group; REFUSED: an error ended it; EXPIRED: a deadline or the run's end did."""
     reason: str
     filtered: GroupStats | None = None
 

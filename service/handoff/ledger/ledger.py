@@ -116,8 +116,8 @@ class Ledger:
         self.since.move_to_end(sample)
 
     def received(self, sender: Sender) -> bool:
-        """Whether this message was received before; False if that is too long ago to be remembered, then the steps are
-        compared one by one."""
+        """Whether this message was received before; False if it is too old to be remembered: the steps of a repetition
+        are then compared one by one."""
         member = self.state.generators[sender.generator]
         return sender.sequence < member.received_below or sender.sequence in member.received
 

@@ -58,7 +58,7 @@ def opened_record(opened: events.Opened, limits: Limits, journal: Journal, clock
 def check_begun(folder: Path, opened: events.Opened) -> None:
     """Check that the run whose journal lies in `folder` began with these rows and settings; no file is changed.
 
-    Without a journal here nothing is checked: the buffer may run on another machine, and checks its journal there.
+    Without a journal on this machine nothing is checked: the buffer may run on another machine and checks it there.
 
     Raises:
         UserError: the run began with other rows or settings.
@@ -147,7 +147,7 @@ def fetch(store: Store, groups: Mapping[int, Group], frames: Iterable[Frame]) ->
 
 
 def restored(snapshot: bytes, now: float = 0.0) -> Ledger:
-    """The ledger of a snapshot; the last progress of every trajectory is set to `now`."""
+    """The ledger of a snapshot; the time of the last progress of every trajectory is set to `now`."""
     state = _decoder.decode(snapshot)
     ledger = Ledger(state.n_samples)
     ledger.state = state
