@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code. An interrupt ends it without a traceback, even during imports."""
+    """Run one command; returns the exit code. Ctrl-C ends the command without a traceback, even during imports."""
     try:
         from service.cli import parser
 

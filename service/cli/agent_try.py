@@ -1,4 +1,4 @@
-"""`baton agent-try`: serves the endpoint without a run, to see which tokens of an agent could be trained on."""
+"""`baton agent-try`: serves the agents' endpoint without a run, to see which tokens of an agent could be trained on."""
 
 from __future__ import annotations
 

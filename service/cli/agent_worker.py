@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
-    """Run the worker until a signal arrives; returns 128 + its number."""
+    """Run the worker until a signal arrives; returns 128 + the signal's number."""
     from service.agents.runner.runner import AgentRunner
     from service.agents.session_keys import WORKER_KEY
     from service.agents.worker import work

@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_check(arguments: argparse.Namespace, _: list[str]) -> int:
-    """Print what each comparison finds; returns 1 if one fails."""
+    """Print the result of each comparison; returns 1 if a comparison fails."""
     folder = _folder(arguments.model)  # refused at once: what follows takes seconds to load
     from service.learn.proof.prove import prove
 
@@ -93,8 +93,8 @@ def _folder(model: str) -> Path | None:
 
 
 def _small(model: str, folder: Path | None) -> PretrainedConfig:
-    """A small model like the one in a folder, or of a model type; `UserError` if transformers knows no such model, or
-    its weights are quantised."""
+    """A small model like the one in a folder, or of a model type; raises a `UserError` if transformers has no such
+    model, or if the model's weights are quantised."""
     from service.learn.model.hf_config import read_config
     from service.learn.proof.small import shrunk, small_config
 

@@ -52,15 +52,15 @@ examples:
 class Command(NamedTuple):
     """A command: a module with ABOUT, EXAMPLES, `add_arguments(parser)` and `run(arguments, overrides)`.
 
-    A command with subcommands sets the function of each as the default of `command` instead of `run`. A module with
-    neither describes a command whose function is in `actors.driver.commands`.
+    A command with subcommands has no `run`: it sets each subcommand's function as the default of `command`. If a module
+    has neither, the command's function is in `actors.driver.commands`.
     """
 
     name: str
     summary: str
     module: str
     has_settings: bool = False
-    """Whether it takes configuration files and settings, besides its own arguments."""
+    """Whether the command takes configuration files and settings, in addition to its own arguments."""
 
 
 COMMANDS = (
@@ -179,7 +179,7 @@ def _from_home(word: str) -> str:
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser, and those of its subcommands, whose errors take one line."""
+    """A parser whose errors, and those of its subcommands' parsers, take one line."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         found, unknown = super().parse_known_args(args, namespace)

@@ -17,7 +17,7 @@ examples:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the command; settings were removed from the command line before."""
+    """Add the arguments of the command; `split_overrides` has taken the settings out before."""
     parser.add_argument("settings", nargs="*", metavar="section.key=value", help="set one value over the recipe")
 
 

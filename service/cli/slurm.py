@@ -122,7 +122,7 @@ def split(options: Sequence[str]) -> list[list[str]]:
     [['--nodes', '1'], ['--nodes=4']]
 
     Raises:
-        UserError: there are no options, there are too many components, or an option is Baton's own.
+        UserError: there are no options, there are too many components, or Baton sets an option itself.
     """
     components: list[list[str]] = [[]]
     for word in options:
@@ -157,7 +157,7 @@ def refuse_unfit(config: Config) -> None:
 
 
 def not_shared(paths: Sequence[Path]) -> str | None:
-    """What is wrong with the first path that lies where each node has its own folder; None if there is none."""
+    """What is wrong with the first path that nodes do not share (`OWN_FOLDERS`); None if there is no such path."""
     found = ((path, own) for path in paths for own in OWN_FOLDERS if path.is_relative_to(own))
     return next(
         (
@@ -170,7 +170,7 @@ def not_shared(paths: Sequence[Path]) -> str | None:
 
 
 def refuse_short(config: Config, components: Sequence[Sequence[str]]) -> None:
-    """Raises `UserError` if the stop signal would come at the job's start: it would be requeued again and again."""
+    """Raises `UserError` if the stop signal would come at the job's start: the job would requeue endlessly."""
     for words in components:
         for name, value in zip(words, [*words[1:], ""], strict=True):
             joined = re.fullmatch(r"(?:--tim?e?=|-t=?)(.+)", name)

@@ -67,7 +67,7 @@ def run_status(target: str, runs: Path = RUNS) -> Status:
     """The status of a running run, or `{"folder": ..., "summary": ...}` of a run folder whose run has ended.
 
     Raises:
-        UserError: the run does not answer, and no summary says how it ended.
+        UserError: the run does not answer, and it has no summary.
     """
     folder = find_run(target, runs)
     if folder is None:
@@ -92,7 +92,7 @@ def run_status(target: str, runs: Path = RUNS) -> Status:
 
 
 def _address(target: str, runs: Path) -> str:
-    """The address of a run, from a URL or `host:port`; `UserError` for any other word."""
+    """The address of a run, from a URL or `host:port`; raises a `UserError` for any other word."""
     if target.startswith(SCHEMES):
         return target.rstrip("/").removesuffix("/status")
     host, _, port = target.rpartition(":")

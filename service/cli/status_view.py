@@ -21,7 +21,7 @@ def status_lines(status: Status, width: int | None = None) -> list[str]:
     """The lines about a running or an ended run, wrapped to `width` columns.
 
     Raises:
-        UserError: the document is not what a run of this version serves or writes.
+        UserError: the document does not have the form of this version's status or summary.
     """
     try:
         return _lines(status, width)

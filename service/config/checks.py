@@ -56,7 +56,7 @@ def check_bytes(config: Config, expert_bytes: int) -> None:
 
 
 def problems(config: Config) -> list[str]:
-    """Every refused combination, in the order of the tree."""
+    """A line for each refused combination of settings, in the order of the configuration tree."""
     return [problem for rule in RULES for problem in rule(config)]
 
 

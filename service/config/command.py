@@ -12,7 +12,7 @@ AGENT = "agent"
 """The value of `env.name` with which each trajectory is a run of `env.command`."""
 
 PLACEHOLDERS = ("prompt", "prompt_file", "folder", "base_url", "seed")
-"""Names that are replaced for each trajectory where they stand in braces in `env.command` and `env.variables`."""
+"""Names that are replaced for each trajectory where they appear in braces in `env.command` and `env.variables`."""
 
 OWN_VARIABLES = ("OPENAI_BASE_URL", "OPENAI_API_KEY", "ANTHROPIC_BASE_URL", "ANTHROPIC_API_KEY")
 """Environment variables with the address and the key of an agent's session, which Baton sets."""
@@ -51,12 +51,12 @@ class CommandConfig(Section):
 
     command: tuple[str, ...] = ()
     """With `name: agent`: the program and its arguments. {prompt}, {prompt_file}, {folder}, {base_url} and {seed} are
-    replaced; without {prompt} and {prompt_file} the prompt is its input."""
+    replaced; if neither {prompt} nor {prompt_file} occurs, the prompt is the program's standard input."""
     workdir: Annotated[UserPath, Named("template", "folder", TEMPLATE)] | None = None
     """Folder that is copied for each command, as its current folder and home; None: an empty folder."""
     score: str | tuple[str, ...] | None = None
     """How a trajectory is scored: by `module:function` of a trusted module, or by a command, given with its arguments;
-    None: the agent posts its reward."""
+    None: the agent posts its reward to the endpoint."""
     variables: dict[str, str] = {}
     """Further environment variables of the command, which inherits only PATH from Baton."""
     network: Literal["endpoint", "open"] = "endpoint"

@@ -10,10 +10,10 @@ from service.errors import UserError
 
 
 def checked_config(arguments: argparse.Namespace, overrides: list[str]) -> Loaded:
-    """The configuration of a command line, checked, with the place of every value.
+    """The configuration of a command line, checked, with the place where each value was set.
 
     Raises:
-        UserError: no configuration is given, it is wrong, or a word is neither an argument nor a setting.
+        UserError: no configuration is given, the configuration is wrong, or a word is no argument and no setting.
     """
     no_more_words(arguments)
     if not arguments.config:

@@ -23,7 +23,7 @@ ANY_VOCABULARY = 1 << 31
 
 
 def estimator_name(config: Config) -> str:
-    """The name under which the estimator of `algorithm.estimator` is registered; imports the module, if it names one.
+    """The name under which the estimator of `algorithm.estimator` is registered; imports its module, if it names one.
 
     Raises:
         ConfigError: the module cannot be imported, or nothing is registered under that name.

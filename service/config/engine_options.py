@@ -25,7 +25,7 @@ class Judgement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 _FILE = msgspec.toml.decode(Path(__file__).with_suffix(".toml").read_bytes(), type=dict[str, list[Judgement]])
 JUDGED = {field: judged for judged in _FILE["judged"] for field in judged.fields}
-"""The judgement of each field of the vLLM that the lock files name."""
+"""The judgement of each field in the version of vLLM that the lock files pin."""
 
 PLAIN: Mapping[str, Any] = {
     "int": int, "float": float, "bool": bool, "str": str, "list": list, "dict": dict, "None": None
@@ -33,7 +33,7 @@ PLAIN: Mapping[str, Any] = {
 """The types whose values are checked; vLLM checks the others when an engine starts."""
 
 AT_LEAST_1 = ("pipeline_parallel_size", "max_num_batched_tokens")
-"""Numbers that must be at least 1: vLLM checks this late, when an engine starts, or Baton computes with them before."""
+"""Numbers that must be at least 1: vLLM checks them only when an engine starts, or Baton computes with them before."""
 
 
 def refusals(options: Mapping[str, Any]) -> Iterator[str]:
@@ -80,7 +80,7 @@ def installed_fields() -> Mapping[str, str]:
 
 
 def _fits(value: Any, kind: str) -> bool:
-    """Return False if the type names plain types only, and the value is of none of them."""
+    """Whether a value fits a type; always True for a type with parts that are not in `PLAIN`, which vLLM checks."""
     names = [name.partition("[")[0] for name in kind.split(" | ")]
     return not PLAIN.keys() >= set(names) or any(_is(value, PLAIN[name]) for name in names)
 

@@ -28,7 +28,7 @@ GONE = {
     "weights.delta": "weights go whole; where links are slow, send them less often (weights.sync_every) or train an "
     "adapter (model.lora)",
 }
-"""For each removed setting, by its path, or value, by path=value: what to do instead, for the error message."""
+"""What to do instead of each removed setting (key: its path) or removed value (key: path=value), for error messages."""
 
 NEUTRAL: dict[str, tuple[Any, ...] | None] = {
     "buffer.drift": ("fork",),
@@ -44,8 +44,8 @@ NEUTRAL: dict[str, tuple[Any, ...] | None] = {
     "model.warm_start.probe_prompts": None,
     "weights.delta": (False,),
 }
-"""For each removed setting, the values (None: all) that ask for no more than what happens without it: the
-`config.yaml` of an older run holds them, and they are left out."""
+"""For each removed setting, the values (None: all values) with which a run does the same as without the setting. The
+`config.yaml` of an older run may have such values; they are left out."""
 
 MOVED_MODULES = {"examples": "baton.examples"}
 """For each removed package: the package that has its modules now."""
@@ -63,5 +63,5 @@ def leave_out_neutral(values: dict[str, Any]) -> None:
 
 
 def _is_among(value: Any, neutral: tuple[Any, ...]) -> bool:
-    """Whether a value is equal to one of others; true and false are not equal to 1 and 0."""
+    """Whether a value is equal to one of `neutral`; true and false are not equal to 1 and 0."""
     return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral)

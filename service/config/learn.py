@@ -94,7 +94,7 @@ class AlgorithmConfig(Section):
         "token_mean"
     )
     norm_tokens: Positive | None = None
-    """The constant of `seq_mean_token_sum_norm`; None: max_input_length + max_generate_length."""
+    """The divisor, in tokens, of `seq_mean_token_sum_norm`; None: max_input_length + max_generate_length."""
     anchor: Literal["rollout", "proximal"] = "rollout"
     """Denominator of the clipped ratio: the log-probabilities of the rollout, or of frozen weights."""
     anchor_every: Positive = 1
@@ -146,10 +146,10 @@ class TrainerConfig(Section):
     gradients, and each rank holds a larger part of weights, gradients and optimizer state."""
     reshard_after_forward: bool | Literal["auto"] = "auto"
     """Free the gathered weights of the layers after the forward pass and gather them again for the backward pass, which
-    sends more and takes less memory. auto: on a GPU, for bfloat16 models, they are kept if 15 % of its memory
-    stays free nevertheless; on a CPU they are freed."""
+    sends more and takes less memory. auto: on a GPU, for bfloat16 models, the gathered weights are kept if 15 % of
+    the GPU's memory still stays free; on a CPU they are freed."""
     shard_one_rank: bool = False
-    """Shard even with a single rank, as with several ranks: to measure that path on one GPU."""
+    """Shard even with a single rank, as with several ranks, so that sharded training can be measured on one GPU."""
     cpu_offload: bool = False
     """Keep weights, gradients and optimizer state in CPU memory."""
     compile: bool | None = None

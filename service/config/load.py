@@ -40,7 +40,7 @@ def load_config(files: Sequence[Path], overrides: Sequence[str] = ()) -> Config:
 
 
 def load(files: Sequence[Path], overrides: Sequence[str] = ()) -> Loaded:
-    """Same as `load_config`, plus the place of every value.
+    """Same as `load_config`, plus the place where each value was set.
 
     Raises:
         ConfigError: names every unknown key and every wrong value, a line each.
@@ -166,7 +166,7 @@ def _unknown_hint(path: KeyPath) -> str:
 
 
 def _keys_of(path: KeyPath) -> list[str]:
-    """The keys of the section at a path, which may be one of several by name, such as `scorers.judge`."""
+    """The keys of the section at a path; the section may be one of a mapping by name, such as `scorers.judge`."""
     here: Any = Config
     for key in path:
         if get_origin(here) is dict:

@@ -20,7 +20,7 @@ SLOT_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 
 def _named(targets: object) -> object:
-    """Return the layers that PEFT's word for all of them stands for."""
+    """Replace PEFT's word `all-linear` by the names of all linear layers; return other values unchanged."""
     return LINEAR if targets == "all-linear" else targets
 
 

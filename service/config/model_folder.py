@@ -24,7 +24,7 @@ FAMILIES = (
     "qwen2", "qwen2_moe", "qwen3", "qwen3_5", "qwen3_5_moe", "qwen3_moe", "qwen3_next", "seed_oss",
     "smollm3", "starcoder2",
 )  # fmt: skip
-"""Model types for which the proof holds (`service.learn.proof`) and for which vLLM has a model."""
+"""Model types that pass the comparisons of `service.learn.proof` and for which vLLM has a model."""
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Keys under which config.json may have the number of experts of a layer, depending on the family."""
@@ -52,7 +52,7 @@ def check_model_folder(folder: Path, longest: int, sequence_parallel: int = 1, e
     heads divided over `sequence_parallel` ranks and its experts over `expert_parallel`.
 
     Raises:
-        UserError: a file is missing or malformed, or the model is not supported or too short.
+        UserError: a file is missing or malformed, or the model is not supported, or its maximum length is too short.
     """
     require_files(folder, MODEL_CONFIG, TOKENIZER)
     check_description(folder, longest, sequence_parallel, expert_parallel)
@@ -66,7 +66,7 @@ def check_description(folder: Path, longest: int, sequence_parallel: int = 1, ex
     """Same as `check_model_folder`, for a folder that may contain nothing but a config.json.
 
     Raises:
-        UserError: a file is malformed, or the model is not supported or too short.
+        UserError: a file is malformed, or the model is not supported, or its maximum length is too short.
     """
     refuse_remote_code(folder)
     config = text_part(model_config(folder))
@@ -166,12 +166,12 @@ def quantised(config: Mapping[str, Any]) -> str | None:
 
 
 def near_family(model_type: str) -> str | None:
-    """The family whose name is most like a model type; None if no name is like it."""
+    """The family whose name is most similar to a model type; None if no name is similar."""
     return next(iter(get_close_matches(model_type.lower(), FAMILIES, n=1)), None)
 
 
 def transformers_of(config: Mapping[str, Any]) -> str:
-    """The installed version of transformers; also the one that wrote the model's config.json, if that is newer."""
+    """The installed version of transformers; also the version that wrote the model's config.json, if it is newer."""
     written, installed = str(config.get("transformers_version", "")), version("transformers")
     needed, given = ([int(part) for part in re.findall(r"\d+", number[:20])[:2]] for number in (written, installed))
     return f"transformers {installed}" + (f" (it needs {written:.20})" if needed > given else "")

@@ -61,7 +61,7 @@ def hub_addresses(config: Config) -> list[tuple[str, Named, Path]]:
 
 
 def with_downloads(config: Config, local: Mapping[Path, Path]) -> Config:
-    """The configuration with the local path of each address of a model hub."""
+    """The configuration with each address of a model hub replaced by the local path of its download."""
     changed: Config = _with_paths(config, lambda path: local.get(path, path))
     return changed
 
@@ -111,7 +111,7 @@ def _problems(config: Config) -> Iterator[_Problem]:
 
 
 def paths(value: Any, setting: str = "", marks: Iterable[Any] = ()) -> Iterator[tuple[str, Named, Path]]:
-    """(setting, kind, path) of each path in a section whose type declares the kind of file."""
+    """(setting, kind, path) of each path setting below `value` whose type declares a kind (`Named`)."""
     if isinstance(value, Path):
         yield from ((setting, mark, value) for mark in marks if isinstance(mark, Named))
     elif isinstance(value, Mapping):
@@ -167,7 +167,7 @@ def _module_problems(config: Config) -> Iterator[_Problem]:
 
 
 def near(path: Path) -> str:
-    """In brackets, the path in the same folder with the name most similar to a missing path; empty without one."""
+    """In brackets, the path in the same folder with the name most similar to a missing path; empty if none is."""
     names = [entry.name for entry in path.parent.glob("[!.]*")] if path.parent.is_dir() else []
     near = difflib.get_close_matches(path.name, names, n=1)
     return f" (there is {path.parent / near[0]})" if near else ""

@@ -68,7 +68,7 @@ class ColumnsConfig(Section):
     """Part of the `ground_truth` column that is the answer. `text`: all of it; `hashes`: the text after the last
     `####`, as in GSM8K; `boxed`: the content of the last `\\boxed{}`, as in MATH."""
     instruction: str = ""
-    """Text that is added to each prompt that is a text, on a line of its own, such as the form of the answer."""
+    """Text that is added, on a line of its own, to each prompt that is a text, such as the form of the answer."""
 
 
 class DataConfig(Section):
@@ -89,7 +89,7 @@ class DataConfig(Section):
     eval_make_rows: Positive | None = None
     """Number of synthetic rows that the environment's generator makes as an evaluation set `made`."""
     eval_every: NotNegative = 0
-    """Optimizer steps between evaluations; 0: none while training."""
+    """Optimizer steps between evaluations; 0: no evaluations during training."""
     eval_mode: Literal["pause", "beside"] = "pause"
     """What training does during an evaluation: it waits (`pause`), or continues while `eval_engines` engines keep
     the evaluated weights (`beside`). After the last step, and if too few engines are up, it waits in any case."""
@@ -98,7 +98,7 @@ class DataConfig(Section):
     eval_samples: Count = 1
     """Trajectories of each evaluation prompt."""
     eval_rows: Positive | None = 512
-    """Rows of each set that are played in evaluations during training, the same ones in all runs; None: all rows. After
+    """Rows of each set that are played in evaluations during training, the same rows in all runs; None: all rows. After
     the last step of the run, and by `baton eval`, every row is played."""
     eval_temperature: Annotated[float, Field(ge=0)] | None = None
     """Sampling temperature of evaluations, 0 for greedy decoding; None: as in training."""
@@ -130,10 +130,10 @@ class EnvConfig(CommandConfig):
     isolation: Literal["none", "process"] = "none"
     """`process`: every open episode has a process of its own, which is killed if it blocks."""
     max_processes: Count = 256
-    """Maximum number of processes of one generator at once; further episodes wait for one to end."""
+    """Maximum number of processes of one generator at once; further episodes wait for a process to end."""
     max_observation_characters: Positive = 1 << 20
-    """Maximum number of characters of one observation, over all texts and names of its messages; a longer one fails the
-    trajectory."""
+    """Maximum number of characters of one observation, over all texts and names of its messages; a longer observation
+    fails the trajectory."""
     max_snapshot_bytes: Annotated[int, Field(ge=0, le=1 << 18)] = 4096
     """Maximum bytes of the data with which another generator can continue after a step: the environment's snapshot in
     base64 and the messages after the step. A trajectory that needs more restarts if its generator is lost."""
@@ -149,7 +149,7 @@ class AgentsConfig(Section):
     """The endpoint in each generator, at which agents of any kind call the policy; a session is a trajectory."""
 
     host: Annotated[str, Field(min_length=1, max_length=253, pattern=r"^[0-9A-Za-z:._%-]+$")] = "127.0.0.1"
-    """Address of the endpoint. Beyond loopback, keys and texts cross the network unencrypted."""
+    """Address of the endpoint. With another address than loopback, keys and texts cross the network unencrypted."""
     port: Annotated[int, Field(ge=0, le=65535)] = 0
     """Port of the first generator's endpoint; each further generator has the next port. 0: each generator takes a free
     port, a different one after a restart."""
@@ -166,8 +166,8 @@ class AgentsConfig(Section):
     max_tokens: Positive = 1 << 15
     """Maximum number of tokens of all steps of a session; tokens that several calls share count once."""
     train: tuple[Literal["main", "sub", "aux"], ...] = ("main", "sub")
-    """Roles of conversations that are trained: main, sub (under a system prompt of its own), aux (a single question
-    beside them, such as one for a title)."""
+    """Roles of conversations that are trained: main, sub (with a system prompt of its own), aux (a single question
+    outside the conversations, such as a request for a title)."""
     structured: Literal["ignore", "constrain", "refuse"] = "ignore"
     """How a request that prescribes the answer's form (a JSON schema, a forced tool) is handled. `ignore`: the policy
     answers freely; `constrain`: the engine enforces the form, and the answer carries no loss; `refuse`: the request is
@@ -181,7 +181,7 @@ class AgentsConfig(Section):
 
 
 class RoleConfig(Section):
-    """A role that an environment, or an agent, names in its turns besides `main`; see docs/roles.md."""
+    """A role other than `main` that an environment or an agent gives to its turns; see docs/roles.md."""
 
     mode: Literal["trained", "frozen", "judge"] = "trained"
     """`trained`: the policy plays the role and is trained on it; `judge`: the policy plays the role, untrained;
@@ -252,7 +252,7 @@ class GeneratorConfig(Section):
     distribution than the trainer computes, so `algorithm.correction` must be on."""
     engine_options: dict[str, JsonValue] = {}
     """Further arguments of vLLM's engines by the names of `AsyncEngineArgs`, such as `max_num_batched_tokens` or
-    `pipeline_parallel_size`; docs/engine-options.md says of each whether it is passed on."""
+    `pipeline_parallel_size`; docs/engine-options.md lists which arguments are passed on."""
     start_deadline: Seconds = 600.0
     """Seconds within which an engine must start."""
     request_deadline: Seconds = 300.0
@@ -273,12 +273,12 @@ class GeneratorConfig(Section):
 
     @property
     def min_engines(self) -> int:
-        """Engines with which the run starts."""
+        """Number of engines with which the run starts."""
         return self.engines if isinstance(self.engines, int) else self.engines.min
 
     @property
     def max_engines(self) -> int:
-        """Engines that the run may have at once."""
+        """Maximum number of engines at once."""
         return self.engines if isinstance(self.engines, int) else self.engines.max
 
 

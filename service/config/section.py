@@ -12,7 +12,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInf
 MOST = 10**15
 """Largest value of an integer setting; it fits into all number types that settings are converted to."""
 LARGEST_HOST = 1 << 45
-"""Bytes of memory that no host exceeds."""
+"""Upper bound, in bytes, of the memory of any host."""
 Positive = Annotated[int, Field(gt=0, le=MOST)]
 Count = Annotated[int, Field(gt=0, le=1 << 20)]
 """A number of processes, groups or samples, of which each takes memory."""
@@ -27,7 +27,7 @@ PATTERNS = {
     NAME: "be lower-case letters, digits and _, a letter first, 32 at most",
     URL: "begin with http:// or https://",
 }
-"""What a text must be or do to match each pattern, for error messages."""
+"""The requirement of each pattern in words, for error messages."""
 Name = Annotated[str, Field(pattern=NAME)]
 
 

@@ -75,7 +75,7 @@ class Source:
     places: dict[KeyPath, str] = field(default_factory=dict)
 
     def place(self, path: KeyPath) -> str | None:
-        """The place where the value at `path` was set; else the place of its nearest parent that has one."""
+        """The place where the value at `path` was set; else the place of its nearest parent that was set."""
         return next((self.places[path[:n]] for n in range(len(path), 0, -1) if path[:n] in self.places), None)
 
     def line(self, path: KeyPath, message: str) -> str:
@@ -165,7 +165,7 @@ def _read_text(file: Path) -> str:
 
 
 class _Reader:
-    """Turns a YAML text into plain values and notes the line of each."""
+    """Turns a YAML text into plain values and notes the line of each value."""
 
     def __init__(self, text: str, name: str) -> None:
         self.places: dict[KeyPath, str] = {}

@@ -78,13 +78,13 @@ class RunConfig(Section):
     """Failures of a generator, or of the trainer, that a run survives without an optimizer step in between. Steps that
     a trainer repeats after a failure do not count."""
     trajectories_per_step: NotNegative = 2
-    """Number of trajectories of each mini-batch that are kept in `trajectories.jsonl` until the file is full. As many
-    are kept of the trajectories that ended untrained since the previous mini-batch."""
+    """Number of trajectories of each mini-batch that are kept in `trajectories.jsonl` until the file is full. The
+    same number is kept of the trajectories that ended untrained since the previous mini-batch."""
     keep_best: Annotated[str, Field(pattern=r"^eval/.+/avg_score$")] | None = None
     """Score of an evaluation set, such as `eval/made/avg_score`: the weights with the highest score are kept in
     `best/` of the run folder; None: no weights are kept there."""
     insecure_local: bool = False
-    """Run on a Ray without authentication; only for a machine that nobody else can reach."""
+    """Allow a Ray cluster without authentication; only for a machine that nobody else can reach."""
     stop_grace: Seconds = 600.0
     """Seconds from a stop signal until the run is ended by force; before that it finishes its optimizer step and writes
     the final weights."""
@@ -128,22 +128,23 @@ class ModelConfig(Section):
     make: MakeModelConfig | None = None
     """Make a small model instead of reading `path`."""
     warm_start: WarmStartConfig | None = None
-    """Trains all weights, also where `lora` is set: the adapter is added to the warm-started model."""
+    """Supervised training before RL. It trains all weights, also if `lora` is set: the adapter is added to the
+    warm-started model."""
     lora: LoraConfig | None = None
-    """Train a low-rank adapter and leave the weights as they are; None: train all weights."""
+    """Train a low-rank adapter and leave the model's weights unchanged; None: train all weights."""
     adapter: Annotated[UserPath, Named("adapter", "folder", "give a folder with adapter_config.json")] | None = None
     """Folder of an adapter in PEFT's form from which training starts; its rank, alpha and targets must be those of
     `lora`."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """Type of the parameters in forward passes of engine and trainer."""
+    """Data type of the parameters in forward passes of engine and trainer."""
 
 
 class BufferConfig(Section):
     """The buffer: admission, staleness, deadlines, and bounds on memory and disk."""
 
     lookahead: Versions = 2
-    """Mini-batches that generators may begin beyond the one that is trained next on the weights that they serve; 0:
-    strictly on-policy."""
+    """Number of mini-batches that generators may begin ahead of the next mini-batch to be trained, as seen from the
+    policy version that they serve; 0: strictly on-policy."""
     max_staleness: Versions = 8
     """Staleness in versions above which a token carries no loss."""
     order: Literal["finished_first", "strict"] = "finished_first"
@@ -191,11 +192,11 @@ class PlacementConfig(Section):
 
 
 class WandbConfig(Section):
-    """Weights & Biases, besides `metrics.jsonl` and TensorBoard; needs the package wandb."""
+    """Weights & Biases, in addition to `metrics.jsonl` and TensorBoard; needs the package wandb."""
 
     project: str = "baton"
     offline: bool | None = None
-    """Write to the run folder only; `wandb sync` uploads the data later. None: do so if there is no key, neither in
+    """Write to the run folder only; `wandb sync` uploads the data later. None: only if there is no key, neither in
     WANDB_API_KEY nor from `wandb login`."""
     group: str | None = None
     """Runs of a group are shown together, such as the seeds of one experiment."""
@@ -226,7 +227,7 @@ class Config(Section):
     agents: AgentsConfig | None = None
     """The endpoint for agents; None: an endpoint with default settings if `env.name` is agent, otherwise none."""
     roles: Annotated[dict[Name, RoleConfig], Field(max_length=MAX_NAMED)] = {}
-    """Roles besides `main`, by name, each with rewards and a baseline of its own."""
+    """Roles other than `main`, by name, each with rewards and a baseline of its own."""
     generator: GeneratorConfig = GeneratorConfig()
     scorers: dict[Name, ScorerConfig] = {}
     """Reward models, judges and teachers by name."""

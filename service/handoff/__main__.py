@@ -32,7 +32,7 @@ SETTINGS = BufferSettings(
 
 def main(folder: Path) -> None:
     """Run one prompt through all verbs: a group of two trajectories, a mini-batch that is released and leased again,
-    and the commit of version 1:1."""
+    and the commit of version 1:1 (incarnation:step)."""
     buffer = Buffer(SETTINGS, ["what is 1 + 1?"], Journal(folder, SystemClock()), SystemClock())
 
     def show(verb: str) -> None:

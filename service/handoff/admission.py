@@ -1,8 +1,8 @@
-"""Admission: limits the unfinished work, and so the staleness of tokens and the memory and disk that they need.
+"""Admission: limits the unfinished work, and so the staleness of tokens and the memory and disk space of their steps.
 
 Groups get numbered slots in the order in which they are admitted; the slot of a group that ends untrained is given to
 a later group. With mini-batches of B groups, slot s belongs to mini-batch floor(s / B), and is admitted once the
-claiming engine serves version floor(s / B) - lookahead:
+engine of the claiming generator serves version floor(s / B) - lookahead:
 
     B = 2, lookahead = 1, the engine serves version 0:  slots 0 1 | 2 3 are admitted, slot 4 waits for version 1
 """
@@ -46,7 +46,7 @@ class Admission:
         return record.store.n_bytes + to_read_back + self._to_come(record.ledger)
 
     def journal_limit(self, journal: Journal) -> int:
-        """Bytes of the journal that steps may take; one segment's bytes stay free for the copies of `compaction`."""
+        """Bytes of the journal that steps may take; one segment stays free for frames that `compaction` copies."""
         return self._settings.max_journal_bytes - journal.segment_bytes
 
     def disk_wait(self, record: Record, n_samples: int) -> tuple[WaitReason, str] | None:
@@ -70,7 +70,7 @@ class Admission:
         return WaitReason.DISK, f"the journal holds {held} bytes and may need {worst} more, {bound}"
 
     def wait(self, record: Record, serving: PolicyVersion) -> tuple[WaitReason, str] | None:
-        """Return why the next slot has to wait; None if an engine that serves `serving` may get it."""
+        """Return why the next slot has to wait; None if an engine that serves `serving` may get the slot."""
         ledger = record.ledger
         batch = ledger.next_slot // self._settings.mini_batch_size
         ahead = self._settings.lookahead
@@ -85,7 +85,7 @@ class Admission:
     def first_to_wait(self, ledger: Ledger, serving: PolicyVersion) -> int:
         """The smallest group_id, among groups not trained yet, that waits for newer weights than `serving`.
 
-        After a trainer went back, the slots of the undone steps wait until those steps are repeated.
+        After a trainer went back to an earlier step, the slots of the undone steps wait until those steps are repeated.
         """
         batches = effective_step(ledger, serving) + self._settings.lookahead + 1
         free = batches * self._settings.mini_batch_size - (ledger.next_slot - len(ledger.slots))

@@ -21,7 +21,7 @@ class AttemptSettings:
     """How long trajectories and groups may take."""
 
     max_attempts: int = 3
-    """Attempts of a trajectory."""
+    """Maximum attempts of a trajectory."""
     step_deadline: float = 300.0
     """Seconds without progress after which a trajectory is restarted."""
     on_group_deadline: Literal["train_partial", "expire"] | None = None
@@ -38,7 +38,7 @@ class Attempts:
         self._record = record
 
     def restart(self, group_id: int, samples: tuple[int, ...], reason: str) -> None:
-        """Start new attempts of samples of a group, or end the group if one of them has no attempt left."""
+        """Start new attempts of samples of a group; end the group if one has no attempt left, or if the run drains."""
         trajectories = self._record.ledger.state.groups[group_id].trajectories
         if self._record.ledger.state.draining is not None:
             self._record.add(events.Ended(group_id, GroupState.EXPIRED, RUN_END))
@@ -48,7 +48,7 @@ class Attempts:
             self._record.add(events.Restarted(group_id, samples, reason))
 
     def hand_over(self, group_id: int, samples: tuple[int, ...]) -> None:
-        """Reassign samples whose generator is gone: another generator continues them, or restarts them if it cannot."""
+        """Reassign samples whose generator is gone: another generator continues or else restarts them."""
         draining = self._record.ledger.state.draining is not None
         moved = () if draining else tuple(sample for sample in samples if self._can_continue(group_id, sample))
         if moved:
@@ -57,7 +57,8 @@ class Attempts:
             self.restart(group_id, others, "generator_left")
 
     def _can_continue(self, group_id: int, sample: int) -> bool:
-        """Whether another generator may continue a sample: False once too many generators died during its next step."""
+        """Whether another generator may continue a sample: False if a step before the last accepted one is missing, the
+        environment does not allow it, or too many generators died during the next step."""
         trajectory = self._record.ledger.state.groups[group_id].trajectories[sample]
         n_steps = len(trajectory.indices)
         if trajectory.n_steps is not None or trajectory.indices != set(range(n_steps)) or not n_steps:
@@ -67,15 +68,15 @@ class Attempts:
         return portable and trajectory.moves + 1 < self._settings.max_attempts
 
     def lose(self, group_id: int, sample: int, reason: str) -> None:
-        """Restart a failed trajectory. Without an attempt left, or while the run drains, its group continues without
-        it, or ends if fewer than two others remain."""
+        """Restart a failed trajectory. If no attempt is left, or while the run drains, the group continues without the
+        trajectory, or ends if fewer than two others remain."""
         state = self._record.ledger.state
         can_restart = state.groups[group_id].trajectories[sample].attempt + 1 < self._settings.max_attempts
         if (can_restart and state.draining is None) or not self._goes_on_without(group_id, (sample,), reason):
             self.restart(group_id, (sample,), reason)
 
     def _goes_on_without(self, group_id: int, samples: tuple[int, ...], reason: str) -> bool:
-        """Continue a group without some samples; False if fewer than two remain, because one has no baseline."""
+        """Continue a group without some samples; False if fewer than two remain: a single sample has no baseline."""
         trajectories = self._record.ledger.state.groups[group_id].trajectories
         others = [s for s, other in enumerate(trajectories) if s not in samples and not other.given_up]
         if len(others) < 2:
@@ -98,9 +99,9 @@ class Attempts:
                 self._record.add(events.Ended(group_id, GroupState.EXPIRED, GROUP_DEADLINE))
 
     def restart_refused(self, message: StepGroup, refused: Refusal) -> None:
-        """Restart a trajectory whose own message was refused: it cannot become complete without that message.
+        """Restart the trajectory of a refused message: without that message the trajectory cannot become complete.
 
-        A message of an earlier attempt, or of several trajectories, restarts nothing.
+        A message with a wrong identity, about an earlier attempt or about several trajectories restarts nothing.
         """
         ids = {*trajectory_ids(message.steps), *trajectory_ids(message.ends)}
         if len(ids) != 1 or refused.reason is RefusalReason.IDENTITY:

@@ -3,7 +3,7 @@
 Each verb decides what changes, and adds every change to the record, as an event or as the accepted message itself:
 
     claim -> Issued(7) ; submit -> steps and ends of 7, which is then complete ; lease -> Leased(1, (7, ..)) ;
-    commit -> Committed(1, version 0.1)
+    commit -> Committed(1, version 1:1)
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ class Buffer:
     ) -> None:
         """`rows_digest`: a digest of the dataset's rows; a run continues only with the same digest and prompt uids.
 
-        `teacher_of_row`: the name of each row's teacher, empty where it has none; None: all rows have the same teacher.
+        `teacher_of_row`: the name of each row's teacher, empty for none; None: all rows have the same teacher.
 
         Raises:
-            ConfigError: a bound cannot hold one mini-batch.
+            ConfigError: `buffer.max_bytes` cannot hold one mini-batch.
             JournalError: the journal is damaged.
             UserError: the journal's run began with other rows or settings.
         """
@@ -91,7 +91,7 @@ class Buffer:
     # -- the five verbs -----------------------------------------------------------------------------------------------
 
     def claim(self, claim: Claim) -> Assignment | Wait | Refusal:
-        """A group for a generator: restarted trajectories first, then the next prompt if it is admitted.
+        """Give work to a generator: trajectories to restart or continue first, then the next prompt if it is admitted.
 
         A claim that is repeated because its answer was lost gets the unfinished part of the same work.
         """
@@ -102,7 +102,7 @@ class Buffer:
         return self._claims.answer(claim)
 
     def claim_several(self, claim: Claim, most: int) -> list[Assignment] | Wait | Refusal:
-        """Up to `most` groups; equivalent to that many claims with consecutive request ids."""
+        """Up to `most` groups; equivalent to `most` claims with consecutive request ids."""
         given: list[Assignment] = []
         for number in range(most):
             answer = self.claim(claim._replace(request_id=claim.request_id + number))
@@ -113,7 +113,7 @@ class Buffer:
         return given or answer  # type: ignore[return-value]
 
     def submit(self, data: bytes) -> Receipt | Refusal:
-        """Accept a message (a step group); the receipt is valid once all that the journal holds by then is synced."""
+        """Accept a message (a step group); the receipt is valid once the journal's content at this moment is synced."""
         message = decode(data, self._settings.limits)
         if isinstance(message, Refusal):
             return self._refuse(message)
@@ -160,12 +160,12 @@ class Buffer:
         return are_any
 
     def lease(self, trainer_incarnation: int) -> MiniBatch | Wait | Refusal:
-        """The next mini-batch; the same one again while its lease is open."""
+        """Lease the next mini-batch; while a lease is open, return its mini-batch."""
         answer = self.begin_lease(trainer_incarnation)
         return self.finish_lease(answer, answer.run()) if isinstance(answer, BatchJob) else answer
 
     def begin_lease(self, trainer_incarnation: int) -> MiniBatch | Wait | Refusal | BatchJob:
-        """Same as `lease`, but for a new mini-batch the caller runs the returned job, then calls `finish_lease`."""
+        """Same as `lease`, but for a new mini-batch return a job: the caller runs it, then calls `finish_lease`."""
         if trainer_incarnation != self.ledger.state.trainer_incarnation:
             return self._refuse(Refusal(RefusalReason.FENCED, "trainer_incarnation", trainer_incarnation))
         if self.ledger.state.leases:
@@ -175,10 +175,11 @@ class Buffer:
         return self._leases.begin(trainer_incarnation)
 
     def finish_lease(self, job: BatchJob, made: Formed | list[int]) -> MiniBatch | Wait | Refusal:
-        """Lease the mini-batch that a job formed; if the trainer, its version or a group changed meanwhile, another is
-        formed at once, in this thread.
+        """Lease the mini-batch that a job formed; if the trainer, its version or a group changed meanwhile, another
+        mini-batch is formed at once, in this thread.
 
-        A group to which the estimator gave no finite advantage is refused for good; the other groups are formed again.
+        Groups to which the estimator gave no finite advantage (`made` is their list) are refused for good, and a
+        mini-batch is formed without them.
         """
         if isinstance(made, list):
             groups = self.ledger.state.groups
@@ -223,12 +224,13 @@ class Buffer:
     def join(
         self, role: Literal["generator", "trainer"], name: str, step: int | None = None, resumes: bool = False
     ) -> int:
-        """Admit a new incarnation; calls of the older one are refused from now on, and its work is reassigned.
+        """Admit a new incarnation of generator or trainer; calls of the older incarnation are refused from now on, and
+        its work is reassigned.
 
-        With `resumes` a generator keeps the work of its older incarnation, see `unfinished`.
+        With `resumes` a generator keeps the work of its older incarnation, which `unfinished` returns.
 
-        A trainer continues from `step`, or from the newest step; groups that were trained after that step are leased
-        again. The policy versions of this trainer have the returned incarnation.
+        A trainer continues from `step`, by default from the newest step; groups that were trained after that step are
+        leased again. The policy versions of this trainer have the returned incarnation.
         """
         state = self.ledger.state
         if role == "trainer":
@@ -318,7 +320,7 @@ class Buffer:
 
     @property
     def revision(self) -> int:
-        """Number of events applied so far; results of the verbs change only when it changes or a deadline passes."""
+        """Number of events applied so far; without a new event, only a deadline changes results of the verbs."""
         return self._record.revision
 
     @property

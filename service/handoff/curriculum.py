@@ -24,7 +24,7 @@ KINDS = ("untried", "below", "inside", "above")
 """The kinds of prompts: not tried often enough, or with a success below, in or above the band."""
 IN_EVERY_EPOCH = np.array([kind in ("untried", "inside") for kind in KINDS])
 STRETCH = 8192
-"""Places that are examined at once, because there may be many prompts and few in the band."""
+"""Number of places that are examined at once, because few of many prompts may be in the band."""
 
 
 class CurriculumSettings(NamedTuple):
@@ -47,9 +47,10 @@ class Curriculum:
         """For each row, the index of its prompt's kind in `KINDS`."""
 
     def next_place(self) -> int:
-        """The next place to issue: the first one that is issued in every epoch or was drawn for this epoch.
+        """The next place to issue: the first place whose prompt is issued in every epoch or was drawn for this epoch.
 
-        If an epoch has no such place, the next place is issued. So if no prompt is in the band, all are issued.
+        If an epoch has no such place, the next place is issued. So with `outside: 0` and no prompt in the band, all
+        prompts are issued.
         """
         start = first = self._ledger.state.next_place
         if self._settings is None:

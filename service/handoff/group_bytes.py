@@ -22,7 +22,7 @@ NAME_BYTES = 5 << 10
 NOTE_BYTES = 1 << 10
 """The part of NAME_BYTES that is for a note; further bytes of a longer note are counted separately."""
 ITEM_BYTES = (3 << 10) + NAME_BYTES
-"""Bytes of a step or an end besides its tokens: other columns, and the frame, header and names of its own message."""
+"""Bytes of a step or an end without its tokens: other columns, and the frame, header and names of its own message."""
 TOKEN_BYTES = sum(
     column.dtype.itemsize
     for column in columns_of(Steps).tokens
@@ -42,7 +42,7 @@ TRANSCRIPT_BYTES = 1 << 16
 EVENT_BYTES = 1 << 20
 """Room in the journal for events, so that leases continue when no more groups are admitted."""
 JOURNAL_SEGMENTS = 8
-"""Number of segments of a full journal; to free the oldest, its frames that are still needed are copied to the end."""
+"""Number of segments of a full journal; to free the oldest one, its needed frames are copied to the end."""
 
 
 def item_bytes(n_tokens: int, token_bytes: int, n_items: int) -> int:
@@ -63,7 +63,7 @@ class WorstBytes:
     """Number of trajectories of a group."""
     max_group_bytes: int
     tokens_of_step: int
-    """Tokens of the longest prompt and the longest response."""
+    """Tokens of the longest prompt and the longest response together."""
     max_turns: int
     """Maximum turns in an environment."""
     max_note_bytes: int = NOTE_BYTES
@@ -93,7 +93,7 @@ class WorstBytes:
 
     @property
     def trajectory(self) -> int:
-        """Maximum bytes of one trajectory; with `buffer.max_group_bytes`, the trajectory's share of that limit.
+        """Maximum bytes of one trajectory, but at most its share of `buffer.max_group_bytes`.
 
         In an environment every turn has maximum length. An agent's calls have at most `agents.max_tokens` tokens
         together, and its end has a transcript. Every end has a role and a reward for each step.

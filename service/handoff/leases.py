@@ -32,7 +32,7 @@ class BatchJob:
     lease: int
     trainer_incarnation: int
     version: PolicyVersion
-    """The newest version when the job began; the mini-batch is discarded if there is a newer one when it is formed."""
+    """The newest version when the job began; if a newer version exists after the job, the mini-batch is discarded."""
     groups: list[CompleteGroup]
     history: VersionHistory
     settings: BatchSettings
@@ -58,7 +58,7 @@ class Leases:
         """Collect the inputs of the next lease's mini-batch.
 
         Raises:
-            ValueError: a group is not complete; otherwise the same mini-batch would be formed again for ever.
+            ValueError: a group is not complete; without this error, `lease` would form the mini-batch again for ever.
         """
         ledger, size = self._record.ledger, self._settings.mini_batch_size
         ready = ledger.slots if self._settings.order == "strict" else [group_id for _, group_id in ledger.finished]
@@ -118,7 +118,7 @@ class Leases:
 
 
 def with_filtered(batch: MiniBatch, filtered: events.GroupStats) -> MiniBatch:
-    """The same mini-batch, with reward metrics that also cover the groups filtered since the previous mini-batch.
+    """The mini-batch, with reward metrics that also cover the groups filtered since the previous mini-batch.
 
     `generate/tokens_per_kept_token` is the cost of resampling: 2 means that half of all sampled tokens were discarded.
 

@@ -68,7 +68,7 @@ class Scoring:
         record: Record,
         teacher_of_row: Sequence[str] | None,
     ) -> None:
-        """`teacher_of_row`: the name of each row's teacher, empty if it has none; None: all rows have the same one."""
+        """`teacher_of_row`: the name of each row's teacher, empty for none; None: all rows have the same teacher."""
         self._scorers, self._filters = scorers, filters
         self._record = record
         self._always = tuple(name for name, scorer in scorers.items() if scorer.kind == "rewards")

@@ -39,7 +39,7 @@ class BufferSettings:
     step_wise: bool = True
     """False: all steps of a trajectory have to become one row."""
     max_generators: int = 1
-    """Generators that may play at once."""
+    """Maximum number of generators that play trajectories at the same time."""
     lookahead: int = 2
     max_bytes: int = 4 << 30
     """Bytes of memory: groups are admitted only while the worst case of all admitted groups fits."""

@@ -72,7 +72,7 @@ class BufferStatus:
     given_up: dict[str, int]
     moved: int
     duplicates: int
-    """Messages that had been accepted before, since this process started."""
+    """Repeated messages, which had been accepted before, since this process started."""
     late: int
     """Messages with content that came too late (`Receipt.late`), since this process started."""
     journal_start: int

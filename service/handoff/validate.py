@@ -4,12 +4,12 @@ The effect of an invalid value depends on its kind:
 
 - One token is masked and counted if it was sampled and its log-probability is not finite. The rest of the step carries
   loss. Log-probabilities of tokens without loss are not checked.
-- The whole message is refused if it breaks a rule below, or one that needs what was accepted before (`ledger.accept`):
-  a step comes after the end, or two records of one step differ. The message that completes a trajectory is also refused
-  if more than max(1, 1 %) of the trajectory's sampled tokens have such a log-probability, or if the digest of a
-  reference does not match. If the message is about one trajectory, that trajectory restarts (`attempts`). A reward that
-  is not finite is never replaced by a number, because the number would make the baseline of the other trajectories in
-  the group wrong.
+- The whole message is refused if it breaks a rule below, or a rule that compares it with earlier messages
+  (`ledger.accept`): a step comes after the end, or two records of one step differ. The message that completes a
+  trajectory is also refused if more than max(1, 1 %) of the trajectory's sampled tokens have a log-probability that is
+  not finite, or if the digest of a reference does not match. If the message is about one trajectory, that trajectory
+  restarts (`attempts`). A reward that is not finite is never replaced by a number, because the number would make the
+  baseline of the other trajectories in the group wrong.
 
 Rules are ordered from cheap to expensive; the refusal names the first one that fails.
 """
@@ -33,14 +33,14 @@ MAX_NAME_LENGTH = 1024
 """Maximum characters of a generator's name, a prompt's uid or a stop reason."""
 
 MAX_GROUP_ID = 1 << 53
-"""Every group_id is below it, so that it is exact as a number in JSON."""
+"""Every group_id is smaller, so that JSON numbers hold it exactly."""
 
 TEMPERATURES = (1e-6, 1e6)
 
 LOGPROB_TOLERANCE = 1e-4
 """Largest accepted log-probability: rounding may move it above 0."""
 MIN_LOGPROB = -1e7
-"""Smallest accepted log-probability of a sampled token: a logit difference of ten over the lowest temperature."""
+"""Smallest accepted log-probability of a sampled token: a logit difference of -10 divided by the lowest temperature."""
 
 
 def refusal(group: StepGroup, limits: Limits) -> Refusal | None:
@@ -135,7 +135,7 @@ def _order(group: StepGroup, limits: Limits) -> Refusal | None:
 
 
 def _said(group: StepGroup, limits: Limits) -> Refusal | None:
-    """The refusal of what an end says: unknown roles, invalid rewards, values for too few steps, a long transcript."""
+    """The refusal of an end with unknown roles, invalid rewards, a wrong number of values, or a long transcript."""
     ends = group.ends
     said_E, transcript_E = lengths_of(ends.step_offsets_E), lengths_of(ends.offsets_E)
     wrong_E = (said_E != 0) & (said_E != ends.n_steps_E)
@@ -207,7 +207,7 @@ def _logprobs(group: StepGroup, limits: Limits) -> Refusal | None:
 
 
 def _versions(group: StepGroup, limits: Limits) -> Refusal | None:
-    """The refusal of a sampled token without a version, the reverse, or a prompt token that is marked as sampled."""
+    """The refusal of a sampled token without a version, another token with one, or a prompt token marked as sampled."""
     steps = group.steps
     wrong_N = (steps.loss_mask_N != (steps.versions_N >= 0)) | (steps.versions_N < NO_VERSION)
     if wrong_N.any():
@@ -224,14 +224,14 @@ _RULES: tuple[Callable[[StepGroup, Limits], Refusal | None], ...] = (
 
 
 def _first_in_prompt(steps: Steps, mask_N: Bools) -> int | None:
-    """The first step with a prompt token in the mask."""
+    """Index of the first step with a prompt token in the mask; None if there is no such step."""
     parts = np.stack((steps.offsets_K[:-1], steps.offsets_K[:-1] + steps.prompt_length_K), axis=1).reshape(-1)
     in_prompt_K = np.logical_or.reduceat(mask_N, parts)[::2] & (steps.prompt_length_K > 0)
     return int(in_prompt_K.argmax()) if in_prompt_K.any() else None
 
 
 def _first_outside(reason: RefusalReason, *ranges: tuple[str, NDArray[Any], int, Any]) -> Refusal | None:
-    """The refusal of the first integer outside of its column's range [low, high); None if there is none."""
+    """The refusal of the first integer outside its column's range [low, high); None if all are inside."""
     for name, column_X, low, high in ranges:
         above_X = (column_X if low == 0 else column_X - low).view(f"u{column_X.itemsize}")  # below low becomes huge
         if not isinstance(high, np.ndarray) and np.maximum.reduce(above_X, initial=0) < high - low:

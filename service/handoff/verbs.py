@@ -16,7 +16,7 @@ class Claim(NamedTuple):
 
     generator: str
     incarnation: int
-    """As given by `Buffer.join`."""
+    """The incarnation that `Buffer.join` returned."""
     serving: PolicyVersion
     """The version that the generator's engine serves now; no sample of the group starts on an older version."""
     request_id: int = 0
@@ -44,7 +44,7 @@ class Assignment(NamedTuple):
 
 
 class WaitReason(StrEnum):
-    """Why a verb has no result yet; also a label of the metric."""
+    """Why a verb has no result yet; also a label of `baton_generator_wait_seconds`."""
 
     LOOKAHEAD = "lookahead"
     """claim: the next slot is further ahead than the engine's version allows."""
@@ -53,9 +53,9 @@ class WaitReason(StrEnum):
     DISK = "disk"
     """claim: the journal's disk is full; journal: events are not on the disk because it is full."""
     ANSWERED = "answered"
-    """claim: it was answered before, and its work is finished or was reassigned to another generator."""
+    """claim: the claim was answered before; its work is finished or was reassigned to another generator."""
     DRAINED = "drained"
-    """claim: the run ends; no more prompts are issued. lease: nor are enough groups left for a mini-batch."""
+    """claim: the run ends; no more prompts are issued. lease: the run ends; too few groups are left."""
     GROUPS = "groups"
     """lease: fewer than `mini_batch_size` groups are complete."""
     FILTERED = "filtered"
@@ -73,7 +73,7 @@ class Wait(NamedTuple):
 
 
 class Receipt(NamedTuple):
-    """A message (a step group) was accepted, now or before; valid once all that the journal holds by then is synced."""
+    """A message (a step group) was accepted, now or before; valid once the journal's content at that time is synced."""
 
     duplicate: bool = False
     late: tuple[TrajectoryId, ...] = ()

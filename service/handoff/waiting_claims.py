@@ -23,7 +23,7 @@ FINAL = (WaitReason.DRAINED, WaitReason.ANSWERED)
 
 @dataclass(frozen=True, slots=True)
 class WaitingClaim:
-    """A claim, and where to send its answer."""
+    """A claim, and the function that sends its answer."""
 
     claim: Claim
     most: int
@@ -48,7 +48,7 @@ class WaitingClaims:
     def answer(self, claim: Claim, most: int, deadline: float | None, reply: Callable[[ClaimAnswer], None]) -> None:
         """Reply to a claim as soon as there is a group for it, or at `deadline`; without a deadline, reply at once.
 
-        Deadlines must not decrease from claim to claim, as when all claims wait equally long.
+        Deadlines must not decrease from claim to claim; if all claims wait equally long, they do not.
         """
         answer = self._ask(claim, most)
         if deadline is None or not _waits(answer):
@@ -58,7 +58,7 @@ class WaitingClaims:
         self._waiting[self._came] = WaitingClaim(claim, most, answer, deadline, reply)
 
     def look(self) -> None:
-        """Serve claims after a change, in order of arrival, until all remaining ones have to wait."""
+        """Answer claims after a change of the buffer, in order of arrival, until all remaining claims have to wait."""
         blocked: PolicyVersion | None = None
         for number, waiting in list(self._waiting.items()):
             serving = waiting.claim.serving

@@ -39,7 +39,7 @@ class Waits:
         self._waits.pop(who, None)
 
     def current(self) -> tuple[Waiting, ...]:
-        """All waits; and the trajectory that has made no progress for the longest time, if that is too long."""
+        """All waits, and the longest silent trajectory if `SILENT_FRACTION` of the step deadline has passed."""
         now = self._clock.monotonic()
         waits = [Waiting(who, str(w.reason), w.detail, now - w.since) for who, w in self._waits.items()]
         for (group_id, sample), since in islice(self._record.ledger.since.items(), 1):
@@ -49,7 +49,7 @@ class Waits:
         return tuple(waits)
 
     def lease_wait(self) -> tuple[WaitReason, str] | None:
-        """Why no mini-batch can be leased; None when one can."""
+        """Why no mini-batch can be leased; None if a mini-batch can be leased."""
         ledger, size = self._record.ledger, self._settings.mini_batch_size
         complete = len(ledger.finished)
         growing = ledger.in_state[GroupState.ISSUED] + ledger.in_state[GroupState.OPEN] + len(ledger.scoring)

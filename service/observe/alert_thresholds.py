@@ -1,5 +1,5 @@
 """Thresholds of alerts and histogram buckets, from the settings; exported as gauges, so that the rules of
-deploy/prometheus/rules.yaml, which hold all other thresholds, need no edits."""
+deploy/prometheus/rules.yaml, which contain all other thresholds, need no edits."""
 
 from __future__ import annotations
 

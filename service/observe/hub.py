@@ -60,7 +60,7 @@ class Pushed:
         return self.age(now) <= SILENT_SECONDS
 
     def by_label(self, name: str, label: str, of_each: Literal["", "_sum", "_count"] = "") -> dict[str, float]:
-        """The values of a family by one of its labels, summed over the others; of a histogram the sums or counts."""
+        """The values of a family by one of its labels, summed over the others; `of_each`: which part of a histogram."""
         found: dict[str, float] = {}
         for line in self.samples.get(name, b"").decode().splitlines():
             of = re.search(rf'[{{,]{label}="([^"]*)"', line)
@@ -69,7 +69,7 @@ class Pushed:
         return found
 
     def total(self, name: str) -> float:
-        """The sum of a family's series; 0 if the actor has not measured it."""
+        """The sum of a family's series; 0 if the actor has no such series."""
         return sum(self.by_label(name, "role").values())
 
     def sample(self, name: str, value: float) -> bytes:
@@ -100,14 +100,15 @@ class Hub:
         self._parts: dict[str, dict[str, Any]] = {}
         self._accepted: deque[tuple[float, float]] = deque(maxlen=RATE_REPORTS)
         self._calls: dict[str, deque[tuple[float, float]]] = {}
-        """By actor: the times of its pushes, each with the number of agents' calls that it had answered by then."""
+        """By actor: the times of its pushes, each with the number of agents' calls that it had answered so far."""
         self._steps: deque[dict[str, Any]] = deque(maxlen=HISTORY_STEPS)
 
     def push(self, source: str, snapshot: bytes) -> None:
         """Store the metrics of `role/ident` in place of the previous ones.
 
         Raises:
-            ValueError: malformed name, too many actors, or a snapshot that is too large or has unknown metrics.
+            ValueError: the name is malformed, there are too many actors, the snapshot is too large, or a metric is not
+                in the table.
         """
         if not _SOURCE.fullmatch(source):
             raise ValueError(f"{source[:80]!r} is no name of an actor")
@@ -207,7 +208,7 @@ class Hub:
 
 
 def _rate(totals: Sequence[tuple[float, float]]) -> float:
-    """The growth per second of a total, from the first to the last (time in seconds, total)."""
+    """The growth per second of a total, from the first to the last pair (time in seconds, total)."""
     if not totals or totals[-1][0] <= totals[0][0]:
         return 0.0
     (start, before), (now, after) = totals[0], totals[-1]
@@ -215,7 +216,7 @@ def _rate(totals: Sequence[tuple[float, float]]) -> float:
 
 
 def _families(snapshot: bytes) -> dict[str, bytes]:
-    """The lines of samples of each metric family, by name; ValueError for a family that is not in the table."""
+    """The lines of samples of each metric family, by name; raises a ValueError for a family not in the table."""
     if len(snapshot) > MAX_SNAPSHOT_BYTES:
         raise ValueError(f"a snapshot of {len(snapshot)} bytes")
     headers = list(_HEADER.finditer(snapshot))
@@ -227,8 +228,8 @@ def _families(snapshot: bytes) -> dict[str, bytes]:
 
 
 def _finite(value: Any) -> Any:
-    """A report without numbers that are not finite: these are not JSON, and a browser would refuse the whole
-    document."""
+    """A report with None for each number that is not finite: such numbers are not JSON, and a browser would refuse the
+    whole document."""
     if isinstance(value, Mapping):
         return {key: _finite(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):

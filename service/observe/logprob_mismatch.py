@@ -4,7 +4,7 @@ Both are log-probabilities of the same token under the same weights, so they dif
 difference means that the engine serves other weights than the trainer sent, or samples from another distribution than
 the trainer assumes.
 
-Rounding in bfloat16 has rare outliers, which would dominate a mean. What counts is therefore the fraction of tokens
+Rounding in bfloat16 has rare outliers, which would dominate a mean. The check therefore uses the fraction of tokens
 that differ by more than `weights.verify_tolerance`:
 
     differences 0.01 0.02 4.0 0.01 ... (100 tokens), tolerance 0.1   ->   0.01: rounding
@@ -22,10 +22,10 @@ FRESH = "policy/by_staleness/0"
 """Metrics of the tokens that the newest policy sampled."""
 
 LARGEST_FRACTION = 0.1
-"""Fraction of the newest policy's tokens that may differ by more than the tolerance."""
+"""Maximum fraction of the newest policy's tokens that may differ by more than the tolerance."""
 
 MIN_TOKENS = 50
-"""A step with fewer tokens of the newest policy is not judged."""
+"""A step with fewer tokens of the newest policy is not checked."""
 
 STEPS_IN_A_ROW = 3
 """Number of consecutive steps that must disagree before the run ends."""
@@ -40,7 +40,7 @@ class LogprobCheck:
         self._agreed_at: int | None = None
 
     def mismatch(self, step: int, metrics: Mapping[str, float]) -> str | None:
-        """The reason to end the run after this step; None if there is none, or `weights.verify` is off."""
+        """The reason to end the run after this step; None if there is no reason, or if `weights.verify` is off."""
         if not self._weights.verify or metrics.get(f"{FRESH}/tokens", 0) < MIN_TOKENS:
             return None
         differing = metrics[f"{FRESH}/differing_fraction"]

@@ -1,4 +1,4 @@
-"""Names the code that blocks an event loop: nothing else runs in the process until that code returns."""
+"""Names the code that blocks an event loop: no other task of the loop runs until that code returns."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ log = logging.getLogger(__name__)
 WATCH = "loop-watch"
 """Name of the thread that watches."""
 BLOCKED_SECONDS = 5.0
-"""If the event loop makes no turn for this many seconds, the code that blocks it is named."""
+"""If the event loop runs no callback for this many seconds, the code that blocks it is named."""
 LOOK_SECONDS = 0.5
-"""Seconds between two turns that the event loop records, and between two checks of the latest record."""
+"""Seconds between two times that the event loop records, and between two checks of the newest recorded time."""
 LIBRARIES = (str(Path(asyncio.__file__).parent), str(Path(__file__).parents[2] / "service"), threading.__file__)
 """Folders of the libraries whose frames lie between the event loop and a user's code."""
 
@@ -29,7 +29,7 @@ class LoopWatch:
     def __init__(self) -> None:
         self._loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
         self._blocked: dict[str, str] = {}
-        """The first message about each place that has blocked the loop, by place."""
+        """The first message about each place in the code that has blocked the loop, by place."""
         self._turn()
         threading.Thread(target=self._watch, name=WATCH, daemon=True).start()
 

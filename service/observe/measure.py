@@ -151,5 +151,5 @@ class LeasedBatches:
             self._metrics.observe("baton_staleness_versions", staleness, weights=counts)
 
     def released(self, lease: int) -> None:
-        """Record that a mini-batch was given back; its rows will be leased again."""
+        """Record that the lease of a mini-batch was released; its rows will be leased again."""
         self._open.pop(lease, None)

@@ -41,8 +41,8 @@ Series = TypeVar("Series")
 def bucket_bounds(thresholds: AlertThresholds) -> dict[str, tuple[float, ...]]:
     """The upper bounds of the histograms' buckets, by the table's name; equal in all actors of a run.
 
-    Lengths have sixteen even steps up to the longest row, and a bound at the alert threshold; seconds go from 1 ms to
-    5000 s.
+    For lengths, there are sixteen evenly spaced bounds up to the longest row, and a bound at the alert threshold; for
+    seconds, bounds from 1 ms to 5000 s.
     """
     lengths = {*(thresholds.longest_row * step // 16 for step in range(1, 17)), thresholds.long_batch}
     turns = {*range(1, 9), 12, 16, 24, 32, 48, 64, thresholds.max_turns}
@@ -169,7 +169,7 @@ def _row(name: str, kind: Kind, labels: Mapping[str, str]) -> Metric:
 def _series(
     recorded: dict[str, dict[Key, Series]], metric: Metric, labels: Mapping[str, str]
 ) -> tuple[dict[Key, Series], Key]:
-    """The series of a metric, and the key of the one with these labels."""
+    """The series of a metric, and the key of the series with these labels."""
     series = recorded.setdefault(metric.name, {})
     key = tuple(labels[label] for label in metric.labels)
     return series, key if key in series or len(series) < MAX_SERIES else (OTHER,) * len(key)

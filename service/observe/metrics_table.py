@@ -2,10 +2,10 @@
 dashboards are checked against it.
 
 Units are base units (tokens, seconds, bytes). Every label has a bounded set of values, and no label holds text of a
-prompt. Every series also carries `role` and `ident` of the actor that measured it.
+prompt. Every series also has the labels `role` and `ident` of the actor that measured it.
 
 `STEP_KEYS` has the keys of a line of `metrics.jsonl` that have no Prometheus metric. In step-wise training a
-mean is over trajectories unless the key says otherwise. `<...>` in a key stands for a name.
+mean is over trajectories unless the key's description names something else. `<...>` in a key stands for a name.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Metric(NamedTuple):
     help: str
     labels: tuple[str, ...] = ()
     key: str = ""
-    """The key of `metrics.jsonl` with the same quantity, from which the metric is recorded; empty if there is none."""
+    """The key of `metrics.jsonl` with the same quantity, from which the metric is recorded; empty without one."""
     buckets: str = ""
     """The name of a histogram's bounds in `service.observe.metrics.bucket_bounds`; empty for other kinds."""
     in_ray: bool = False

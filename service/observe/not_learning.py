@@ -1,7 +1,7 @@
-"""Why a run may not learn: compares figures of its last steps with thresholds, likely causes first.
+"""Why a run may not learn: compares metrics of its last steps with thresholds and lists the likeliest causes first.
 
 Causes come before their effects: if every response is cut, no reward is given, so no group has variance and the
-gradient is zero; the cut is named first. `docs/not-learning.md` says what to try for each symptom.
+gradient is zero; the cut is named first. `docs/not-learning.md` has remedies for each symptom.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from enum import StrEnum
 from typing import NamedTuple
 
 WINDOW = 5
-"""Steps over which a figure is averaged; with fewer steps no figure is compared."""
+"""Steps over which a metric is averaged; with fewer steps no metric is compared."""
 
 
 class Is(StrEnum):
-    """How a figure compares with its threshold."""
+    """How a metric compares with its threshold."""
 
     AT_LEAST = "at least"
     AT_MOST = "at most"
@@ -25,7 +25,7 @@ class Is(StrEnum):
 
 
 class Symptom(NamedTuple):
-    """A figure that shows why a run does not learn."""
+    """A metric that shows why a run does not learn."""
 
     name: str
     """The section of `docs/not-learning.md`."""
@@ -33,7 +33,7 @@ class Symptom(NamedTuple):
     comparison: Is
     threshold: float
     says: str
-    """A sentence with a placeholder for the figure."""
+    """A sentence with a placeholder for the metric's value."""
 
 
 SYMPTOMS = (
@@ -55,7 +55,7 @@ SYMPTOMS = (
 
 
 class Diagnosis:
-    """Compares the figures of a run's last steps, which are lines of `metrics.jsonl`, with the thresholds."""
+    """Compares the metrics of a run's last steps (lines of `metrics.jsonl`) with the thresholds."""
 
     def __init__(self, lines: Sequence[Mapping[str, float]] = ()) -> None:
         self._first: list[Mapping[str, float]] = [*lines[:WINDOW]]
@@ -81,7 +81,7 @@ class Diagnosis:
 
 
 def in_words(found: Mapping[str, str]) -> str:
-    """The first symptom as a sentence, and the names of the others; empty without any."""
+    """The first symptom as a sentence, and the names of the other symptoms; empty without symptoms."""
     if not found:
         return ""
     first, *others = found
@@ -90,6 +90,6 @@ def in_words(found: Mapping[str, str]) -> str:
 
 
 def _mean(lines: Iterable[Mapping[str, float]], key: str) -> float | None:
-    """The mean of a figure; None if fewer than `WINDOW` lines have it."""
+    """The mean of a metric; None if fewer than `WINDOW` lines have it."""
     values = [line[key] for line in lines if line.get(key) is not None]
     return sum(values) / len(values) if len(values) == WINDOW else None

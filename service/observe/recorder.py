@@ -1,4 +1,4 @@
-"""Records the timeline of one process: spans on rows, counters, trajectories; and its time in each state.
+"""Records the timeline of one process: spans on rows, counters, trajectories; and the time in each state.
 
     states = States(trace, "engine", "starting")
     states.enter("generating")                    # the span of `starting` is recorded
@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 
 MAX_EVENTS = 10_000
-"""Maximum number of events that a process keeps between two pushes; further ones are counted as dropped."""
+"""Maximum number of events that a process keeps between two pushes; further events are counted as dropped."""
 SHORTEST_SECONDS = 0.001
 """The time of a shorter state is counted, but no span is recorded for it."""
 LONG_SECONDS = 5.0
@@ -77,7 +77,7 @@ class States:
         self.state = state
 
     def enter(self, state: str, **detail: Any) -> None:
-        """Enter a new state, or continue the current one; `detail` describes it."""
+        """Enter a new state, or continue the current state; `detail` describes the state."""
         with self._lock:
             if state == self.state:
                 self._detail |= detail

@@ -1,4 +1,4 @@
-"""The trackers that receive each step's metrics besides `metrics.jsonl`: TensorBoard, Weights & Biases."""
+"""The trackers that receive each step's metrics in addition to `metrics.jsonl`: TensorBoard, Weights & Biases."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Samples = Sequence[Mapping[str, Any]]
 
 
 def open_trackers(wandb: WandbConfig | None, resolved: str, folder: Path) -> list[TensorBoard | Wandb]:
-    """TensorBoard, and Weights & Biases if it is set; `resolved`: the run's configuration as YAML."""
+    """TensorBoard, and Weights & Biases if `wandb` is set; `resolved`: the run's configuration as YAML."""
     trackers: list[TensorBoard | Wandb] = [TensorBoard(folder / "tensorboard")]
     if wandb is not None:
         trackers.append(Wandb(wandb, resolved, folder))
@@ -39,7 +39,7 @@ class TensorBoard:
         self._writer = EventFileWriter(str(folder), flush_secs=5)
 
     def log(self, step: int, metrics: Mapping[str, float], samples: Samples = ()) -> None:
-        """Add one point per curve; values that are not finite are left out, and so are samples."""
+        """Add one point per curve; values that are not finite, and samples, are left out."""
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
 

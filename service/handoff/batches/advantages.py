@@ -15,13 +15,13 @@ and the sample standard deviation of its group's returns, n the size of its grou
 MaxRL divides by the mean itself, so it is meant for rewards that are not negative: with m < 0 every advantage has the
 opposite sign, and with m = 0 (rewards 1 and -1) advantages are a million times the rewards, as in the publication.
 
-In a partial group n is the number of trajectories that it has. Groups of one follow the published definitions, in
+In a partial group n is the number of its remaining trajectories. Groups of one follow the published definitions, in
 which nothing is subtracted; the configuration refuses groups of one.
 
 **By turn** (`credit`; `T` turns, `K` the turns of all trajectories, one trajectory after the other): the value of turn
 t is the whole return, or with `return_to_go` r_t + gamma r_(t+1) + gamma^2 r_(t+2) + ... The baseline of turn t is the
-mean value over the other trajectories of the group; one that has ended before turn t counts as 0. The page
-docs/credit.md says why this baseline adds no bias, and has the formula of each estimator.
+mean value over the other trajectories of the group; a trajectory that ended before turn t counts as 0. The page
+docs/credit.md shows why this baseline adds no bias, and has the formula of each estimator.
 
     rewards   a: 0 1    b: 1    gamma 1      values  a: 1 1    b: 1 (0)      rloo  a: 0 1    b: 0
 
@@ -72,7 +72,7 @@ TURN_ESTIMATORS = ("grpo", "grpo_no_std", "rloo")
 
 
 class Rule(NamedTuple):
-    """Settings by which rewards become advantages."""
+    """Settings that determine how rewards become advantages."""
 
     estimator: str
     returns: ReturnRule = "last"
@@ -93,7 +93,7 @@ class NoAdvantage(UserError):
     def __init__(self, message: str, trajectories: list[int]) -> None:
         super().__init__(message)
         self.trajectories = trajectories
-        """Positions of these trajectories in `return_G`."""
+        """Positions of the trajectories without a finite advantage in `return_G`."""
 
 
 class Advantages(NamedTuple):
@@ -108,7 +108,7 @@ class Advantages(NamedTuple):
 
 
 def advantages_of(played: Played, prompt_G: Int32s, rule: Rule) -> Advantages:
-    """The advantages of these trajectories; `prompt_G` is the group of each.
+    """The advantages of trajectories; `prompt_G`: the group of each trajectory.
 
     Raises:
         NoAdvantage: an advantage is not finite.
@@ -197,7 +197,7 @@ class Part(NamedTuple):
     """The position of each turn on the axis `K`, which has the turns of all roles."""
 
     def advantages(self, prompt_G: Int32s, rule: Rule) -> Float64s:
-        """[X] the advantage of each turn of the role; 0 in a group in which only one trajectory has the role.
+        """[X] the advantage of each turn of the role; 0 if no other trajectory of its group has the role.
 
         Raises:
             NoAdvantage: an advantage is not finite; the error's trajectories are positions of ends.
@@ -264,9 +264,9 @@ def advantages(estimator: str, return_G: ArrayLike, prompt_uids_G: Sequence[Any]
     """One advantage per trajectory; trajectories with the same prompt uid are a group, in any order.
 
     Raises:
-        ValueError: a return is not finite, or has no prompt uid.
+        ValueError: a return is not finite, or returns and prompt uids differ in number.
         NoAdvantage: the estimator gave a value that is not finite.
-        UserError: there is no such estimator, or it did not give one advantage per trajectory.
+        UserError: the estimator is unknown, or did not give one advantage per trajectory.
 
     >>> advantages("rloo", [1.0, 0.0, 0.0, 5.0, 5.0], ["a", "a", "a", "b", "b"]).tolist()
     [1.0, -0.5, -0.5, 0.0, 0.0]
@@ -343,9 +343,9 @@ def reinforce_plus_plus(return_G: Float64s, group_G: Int64s) -> Float64s:
 
 
 def _baseline(return_G: Float64s, group_G: Int64s) -> tuple[Int64s, Float64s]:
-    """Each trajectory's group size and the mean return of its group; 0 for a group of one.
+    """The size and the mean return of each trajectory's group; the mean is 0 for a group of one.
 
-    The mean of equal returns is that return exactly, so that a group without variance has advantages of exactly 0.
+    If all returns of a group are equal, their mean is exactly this return, so that all advantages are exactly 0.
     """
     count_P = np.bincount(group_G)
     first_P = np.zeros(len(count_P))
@@ -382,10 +382,10 @@ def turn_advantages(
     """One advantage per turn, as an array per trajectory; `rewards` has a sequence of turn rewards per trajectory.
 
     Raises:
-        ValueError: a reward is not finite, rewards and prompt uids differ in number, there is no such credit, or
+        ValueError: a reward is not finite, rewards and prompt uids differ in number, `credit` is unknown, or
             `gamma` is not in [0, 1].
         NoAdvantage: an advantage is not finite.
-        UserError: the estimator cannot be used per turn, or does not exist.
+        UserError: the estimator cannot be used per turn, or is unknown.
 
     >>> [advantage_T.tolist() for advantage_T in turn_advantages([[0.0, 1.0], [1.0]], ["a", "a"])]
     [[0.0, 1.0], [0.0]]

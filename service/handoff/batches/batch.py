@@ -3,7 +3,7 @@
 | stage    | in -> out                                                | where                                    |
 |----------|----------------------------------------------------------|------------------------------------------|
 | `score`  | steps, ends, answers of scorers -> steps, ends rewarded  | `ledger.scores`, each time groups load   |
-| `filter` | a complete group -> itself, or the event that ends it    | `filters`, once the group is complete    |
+| `filter` | complete group -> the same group, or its event `Ended`   | `filters`, once the group is complete    |
 | `gather` | groups [P] -> `Played`: steps [K] in order, ends [G]     | here                                     |
 | `roles`  | steps [K] -> the same, without loss for untrained roles  | here                                     |
 | `merge`  | steps [K] -> rows [R]                                    | `prefixes.merge`                         |
@@ -52,14 +52,14 @@ class BatchSettings:
     """How a mini-batch is made."""
 
     ranks: int
-    """Parts of the mini-batch: one per rank, or with sequence parallelism one per group of ranks."""
+    """Number of parts of the mini-batch: one per rank, or with sequence parallelism one per group of ranks."""
     token_budget: int
     """Maximum number of tokens in a micro-batch; a longer row gets a micro-batch of its own."""
     estimator: str = "grpo"
     returns: ReturnRule = "last"
     credit: Credit = "trajectory"
     gamma: float = 1.0
-    """Discount per turn, with credit by turn."""
+    """Discount per turn if credit is given by turn."""
     mode: Mode = "linear"
     train: tuple[str, ...] = TRAINED
     """Roles whose steps carry loss."""
@@ -81,7 +81,7 @@ class BatchSettings:
 
     @property
     def rule(self) -> Rule:
-        """The settings by which rewards become advantages."""
+        """The settings that determine how rewards become advantages."""
         return Rule(self.estimator, self.returns, self.credit, self.gamma, self.named_roles)
 
 
@@ -104,7 +104,7 @@ def form_mini_batch(
 
 
 def formed(lease: int, groups: Sequence[CompleteGroup], history: VersionHistory, settings: BatchSettings) -> Formed:
-    """Same as `form_mini_batch`, plus the stale tokens by trajectory and the untrained tokens by group.
+    """The mini-batch of a lease's groups, with the stale tokens by trajectory and the untrained tokens by group.
 
     Raises:
         ValueError: there are no groups; a sampled token has no log-probability, or its version is not published;
@@ -177,7 +177,7 @@ def without_untrained(
 ) -> tuple[Steps, tuple[dict[Fate, int], ...]]:
     """The steps, without loss if their role is not in `train`; and each group's number of untrained tokens, by fate.
 
-    The tokens stay, because later steps may continue them:
+    Tokens without loss stay in the steps, because later steps may continue them:
 
         trajectory   step 0 aux [7 8]   step 1 main [1 2 3]   step 2 main, after it [4]
         loss                 0 0                1 1 1                               1      2 tokens of the fate aux
@@ -197,12 +197,12 @@ def without_untrained(
 
 
 class Masked(NamedTuple):
-    """The tokens that still carry loss, and counts of those that do not, by reason."""
+    """The staleness of each token, and the number of tokens with and without loss by trajectory."""
 
     staleness_N: Int32s
-    """Versions between sampling and training; -1 where no policy sampled the token."""
+    """Number of versions between sampling and training; -1 for a token that no policy sampled."""
     loss_before_G: Int64s
-    """Tokens of each trajectory that carried loss before."""
+    """Tokens of each trajectory that carried loss before masking."""
     stale_G: Int64s
     """Tokens among `loss_before_G` that are too stale."""
     loss_G: Int64s

@@ -1,6 +1,6 @@
 """Metrics of a mini-batch while it is formed: its merge, its lengths and padded length, turns, staleness, tokens.
 
-`generate/batch_padded_seq_len` is the padded length: the length of every row if all rows lay in one rectangle.
+`generate/batch_padded_seq_len` is the padded length: the length to which all rows would be padded in one array.
 
     rows of 6, 5 and 3 tokens   ->   padded length 6, 14 tokens, padding ratio 1 - 14 / (3 * 6)
 """

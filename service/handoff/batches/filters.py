@@ -3,7 +3,7 @@
 | reason          | setting                | the group                                                        |
 |-----------------|------------------------|------------------------------------------------------------------|
 | `zero_variance` | `filter_zero_variance` | all returns are equal; with credit by turn, all advantages are 0 |
-| `over_long`     | `filter_over_long`     | more than that fraction of its trajectories are over-long        |
+| `over_long`     | `filter_over_long`     | a larger fraction of its trajectories than this is over-long     |
 
 A trajectory is over-long if its next prompt exceeded a length limit, or its last response was cut (`OVER_LONG`).
 """
@@ -46,7 +46,7 @@ class FilterSettings:
 
 
 def filtered(group: CompleteGroup, settings: FilterSettings) -> Ended | None:
-    """The event that ends a complete group untrained; None if no filter removes it."""
+    """The event that ends a complete group untrained; None if no filter removes the group."""
     played = Played.of(group.steps, group.ends)
     over_long = [group.ends.stop_reasons[code] in OVER_LONG for code in group.ends.stop_reason_E.tolist()]
     if settings.zero_variance and not teaches(played, settings.rule, settings.train):

@@ -1,8 +1,8 @@
-"""Packing: rows onto ranks and into micro-batches.
+"""Packing: distributes rows over ranks and micro-batches.
 
-All rows of a trajectory go to one rank. Every rank gets the same number of micro-batches; a rank with fewer gets dummy
-micro-batches. Each micro-batch fits the token budget, except that a longer row gets a micro-batch of its own. In the
-padded layout the tokens of a micro-batch are its number of rows times its longest row.
+All rows of a trajectory go to one rank. Every rank gets the same number of micro-batches; a rank that needs fewer gets
+dummy micro-batches. Each micro-batch fits the token budget, except that a longer row gets a micro-batch of its own. In
+the padded layout the tokens of a micro-batch are its number of rows times the length of its longest row.
 
     trajectories of 6 5 4 3 tokens, 2 ranks, budget 6   ->   rank 0: [6] [3]     rank 1: [5] [4]
 
@@ -43,7 +43,7 @@ BALANCED = 1.005
 WORTH_SHARING = 0.1
 """Fraction of a mini-batch's tokens that sharing must save for `layout: auto`."""
 MIN_SHARED, MIN_FRACTION = 16, 0.1
-"""Tokens of a common prefix, and its fraction of a row, below which rows do not share it: it would save no time."""
+"""Minimum length of a common prefix, in tokens and as a fraction of a row: sharing less would save no time."""
 
 
 class Placement(NamedTuple):
@@ -57,7 +57,7 @@ class Placement(NamedTuple):
 def choose_placement(
     rows: Rows, trajectory_R: Int32s, prompt_G: Int32s, ranks: int, budget: int, layout: Layout
 ) -> tuple[Placement, dict[str, float]]:
-    """Where each row is placed, and metrics of shared prefixes if the layout may share them."""
+    """The placement of rows, and metrics of shared prefixes if the layout may share prefixes."""
     length_R = lengths_of(rows.offsets_R)
     if layout in ("packed", "padded"):
         return place(length_R, trajectory_R, ranks, budget, layout), {}
@@ -87,7 +87,7 @@ def place(length_R: Int64s, trajectory_R: Int32s, ranks: int, budget: int, layou
 
 
 def in_bins(costs_of_rank: Sequence[Sequence[int]], budget: int, layout: Layout) -> list[list[list[int]]]:
-    """Each rank's items, by their indices, in bins within the budget; every rank has the same number of bins."""
+    """Each rank's items (their indices) in bins within the budget; every rank has the same number of bins."""
     needed = max(max(1, -(-sum(min(cost, budget) for cost in costs) // budget)) for costs in costs_of_rank)
     bins = [_packed(costs, budget, needed, layout) for costs in costs_of_rank]
     count = max(len(of_rank) for of_rank in bins)
@@ -99,7 +99,7 @@ def in_bins(costs_of_rank: Sequence[Sequence[int]], budget: int, layout: Layout)
 
 
 def partition(cost_G: Int64s, parts: int) -> Int64s:
-    """Assign items to parts so that the heaviest part is as light as two heuristics can make it.
+    """Assign items to parts so that the heaviest part is as light as the better of two heuristics makes it.
 
     >>> partition(np.array([8, 7, 6, 5, 4]), 2).tolist()  # 14 and 16
     [0, 1, 0, 1, 1]
@@ -129,7 +129,7 @@ def _heaviest_first(cost_G: Int64s, parts: int) -> Int64s:
 
 
 def _largest_differencing(cost_G: Int64s, parts: int) -> Int64s:
-    """Karmarkar-Karp: join the two partial partitions that differ most, heaviest part with lightest."""
+    """Karmarkar-Karp: join the two most unequal partial partitions, heaviest part with lightest part."""
     heap = []
     for g, cost in enumerate(cost_G.tolist()):
         loads = [0] * (parts - 1) + [cost]
@@ -151,8 +151,8 @@ def _largest_differencing(cost_G: Int64s, parts: int) -> Int64s:
 
 
 def _packed(costs: Sequence[int], budget: int, count: int, layout: Layout) -> list[list[int]]:
-    """Items in about equally full bins; if that takes more than `count` bins, `best_fit` is tried, and the result with
-    fewer bins is returned."""
+    """Pack items into about equally full bins; if more than `count` bins are needed, `best_fit` is tried too, and the
+    result with fewer bins is returned."""
     items = range(len(costs))
     alike = pack_bins(items, costs, budget, count, layout)
     return alike if len(alike) <= count else min(alike, best_fit(items, costs, budget, layout), key=len)
@@ -202,7 +202,7 @@ def pack_bins(rows: Sequence[int], lengths: Sequence[int], budget: int, count: i
 
 
 def in_packing_order(rows: Rows, placement: Placement) -> tuple[Rows, Int64s]:
-    """The rows in the order of the micro-batches, rank by rank; and the original index of each."""
+    """The rows in the order of the micro-batches, rank by rank; and the original index of each row."""
     order_R = np.array([row for rank in placement.ranks for chosen in rank for row in chosen], np.int64)
     return select(rows, order_R, copy=True), order_R
 
@@ -274,7 +274,7 @@ def place_sharing(
 
 
 def distinct_of_parts(order: PrefixOrder, length_R: Int64s, part_R: Int64s, parts: int) -> Int64s:
-    """The number of distinct tokens of each part of the rows."""
+    """The number of distinct tokens of each part; `part_R`: the part of each row."""
     order = order.within(part_R)
     return np.bincount(part_R[order.row_R], length_R[order.row_R] - order.shared_R, minlength=parts).astype(np.int64)
 
@@ -332,7 +332,7 @@ class PrefixOrder(NamedTuple):
     """Rows in an order in which rows with a common prefix are adjacent."""
 
     row_R: Int64s
-    """The rows, in this order."""
+    """Indices of the rows, in this order."""
     shared_R: Int64s
     """Leading tokens that each row shares with the row before it in this order."""
 
@@ -354,7 +354,7 @@ def prefix_order(
     least: int = MIN_SHARED,
     fraction: float = MIN_FRACTION,
 ) -> PrefixOrder:
-    """The rows sorted by their tokens; tokens with different recorded experts count as different tokens.
+    """The rows sorted by their tokens; tokens with different routed experts count as different tokens.
 
     Needs memory for a copy of both arrays.
     """

@@ -61,7 +61,7 @@ class File:
             return None
 
     def write(self, offset: int, buffers: Sequence[Buffer]) -> int:
-        """Write the buffers one after the other; returns how many bytes the disk took, fewer if it fills up."""
+        """Write the buffers one after the other; returns the number of written bytes, fewer on a full disk."""
         total = 0
         for first in range(0, len(buffers), MAX_BUFFERS_PER_WRITE):
             some = buffers[first : first + MAX_BUFFERS_PER_WRITE]
@@ -72,7 +72,7 @@ class File:
         return total
 
     def allocate(self, size: int) -> None:
-        """Reserve the file's first `size` bytes on the disk; OSError when it is full."""
+        """Reserve the file's first `size` bytes on the disk; raises an OSError if the disk is full."""
         os.posix_fallocate(self._fd, 0, size)
 
     def truncate(self, size: int) -> None:

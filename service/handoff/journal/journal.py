@@ -8,9 +8,10 @@ A frame is a 64-byte header, the payload, and zeros up to a multiple of 64 bytes
 journal was on the disk when the frame was written. A segment is a file, named by the position of its first byte. Each
 segment but the first begins with a snapshot, so that older segments can be removed.
 
-Only the last segment can have a torn tail: an unreadable frame, if no later valid frame says that it had been synced.
-The tail is cut off. Every other frame was synced before a later segment began, or before earlier segments were removed.
-If such a frame cannot be read, the file is damaged: the journal refuses to start, and changes nothing.
+Only the last segment can have a torn tail: it begins at an unreadable frame, if no later valid frame records that this
+frame had been synced. The tail is cut off. Every other frame was synced before a later segment began, or before earlier
+segments were removed. If such a frame cannot be read, the file is damaged: the journal refuses to start and
+changes nothing.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class Frame(NamedTuple):
     payload: bytes
     position: int
     end: int
-    """The position of the next frame, which `Journal.append` returned for this one."""
+    """The position of the next frame, which `Journal.append` returned for this frame."""
     synced: int
     wall: float
 
@@ -60,7 +61,7 @@ class Segment(NamedTuple):
 
 
 def frames(segment: Segment, start: int | None = None) -> Iterator[Frame]:
-    """The frames of a segment, from position `start` on, up to the first that cannot be read."""
+    """The frames of a segment, from position `start` on, up to the first frame that cannot be read."""
     offset = 0 if start is None else start - segment.start
     size = segment.file.size()
     while (frame := _read_frame(segment, offset, size)) is not None:
@@ -72,7 +73,7 @@ def frames_in(path: Path) -> Iterator[Frame]:
     """The frames of a segment's file, which is not changed.
 
     Raises:
-        JournalError: a frame is damaged, and a later one says that it was synced.
+        JournalError: a frame is damaged, and a later frame records that the damaged frame had been synced.
     """
     file = Disk().open(path)
     try:
@@ -138,7 +139,7 @@ def _read_frame(segment: Segment, offset: int, size: int) -> Frame | None:
 
 
 def _data_behind(file: File, offset: int) -> Iterator[tuple[int, bytes]]:
-    """The chunks of a file that are not all zeros; skips reserved space, which may be gigabytes."""
+    """The chunks of a file from `offset` on that are not all zeros; skips reserved space, which may be gigabytes."""
     for first, stop in file.extents(offset):
         for start in range(first, stop, len(_ZEROS)):
             chunk = file.read(start, min(len(_ZEROS), stop - start))
@@ -167,7 +168,7 @@ class _Queued(NamedTuple):
 
 
 class Journal:
-    """Frames on disk; `append` queues, `sync` makes everything queued durable with one fdatasync.
+    """Frames on disk; `append` queues a frame, `sync` makes all queued frames durable with one fdatasync per segment.
 
     `append` is called by one thread only; `sync` may run in another.
     """
@@ -185,7 +186,7 @@ class Journal:
         self.position = 0
         """The position of the next frame."""
         self.stalled: str | None = None
-        """Why the last sync left frames in the queue; None if it wrote all."""
+        """Why the last sync left frames in the queue; None if it wrote all frames."""
         self.segment_bytes = segment_bytes
         """Bytes after which a segment is full."""
         self._clock = clock
@@ -258,7 +259,7 @@ class Journal:
             return self.synced
 
     def reserve(self, n_bytes: int) -> bool:
-        """Reserve `n_bytes` more on the disk; False if the disk is too full."""
+        """Reserve space on the disk for `n_bytes` more; returns False if the disk is too full."""
         with self._segments_lock:
             active = self._segments[-1]
             wanted = self.position - active.start + n_bytes
@@ -384,7 +385,7 @@ class Journal:
         return True
 
     def _begin_segment(self, start: int) -> None:
-        """Begin a new file and move the old one's unused reserved space to it."""
+        """Begin a new file and move the old file's unused reserved space to the new one."""
         with self._segments_lock:
             active = self._segments[-1]
             if active.start == start:
@@ -417,7 +418,7 @@ class Journal:
 def _move_reserve(old: File, used: int, new: File, allocated: int) -> int:
     """Move a file's unused reserved space to a new file; returns how many bytes the new file has.
 
-    On a full disk the old file gives up its space first, and one page may be lost. Another process may take some of the
+    On a full disk the old file's space is freed first, and one page may be lost. Another process may take some of the
     space meanwhile; then frames wait in the queue until the disk has room again.
     """
     wanted = max(allocated - used, 0)
@@ -427,7 +428,7 @@ def _move_reserve(old: File, used: int, new: File, allocated: int) -> int:
 
 
 def _grown(file: File, wanted: int) -> int:
-    """Reserve up to `wanted` bytes of a new file; returns how many bytes it has then."""
+    """Reserve up to `wanted` bytes of a new file; returns the number of reserved bytes."""
     size, more = 0, wanted
     while more >= PAGE_BYTES:
         if _allocated(file, size + more):
@@ -437,7 +438,7 @@ def _grown(file: File, wanted: int) -> int:
 
 
 def _allocated(file: File, size: int) -> bool:
-    """Reserve a file's first `size` bytes on the disk; False if the disk is full."""
+    """Reserve a file's first `size` bytes on the disk; returns False if the disk is full."""
     try:
         if size:
             file.allocate(size)

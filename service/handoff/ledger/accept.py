@@ -30,7 +30,7 @@ from service.handoff.steps.tables import end_objects, ends_table, long_note_byte
 from service.types import Bools, Extension, Refusal, RefusalReason, StepGroup, Steps, TrajectoryEnd, TrajectoryId
 
 MAX_FRACTION_NOT_FINITE = 0.01
-"""Fraction of a trajectory's sampled tokens whose log-probability may be missing."""
+"""Maximum fraction of a trajectory's sampled tokens whose log-probability is not a finite number."""
 
 
 class NewContent(NamedTuple):
@@ -76,7 +76,7 @@ class _Received(NamedTuple):
 
     id: TrajectoryId
     items: list[int]
-    """Positions of its steps in the message."""
+    """Positions of the trajectory's steps in the message."""
     ends: list[TrajectoryEnd]
     trajectory: Trajectory
     message: StepGroup
@@ -86,7 +86,7 @@ class _Received(NamedTuple):
 
 
 def with_shared_prefixes(store: Store, message: StepGroup) -> StepGroup:
-    """The same message with full prompts shortened to the tokens that no earlier step of their trajectory has."""
+    """The message with each full prompt shortened to the tokens that no earlier step of its trajectory has."""
     deduped = dedupe_prefixes(
         message.steps,
         (message.steps.extends_K < 0) & (message.steps.index_K > 0),
@@ -182,7 +182,7 @@ def _group(ledger: Ledger, message: StepGroup, of: TrajectoryId, uids: set[str])
 
 
 def _addition(received: _Received) -> Addition | Refusal | None:
-    """The new content of one trajectory; None if there is none."""
+    """The new content of one trajectory; None if nothing is new."""
     end = _new_end(received)
     items = _new_steps(received)
     if isinstance(end, Refusal) or isinstance(items, Refusal):
@@ -230,7 +230,7 @@ def _new_end(received: _Received) -> TrajectoryEnd | Refusal | None:
 
 
 def _new_steps(received: _Received) -> list[int] | Refusal:
-    """The positions of new steps, by index; steps equal to accepted ones are not new."""
+    """The positions of new steps, in the order of step indices; steps equal to accepted steps are not new."""
     new: dict[int, int] = {}
     accepted = cache(lambda: received.held.places_of(received.id.sample))  # only repeated steps need it
     by_prefix = cache(
@@ -276,7 +276,7 @@ def _version_refusal(ledger: Ledger, steps: Steps, current: list[tuple[list[int]
 
 
 def _extended_chain(received: _Received, items: list[int]) -> Chain | None:
-    """The trajectory's chain with the new steps; None if a step is not the next, or does not extend the last step."""
+    """The trajectory's chain with the new steps; None if a new step does not directly continue the last step."""
     columns = received.columns
     chain = received.held.chains.get(received.id.sample)
     if chain is None and received.trajectory.indices:

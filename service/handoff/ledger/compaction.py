@@ -1,4 +1,4 @@
-"""Making room in the journal: copies needed frames of the oldest segments to its end, then removes these segments.
+"""Making room in the journal: copies needed frames of the oldest segments to the end, then removes the segments.
 
     before   | steps of 7, steps of 8 | steps of 9 | ...                 8 was filtered, 7 and 9 wait to be trained
     after                             | steps of 9 | ... | steps of 7 | snapshot
@@ -28,7 +28,7 @@ from service.types import StepGroup, TrajectoryEnd
 def make_room(record: Record, wanted: int) -> None:
     """Begin to free the oldest segments without needed frames; the next sync of the journal completes this.
 
-    `wanted`: bytes to free by copying needed steps, one segment at a time; 0: copy none.
+    `wanted`: bytes to free by copying needed steps, one segment at a time; 0: copy no steps.
     """
     journal = record.journal
     if journal.reclaims:

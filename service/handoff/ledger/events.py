@@ -25,7 +25,7 @@ EVENT = 1
 STEPS = 2
 """A step group's wire bytes."""
 SNAPSHOT = 3
-"""The ledger's whole state; older frames are needed only for its groups' steps."""
+"""The ledger's whole state; older frames are needed only for the steps of its groups."""
 COPIED = 4
 """A step group's wire bytes, copied from an older part of the journal."""
 SCORES = 5
@@ -46,7 +46,7 @@ class Opened(Event, frozen=True):
 
 
 class Joined(Event, frozen=True):
-    """A new incarnation of a generator or of the trainer; calls of older ones are refused from now on."""
+    """A new incarnation of a generator or of the trainer; calls of older incarnations are refused from now on."""
 
     role: str
     name: str
@@ -66,7 +66,7 @@ class Left(Event, frozen=True):
 
 
 class Issued(Event, frozen=True):
-    """The next group_id was given to a generator; `admitted` is the policy version that its engine served."""
+    """The next group_id was given to a generator; `admitted`: the policy version that the generator's engine served."""
 
     group_id: int
     row: int
@@ -77,7 +77,7 @@ class Issued(Event, frozen=True):
     request_id: int = 0
     """The id of the answered claim; 0: the claim had none."""
     place: int | None = None
-    """The row's place in the order of issue; None: the group_id."""
+    """The row's place in the order of issue; None: the place is the group_id."""
     scorers: tuple[str, ...] = ()
     """Names of the scorers that have to answer before the group may be leased."""
 
@@ -89,13 +89,13 @@ class Scored(Event, frozen=True):
     scorer: str
     rewards: tuple[float, ...] | None = None
     """[G] the weighted reward of each trajectory, by sample; None: the scorer gives no rewards. NaN: the trajectory
-    got none, and the group continues without it."""
+    got no reward, and the group continues without the trajectory."""
     replaces: bool = False
-    """Whether the rewards replace the environment's; otherwise they are added."""
+    """Whether the rewards replace the environment's rewards or are added to them."""
     info: tuple[str, ...] = ()
     """[G] the scorer's text about each trajectory; empty: no texts."""
     teacher: bytes = b""
-    """The log-probabilities of `scores.sampled_tokens` as little-endian float32; empty: none."""
+    """The log-probabilities of `scores.sampled_tokens` as little-endian float32; empty: no log-probabilities."""
     fallback: str = ""
     """Why the group continues without an answer; empty if there is an answer."""
 
@@ -174,7 +174,7 @@ class Ended(Event, frozen=True):
 
     group_id: int
     state: GroupState
-    """FILTERED: a filter removed it; REFUSED: an error ended it; EXPIRED: a deadline or the end of the run did."""
+    """FILTERED: a filter removed the group; REFUSED: an error ended it; EXPIRED: a deadline or the run's end did."""
     reason: str
     filtered: GroupStats | None = None
 
@@ -239,21 +239,21 @@ class Addition(NamedTuple):
     items: tuple[int, ...]
     """Positions of the new steps in the message, by step index."""
     indices: tuple[int, ...]
-    """Their step indices."""
+    """Step indices of the new steps."""
     tokens: int
-    """Their sampled tokens."""
+    """Number of sampled tokens in the new steps."""
     bad_tokens: int
-    """Their sampled tokens whose log-probability is not a finite number."""
+    """Number of these sampled tokens whose log-probability is not a finite number."""
     n_bytes: int
     end: TrajectoryEnd | None
     """The trajectory's end, if it is new."""
     chain: Chain | None
-    """The trajectory's chain with the new steps; None if its steps branch or have gaps, or if it is complete."""
+    """The trajectory's chain with the new steps; None if steps branch or are missing, or if it is complete."""
 
 
 encode: Callable[[Event], bytes] = msgspec.msgpack.Encoder().encode
 """The bytes of an event, as written to the journal."""
 decode: Callable[[bytes], Event] = msgspec.msgpack.Decoder(reduce(or_, Event.__subclasses__())).decode
-"""The event with these bytes; raises a msgspec.ValidationError if they are malformed."""
+"""The event with these bytes; raises a msgspec.ValidationError if the bytes are malformed."""
 scored_from: Callable[[bytes], Scored] = msgspec.msgpack.Decoder(Scored).decode
-"""A scorer's answer with these bytes; raises a msgspec.ValidationError if they are malformed."""
+"""A scorer's answer with these bytes; raises a msgspec.ValidationError if the bytes are malformed."""

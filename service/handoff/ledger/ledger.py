@@ -1,8 +1,8 @@
 """The ledger: the state of every group, trajectory and token.
 
-It changes only by `apply`, `accept` and `renew`; the same events always give the same state. Two values are not its
-own: the record notes where in the journal a group's steps begin (`Group.first_position`), and the curriculum empties
-`tried`. `tests.invariant` checks the ledger's invariant.
+The ledger changes only by `apply`, `accept` and `renew`; the same events always give the same state. Other code changes
+two values: the record sets where in the journal a group's steps begin (`Group.first_position`), and the curriculum
+empties `tried`. `tests.invariant` checks the ledger's invariant.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Ledger:
         self.finished: list[tuple[int, int]] = []
         """(number in the order of completion, group_id) of each complete group, oldest first."""
         self.slots: dict[int, None] = {}
-        """Groups not yet used, in order of admission."""
+        """Groups that no optimizer step has used yet, in order of admission."""
         self.unassigned: dict[int, set[int]] = {}
         """Restarted and moved samples that wait for a claim, by group_id."""
         self.since: OrderedDict[Sample, float] = OrderedDict()
@@ -57,7 +57,7 @@ class Ledger:
     def apply(self, event: events.Event, now: float) -> None:
         """Change the state by one event, at a monotonic time in seconds.
 
-        The method for an event has the name of its class: `_issued` applies `Issued`.
+        The method for an event has the name of the event's class: `_issued` applies `Issued`.
         """
         self._now = now
         getattr(self, f"_{type(event).__name__.lower()}")(event)
@@ -116,8 +116,8 @@ class Ledger:
         self.since.move_to_end(sample)
 
     def received(self, sender: Sender) -> bool:
-        """Whether this message was received before. Very old messages are forgotten; their steps are compared one by
-        one."""
+        """Whether this message was received before; False if it is too old to be remembered: the steps of a repetition
+        are then compared one by one."""
         member = self.state.generators[sender.generator]
         return sender.sequence < member.received_below or sender.sequence in member.received
 
@@ -357,12 +357,12 @@ class Ledger:
     # -- helpers ------------------------------------------------------------------------------------------------------
 
     def _finish_sample(self, sample: Sample, trajectory: Trajectory) -> None:
-        """The attempt of a sample ends, or is complete."""
+        """Note that the attempt of a sample has ended or is complete."""
         self.since.pop(sample, None)
         self.unfinished_bytes -= trajectory.n_bytes
 
     def _count_trained(self, group: Group, times: int) -> None:
-        """Count the trajectories of a group as trained; with `times` -1, undo that."""
+        """Count the trajectories of a group as trained; with `times` = -1, undo this count."""
         for tokens, loss in zip(group.lengths, group.losses, strict=True):
             self.state.lengths.trained[bucket(tokens)] += times
             self.state.lengths.loss_tokens[bucket(tokens)] += times * loss
@@ -411,7 +411,7 @@ def _lengths(group: Group) -> tuple[int, ...]:
 
 
 def attempts_of(group: Group) -> tuple[int, ...]:
-    """The current attempt of each sample; GIVEN_UP if it has none."""
+    """The current attempt of each sample; GIVEN_UP for a sample that was given up."""
     return group.attempts or tuple(GIVEN_UP if t.given_up else t.attempt for t in group.trajectories)
 
 

@@ -1,6 +1,6 @@
-"""The record of all events, on disk and in memory: every decision of the buffer changes its state here.
+"""The record of all events, on disk and in memory: every decision of the buffer is applied here.
 
-A change is an event. It goes to the journal, then to the ledger; the store of accepted steps follows:
+A change is an event, which goes to the journal, then to the ledger and to the store of accepted steps:
 
     Record.add     event    -> Journal, Ledger, Store
     Record.accept  message  -> Journal, Ledger, Store       (the message's bytes are the journal's frame)
@@ -47,7 +47,7 @@ class Held:
     indices: dict[int, PrefixIndex] = field(default_factory=dict)
     """The prefix index of each sample; built when a full prompt of the sample is first looked up."""
     scores: dict[str, events.Scored] = field(default_factory=dict)
-    """The answers, by scorer."""
+    """The scorers' answers, by name of the scorer."""
     n_bytes: int = 0
 
     def places_of(self, sample: int) -> dict[int, tuple[Steps, int]]:
@@ -88,7 +88,7 @@ class Held:
 class Store:
     """Accepted steps and ends of the groups that may still be trained.
 
-    A group's steps are cut out of their message at once, so that no group keeps the tokens of another in memory; they
+    A group's steps are cut out of their message at once, so that no group keeps another group's tokens in memory; they
     become one table when the group is complete.
     """
 
@@ -96,7 +96,7 @@ class Store:
         self.n_bytes = 0
         """Bytes of all steps, ends and scores, as `service.handoff.group_bytes` counts them."""
         self.expert_bytes = 0
-        """Bytes of a token's routed experts; 0 until a step has some. From then on all steps get such a column."""
+        """Bytes of a token's routed experts; 0 until a step has any. From then on all steps get such a column."""
         self._held: dict[int, Held] = {}
 
     def __contains__(self, group_id: int) -> bool:
@@ -112,7 +112,7 @@ class Store:
         return counted + long_note_bytes(steps, range(len(steps)))
 
     def of(self, group_id: int) -> Held:
-        """What is held of a group; empty once it was dropped."""
+        """The steps, ends and scores of a group; empty once the group was dropped."""
         return self._held.get(group_id) or Held()
 
     def add(self, group_id: int, steps: Steps | None, ends: Sequence[TrajectoryEnd], n_bytes: int) -> None:
@@ -206,7 +206,7 @@ def cut(steps: Steps, items: Sequence[int]) -> Steps | None:
 
 
 def expert_bytes(ledger: Ledger, routing: Routing | None) -> int:
-    """Bytes of a token's routed experts, from the first accepted steps that had any; 0 before."""
+    """Bytes of a token's routed experts, as in the first accepted steps that had routed experts; 0 before."""
     of_expert = np.dtype(np.int16) if routing is None else routing.dtype
     return of_expert.itemsize * math.prod(ledger.state.routing) if ledger.state.routing else 0
 
@@ -232,7 +232,7 @@ class Record:
         self.on_end: OnEnd | None = None
         """Called before a group ends untrained, while the store still has its steps; never on a replay."""
         self.on_failure: OnFailure | None = None
-        """Called before a failed attempt is dropped, or one to which a scorer gave no reward; never on a replay."""
+        """Called before a failed attempt, or one without a scorer's reward, is dropped; never on a replay."""
         self.snapshot_end = 0
 
     def add(self, event: events.Event) -> None:
@@ -247,7 +247,7 @@ class Record:
             self.begin_segment()
 
     def lost(self, end: TrajectoryEnd, reason: str) -> None:
-        """Report an attempt that failed, or to which a scorer gave no reward."""
+        """Call `on_failure` for an attempt that failed, or to which a scorer gave no reward."""
         if self.on_failure is not None:
             self.on_failure(end, reason, self.store, self.ledger.history.current)
 

@@ -27,11 +27,11 @@ _decoder = msgspec.msgpack.Decoder(State)
 
 
 def opened_record(opened: events.Opened, limits: Limits, journal: Journal, clock: Clock) -> Record:
-    """The record that a journal's frames produce; for an empty journal, one that begins with `opened`.
+    """The record that a journal's frames produce; for an empty journal, a record that begins with `opened`.
 
     Raises:
         JournalError: the journal is damaged.
-        UserError: it holds a run that began with other rows or settings.
+        UserError: the journal holds a run that began with other rows or settings.
     """
     record, snapshot = Record(limits, journal, clock), None
     for frame in journal.replay():
@@ -58,7 +58,7 @@ def opened_record(opened: events.Opened, limits: Limits, journal: Journal, clock
 def check_begun(folder: Path, opened: events.Opened) -> None:
     """Check that the run whose journal lies in `folder` began with these rows and settings; no file is changed.
 
-    A journal that this machine cannot read is left to the buffer, which may run on another machine.
+    Without a journal on this machine nothing is checked: the buffer may run on another machine and checks it there.
 
     Raises:
         UserError: the run began with other rows or settings.
@@ -101,7 +101,7 @@ def load_groups(record: Record, group_ids: Sequence[int]) -> list[CompleteGroup]
     memory, are read back from the journal.
 
     Raises:
-        JournalError: the journal no longer holds one of them.
+        JournalError: the journal no longer holds one of these groups.
     """
     if missing := [group_id for group_id in group_ids if group_id not in record.store]:
         record.journal.sync()
@@ -147,7 +147,7 @@ def fetch(store: Store, groups: Mapping[int, Group], frames: Iterable[Frame]) ->
 
 
 def restored(snapshot: bytes, now: float = 0.0) -> Ledger:
-    """The ledger of a snapshot; every trajectory counts as having made progress at `now`."""
+    """The ledger of a snapshot; the time of the last progress of every trajectory is set to `now`."""
     state = _decoder.decode(snapshot)
     ledger = Ledger(state.n_samples)
     ledger.state = state

@@ -3,8 +3,8 @@
     rewards of the environment 1 0; a judge replaces them with 0.2 0.8; another scorer adds 0.1 0     ->   0.3 0.8
 
 A scorer's reward is set on a trajectory's end and on its last step, so that `returns: last` and `returns: sum` give the
-same return. It counts for the role `main`: named roles keep the rewards of the environment. A trajectory to which a
-scorer gave NaN is left out of its group.
+same return. The reward counts for the role `main`: named roles keep the rewards of the environment. A trajectory to
+which a scorer gave NaN is left out of its group.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def rewarded(steps: Steps, ends: Ends, scores: tuple[Scored, ...]) -> tuple[Step
 
 
 def sampled_tokens(steps: Steps) -> Int64s:
-    """Positions of a group's sampled tokens on the token axis, ordered by sample, step and place in the step.
+    """Positions of a group's sampled tokens on the token axis, ordered by sample, step and position in the step.
 
     The order depends neither on the order in which steps arrived nor on how they share prefixes.
     """

@@ -1,7 +1,7 @@
 """The state that the events determine: groups, trajectories, generators, leases, counts.
 
-Only the ledger changes it, but for `Group.first_position`, which the record notes. All of it is written into the
-journal's snapshots and read back from them.
+Only the ledger changes this state, except `Group.first_position`, which the record sets. The whole state is written
+into the journal's snapshots and read back from them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from service.handoff.ledger.lifecycle import Fate, GroupState
 from service.types import PolicyVersion
 
 MESSAGES_REMEMBERED = 256
-"""Out-of-order sequence numbers that are remembered per generator."""
+"""Maximum number of out-of-order sequence numbers that are remembered per generator."""
 
 CLAIMS_REMEMBERED = 64
 """Answered claims that are remembered per generator, because Ray repeats a claim whose answer was lost. A generator has
@@ -31,21 +31,21 @@ class Trajectory:
     """The current attempt of one sample of a group."""
 
     generator: str | None
-    """The generator that plays it; None while it waits for a claim."""
+    """The generator that plays the trajectory; None while the trajectory waits for a claim."""
     incarnation: int
     attempt: int = 0
     indices: set[int] = field(default_factory=set)
     """Indices of the accepted steps."""
     n_steps: int | None = None
-    """Steps of the whole trajectory; None until its end was accepted."""
+    """Number of steps of the whole trajectory; None until its end was accepted."""
     tokens: int = 0
     """Sampled tokens."""
     bad_tokens: int = 0
     """Sampled tokens whose log-probability is not a finite number."""
     n_bytes: int = 0
-    """As `service.handoff.group_bytes` counts them, here and below."""
+    """Bytes of the accepted steps and end, as `service.handoff.group_bytes` counts them."""
     given_up: bool = False
-    """Whether the group continues without it."""
+    """Whether the group continues without the trajectory."""
     moves: int = 0
     """Number of generators that the trajectory lost since its last step was accepted."""
 
@@ -62,14 +62,14 @@ class Group:
     uid: str
     row: int
     admitted: PolicyVersion
-    """The version that the claiming engine served; no sample starts on an older one."""
+    """The version that the claiming generator's engine served; no sample starts on an older version."""
     trajectories: list[Trajectory]
     """The trajectories, by sample; empty once an optimizer step used the group."""
     attempts: tuple[int, ...] = ()
-    """The completed attempt of each sample, once all are complete; GIVEN_UP where the group continues without it."""
+    """The completed attempt of each sample, once all are complete; GIVEN_UP for a sample that was given up."""
     state: GroupState = GroupState.ISSUED
     first_position: int | None = None
-    """Journal position of the frame with its first step or end; None before that."""
+    """Journal position of the frame with the group's first step or end; None before that."""
     finished: int = 0
     """The group's number in the order of completion."""
     lease_count: int = 0
@@ -120,10 +120,10 @@ class Member:
     received_below: int = 0
     """Every message with a smaller sequence number was received."""
     received: set[int] = field(default_factory=set)
-    """Further sequence numbers that were received; only the newest ones, because a message with nothing new, or a
-    refused one, leaves a gap."""
+    """Further sequence numbers that were received; only the newest are kept, because a message that had
+    nothing new or was refused leaves a gap for ever."""
     given: dict[int, tuple[int, dict[int, int]]] = field(default_factory=dict)
-    """For each of its newest claims, by request_id: the assigned group_id, and the attempt of each sample."""
+    """For each of the generator's newest claims, by request_id: the assigned group_id and each sample's attempt."""
 
     def note_given(self, request_id: int, group_id: int, attempts: dict[int, int]) -> None:
         """Remember the work that a claim got; claims without a request_id (0) are not remembered."""
@@ -148,7 +148,7 @@ def _zeros() -> list[int]:
 
 @dataclass(slots=True)
 class Lengths:
-    """Histograms of the lengths of generated and of trained trajectories: the two differ if long ones are lost.
+    """Histograms of the lengths of generated and of trained trajectories: the two differ if long trajectories are lost.
 
     A trajectory of n sampled tokens counts in bucket `n.bit_length()`: 0 | 1 | 2 3 | 4 .. 7 | 8 .. 15 | ..
     """
@@ -165,7 +165,7 @@ class Lengths:
     """Tokens of the trained trajectories that carried loss."""
 
     def export(self) -> dict[str, list[int]]:
-        """The counts by name, without the empty buckets at the end: `[5, 1, 2]` is 5 of 0, 1 of 1, 2 of 2 to 3."""
+        """The counts by name, without the empty buckets at the end: `[5, 1, 2]`: 5 of length 0, 1 of 1, 2 of 2 or 3."""
         counts = {field.name: getattr(self, field.name) for field in fields(self)}
         used = max((place + 1 for of in counts.values() for place, count in enumerate(of) if count), default=0)
         return {name: of[:used] for name, of in counts.items()}

@@ -5,8 +5,8 @@ published:  (0,0) (0,1) (0,2) (0,3)      then the trainer goes back to step 1 as
 staleness at (1,2):  of a (0,1) token 1; of (1,2) 0; of an abandoned (0,3) token 1, of an abandoned (0,2) token 1
 
 The trainer repeats the undone steps on the same groups, so the weights of an abandoned version are close to the
-weights of the repeated version of the same step. The staleness of its tokens is the number of steps since that step,
-but at least 1, because the weights are not exactly the same.
+weights of the repeated version of the same step. The staleness of the abandoned version's tokens is the number of steps
+since that step, but at least 1, because the weights are not exactly the same.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class VersionHistory:
         self._note(start or PolicyVersion(0, 0))
 
     def publish(self, version: PolicyVersion) -> None:
-        """Add a new version; ValueError unless it follows the current one."""
+        """Add a new version; raises a ValueError if `version` is not newer than the current version."""
         if version <= self.current:
             raise ValueError(f"version {version} does not follow {self.current}")
         self._note(version)
@@ -48,7 +48,7 @@ class VersionHistory:
         return np.repeat(known_H, np.diff(np.append(heads, len(versions_N))))
 
     def staleness(self, versions_N: Int64s, at: PolicyVersion) -> Int32s:
-        """Number of versions between sampling and `at`; -1 for tokens that no policy sampled."""
+        """[N] the staleness of each token at version `at`, in optimizer steps; -1 for tokens that no policy sampled."""
         step_N = np.ascontiguousarray(versions_N, "<i8").view("<i4")[::2]  # the low half; -1 for NO_VERSION
         stale_N = np.int32(at.step) - step_N
         for incarnation, common in self._branches:

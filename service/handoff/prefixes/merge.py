@@ -8,7 +8,7 @@
 If each step of a trajectory continues the step before it, the tokens of its steps in shared form are already in the
 order of the row: merging copies nothing and changes only offsets. If a trajectory branches (forks, resets, trees), its
 rows are built from segments of the token axis. The tokens of a live segment keep their loss. The tokens of a context
-segment carry none; they are repeated so that later tokens follow the same context that the policy saw:
+segment carry no loss; they are repeated so that later tokens follow the same context that the policy saw:
 
     step 0: prompt [1 2]        response [3 4]      row 0: live [1 2 3 4]
     step 1: prompt [1 2 3]      response [9]        row 1: context [1 2 3] (of step 0), live [9]
@@ -52,11 +52,11 @@ class _Layout(NamedTuple):
     start_C: Int64s
     stop_C: Int64s
     live_C: Bools
-    """False where the segment is only context for what follows it."""
+    """False if the segment is only context for the segments after it."""
     row_C: Int64s
-    """The first item of the segment's row."""
+    """The first step of the segment's row, as its index in the table."""
     last_K: Int64s
-    """[K] for the first item of a row, the row's last item."""
+    """[K] at the index of a row's first step, the index of the row's last step."""
 
 
 def merge_steps(steps: Iterable[Step], mode: Mode = "linear") -> list[Row]:
@@ -104,8 +104,7 @@ def merge_in_order(steps: Steps, number_K: Int64s, mode: Mode, by_turn: bool = F
 
 
 def check_whole(steps: Steps) -> Steps:
-    """The steps in order, without duplicates; ValueError if a trajectory has two prompts or lacks a step before its
-    last."""
+    """The steps in order, without duplicates; raises a ValueError if a trajectory has two prompts or lacks a step."""
     steps, number_K = in_order(steps)
     start_K = np.maximum.accumulate(np.where(changes(number_K), np.arange(len(steps)), 0))
     for k in np.flatnonzero(steps.uid_K != steps.uid_K[start_K])[:1].tolist():
@@ -117,7 +116,7 @@ def check_whole(steps: Steps) -> Steps:
 
 
 def _layout(steps: Steps, number_K: Int64s, mode: Mode, counts: dict[str, int]) -> _Layout:
-    """The layout of the rows. Trajectories in which every step continues the step before are laid out all at once."""
+    """The layout of the rows. Trajectories in which each step continues the previous one are laid out at once."""
     first_K, item_K = changes(number_K), np.arange(len(steps))
     begins_K = first_K | (mode == "off")
     chained_K, repeats_K = _chained(steps, number_K, begins_K)
@@ -201,7 +200,7 @@ _FILLED = tuple(column for column in columns_of(Rows).tokens if column.about.fil
 
 
 def _observed(steps: Steps, layout: _Layout) -> Bools:
-    """[N] whether a token of a row lies between responses."""
+    """[N] whether a token of a row is a prompt token between two responses."""
     item_C = _items_of_segments(steps, layout)
     length_C = layout.stop_C - layout.start_C
     observed_C = np.clip(steps.offsets_K[item_C] + steps.prompt_length_K[item_C] - layout.start_C, 0, length_C)
@@ -216,8 +215,8 @@ def _items_of_segments(steps: Steps, layout: _Layout) -> Int64s:
 
 
 def _fill(columns: dict[str, Any], where_N: Bools, on_prompt: bool) -> None:
-    """Set the tokens in `where_N` to each column's fill value, in the columns with values for prompt tokens or in the
-    others."""
+    """Set the tokens in `where_N` to the column's fill value, in the columns that have values for prompt tokens if
+    `on_prompt`, otherwise in the other columns."""
     for column in _FILLED:
         if column.about.on_prompt == on_prompt and (array := columns[column.name]) is not None:
             chosen = where_N.reshape(-1, *(1,) * (array.ndim - 1))
@@ -233,11 +232,11 @@ class _OpenRow:
 
     number: int
     kind: tuple[float, bool]
-    """Temperature, and whether there are log-probabilities: all steps of a row have these in common."""
+    """Temperature, and whether there are log-probabilities: both are equal for all steps of a row."""
     tip: Place
     """Where the row's tokens end in the trajectory's tree."""
     first_sampled: int
-    """Position of the first response in the row; it lies in the row's prompt if the row is a fork."""
+    """Position of the first response in the row; it is in the row's prompt if the row is a fork."""
     steps: list[int] = field(default_factory=list)
     """The row's steps, as items of the table, in order."""
     segments: list[tuple[int, int, bool]] = field(default_factory=list)
@@ -287,7 +286,7 @@ class _RowBuilder:
         return last if last and last.kind == kind and common(last.tip, prompt) == last.tip.length else None
 
     def _longest_prefix(self, prompt: Place, kind: tuple[float, bool]) -> _OpenRow | None:
-        """The longest row of this kind that is a prefix of a prompt; if several are equally long, the first."""
+        """The longest row of this kind that is a prefix of a prompt; the first of several equally long rows."""
         run, length = prompt
         while True:
             ending = [r for r in self._rows_in.get(run, ()) if r.kind == kind and r.tip.length <= length]
@@ -300,8 +299,8 @@ class _RowBuilder:
     def _first_sampled(self, prompt: Place, prompt_length: int) -> int:
         """The position of the first response in a new row; also counts why the step begins a new row.
 
-        `forked`: shares sampled tokens with the nearest row but does not continue it. `reset`: shares no sampled
-        tokens.
+        `forked`: the step shares sampled tokens with the nearest row but does not continue that row. `reset`: the step
+        shares no sampled tokens with it.
         """
         if not self.rows or self._mode == "off":
             return prompt_length

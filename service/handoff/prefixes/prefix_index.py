@@ -7,15 +7,15 @@
     tokens of step 2       [10 20 30 40 50] of step 0, [60] of step 1, [71 81] of its own
     prompt [10 20 30 41]   shares 3 tokens with step 0
 
-The time to add a step is proportional to its own tokens, wherever it branches off; the time to look up a prompt, to the
-prompt. The tokens lie in a radix tree (`Tree`) in which every step is a path from the root:
+The time to add a step is proportional to its own tokens, wherever it branches off; the time to look up a prompt is
+proportional to its length. The tokens lie in a radix tree (`Tree`) in which every step is a path from the root:
 
     [1 2 3 4], then [1 2 7], then [1 2 3 4 5]
 
     1 2 3 4 5          one run; the third sequence lengthened it
        \\ 7             a run of its own, which branches off at length 2
 
-Equal sequences end at the same place, so comparing two takes time proportional to the runs from their ends to the fork.
+Equal sequences end at the same place, so two are compared in time proportional to the runs from their ends to the fork.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from service.types import Bools, Extension, Int32s, Steps
 
 
 class PrefixError(ValueError):
-    """Raised if a step extends tokens that do not exist, or whose digest differs from the one in its reference."""
+    """Raised if a step extends tokens that do not exist, or whose digest differs from that in the reference."""
 
 
 class IndexedStep(NamedTuple):
@@ -92,7 +92,7 @@ class PrefixIndex:
         self._tree = Tree()
         self._steps: dict[int, IndexedStep] = {}
         self._waiting: dict[int, list[tuple[Steps, int]]] = {}
-        """Steps that arrived before the step that they extend, by that step's index."""
+        """Steps that arrived before the step that they extend, by the index of the extended step."""
         for item in arrived:
             self.arrived(*item)
 
@@ -166,7 +166,7 @@ class PrefixIndex:
         return step
 
     def _nearest(self, steps: Steps, k: int) -> Extension | None:
-        """The earlier step that shares the longest prefix with a full prompt; if several do, the latest."""
+        """A reference to the earlier step that shares the longest prefix with a full prompt; the latest of several."""
         index, start = int(steps.index_K[k]), int(steps.offsets_K[k])
         prompt = steps.token_ids_N[start : start + int(steps.prompt_length_K[k])]
         place = self._reached(index, prompt)
@@ -181,7 +181,7 @@ class PrefixIndex:
         return Extension(step, length, self._steps[step].holder(length).digest(length).intdigest())
 
     def _reached(self, index: int, prompt: Int32s) -> Place:
-        """The longest prefix of a prompt that the tree contains; a prefix that the preceding step also extends is
+        """The longest prefix of a prompt that the tree contains; a prefix that the step before it also extends is
         recognised by its digest."""
         before, place = self._steps.get(index - 1), self._tree.root
         if before is None or not 0 < before.cut <= len(prompt):
@@ -192,7 +192,7 @@ class PrefixIndex:
 
 
 def check_references(steps: Steps) -> None:
-    """Raise a PrefixError unless each step's reference names tokens that exist; the steps are of one trajectory, sorted
+    """Raise a PrefixError unless each step's reference is to tokens that exist; the steps are of one trajectory, sorted
     by index."""
     index = PrefixIndex()
     for k in range(len(steps)):
@@ -200,7 +200,7 @@ def check_references(steps: Steps) -> None:
 
 
 def check_chain(steps: Steps, first_K: Bools, chain_K: Bools) -> None:
-    """Raise a PrefixError unless each chained step names the digest of the step before it; reads every token once."""
+    """Raise a PrefixError unless each chained step has the digest of the step before it; reads every token once."""
     view, offsets = token_bytes(steps.token_ids_N), (4 * steps.offsets_K).tolist()
     digests, firsts, chain = steps.extends_digest_K.tolist(), first_K.tolist(), xxhash.xxh3_64()
     for k in np.flatnonzero(chain_K).tolist():
@@ -287,7 +287,7 @@ class Tree:
         self._grown: list[tuple[Run, int]] | None = None
 
     def follow(self, place: Place, ids: Int32s) -> Place:
-        """Follow these tokens from `place` as far as the tree has them; returns the place reached."""
+        """Follow these tokens from `place` as far as the tree contains them; returns the place at which this ends."""
         (run, length), done = place, 0
         while True:
             shared = common_prefix(run.ids[length - run.begin : run.end - run.begin], ids[done:])

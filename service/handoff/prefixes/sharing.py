@@ -40,7 +40,7 @@ class Chain(NamedTuple):
 
 
 def grown(chain: Chain | None, index: int, extends: Extension, own: memoryview) -> Chain | None:
-    """A chain with one more step, whose own tokens are `own`; None if the step is not the next one, or branches off."""
+    """A chain with one more step, whose own tokens are `own`; None if it is not the next step, or branches off."""
     if index != (0 if chain is None else chain.steps):
         return None
     if extends.step < 0:
@@ -59,7 +59,7 @@ def dedupe_prefixes(
     chain_of: Callable[[TrajectoryId], Chain | None],
     index_of: Callable[[TrajectoryId], PrefixIndex],
 ) -> Steps:
-    """The same steps; the wanted ones carry only the tokens that no earlier step of their trajectory has.
+    """The steps, of which the wanted ones carry only the tokens that no earlier step of their trajectory has.
 
     `chain_of`, `index_of`: a trajectory's known earlier steps. Steps with values for their prompt tokens, such as
     routed experts, are not changed: a reference to equal token ids would lose those values.
@@ -94,7 +94,7 @@ def dedupe_prefixes(
 
 
 def with_references(steps: Steps, found: Mapping[int, Extension]) -> Steps:
-    """The same steps, where each item in `found` carries only the tokens after the prefix that its reference names."""
+    """The steps, where each step in `found` carries only the tokens after the prefix to which its reference points."""
     if not found:
         return steps
     items = np.array(list(found), np.int64)

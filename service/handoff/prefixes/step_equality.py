@@ -3,8 +3,8 @@
     full form      prompt [10 20 30 40 50 60 70]                response [80 90]
     shared form    extends step 0 by 5 tokens, prompt [60 70]   response [80 90]      the same step
 
-A reference has the digest of the tokens that it stands for, so a full record can be compared with a shared one without
-the step that the latter extends. Only two references of different lengths need the tokens that one of them extends.
+A reference has the digest of the tokens that it replaces, so a full record can be compared with a shared record without
+the extended step. Only two references of different lengths need the tokens of an extended step.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from service.handoff.steps.tables import NO_EXTENSION, extension_of, name_of, to
 from service.types import Int32s, Int64s, Steps
 
 TokensOf = Callable[[int], Int32s | None]
-"""The whole prompt and response of an earlier step of the trajectory, by its index; None if it is not known."""
+"""The whole prompt and response of an earlier step of the trajectory, by its index; None if the step is not known."""
 
 
 def same_step(a: Steps, k: int, b: Steps, j: int, tokens_of: TokensOf) -> bool | None:
-    """Whether item `k` of `a` and item `j` of `b` are the same step; None if a step that one extends is unknown."""
+    """Whether item `k` of `a` and item `j` of `b` are the same step; None if an extended step is needed and unknown."""
     a, b = select(a, np.array([k])), select(b, np.array([j]))
     if a.extends_length_K[0] > b.extends_length_K[0]:
         a, b = b, a
@@ -47,8 +47,8 @@ def same_step(a: Steps, k: int, b: Steps, j: int, tokens_of: TokensOf) -> bool |
 
 
 def in_order(steps: Steps) -> tuple[Steps, Int64s]:
-    """Steps by trajectory (in order of first appearance), then by index, without duplicates; and the number of each
-    step's trajectory.
+    """The steps sorted by trajectory (in order of first appearance), then by index, without duplicates; and the number
+    of each step's trajectory.
 
     Raises:
         ValueError: a step came twice with different content.

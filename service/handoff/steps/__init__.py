@@ -1,1 +1,1 @@
-"""A step: its columns, its form on the wire, and the rules that it has to pass."""
+"""A step: its columns, its wire format, and limits on messages of steps."""

@@ -15,13 +15,13 @@ class Routing(NamedTuple):
     """The form of the routed experts that a model can replay; every field is 0 or empty for a model without experts."""
 
     layers: tuple[int, ...]
-    """How many layers a record may have: all layers of the model, or only the layers with experts."""
+    """Numbers of layers that a record may have: all layers of the model, or only the layers with experts."""
     topk: int
     experts: int
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """Type of a record: bytes if one byte can hold every expert's number and -1 (see `service.columns.widened`)."""
+        """Type of a record: uint8 if it can hold every expert's number and -1 (see `service.columns.widened`)."""
         return np.dtype(np.uint8 if self.experts <= NO_BYTE + (self.topk > 1) else np.int16)
 
     @property

@@ -6,7 +6,7 @@
 A trajectory's end carries one byte for each step: the number of the step's role. The roles of `Role` come first, then
 the roles that the configuration names. If an end carries no roles, every step has the role `main`.
 
-The roles of `Role` share the rewards and the baseline of `main`; a named role has its own.
+The roles of `Role` share the rewards and the baseline of `main`; a named role has its own rewards and baseline.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ class Role(StrEnum):
     MAIN = "main"
     """The agent's own conversation, however often it was cut or summarised."""
     SUB = "sub"
-    """A conversation under a system prompt of its own: a sub-agent."""
+    """A conversation with a system prompt of its own, by a sub-agent."""
     AUX = "aux"
-    """A single question beside the agent's conversation, such as a request for a title."""
+    """A single question outside the agent's conversation, such as a request for a title."""
     RETRY = "retry"
     """A response that a later response to the same request replaced."""
     UNDELIVERED = "undelivered"

@@ -1,4 +1,4 @@
-"""Why trajectories end. The stop reason of a *step* is its engine's word, in which `length` means a cut response."""
+"""Why trajectories end. A *step* has the engine's stop reason instead, where `length` means a cut response."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class StopReason(StrEnum):
     """The engine aborted the request."""
     ENGINE_TIMEOUT = "engine_timeout"
     ENGINE_OUTPUT = "engine_output"
-    """The engine's answer is inconsistent in itself or with the request."""
+    """The engine's answer contradicts itself or the request."""
     ENVIRONMENT_ERROR = "environment_error"
     ENVIRONMENT_TIMEOUT = "environment_timeout"
     ENVIRONMENT_REWARD = "environment_reward"

@@ -73,7 +73,7 @@ def said_bytes(end: TrajectoryEnd) -> int:
 
 
 def said_steps(steps: Steps, ends: Ends, end_K: Int64s) -> tuple[Int64s, Int64s]:
-    """The steps for which the trajectory's end has a role and a later reward, and the position of each on axis `S`."""
+    """The steps for which the trajectory's end has a role and a later reward, and each step's position on axis `S`."""
     k = np.flatnonzero(lengths_of(ends.step_offsets_E)[end_K])
     return k, ends.step_offsets_E[end_K[k]] + steps.index_K[k]
 
@@ -85,7 +85,7 @@ class Played(NamedTuple):
     """
 
     steps: Steps
-    """Ordered by the position of their trajectory's end in `ends`, then by index."""
+    """The steps, ordered by the position of their trajectory's end in `ends`, then by index."""
     ends: Ends
     end_K: Int64s
     """The position in `ends` of the end of each step's trajectory."""
@@ -100,7 +100,7 @@ class Played(NamedTuple):
         """The trajectories of these ends, in this order.
 
         Raises:
-            ValueError: a step's trajectory has no end, or two; a step came twice.
+            ValueError: a step's trajectory has no end or two ends; a step came twice.
         """
         end_K = end_of_items(steps, ends)
         order = np.lexsort((steps.index_K, end_K))
@@ -128,7 +128,7 @@ def end_of_items(steps: Steps, ends: Ends) -> Int64s:
     """[K] the position in `ends` of the end of each step's trajectory.
 
     Raises:
-        ValueError: a step's trajectory has no end, or two.
+        ValueError: a step's trajectory has no end or two ends.
     """
     number_X, first_X = trajectories(
         np.concatenate((ends.group_id_E, steps.group_id_K)),
@@ -141,7 +141,7 @@ def end_of_items(steps: Steps, ends: Ends) -> Int64s:
 
 
 def extension_of(steps: Steps, k: int) -> Extension | None:
-    """The reference of item `k` to the step that it extends; None if it carries its whole prompt."""
+    """The reference of item `k` to the step that it extends; None if the item carries its whole prompt."""
     if steps.extends_K[k] < 0:
         return None
     return Extension(int(steps.extends_K[k]), int(steps.extends_length_K[k]), int(steps.extends_digest_K[k]))
@@ -153,7 +153,7 @@ def total_lengths(steps: Steps) -> Int64s:
 
 
 def long_note_bytes(steps: Steps, items: Iterable[int]) -> int:
-    """Bytes of these items' notes beyond those that `ITEM_BYTES` covers."""
+    """Bytes of these items' notes that `ITEM_BYTES` does not cover."""
     if not any(len(note) * UTF8_BYTES > NOTE_BYTES for note in steps.notes):
         return 0
     note_K = steps.note_K.tolist()

@@ -2,7 +2,7 @@
 
     0   magic BATN, kind (u16), format version (u16), header length (u32), payload length (u64), checksum (u64)
     28  header: msgpack of a fixed structure: names, strings, and (name, dtype, shape) of each array
-    ..  the arrays, in that order, each at a multiple of 64 bytes from the start
+    ..  the arrays, in the header's order, each at a multiple of 64 bytes from the start
 
 The checksum covers all bytes after it. Decoding never runs code from the message; the arrays are read-only views of the
 message.
@@ -121,7 +121,7 @@ def _step_group(head: GroupHead, arrays: dict[str, NDArray[Any]]) -> StepGroup:
 
 
 def accepted_group(data: bytes) -> StepGroup:
-    """Decode steps and ends that the buffer accepted; ValueError if the bytes are no such message."""
+    """Decode a message that the buffer accepted; raises a ValueError if the bytes are not a step group."""
     group = decode(data, None)
     if isinstance(group, Refusal):
         raise ValueError(f"no step group: {group}")
@@ -140,7 +140,7 @@ def encode_mini_batch(batch: MiniBatch) -> bytes:
 
 
 def decode_mini_batch(data: bytes | memoryview) -> MiniBatch:
-    """Decode a mini-batch that the buffer encoded; ValueError if the bytes are no mini-batch."""
+    """Decode a mini-batch that the buffer encoded; raises a ValueError if the bytes are not a mini-batch."""
     try:
         head, arrays = _opened(data, MINI_BATCH, BatchHead, max_header_bytes=len(data))
     except _Damaged as damaged:
@@ -156,7 +156,7 @@ def decode_mini_batch(data: bytes | memoryview) -> MiniBatch:
 
 
 def _arrays_of(table: object) -> dict[str, NDArray[Any]]:
-    """The arrays of a table, without absent ones."""
+    """The arrays of a table, by column name, without absent columns."""
     arrays = {column.name: getattr(table, column.name) for column in columns_of(type(table)).all}
     return {name: array for name, array in arrays.items() if array is not None}
 
