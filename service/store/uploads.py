@@ -32,8 +32,6 @@ REACHED_SECONDS = 30.0
 POLL_SECONDS = 0.02
 BACKOFF = Backoff(1.0, 60.0)
 """Pauses after attempts that failed and stored no file."""
-TRIES = 10
-"""Minimum number of attempts within the deadline."""
 ENDS = (METRICS, EVALUATIONS, TRAJECTORIES, "learning_curve.png", SUMMARY)
 """Files of the run folder that are uploaded at the end; the summary is the last."""
 
@@ -223,7 +221,7 @@ class Uploads:
                 if not failures or self._broken is not None or not job.files or self._is_old(job):
                     self._end(job)
                     continue
-            self._came.wait(min(BACKOFF.pause(failures), self._deadline / TRIES))
+            self._came.wait(BACKOFF.pause(failures))
             self._came.clear()
             self._queue.put(job)
 

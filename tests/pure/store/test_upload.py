@@ -101,18 +101,6 @@ def test_an_upload_that_stores_a_file_with_each_attempt_is_tried_again_after_the
     assert len(pauses_after) > 3 and {*pauses_after} == {1}, pauses_after
 
 
-def test_an_upload_that_failed_is_tried_again_within_a_deadline_shorter_than_the_pause(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(uploading, "BACKOFF", Backoff(3600.0))
-    objects = MemoryObjects()
-    run = run_in(tmp_path, objects, store_deadline=10)
-    run.train(EVERY)
-    objects.fails = lambda doing, name: run.uploads.status.failures < 3
-    run.end()
-    assert run.uploads.status.failures == 3 and "final/model.safetensors" in objects.held
-
-
 def test_training_never_waits_for_the_store_and_a_newer_checkpoint_takes_the_place_of_one_that_waits(
     tmp_path: Path,
 ) -> None:
