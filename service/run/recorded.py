@@ -10,7 +10,7 @@ from typing import NamedTuple
 from service.clock import SystemClock
 from service.errors import JournalError, UserError, in_one_line
 from service.handoff.batches.batch import BatchSettings, form_mini_batch
-from service.handoff.journal.journal import KEPT, Frame, Journal, frames_in
+from service.handoff.journal.journal import KEPT, Frame, Journal, frames_in, segment_name
 from service.handoff.leases import with_filtered
 from service.handoff.ledger import events
 from service.handoff.ledger.record import Record, Store
@@ -80,15 +80,22 @@ def _recorded(folder: Path) -> Iterator[Frame]:
     Raises:
         UserError: the journal, or a segment of it, is missing.
     """
-    kept = folder / KEPT
-    found = [*(kept.glob("*.journal") if kept.is_dir() else ()), *folder.glob("*.journal")]
-    position = 0
-    for path in sorted(found, key=lambda path: path.name):
-        if not path.stem.isdecimal() or int(path.stem) != position:
-            lacks = f"no segment begins at position {position}, where {path.name} comes next"
-            raise UserError(f"{folder}: {lacks}; buffer.record: true keeps everything, unless a file was damaged since")
-        for frame in frames_in(path):
-            yield frame
-            position = frame.end
-    if not found:
+    places = folder, folder / KEPT  # a running buffer moves segments from the first to the second
+    left = {path.name for place in places for path in place.glob("*.journal")}
+    if not left:
         raise UserError(f"{folder} holds no journal")
+    position, end = -1, 0
+    while end > position:  # a segment has frames
+        position, name = end, segment_name(end)
+        left.discard(name)
+        for place in places:
+            try:
+                for frame in frames_in(place / name):
+                    yield frame
+                    end = frame.end
+                break
+            except FileNotFoundError:
+                continue
+    if left:
+        lacks = f"no segment begins at position {position}, where {min(left)} comes next"
+        raise UserError(f"{folder}: {lacks}; buffer.record: true keeps everything, unless a file was damaged since")

@@ -17,12 +17,13 @@ MAX_BUFFERS_PER_WRITE = 512
 
 
 class File:
-    """One segment, open for reading and writing."""
+    """One segment, open for reading, and unless `writable` is False for writing; then a missing file is created."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, writable: bool = True) -> None:
         # A link with a missing target is refused: a new file at the target would hide the missing frames.
         create = 0 if path.is_symlink() else os.O_CREAT
-        self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | create, 0o600)
+        flags = os.O_RDWR | create if writable else os.O_RDONLY
+        self._fd = os.open(path, flags | os.O_CLOEXEC, 0o600)
         # A journal that refuses to start is garbage-collected with its files open; this closes them.
         self._close = weakref.finalize(self, os.close, self._fd)
 

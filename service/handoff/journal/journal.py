@@ -70,12 +70,13 @@ def frames(segment: Segment, start: int | None = None) -> Iterator[Frame]:
 
 
 def frames_in(path: Path) -> Iterator[Frame]:
-    """The frames of a segment's file, which is not changed.
+    """The frames of a segment's file, which is neither changed nor created.
 
     Raises:
+        FileNotFoundError: there is no such file, for example because a running buffer has moved it.
         JournalError: a frame is damaged, and a later frame records that the damaged frame had been synced.
     """
-    file = Disk().open(path)
+    file = File(path, writable=False)
     try:
         segment = Segment(int(path.stem), file, path)
         position = segment.start
@@ -317,7 +318,7 @@ class Journal:
 
     def _open_segments(self) -> None:
         names = [name for name in self._disk.names(self.folder) if name.endswith(".journal")]
-        for name in names or [_segment_name(0)]:
+        for name in names or [segment_name(0)]:
             path = self.folder / name
             if not path.stem.isdecimal():
                 raise JournalError(f"{path}: a segment's name is the position of its first byte; move the file away")
@@ -390,7 +391,7 @@ class Journal:
             active = self._segments[-1]
             if active.start == start:
                 return
-            path = self.folder / _segment_name(start)
+            path = self.folder / segment_name(start)
             file = self._disk.open(path)
             try:
                 reserved = _move_reserve(active.file, start - active.start, file, self._allocated)
@@ -449,5 +450,6 @@ def _allocated(file: File, size: int) -> bool:
     return True
 
 
-def _segment_name(start: int) -> str:
+def segment_name(start: int) -> str:
+    """The name of the file of the segment that begins at position `start`."""
     return f"{start:020d}.journal"

@@ -1,3 +1,4 @@
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -6,9 +7,10 @@ from service.cli.parser import main
 from service.clock import SystemClock
 from service.config import Config, resolved_yaml
 from service.errors import UserError
-from service.handoff.journal.journal import Journal, frames_in
+from service.handoff.journal.journal import Frame, Journal, frames_in
 from service.handoff.ledger import events
 from service.handoff.steps.wire import encode_mini_batch
+from service.run import recorded
 from service.types import PolicyVersion
 from tests.pure.buffer.world import World, config
 
@@ -83,6 +85,31 @@ def test_replay_changes_nothing_in_the_folder(tmp_path: Path) -> None:
     before = {path: path.read_bytes() for path in tmp_path.iterdir()}
     world.replayed(1)
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_replay_beside_a_running_run_follows_segments_that_move_and_leaves_no_file_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = World(tmp_path, settings(), segment_bytes=10_000)
+    trained = a_run(world, steps=3)
+    live = {path.name for path in tmp_path.glob("*.journal")}
+    read = list[Path]()
+
+    def frames_meanwhile(path: Path) -> Iterator[Frame]:
+        """As `frames_in`; once a segment has been read, the run moves those that were live to `reclaimed/`."""
+        if read:
+            while live & {path.name for path in tmp_path.glob("*.journal")}:
+                world.play(2, world.buffer.version)
+                world.train()
+                world.buffer.covered(world.buffer.version.step)
+                world.journal.sync()
+        yield from frames_in(path)
+        read.append(path)
+
+    monkeypatch.setattr(recorded, "frames_in", frames_meanwhile)
+    assert encode_mini_batch(world.replayed(1)) == trained[1]
+    assert all(path.stat().st_size for path in tmp_path.rglob("*.journal"))
+    world.crash()
 
 
 def test_a_step_that_was_never_made_is_one_clear_line(tmp_path: Path) -> None:
