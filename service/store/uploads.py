@@ -207,10 +207,9 @@ class Uploads:
                 self._under_way = job
             stored = len(job.done)
             try:
-                if self._broken is not None or self._succeeds(job):
-                    failures = 0
-                else:
-                    failures = 1 if len(job.done) > stored else failures + 1
+                succeeded = self._broken is not None or self._succeeds(job)
+                if job.files:  # a note of progress says nothing about a checkpoint that waits
+                    failures = 0 if succeeded else 1 if len(job.done) > stored else failures + 1
             except TakenOver as error:
                 self._say(f"{error}; this process uploads no more")
                 self._broken, self.status = error, self.status._replace(failing=str(error))
@@ -231,9 +230,10 @@ class Uploads:
         except (StoreFailed, OSError) as error:
             self._failed(f"{job.what} is not uploaded: {error}" if job.what else str(error))
             return False
-        if self.status.failing:
-            self._say(f"{self.url}: uploads succeed again")
-        self.status = self.status._replace(failing="")
+        if job.files or not self._jobs:
+            if self.status.failing:
+                self._say(f"{self.url}: uploads succeed again")
+            self.status = self.status._replace(failing="")
         return True
 
     def _upload(self, job: _Job) -> None:

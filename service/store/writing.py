@@ -45,6 +45,8 @@ class StoreWriter:
         self._objects, self._mark, self._keep, self._uploaded = objects, mark, keep, uploaded
         self._known = objects.sizes()
         """Sizes of the objects in the store, by name."""
+        self._read: dict[str, int] = {}
+        """Bytes that were read for each object that is not stored yet."""
         self._digests: dict[tuple[str, int, int, int], str] = {}
 
     @property
@@ -97,11 +99,12 @@ class StoreWriter:
         is_there = self._known.get(name) == staged.size if staged.shared else staged.path in done
         if not is_there:
             hasher = xxhash.xxh3_64()
-            self._objects.put(name, self._counted(staged.chunks(), hasher), staged.size)
+            self._objects.put(name, self._counted(name, staged.chunks(), hasher), staged.size)
             if checksum and hasher.hexdigest() != checksum:
                 self._objects.delete([name])  # name and size match the expected file
                 raise StoreFailed(f"{staged.path} has other bytes than were written; its disk is damaged")
             self._known[name] = staged.size
+            self._read.pop(name, None)
             self._uploaded(0)
         done.add(staged.path)
         return StoredFile(object=name, bytes=staged.size, xxh3_64=checksum)
@@ -117,11 +120,16 @@ class StoreWriter:
             self._digests[key] = hasher.hexdigest()
         return self._digests[key]
 
-    def _counted(self, chunks: Iterator[bytes], hasher: xxhash.xxh3_64) -> Iterator[bytes]:
+    def _counted(self, name: str, chunks: Iterator[bytes], hasher: xxhash.xxh3_64) -> Iterator[bytes]:
+        """The chunks of a file; bytes that an earlier attempt has read are no progress, and are not counted again."""
+        read = 0
         for chunk in chunks:
             hasher.update(chunk)
             yield chunk
-            self._uploaded(len(chunk))
+            read += len(chunk)
+            if (new := read - self._read.get(name, 0)) > 0:
+                self._read[name] = read
+                self._uploaded(new)
 
     def _put_bytes(self, name: str, data: bytes) -> None:
         self._objects.put(name, [data], len(data))

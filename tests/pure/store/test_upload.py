@@ -13,7 +13,7 @@ from service.backoff import Backoff
 from service.errors import RunFailed, UserError
 from service.run.folder import STORE_MARK, UPLOADS
 from service.store import uploads as uploading
-from service.store.contents import RUN, RunMark, StoredCheckpoint, manifest_name, stored_steps
+from service.store.contents import REACHED, RUN, RunMark, StoredCheckpoint, manifest_name, stored_steps
 from tests.pure.store.memory import MemoryObjects
 from tests.pure.store.scripted import EVERY, STEPS, ScriptedRun, claim, settings
 from tests.waiting import until
@@ -131,6 +131,51 @@ def test_a_run_whose_store_is_silent_ends_after_its_deadline_and_names_what_only
     objects.fails = lambda doing, name: True
     with pytest.raises(RunFailed, match=r"lacks the final weights, which only .*/scripted has now: .* failed"):
         run.end()
+
+
+@pytest.mark.parametrize("refused", ["cut", "done"])
+def test_a_run_gives_up_a_store_that_reads_every_byte_and_stores_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: str
+) -> None:
+    monkeypatch.setattr(uploading, "BACKOFF", Backoff(0.01, 0.01))
+    objects = MemoryObjects()
+    run = run_in(tmp_path, objects, store_deadline=1)
+    run.train(2)
+    before = run.uploads.status.bytes
+    objects.fails = lambda doing, name: doing == refused
+    with pytest.raises(RunFailed, match=r"lacks the final weights, .* failed"):
+        run.end()
+    assert run.uploads.status.failures > 10
+    size = sum(
+        path.stat().st_size for name in ("final", "metrics.jsonl", "summary.json") for path in files_in(run, name)
+    )
+    assert run.uploads.status.bytes - before <= size, "bytes of repeated attempts are not counted"
+
+
+def files_in(run: ScriptedRun, name: str) -> list[Path]:
+    return [path for path in ((run.folder / name), *(run.folder / name).rglob("*")) if path.is_file()]
+
+
+def test_a_note_of_progress_does_not_hide_a_checkpoint_that_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(uploading, "BACKOFF", Backoff(0.001, 0.001))
+    objects = MemoryObjects()
+    run = run_in(tmp_path, objects)
+    noted = threading.Event()
+
+    def fails(doing: str, name: str) -> bool:
+        if doing == "done" and name == REACHED:
+            noted.set()
+        return doing == "put" and name.startswith("files/")
+
+    objects.fails = fails
+    run.train(EVERY)
+    run.uploads.reached(EVERY, 0)
+    assert noted.wait(20)
+    before = run.uploads.status.failures
+    until(lambda: run.uploads.status.failures > before + 2, 20)
+    assert run.uploads.status.failing and len(run.said) == 1, run.said
 
 
 def damage_checkpoints_of(run: ScriptedRun) -> None:
