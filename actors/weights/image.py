@@ -113,6 +113,14 @@ class ImageHolder:
     ) -> tuple[str, RemoteMemory] | str:
         """Hold an image as `hold_image` does, and read it from other hosts in `within` seconds; returns its path, and
         how other hosts read it. If the read fails, returns the reason and holds nothing."""
+        try:
+            return await self._read_image(number, version, sources, remotes, within)
+        finally:
+            self._free_spare()
+
+    async def _read_image(
+        self, number: int, version: int, sources: Sequence[Source], remotes: Sequence[RemoteMemory], within: float
+    ) -> tuple[str, RemoteMemory] | str:
         async with self._reading:
             n_bytes = sum(source.part.n_bytes for source in sources)
             image = Image(version, n_bytes, self._spare_of(n_bytes))
@@ -162,6 +170,10 @@ class ImageHolder:
 
     def _keep(self, memory: WeightMemory) -> None:
         self._spare.append(memory)
+        self._free_spare()
+
+    def _free_spare(self) -> None:
+        """Free all but `SPARE` spare memories, unless a read is in progress, whose agent has registered them."""
         while len(self._spare) > SPARE and not self._reading.locked():
             self._agent = None  # it has registered the memory
             self._spare.pop(0).close()

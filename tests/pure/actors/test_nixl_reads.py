@@ -10,6 +10,7 @@ import logging
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
@@ -256,6 +257,29 @@ async def test_of_many_images_at_once_the_memory_of_few_is_kept_and_the_next_one
     assert [path for path in paths if is_open(path)] == paths[-SPARE:]
     (path, _), (again, _) = await ranks.read(1), await ranks.read(1)
     assert {path, again} == {*paths[-SPARE:]} and ranks.is_held(1)
+
+
+async def test_memory_that_is_released_while_another_image_is_read_is_freed_after_the_read(
+    nixl: type[FakeAgent], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks, reads, go_on = Ranks(1), threading.Event(), threading.Event()
+    ranks.publish(1)
+
+    def before_read() -> None:
+        reads.set()
+        assert go_on.wait(WITHIN)
+
+    monkeypatch.setattr(nixl, "before_read", staticmethod(before_read))
+    reading = asyncio.create_task(ranks.read(1))
+    assert await asyncio.to_thread(reads.wait, WITHIN)
+    numbers = range(100, 100 + SPARE + 3)
+    paths = [await ranks.holder.hold_image(number, 1, ranks.buffers[0].source.part.n_bytes) for number in numbers]
+    for number in numbers:
+        await ranks.holder.release_image(number)
+    go_on.set()
+    await reading
+    gc.collect()
+    assert [path for path in paths if is_open(path)] == paths[-SPARE:]
 
 
 def is_open(path: str) -> bool:
