@@ -22,7 +22,7 @@ from service.errors import UserError, in_one_line, printable
 from service.files import is_locked
 from service.observe.status import SCHEMA, Status
 from service.run.arguments import NEWEST_HELP
-from service.run.folder import ADDRESS, RUNS, SUMMARY, find_run, no_such_run, read_address, run_folder
+from service.run.folder import ADDRESS, RUNS, SUMMARY, check_begun, find_run, no_such_run, read_address, run_folder
 
 ABOUT = """\
 Show a run's rates, its groups by state, its tokens by fate, and which actor waits for what; of a run that has ended,
@@ -72,6 +72,7 @@ def run_status(target: str, runs: Path = RUNS) -> Status:
     folder = find_run(target, runs)
     if folder is None:
         return fetch_status(_address(target, runs))
+    check_begun(folder)
     summary = _read_summary(folder)
     try:
         status = fetch_status(_address_in(folder))

@@ -83,24 +83,24 @@ def is_run_folder(path: Path) -> bool:
 
 
 def find_run(run: str | Path, runs: Path = RUNS) -> Path | None:
-    """Find a run folder by its path or by its name in `runs`; None if there is none.
+    """Find a run folder by its path or by its name in `runs`; None if there is none. The folder of a task, or a copy of
+    a configuration from which a run is restored, looks like a run folder too."""
+    return next((folder for folder in (Path(run), runs / run) if is_run_folder(folder)), None)
 
-    Raises:
-        UserError: the folder has a configuration, but no run was started in it.
-    """
-    folder = next((folder for folder in (Path(run), runs / run) if is_run_folder(folder)), None)
-    if folder is not None and not any((folder / name).exists() for name in BEGUN):
+
+def check_begun(folder: Path) -> None:
+    """Raises a `UserError` if a folder has a configuration, but no run was started in it."""
+    if not any((folder / name).exists() for name in BEGUN):
         began = sorted((folder / RUNS).glob(f"*/{CONFIG}"))
         where = f"; a run of it is {began[-1].parent}" if began else ""
         raise UserError(f"{folder}: there is a {CONFIG}, but no run was started in this folder{where}")
-    return folder
 
 
 def run_folder(run: str | Path | None, runs: Path = RUNS) -> Path:
     """Same as `find_run`, but raises if there is no such run; `run` None: the last run started or resumed in `runs`.
 
     Raises:
-        UserError: there is no such run.
+        UserError: there is no such run, or it was never started.
     """
     if run is None:
         begun = [(file.stat().st_mtime_ns, file.parent) for file in runs.glob(f"*/{CONFIG}")]
@@ -109,6 +109,7 @@ def run_folder(run: str | Path | None, runs: Path = RUNS) -> Path:
         return max(begun)[1]
     if (folder := find_run(run, runs)) is None:
         raise no_such_run(run, runs)
+    check_begun(folder)
     return folder
 
 
