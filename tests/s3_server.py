@@ -22,7 +22,10 @@ KEY, SECRET = "AKIASTORE", "very-secret-key"
 
 @contextmanager
 def s3_server() -> Iterator[dict[str, str]]:
-    """Yields the environment variables that lead to the server, which has one bucket; skips where it is missing."""
+    """Yields the environment variables that lead to the server, which has one bucket; skips where it is missing.
+
+    All servers of one process have the same objects, so each test needs a name of its own in the bucket.
+    """
     pytest.importorskip("obstore", reason="the package obstore is not installed")
     moto = pytest.importorskip("moto.server", reason="the package moto is not installed")
     server = moto.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)

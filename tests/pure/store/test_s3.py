@@ -24,6 +24,7 @@ from tests.waiting import until
 pytest.importorskip("obstore", reason="the package obstore is not installed")
 
 URL = f"s3://{BUCKET}/run"
+"""The store of one test; every other test that writes to the bucket adds a name of its own."""
 Result = TypeVar("Result")
 
 
@@ -77,21 +78,22 @@ def test_a_run_goes_on_from_s3_on_an_empty_disk_and_nothing_of_it_holds_a_creden
 
 @pytest.mark.full
 def test_a_run_goes_on_from_an_s3_that_fails_half_of_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    url = f"{URL}-flaky"
     whole = ScriptedRun(tmp_path / "third", settings(tmp_path), None)
     whole.train()
     with flaky_s3_server(share=0.5) as (environment, flaky):
         for name, value in environment.items():
             monkeypatch.setenv(name, value)
         first, second = tmp_path / "first", tmp_path / "second"
-        killed = insisted(lambda: ScriptedRun(first / "scripted", settings(first, store_deadline=60), open_store(URL)))
+        killed = insisted(lambda: ScriptedRun(first / "scripted", settings(first, store_deadline=60), open_store(url)))
         killed.train(5)
         until(lambda: killed.uploads.status.step == 4, 120, lambda: killed.said)
         folder = insisted(
-            lambda: fetch.fetched(open_store(URL), lambda file: load([file], [f"run.dir={second}"]).config, print)
+            lambda: fetch.fetched(open_store(url), lambda file: load([file], [f"run.dir={second}"]).config, print)
         )
         config = load([folder / CONFIG]).config
         with resumed(config.run, config.trainer, folder) as manifest:
-            run = insisted(lambda: ScriptedRun(folder, config, open_store(URL), manifest))
+            run = insisted(lambda: ScriptedRun(folder, config, open_store(url), manifest))
         run.train()
         run.end()
         assert {*flaky.met} == {*FAULTS, ""} and not run.uploads.left(), flaky.met
