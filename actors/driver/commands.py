@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import time
 from contextlib import ExitStack
 from importlib.util import find_spec
@@ -129,7 +130,11 @@ def evaluate(arguments: argparse.Namespace, overrides: list[str]) -> int:
     with phase(LOADING):
         from actors.driver.evaluate_model import evaluate
 
-    weights, evaluations = evaluate(config, chosen, say)
+    try:
+        weights, evaluations = evaluate(config, chosen, say)
+    except SystemExit as stopped:
+        say(f"stopped by {signal.Signals(int(stopped.code or 0) - 128).name}: there is no result")
+        raise
     print(table(evaluations))
     if arguments.output is not None:
         sets = [evaluation.record() for evaluation in evaluations]

@@ -9,6 +9,8 @@ from pydantic import AfterValidator, BeforeValidator, Field, JsonValue
 
 from service.config.command import CommandConfig
 from service.config.section import (
+    FAILURE,
+    HOST,
     MOST,
     URL,
     Count,
@@ -139,16 +141,14 @@ class EnvConfig(CommandConfig):
     base64 and the messages after the step. A trajectory that needs more restarts if its generator is lost."""
 
 
-FailureName = Annotated[
-    str, BeforeValidator(str), Field(pattern=r"^([1-9][0-9]{0,2}|[A-Za-z_][A-Za-z0-9_]*)$", max_length=80)
-]
+FailureName = Annotated[str, BeforeValidator(str), Field(pattern=FAILURE, max_length=80)]
 """An exit code other than 0, or the name of an exception's class."""
 
 
 class AgentsConfig(Section):
     """The endpoint in each generator, at which agents of any kind call the policy; a session is a trajectory."""
 
-    host: Annotated[str, Field(min_length=1, max_length=253, pattern=r"^[0-9A-Za-z:._%-]+$")] = "127.0.0.1"
+    host: Annotated[str, Field(min_length=1, max_length=253, pattern=HOST)] = "127.0.0.1"
     """Address of the endpoint. With another address than loopback, keys and texts cross the network unencrypted."""
     port: Annotated[int, Field(ge=0, le=65535)] = 0
     """Port of the first generator's endpoint; each further generator has the next port. 0: each generator takes a free

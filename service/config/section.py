@@ -23,9 +23,15 @@ Seconds = Annotated[float, Field(gt=0, le=1e9)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 MergeMode = Literal["off", "linear", "tree"]
 NAME, URL = r"^[a-z][a-z0-9_]{0,31}$", r"^https?://[^/:\s]"
+FOLDER_NAME, HOST = r"^[A-Za-z0-9][A-Za-z0-9._-]*$", r"^[0-9A-Za-z:._%-]+$"
+FAILURE, SCORE = r"^([1-9][0-9]{0,2}|[A-Za-z_][A-Za-z0-9_]*)$", r"^eval/.+/avg_score$"
 PATTERNS = {
     NAME: "be lower-case letters, digits and _, a letter first, 32 at most",
     URL: "begin with http:// or https://",
+    FOLDER_NAME: "be letters, digits and . _ -, a letter or a digit first, because it names a folder",
+    HOST: "be the name or the address of a host",
+    FAILURE: "be an exit code other than 0, or the name of an exception's class",
+    SCORE: "be the score of an evaluation set, such as eval/made/avg_score",
 }
 """The requirement of each pattern in words, for error messages."""
 Name = Annotated[str, Field(pattern=NAME)]

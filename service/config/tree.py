@@ -22,7 +22,9 @@ from service.config.rollout import (
     ScorerConfig,
 )
 from service.config.section import (
+    FOLDER_NAME,
     LARGEST_HOST,
+    SCORE,
     Fraction,
     MergeMode,
     Name,
@@ -66,7 +68,7 @@ Labels = dict[Annotated[str, AfterValidator(_label)], Annotated[str, AfterValida
 class RunConfig(Section):
     """The run as a whole."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=200)] = "run"
+    name: Annotated[str, Field(pattern=FOLDER_NAME, max_length=200)] = "run"
     """Name of the run and of its folder."""
     dir: UserPath = Path("runs")
     """Folder of the run folders; it must outlast the process (a Ray job's working directory does not)."""
@@ -80,7 +82,7 @@ class RunConfig(Section):
     trajectories_per_step: NotNegative = 2
     """Number of trajectories of each mini-batch that are kept in `trajectories.jsonl` until the file is full. The
     same number is kept of the trajectories that ended untrained since the previous mini-batch."""
-    keep_best: Annotated[str, Field(pattern=r"^eval/.+/avg_score$")] | None = None
+    keep_best: Annotated[str, Field(pattern=SCORE)] | None = None
     """Score of an evaluation set, such as `eval/made/avg_score`: the weights with the highest score are kept in
     `best/` of the run folder; None: no weights are kept there."""
     insecure_local: bool = False

@@ -9,12 +9,14 @@ from functools import partial
 from service.config.checks import check_bytes
 from service.config.command_line import checked_config
 from service.config.model_folder import TOKENIZER, check_description
+from service.errors import UserError
 from service.learn.estimate.gpus import DATA_SHEETS
 from service.plan.machine.device import MEASURED, profile
-from service.plan.work import OPTIONS
+from service.plan.work import OPTIONS, check_bounds
 from service.run.lengths import lengths_of_run
 from service.run.phases import phase
 
+MAX_GPUS = 1_000_000
 QUIET_SECONDS = 2.0
 """Seconds after which a line tells the user that the plan is being made."""
 
@@ -54,8 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
     """Predict memory, speed and waiting of a configuration; returns the exit code."""
-    if arguments.gpu not in MEASURED:
-        profile(arguments.gpu)  # refuses other names before PyTorch is loaded
+    _check_arguments(arguments)
     config, source = checked_config(arguments, overrides)
     say = partial(print, file=sys.stderr, flush=True)
     with phase("loading PyTorch", say):
@@ -73,3 +74,14 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
             if not (folder / TOKENIZER).is_file():
                 say(f"note: {folder} has no {TOKENIZER}: a run, and its check, need a whole Hugging Face folder")
             return 0 if print_plan(PlanSettings.of(config), folder, arguments, measured) else DOES_NOT_FIT
+
+
+def _check_arguments(arguments: argparse.Namespace) -> None:
+    """Raise a UserError for wrong arguments, before PyTorch is loaded."""
+    if arguments.gpu not in MEASURED:
+        profile(arguments.gpu)
+    if arguments.gpus is not None and not 1 <= arguments.gpus <= MAX_GPUS:
+        raise UserError(f"--gpus {arguments.gpus}: give a number from 1 to {MAX_GPUS}")
+    for name in OPTIONS:
+        if (value := getattr(arguments, name)) is not None:
+            check_bounds(name, value)

@@ -32,8 +32,6 @@ from service.run.inputs import make_policy
 MODEL = "model"
 """Name of the folder, inside a run folder, of the model that the run made."""
 
-MAX_GPUS = 1_000_000
-
 _say = partial(print, file=sys.stderr, flush=True)
 
 
@@ -41,8 +39,6 @@ def print_plan(
     settings: PlanSettings, folder: Path, arguments: argparse.Namespace, measured: Mapping[str, tuple[float, str]]
 ) -> bool:
     """Print the plan; `measured`: figures of a run, each with its source. Returns whether the configuration fits."""
-    if arguments.gpus is not None and not 1 <= arguments.gpus <= MAX_GPUS:
-        raise UserError(f"--gpus {arguments.gpus}: give a number from 1 to {MAX_GPUS}")
     device = named(arguments.gpu)
     work = work_of(settings, measured, {name: getattr(arguments, name) for name in OPTIONS})
     check_engine(read_config(folder), settings.generator, settings.fit.learn.model.dtype)

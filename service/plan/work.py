@@ -72,6 +72,15 @@ def assumed(settings: PlanSettings) -> Work:
     return Work(turns, prompt, response, prompt if turns > 1 else 0.0, SIGMA, 0.0, sources)
 
 
+def check_bounds(name: str, value: float, source: str = "given") -> None:
+    """Raise a UserError if a figure is outside the bounds of its option."""
+    lowest, highest = OPTIONS[name].metadata["bounds"]
+    if not lowest <= value <= highest:
+        raise UserError(
+            f"--{name.replace('_', '-')} {value:g} ({source}): give a number from {lowest:g} to {highest:g}"
+        )
+
+
 def work_of(
     settings: PlanSettings, measured: Mapping[str, tuple[float, str]], given: Mapping[str, float | None]
 ) -> Work:
@@ -83,11 +92,7 @@ def work_of(
     work = assumed(settings)
     figures = {**measured, **{name: (value, "given") for name, value in given.items() if value is not None}}
     for name, (value, source) in figures.items():
-        lowest, highest = OPTIONS[name].metadata["bounds"]
-        if not lowest <= value <= highest:
-            raise UserError(
-                f"--{name.replace('_', '-')} {value:g} ({source}): give a number from {lowest:g} to {highest:g}"
-            )
+        check_bounds(name, value, source)
     generator = settings.generator
     limits = {  # memory is planned for these limits
         "turns": settings.most_turns,

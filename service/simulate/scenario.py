@@ -65,7 +65,7 @@ class Scenario:
     turns: int = _option(1, "turns of a trajectory", 1, 1e5)
     median_tokens: float = _option(64.0, "median of a trajectory's sampled tokens", 1, 1e9)
     sigma: float = _option(0.5, "of the lognormal lengths: 0.5 moderate, 1.0 long tails", 0, 5)
-    token_seconds: float = _option(0.02, "seconds of one token of one trajectory", 1e-9, 1e6)
+    token_seconds: float = _option(0.02, "seconds of one token of one trajectory", 1e-9, 10)
     trainer_seconds: float | None = _option(
         None, "seconds of one optimizer step; default: as long as the generators take for a mini-batch", 1e-9, 1e6
     )

@@ -53,7 +53,9 @@ def test_a_stopped_evaluation_ends_with_its_signals_code_and_leaves_nothing(
                 evaluation.send_signal(number)
                 rest = evaluation.stdout.read()
                 assert evaluation.wait(END_SECONDS) == 128 + number, said + rest
-                assert all(line.startswith(word) for line in rest.splitlines()), rest
+                *while_it_ended, last = rest.splitlines()
+                assert last.endswith(f"stopped by {number.name}: there is no result"), rest
+                assert all(line.startswith(word) for line in while_it_ended), rest
             finally:
                 evaluation.kill()
         assert left_over(MARK, mark, END_SECONDS) == {}

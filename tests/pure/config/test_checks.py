@@ -128,7 +128,7 @@ def test_a_combination_is_refused_by_the_setting_to_change(case: str) -> None:
 
 @pytest.mark.parametrize("override", [f"env.limits.memory_bytes={1 << 63}", "agents.host=''", "agents.host='a b'"])
 def test_a_value_that_no_operating_system_takes_is_refused(override: str) -> None:
-    with pytest.raises(ConfigError, match=rf"^override {override.partition('=')[0]}=.*: must "):
+    with pytest.raises(ConfigError, match=rf"^override {override.partition('=')[0]}=.*: .*must "):
         load_config([QUICKSTART], [override])
 
 
