@@ -137,6 +137,7 @@ def test_what_is_left_over_from_a_lower_layer_is_named(tmp_path: Path, capsys: p
         ("scorers:\n  judge:\n    falback: refuse\n", 3, "scorers.judge.falback", "mean scorers.judge.fallback?"),
         ("scorers:\n  judge:\n    url: localhost:1\n", 3, "scorers.judge.url", "http:// or https://"),
         ("scorers:\n  Judge: {url: 'http://h'}\n", 2, "scorers.Judge", "lower-case"),
+        ("run:\n  name: ../x\n", 2, "run.name", "because it names a folder"),
         (
             "generator:\n  engines: {minimum: 1, max: 2}\n",
             2,
