@@ -30,13 +30,14 @@ SHAPES = {
 TURNS = {"cuda": 64, "cpu": 4}
 RESPONSE = {"cuda": OUTPUT_TOKENS - 1, "cpu": 8}
 DTYPES: dict[str, Literal["bfloat16", "float32"]] = {"cuda": "bfloat16", "cpu": "float32"}
+WEIGHTS = "tests/gpu/test_weights.py::test_engine_and_trainer_agree_after_weights_were_shared_on_a_gpu[weights]"
 ROUNDING = 2.0**-9
 """Relative rounding error of bfloat16. The errors of the layers add up, so a log-probability differs by several."""
 
 
 def measure(device: str, give: Give) -> None:
     """Run the tests of routed experts and of weights by CUDA IPC, then measure the differences of log-probabilities."""
-    suite.run(give, "tests/gpu/test_experts.py", "tests/gpu/test_weights.py", "-k", "experts or (ipc and not adapter)")
+    suite.run(give, "tests/gpu/test_experts.py", WEIGHTS)
     # in a separate process, because an engine's environment has to be set before vLLM is imported
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as apart:
         give(apart.submit(_agreement, device).result())

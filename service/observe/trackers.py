@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import secrets
+import socket
 import time
 from collections.abc import Mapping, Sequence
 from netrc import NetrcParseError, netrc
@@ -17,6 +19,8 @@ import yaml
 from service.config import WandbConfig
 from service.errors import UserError
 
+_WRITERS = itertools.count()
+"""Numbers the event files of this process: after a rollback a run begins another file."""
 Samples = Sequence[Mapping[str, Any]]
 """Rows of a table of trajectories; all have the same keys."""
 
@@ -30,13 +34,20 @@ def open_trackers(wandb: WandbConfig | None, resolved: str, folder: Path) -> lis
 
 
 class TensorBoard:
-    """Scalars in TensorBoard's event files, written without torch."""
+    """Scalars in TensorBoard's event files, written without torch.
+
+    TensorBoard's own writer works in a thread, which ends with a traceback if the disk is full.
+    """
 
     def __init__(self, folder: Path) -> None:
         # Imported here: the import takes a second, which commands that only read a run folder should not wait for.
-        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.summary.writer.record_writer import RecordWriter
 
-        self._writer = EventFileWriter(str(folder), flush_secs=5)
+        folder.mkdir(parents=True, exist_ok=True)
+        name = f"events.out.tfevents.{time.time_ns() // 10**9}.{socket.gethostname()}.{os.getpid()}.{next(_WRITERS)}"
+        self._records = RecordWriter((folder / name).open("ab"))
+        self._write(Event(wall_time=time.time(), file_version="brain.Event:2"))
 
     def log(self, step: int, metrics: Mapping[str, float], samples: Samples = ()) -> None:
         """Add one point per curve; values that are not finite, and samples, are left out."""
@@ -46,11 +57,15 @@ class TensorBoard:
         values = [
             Summary.Value(tag=key, simple_value=float(value)) for key, value in metrics.items() if math.isfinite(value)
         ]
-        self._writer.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
+        self._write(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
 
     def close(self) -> None:
-        """Write the queued points and end the writer's thread."""
-        self._writer.close()
+        """Close the file."""
+        self._records.close()
+
+    def _write(self, event: Any) -> None:
+        self._records.write(event.SerializeToString())
+        self._records.flush()
 
 
 def _wandb_id(folder: Path) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import json
 import subprocess
 import venv
@@ -21,12 +22,15 @@ def python_with(*requirements: str) -> Path:
     """The interpreter of an environment with these packages; the test is skipped where they cannot be had."""
     folder = INSTALLED / "-".join(one.partition("==")[0] for one in requirements)
     python, done = folder / "bin" / "python", folder / "installed.json"
-    if not done.exists() or json.loads(done.read_text()) != [*requirements]:
-        venv.create(folder, with_pip=True, clear=True)
-        command = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *requirements]
-        if subprocess.run(command, timeout=INSTALL_SECONDS).returncode:
-            pytest.skip(f"{' '.join(requirements)} cannot be installed")
-        done.write_text(json.dumps(requirements))
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with folder.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # several of pytest's workers may need the environment at the same time
+        if not done.exists() or json.loads(done.read_text()) != [*requirements]:
+            venv.create(folder, with_pip=True, clear=True)
+            command = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *requirements]
+            if subprocess.run(command, timeout=INSTALL_SECONDS).returncode:
+                pytest.skip(f"{' '.join(requirements)} cannot be installed")
+            done.write_text(json.dumps(requirements))
     return python
 
 
