@@ -265,10 +265,22 @@ def test_a_test_that_fails_or_is_skipped_is_a_line_with_its_reason(tmp_path: Pat
     file = tmp_path / "test_made.py"
     lines = ["import pytest", "async def test_awaits(): pass", "def test_fails(): raise ValueError('wrong')"]
     file.write_text("\n".join([*lines, "def test_skips(): pytest.skip('needs a GPU')"]))
-    script = f"from benchmarks.gpu import suite; import json; suite.run(lambda x: print(json.dumps(x)), {str(file)!r})"
-    words = [sys.executable, "-c", script]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=100)
-    given = [json.loads(each) for text in done.stdout.splitlines() if (each := text[text.find("{") :]).startswith("{")]
+    given = told_of(str(file))
     assert [each["verdict"] for each in given] == ["inside", "failed", "not run", "failed"]
     assert "wrong" in given[1]["note"] and given[2]["note"] == "Skipped: needs a GPU"
     assert given[3]["note"] == "pytest ended with TESTS_FAILED"
+
+
+def test_tests_that_do_not_exist_are_a_failure(tmp_path: Path) -> None:
+    (tmp_path / "test_made.py").write_text("def test_one(): pass")
+    (tmp_path / "test_skipped.py").write_text("import pytest; pytest.importorskip('no_such_package')")
+    assert [each["verdict"] for each in told_of(str(tmp_path / "test_made.py"), "-k", "another")] == ["failed"]
+    assert [each["verdict"] for each in told_of(str(tmp_path / "test_skipped.py"))] == ["not run"]
+
+
+def told_of(*words: str) -> list[Any]:
+    """The lines about these tests, which run in a process of their own."""
+    script = f"from benchmarks.gpu import suite; import json; suite.run(lambda x: print(json.dumps(x)), *{words!r})"
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    return [json.loads(each) for text in done.stdout.splitlines() if (each := text[text.find("{") :]).startswith("{")]
