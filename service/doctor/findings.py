@@ -12,8 +12,8 @@ MIN_DRIVER = 580
 (https://docs.nvidia.com/deploy/cuda-compatibility)."""
 USED_MIB = 1024
 """MiB in use above which a GPU counts as used by other work."""
-MIN_OPEN_FILES = 65536
-"""Minimum limit of open files, as Ray recommends for large clusters."""
+MIN_OPEN_FILES = 8192
+"""Minimum limit of open files that Ray recommends in its warning about a lower limit."""
 MIN_SHARED_FRACTION = 0.3
 """Minimum size of /dev/shm as a fraction of the memory: Ray's default for its object store, which lies there."""
 MAX_SHARED_NEEDED = 16 << 30

@@ -435,7 +435,7 @@ def test_the_status_has_a_line_for_each_part_of_the_data_flow() -> None:
         "  generators 0 of 2 up, - tokens/s, idle 14%",
         "  groups     4 open",
         "  tokens     1,903 open",
-        "  trainer    0.29 s/step, waited 39%, staleness 1.00",
+        "  trainer    newest step 0.29 s, waited 39%, staleness 1.00",
         "  weights    step 7, sync 0.03 s",
     ]
 
