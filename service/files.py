@@ -27,14 +27,15 @@ def lock_folder(folder: Path, seconds: float) -> TextIO:
     Raises:
         TimeoutError: another process held the lock for this many seconds.
     """
-    lock = (folder / LOCK).open("w")
     deadline = time.monotonic() + seconds
-    while not _try_lock(lock, fcntl.LOCK_EX):
+    while True:
+        lock = (folder / LOCK).open("w")
+        if _try_lock(lock, fcntl.LOCK_EX) and _is_still(folder / LOCK, lock):
+            return lock
+        lock.close()
         if time.monotonic() > deadline:
-            lock.close()
             raise TimeoutError(f"{folder} is locked by another process")
         time.sleep(LOCK_POLL_SECONDS)
-    return lock
 
 
 def is_locked(folder: Path) -> bool:
@@ -42,6 +43,14 @@ def is_locked(folder: Path) -> bool:
     try:
         with (folder / LOCK).open() as lock:
             return not _try_lock(lock, fcntl.LOCK_SH)
+    except FileNotFoundError:
+        return False
+
+
+def _is_still(path: Path, lock: TextIO) -> bool:
+    """Whether an open file still has its path: the last process with the lock may have deleted the folder."""
+    try:
+        return os.path.samestat(path.stat(), os.fstat(lock.fileno()))
     except FileNotFoundError:
         return False
 

@@ -64,6 +64,9 @@ class Checkpointer:
         mark = FolderMark.read(self._run)
         lost = None if mark is None or mark.lost is None else Lost(*mark.lost)
         await call(self._buffer.resume, lost, who="the buffer")
+        # the event may be lacking: the journal of a restored run ends before it, and a run may have been killed before
+        kept = await asyncio.to_thread(self._checkpoints.steps)
+        await call(self._buffer.covered, manifest.step, min(kept), who="the buffer")
 
     async def begin(self, step: int) -> None:
         """Copy the trainer's state, and start to write the copy, unless there is a checkpoint of this step."""

@@ -128,7 +128,7 @@ def _run(
                 check_checkpoint(config.model.lora, prepared.base, checkpoints.path(manifest.step))
             uploads = None
             if (url := config.run.store) is not None:
-                uploads = claim_store(open_store(url), folder.path, kept, config.run.store_deadline, say)
+                uploads = claim_store(open_store(url, create=True), folder.path, kept, config.run.store_deadline, say)
         except UserError:
             if manifest is None:
                 shutil.rmtree(folder.path)

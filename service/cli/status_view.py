@@ -73,7 +73,8 @@ def _details(status: Status) -> Iterator[tuple[str, str]]:
         last = f"; last failure: {scorer['last_failure']}" if scorer["last_failure"] else ""
         yield "scorer", f"{name}: {_counts(groups) or 'no group yet'}{last}"
     seconds, waited = _number(step.get("timing/step"), 2), _percent(step.get("async/trainer_wait_fraction"))
-    yield "trainer", f"newest step {seconds} s, waited {waited}, staleness {_number(step.get('async/staleness_mean'), 2)}"
+    stale = _number(step.get("async/staleness_mean"), 2)
+    yield "trainer", f"newest step {seconds} s, waited {waited}, staleness {stale}"
     sync = _number(run.get("weights_sync_seconds"), 2)
     yield "weights", f"step {status['policy_version']['step']}, sync {sync} s"
     if "reward/avg_raw_reward" in step:

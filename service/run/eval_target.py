@@ -16,7 +16,17 @@ from service.config.paths import near
 from service.errors import UserError
 from service.files import previous_folder
 from service.run.checkpoints import MANIFEST, PREFIX, Checkpoints, Manifest
-from service.run.folder import BEST, CHECKPOINTS, CONFIG, FINAL, RUNS, initial_model, is_run_folder, warmed_model
+from service.run.folder import (
+    BEST,
+    CHECKPOINTS,
+    CONFIG,
+    FINAL,
+    RUNS,
+    check_begun,
+    initial_model,
+    is_run_folder,
+    warmed_model,
+)
 from service.store_url import in_a_store
 
 
@@ -67,6 +77,7 @@ class EvalTarget:
             return self.checkpoints.manifest(self.step)
         steps = self.checkpoints.steps()
         if not steps:
+            check_begun(self.path)
             raise UserError(
                 f"{self.path}: the run has neither final weights nor a checkpoint; wait for one (every "
                 "trainer.checkpoint_every steps there is one)"
@@ -80,7 +91,7 @@ def eval_target(path: Path) -> EvalTarget:
     Raises:
         UserError: the path is neither model nor run nor checkpoint, or the checkpoint does not exist.
     """
-    if not path.exists() and (RUNS / path).is_dir():
+    if is_run_folder(RUNS / path) and not (is_model_folder(path) or is_run_folder(path) or is_adapter_folder(path)):
         path = RUNS / path
     absolute = path.resolve()
     run = absolute.parent

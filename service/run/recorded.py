@@ -87,15 +87,18 @@ def _recorded(folder: Path) -> Iterator[Frame]:
     position, end = -1, 0
     while end > position:  # a segment has frames
         position, name = end, segment_name(end)
-        left.discard(name)
         for place in places:
             try:
                 for frame in frames_in(place / name):
                     yield frame
                     end = frame.end
+                left.discard(name)
                 break
             except FileNotFoundError:
                 continue
+        else:
+            if name in left:
+                raise UserError(f"{folder}: {name} cannot be opened, it is a link to a file that is missing")
     if left:
         lacks = f"no segment begins at position {position}, where {min(left)} comes next"
         raise UserError(f"{folder}: {lacks}; buffer.record: true keeps everything, unless a file was damaged since")

@@ -9,15 +9,16 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
 import xxhash
 
 from service.errors import ConfigError, StoreFailed, UserError
-from service.files import sync
+from service.files import LOCK, lock_folder, sync
 from service.run.checkpoints import Checkpoints
 from service.run.folder import CHECKPOINTS, CONFIG, JOURNAL, STORE_MARK, new_run_folder, runs_folder
 from service.run.phases import SECONDS, phase, say
@@ -95,24 +96,44 @@ def _fetched_step(
         except ConfigError as error:
             raise ConfigError(str(error).replace(temporary, objects.url)) from None
     parent = runs_folder(config.run.dir).resolve() if into is None else into.parent
-    if into is None and (here := _as_new(parent, mark)) is not None:
-        say(f"{here} is as new as {objects.url}: the run goes on there")
-        return here
-    megabytes = sum(file.bytes for file in manifest.files.values()) / 1e6
-    say(f"reading the checkpoint of step {step} from {objects.url}: {len(manifest.files)} files, {megabytes:.0f} MB")
-    partial_folder = parent / f".partial.{mark.run}"
-    shutil.rmtree(partial_folder, ignore_errors=True)
-    try:
-        partial_folder.mkdir(parents=True)
+    with _partial_folder(parent, mark) as partial_folder:
+        if into is None and (here := _as_new(parent, mark)) is not None:
+            say(f"{here} is as new as {objects.url}: the run goes on there")
+            return here
+        files, megabytes = len(manifest.files), sum(file.bytes for file in manifest.files.values()) / 1e6
+        say(f"reading the checkpoint of step {step} from {objects.url}: {files} files, {megabytes:.0f} MB")
         with ThreadPoolExecutor(AT_ONCE) as pool:
             list(pool.map(partial(_read_file, objects, partial_folder), manifest.files.items()))
         lost = _lost(objects, sizes, manifest, say)
         FolderMark(run=mark.run, owners=(mark.owner,), lost=lost).write(partial_folder)
         folder = into or new_run_folder(parent, config.run.name)
         _move(partial_folder, folder)
-    finally:
-        shutil.rmtree(partial_folder, ignore_errors=True)
     return folder
+
+
+@contextmanager
+def _partial_folder(parent: Path, mark: RunMark) -> Iterator[Path]:
+    """An empty folder into which only this process restores the run; it is deleted afterwards.
+
+    Raises:
+        UserError: another process restores the run to the same place.
+    """
+    folder = parent / f".partial.{mark.run}"
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        lock = lock_folder(folder, 0)
+    except (TimeoutError, FileNotFoundError):  # the latter: the other process has just deleted the folder
+        raise UserError(f"{parent}: another process restores this run there; wait until it has ended") from None
+    with lock:
+        try:
+            for left in folder.iterdir():  # of a process that was killed
+                if left.is_dir():
+                    shutil.rmtree(left)
+                elif left.name != LOCK:
+                    left.unlink()
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _read_file(objects: Objects, folder: Path, entry: tuple[str, StoredFile]) -> None:
@@ -165,6 +186,7 @@ def _as_new(parent: Path, mark: RunMark) -> Path | None:
         except UserError:  # the mark is damaged, or may be another run's
             continue
         is_as_new = own is not None and own.run == mark.run and mark.owner in own.owners
+        is_as_new = is_as_new and (file.parent / CONFIG).is_file()  # moved last, see `_move`
         if is_as_new and Checkpoints(file.parent / CHECKPOINTS, keep=1).newest() is not None:
             return file.parent
     return None
@@ -173,7 +195,8 @@ def _as_new(parent: Path, mark: RunMark) -> Path | None:
 def _move(source: Path, folder: Path) -> None:
     """Move the fetched files to a folder without a checkpoint; the configuration last, because a folder with one counts
     as a run."""
-    for entry in sorted(source.iterdir(), key=lambda entry: entry.name == CONFIG):
+    entries = [entry for entry in source.iterdir() if entry.name != LOCK]
+    for entry in sorted(entries, key=lambda entry: entry.name == CONFIG):
         target = folder / entry.name
         if target.is_dir():
             shutil.rmtree(target)

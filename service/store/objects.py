@@ -38,12 +38,14 @@ ANSWERS = {
 }
 ENDPOINTS = ("AWS_ENDPOINT", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3")
 """Environment variables that select a server other than Amazon's."""
+NO_FOLDER = "Unable to canonicalize filesystem root"
+"""The library's message for a missing local folder."""
 METADATA_SERVICE = "169.254.169.254"
 """Address at which cloud libraries look up the machine's role if the environment has no credentials."""
 
 
-def open_store(url: str) -> Objects:
-    """The objects below an address; sends no request yet.
+def open_store(url: str, create: bool = False) -> Objects:
+    """The objects below an address; sends no request yet. `create`: a missing local folder is created.
 
     Raises:
         UserError: the address, or that of its server, is wrong, or the package for object stores is missing.
@@ -56,7 +58,7 @@ def open_store(url: str) -> Objects:
     if find_spec("obstore") is None:
         raise UserError("run.store: the package obstore is not installed: pip install 'baton-rl[store]'")
     try:
-        return Objects(url)
+        return Objects(url, create)
     except StoreFailed as error:
         raise UserError(f"run.store: {error}") from None
 
@@ -67,7 +69,7 @@ class Objects:
     Every method raises `StoreFailed` if the store fails the request.
     """
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, create: bool = False) -> None:
         import obstore
         from obstore.store import from_url
 
@@ -78,7 +80,7 @@ class Objects:
         client = TIMEOUTS | ({"allow_http": True} if is_plain else {})
         remote = {"client_options": client, "retry_config": RETRIES}
         with self._named("opening it"):
-            options: dict[str, Any] = {"mkdir": True} if url.startswith("file:") else remote
+            options: dict[str, Any] = {"mkdir": create} if url.startswith("file:") else remote
             self._store = from_url(self.url, **options)
 
     def put(self, name: str, chunks: Iterable[bytes], size: int) -> None:
@@ -136,6 +138,8 @@ def _reason(error: Exception) -> str:
     text = str(error)
     if code := re.search(r"<Code>(\w{1,60})</Code>", text):
         return ANSWERS.get(code[1], code[1])
+    if NO_FOLDER in text:
+        return "there is no such folder"
     if METADATA_SERVICE in text:
         return "the environment has no credentials for it, and this machine has no role"
     first = re.sub(r"\?\S*", "", text.partition("\n")[0])

@@ -74,7 +74,8 @@ def frames_in(path: Path) -> Iterator[Frame]:
 
     Raises:
         FileNotFoundError: there is no such file, for example because a running buffer has moved it.
-        JournalError: a frame is damaged, and a later frame records that the damaged frame had been synced.
+        JournalError: the file cannot be read; or a frame is damaged, and a later frame records that the damaged frame
+            had been synced.
     """
     file = File(path, writable=False)
     try:
@@ -86,6 +87,8 @@ def frames_in(path: Path) -> Iterator[Frame]:
         # a running buffer may have written the frame meanwhile
         if synced_later(segment, position - segment.start) > position and next(frames(segment, position), None) is None:
             raise _damaged(segment, position)
+    except OSError as error:  # the kernel's error names no file
+        raise JournalError(f"{path}: cannot be read: {error.strerror}") from error
     finally:
         file.close()
 

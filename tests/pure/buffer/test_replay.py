@@ -79,6 +79,24 @@ def test_a_frame_that_was_synced_and_is_damaged_ends_no_replay_in_silence(tmp_pa
         world.replayed(3)
 
 
+def test_a_segment_that_is_a_link_to_a_missing_file_or_a_folder_ends_no_replay_in_silence(tmp_path: Path) -> None:
+    world = World(tmp_path, settings(), segment_bytes=10_000)
+    a_run(world, steps=3)
+    world.trainer_incarnation = world.buffer.join("trainer", "trainer", step=2)
+    world.batch()
+    world.train()
+    world.journal.sync()
+    last = max(tmp_path.glob("*.journal"))
+    last.rename(tmp_path / "elsewhere")
+    last.symlink_to(tmp_path / "gone")
+    with pytest.raises(UserError, match=f"{last.name} cannot be opened"):
+        world.replayed(3)
+    last.unlink()
+    last.mkdir()
+    with pytest.raises(UserError, match=f"{last.name}: cannot be read: Is a directory"):
+        world.replayed(3)
+
+
 def test_replay_changes_nothing_in_the_folder(tmp_path: Path) -> None:
     world = World(tmp_path, settings())
     a_run(world, steps=1)

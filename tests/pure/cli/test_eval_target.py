@@ -70,3 +70,18 @@ def test_a_model_that_belongs_to_no_run_needs_a_configuration(
     (tmp_path / "config.json").touch()
     assert main(["eval", str(tmp_path)]) == 2
     assert "give a configuration" in capsys.readouterr().err
+
+
+def test_an_unrelated_folder_of_a_runs_name_does_not_hide_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = run_folder(tmp_path / "runs" / "q", final=True)
+    (tmp_path / "q").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert eval_target(Path("q")).run == run
+
+
+def test_a_folder_in_which_no_run_was_started_is_not_said_to_come_to_a_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").touch()
+    with pytest.raises(UserError, match="no run was started in this folder"):
+        eval_target(tmp_path).manifest()

@@ -23,6 +23,7 @@ from service.store.contents import (
     RUN,
     Damaged,
     FolderMark,
+    RunMark,
     StoredCheckpoint,
     claimed,
     manifest_name,
@@ -243,6 +244,44 @@ def test_where_the_disk_is_as_new_as_the_store_the_run_goes_on_there(tmp_path: P
     back = gone_on(tmp_path, objects, steps=STEPS + 1)
     assert back.folder.name == "scripted-2", "the older folder stays as it was"
     assert back.history() == elsewhere.history()
+
+
+def test_of_two_processes_that_restore_a_run_to_one_place_the_second_is_refused(
+    tmp_path: Path, history: list[str]
+) -> None:
+    objects, refused = MemoryObjects(), list[str]()
+    begun(tmp_path / "first", objects, 5)
+    at_once = MemoryObjects(dict(objects.held))
+
+    def second(doing: str, name: str) -> bool:
+        if doing == "get" and "step_4/trainer" in name:
+            with pytest.raises(UserError) as error:
+                gone_on(tmp_path / "second", at_once)
+            refused.append(str(error.value))
+        return False
+
+    objects.fails = second
+    run = gone_on(tmp_path / "second", objects)
+    assert run.history() == history
+    assert refused and all(": another process restores this run there; " in line for line in refused)
+    assert [path.name for path in (tmp_path / "second" / "runs").iterdir()] == ["scripted"]
+
+
+def test_a_run_whose_restorer_was_killed_before_its_last_file_is_restored_again(
+    tmp_path: Path, history: list[str]
+) -> None:
+    objects = MemoryObjects()
+    begun(tmp_path / "first", objects, 5)
+    killed = gone_on(tmp_path / "second", MemoryObjects(dict(objects.held)), steps=4)
+    (killed.folder / CONFIG).unlink()
+    mark = RunMark.read(objects, objects.sizes())
+    assert mark is not None
+    left = tmp_path / "second" / "runs" / f".partial.{mark.run}"
+    (left / "checkpoints").mkdir(parents=True)
+    (left / "metrics.jsonl").write_text("cut")
+    run = gone_on(tmp_path / "second", objects)
+    assert run.folder.name == "scripted-2" and run.history() == history
+    assert not left.exists()
 
 
 def test_a_folder_or_a_configuration_that_names_the_store_is_enough(

@@ -32,7 +32,7 @@ def trained(config: Config, folder: RunWriter, *others: object) -> int:
 @pytest.fixture
 def objects(monkeypatch: pytest.MonkeyPatch) -> MemoryObjects:
     store = MemoryObjects()
-    monkeypatch.setattr(running, "open_store", lambda url: store)
+    monkeypatch.setattr(running, "open_store", lambda url, create: store)
     monkeypatch.setattr(running, "keep_token_private", lambda environment, home: None)
     monkeypatch.setattr(running, "refuse_open_ray", lambda environment, insecure: None)
     monkeypatch.setattr(running, "_run_on_ray", trained)

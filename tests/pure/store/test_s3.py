@@ -157,7 +157,10 @@ def test_the_command_refuses_a_store_that_cannot_be_read_before_anything_is_load
 
 
 def test_a_folder_serves_as_a_store_too(tmp_path: Path) -> None:
-    objects = open_store(f"file://{tmp_path}/store")
+    with pytest.raises(UserError, match=r"store: opening it: there is no such folder$"):
+        open_store(f"file://{tmp_path}/store")
+    assert not (tmp_path / "store").exists(), "who only reads makes no folder"
+    objects = open_store(f"file://{tmp_path}/store", create=True)
     objects.put("a/b", [b"x"], 1)
     assert objects.sizes() == {"a/b": 1} and (tmp_path / "store" / "a" / "b").read_bytes() == b"x"
     with pytest.raises(StoreFailed, match="reading nothing"):
