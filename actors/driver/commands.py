@@ -16,6 +16,7 @@ import psutil
 
 from actors import USER_IS_OFFLINE
 from service.errors import UserError
+from service.observe.summary import duration
 from service.run.folder import CONFIG
 from service.run.phases import phase, say
 
@@ -88,7 +89,7 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
 
         with source.named_in_errors():
             code = run(config, resume, manifest, revisions)
-    say(f"{time.time() - psutil.Process().create_time():.0f} s since the command was started")
+    say(f"{duration(time.time() - psutil.Process().create_time())} since the command was started")
     return code
 
 
@@ -182,7 +183,7 @@ def agent_try(arguments: argparse.Namespace, overrides: list[str]) -> int:
 
     texts = arguments.scripted and arguments.scripted.read_text("utf-8", "replace").splitlines()
     if not texts and (arguments.scripted or not arguments.model):
-        raise UserError("baton agent-try: give a model's folder, or --scripted FILE with what the policy says")
+        raise UserError("agent-try: give a model's folder, or --scripted FILE with what the policy says")
     if arguments.model is not None:
         require_files(arguments.model, TOKENIZER, *(() if texts else (MODEL_CONFIG,)))
     if arguments.record is not None:

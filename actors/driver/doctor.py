@@ -27,7 +27,7 @@ def doctor(arguments: argparse.Namespace) -> int:
     address = arguments.address or os.environ.get("RAY_ADDRESS")
     folder, store = arguments.folder.absolute(), arguments.store
     if store is not None:
-        open_store(store)  # so that a wrong address is refused once, before Ray starts
+        open_store(store, create=True)  # so that a wrong address is refused once, before Ray starts
     with phase("measuring the nodes of the cluster" if address else "measuring this machine"):
         machines, silent = _of_cluster(address, folder, store) if address else ([(look(folder, store), 0.0)], [])
     found = [*silent, *findings(machines)]
@@ -43,7 +43,7 @@ def _count(number: int, what: str) -> str:
 
 def look(folder: Path, store: str | None) -> Facts:
     """Measure the machine on which this function runs."""
-    return measure(Places(folder), None if store is None else open_store(store).sizes)
+    return measure(Places(folder), None if store is None else open_store(store, create=True).sizes)
 
 
 def _of_cluster(address: str, folder: Path, store: str | None) -> tuple[list[tuple[Facts, float]], list[str]]:
@@ -58,14 +58,13 @@ def _of_cluster(address: str, folder: Path, store: str | None) -> tuple[list[tup
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     from actors.calls import in_a_line
-    from actors.driver.ray_session import check_address
+    from actors.driver.ray_session import TOKEN_HINT, check_address
 
     check_address(address)
     try:
         ray.init(address=address, log_to_driver=False, logging_level="error")
     except (RuntimeError, ConnectionError, ValueError, ray.exceptions.RayError) as error:
-        token = "if the address is right, RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH must have the cluster's token"
-        raise UserError(f"--address {address}: {in_a_line(error)}; {token}") from error
+        raise UserError(f"--address {address}: {in_a_line(error)}; {TOKEN_HINT}") from error
     try:
         nodes = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
         remote: Any = ray.remote(look)

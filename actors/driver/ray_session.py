@@ -37,6 +37,9 @@ RAYLET_ERRORS = "raylet.err"
 
 _CHECK_FAILED = re.compile(r"Check failed: .*")
 
+TOKEN_HINT = "if the address is right, RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH must have the cluster's token"
+"""The likely reason why a cluster that listens does not answer."""
+
 
 @contextmanager
 def ray_session(
@@ -49,8 +52,8 @@ def ray_session(
     If a stop signal comes while this process is stuck in Ray's start, `stopped` is called before the process ends.
 
     Raises:
-        UserError: nothing listens at the address.
-        RunFailed: Ray has not started, or does not answer; the message says why.
+        UserError: nothing listens at the address, or no cluster answers there.
+        RunFailed: Ray has not started; the message says why.
     """
     os.environ[MARK] = mark
 
@@ -64,7 +67,9 @@ def ray_session(
     except Exception as error:
         if not _is_failed_start(error):
             raise
-        raise RunFailed(f"Ray did not answer: {in_a_line(error)}") from error
+        if address := os.environ.get("RAY_ADDRESS"):
+            raise UserError(f"RAY_ADDRESS={address}: {in_a_line(error)}; {TOKEN_HINT}") from error
+        raise RunFailed(f"Ray did not start: {in_a_line(error)}") from error
     try:
         yield
     finally:

@@ -145,7 +145,7 @@ class _Training:
             await self._export(FINAL)
         state, steps = "stopped" if stopped else "finished", self._folder.step
         self._folder.write_summary({"state": state, "steps": steps, **self._losses})
-        say(f"{state} after {steps} steps")
+        say(f"{state} after {steps} steps" + ("" if steps else ", so there are no new weights to write"))
         return 128 + stopped[0] if stopped else 0
 
     async def _export(self, where: str) -> None:

@@ -43,7 +43,7 @@ class Profiles:
                     partial.write_bytes(data)
                 files.append(name)
             self._asked.answer(request, files, problem)
-            self._say(f"profile of {request.steps} optimizer steps: {problem or ', '.join(files)}")
+            self._say(f"profile of steps {step - request.steps + 1} to {step}: {problem or ', '.join(files)}")
 
     def lost(self) -> None:
         """Discard the profile, because the ranks died and their records are lost."""

@@ -20,6 +20,9 @@ examples:
   baton config validate --config mine.yaml               # a line for each mistake; reads data and model headers
   baton config show --config mine.yaml trainer.lr=1e-4   # the configuration of the run, defaults included
   baton config schema > config.schema.json               # for completion in an editor
+
+exit code of validate: 0 the configuration is fine (files that another machine may have are named if they are missing
+here), 2 it is not (a line for each mistake).
 """
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from service.errors import UserError
 from service.run.arguments import NEWEST_HELP, count
-from service.run.folder import LOGS, run_folder
+from service.run.folder import LOGS, SUMMARY, run_folder
 from service.run.log_file import SUFFIX
 from service.run.phases import say
 
@@ -43,11 +43,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
     """Print the newest lines; with --follow, also new lines as they are written."""
-    files = _files(run_folder(arguments.run) / LOGS, arguments.part)
-    lines = (_coming if arguments.follow else _newest)(files, arguments.last)
+    folder = run_folder(arguments.run)
+    files, ended = _files(folder / LOGS, arguments.part), (folder / SUMMARY).exists()
+    lines = (_coming if arguments.follow and not ended else _newest)(files, arguments.last)
     width = max(len(file.stem) for file in files)
     for part, line in lines:
         say(f"{part:{width}} {line}")
+    if arguments.follow and ended:
+        say("the run has ended: no more lines will come")
     return 0
 
 

@@ -25,8 +25,9 @@ examples:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the subcommands of `baton models`."""
     actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
-    check = actions.add_parser("check", help="whether a model's family is trained rightly, and what fails")
-    check.add_argument("model", help="a Hugging Face folder, a config.json, or a model type")
+    about = "whether a model's family is trained rightly, and what fails"
+    check = actions.add_parser("check", help=about, description=f"Say {about}.")
+    check.add_argument("model", metavar="MODEL", help="a Hugging Face folder, a config.json, or a model type")
     check.set_defaults(command=run_check)
     table = actions.add_parser("table", help="print the table of families in docs/models.md")
     table.set_defaults(command=run_table)

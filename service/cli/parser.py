@@ -91,6 +91,9 @@ COMMANDS = (
 GONE_COMMANDS = {"submit": "ray job submit --working-dir . -- baton run --config FILE"}
 """For each removed command: what to use instead."""
 
+OTHER_NAMES = {"train": "run", "start": "run", "resume": "run --resume RUN", "validate": "config validate"}
+"""Names that other systems have for a command."""
+
 WITH_SETTINGS = {command.name for command in COMMANDS if command.has_settings} | {"config", "export", "quickstart"}
 WITHOUT_SETTINGS = ("trajectories", "status")
 """Commands in which a word with = is not a setting: `group=812/sample=3/attempt=0`."""
@@ -106,7 +109,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         words, overrides = split_overrides(sys.argv[1:] if argv is None else argv)
         if words and words[0] in GONE_COMMANDS:
             raise UserError(f"baton {words[0]} is gone: use {GONE_COMMANDS[words[0]]}")
-        if words and not words[0].startswith("-"):
+        if words and words[0] not in ("-h", "--help", "--version"):
             _check_known(words[0])
         arguments = _parser(words[0] if words else "").parse_args(words)
         if overrides and arguments.name not in WITH_SETTINGS:
@@ -130,9 +133,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _check_known(typed: str) -> None:
     names = [command.name for command in COMMANDS]
     if typed not in names:
-        near = difflib.get_close_matches(typed, names, n=1)
-        hint = f"did you mean {near[0]}? " if near else ""
-        raise UserError(f"{typed}: no such command; {hint}baton --help lists the commands")
+        near = OTHER_NAMES.get(typed) or next(iter(difflib.get_close_matches(typed, names, n=1)), "")
+        hint = f"did you mean {near}? " if near else ""
+        raise UserError(f"{typed or repr('')}: no such command; {hint}baton --help lists the commands")
 
 
 def _open_closed_files() -> None:

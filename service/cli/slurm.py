@@ -70,7 +70,9 @@ OWN_FOLDERS = tuple(map(Path, ("/tmp", "/var/tmp", "/dev/shm", "/run")))
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command, other than those of its configuration."""
-    parser.usage = "baton slurm --config FILE [section.key=value ...] [--print] -- OPTION OF SBATCH ..."
+    parser.usage = (
+        "baton slurm {--config FILE | --resume RUN} [section.key=value ...] [--print] -- OPTION OF SBATCH ..."
+    )
     parser.add_argument("--resume", metavar="RUN", type=Path, help="continue this run, whose job has ended")
     parser.add_argument("--print", action="store_true", help="print the batch file, and submit nothing")
 

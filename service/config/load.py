@@ -19,6 +19,9 @@ from service.config.source import KeyPath, Source, plain, read_sources, short
 from service.config.tree import Config
 from service.errors import ConfigError
 
+CLOSE = 0.8
+"""Similarity of names from which on a mistyped name is likely, although the typed name exists elsewhere."""
+
 BOUNDS = {"gt", "ge", "lt", "le", "multiple_of"}
 """Pydantic's names of bounds; for a union, an error about a bound is more helpful than one about a type."""
 
@@ -157,9 +160,10 @@ def _unknown_hint(path: KeyPath) -> str:
     """A hint for an unknown key: a similar key of the section, a key of that name elsewhere, or the section's keys."""
     known, siblings = key_paths(), _keys_of(path[:-1])
     same = [".".join(other) for other in known if other[-1] == path[-1]]
-    if not same and (close := difflib.get_close_matches(path[-1], siblings, n=1, cutoff=0.6)):
+    likely = CLOSE if same else 0.6
+    if (not same or len(path) == 1) and (close := difflib.get_close_matches(path[-1], siblings, n=1, cutoff=likely)):
         return f" (did you mean {'.'.join((*path[:-1], close[0]))}?)"
-    close = difflib.get_close_matches(path[-1], [other[-1] for other in known], n=1, cutoff=0.8)
+    close = difflib.get_close_matches(path[-1], [other[-1] for other in known], n=1, cutoff=CLOSE)
     if nearest := " or ".join((same or [".".join(other) for other in known if other[-1] in close])[:2]):
         return f" (did you mean {nearest}?)"
     return f" (valid here: {', '.join(siblings)})" if siblings else ""

@@ -83,7 +83,8 @@ class Source:
         place, setting = self.place(path), plain(".".join(path))
         if place and place.startswith(f"override {setting}="):  # the message already begins with the setting's name
             return f"{place}: {message}"
-        return f"{place + '  ' if place else ''}{setting}: {message}{self._layers(path)}"
+        between = ": " if place and place.startswith("override ") else "  "
+        return f"{place + between if place else ''}{setting}: {message}{self._layers(path)}"
 
     def _layers(self, path: KeyPath) -> str:
         """In brackets, the sources of a mapping's keys if several files or overrides set them; otherwise empty."""

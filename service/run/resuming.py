@@ -72,7 +72,8 @@ def resumed(run: RunConfig, trainer: TrainerConfig, path: Path) -> Iterator[Mani
             raise UserError(f"{path}: {_why_none(path, trainer, checkpoints)}; begin a new run")
         left = run.max_steps - manifest.step
         if left < 0 or (left == 0 and _is_finished(path)):
-            raise UserError(f"{path}: the run has all of its {manifest.step} steps; raise run.max_steps to continue")
+            done = f"the run has all of its {manifest.step} steps"
+            raise UserError(f"{path}: {done}; raise run.max_steps (it is {run.max_steps}) to continue")
         yield manifest
 
 

@@ -1,5 +1,6 @@
 """A Ray that does not start, or only at another try."""
 
+import socket
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +11,7 @@ from actors.driver import ray_session
 from actors.driver.ray_session import RAYLET_ERRORS, START_TRIES
 from actors.watchdog import MARK
 from service.config import Config
-from service.errors import RunFailed
+from service.errors import RunFailed, UserError
 
 SLOW = "The current node timed out during startup. This could happen because the GCS has become overloaded."
 CHECK = "Check failed: statussetor3576.has_value() Timed out waiting for file metrics_agent_port_9176"
@@ -69,3 +70,20 @@ def test_a_bug_in_the_start_of_ray_stays_one(starts: Callable[..., list[str]], t
     with pytest.raises(TypeError, match="a bug"), ray_session.ray_session(Config(), "mark", tmp_path):
         raise AssertionError("there is no Ray")
     assert done == ["start"]
+
+
+def test_a_cluster_that_listens_and_does_not_answer_is_refused_with_the_likely_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def init(**settings: object) -> None:
+        raise ConnectionError("no answer")
+
+    monkeypatch.setattr(ray_session.ray, "init", init)
+    monkeypatch.setattr(ray_session, "start_watchdog", lambda *words: None)
+    monkeypatch.setenv(MARK, "")
+    with socket.create_server(("127.0.0.1", 0)) as cluster:
+        address = f"127.0.0.1:{cluster.getsockname()[1]}"
+        monkeypatch.setenv("RAY_ADDRESS", address)
+        with pytest.raises(UserError) as refused, ray_session.ray_session(Config(), "mark", tmp_path):
+            raise AssertionError("there is no Ray")
+    assert str(refused.value).startswith(f"RAY_ADDRESS={address}: ") and "RAY_AUTH_TOKEN" in str(refused.value)

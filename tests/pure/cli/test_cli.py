@@ -165,7 +165,15 @@ def test_validation_reads_the_dataset(capsys: pytest.CaptureFixture[str], tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("typed", "hint"), [("runn", "did you mean run? "), ("confg", "did you mean config? "), ("xyzzy", "")]
+    ("typed", "hint"),
+    [
+        ("runn", "did you mean run? "),
+        ("confg", "did you mean config? "),
+        ("train", "did you mean run? "),
+        ("validate", "did you mean config validate? "),
+        ("xyzzy", ""),
+        ("--nope", ""),
+    ],
 )
 def test_an_unknown_command_is_one_line_with_the_nearest_one(
     capsys: pytest.CaptureFixture[str], typed: str, hint: str

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from service.cli.parser import main
-from service.run.folder import CONFIG, DRIVER_LOG, LOGS
+from service.run.folder import CONFIG, DRIVER_LOG, LOGS, SUMMARY
 from service.run.log_file import log_into
 
 
@@ -37,6 +37,14 @@ def test_the_newest_lines_of_all_parts_come_in_the_order_of_their_times(
 
     assert main(["logs", str(run), "driver"]) == 0
     assert [line.split()[2] for line in capsys.readouterr().out.splitlines()] == ["first", "third"]
+
+
+def test_following_a_run_that_has_ended_prints_its_lines_and_ends(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (run / SUMMARY).touch()
+    assert main(["logs", str(run), "--follow", "--last", "1"]) == 0
+    assert capsys.readouterr().out.splitlines()[1:] == ["the run has ended: no more lines will come"]
 
 
 def test_without_a_name_it_is_the_newest_run(

@@ -198,6 +198,7 @@ def test_the_record_of_an_older_run_loads_if_its_removed_settings_asked_for_noth
         ("trainer.betas=[false,0.9]", "must have numbers only, not [False, 0.9]"),
         ("generator.engines=true", "must be a number, not True"),
         ("generator.concurrent-groups=3", "unknown key (did you mean generator.concurrent_groups?)"),
+        ("train.lr=1", "train: unknown key (did you mean trainer?)"),
         ("generator.concurrent_groups=1e15", "must be less than or equal to 1048576, not 1000000000000000.0"),
         ("buffer.max_staleness=2000000", "must be less than or equal to 1048576, not 2000000"),
     ],
