@@ -180,7 +180,7 @@ def _read_summary(folder: Path) -> dict[str, Any] | None:
         if not isinstance(summary["state"], str):
             raise TypeError("state is not a text")
     except DAMAGED as error:
-        raise UserError(f"{file} is damaged: {error}") from None
+        raise UserError(f"{file} is damaged ({type(error).__name__}: {error})") from None
     return summary
 
 
