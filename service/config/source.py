@@ -7,6 +7,7 @@ trainer.lr=2e-4                                     places[("trainer", "lr")] = 
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -103,8 +104,21 @@ class Source:
             for line in str(error).splitlines():
                 setting, colon, message = line.partition(": ")
                 path = tuple(setting.split("."))
-                lines.append(self.line(path, message) if colon and self.place(path) else line)
+                lines.append(self.line(path, message) + self.beside(line) if colon and self.place(path) else line)
             raise type(error)("\n".join(lines)) from error
+
+    def beside(self, line: str) -> str:
+        """A hint for an error's line about a missing path that exists beside the configuration file that set it;
+        otherwise empty."""
+        path = tuple(line.partition(": ")[0].split("."))
+        value: Any = self.values
+        for key in path:
+            value = value.get(key) if isinstance(value, dict) else None
+        file = re.sub(r":\d+$", "", self.place(path) or "")
+        there = Path(file).parent / str(value)
+        if f" {value} does not exist" not in line or not os.path.isfile(file) or not os.path.exists(there):
+            return ""
+        return f"; relative paths start at the current folder, and there is {there}"
 
     def merge(self, values: Mapping[str, Any], places: Mapping[KeyPath, str], path: KeyPath = ()) -> None:
         """Merge values into those below `path`: mappings key by key; other values, and an empty mapping, replace the

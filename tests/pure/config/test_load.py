@@ -106,6 +106,25 @@ def test_what_is_left_over_from_a_lower_layer_is_named(tmp_path: Path, capsys: p
     assert f"baton: {base}:4  data.eval.x: the dataset none.jsonl does not exist" in capsys.readouterr().err
 
 
+def test_a_missing_file_that_lies_beside_its_configuration_is_named_with_where_paths_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = Path("configs/quickstart.yaml").absolute()
+    monkeypatch.chdir(tmp_path)
+    Path("task").mkdir()
+    mine = write(Path("task"), "mine.yaml", "data: {make_rows: null, train: rows.jsonl}\n")
+    words, hint = ["--config", str(base), "--config", str(mine)], "; relative paths start at the current folder, and "
+    assert main(["run", *words]) == 2
+    assert hint not in capsys.readouterr().err, "there is no such file anywhere"
+    Path("task/rows.jsonl").touch()
+    assert main(["run", *words]) == 2
+    assert capsys.readouterr().err.endswith(f"{hint}there is task/rows.jsonl\n")
+    assert main(["config", "validate", *words]) == 0
+    assert f"{hint}there is task/rows.jsonl\n" in capsys.readouterr().out
+    assert main(["run", *words, "data.train=rows.jsonl"]) == 2
+    assert hint not in capsys.readouterr().err, "the command line is in no folder"
+
+
 @pytest.mark.parametrize(
     ("text", "line", "path", "hint"),
     [
