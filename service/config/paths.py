@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 import stat
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -21,6 +22,9 @@ from service.config.tree import Config
 from service.errors import UserError
 from service.files import is_written_through
 from service.user_code import find_user_module, user_folder
+
+ADDRESS = re.compile(rf"{HUB}(?P<repo>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?(:(?P<file>[^:]+))?", re.ASCII)
+"""An address of a model hub."""
 
 
 class _Problem(NamedTuple):
@@ -135,7 +139,7 @@ def _marks(annotation: Any) -> Iterator[Any]:
 def _path_problems(setting: str, named: Named, path: Path) -> Iterator[_Problem]:
     kind = _kind(setting, path)
     if kind != named.kind:
-        what = f"is a {kind}" if kind else f"does not exist{near(path)}"
+        what = f"is a {kind}" if kind else f"does not exist{near(path) or _on_hub(named, path)}"
         yield _Problem(f"{setting}: the {named.what} {path} {what}; {named.hint}", kind is None)
     elif named.holds_model and not is_model_folder(path):
         yield _Problem(f"{setting}: the {named.what} {path} has no config.json; {named.hint}")
@@ -171,6 +175,17 @@ def near(path: Path) -> str:
     names = [entry.name for entry in path.parent.glob("[!.]*")] if path.parent.is_dir() else []
     near = difflib.get_close_matches(path.name, names, n=1)
     return f" (there is {path.parent / near[0]})" if near else ""
+
+
+def _on_hub(named: Named, path: Path) -> str:
+    """In brackets, the address on a hub that a missing path seems to mean, without its prefix; otherwise empty."""
+    found = ADDRESS.fullmatch(f"{HUB}{path}")
+    form = {"model folder": "", "dataset": ":FILE.parquet"}.get(named.what)
+    if found is None or form is None or found["repo"].endswith((".jsonl", ".parquet")):
+        return ""
+    if path.parts[0].startswith(".") or path.parts[0] in ("data", "models"):
+        return ""
+    return f" (did you mean {found[0]}{'' if found['file'] else form}?)"
 
 
 def check_output(file: Path, option: str = "--output") -> None:

@@ -6,14 +6,13 @@ data.train: hf:org/name@revision:file.parquet       a file of a dataset
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from service.config.paths import ADDRESS
 from service.config.section import HUB, Named
 from service.errors import UserError, in_one_line
 
-ADDRESS = re.compile(rf"{HUB}(?P<repo>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?(:(?P<file>[^:]+))?", re.ASCII)
 MODEL_FILES = ("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model")
 """Files of a model that are downloaded; never files of pickled weights."""
 

@@ -187,6 +187,26 @@ def test_missing_files_are_named(tmp_path: Path) -> None:
         check_paths(load_config([], [f"data.train={tmp_path / 'rows.jsonl'}"]))
 
 
+@pytest.mark.parametrize(
+    ("setting", "hint"),
+    [
+        ("model.path=Qwen/Qwen3-0.6B", " (did you mean hf:Qwen/Qwen3-0.6B?)"),
+        ("data.train=openai/gsm8k", " (did you mean hf:openai/gsm8k:FILE.parquet?)"),
+        ("data.train=openai/gsm8k@main:main/a.parquet", " (did you mean hf:openai/gsm8k@main:main/a.parquet?)"),
+        ("data.train=rows/train.jsonl", ""),
+        ("model.path=models/Qwen3-0.6B", ""),
+        ("model.path=../Qwen3-0.6B", ""),
+        ("env.workdir=some/folder", ""),
+    ],
+)
+def test_the_name_of_a_hub_without_its_prefix_is_answered_with_the_address(
+    setting: str, hint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=re.escape(f"{setting.partition('=')[2]} does not exist{hint}; give a ")):
+        check_paths(load_config([], [setting]))
+
+
 def test_a_missing_template_or_program_of_an_agent_is_named(tmp_path: Path) -> None:
     overrides = [f"env.workdir={tmp_path / 'nowhere'}", "env.command=[no-such-agent]", "env.score=[no-such-test]"]
     with pytest.raises(UserError) as caught:
