@@ -57,6 +57,8 @@ NOT_SIMULATED = ("model.", "data.train", "run.")
 """Settings without influence on a simulation."""
 
 OPTIONS = {option.name: option for option in fields(Scenario) if "help" in option.metadata}
+LEAST_CUT = 0.005
+"""Fraction of cut lengths below which the note about them would say 0%."""
 BOUNDS = {name: option.metadata["bounds"] for name, option in OPTIONS.items()} | {"seed": (0, 2**32), "seeds": (1, 1e4)}
 """The smallest and the largest value of each option."""
 
@@ -65,8 +67,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's own arguments, in addition to configuration files and settings."""
     for name, option in OPTIONS.items():
         kind = float if option.default is None else type(option.default)
-        meaning = option.metadata["help"] + ("" if option.default is None else " (default %(default)s)")
-        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, default=option.default, metavar="X", help=meaning)
+        configured = f"; with --config: {option.metadata['configured']}" if option.metadata["configured"] else ""
+        default = "" if option.default is None else f" (default {option.default}{configured})"
+        meaning = option.metadata["help"] + default
+        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar="X", help=meaning)
     parser.add_argument("--seed", type=int, default=0, help="seed of the first run")
     parser.add_argument("--seeds", type=int, default=1, metavar="N", help="report the means of N runs (default 1)")
 
@@ -76,16 +80,18 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
     no_more_words(arguments)
     config, source = load(arguments.config, [*([] if arguments.config else PRESET), *overrides])
     check(config, source, NOT_SIMULATED)
+    given = {name: value for name in OPTIONS if (value := getattr(arguments, name)) is not None}
+    scenario = Scenario.of(config, given) if arguments.config else Scenario(**given)
     with phase("simulating", partial(print, file=sys.stderr, flush=True), after=QUIET_SECONDS):
-        return simulate(SimulationSettings.of(config), arguments)
+        return simulate(SimulationSettings.of(config), scenario, arguments)
 
 
-def simulate(settings: SimulationSettings, arguments: argparse.Namespace) -> int:
+def simulate(settings: SimulationSettings, scenario: Scenario, arguments: argparse.Namespace) -> int:
     """Run the simulations that the arguments ask for, and print the findings."""
     for name, (lowest, highest) in BOUNDS.items():
-        if (value := getattr(arguments, name)) is not None and not lowest <= value <= highest:
+        value = getattr(scenario, name, getattr(arguments, name))
+        if value is not None and not lowest <= value <= highest:
             raise UserError(f"--{name.replace('_', '-')} {value}: give a number from {lowest:g} to {highest:g}")
-    scenario = Scenario(**{name: getattr(arguments, name) for name in OPTIONS})
     if scenario.turns > (max_turns := settings.buffer.limits.max_turns):
         raise UserError(f"--turns {scenario.turns}: set env.max_turns={scenario.turns} too, it is {max_turns}")
     seeds = range(arguments.seed, arguments.seed + arguments.seeds)
@@ -96,9 +102,11 @@ def simulate(settings: SimulationSettings, arguments: argparse.Namespace) -> int
     print(f"{named}, {scenario.steps} optimizer steps of {settings.buffer.mini_batch_size} groups")
     figures = {name: getattr(scenario, name) for name in OPTIONS if name != "steps"}
     figures["trainer_seconds"] = scenario.step_seconds(settings)
-    words = ", ".join(f"{name.replace('_', ' ')} {value:.4g}" for name, value in figures.items())
+    words = ", ".join(
+        f"{name.replace('_', ' ')} {value:.4g}{_source(name, arguments)}" for name, value in figures.items()
+    )
     print(f"given or assumed        {words}")
-    if cut := scenario.cut(settings):
+    if (cut := scenario.cut(settings)) >= LEAST_CUT:
         print(f"note: the limits on turns and generator.max_generate_length cut {cut:.0%} of the lengths")
     for line in _lines(runs, settings.max_staleness):
         print(line)
@@ -113,6 +121,12 @@ def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
     """
     spread = statistics.stdev(values) if len(values) > 1 else 0.0
     return statistics.fmean(values), spread / math.sqrt(len(values))
+
+
+def _source(name: str, arguments: argparse.Namespace) -> str:
+    """In brackets, how a figure was assumed from the configuration; otherwise empty."""
+    rule = OPTIONS[name].metadata["configured"]
+    return f" ({rule})" if rule and arguments.config and getattr(arguments, name) is None else ""
 
 
 def _lines(runs: Sequence[tuple[Report, Report]], max_staleness: int) -> list[str]:

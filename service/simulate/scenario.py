@@ -52,18 +52,23 @@ class SimulationSettings:
         )
 
 
-def _option(default: Any, meaning: str, lowest: float, highest: float) -> Any:
-    """A field that is also an option of `baton simulate`, with its bounds."""
-    return field(default=default, metadata={"help": meaning, "bounds": (lowest, highest)})
+def _option(default: Any, meaning: str, lowest: float, highest: float, configured: str = "") -> Any:
+    """A field that is also an option of `baton simulate`, with its bounds; `configured`: its value by default if there
+    is a configuration (`Scenario.of`)."""
+    return field(default=default, metadata={"help": meaning, "bounds": (lowest, highest), "configured": configured})
 
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
     """The workload and the machines around the buffer; the buffer's own settings are in `SimulationSettings`."""
 
-    generators: int = _option(4, "generator actors that share generator.concurrent_groups", 1, 1e4)
-    turns: int = _option(1, "turns of a trajectory", 1, 1e5)
-    median_tokens: float = _option(64.0, "median of a trajectory's sampled tokens", 1, 1e9)
+    generators: int = _option(
+        4, "generator actors that share generator.concurrent_groups", 1, 1e4, "generator.engines or its min"
+    )
+    turns: int = _option(1, "turns of a trajectory", 1, 1e5, "the mean of 1 and env.max_turns, rounded up")
+    median_tokens: float = _option(
+        64.0, "median of a trajectory's sampled tokens", 1, 1e9, "half of generator.max_generate_length in each turn"
+    )
     sigma: float = _option(0.5, "of the lognormal lengths: 0.5 moderate, 1.0 long tails", 0, 5)
     token_seconds: float = _option(0.02, "seconds of one token of one trajectory", 1e-9, 10)
     trainer_seconds: float | None = _option(
@@ -79,6 +84,14 @@ class Scenario:
     """Fraction of trajectories with reward 1."""
     restorable: bool = True
     """Whether environments can be restored, so that trajectories continue in another generator."""
+
+    @staticmethod
+    def of(config: Config, given: Mapping[str, Any]) -> Scenario:
+        """The scenario of a configuration: figures that are given, otherwise assumed as `baton plan` does."""
+        turns = given.get("turns", (config.env.max_turns + 2) // 2)
+        tokens = turns * config.generator.max_generate_length / 2
+        assumed = {"generators": config.generator.min_engines, "turns": turns, "median_tokens": tokens}
+        return Scenario(**{**assumed, **given})
 
     def slots(self, settings: SimulationSettings) -> int:
         """Number of groups that one generator plays at once."""

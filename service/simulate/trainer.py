@@ -39,7 +39,7 @@ class SimulatedTrainer(Client):
         self.step_seconds = scenario.step_seconds(host.settings)
         self.evaluated: list[tuple[int, float]] = []
         """(step, seconds) of the evaluations that have ended."""
-        self._evaluating = 0
+        self.evaluating = 0
         """Number of generators that evaluate now."""
         self._checkpoint = 0
         """The step of the newest durable checkpoint."""
@@ -107,18 +107,18 @@ class SimulatedTrainer(Client):
         """Evaluate every `data.eval_every` steps: on all engines while training waits, or on some
         engines while training continues."""
         data, evaluators = self._settings.data, list(self._generators)
-        if not data.eval_every or step % data.eval_every or self._evaluating:
+        if not data.eval_every or step % data.eval_every or self.evaluating:
             return
         if data.eval_mode == "beside":
             evaluators = evaluators[: data.eval_engines]
         sizes = [size for size in (data.eval_make_rows, data.eval_rows) if size is not None]
         share = -(-min(sizes, default=0) * data.eval_samples // len(evaluators))
-        self._evaluating, since = len(evaluators), self.loop.now
+        self.evaluating, since = len(evaluators), self.loop.now
 
         def begin(resume: Resume) -> None:
             def ended() -> None:
-                self._evaluating -= 1
-                if not self._evaluating:
+                self.evaluating -= 1
+                if not self.evaluating:
                     self.evaluated.append((step, self.loop.now - since))
                     resume(None)
 

@@ -77,6 +77,9 @@ class World:
         begun = self.loop.now
 
         def stuck() -> bool:
+            nonlocal begun
+            if self.trainer.evaluating:  # which may take longer than any step
+                begun = self.loop.now
             return self.loop.now - max(begun, self.calm_from, *self.measured.committed_at[-1:]) > self.patience
 
         if not self.loop.run(lambda: done() or stuck()):

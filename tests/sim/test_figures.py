@@ -130,6 +130,35 @@ def test_the_command_prints_a_report(capsys: pytest.CaptureFixture[str]) -> None
     assert "note: the limits on turns and generator.max_generate_length cut 100% of" in capsys.readouterr().out
 
 
+def test_the_figures_of_a_configuration_are_those_that_it_says(capsys: pytest.CaptureFixture[str]) -> None:
+    def assumed(*words: str) -> str:
+        assert main(["simulate", "--steps", "3", "--config", "configs/quickstart.yaml", *words]) == 0
+        return capsys.readouterr().out
+
+    said = assumed()
+    assert "generators 1 (generator.engines or its min), turns 3 (the mean of 1 and env.max_turns, rounded up)" in said
+    assert "median tokens 12 (half of generator.max_generate_length in each turn), sigma 0.5," in said
+    assert "generators 2 (generator.engines or its min)" in assumed("generator.engines={min: 2, max: 3}")
+    said = assumed("env.max_turns=1", "generator.max_generate_length=64", "--sigma", "0.2")
+    assert "turns 1 (the mean" in said and "median tokens 32 (half of" in said and "note:" not in said
+    said = assumed("--generators", "2", "--turns", "1", "--median-tokens", "5")
+    assert "generators 2, turns 1, median tokens 5, sigma" in said
+
+
+def test_a_note_that_no_length_is_cut_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    few = ["--median-tokens", "64", "generator.max_generate_length=300"]
+    assert 0 < Scenario().cut(config(few[-1])) < 0.005
+    assert main(["simulate", "--steps", "3", *few, *SMALL]) == 0
+    assert "note:" not in capsys.readouterr().out
+
+
+def test_an_evaluation_that_takes_longer_than_any_step_is_no_hang() -> None:
+    evaluates = config(*SMALL, "data.eval_every=2", "data.eval_make_rows=512", "generator.max_generate_length=64")
+    world = World(evaluates, Scenario(generators=1, sigma=0.0, steps=4, token_seconds=3.0), seed=0)
+    world.run()
+    assert max(seconds for _, seconds in world.trainer.evaluated) > world.patience
+
+
 def test_the_means_of_several_runs_say_how_sure_they_are(capsys: pytest.CaptureFixture[str]) -> None:
     waits = []
     for seeds in (["--seed", "3"], ["--seed", "4"], ["--seed", "3", "--seeds", "2"]):
