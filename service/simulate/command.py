@@ -57,7 +57,7 @@ NOT_SIMULATED = ("model.", "data.train", "run.")
 """Settings without influence on a simulation."""
 
 OPTIONS = {option.name: option for option in fields(Scenario) if "help" in option.metadata}
-LEAST_CUT = 0.005
+MIN_CUT = 0.005
 """Fraction of cut lengths below which the note about them would say 0%."""
 BOUNDS = {name: option.metadata["bounds"] for name, option in OPTIONS.items()} | {"seed": (0, 2**32), "seeds": (1, 1e4)}
 """The smallest and the largest value of each option."""
@@ -106,7 +106,7 @@ def simulate(settings: SimulationSettings, scenario: Scenario, arguments: argpar
         f"{name.replace('_', ' ')} {value:.4g}{_source(name, arguments)}" for name, value in figures.items()
     )
     print(f"given or assumed        {words}")
-    if (cut := scenario.cut(settings)) >= LEAST_CUT:
+    if (cut := scenario.cut(settings)) >= MIN_CUT:
         print(f"note: the limits on turns and generator.max_generate_length cut {cut:.0%} of the lengths")
     for line in _lines(runs, settings.max_staleness):
         print(line)
