@@ -80,7 +80,10 @@ def validate(arguments: argparse.Namespace, overrides: list[str]) -> int:
 
             check_first_adapter(with_absolute_paths(config).model)
         estimates = _estimates(config)
-    for line in (*(f"note: {line}" for line in (*missing, *config.notes)), *estimates):
+        from service.rollout.prompts.first_prompts import notes_of_prompts
+
+        prompts = notes_of_prompts(model, config.data, config.env, config.generator, config.run.seed)
+    for line in (*(f"note: {line}" for line in (*missing, *config.notes, *prompts)), *estimates):
         print(line)
     files = ", ".join(str(file) for file in arguments.config)
     print(f"{files}: fine" + (", but it cannot be run here" if missing else ""))
