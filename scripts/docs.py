@@ -93,9 +93,9 @@ An unknown key is refused. `baton config show` prints the resolved configuration
 `baton config validate` reads datasets, makes environments, imports scorers, and looks into the model's JSON files,
 tokenizer and weight headers, and into the adapter of `model.adapter`. A file that is on this machine and broken is an
 error (exit code 2). A missing file may be on another machine, so it is only a note; `baton run` refuses it too. The
-first prompts of at most 200 rows are tokenized: an error if none fits into `generator.max_input_length`, a note if some
-do not (only for environments whose `reset` returns the row's prompt). If the model folder is on this machine, the
-command prints how much GPU memory a rank and an engine need. Lengths are in tokens, times in seconds, memory in bytes.
+prompts of at most 200 rows are tokenized, and a note says how many do not fit into `generator.max_input_length`. If
+the model folder is on this machine, the command prints how much GPU memory a rank and an engine need. Lengths are in
+tokens, times in seconds, memory in bytes.
 """
 
 

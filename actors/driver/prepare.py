@@ -10,11 +10,14 @@ from service.learn.estimate.fit import refuse_too_large
 from service.learn.estimate.kv_cache import check_engine
 from service.learn.model.router_replay import routing_of_model
 from service.learn.settings import FitSettings
+from service.rollout.chat.chat import load_chat
 from service.rollout.check_inputs import check_environments
 from service.rollout.prompts.dataset import load_tasks
+from service.rollout.prompts.first_prompts import too_long
 from service.rollout.prompts.mixture import train_file
 from service.run.folder import DATA, initial_model, warmed_model
 from service.run.inputs import Prepared, checked_model, checked_shapes, make_policy, prepare_evaluation
+from service.run.phases import say
 from service.run.teachers import teachers_of
 from service.scorers.teacher_logprobs import check_tokenizers
 from service.scorers.user import check_scorers
@@ -36,6 +39,9 @@ def prepare(config: Config, folder: Path) -> Prepared:
     evals = prepare_evaluation(data, env, seed, folder)
     model_folder = model.path or make_policy(model, env, seed, initial_model(model, folder))
     hf_config, tokenizer = checked_model(model_folder)
+    if config.agents is None:
+        for note in too_long(config.generator, tasks, tasks_file, load_chat(model_folder, config.generator)):
+            say(f"NOTE {note}")
     check_tokenizers(config.scorers, model_folder)
     routing = routing_of_model(hf_config, config.generator.record_experts)
     check_bytes(config, routing.token_bytes)

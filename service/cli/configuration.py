@@ -82,7 +82,11 @@ def validate(arguments: argparse.Namespace, overrides: list[str]) -> int:
         estimates = _estimates(config)
         from service.rollout.prompts.first_prompts import notes_of_prompts
 
-        prompts = notes_of_prompts(model, config.data, config.env, config.generator, config.run.seed)
+        prompts = (
+            notes_of_prompts(model, config.data, config.env, config.generator, config.run.seed)
+            if config.agents is None
+            else []
+        )
     for line in (*(f"note: {line}" for line in (*missing, *config.notes, *prompts)), *estimates):
         print(line)
     files = ", ".join(str(file) for file in arguments.config)

@@ -33,7 +33,6 @@ from service.rollout.environment import Task
 from service.rollout.environments.registry import synthetic_data
 from service.rollout.prompts.conversations import conversation_rows, unknown_note
 from service.rollout.prompts.dataset import load_tasks
-from service.rollout.prompts.first_prompts import too_long
 from service.rollout.prompts.mixture import eval_files
 from service.rollout.prompts.warm_start import demonstration_rows
 from service.run.checkpoints import TRAINER, Manifest
@@ -127,18 +126,6 @@ def prepare_weights(model: ModelConfig, target: EvalTarget) -> Manifest | None:
         raise UserError(f"{target.path}: {adapter} is an adapter, but the configuration has no model.lora; add it")
     check_adapter(adapter, model.lora, Base.of(begun_with), trained_shapes(hf_config, model.lora))
     return None
-
-
-def check_first_prompts(
-    env: EnvConfig, generator: GeneratorConfig, tasks: Sequence[Task], path: Path, model_folder: Path
-) -> None:
-    """Say how many rows of `path` have a first prompt longer than `generator.max_input_length`.
-
-    Raises:
-        UserError: no row's first prompt fits.
-    """
-    for line in too_long(env, generator, tasks, path, load_chat(model_folder, generator)):
-        say(f"NOTE {line}")
 
 
 def check_checkpoint(lora: LoraConfig | None, begun_with: Path, checkpoint: Path) -> None:

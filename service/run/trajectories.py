@@ -42,6 +42,7 @@ from service.handoff.ledger.scores import CompleteGroup
 from service.handoff.ledger.versions import version_of
 from service.handoff.prefixes.merge import Mode, merge_steps
 from service.handoff.steps.roles import roles_from
+from service.handoff.steps.stop_reason import StopReason
 from service.handoff.steps.tables import end_objects, step_objects
 from service.run.folder import RUNS, TRAJECTORIES, TRAJECTORIES_BYTES, refuse_larger, run_folder
 from service.types import Extension, Int64s, MiniBatch, PolicyVersion, Step, TrajectoryEnd, TrajectoryId
@@ -179,9 +180,11 @@ def _scores(group: CompleteGroup, place: int) -> Record:
 
 
 def describe_ends(records: Sequence[Mapping[str, Any]]) -> str:
-    """Counts of stop reasons: `7 length before the first turn, 1 stop`; empty without records."""
+    """Counts of stop reasons: `7 stop, 1 max_turns before the first turn`; empty without records."""
+    before = {StopReason.LENGTH: " before the first turn (the prompt exceeds generator.max_input_length)"}
     ends = Counter(
-        f"{record['stop_reason']}{'' if record['steps'] else ' before the first turn'}" for record in records
+        record["stop_reason"] + ("" if record["steps"] else before.get(record["stop_reason"], " before the first turn"))
+        for record in records
     )
     return ", ".join(f"{count} {end}" for end, count in ends.most_common())
 

@@ -147,7 +147,9 @@ def test_which_trajectories_are_kept_differs_from_step_to_step() -> None:
 
 def test_a_prompt_that_was_too_long_is_counted_apart_from_a_trajectory_that_grew_too_long() -> None:
     grown, too_long = {"stop_reason": "length", "steps": [{}]}, {"stop_reason": "length", "steps": []}
-    assert describe_ends([too_long, grown, too_long]) == "2 length before the first turn, 1 length"
+    assert describe_ends([too_long, grown, too_long]) == (
+        "2 length before the first turn (the prompt exceeds generator.max_input_length), 1 length"
+    )
     assert describe_ends([]) == ""
 
 
