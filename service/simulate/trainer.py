@@ -39,7 +39,7 @@ class SimulatedTrainer(Client):
         self.step_seconds = scenario.step_seconds(host.settings)
         self.evaluated: list[tuple[int, float]] = []
         """(step, seconds) of the evaluations that have ended."""
-        self.evaluating = 0
+        self._evaluating = 0
         """Number of generators that evaluate now."""
         self._checkpoint = 0
         """The step of the newest durable checkpoint."""
@@ -106,29 +106,38 @@ class SimulatedTrainer(Client):
     def _evaluate(self, step: int) -> Generator[Waiting, Any, None]:
         """Evaluate every `data.eval_every` steps: on all engines while training waits, or on some
         engines while training continues."""
-        data, evaluators = self._settings.data, list(self._generators)
-        if not data.eval_every or step % data.eval_every or self.evaluating:
+        data, evaluators = self._settings.data, self._evaluators
+        if not data.eval_every or step % data.eval_every or self._evaluating:
             return
-        if data.eval_mode == "beside":
-            evaluators = evaluators[: data.eval_engines]
-        sizes = [size for size in (data.eval_make_rows, data.eval_rows) if size is not None]
-        share = -(-min(sizes, default=0) * data.eval_samples // len(evaluators))
-        self.evaluating, since = len(evaluators), self.loop.now
+        self._evaluating, since = len(evaluators), self.loop.now
 
         def begin(resume: Resume) -> None:
             def ended() -> None:
-                self.evaluating -= 1
-                if not self.evaluating:
+                self._evaluating -= 1
+                if not self._evaluating:
                     self.evaluated.append((step, self.loop.now - since))
                     resume(None)
 
             for generator in evaluators:
-                generator.evaluate(share, ended)
+                generator.evaluate(self.evaluation_share, ended)
 
         if data.eval_mode == "beside":
             begin(lambda _: None)
         else:
             yield begin
+
+    @property
+    def _evaluators(self) -> Sequence[SimulatedGenerator]:
+        data = self._settings.data
+        return self._generators[: data.eval_engines] if data.eval_mode == "beside" else self._generators
+
+    @property
+    def evaluation_share(self) -> int:
+        """Number of trajectories that each evaluating generator plays; 0 if the run has no evaluations."""
+        data = self._settings.data
+        sizes = [size for size in (data.eval_make_rows, data.eval_rows) if size is not None]
+        n_trajectories = min(sizes, default=0) * data.eval_samples if data.eval_every else 0
+        return -(-n_trajectories // len(self._evaluators))
 
     def _publish(self) -> None:
         """Send the weights to every engine, without waiting for their arrival."""

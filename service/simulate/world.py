@@ -16,7 +16,7 @@ from service.simulate.trainer import SimulatedTrainer
 
 HANG_SECONDS = 600.0
 """Simulated seconds without an optimizer step that count as a hang, in addition to the seconds of the longest
-trajectory, its scorer, an optimizer step and the arrival of its weights."""
+trajectory, its scorer, an evaluation of such trajectories, an optimizer step and the arrival of its weights."""
 SEGMENT_BYTES = 64 << 20
 
 
@@ -41,9 +41,14 @@ class World:
             for number in range(scenario.generators)
         ]
         self.trainer = self.trainer_class(self.generators, self.host, scenario, self.rngs[4], self.measured)
+        at_once = scenario.slots(settings) * settings.buffer.limits.n_samples_per_prompt
         longest = scenario.longest(settings) * scenario.token_seconds
         self.patience = (
-            HANG_SECONDS + longest + scenario.scorer_seconds + self.trainer.step_seconds + scenario.sync_seconds
+            HANG_SECONDS
+            + (1 - (-self.trainer.evaluation_share // at_once)) * longest
+            + scenario.scorer_seconds
+            + self.trainer.step_seconds
+            + scenario.sync_seconds
         )
 
     def new_measurements(self) -> Measurements:
@@ -77,9 +82,6 @@ class World:
         begun = self.loop.now
 
         def stuck() -> bool:
-            nonlocal begun
-            if self.trainer.evaluating:  # which may take longer than any step
-                begun = self.loop.now
             return self.loop.now - max(begun, self.calm_from, *self.measured.committed_at[-1:]) > self.patience
 
         if not self.loop.run(lambda: done() or stuck()):

@@ -11,10 +11,12 @@ import pytest
 
 from service.cli.parser import main
 from service.config import load
+from service.errors import RunFailed
 from service.simulate.command import BOUNDS, PRESET, mean_and_error
+from service.simulate.generator import SimulatedGenerator
 from service.simulate.measurements import Report
 from service.simulate.scenario import Scenario, SimulationSettings
-from service.simulate.world import World, simulated
+from service.simulate.world import HANG_SECONDS, World, simulated
 
 STEPS = 60
 SEEDS = 8
@@ -156,7 +158,14 @@ def test_an_evaluation_that_takes_longer_than_any_step_is_no_hang() -> None:
     evaluates = config(*SMALL, "data.eval_every=2", "data.eval_make_rows=512", "generator.max_generate_length=64")
     world = World(evaluates, Scenario(generators=1, sigma=0.0, steps=4, token_seconds=3.0), seed=0)
     world.run()
-    assert max(seconds for _, seconds in world.trainer.evaluated) > world.patience
+    assert max(seconds for _, seconds in world.trainer.evaluated) > HANG_SECONDS
+
+
+def test_an_evaluation_that_never_ends_is_a_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SimulatedGenerator, "_end_evaluation", lambda self: None)
+    world = World(config(*SMALL, "data.eval_every=2", "data.eval_make_rows=4"), Scenario(generators=1, steps=4), seed=0)
+    with pytest.raises(RunFailed, match="no (optimizer step|event)"):
+        world.run()
 
 
 def test_the_means_of_several_runs_say_how_sure_they_are(capsys: pytest.CaptureFixture[str]) -> None:
