@@ -10,7 +10,7 @@ from service.learn.estimate.fit import refuse_too_large
 from service.learn.estimate.kv_cache import check_engine
 from service.learn.model.router_replay import routing_of_model
 from service.learn.settings import FitSettings
-from service.rollout.chat.chat import load_chat
+from service.rollout.chat.chat import Chat
 from service.rollout.check_inputs import check_environments
 from service.rollout.prompts.dataset import load_tasks
 from service.rollout.prompts.first_prompts import too_long
@@ -40,7 +40,8 @@ def prepare(config: Config, folder: Path) -> Prepared:
     model_folder = model.path or make_policy(model, env, seed, initial_model(model, folder))
     hf_config, tokenizer = checked_model(model_folder)
     if config.agents is None:
-        for note in too_long(config.generator, tasks, tasks_file, load_chat(model_folder, config.generator)):
+        chat = Chat(tokenizer, config.generator.chat_template_options)
+        for note in too_long(config.generator, tasks, tasks_file, chat):
             say(f"NOTE {note}")
     check_tokenizers(config.scorers, model_folder)
     routing = routing_of_model(hf_config, config.generator.record_experts)

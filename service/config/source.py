@@ -108,15 +108,17 @@ class Source:
             raise type(error)("\n".join(lines)) from error
 
     def beside(self, line: str) -> str:
-        """A hint for an error's line about a missing path that exists beside the configuration file that set it;
-        otherwise empty."""
+        """A hint for an error's line about a setting whose path is missing, but exists beside the configuration file
+        that set it; otherwise empty."""
         path = tuple(line.partition(": ")[0].split("."))
         value: Any = self.values
         for key in path:
             value = value.get(key) if isinstance(value, dict) else None
         file = re.sub(r":\d+$", "", self.place(path) or "")
-        there = Path(file).parent / str(value)
-        if f" {value} does not exist" not in line or not os.path.isfile(file) or not os.path.exists(there):
+        if not isinstance(value, str) or not value or os.path.exists(value) or not os.path.isfile(file):
+            return ""
+        there = Path(file).parent / value
+        if not os.path.exists(there):
             return ""
         return f"; relative paths start at the current folder, and there is {there}"
 
