@@ -1,1 +1,1 @@
-"""The learner: mini-batches in, optimizer steps and weights out, without Ray (see docs/library.md)."""
+"""Trains the policy without Ray: takes mini-batches, makes optimizer steps, returns weights (see docs/library.md)."""

@@ -21,7 +21,7 @@ from service.learn.chunk_layout import Chunks
 from service.types import Int64s
 
 CALL_COST = 256 * 256
-"""Number of entries of an attention matrix that take about as long as one more call of the attention kernel."""
+"""Cost of one call of the attention kernel, as the number of entries of an attention matrix that take equally long."""
 
 
 def to_device(array: NDArray[Any], device: torch.device) -> Tensor:
@@ -32,25 +32,25 @@ def to_device(array: NDArray[Any], device: torch.device) -> Tensor:
 
 
 def positions_in_rows(lengths_R: Int64s) -> Int64s:
-    """[N] the position of each packed token in its row: lengths 3 2 -> 0 1 2 0 1."""
+    """[N] the position of each packed token in its row. Example: rows of lengths 3 and 2 give 0 1 2 0 1."""
     starts_R = np.cumsum(lengths_R) - lengths_R
     return np.arange(lengths_R.sum()) - np.repeat(starts_R, lengths_R)
 
 
 class Lines(NamedTuple):
-    """Tokens of some rows, padded on the right to lines of one width."""
+    """Tokens of several rows as padded lines: one line per row, padded on the right to the same width."""
 
     rows: int
     width: int
     token_B: Tensor | None
-    """Index of each of these tokens on the token axis; None if these are all tokens of the axis, in order."""
+    """Index on the token axis of each token in the lines; None if the lines hold all tokens of the axis, in order."""
     slot_B: Tensor
-    """Position of each of these tokens among the `rows * width` slots."""
+    """Position of each token in the lines among their `rows * width` slots."""
 
     @staticmethod
     def of(bounds: Int64s, rows: Int64s, device: torch.device, slot_N: Int64s | None = None) -> Lines:
-        """The lines of the rows with the indices `rows`; `bounds`: the bounds of all rows on the token axis. `slot_N`:
-        the slot of each token; None: the slots are the tokens in order."""
+        """The padded lines of the rows whose indices are in `rows`. `bounds`: where each row of the batch begins and
+        ends on the token axis. `slot_N`: the slot of each token; None if the slots are the tokens in order."""
         lengths_R = np.diff(bounds)[rows]
         width = int(lengths_R.max())
         position_B = positions_in_rows(lengths_R)
@@ -61,31 +61,32 @@ class Lines(NamedTuple):
         return Lines(len(rows), width, None if in_order else to_device(token_B, device), to_device(slot_B, device))
 
     def fill(self, x: Tensor) -> Tensor:
-        """Pad the tokens of these rows with zeros: [T, heads, head_dim] -> [rows, heads, width, head_dim]."""
+        """Copy tokens into the padded lines: [tokens, heads, head_dim] -> [rows, heads, width, head_dim]. Padding is
+        0."""
         slots = x if self.token_B is None else x.index_select(0, self.token_B)
         if len(slots) < self.rows * self.width:
             slots = x.new_zeros(self.rows * self.width, *x.shape[1:]).index_copy(0, self.slot_B, slots)
         return slots.view(self.rows, self.width, *x.shape[1:]).transpose(1, 2)
 
     def tokens(self, lines: Tensor) -> Tensor:
-        """Remove the padding: [rows, heads, width, head_dim] -> [B, heads, head_dim]."""
+        """Take the tokens out of the padded lines: [rows, heads, width, head_dim] -> [B, heads, head_dim]."""
         return lines.transpose(1, 2).flatten(0, 1).index_select(0, self.slot_B)
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Rows of similar length, which one call of the attention kernel computes."""
+    """Rows of similar length, padded together, which one call of the attention kernel computes."""
 
     queries: Lines
     keys: Lines
     before_R: Tensor | None
-    """Number of keys of each row before its first query; None if no row has such keys."""
+    """For each row, the number of its keys before its first query; None if this number is 0 for all rows."""
     _masks: dict[tuple[int | None, torch.dtype], Tensor] = field(default_factory=dict)
     """Attention masks by window and data type, computed once for all layers."""
 
     def mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
-        """[rows or 1, 1, queries, keys] the mask that is added to the logits: 0 for a query's own key and earlier keys
-        in the window, else -inf."""
+        """The mask that is added to the attention logits, [rows or 1, 1, queries, keys]: 0 where the query attends to
+        the key (its own token and earlier tokens in the window), -inf elsewhere."""
         if (window, dtype) not in self._masks:
             queries, keys = (torch.arange(x.width, device=x.slot_B.device) for x in (self.queries, self.keys))
             before_R = keys[:1] if self.before_R is None else self.before_R
@@ -98,20 +99,20 @@ class Bucket:
 
 
 class WholeRows(NamedTuple):
-    """Rows that share prefixes, with the shared tokens repeated in every row, for layers that need whole rows.
+    """Complete rows, with the tokens of shared prefixes repeated in every row, for layers that need whole rows.
 
-    Rows 1 2 3 and 1 2 5 6 in the slots 1 2 3 5 6: slot_N 0 1 2 0 1 3 4, first_S 0 1 2 5 6.
+    Example: rows 1 2 3 and 1 2 5 6 in the slots 1 2 3 5 6 have slot_N 0 1 2 0 1 3 4 and first_S 0 1 2 5 6.
     """
 
     packing: Packing
     slot_N: Tensor
     """The slot of each token of the rows."""
     first_S: Tensor
-    """For each slot, the index of the first token in it."""
+    """For each slot, the index of the first token that has this slot."""
 
     def repeat(self, x: Tensor) -> Tensor:
-        """Repeat shared tokens in each of their rows, [S, ...] -> [N, ...]; gradients are summed in float32 at
-        least."""
+        """Repeat the values of shared tokens in each of their rows, [S, ...] -> [N, ...]. The backward pass adds up a
+        slot's gradients in float32 or float64."""
         wide = torch.promote_types(x.dtype, torch.float32)
         return x.to(wide).index_select(0, self.slot_N).to(x.dtype)
 
@@ -120,12 +121,13 @@ class WholeRows(NamedTuple):
 class Packing:
     """The bounds of rows on the token axis, and further inputs of the attention kernels.
 
-    The variable-length kernel takes the bounds. Other kernels take buckets of rows padded to one
-    length; `slot_B` is the index of each token in a bucket:
+    The variable-length kernel takes the bounds. Other kernels take buckets of rows padded to one length; `slot_B` is
+    the index of each token in a bucket:
 
         cu_seqlens [0 3 5 9]  ->  lengths 3 2 4  ->  one bucket of 3 rows, 4 wide; slot_B 0 1 2 | 4 5 | 8 9 10 11
 
-    Where rows share prefixes, the queries are a row's new tokens and the keys its whole row. Rows 1 2 3 and 1 2 5 6:
+    Where rows share prefixes, the queries are a row's new tokens and the keys are its whole row. Rows 1 2 3 and 1 2 5
+    6:
 
         queries 1 2 3 | 5 6      keys 1 2 3 | 1 2 5 6      cu_seqlens of the queries [0 3 5], of the keys [0 3 7]
     """
@@ -134,17 +136,18 @@ class Packing:
     """Bounds of the rows' queries on the token axis."""
     max_length: int
     offsets_R: Int64s
-    """The bounds of `cu_seqlens`, on the host."""
+    """The values of `cu_seqlens`, as an array in CPU memory."""
     buckets: tuple[Bucket, ...] = ()
-    """Buckets of padded rows; empty for the variable-length kernel."""
+    """Buckets of padded rows; empty if the variable-length kernel is used."""
     order_N: Tensor | None = None
-    """Index of each query in the concatenation of all buckets; None if there is one bucket."""
+    """Index of each query in the concatenation of all buckets; None if there is one bucket with the queries in
+    order."""
     whole: WholeRows | None = None
-    """The whole rows, which are the keys; None without shared prefixes."""
+    """The whole rows, whose tokens are the keys; None if no rows share prefixes."""
 
     @property
     def rows(self) -> Packing:
-        """The packing of the whole rows, which are the keys."""
+        """The packing of the whole rows, whose tokens are the keys."""
         return self if self.whole is None else self.whole.packing
 
     @cached_property
@@ -154,7 +157,7 @@ class Packing:
 
     @staticmethod
     def of(offsets_R: Int64s, device: torch.device, variable_length: bool = False) -> Packing:
-        """The packing of rows with these bounds, without empty rows."""
+        """The packing of rows whose bounds on the token axis are `offsets_R`; empty rows are left out."""
         bounds = np.concatenate([offsets_R[:1], offsets_R[1:][np.diff(offsets_R) > 0]])
         packing = _of_bounds(bounds, device)
         return packing if variable_length else _bucketed(packing)
@@ -163,7 +166,7 @@ class Packing:
     def of_tree(
         order: PrefixOrder, slot_N: Int64s, offsets_R: Int64s, device: torch.device, variable_length: bool = False
     ) -> Packing:
-        """The packing of rows that share prefixes, without rows that have no new tokens; `slot_N`: the slot of each
+        """The packing of rows that share prefixes; rows without new tokens are left out. `slot_N`: the slot of each
         token of the rows."""
         lengths_R = np.diff(offsets_R)[order.row_R]
         new_R = lengths_R - order.shared_R

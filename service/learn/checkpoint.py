@@ -1,12 +1,12 @@
-"""Checkpoints of a learner: every rank writes the rows of its shard, and reads the rows that it needs.
+"""Checkpoints of a learner. Every rank writes the rows of its shard, and reads the rows that it needs.
 
     learner.json                            step, number of ranks, kinds of frozen weights, shapes
     rank_0_of_2.safetensors                 weights/<name>, exp_avg/<name>, exp_avg_sq/<name>, reference/<name>, ...
     rank_1_of_2.safetensors                 ... and in each header the metadata of learner.json again
 
-Shards are chunks of dimension 0. If the number of ranks has changed, each rank reads its rows from the files that have
-them. No rank waits for another rank: a checkpoint is complete when every rank has finished its part. If the metadata in
-a part's header differ from learner.json, a save into the same folder was interrupted.
+Shards are chunks of dimension 0. If the number of ranks has changed, each rank reads its rows from the files that
+contain these rows. No rank waits for another rank: a checkpoint is complete when every rank has finished its part. If
+the metadata in a part's header differs from learner.json, a save into this folder was interrupted.
 """
 
 from __future__ import annotations
@@ -34,42 +34,43 @@ METADATA_FILE = "learner.json"
 
 
 class CheckpointMetadata(BaseModel):
-    """Metadata of a checkpoint, as in `learner.json` and in the header of every part."""
+    """Metadata of a checkpoint, stored in `learner.json` and in the header of every part."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     steps: int = Field(ge=0)
     """Number of optimizer steps taken before the checkpoint."""
     frozen: dict[Literal["proximal", "reference"], int]
-    """Number of optimizer steps taken before each kind of frozen weights was copied."""
+    """For each kind of frozen weights, the number of optimizer steps that had been taken when they were copied."""
     shapes: dict[str, tuple[int, ...]]
     """Shape of each whole weight, by name."""
     base: Base | None = None
-    """The base model of an adapter; None if the checkpoint has all weights of a model."""
+    """The base model of an adapter; None if the checkpoint contains all weights of the model."""
     alpha: float | None = None
-    """`model.lora.alpha` of the adapter, which its shapes do not determine; None: unknown, or there is no adapter."""
+    """`model.lora.alpha` of the adapter, which cannot be read from its shapes; None if unknown or without an
+    adapter."""
     world_size: int = Field(ge=1)
-    """Number of ranks that wrote the checkpoint: the ranks of one copy of the policy."""
+    """Number of ranks that wrote the checkpoint, which are the ranks of one copy of the policy."""
     expert_parallel: int | None = Field(default=None, ge=1)
     """Number of ranks among which the experts were divided; None means 1."""
 
     def text(self) -> str:
-        """The metadata as JSON for the disk; fields that are None are left out."""
+        """The metadata as JSON text; fields that are None are left out."""
         return self.model_dump_json(exclude_none=True)
 
     @property
     def parts(self) -> list[str]:
-        """File names of the parts, by rank."""
+        """The file name of each rank's part, in the order of the ranks."""
         return [_file_name(rank, self.world_size) for rank in range(self.world_size)]
 
     def division(self, writer: int) -> Division:
-        """The rows of each weight that the rank `writer` wrote."""
+        """The division of each weight's rows for the rank `writer`: which rows this rank wrote."""
         return Division(writer, self.world_size, self.expert_parallel or 1)
 
 
 @contextmanager
 def written(folder: Path) -> Iterator[None]:
-    """Raise an OSError that names the folder if the block cannot write files, for example because the disk is full."""
+    """Turn a failure to write a file within the block, such as a full disk, into an OSError that names the folder."""
     try:
         yield
     except (SafetensorError, OSError) as error:
@@ -77,7 +78,7 @@ def written(folder: Path) -> Iterator[None]:
 
 
 class CheckpointWriter:
-    """Copies this rank's part of a checkpoint at once and writes the copy in the background."""
+    """Copies this rank's part of a checkpoint at once, and writes the copy to disk in the background."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         self._rank = rank
@@ -86,14 +87,14 @@ class CheckpointWriter:
         self._writing: Future[None] | None = None
 
     def start(self, folder: Path, tensors: Mapping[str, Tensor], metadata: CheckpointMetadata) -> None:
-        """Wait for the previous checkpoint, copy tensors and metadata, and begin to write the copies."""
+        """Wait until the previous checkpoint is written, copy tensors and metadata, and begin to write the copies."""
         self.finish()
         copies = {name: begin_host_copy(tensor) for name, tensor in tensors.items()}
         finish_host_copies()
         self._writing = self._pool.submit(self._write, folder, copies, metadata.text())
 
     def finish(self) -> None:
-        """Wait until the started checkpoint is on disk; raises the error of a failed write."""
+        """Wait until the started checkpoint is on disk; if the write failed, raise its error."""
         writing, self._writing = self._writing, None
         if writing is not None:
             writing.result()
@@ -112,7 +113,11 @@ class CheckpointWriter:
 
 
 def read_metadata(folder: Path) -> CheckpointMetadata:
-    """Read a checkpoint's metadata; raises a `UserError` if the file is missing or damaged, or a part is missing."""
+    """Read a checkpoint's metadata.
+
+    Raises:
+        UserError: `learner.json` is missing or damaged, or a part is missing.
+    """
     try:
         metadata = CheckpointMetadata.model_validate_json((folder / METADATA_FILE).read_bytes())
     except FileNotFoundError:
@@ -134,8 +139,8 @@ def check_parts(
     base: Base | None,
     alpha: float | None,
 ) -> None:
-    """Compare a checkpoint with a learner's weight shapes, base model and `alpha`, and its parts with its metadata;
-    reads no weights.
+    """Check that a checkpoint has a learner's weight shapes, base model and `alpha`, and that its parts have its
+    metadata. Reads no weights.
 
     Raises:
         UserError: the checkpoint belongs to another model or `alpha`; or a part is damaged, or is of another save.
@@ -179,7 +184,8 @@ def _shapes_of_part(metadata: CheckpointMetadata, writer: int) -> dict[str, tupl
 
 @torch.no_grad()
 def read_parts(folder: Path, wanted: Mapping[str, Tensor], metadata: CheckpointMetadata, division: Division) -> None:
-    """Fill each tensor, named kind/weight, with this rank's rows from the parts that contain them."""
+    """Fill each tensor of `wanted` with this rank's rows, read from the parts that contain them. Names are
+    `kind/weight`."""
     with ExitStack() as stack:
         files = [_opened(folder / name, stack) for name in metadata.parts]
         for name, tensor in wanted.items():

@@ -1,7 +1,8 @@
-"""Chunks of rows: the order in which linear attention computes tokens.
+"""Cuts rows into chunks, and gives the order in which linear attention computes the chunks.
 
 Every row begins a chunk of its own, so no state can pass from one row to another. Chunks are sorted by their index in
-their row, and chunks of the same index by row, from long to short. A step of the scan takes the chunks of one index:
+their row; chunks of equal index are sorted by the number of chunks of their row, largest first. One step of the scan
+computes all chunks of one index:
 
     rows of 5, 9 and 2 tokens, chunks of 4 tokens     chunks     row 1  row 0  row 2 | row 1  row 0 | row 1
                                                       active_T   3                     2              1
@@ -20,22 +21,22 @@ from torch import Tensor
 from service.types import Int64s
 
 CHUNK = 64
-"""Tokens per chunk. Inside a chunk the cost is quadratic; from chunk to chunk a state is passed on."""
+"""Tokens per chunk. The cost inside a chunk is quadratic in its tokens; only a state is passed on to the next chunk."""
 
 
 class Chunks(NamedTuple):
-    """The chunks of some rows, with the position of each token in them."""
+    """The chunks of several rows, with the position of each token in them."""
 
     slot_N: Tensor
-    """Index of each token among the slots of all chunks, `CHUNK` slots each."""
+    """Index of each token among the slots of all chunks; each chunk has `CHUNK` slots."""
     row_N: Tensor
-    """The row of each token."""
+    """Index of each token's row."""
     active_T: tuple[int, ...]
     """Number of rows that have a chunk at each step of the scan."""
 
     @staticmethod
     def of(offsets_R: Int64s, device: torch.device) -> Chunks:
-        """The chunks of rows with these bounds; no row may be empty."""
+        """The chunks of rows whose bounds on the token axis are `offsets_R`; no row may be empty."""
         lengths_R = np.diff(offsets_R)
         chunks_R = -(-lengths_R // CHUNK)
         place_R = np.empty(len(chunks_R), np.int64)

@@ -34,9 +34,9 @@ _call_as_on_gpu: ContextVar[Callable[..., Any] | None] = ContextVar("_call_as_on
 
 @contextmanager
 def as_on_gpu(call_compiled: Callable[..., Any]) -> Iterator[None]:
-    """Within the block, CPU tensors take the code paths of CUDA tensors, for an estimate with fake tensors.
+    """Within the block, CPU tensors take the code paths of CUDA tensors; for estimates, which use fake CPU tensors.
 
-    `call_compiled(function, *arguments)` is used to call each function that a GPU would run compiled.
+    `call_compiled(function, *arguments)` is called in place of each function that a GPU would run compiled.
     """
     token = _call_as_on_gpu.set(call_compiled)
     try:
@@ -46,14 +46,15 @@ def as_on_gpu(call_compiled: Callable[..., Any]) -> Iterator[None]:
 
 
 def on_gpu(device: torch.device) -> bool:
-    """Whether tensors of this device are on a GPU, or represent such tensors in an estimate."""
+    """True if tensors of this device are on a GPU, or stand for tensors on a GPU in an estimate."""
     return device.type == "cuda" or _call_as_on_gpu.get() is not None
 
 
 def compiled_on_gpu(function: Function) -> Function:
-    """Decorator: compile the function for CUDA tensors, to save passes over memory; for CPU tensors run it unchanged.
+    """Decorator: compile the function for CUDA tensors, which saves passes over memory; run it uncompiled for CPU
+    tensors.
 
-    The first argument must be a tensor. The plain function is available as `__wrapped__`.
+    The first argument must be a tensor. The uncompiled function is available as `__wrapped__`.
     """
 
     @cache
@@ -72,9 +73,9 @@ def compiled_on_gpu(function: Function) -> Function:
 
 @cache
 def compiler_works(device: torch.device) -> bool:
-    """Whether a small function can be compiled and differentiated on the device; logs a warning if not.
+    """True if torch's compiler can compile and differentiate a small function on the device; otherwise logs a warning.
 
-    Torch's compiler needs a C compiler and Python's headers on the machine, which neither torch nor CUDA include.
+    The compiler needs a C compiler and Python's headers on the machine, which neither torch nor CUDA include.
     """
     try:
         with torch.enable_grad():  # the first call may come from inside an autograd function
@@ -88,13 +89,13 @@ def compiler_works(device: torch.device) -> bool:
 
 
 def compiles_layers(trainer: TrainerConfig, device: torch.device | None, compute: torch.dtype) -> bool:
-    """Whether to compile layers: `trainer.compile` if it is set, else whether the layers compute in bfloat16 on a GPU
-    on which torch's compiler works.
+    """True if decoder layers are compiled. `trainer.compile` decides if it is set. Otherwise layers are compiled if
+    they compute in bfloat16 on a GPU on which torch's compiler works.
 
     The device None stands for a GPU of another machine, whose compiler is assumed to work. A bfloat16 layer needs one
-    compiled graph, which serves any number of tokens; a layer with experts, which run uncompiled, needs one graph
-    before the experts and one after them. A float32 layer would need several graphs, because the number of attention
-    buckets changes with every micro-batch.
+    compiled graph, which serves any number of tokens. A layer with experts needs one graph before the experts and one
+    after them, because experts run uncompiled. A float32 layer would need several graphs, because the number of
+    attention buckets changes with every micro-batch.
     """
     if trainer.compile is not None:
         return trainer.compile
@@ -106,25 +107,26 @@ def compiles_layers(trainer: TrainerConfig, device: torch.device | None, compute
 def compiles_whole_layers(
     config: PretrainedConfig, trainer: TrainerConfig, device: torch.device | None, compute: torch.dtype
 ) -> bool:
-    """Whether the layers are compiled and have no experts; estimates count a layer with experts as uncompiled."""
+    """True if the layers are compiled and have no experts; estimates count layers with experts as uncompiled."""
     return not experts_of(config) and compiles_layers(trainer, device, compute)
 
 
 def share_cores(ranks_of_host: int) -> None:
-    """Let this rank's compiler start as many processes as its share of the host's cores, instead of up to 32."""
+    """Set the number of processes of this rank's compiler to the rank's share of the host's cores, at most 32. The
+    environment variable TORCHINDUCTOR_COMPILE_THREADS takes precedence."""
     if COMPILE_THREADS not in os.environ:
         cores = len(os.sched_getaffinity(0))
         torch._inductor.config.compile_threads = max(1, min(cores // ranks_of_host, MOST_COMPILE_THREADS))
 
 
 def memory_budget(recompute_elementwise: bool) -> float:
-    """Torch's setting for how much compiled layers keep in memory: 1 is fastest; below 1 they recompute elementwise
-    results, and further results if that does not save enough."""
+    """Torch's setting for the memory that compiled layers may keep for the backward pass: 1 keeps what is fastest.
+    Below 1, elementwise results are recomputed, and further results if that does not save enough."""
     return 0.9 if recompute_elementwise else 1.0
 
 
 def compile_layers(model: PreTrainedModel, trainer: TrainerConfig, recompute_elementwise: bool = False) -> None:
-    """Replace modules by Liger's fused kernels and compile the decoder layers, as configured.
+    """Compile the decoder layers and replace modules by Liger's fused kernels, as far as the settings ask for it.
 
     `recompute_elementwise`: the backward pass recomputes results of elementwise operations instead of keeping them.
 

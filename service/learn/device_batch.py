@@ -1,4 +1,4 @@
-"""A micro-batch on the device: copied once, with all indices that the forward pass and the loss need.
+"""A micro-batch on the device. It is copied once, with all indices that the forward pass and the loss need.
 
 Two rows of trajectory 4, two tokens of which carry loss:
 
@@ -7,7 +7,7 @@ Two rows of trajectory 4, two tokens of which carry loss:
     loss_token_M     2 7                      trajectory_M          4 4
     state_M          1 6                      token_ids_M           7 9
 
-`state_M` depends on the layout: with shared prefixes, one state predicts the 7 of both rows.
+`state_M` depends on the layout. If the rows share their prefix, one state predicts the token 7 in both rows.
 """
 
 from __future__ import annotations
@@ -29,30 +29,33 @@ from service.types import NO_VERSION, ROUTE_NATIVELY, MicroBatch, SupervisedRow
 
 
 class DeviceSettings(NamedTuple):
-    """The device of micro-batches, and settings of the computation on it."""
+    """The device to which micro-batches are copied, and settings of the computation on it."""
 
     device: torch.device
     dtype: torch.dtype
     """Data type of log-probabilities and loss weights."""
     layout: str = "packed"
     variable_length: bool = False
-    """Whether the variable-length attention kernel computes packed rows."""
+    """Whether packed rows are computed by the variable-length attention kernel."""
     part: Slice = WHOLE
     """This rank's part of the tokens of each micro-batch."""
 
 
 class DeviceBatch(NamedTuple):
-    """A micro-batch on the device, or a rank's slice of it. Axes: `M` the tokens that carry loss and whose states are
-    on this rank, in packed order; `S` slots of the input; `N` and `R` all tokens and rows of the micro-batch."""
+    """A micro-batch on the device, or a rank's slice of it.
+
+    Axes: `M` the tokens that carry loss and whose states are on this rank, in packed order; `S` slots of the model's
+    input; `N` all tokens and `R` all rows of the micro-batch.
+    """
 
     input_ids: Tensor
-    """[lines, width] the model's input, `S` slots in all."""
+    """[lines, width] token ids of the model's input, `S` slots in all."""
     position_ids: Tensor
     attention: dict[str, Any]
-    """The model's other arguments, from which its attention is computed."""
+    """The arguments with which the model computes its attention."""
     routed_experts_SLK: Tensor | None
     state_M: Tensor
-    """Slot of the state that predicts each loss token."""
+    """For each loss token, the slot whose hidden state predicts it."""
     token_ids_M: Tensor
     row_of_token_N: Tensor
     loss_mask_N: Tensor
@@ -66,12 +69,13 @@ class DeviceBatch(NamedTuple):
     teacher_logprob_M: Tensor | None
     """Log-probability of each token under its teacher; NaN for a token without a teacher; None if no token has one."""
     turn_M: Tensor | None
-    """Each loss token's turn, as an index into the mini-batch's `turn_advantage_X`; None without credit by turn."""
+    """For each loss token, its turn as an index into the mini-batch's `turn_advantage_X`; None without credit by
+    turn."""
 
     @staticmethod
     def of(micro: MicroBatch, settings: DeviceSettings) -> DeviceBatch:
-        """Copy a micro-batch to the device; an empty micro-batch becomes a dummy row, so that this rank takes part in
-        collectives.
+        """Copy a micro-batch to the device. An empty micro-batch becomes a dummy row, because this rank has to take
+        part in the collectives.
 
         Raises:
             ValueError: the first token of a row carries loss.
@@ -118,28 +122,29 @@ class DeviceBatch(NamedTuple):
         )
 
     def trajectory_to_tokens(self, value_G: Tensor) -> Tensor:
-        """[G] -> [M]: each loss token gets its trajectory's value."""
+        """[G] -> [M]: each loss token gets the value of its trajectory."""
         value_N = expand_to_tokens(value_G, self.trajectory_of_row_R, self.row_of_token_N, self.loss_mask_N)
         return value_N.index_select(0, self.loss_token_M)
 
     def row_to_tokens(self, value_R: Tensor) -> Tensor:
-        """[R] -> [M]: each loss token gets its row's value."""
+        """[R] -> [M]: each loss token gets the value of its row."""
         return value_R.index_select(0, self.row_of_token_N.index_select(0, self.loss_token_M))
 
     @property
     def trajectory_M(self) -> Tensor:
-        """Each loss token's trajectory, as an index into the mini-batch's `_G` arrays."""
+        """For each loss token, its trajectory as an index into the mini-batch's arrays with the axis `G`."""
         return self.row_to_tokens(self.trajectory_of_row_R)
 
     @property
     def loss_tokens_R(self) -> Tensor:
-        """Number of loss tokens of each row, including those on other ranks."""
+        """Number of loss tokens of each row; tokens whose states are on other ranks count too."""
         carries_N = self.loss_mask_N.to(self.temperature_R.dtype)
         return torch.zeros_like(self.temperature_R).index_add(0, self.row_of_token_N, carries_N)
 
 
 def unsampled_micro_batch(rows: Sequence[SupervisedRow]) -> MicroBatch:
-    """A micro-batch of demonstrations, which has no trajectories and no log-probabilities."""
+    """A micro-batch of supervised rows, such as demonstrations; its tokens have no trajectory and no sampled
+    log-probability."""
     lengths = [len(row.token_ids) for row in rows]
     n_tokens = sum(lengths)
     return MicroBatch(

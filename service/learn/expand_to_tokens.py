@@ -1,4 +1,4 @@
-"""Expands a scalar per trajectory to the trajectory's tokens, on the device.
+"""Expands one value per trajectory to the trajectory's tokens, on the device.
 
     advantage_G           [ 0.5          -1.0 ]
     trajectory_of_row_R   [ 0      0       1  ]          two rows of trajectory 0, one of trajectory 1
@@ -7,7 +7,7 @@
     loss_mask_N           [ 0 0 1  0 1     0 1 1]        each row's own mask
     result_N              [ 0 0 .5 0 .5    0 -1 -1]
 
-No function of this module waits for the device, because the number of tokens is given by the host.
+No function of this module waits for the device, because the caller gives the number of tokens.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from torch import Tensor
 from service.learn.compile import compiled_on_gpu
 
 NO_TRAJECTORY = -1
-"""Trajectory number of a dummy row."""
+"""Trajectory number of a dummy row, which belongs to no trajectory."""
 
 
 def row_of_token(cu_seqlens: Tensor, n_tokens: int) -> Tensor:
-    """[R + 1] bounds -> [N] the row of each token; an empty row has no token."""
+    """[R + 1] bounds of the rows -> [N] the row of each token; an empty row has no tokens."""
     rows = torch.arange(len(cu_seqlens) - 1, device=cu_seqlens.device)
     return torch.repeat_interleave(rows, cu_seqlens.diff(), output_size=n_tokens)
 
@@ -31,9 +31,9 @@ def row_of_token(cu_seqlens: Tensor, n_tokens: int) -> Tensor:
 def expand_to_tokens(
     value_G: Tensor, trajectory_of_row_R: Tensor, row_of_token_N: Tensor, loss_mask_N: Tensor
 ) -> Tensor:
-    """[G] -> [N]: each token gets the value of its row's trajectory if its loss mask is set, else 0.
+    """[G] -> [N]: a token with a set loss mask gets the value of its row's trajectory; all other tokens get 0.
 
-    Tokens of a dummy row get 0.
+    Tokens of a dummy row get 0, too.
     """
     value_R = value_G.index_select(0, trajectory_of_row_R.clamp(min=0))
     value_R = torch.where(trajectory_of_row_R >= 0, value_R, 0)

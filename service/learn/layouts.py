@@ -1,4 +1,4 @@
-"""Positions of a micro-batch's tokens in the model's input, in one form for all layouts.
+"""Places a micro-batch's tokens in the model's input; all layouts are described in one form.
 
 Two rows, `1 2 3` and `1 2 5 6`, in the three layouts (`trainer.layout`):
 
@@ -7,8 +7,8 @@ Two rows, `1 2 3` and `1 2 5 6`, in the three layouts (`trainer.layout`):
                     1 2 5 6
     shared_prefix   1 2 3 5 6          slot_N 0 1 2 0 1 3 4      a token attends to the tokens before it in its rows
 
-`slot_N` is the slot of each packed token in the input, axis `S`. A token that several rows share has one slot; its
-state predicts the next token of each of these rows.
+`slot_N` is the position ("slot", axis `S`) of each packed token in the model's input. A token that several rows share
+has one slot, whose hidden state predicts the next token of each of these rows.
 
 With sequence parallelism (`service.learn.sequence_parallel`) each rank of a group has a slice of the slots:
 
@@ -32,21 +32,21 @@ from service.types import Int64s, MicroBatch
 
 
 class Layout(NamedTuple):
-    """Positions of the tokens of one micro-batch in the model's input."""
+    """Positions of one micro-batch's tokens in the model's input."""
 
     shape: tuple[int, int]
-    """Number of lines of this rank's input, and of slots per line."""
+    """Number of lines of this rank's input, and number of slots per line."""
     slot_N: Int64s
     attention: dict[str, Any]
-    """Arguments of the model from which its attention is computed."""
+    """The arguments with which the model computes its attention."""
     first: int = 0
-    """The first slot on this rank."""
+    """Index of the first slot on this rank."""
 
     @staticmethod
     def of(
         kind: str, micro: MicroBatch, device: torch.device, variable_length: bool = False, part: Slice = WHOLE
     ) -> Layout:
-        """The positions for the layout with this name; `variable_length`: for the variable-length attention kernel.
+        """The token positions in the layout `kind`. `variable_length`: the variable-length attention kernel is used.
 
         `shared_prefix` and `auto` give the layout `packed` if no rows share a prefix, or on a GPU without that kernel.
         `part`: this rank's slice of the slots.
@@ -68,14 +68,15 @@ class Layout(NamedTuple):
         return _on_one_line(np.arange(n_slots), n_slots, Packing.of(offsets_R, device, variable_length), part)
 
     def own(self, slot_X: Int64s) -> tuple[Int64s, Int64s]:
-        """Indices of the items of `slot_X` that are slots on this rank, and the positions of these slots in its
-        input."""
+        """For the slots `slot_X` of a whole micro-batch: the indices of those items whose slot is on this rank, and the
+        positions of these slots in this rank's input."""
         at_X = slot_X - self.first
         own_X = np.flatnonzero((at_X >= 0) & (at_X < math.prod(self.shape)))
         return own_X, at_X[own_X]
 
     def in_slots(self, values_N: NDArray[Any], fill: int = 0) -> NDArray[Any]:
-        """[N, ...] -> [S, ...] the values of packed tokens in the order of this rank's input; padding gets `fill`."""
+        """[N, ...] -> [S, ...]: copy the values of packed tokens into the slots of this rank's input; padding gets
+        `fill`."""
         values_S = np.full((math.prod(self.shape), *values_N.shape[1:]), fill, values_N.dtype)
         own_N, slot = self.own(self.slot_N)
         values_S[slot] = values_N[own_N]
@@ -83,11 +84,10 @@ class Layout(NamedTuple):
 
 
 def distinct_slots(order: PrefixOrder, offsets_R: Int64s) -> Int64s:
-    """[N] the slot of each token if rows share the tokens of common prefixes; the first row with a token sets its slot.
+    """[N] the slot of each token if rows share the slots of common prefixes.
 
-    row 0   1 2 3 4      in the order of    row 1   row 0   row 2        slot_N   0 1 2 3 | 0 1 2 | 0 1 4 5
-    row 1   1 2 3        the prefixes       1 2 3       4     7 8
-    row 2   1 2 7 8
+    row 0 1 2 3 4 in the order of row 1 row 0 row 2 slot_N 0 1 2 3 | 0 1 2 | 0 1 4 5 row 1 1 2 3 the prefixes 1 2 3 4 7
+    8 row 2 1 2 7 8
     """
     slot_N = np.zeros(int(offsets_R[-1]), np.int64)
     path, end = slot_N[:0], 0

@@ -1,8 +1,8 @@
-"""The trainer without Ray: takes one rank's part of each mini-batch, makes optimizer steps, returns weights.
+"""Training without Ray: takes one rank's part of each mini-batch, makes optimizer steps, returns weights.
 
     before            log-probabilities under fixed weights, if the configuration needs them
     for micro-batch:  forward -> loss -> backward                 (nothing waits for the device)
-    then              collect sums and gradient norm -> finite? -> clip -> optimizer.step
+    then              collect sums and gradient norm -> stop if not finite -> clip -> optimizer.step
 
 Every rank calls the same methods in the same order; every branch depends on values that are equal on all ranks.
 """
@@ -38,16 +38,16 @@ from service.types import MicroBatch, MiniBatch
 
 
 class StepReport(NamedTuple):
-    """The result of a mini-batch; equal on every rank."""
+    """What training on a mini-batch gave; equal on every rank."""
 
     applied: bool
     reason: str | None
-    """Why no optimizer step was taken; None if it was taken."""
+    """The reason why no optimizer step was taken; None if a step was taken."""
     metrics: dict[str, float]
 
 
 class Learner:
-    """A policy in training on one rank."""
+    """Trains the policy on one rank."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class Learner:
         world_size: int,
         policy: Policy | None = None,
     ) -> None:
-        """`policy`: an existing policy to train; None: the policy is loaded from the folder."""
+        """`policy`: the policy to train; None: load the policy from `model_folder`."""
         self._trainer, self._max_steps = settings.trainer, settings.max_steps
         self.policy = policy or Policy(settings, Path(model_folder), device, rank, world_size)
         self._objective = Objective(settings, device, self.policy.accumulation_dtype, self.policy.slice.group)
@@ -71,7 +71,8 @@ class Learner:
         """Number of optimizer steps applied so far."""
 
     def step(self, batch: MiniBatch) -> StepReport:
-        """Take one optimizer step on this rank's micro-batches; take no step if loss or gradient are not finite.
+        """Take one optimizer step on this rank's micro-batches. No step is taken if no token carries loss, or if the
+        loss or the gradient is not finite.
 
         Raises:
             OutOfMemory: the device has too little memory; the learner cannot continue.
@@ -139,7 +140,8 @@ class Learner:
         return StepReport(True, None, metrics)
 
     def save(self, folder: Path, background: bool = False) -> None:
-        """Write this rank's part of a checkpoint; every rank must call it, and `finish_save` after a background save.
+        """Write this rank's part of a checkpoint; every rank must call this, and must call `finish_save` after a
+        background save.
 
         The learner draws no random numbers, so weights, optimizer, frozen weights and step are the whole state.
         """
@@ -161,11 +163,11 @@ class Learner:
             self.finish_save()
 
     def finish_save(self) -> None:
-        """Wait until this rank's part of the last checkpoint is on disk; raises the error of a failed write."""
+        """Wait until this rank's part of the last checkpoint is on disk; if the write failed, raise its error."""
         self._writer.finish()
 
     def load(self, folder: Path) -> None:
-        """Resume from a checkpoint, possibly written by another number of ranks; every rank must call this.
+        """Continue from a checkpoint, which another number of ranks may have written; every rank must call this.
 
         Raises:
             UserError: the checkpoint is damaged, incomplete or of another model; the learner is unchanged.
@@ -191,14 +193,15 @@ class Learner:
         return state
 
     def weights(self, everywhere: bool = False) -> dict[str, Tensor] | None:
-        """Copies of the trained weights, on rank 0, or on every rank if `everywhere` is set; see `Policy.weights`."""
+        """Copies of the trained weights on rank 0, or on every rank if `everywhere` is set. Details:
+        `Policy.weights`."""
         return self.policy.weights(everywhere)
 
     def shards(self) -> dict[str, Rows]:
-        """This rank's part of the trained weights; see `Policy.shards`."""
+        """This rank's part of the trained weights. Details: `Policy.shards`."""
         return self.policy.shards()
 
     def export(self, folder: Path) -> None:
-        """Write the final weights; see `Policy.export`. Every rank must call this."""
+        """Write the final weights to a folder; every rank must call this. Details: `Policy.export`."""
         with written(folder):
             self.policy.export(folder)

@@ -12,11 +12,11 @@ from service.config.learn import TrainerConfig
 from service.learn.model.master_weights import MasterWeights
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-"""Names of Adam's two moments of each weight."""
+"""Torch's names of the two moments that Adam keeps for each weight."""
 
 
 class Optimizer:
-    """AdamW; the learning rate is an argument of each step."""
+    """AdamW over the master weights; each step gets its learning rate as an argument."""
 
     def __init__(self, master_weights: MasterWeights, betas: tuple[float, float], weight_decay: float) -> None:
         self._master_weights = master_weights
@@ -25,7 +25,8 @@ class Optimizer:
         )
 
     def step(self, lr: float, grad_norm: float, max_grad_norm: float) -> None:
-        """Take a step with the gradients of the master weights, clipped to `max_grad_norm`; then drop the gradients."""
+        """Take a step with the gradients of the master weights, clipped to the norm `max_grad_norm`; then drop the
+        gradients."""
         gradients = self._master_weights.gradients()
         if grad_norm > max_grad_norm:
             torch._foreach_mul_(gradients, max_grad_norm / grad_norm)
@@ -36,7 +37,7 @@ class Optimizer:
         self._master_weights.drop_gradients()
 
     def moments(self) -> dict[str, Tensor]:
-        """Adam's two moments of every master weight, by `moment/name`; zeros before the first step."""
+        """Adam's two moments of every master weight, under the names `moment/weight`; zeros before the first step."""
         moments: dict[str, Tensor] = {}
         for name, master in self._master_weights.tensors.items():
             state = self._adam.state[master]
@@ -47,13 +48,13 @@ class Optimizer:
         return moments
 
     def set_steps(self, steps: int) -> None:
-        """Set the number of past steps, on which Adam's bias correction depends."""
+        """Set the number of steps taken so far, on which Adam's bias correction depends."""
         for state in self._adam.state.values():
             state["step"].fill_(steps)
 
 
 def square_norm(gradients: Iterable[Tensor], device: torch.device) -> Tensor:
-    """Sum of squares over these gradients, in float64, on the device."""
+    """Sum of the squares of all entries of these gradients, in float64, on the device."""
     norms = torch._foreach_norm(list(gradients))
     if not norms:
         return torch.zeros((), dtype=torch.float64, device=device)

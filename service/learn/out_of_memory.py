@@ -1,4 +1,5 @@
-"""The error of a step that runs out of the device's memory, with a level of checkpointing that takes less memory."""
+"""The error of a step that runs out of the device's memory; it names a level of gradient checkpointing that takes less
+memory."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from service.learn.model.policy_model import Checkpointing
 
 
 class OutOfMemory(BatonError):
-    """A step ran out of memory; `lighter`: the checkpointing to continue with, None if no level takes less memory."""
+    """A step ran out of the device's memory. `lighter`: the level of gradient checkpointing with which to continue;
+    None if no level takes less memory."""
 
     def __init__(self, why: str, lighter: Checkpointing | None) -> None:
         super().__init__(why, lighter)
@@ -25,7 +27,7 @@ class OutOfMemory(BatonError):
 
 @contextmanager
 def naming_lack_of_memory(policy: Policy) -> Iterator[None]:
-    """Raise `OutOfMemory` if the block runs out of the device's memory."""
+    """Within the block, turn the device's out-of-memory error into `OutOfMemory`."""
     try:
         yield
     except torch.OutOfMemoryError as error:

@@ -12,7 +12,8 @@ from torch.profiler import ProfilerActivity, profile
 
 
 class StepProfile:
-    """Records the next optimizer steps; after the last step `file` is a Chrome trace, compressed by gzip."""
+    """Records a trace of the next optimizer steps; after the last of these steps, `file` is a Chrome trace compressed
+    by gzip."""
 
     def __init__(self, steps: int, device: torch.device) -> None:
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
@@ -23,7 +24,7 @@ class StepProfile:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Record one step."""
+        """Record the optimizer step that the block takes."""
         if self._left == self._steps:
             self._profile.start()
         try:

@@ -1,4 +1,4 @@
-"""Sequence parallelism: the ranks of a group share a micro-batch, each with some of its tokens (Ulysses).
+"""Sequence parallelism (Ulysses): the ranks of a group share a micro-batch, and each rank has some of its tokens.
 
 Two ranks, six tokens, four heads:
 
@@ -28,19 +28,19 @@ from service.errors import UserError
 
 
 class Slice(NamedTuple):
-    """A rank's part of the tokens of each micro-batch that its group shares."""
+    """A rank's part of the tokens of each micro-batch that the rank shares with its group."""
 
     number: int = 0
     of: int = 1
-    """Number of ranks in the group; they have consecutive numbers."""
+    """Number of ranks in the group; the ranks have consecutive numbers."""
     group: Any = None
-    """The group of ranks (a process group); None for a rank that computes whole micro-batches."""
+    """The process group of the ranks; None for a rank that computes whole micro-batches."""
 
     @staticmethod
     def of_rank(
         rank: int, world_size: int, ranks_of_group: int, config: PretrainedConfig, device: torch.device
     ) -> Slice:
-        """The slice of each micro-batch that a rank of the trainer computes; every rank must call this.
+        """The slice of each micro-batch that a rank computes; every rank must call this.
 
         Raises:
             UserError: the ranks do not divide into groups, or a group cannot divide the model's heads among its ranks.
@@ -63,19 +63,19 @@ WHOLE = Slice()
 
 
 class Exchange(NamedTuple):
-    """The all-to-all exchanges around the attention of a micro-batch, among the ranks of a group."""
+    """The all-to-all exchanges before and after the attention of a micro-batch, among the ranks of a group."""
 
     group: dist.ProcessGroup
     n_slots: int
-    """Number of slots of the whole micro-batch; the last slices are padded to equal size."""
+    """Number of slots of the whole micro-batch, without the padding that gives all ranks slices of equal size."""
 
     def own(self, value: Tensor) -> Tensor:
-        """This rank's heads of a weight: [heads, ...] -> [own heads, ...]."""
+        """The heads of a weight that this rank computes: [heads, ...] -> [own heads, ...]."""
         return value.chunk(self.group.size())[self.group.rank()]
 
     def to_channels(self, values: list[Tensor]) -> list[Tensor]:
-        """Exchange slots of several values for channels: [own slots, channels, ...] -> [all slots, own channels,
-        ...]."""
+        """Exchange all channels of this rank's slots for some channels of all slots. Each value: [own slots, channels,
+        ...] -> [all slots, own channels, ...]."""
         ranks = self.group.size()
         by_rank = [x.reshape(len(x), ranks, -1, *x.shape[2:]).transpose(0, 1) for x in values]
         received = all_to_all(torch.cat(by_rank, 2), self.group).flatten(0, 1)[: self.n_slots]
@@ -83,7 +83,8 @@ class Exchange(NamedTuple):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def to_heads(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
-        """Exchange slots for heads: [own slots, heads, head_dim] -> [all slots, own heads, head_dim]."""
+        """Exchange all heads of this rank's slots for some heads of all slots: [own slots, heads, head_dim] -> [all
+        slots, own heads, head_dim]."""
         # rank r has the query heads from r * heads / ranks on, which share key head r * key heads / ranks
         copies = max(1, self.group.size() // key.shape[1])
         key, value = (x.repeat_interleave(copies, 1) if copies > 1 else x for x in (key, value))
@@ -91,7 +92,8 @@ class Exchange(NamedTuple):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def to_slots(self, out: Tensor) -> Tensor:
-        """Exchange heads for slots: [all slots, own heads, head_dim] -> [own slots, heads, head_dim]."""
+        """Exchange some heads of all slots for all heads of this rank's slots: [all slots, own heads, head_dim] -> [own
+        slots, heads, head_dim]."""
         ranks = self.group.size()
         filled = F.pad(out, (0, 0, 0, 0, 0, -self.n_slots % ranks))
         received = all_to_all(filled.view(ranks, -1, *out.shape[1:]), self.group)
@@ -101,9 +103,9 @@ class Exchange(NamedTuple):
 def all_to_all(
     x: Tensor, group: dist.ProcessGroup, received: list[int] | None = None, sent: list[int] | None = None
 ) -> Tensor:
-    """Exchange parts: [ranks, ...] a part for each rank -> [ranks, ...] a part from each rank.
+    """Exchange parts of a tensor: one part for each rank [ranks, ...] -> one part from each rank [ranks, ...].
 
-    `received`, `sent`: the number of rows from and for each rank, if the parts have several rows.
+    `received`, `sent`: if parts have several rows, the number of rows from each rank and the number for each rank.
     """
     exchanged: Tensor = _AllToAll.apply(x, group, received, sent)  # type: ignore[no-untyped-call]
     return exchanged

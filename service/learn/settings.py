@@ -1,4 +1,4 @@
-"""The settings of a learner, and of its memory estimate."""
+"""The settings of training, and of the estimate of its memory."""
 
 from __future__ import annotations
 
@@ -11,21 +11,22 @@ from service.config.tree import Config, ModelConfig
 
 @dataclass(frozen=True)
 class LearnSettings:
-    """The settings of a learner."""
+    """The settings of training."""
 
     model: ModelConfig
     trainer: TrainerConfig
     algorithm: AlgorithmConfig
     longest_row: int
-    """Length of the longest row that the generator can make, in tokens."""
+    """Length in tokens of the longest row that the generator can make."""
     verify_tolerance: float
-    """`weights.verify_tolerance`: log-ratio in nats above which engine and trainer count as different."""
+    """`weights.verify_tolerance`: absolute log-ratio of a token, in nats, above which engine and trainer count as
+    different."""
     max_steps: int
     seed: int
 
     @classmethod
     def of(cls, config: Config) -> LearnSettings:
-        """The settings from a configuration."""
+        """The settings of training from a run's configuration."""
         return cls(
             model=config.model,
             trainer=config.trainer,
@@ -39,7 +40,7 @@ class LearnSettings:
 
 @dataclass(frozen=True)
 class FitSettings:
-    """Settings that determine how much memory a rank and an engine need on their GPUs."""
+    """The settings on which the memory of a rank and of an engine on their GPUs depends."""
 
     learn: LearnSettings
     generator: GeneratorConfig
@@ -48,5 +49,5 @@ class FitSettings:
 
     @classmethod
     def of(cls, config: Config) -> FitSettings:
-        """The settings from a configuration."""
+        """The settings for the estimate of memory from a run's configuration."""
         return cls(LearnSettings.of(config), config.generator, config.weights.transport == "ipc")

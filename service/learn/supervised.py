@@ -1,7 +1,7 @@
 """Supervised steps on conversations: the warm start before RL, and `baton sft`.
 
-The loss is the mean cross-entropy of the tokens that carry loss, over all ranks. Supervised steps have an optimizer of
-their own, so that RL begins with new moments.
+The loss is the mean cross-entropy of the tokens that carry loss, over all ranks. Supervised steps have a separate
+optimizer, so that RL begins with new Adam moments.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from service.types import MicroBatch, SupervisedRow
 
 BETAS = (0.9, 0.999)
 WARM_UP_FRACTION = 0.1
-"""Fraction of the steps over which the learning rate rises."""
+"""Fraction of the supervised steps over which the learning rate rises."""
 
 
 class SupervisedSteps:
@@ -37,7 +37,8 @@ class SupervisedSteps:
         self._optimizer = Optimizer(policy.master_weights, betas, weight_decay)
 
     def warm_start(self, demonstrations: Sequence[SupervisedRow]) -> float:
-        """Take all steps of `model.warm_start`, on randomly chosen demonstrations; returns the last step's loss.
+        """Take all steps that `model.warm_start` asks for, on randomly chosen demonstrations; returns the loss of the
+        last step.
 
         The learning rate is the smaller of a linear rise over the first tenth of the steps and a linear fall over all
         steps.
@@ -54,7 +55,7 @@ class SupervisedSteps:
         return loss
 
     def step(self, rows: Sequence[SupervisedRow], lr: float) -> float:
-        """Take one step on these rows, of which each rank computes its part; returns the mean loss per token.
+        """Take one optimizer step on these rows, each rank on its part of them; returns the mean loss per token.
 
         Raises:
             RunFailed: the loss or the gradient is not finite.
@@ -72,7 +73,7 @@ class SupervisedSteps:
         return totals["loss"]
 
     def loss(self, rows: Sequence[SupervisedRow]) -> float:
-        """The mean loss per token of these rows, without a step."""
+        """The mean loss per token of these rows; takes no optimizer step."""
         micros, n_tokens = self._packed(rows)
         policy = self._policy
         sums = Sums(policy.device, policy.world_size)

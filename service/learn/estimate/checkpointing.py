@@ -1,9 +1,9 @@
-"""Chooses how much to checkpoint for `trainer.gradient_checkpointing: auto`: about as little as GPU memory allows.
+"""Chooses the gradient checkpointing for `trainer.gradient_checkpointing: auto`: about as little as GPU memory allows.
 
 Estimates may be wrong by a few percent, so a slightly slower step that leaves more memory free is preferred.
 
-The choice depends on the bytes that a layer keeps for its backward pass in addition to its input. In GB, for 16,384
-tokens of Qwen3-4B:
+The choice depends on the memory that a layer keeps for its backward pass in addition to its input. For 16,384 tokens of
+Qwen3-4B, in GB:
 
     not compiled 2.70     compiled 1.71     compiled, elementwise results recomputed 1.23     checkpointed 0
 """
@@ -35,19 +35,19 @@ from service.learn.model.policy_model import Checkpointing
 from service.learn.settings import LearnSettings
 
 NEARLY_AS_FAST = 1.03
-"""A step that fits amply is chosen instead of the fastest step that fits if it takes at most this many times as
-long."""
+"""Largest time of a step that leaves ample memory free, relative to the fastest step that fits; a slower step is not
+chosen."""
 
 
 def choose_checkpointing(
     settings: LearnSettings, folder: Path, room: Callable[[StepEstimate], tuple[float, float]], compiled: bool
 ) -> tuple[Checkpointing, StepEstimate]:
-    """Choose the checkpointing of the fastest step that fits, or of a step that fits amply and is nearly as fast; also
-    returns the estimate of the chosen step.
+    """Choose the checkpointing and return it with the estimate of its step. The fastest step that fits is chosen, or a
+    step that leaves ample memory free if it is nearly as fast.
 
-    `room` takes an estimate, which has the number of parameters, and returns the bytes that a step may use to fit, and
-    to fit amply. FLOPs, bytes of collectives and times of the returned estimate are those with all layers
-    checkpointed.
+    `room` takes an estimate and returns two numbers of bytes: what a step may use to fit, and what it may use to leave
+    ample memory free. In the returned estimate, FLOPs, bytes of collectives and times are for checkpointing of all
+    layers.
     """
     n_layers: int = read_config(folder).num_hidden_layers
     all_layers = Checkpointing.of(settings.trainer, n_layers)._replace(layers=n_layers)
@@ -93,10 +93,10 @@ class _Reached(Exception):
 
 
 def kept_by_compiled_layer(settings: LearnSettings, folder: Path, elementwise: bool = False) -> float:
-    """Bytes that a compiled layer keeps of a full micro-batch for its backward pass, apart from its input.
+    """Bytes that a compiled layer keeps for its backward pass in a full micro-batch, apart from its input.
 
-    Torch's own partitioner decides on the graph of one layer which results are kept. `elementwise`: as in
-    `Checkpointing`.
+    Torch's own partitioner decides on the graph of one layer which results are kept. `elementwise`: whether the results
+    of elementwise operations are recomputed.
     """
     # a rank has the same number of tokens whether or not it shares micro-batches with other ranks
     plain: dict[str, object] = {"ranks": 1, "shard_one_rank": False, "sequence_parallel": 1}

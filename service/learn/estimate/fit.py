@@ -1,4 +1,4 @@
-"""Checks whether a rank and an engine fit into the memory of their GPUs."""
+"""Checks whether a trainer rank and an engine fit into the memory of their GPUs."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from service.learn.model.policy_model import Checkpointing
 from service.learn.settings import FitSettings
 
 NO_GPU = "H100"
-"""The GPU that is assumed if neither the configuration nor the machine determines one."""
+"""The GPU that is assumed if neither the configuration nor the machine tells which GPU is used."""
 
 GPU_BYTES = {name.upper(): sheet.memory for name, sheet in DATA_SHEETS.items()}
-"""Nominal memory of GPUs in bytes, by Ray's accelerator type."""
+"""Nominal memory of each GPU in bytes, by the name of its accelerator type in Ray."""
 
 MARGIN = 0.1
-"""Fraction of a GPU's memory that is left for CUDA contexts, buffers of collectives and fragmentation."""
+"""Fraction of a GPU's memory that an estimate leaves free for CUDA contexts, collective buffers and fragmentation."""
 
 AMPLE_MARGIN = 0.15
-"""Fraction of a GPU's memory that is left instead if this costs little time, since estimates are not exact."""
+"""Fraction of a GPU's memory that is left free if this costs little time, because estimates are not exact."""
 
 ENGINE_BYTES = 3e9
 """Bytes that an engine needs for CUDA graphs and buffers."""
@@ -38,16 +38,17 @@ ENGINE_BYTES = 3e9
 
 @dataclass(frozen=True)
 class Fit:
-    """The memory of a rank's GPU and of an engine's GPU; with `weights.transport: ipc` both are the same GPU."""
+    """Estimated memory of a rank's GPU and of an engine's GPU; with `weights.transport: ipc` both are one GPU."""
 
     step: StepEstimate
-    """The estimate of a step, which includes its memory."""
+    """The estimate of a training step, which includes its memory."""
     checkpointing: Checkpointing
-    """The gradient checkpointing that is set, or that `auto` chooses."""
+    """The gradient checkpointing: as set, or as chosen for `auto`."""
     n_layers: int
     gpu_bytes: float
     shared_bytes: float
-    """The engine's bytes on the rank's GPU, including the gathered weights that it loads; 0 if it has its own GPUs."""
+    """Bytes of the engine on the rank's GPU, including the gathered weights that the engine loads; 0 if the engine has
+    its own GPUs."""
     engine_bytes: float
     """Bytes of weights and buffers of an engine on each of its GPUs."""
     kv_bytes: float
@@ -58,11 +59,11 @@ class Fit:
 
     @property
     def rank_bytes(self) -> float:
-        """Bytes needed on the GPU of a rank."""
+        """Bytes that the GPU of a rank needs."""
         return self.step.peak_bytes + self.shared_bytes
 
     def problem(self) -> str | None:
-        """Why the configuration does not fit, and possible remedies; None if it fits."""
+        """A text that says why the configuration does not fit, with possible remedies; None if it fits."""
         room = self.gpu_bytes * (1 - MARGIN)
         if self.rank_bytes > room:
             states = sum(self.step.peak.get(part, 0) for part in ("weights", "gradients", "optimizer"))
@@ -114,7 +115,8 @@ def _gb(held: float) -> str:
 
 
 def known_gpu(trainer: TrainerConfig) -> tuple[str, float] | None:
-    """Name and memory of the GPU in the trainer's settings, or else of this machine's GPU; None if neither is known."""
+    """Name and memory in bytes of the GPU in the trainer's settings, or else of this machine's GPU; None if neither is
+    known."""
     if trainer.accelerator in GPU_BYTES:
         return f"{trainer.accelerator}, as trainer.accelerator says", GPU_BYTES[trainer.accelerator]
     if not torch.cuda.is_available():
@@ -124,15 +126,16 @@ def known_gpu(trainer: TrainerConfig) -> tuple[str, float] | None:
 
 
 def is_estimable(settings: FitSettings, folder: Path) -> bool:
-    """Whether a step can be estimated: matrix products of experts on fake tensors support only bfloat16."""
+    """True if a training step of this configuration can be estimated. It cannot for a model with experts that is not
+    bfloat16, because fake tensors support the experts' matrix products only in bfloat16."""
     return settings.learn.model.dtype == "bfloat16" or not experts_of(read_config(folder))
 
 
 def fit(settings: FitSettings, folder: Path, gpu_bytes: float, device: torch.device | None = None) -> Fit:
-    """The memory that a configuration needs on GPUs of `gpu_bytes`; `folder` needs only a `config.json`.
+    """Estimate the memory that a configuration needs on GPUs of `gpu_bytes`; `folder` needs only a `config.json`.
 
-    `device`: a GPU of this size, whose compiler is tested; None: GPUs of other machines, whose compiler is assumed to
-    work.
+    `device`: a GPU of this size, whose compiler is tested. None: the GPUs are on other machines, and their compiler is
+    assumed to work.
     """
     learn, generator, hf_config = settings.learn, settings.generator, read_config(folder)
     setting, dtype = learn.trainer.gradient_checkpointing, getattr(torch, learn.model.dtype)
@@ -173,7 +176,8 @@ def fit(settings: FitSettings, folder: Path, gpu_bytes: float, device: torch.dev
 
 
 def fit_on(device: torch.device, settings: FitSettings, folder: Path) -> Fit | None:
-    """The memory that a configuration needs on this GPU; None on a CPU, and for a model that is not bfloat16."""
+    """Estimate the memory that a configuration needs on this GPU; None on a CPU, and for a model that is not
+    bfloat16."""
     gpu = (
         None if device.type == "cpu" or settings.learn.model.dtype != "bfloat16" else known_gpu(settings.learn.trainer)
     )
@@ -181,7 +185,8 @@ def fit_on(device: torch.device, settings: FitSettings, folder: Path) -> Fit | N
 
 
 def refuse_too_large(settings: FitSettings, folder: Path) -> Fit | None:
-    """Check that a configuration fits its GPUs; returns its memory, or None if the GPU or the estimate is unknown.
+    """Check that a configuration fits its GPUs, and return the memory that it needs; None if the GPU is unknown or no
+    estimate is possible.
 
     Raises:
         UserError: the configuration does not fit; the message names a remedy.

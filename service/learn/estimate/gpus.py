@@ -1,4 +1,5 @@
-"""Rates and memory of GPUs from data sheets, and rates that kernels reach in practice; the numbers are in gpus.toml."""
+"""Speed and memory of GPUs: values from data sheets, and rates that kernels reach in practice. The numbers are in
+gpus.toml."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ import msgspec
 
 
 class DataSheet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A GPU according to its data sheet; units are FLOP/s, bytes/s and bytes."""
+    """The values of a GPU's data sheet, in FLOP/s, bytes/s and bytes."""
 
     flops: float
     bandwidth: float
@@ -18,7 +19,8 @@ class DataSheet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Reached(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Rates that an H100 reaches in practice: FLOP/s, bytes/s, and a factor on the bytes of elementwise operations."""
+    """Rates that kernels reach on an H100: FLOP/s, bytes/s, and a factor on the bytes that elementwise operations
+    move."""
 
     products: float
     bandwidth: float

@@ -9,7 +9,8 @@ from service.config.rollout import GeneratorConfig
 from service.errors import UserError
 
 BLOCK_TOKENS = 32
-"""Tokens of a KV cache block on CPU; with vLLM's default of 128, short conversations would rarely share blocks."""
+"""Tokens per block of the KV cache on CPU; vLLM's default is 128, with which short conversations would rarely share
+blocks."""
 
 VOCABULARY_ROWS = 64
 """Engines pad the rows of embedding and output head to a multiple of this number."""
@@ -19,8 +20,8 @@ DIVIDED = ("num_attention_heads", "intermediate_size", "moe_intermediate_size", 
 
 
 def kv_token_bytes(model: PretrainedConfig, generator: GeneratorConfig, dtype: str) -> int:
-    """Bytes of a token's keys and values in the layers of one GPU of an engine; a GPU has at least one key head.
-    Linear attention keeps a state for each request instead."""
+    """Bytes of one token's keys and values in the layers of one GPU of an engine; a GPU holds at least one key head.
+    Layers of linear attention do not count, because they keep a state per request instead."""
     head_dim = getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads
     heads = max(1, model.num_key_value_heads // generator.tensor_parallel_size)
     stages = generator.engine_gpus // generator.tensor_parallel_size
@@ -30,7 +31,7 @@ def kv_token_bytes(model: PretrainedConfig, generator: GeneratorConfig, dtype: s
 
 
 def request_bytes(model: PretrainedConfig, generator: GeneratorConfig, dtype: str) -> int:
-    """Bytes of the longest request on each GPU of an engine, in whole blocks."""
+    """Bytes that the longest request takes in the KV cache on each GPU of an engine, in whole blocks."""
     blocks = -(-generator.longest_row // BLOCK_TOKENS) + 1
     tokens = blocks * BLOCK_TOKENS * kv_token_bytes(model, generator, dtype)
     linear: int = (getattr(model, "layer_types", None) or []).count("linear_attention")

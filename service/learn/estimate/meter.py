@@ -1,4 +1,4 @@
-"""Counts the allocations, FLOPs and memory traffic of operations; with fake tensors, without executing them."""
+"""Counts the allocations, FLOPs and memory traffic of tensor operations; fake tensors are counted without computing."""
 
 from __future__ import annotations
 
@@ -19,26 +19,30 @@ from service.learn.estimate.gpus import REACHED
 from service.learn.model.sharding import local_shard
 
 HOST = "host"
-"""Name of the part for tensors in CPU memory, which take up no memory of the device."""
+"""Name of the part for tensors in CPU memory, which do not count as memory of the device."""
 
 ELEMENTWISE = "elementwise"
-"""Kind of all operations that are neither matrix products nor attention, and do not involve the vocabulary."""
+"""Name of the kind of all operations that are neither matrix products nor attention, and do not involve the
+vocabulary."""
 
 PRODUCTS = ("mm", "addmm", "addmm_", "bmm", "baddbmm", "_grouped_mm")
-"""Matrix products [.., m, k] x [.., k, n] of 2 m k n FLOPs; if the name has `add`, the first argument is a summand."""
+"""Names of the matrix products [.., m, k] x [.., k, n] of 2 m k n FLOPs; where the name has `add`, the first argument
+is added to the product."""
 
 COLLECTIVES = ("_allgather_base_", "_reduce_scatter_base_", "allreduce_", "alltoall_base_")
 
 
 class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Bytes that tensors hold, by part; FLOPs, bytes and seconds of operations, by kind.
+    """Counts the bytes that tensors hold, by part, and the FLOPs and seconds of operations, by kind.
 
-    A tensor gets its part when it is allocated (`logits` if its shape contains the vocabulary, otherwise
-    `activations`), or by `mark`. Buffers of collectives, and storages that FSDP2 resizes, are `gathered`.
+    A tensor is assigned to a part when it is allocated: `logits` if its shape contains the vocabulary, otherwise
+    `activations`. `mark` assigns it to another part. Buffers of collectives, and storages that FSDP2 resizes, are
+    `gathered`.
     """
 
     def __init__(self, vocab_size: int, row_tokens: int) -> None:
-        """`row_tokens`: tokens of each row, because fake tensors have no values from which to read it."""
+        """`row_tokens`: number of tokens of each row, given because fake tensors have no values from which to read
+        it."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._vocab_size, self._row_tokens = vocab_size, row_tokens
         self._of_storage: weakref.WeakKeyDictionary[torch.UntypedStorage, list[Any]] = weakref.WeakKeyDictionary()
@@ -82,7 +86,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def one_kernel(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Call a function of elementwise operations that a GPU runs as one kernel: only its result takes memory."""
+        """Call a function that a GPU runs as one elementwise kernel; of its tensors, only the result takes memory."""
         self._in_one_kernel = True
         try:
             result = function(*args)
@@ -147,7 +151,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._hold(local_shard(tensor).untyped_storage(), part)
 
     def forget(self) -> None:
-        """Reset the peak and the counts, but not the bytes that are held."""
+        """Reset the peak, the FLOPs, the bytes sent and the seconds; the bytes that tensors hold stay counted."""
         self.peak.clear()
         self.flops = self.sent = 0.0
         self.seconds.clear()

@@ -1,8 +1,9 @@
-"""Estimate of a training step: the real modules, FSDP2 and the optimizer run on fake tensors, counted by `Meter`.
+"""Estimates a training step: the real modules, FSDP2 and the optimizer run on fake tensors, and `Meter` counts them.
 
-Fake CPU tensors represent those of a GPU, because a CPU build of torch has no backward pass for fake CUDA tensors;
-with `as_on_gpu` they take the code paths of CUDA tensors. Layers run uncompiled and unfused, whatever is configured.
-Compiled or fused layers hold less than is estimated here; `service.learn.estimate.checkpointing` has the figures.
+Fake CPU tensors stand for the tensors of a GPU, because a CPU build of torch has no backward pass for fake CUDA
+tensors; with `as_on_gpu` they take the code paths of CUDA tensors. Layers run uncompiled and unfused, whatever is
+configured. Compiled or fused layers hold less than is estimated here; `service.learn.estimate.checkpointing` has the
+figures.
 """
 
 from __future__ import annotations
@@ -31,33 +32,34 @@ from service.learn.settings import LearnSettings
 from service.types import MiniBatch, SupervisedRow
 
 MICRO_BATCHES = 2
-"""Micro-batches of the estimated step: during the second one, the gradients of the first are in memory."""
+"""Number of micro-batches in the estimated step: during the second, the gradients of the first are in memory."""
 
 
 @dataclass(frozen=True)
 class StepEstimate:
-    """Resources of a step on one rank; `flops`, `model_flops`, `sent` and `seconds` are those of one micro-batch."""
+    """Resources of a step on one rank; `flops`, `model_flops`, `sent` and `seconds` are for one micro-batch."""
 
     parameters: int
     """Number of parameters of the whole model, including its adapter."""
     trained: int
-    """Number of parameters that are trained and published: those of the whole model, or of the adapter."""
+    """Number of parameters that are trained and published: all parameters of the model, or the parameters of the
+    adapter."""
     peak: Mapping[str, int]
     """Bytes of the device's memory at its peak, by part: weights, gradients, optimizer, activations, logits (with the
     gradient of the output head), gathered (layers gathered from all ranks)."""
     flops: float
     """Floating-point operations of matrix products and attention."""
     model_flops: float
-    """FLOPs without recomputation: three times those of the forward pass."""
+    """FLOPs without recomputation: three times the FLOPs of the forward pass."""
     sent: float
-    """Bytes of collectives: gathered weights, reduced gradients, and exchanges for attention."""
+    """Bytes that collectives send: gathered weights, reduced gradients, and exchanges for attention."""
     seconds: Mapping[str, float]
-    """Time on an H100 by kind of operation, with uncompiled layers, without gaps and without collectives."""
+    """Seconds on an H100 by kind of operation, with uncompiled layers, without gaps between kernels or collectives."""
     optimizer_seconds: float
 
     @property
     def peak_bytes(self) -> int:
-        """Peak bytes of the device's memory."""
+        """Peak bytes of the device's memory, summed over all parts."""
         return sum(self.peak.values())
 
     @property
@@ -73,10 +75,10 @@ def estimate_step(
     on_gpu: bool = True,
     checkpointing: Checkpointing | None = None,
 ) -> StepEstimate:
-    """Estimate a step of the model in a folder with a `config.json`; the weights may be missing.
+    """Estimate a training step of the model in a folder with a `config.json`; the folder needs no weights.
 
-    Micro-batches are filled with rows of `row_tokens` (None: the longest rows of the generator), of which half the
-    tokens carry loss. `checkpointing` replaces the trainer's setting. No process group may exist yet.
+    Micro-batches are filled with rows of `row_tokens` tokens, half of which carry loss; None: as long as the
+    generator's longest rows. `checkpointing` replaces the trainer's setting. No process group may exist yet.
 
     Raises:
         UserError: the model cannot be built or run.
@@ -163,7 +165,7 @@ def _pretended_ranks(trainer: TrainerConfig) -> Iterator[None]:
 
 
 def full_mini_batch(trainer: TrainerConfig, vocab_size: int, row_tokens: int) -> MiniBatch:
-    """A mini-batch with micro-batches as long as the token budget allows, and one trajectory per row."""
+    """A mini-batch whose micro-batches are as long as the token budget allows, with one trajectory per row."""
     rows, parts = max(1, trainer.tokens_of_micro_batch // row_tokens), trainer.batch_parts
     trajectories = np.arange(rows * MICRO_BATCHES, dtype=np.int32)
     carries_loss = np.arange(row_tokens) >= row_tokens - row_tokens // 2

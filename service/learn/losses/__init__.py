@@ -1,1 +1,1 @@
-"""Computes the loss from log-probabilities: policy terms, advantages, corrections, reduction."""
+"""Computes the loss from log-probabilities: policy loss, advantages of tokens, off-policy correction, reduction."""

@@ -1,14 +1,16 @@
-"""Off-policy correction: weights and masks of tokens, from the ratio of the anchor to the rollout.
+"""Off-policy correction: gives each token a weight and a mask, from its probability ratio (anchor / rollout policy).
 
-    log_ratio_M   anchor - rollout, per loss token (with `anchor: rollout`: trained policy - rollout)
-    trajectory    log-ratios over all rows of a trajectory: sum, mean, smallest, largest
+    log_ratio_M   log-probability of a loss token under the anchor - under the rollout policy
+                  (with `anchor: rollout`: under the trained policy - under the rollout policy)
+    trajectory    sum, mean, smallest and largest log-ratio over all rows of a trajectory
 
 - `truncate: token` weights a token by min(ratio, truncate_at): truncated importance sampling (TIS) [1, 2]
 - `truncate: sequence` weights a token by min(product of its trajectory's ratios, truncate_at) [3]
 - `token_band` masks a token whose ratio is outside the band: IcePop [4]; if the band begins at 0, this is masked
   importance sampling [3]
-- `sequence_band`, `geometric_band` mask a trajectory if the product or geometric mean of its ratios is outside [3]
-- `outlier_band` masks a trajectory if any single ratio is outside [5]
+- `sequence_band` masks a trajectory if the product of its ratios is outside the band, `geometric_band` if their
+  geometric mean is [3]
+- `outlier_band` masks a trajectory if any of its ratios is outside the band [5]
 
 1. E. Ionides 2008, "Truncated Importance Sampling", Journal of Computational and Graphical Statistics 17(2)
 2. F. Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training"
@@ -34,7 +36,8 @@ from service.learn.losses.policy_losses import safe_exp
 
 
 class TrajectoryRatios(NamedTuple):
-    """Log-ratios of the loss tokens of each trajectory; 0 for trajectories without tokens on this rank."""
+    """Sum, mean, smallest and largest log-ratio of each trajectory's loss tokens; 0 for trajectories without such
+    tokens."""
 
     sum_G: Tensor
     mean_G: Tensor
@@ -43,11 +46,11 @@ class TrajectoryRatios(NamedTuple):
 
 
 class Correction(NamedTuple):
-    """Weight and mask of each token's loss."""
+    """Weight and mask for the loss of each token."""
 
     weight_M: Tensor
     kept_M: Tensor
-    """Whether each token keeps its loss; False for masked tokens."""
+    """True for tokens that keep their loss; False for masked tokens."""
     truncated_M: Tensor
 
 
@@ -57,8 +60,9 @@ def trajectory_ratios(
     n_trajectories: int,
     group: dist.ProcessGroup | None = None,
 ) -> TrajectoryRatios:
-    """Reduce log-ratios `[M]` of several micro-batches by trajectory, and over the ranks of the group. `trajectories`:
-    the trajectory of each token, `[M]` per micro-batch."""
+    """Sum, mean, smallest and largest log-ratio of each trajectory, over several micro-batches and over the ranks of
+    the group. `log_ratios`, `trajectories`: the log-ratio and the trajectory of each loss token, `[M]` per
+    micro-batch."""
     log_ratio, trajectory = torch.cat(list(log_ratios)), torch.cat(list(trajectories))
     counted = torch.stack([log_ratio, torch.ones_like(log_ratio)]).double()
     sums = counted.new_zeros(2, n_trajectories).index_add(1, trajectory, counted)
@@ -74,7 +78,7 @@ def trajectory_ratios(
 
 
 def over_trajectory(settings: CorrectionConfig) -> bool:
-    """Whether the correction needs ratios of whole trajectories."""
+    """True if the correction needs the ratios of whole trajectories."""
     bands = (settings.sequence_band, settings.geometric_band, settings.outlier_band)
     return settings.truncate == "sequence" or any(band is not None for band in bands)
 
@@ -82,8 +86,8 @@ def over_trajectory(settings: CorrectionConfig) -> bool:
 def correct(
     settings: CorrectionConfig, log_ratio_M: Tensor, of_trajectory: TrajectoryRatios | None, trajectory_M: Tensor
 ) -> Correction:
-    """The weight and the mask of each token. `of_trajectory`: the ratios of whole trajectories; None if the function
-    `over_trajectory` returns False for the settings."""
+    """The weight and the mask of each token. `of_trajectory`: the ratios of whole trajectories; None if
+    `over_trajectory` is False for these settings."""
     kept_M = _inside(settings.token_band, log_ratio_M)
     weight_M = torch.ones_like(log_ratio_M)
     if settings.truncate == "token":

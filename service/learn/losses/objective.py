@@ -1,11 +1,11 @@
-"""The loss of a mini-batch, one micro-batch at a time.
+"""Computes the loss of a mini-batch, one micro-batch at a time.
 
     sum over loss tokens of  weight * (correction * policy term + kl_coef * KL + teacher term - entropy_coef * entropy)
 
-`weight` comes from the reduction and is known before the first micro-batch. KL, teacher and entropy terms have the same
-weight, but no off-policy correction. The two ratios of a token:
+`weight` comes from the reduction and is known before the first micro-batch. The correction applies to the policy term
+only. Each token has two probability ratios:
 
-| | of the policy term | of the correction |
+| | ratio of the policy term | ratio of the correction |
 |---|---|---|
 | `anchor: rollout` | trained policy / rollout | trained policy / rollout |
 | `anchor: proximal` | trained policy / frozen weights | frozen weights / rollout |
@@ -35,32 +35,34 @@ from service.types import MiniBatch
 
 
 class FixedLogprobs(NamedTuple):
-    """Log-probabilities of a micro-batch's loss tokens, computed without gradients before the backward pass."""
+    """Log-probabilities of a micro-batch's loss tokens, computed without gradients before training on the
+    mini-batch."""
 
     current_M: Tensor | None = None
-    """Log-probabilities under the current weights; None if no ratio of whole trajectories is needed."""
+    """Log-probabilities under the current weights; None if the loss needs no ratios of whole trajectories."""
     proximal_M: Tensor | None = None
-    """Log-probabilities under the frozen weights of `anchor: proximal`; None without such weights, or if they are the
-    current weights."""
+    """Log-probabilities under the frozen weights of `anchor: proximal`. None without frozen weights, or if the frozen
+    weights equal the current weights."""
     reference_M: Tensor | None = None
-    """Log-probabilities under the reference of the KL term; None without a KL term."""
+    """Log-probabilities under the reference weights of the KL term; None without a KL term."""
 
 
 class TrajectoryInputs(NamedTuple):
-    """Inputs of the loss for each trajectory of the mini-batch, on the device."""
+    """Inputs of the loss with one value per trajectory (or turn) of the mini-batch, on the device."""
 
     value_G: Tensor
-    """The advantage of each trajectory; its return if the returns are whitened."""
+    """The advantage of each trajectory; or its return, if advantages are computed by whitening the returns
+    (REINFORCE++)."""
     weight_G: Tensor
-    """Weight of each loss token of the trajectory, from the reduction."""
+    """Weight in the loss of each loss token of the trajectory, from the reduction."""
     whitening: Whitening | None
     turn_value_X: Tensor | None
     """The advantage of each turn; None without credit by turn."""
     loss_ratios: TrajectoryRatios | None
-    """The policy term's ratios by trajectory, over this rank's micro-batches; None if neither the loss nor the
-    correction needs ratios of whole trajectories."""
+    """For each trajectory, the ratios of the policy term over this rank's micro-batches. None if neither the policy
+    loss nor the correction needs ratios of whole trajectories."""
     correction_ratios: TrajectoryRatios | None
-    """The correction's ratios by trajectory; None in the same case as `loss_ratios`."""
+    """For each trajectory, the ratios of the correction; None whenever `loss_ratios` is None."""
 
 
 class _Anchor(NamedTuple):
@@ -69,12 +71,12 @@ class _Anchor(NamedTuple):
 
 
 class Objective:
-    """The loss as configured: policy term with correction, KL, teacher and entropy terms."""
+    """The loss as configured: policy term with off-policy correction, KL term, teacher term and entropy term."""
 
     def __init__(
         self, settings: LearnSettings, device: torch.device, dtype: torch.dtype, group: dist.ProcessGroup | None = None
     ) -> None:
-        """`group`: the ranks that share micro-batches with this rank, if any."""
+        """`group`: the ranks that share each micro-batch with this rank; None if micro-batches are not shared."""
         algorithm = self._algorithm = settings.algorithm
         self._teacher = algorithm.teacher
         self._norm_tokens = algorithm.norm_tokens or settings.longest_row
@@ -87,13 +89,13 @@ class Objective:
 
     @property
     def needs_current(self) -> bool:
-        """Whether log-probabilities under the current weights are needed before the backward pass."""
+        """True if log-probabilities under the current weights are needed before the backward pass."""
         return self._loss.over_trajectory or self._corrects_trajectories
 
     def prepare(
         self, batch: MiniBatch, micros: Sequence[DeviceBatch], fixed: Sequence[FixedLogprobs]
     ) -> TrajectoryInputs:
-        """Compute the loss inputs with one value per trajectory, from all micro-batches of this rank."""
+        """Compute the inputs of the loss that have one value per trajectory, from all micro-batches of this rank."""
         algorithm = self._algorithm
         temporal = algorithm.estimator == "reinforce++"
         value_G = batch.return_G if temporal else batch.advantage_G
@@ -127,7 +129,7 @@ class Objective:
     def loss(
         self, micro: DeviceBatch, fixed: FixedLogprobs, inputs: TrajectoryInputs, output: TokenLogprobs, sums: Sums
     ) -> Tensor:
-        """The micro-batch's part of the mini-batch's loss; metrics are added to `sums`."""
+        """The contribution of a micro-batch to the loss of its mini-batch; metrics are added to `sums`."""
         algorithm = self._algorithm
         current_M = output.logprob_M.detach()
         anchor = self._anchor(micro, fixed, current_M)

@@ -1,20 +1,20 @@
-"""Policy losses: computes the loss term of each token, before the reduction.
+"""Policy losses: each computes one loss term per token, before the reduction.
 
-All tensors have the axis `M` (only tokens that carry loss), so a loss needs no mask. The ratio is
-`exp(logprob - anchor)`; its logarithm is clamped before `exp`, so that the ratio stays finite.
+All tensors have the axis `M`, the tokens that carry loss, so a loss needs no mask. The ratio of a token is `exp(logprob
+- anchor)`; its logarithm is clamped before `exp`, so that the ratio stays finite.
 
 | name | term of a token with advantage A and ratio r |
 |---|---|
 | ppo_clip | `-min(r A, clip(r) A)`, with `clip(r) = clamp(r, 1 - clip_low, 1 + clip_high)` |
-| dual_clip | ppo_clip, but at most `-dual_clip A` where A < 0 |
+| dual_clip | as ppo_clip, but at most `-dual_clip A` where A < 0 |
 | cispo | `-clip(r) A logprob`, no gradient through `clip(r)` |
 | rollout_is | `-r A logprob` inside the clip range, 0 outside, no gradient through r |
 | importance_sampling | `-r A` |
-| gspo | ppo_clip with the geometric mean of r over the whole trajectory in place of r |
+| gspo | as ppo_clip, with the geometric mean of r over the whole trajectory in place of r |
 | cross_entropy | `-logprob` |
 
-GRPO is `ppo_clip` with `estimator: grpo`; Dr. GRPO is `estimator: grpo_no_std` with
-`reduction: seq_mean_token_sum_norm`. To add a loss, decorate a function with `policy_loss` and set `algorithm.loss` to
+GRPO is `ppo_clip` with `estimator: grpo`; Dr. GRPO is `estimator: grpo_no_std` with `reduction:
+seq_mean_token_sum_norm`. To add a loss, decorate a function with `policy_loss` and set `algorithm.loss` to
 `your.module:name`.
 
 Sources:
@@ -47,30 +47,31 @@ MAX_LOG_RATIO = 20.0
 
 
 class LossInputs(NamedTuple):
-    """The arguments of a loss, for the tokens that carry loss."""
+    """The arguments of a policy loss: one value per token that carries loss."""
 
     logprob_M: Tensor
-    """Log-probability under the trained weights; carries the gradient."""
+    """Log-probability of each token under the trained weights; carries the gradient."""
     anchor_M: Tensor
-    """Log-probability under the anchor, the denominator of the ratio."""
+    """Log-probability of each token under the anchor, whose probability is the denominator of the ratio."""
     advantage_M: Tensor
     trajectory_log_ratio_M: Tensor | None
-    """Mean of `logprob - anchor` over all loss tokens of the token's trajectory, in all its rows; no gradient."""
+    """For each token, the mean of `logprob - anchor` over all loss tokens of its trajectory, in all rows; carries no
+    gradient."""
 
 
 class LossTerms(NamedTuple):
-    """The result of a loss: one term per token."""
+    """The result of a policy loss: one term per token."""
 
     loss_M: Tensor
     clipped_M: Tensor
-    """True where a clip removed or bounded the gradient."""
+    """True for tokens whose gradient a clip removed or bounded."""
 
 
 LossFunction = Callable[[LossInputs, AlgorithmConfig], LossTerms]
 
 
 class PolicyLoss(NamedTuple):
-    """A registered loss."""
+    """A registered policy loss."""
 
     function: LossFunction
     over_trajectory: bool
@@ -81,7 +82,7 @@ _LOSSES: dict[str, PolicyLoss] = {}
 
 
 def policy_loss(name: str, over_trajectory: bool = False) -> Callable[[LossFunction], LossFunction]:
-    """Decorator: register a loss under a name."""
+    """Decorator: register a policy loss under a name."""
 
     def register(function: LossFunction) -> LossFunction:
         if name in _LOSSES:
@@ -93,12 +94,13 @@ def policy_loss(name: str, over_trajectory: bool = False) -> Callable[[LossFunct
 
 
 def loss_named(setting: str) -> PolicyLoss:
-    """The loss that `algorithm.loss` names: a registered name, or `module:name` of a module that registers it."""
+    """The policy loss that `algorithm.loss` selects: a registered name, or `module:name` of a module that registers the
+    loss."""
     return registered("algorithm.loss", "loss", setting, _LOSSES)
 
 
 def check_terms(setting: str, terms: object, inputs: LossInputs) -> LossTerms:
-    """Check and return the result of a loss; a wrong shape would otherwise be broadcast silently.
+    """Check the result of a policy loss and return it; without the check, a wrong shape would be broadcast silently.
 
     Raises:
         ConfigError: the result does not have one term per token, or has no gradient.
@@ -125,7 +127,7 @@ def _kind(value: object) -> str:
 
 
 def safe_exp(log_ratio: Tensor) -> Tensor:
-    """The exponential of a log-ratio that is clamped to +-20."""
+    """`exp(log_ratio)`, with the log-ratio clamped to the range -20 to 20."""
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
@@ -145,13 +147,14 @@ def _surrogate(ratio_M: Tensor, advantage_M: Tensor, settings: AlgorithmConfig) 
 
 @policy_loss("ppo_clip")
 def ppo_clip(inputs: LossInputs, settings: AlgorithmConfig) -> LossTerms:
-    """The clipped surrogate of PPO; with `clip_high` above `clip_low`, DAPO's clip-higher."""
+    """The clipped surrogate of PPO. With `clip_high` above `clip_low` it has DAPO's wider upper clip (clip-higher)."""
     return _surrogate(_ratio(inputs), inputs.advantage_M, settings)
 
 
 @policy_loss("dual_clip")
 def dual_clip(inputs: LossInputs, settings: AlgorithmConfig) -> LossTerms:
-    """The clipped surrogate, with a bound if the advantage is negative and the ratio large (Ye et al.)."""
+    """The clipped surrogate of PPO, with a second bound where the advantage is negative and the ratio large (Ye et
+    al.)."""
     terms = ppo_clip(inputs, settings)
     bound_M = -settings.dual_clip * inputs.advantage_M
     bounded_M = (inputs.advantage_M < 0) & (bound_M < terms.loss_M)
@@ -160,7 +163,8 @@ def dual_clip(inputs: LossInputs, settings: AlgorithmConfig) -> LossTerms:
 
 @policy_loss("cispo")
 def cispo(inputs: LossInputs, settings: AlgorithmConfig) -> LossTerms:
-    """Policy gradient weighted by the clipped ratio: a clipped token keeps a bounded gradient (MiniMax-M1)."""
+    """Policy gradient weighted by the clipped ratio; a token outside the clip range keeps a bounded gradient
+    (MiniMax-M1)."""
     ratio_M = _ratio(inputs).detach()
     weight_M = _clip(ratio_M, settings)
     return LossTerms(-weight_M * inputs.advantage_M * inputs.logprob_M, weight_M != ratio_M)
@@ -168,7 +172,7 @@ def cispo(inputs: LossInputs, settings: AlgorithmConfig) -> LossTerms:
 
 @policy_loss("rollout_is")
 def rollout_is(inputs: LossInputs, settings: AlgorithmConfig) -> LossTerms:
-    """Policy gradient weighted by the ratio; tokens with a ratio out of range have no gradient (GLM-5)."""
+    """Policy gradient weighted by the ratio; a token with a ratio outside the clip range has no gradient (GLM-5)."""
     ratio_M = _ratio(inputs).detach()
     outside_M = _clip(ratio_M, settings) != ratio_M
     weighted_M = ratio_M * inputs.advantage_M * inputs.logprob_M
@@ -184,7 +188,8 @@ def importance_sampling(inputs: LossInputs, settings: AlgorithmConfig) -> LossTe
 
 @policy_loss("gspo", over_trajectory=True)
 def gspo(inputs: LossInputs, settings: AlgorithmConfig) -> LossTerms:
-    """The clipped surrogate of the trajectory's ratio; each token carries its part of that ratio's gradient (GSPO)."""
+    """The clipped surrogate with the ratio of the whole trajectory; each token carries its part of the gradient
+    (GSPO)."""
     if inputs.trajectory_log_ratio_M is None:
         raise ValueError("gspo needs the trajectories' log-ratios")
     # its value is 0, its gradient that of the token's log-probability
@@ -194,14 +199,15 @@ def gspo(inputs: LossInputs, settings: AlgorithmConfig) -> LossTerms:
 
 @policy_loss("cross_entropy")
 def cross_entropy(inputs: LossInputs, settings: AlgorithmConfig) -> LossTerms:
-    """Cross-entropy of every sampled token, regardless of its advantage."""
+    """The cross-entropy of each sampled token, regardless of its advantage."""
     return LossTerms(-inputs.logprob_M, torch.zeros_like(inputs.logprob_M, dtype=torch.bool))
 
 
 def kl_term(estimator: str, logprob_M: Tensor, reference_M: Tensor) -> Tensor:
-    """Schulman's estimates of KL(policy || reference) from a sampled token: k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d.
+    """Schulman's estimates of KL(policy || reference) for each sampled token: k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 +
+    d.
 
-    `d = logprob - reference`, clamped to +-20, as in the ratios.
+    `d = logprob - reference`, clamped to the range -20 to 20.
     """
     difference_M = (logprob_M - reference_M).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     match estimator:

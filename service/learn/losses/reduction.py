@@ -1,4 +1,4 @@
-"""The reduction of the loss: the weight of each loss token, known before the backward pass.
+"""Reductions of the loss: compute the weight of each loss token before the backward pass.
 
 The loss of a mini-batch is `sum over tokens of weight * term`. The weights come from counts over the whole mini-batch
 on all ranks, so the loss does not depend on how a trajectory was cut into rows, packed or sharded:
@@ -26,8 +26,8 @@ from service.types import Float64s, MiniBatch
 
 
 def trajectory_weights(batch: MiniBatch, reduction: str, norm_tokens: int) -> Float64s:
-    """[G] the weight of a loss token of each trajectory; with `sequence_mean` the caller has to divide it by the number
-    of loss tokens of the token's row."""
+    """[G] for each trajectory, the weight of each of its loss tokens. With `sequence_mean`, the caller has to divide
+    the weight by the number of loss tokens of the token's row."""
     tokens_G = batch.loss_tokens_G.astype(np.float64)
     n_trajectories = len(tokens_G)
     match reduction:

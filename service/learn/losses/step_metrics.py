@@ -1,4 +1,4 @@
-"""Metrics of a step: sums and maxima collected on the device, from which the host computes means and ratios."""
+"""Metrics of a step: sums and maxima are collected on the device, and the host computes means and ratios from them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BY_STALENESS = ("tokens", "ratio", "square", "kl", "clipped", "differing")
 
 
 class Sums:
-    """Named sums and maxima over all micro-batches of all ranks. Every rank must collect the same names."""
+    """Named sums and maxima over all micro-batches of all ranks. Every rank must use the same names."""
 
     def __init__(self, device: torch.device, world_size: int) -> None:
         self._device = device
@@ -25,18 +25,19 @@ class Sums:
         self._maxima: dict[str, Tensor] = {}
 
     def add(self, name: str, value: Tensor) -> None:
-        """Add a scalar; or a vector, whose entries become `name/0`, `name/1`, ..."""
+        """Add a value to the sum `name`. The entries of a vector are summed separately, as `name/0`, `name/1`, ..."""
         value = value.detach().to(torch.float64).reshape(-1)
         self._sums[name] = self._sums[name] + value if name in self._sums else value
 
     def max(self, name: str, value_M: Tensor) -> None:
-        """Keep the largest of these values; `-inf` if there are none."""
+        """Raise the maximum `name` to the largest of these values; without values it stays, `-inf` at first."""
         floor = torch.full((1,), -torch.inf, dtype=torch.float64, device=self._device)
         value = torch.cat([floor, value_M.detach().to(torch.float64)]).amax(0, keepdim=True)
         self._maxima[name] = torch.maximum(self._maxima[name], value) if name in self._maxima else value
 
     def totals(self) -> dict[str, float]:
-        """All values over all ranks, equal on every rank; takes one collective and one wait for the device."""
+        """All sums and maxima over all ranks, equal on every rank; needs one collective, and waits for the device
+        once."""
         mine = torch.cat([*self._sums.values(), *self._maxima.values()])
         parts = [mine]
         if self._world_size > 1:
@@ -54,16 +55,17 @@ class Sums:
 
 
 class RatioMetrics:
-    """Importance ratios of the trained policy to the rollout policy, overall and by staleness."""
+    """Metrics of the importance ratios (trained policy / rollout policy), over all tokens and by staleness."""
 
     def __init__(self, device: torch.device, tolerance: float) -> None:
-        """`tolerance`: absolute log-ratio, in nats, above which engine and trainer count as different for a token."""
+        """`tolerance`: absolute log-ratio of a token, in nats, above which engine and trainer count as different."""
         self._tolerance = tolerance
         # allocated once, because copying constants to the device waits for the device
         self._edges = torch.tensor(STALENESS_EDGES, device=device)
 
     def add(self, sums: Sums, log_ratio_M: Tensor, clipped_M: Tensor, staleness_M: Tensor) -> None:
-        """Add the ratios of a micro-batch, their divergence and the clipped tokens to `sums`."""
+        """Add to `sums` the ratios of a micro-batch's loss tokens, their divergence, and the number of clipped
+        tokens."""
         ratio_M = safe_exp(log_ratio_M)
         sums.max("ratio_max", ratio_M)
         kl_M = ratio_M - 1 - log_ratio_M
@@ -82,7 +84,8 @@ class RatioMetrics:
 
 
 def step_metrics(totals: dict[str, float], n_loss_tokens: int) -> dict[str, float]:
-    """The step's metrics; means and standard deviations (of the population) are over the tokens that carry loss."""
+    """The step's metrics by name, computed from `totals`. Means and standard deviations (of the population) are over
+    the tokens that carry loss."""
     n = n_loss_tokens
 
     def over_bins(name: str) -> float:
@@ -126,7 +129,8 @@ def _ratio_metrics(key: str, mean: float, square: float, largest: float) -> dict
 
 
 def not_finite(metrics: dict[str, float]) -> str | None:
-    """Why the optimizer step must be skipped; None if it may be taken.
+    """Name and value of a metric that is not finite, because of which the optimizer step must be skipped; None if all
+    are finite.
 
     An infinite log-probability of the rollout shows only in `policy_kl`, because clamping hides it from the loss.
     """

@@ -1,14 +1,14 @@
 """The teacher's term of the loss: on-policy distillation.
 
-T, R and P are the log-probabilities of a sampled token under the teacher, the rollout policy and the trained policy:
+Log-probabilities of a sampled token: T under the teacher, R under the rollout policy, P under the trained policy.
 
-| mode | what is added |
+| mode | term |
 |---|---|
-| `advantage` | `coef * (T - R)` to the token's advantage |
-| `kl` | `coef` times an estimate of KL(policy, teacher) to the loss, with the estimator of the `kl_coef` term |
+| `advantage` | `coef * (T - R)`, added to the token's advantage |
+| `kl` | `coef` times an estimate of KL(policy, teacher), added to the loss; estimator `algorithm.kl_estimator` |
 
-With fresh samples and no clipping, `advantage` has the gradient of the reverse KL divergence, which is the mean of
-`gradient of P * (P - T)` over samples of the policy (Schulman 2020; on-policy distillation: Agarwal et al. 2023,
+With fresh samples and no clipping, `advantage` gives the gradient of the reverse KL divergence: the mean of `gradient
+of P * (P - T)` over samples of the policy (Schulman 2020; on-policy distillation: Agarwal et al. 2023,
 arXiv:2306.13649). For a token without a teacher (NaN) the term is 0.
 """
 
@@ -24,14 +24,14 @@ from service.learn.losses.step_metrics import Sums
 
 
 def teacher_advantage(settings: TeacherConfig, micro: DeviceBatch) -> Tensor:
-    """[M] the teacher's contribution to the advantage of each loss token."""
+    """[M] the term that the teacher adds to the advantage of each loss token."""
     if settings.mode != "advantage":
         return torch.zeros_like(micro.rollout_logprob_M)
     return settings.coef * _log_ratio(micro)
 
 
 def teacher_loss(settings: TeacherConfig, kl_estimator: str, logprob_M: Tensor, micro: DeviceBatch) -> Tensor:
-    """[M] the teacher's contribution to the loss of each loss token."""
+    """[M] the term that the teacher adds to the loss of each loss token."""
     if settings.mode != "kl" or micro.teacher_logprob_M is None:
         return torch.zeros_like(micro.rollout_logprob_M)
     known_M = ~micro.teacher_logprob_M.isnan()
@@ -41,7 +41,7 @@ def teacher_loss(settings: TeacherConfig, kl_estimator: str, logprob_M: Tensor, 
 
 
 def add_teacher_metrics(sums: Sums, micro: DeviceBatch) -> None:
-    """Add the number of tokens with a teacher, and their log-ratios of rollout to teacher, to `sums`."""
+    """Add to `sums` the number of tokens that have a teacher, and their log-ratios of rollout to teacher."""
     n_known = micro.rollout_logprob_M.new_zeros(())
     if micro.teacher_logprob_M is not None:
         n_known = (~micro.teacher_logprob_M.isnan()).sum()

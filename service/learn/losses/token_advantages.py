@@ -1,14 +1,14 @@
-"""Advantages of tokens, on the device: one per trajectory or turn, or REINFORCE++ along a trajectory's tokens.
+"""Advantages of tokens, computed on the device: from one value per trajectory or turn, or by REINFORCE++.
 
-With credit by turn a mini-batch has one scalar per turn of each trajectory, and each loss token has the number of its
-turn, whichever row the turn is in.
+With credit by turn, a mini-batch has one advantage per turn of each trajectory, and each loss token has the index of
+its turn.
 
 REINFORCE++ (one row per trajectory, `step_wise: false`): the value of the last sampled token is the return R, the value
-of each earlier token is gamma times that of the next token. Then the values are whitened over all loss tokens of the
-mini-batch. Source: Hu et al. 2025, arXiv:2501.03262.
+of each earlier token is gamma times the value of the next sampled token. Then the values are whitened over all loss
+tokens of the mini-batch. Source: Hu et al. 2025, arXiv:2501.03262.
 
     loss tokens of a trajectory with R = 1, gamma = 0.5     [0.25  0.5  1]
-    (value - mean) / standard deviation                     over these values of all trajectories and ranks
+    (value - mean) / standard deviation                     mean and deviation over all ranks' trajectories
 
 Mean and variance follow from the trajectories' returns and token counts alone (geometric sums), so every rank computes
 them without communication.
@@ -29,7 +29,10 @@ WHITEN_EPSILON = 1e-8
 
 
 class Whitening(NamedTuple):
-    """The map from discounted returns to advantages: `(return * gamma ** tokens after - mean) * scale`."""
+    """Maps discounted returns to advantages: `(return * gamma ** tokens after - mean) * scale`.
+
+    `tokens after`: the number of later loss tokens in the token's row.
+    """
 
     gamma: float
     mean: float
@@ -37,7 +40,8 @@ class Whitening(NamedTuple):
 
 
 def whitening(batch: MiniBatch, gamma: float) -> Whitening:
-    """Mean and inverse deviation of the discounted returns of all loss tokens of the mini-batch."""
+    """The whitening for a mini-batch: mean and inverse standard deviation of the discounted returns of its loss
+    tokens."""
     if (batch.rows_G > 1).any():
         raise ValueError("reinforce++ needs every trajectory in one row: it discounts along one token axis")
     tokens_G = batch.loss_tokens_G.astype(np.float64)
@@ -54,7 +58,7 @@ def _geometric_sum(ratio: float, terms_G: Float64s) -> Float64s:
 
 
 def turn_advantages(value_X: Tensor, micro: DeviceBatch) -> Tensor:
-    """[M] the advantage of each loss token, taken from its turn.
+    """[M] for each loss token, the advantage of its turn. `value_X`: the advantage of each turn.
 
     Raises:
         ValueError: the micro-batch has no turn numbers for its loss tokens.
@@ -67,8 +71,8 @@ def turn_advantages(value_X: Tensor, micro: DeviceBatch) -> Tensor:
 
 
 def token_advantages(value_G: Tensor, whitening: Whitening | None, micro: DeviceBatch) -> Tensor:
-    """[M] the advantage of each loss token, from its trajectory's advantage, or its trajectory's return if `whitening`
-    is not None."""
+    """[M] the advantage of each loss token. `value_G`: the advantage of each trajectory, or its return if `whitening`
+    is given."""
     value_M = micro.trajectory_to_tokens(value_G)
     if whitening is None:
         return value_M

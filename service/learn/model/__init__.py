@@ -1,1 +1,1 @@
-"""The policy on one rank: modules, weights, sharding, log-probabilities."""
+"""The policy on one rank: its modules, weights, sharding and log-probabilities."""

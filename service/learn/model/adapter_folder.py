@@ -1,8 +1,8 @@
-"""Adapters on disk in PEFT's form: reads, writes and checks them, and merges an adapter into its base model.
+"""Reads, writes and checks adapter folders in PEFT's format, and merges an adapter into its base model.
 
-adapter_config.json          rank, alpha, targets, the base's path
+adapter_config.json          rank, alpha, target modules, the path of the base model
 adapter_model.safetensors    base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight, ...
-                             and in the header's metadata the base's fingerprint
+                             and, in the header's metadata, the base model's fingerprint
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Named = TypeVar("Named")
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
-"""PEFT's prefix of the names of a model's parameters."""
+"""Prefix that PEFT puts before the names of a model's parameters."""
 
 FINGERPRINT = "base_fingerprint"
 
@@ -47,12 +47,12 @@ REFUSED = (
 
 
 class Base(BaseModel):
-    """The model that an adapter belongs to."""
+    """The base model of an adapter."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     path: str
-    """The model's folder when the adapter was trained."""
+    """The base model's folder when the adapter was trained."""
     fingerprint: str
     """Hash of the model's configuration and of pieces of its weights."""
 
@@ -70,7 +70,8 @@ class Base(BaseModel):
         return Base(path=str(folder.absolute()), fingerprint=hasher.hexdigest())
 
     def refuse_other(self, fingerprint: str, where: str) -> None:
-        """Raises `UserError` if the adapter in `where` belongs to a base model with another fingerprint."""
+        """Raise a `UserError` if `fingerprint`, found in the adapter folder `where`, is not the fingerprint of this
+        base model."""
         if fingerprint != self.fingerprint:
             raise UserError(
                 f"{where} is of an adapter for another model than {self.path}; use the model it was made for"
@@ -80,7 +81,8 @@ class Base(BaseModel):
 def refuse_other_shapes(
     what: str, there: Mapping[str, Sequence[int]], here: Mapping[str, Sequence[int]], remedy: str = ""
 ) -> None:
-    """Raises `UserError` if the tensors in a folder differ from a model's in name or shape."""
+    """Raise a `UserError` unless the tensors in a folder (`there`) and of a model (`here`) have equal names and
+    shapes."""
     for name in sorted(there.keys() | here.keys()):
         found, wanted = (tuple(shapes[name]) if name in shapes else None for shapes in (there, here))
         if found != wanted:
@@ -90,12 +92,12 @@ def refuse_other_shapes(
 
 
 def peft_names(tensors: Mapping[str, Named]) -> dict[str, Named]:
-    """An adapter's tensors, or rows of its tensors, under PEFT's names."""
+    """Rename the tensors of an adapter, or rows of them, to PEFT's names."""
     return {PREFIX + name: tensor for name, tensor in tensors.items()}
 
 
 def write_adapter(folder: Path, base: Base, lora: LoraConfig, tensors: Mapping[str, Tensor]) -> None:
-    """Write an adapter; the folder appears only once it is complete."""
+    """Write an adapter's folder, which appears only once it is complete."""
     settings: dict[str, Any] = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -122,7 +124,7 @@ def write_adapter(folder: Path, base: Base, lora: LoraConfig, tensors: Mapping[s
 
 
 def adapter_settings(folder: Path) -> LoraConfig:
-    """Read the settings in an adapter's folder.
+    """Read the settings of the adapter in a folder.
 
     Raises:
         UserError: the file is missing or malformed, or describes a kind of adapter that is not trained.
@@ -150,7 +152,8 @@ def adapter_settings(folder: Path) -> LoraConfig:
 
 
 def check_adapter(folder: Path, lora: LoraConfig, base: Base, shapes: Mapping[str, Sequence[int]]) -> None:
-    """Check that an adapter can be trained further: its settings, its base model, and the shapes of its tensors.
+    """Check that an adapter can be trained further: compare its settings, base model and tensor shapes with those
+    given.
 
     Raises:
         UserError: a setting, the base model or a tensor differs; the message names the difference.
@@ -168,8 +171,11 @@ def check_adapter(folder: Path, lora: LoraConfig, base: Base, shapes: Mapping[st
 def read_adapter(
     folder: Path, base: Base, masters: Mapping[str, Tensor], parameters: Mapping[str, nn.Parameter]
 ) -> None:
-    """Fill this rank's shards with the adapter's tensors; refuses an adapter with another base model or other
-    shapes."""
+    """Fill this rank's shards with the adapter's tensors.
+
+    Raises:
+        UserError: the adapter has another base model, or its tensors have other names or shapes or are damaged.
+    """
     tensors = _tensors(folder, base, {name: parameter.shape for name, parameter in parameters.items()})
     for name, parameter in parameters.items():
         masters[name].copy_(tensors[name][shard_rows(parameter)])
@@ -195,10 +201,11 @@ def _tensors(folder: Path, base: Base, shapes: Mapping[str, Sequence[int]] | Non
 
 
 def merge(adapter: Path, base: Path, folder: Path) -> None:
-    """Write a base model plus an adapter's update as a float32 Hugging Face folder, which appears only when complete.
+    """Add an adapter's update to its base model, and write the result as a float32 Hugging Face folder, which appears
+    only once it is complete.
 
-    Each merge starts from the base's weights, because repeated merges in place add up rounding errors, and a merge in
-    bfloat16 loses small updates.
+    Each merge starts from the base's weights, because repeated merges into the same weights would add up rounding
+    errors, and a merge in bfloat16 would lose small updates.
 
     Raises:
         UserError: the adapter is malformed or belongs to another base model.

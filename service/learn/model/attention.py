@@ -1,9 +1,8 @@
-"""Causal attention inside the rows of a packed micro-batch, registered with Hugging Face models as `baton_packed`.
+"""Causal attention within each row of a packed micro-batch, registered with Hugging Face models as `baton_packed`.
 
-No token attends to another row. On CUDA in bfloat16 one variable-length kernel computes all rows. Elsewhere rows of
-similar length are padded together and computed by torch's padded kernel, a bucket at a time
-(`service.learn.attention_layout`). Where rows share prefixes, a row's new tokens attend to the gathered keys of the
-whole row.
+No token attends to another row. On CUDA in bfloat16, one variable-length kernel computes all rows. Elsewhere, torch's
+padded kernel computes buckets of rows of similar length (`service.learn.attention_layout`). Where rows share prefixes,
+the keys of each whole row are gathered, and the row's new tokens attend to them.
 """
 
 from __future__ import annotations
@@ -32,9 +31,9 @@ log = logging.getLogger(__name__)
 NAME = "baton_packed"
 
 FLASH_ATTENTION_3 = "flash_attn_interface"
-"""Name of the module in the wheel flash-attn-3."""
+"""Name of the module that the package flash-attn-3 installs."""
 HOPPER = 9
-"""Major compute capability of the GPUs for which FlashAttention 3 is made."""
+"""Major compute capability of Hopper GPUs, for which FlashAttention 3 is made."""
 
 _GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
 """Arguments that allow fewer key heads than query heads; older torch always allows this and has no such argument."""
@@ -42,7 +41,7 @@ _GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signature(var
 
 @cache
 def use_fastest_attention(device: torch.device) -> str:
-    """Choose the fastest attention kernel for this GPU, log its name, and return it: FA4, FA3 or FA2.
+    """Choose the fastest attention kernel for this GPU, and return and log its name: FA4, FA3 or FA2.
 
     FlashAttention 4 and 3 are used where they are installed and work; FlashAttention 2 is part of torch.
     """
@@ -66,7 +65,8 @@ def _of_torch(device: torch.device) -> str:
 
 
 WINDOW = "sliding_window"
-"""Argument for the number of tokens that a token attends to, including itself; 0 or None: all earlier tokens."""
+"""Name of the argument that gives the number of tokens to which a token attends, including itself; 0 or None: all
+earlier tokens."""
 
 IGNORED = frozenset({WINDOW, "dropout", "position_ids", "use_cache", "output_attentions", "output_router_logits"})
 """Arguments of a family's attention that are ignored: engines sample without dropout, and training caches nothing."""
@@ -84,11 +84,11 @@ def packed_attention(
     s_aux: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of one packed batch: [1, heads, S, head_dim] -> [1, S, heads, head_dim].
+    """Attention over one packed batch: [1, heads, S, head_dim] -> [1, S, heads, head_dim].
 
-    `exchange`: given if the slots are one rank's slice of the batch; `packing` then describes the whole batch.
-    `s_aux` [heads]: logits of attention sinks. The window is the call's argument `sliding_window`; if the call has no
-    such argument, the module's attribute.
+    `exchange`: given if `query`, `key` and `value` have only one rank's slice of the slots; `packing` describes the
+    whole batch. `s_aux` [heads]: logits of attention sinks. The window is the argument `sliding_window`, or else the
+    module's attribute of this name.
 
     Raises:
         UserError: the family's attention passes an argument that is not supported.

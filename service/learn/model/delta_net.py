@@ -1,8 +1,9 @@
-"""The linear attention of Qwen3.5 and similar families for packed rows, with the modules of the family's own code.
+"""Linear attention (gated delta net) of Qwen3.5 and similar families for packed rows, with the modules of the family's
+code.
 
-Projections, norm and gate need a token's own values only. Between them the convolution and the gated delta rule need
-whole rows (`service.learn.model.delta_rule`): where rows share prefixes, each row is computed in full; with sequence
-parallelism, each rank computes all tokens for some of the heads.
+Projections, norm and gate need only a token's own values. Between projections and norm, the convolution and the gated
+delta rule need whole rows (`service.learn.model.delta_rule`): where rows share prefixes, each row is computed in full;
+with sequence parallelism, each rank computes all tokens for some of the heads.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from service.learn.model.logprob import accumulation_dtype
 from service.learn.sequence_parallel import Exchange
 
 MIXER = "linear_attn"
-"""Name of the attribute of a layer that holds its linear attention."""
+"""Name of a decoder layer's attribute that holds its linear attention."""
 
 
 def use_packed_rows(layers: nn.ModuleList) -> None:
-    """Let the linear attention of these layers compute packed rows."""
+    """Make the linear attention of these layers compute packed rows."""
     for layer in layers:
         if (mixer := getattr(layer, MIXER, None)) is not None:
             mixer.forward = partial(packed_delta_net, mixer)
@@ -33,8 +34,8 @@ def use_packed_rows(layers: nn.ModuleList) -> None:
 def packed_delta_net(
     mixer: Any, hidden_states: Tensor, packing: Packing, exchange: Exchange | None = None, **_: Any
 ) -> Tensor:
-    """Linear attention of one packed batch: [1, S, hidden_size] -> [1, S, hidden_size]; `exchange`: given if the slots
-    are one rank's slice of the batch."""
+    """Linear attention over one packed batch: [1, S, hidden_size] -> [1, S, hidden_size]. `exchange`: given if
+    `hidden_states` has only one rank's slice of the slots."""
     *mixed, z = _projected(mixer, hidden_states[0])
     out = _over_rows(mixer, mixed, packing, exchange)
     normed = mixer.norm(out.reshape(-1, mixer.head_v_dim).to(z.dtype), z.reshape(-1, mixer.head_v_dim))

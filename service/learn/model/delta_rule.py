@@ -1,12 +1,12 @@
 """The gated delta rule and the causal convolution of linear attention, for rows on one token axis.
 
-A state S [key_dim, value_dim] of each head and row begins at 0 and is updated by each token of the row:
+Each head has a state S [key_dim, value_dim] for each row. S begins at 0, and each token of the row updates it:
 
     S <- exp(g) S;    S <- S + beta k (v - S^T k)^T;    output S^T q
 
-All tokens of a chunk are computed together: a triangular system is solved for u and w, and the chunk adds the values
-`u - w S` to the state S before it. The cost is linear in the number of tokens. Transformers' own functions ignore where
-rows begin, and compute in float32.
+All tokens of a chunk are computed together. A triangular system is solved for u and w; the values that the chunk adds
+are `u - w S`, where S is the state before the chunk. The cost is linear in the number of tokens. Transformers' own
+functions ignore where rows begin, and compute in float32.
 
 Source: Yang et al. 2024 (Gated Delta Networks), arXiv:2412.06464, section 3.3; WY form: arXiv:2406.06484.
 """
@@ -26,11 +26,11 @@ from torch import Tensor
 from service.learn.chunk_layout import CHUNK, Chunks
 
 EPSILON = 1e-6
-"""Added to the squared norms of queries and keys."""
+"""Value added to the squared norms of queries and keys, so that no norm is 0."""
 
 
 def causal_convolution(x: Tensor, weight: Tensor, chunks: Chunks) -> Tensor:
-    """[N, channels], [channels, taps] -> [N, channels]: each row convolved as if zeros preceded it."""
+    """[N, channels], [channels, taps] -> [N, channels]: convolve each row separately, as if zeros came before it."""
     before = weight.shape[1] - 1
     n_rows = chunks.active_T[0]
     slot_N = torch.arange(len(x), device=x.device) + before * (chunks.row_N + 1)
@@ -40,8 +40,8 @@ def causal_convolution(x: Tensor, weight: Tensor, chunks: Chunks) -> Tensor:
 
 
 def gated_delta_rule(query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, chunks: Chunks) -> Tensor:
-    """The output of each token: queries and keys [N, heads, key_dim], values [N, heads, value_dim], log decay `g` and
-    beta [N, heads] -> [N, heads, value_dim], all in the accumulation type. On a GPU the kernels of
+    """The output of each token, [N, heads, value_dim], from queries and keys [N, heads, key_dim], values [N, heads,
+    value_dim], log decay `g` and beta [N, heads]; all have the type of accumulation. On a GPU, the kernels of
     flash-linear-attention are used if they are installed."""
     if query.is_cuda and (kernel := _fla()) is not None:
         return _by_kernel(kernel, query, key, value, g, beta, chunks)

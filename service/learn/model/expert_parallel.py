@@ -1,4 +1,5 @@
-"""Expert parallelism: the ranks of a group divide the experts of each layer, and send each other the experts' tokens.
+"""Expert parallelism: the ranks of a group divide the experts of each layer, and send tokens to the ranks of their
+experts.
 
 Two ranks, four experts, two tokens on each rank, one expert per token:
 
@@ -8,10 +9,11 @@ Two ranks, four experts, two tokens on each rank, one expert per token:
 
 The ranks of a group compute their micro-batches at the same time, so each token can be sent to the ranks of its
 experts. The gradient of an expert is the sum over the tokens of the whole group. The weights of an expert are sharded
-only over its rank and the ranks with the same index in other groups; FSDP2 gathers and reduces them among these ranks.
+only over its rank and the ranks with the same index in other groups. Among these ranks FSDP2 gathers the weights and
+reduces the gradients.
 
-The family's own code computes both the router and the experts. The token's rank computes which experts the token has,
-and the weight of each; the expert's rank computes the expert's output and multiplies it by that weight.
+The family's own code computes both the router and the experts. The token's rank chooses the token's experts and the
+weight of each expert. The expert's rank computes the expert's output and multiplies it by the weight.
 """
 
 from __future__ import annotations
@@ -34,7 +36,11 @@ from service.learn.sequence_parallel import all_to_all
 
 
 def check_groups(ranks: int, of_group: int, nodes: Sequence[str] | None) -> None:
-    """Raise a `UserError` unless the ranks divide into groups of consecutive ranks, each group on one node."""
+    """Check that the ranks divide into groups of `of_group` consecutive ranks, and that each group is on one node.
+
+    Raises:
+        UserError: the ranks do not divide into such groups.
+    """
     groups = [range(first, first + of_group) for first in range(0, ranks, of_group)]
     if ranks % of_group or (nodes is not None and any(len({nodes[rank] for rank in group}) > 1 for group in groups)):
         raise UserError(
@@ -46,10 +52,10 @@ def check_groups(ranks: int, of_group: int, nodes: Sequence[str] | None) -> None
 def divided_experts(
     layers: Iterable[Any], copies: Sequence[Sequence[int]], of_group: int, device: str
 ) -> dict[nn.Module, DeviceMesh]:
-    """Divide the experts of all layers among the `of_group` ranks of each group. For each module of experts, returns
-    the ranks among which its weights are sharded further; returns an empty dictionary for groups of one rank.
+    """Divide the experts of all layers among the ranks of each group. Returns, for each module of experts, the ranks
+    among which its weights are to be sharded further; an empty dictionary for groups of one rank.
 
-    `copies`: for each copy of the model, the ranks that share it.
+    `copies`: for each copy of the model, the ranks that share it; `of_group`: the number of ranks in a group.
 
     Raises:
         UserError: a layer's experts cannot be divided.

@@ -1,8 +1,8 @@
 """Chooses the kernels of experts: fused kernels where they are installed and correct, else grouped matrix products.
 
-Grouped matrix products write the gathered tokens of all experts, both halves of the gate, and the weighted outputs to
-memory. The kernels of SonicMoE gather, multiply, apply the gate and add up in a few passes. transformers calls them if
-the package `kernels` provides them.
+Grouped matrix products write three intermediate results to memory: the gathered tokens of all experts, both halves of
+the gate, and the weighted outputs. The fused kernels (SonicMoE) compute all this in a few passes. transformers calls
+the fused kernels if the package `kernels` provides them.
 """
 
 from __future__ import annotations
@@ -23,14 +23,16 @@ FUSED, GROUPED = "sonicmoe", "grouped_mm"
 TOKENS, EXPERTS, TOPK = 256, 8, 2
 """Size of the trial of fused kernels: tokens, experts, and experts per token."""
 TOLERANCE = 0.02
-"""Largest accepted relative difference between kernels in bfloat16, which rounds to 0.4 %."""
+"""Largest accepted relative difference between the results of two bfloat16 kernels; one rounding to bfloat16 is 0.4
+%."""
 
 
 def use_fastest_experts(layers: Iterable[Any], device: torch.device, compute: torch.dtype) -> str | None:
-    """Choose, log and return the kernels for the experts of all layers; None without experts, or if not in bfloat16.
+    """Choose the kernels for the experts of all layers, and return and log their name; None without experts, or if the
+    computation is not in bfloat16.
 
-    Fused kernels are tried on a few random experts of the model's shape: their output and gradients must equal those of
-    grouped matrix products up to rounding.
+    Fused kernels are first tried on a few random experts of the model's shape: their output and gradients must equal
+    the results of grouped matrix products up to rounding.
     """
     experts = [layer.mlp.experts for layer in layers if hasattr(getattr(layer, "mlp", None), "experts")]
     if not experts or compute != torch.bfloat16:

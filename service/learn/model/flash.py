@@ -1,7 +1,7 @@
-"""FlashAttention 4 as operators of torch, with gradients and fake results for compiled layers.
+"""FlashAttention 4 as torch operators, with gradients, and with fake results that compiled layers need.
 
-Torch's own integration (`activate_flash_attention_impl`) is for an older version of the package. That integration
-unpacks two of the five results, and does not pass the length of the longest rows to the backward pass, which would
+Torch's own integration (`activate_flash_attention_impl`) does not fit this version of the package: it expects two
+results instead of five. It also does not pass the length of the longest row to the backward pass, which would then
 assume that each row has all tokens.
 """
 
@@ -18,9 +18,9 @@ from torch import Tensor
 log = logging.getLogger(__name__)
 
 VERSION = "4.0.0b36"
-"""Version of the package flash-attn-4 whose private functions are called here."""
+"""Required version of the package flash-attn-4, because private functions of this version are called."""
 CAPABILITIES = (9, 10)
-"""Major compute capabilities of the GPUs for which the package has a forward and a backward pass: Hopper and
+"""Major compute capabilities of the GPUs on which the package has a forward and a backward pass: Hopper and
 Blackwell."""
 
 _kernels: Any = None
@@ -28,9 +28,8 @@ _kernels: Any = None
 
 
 def begin(device: torch.device) -> bool:
-    """Use FlashAttention 4 from now on if the package is installed, supports this GPU, and is correct on a small
-    example; returns whether it is used. If the package supports the GPU but cannot be used, a warning gives the
-    reason."""
+    """Use FlashAttention 4 from now on if the package is installed, supports this GPU, and computes a small example
+    correctly; returns True if so. If the package supports the GPU but does not work, a warning gives the reason."""
     global _kernels
     try:
         installed = metadata.version("flash-attn-4")
@@ -51,7 +50,8 @@ def begin(device: torch.device) -> bool:
 
 
 def takes(query: Tensor) -> bool:
-    """Whether FlashAttention 4 computes queries [T, heads, head_dim] like these."""
+    """True if FlashAttention 4 is in use and supports the device and head size of these queries [T, heads,
+    head_dim]."""
     head_dim = query.shape[-1]
     return _kernels is not None and query.is_cuda and head_dim % 8 == 0 and (head_dim <= 128 or head_dim == 256)
 
@@ -61,7 +61,7 @@ def attend(
     query: Tensor, key: Tensor, value: Tensor, cu_queries: Tensor, cu_keys: Tensor, longest_query: int,
     longest_key: int, scale: float, window: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Returns the causal attention output [T, heads, head_dim] and its log-sum-exp [heads, T].
+    """Causal attention: the output [T, heads, head_dim], and each query's log-sum-exp [heads, T]. T: tokens.
 
     `window`: number of earlier tokens that a token attends to; -1: all.
     """
@@ -75,7 +75,7 @@ def attend_backward(
     of_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, log_sum: Tensor, cu_queries: Tensor,
     cu_keys: Tensor, longest_query: int, longest_key: int, scale: float, window: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Returns the gradients of query, key and value."""
+    """The gradients of query, key and value; `of_out`: the gradient of the output."""
     named = _named(cu_queries, cu_keys, longest_query, longest_key, scale, window=window)
     of_query, of_key, of_value = _kernels._flash_attn_bwd(query, key, value, out, of_out, log_sum, **named)
     return of_query, of_key, of_value

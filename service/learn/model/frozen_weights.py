@@ -1,8 +1,8 @@
 """Frozen weights: copies of the policy at an earlier step, for the KL reference and the proximal anchor.
 
 Each rank copies its shard of the master weights (float32, on the device or in CPU memory). For a forward pass the copy
-is exchanged with the trained weights and then exchanged back, so that no second model is needed. If an adapter is
-trained, only the adapter is copied; its KL reference is the base without adapter, unless the reference is renewed
+is swapped with the trained weights and afterwards swapped back, so no second model is needed. If an adapter is trained,
+only the adapter is copied. The KL reference is then the base model without the adapter, unless the reference is renewed
 (`algorithm.reference.refresh_every`).
 """
 
@@ -19,7 +19,7 @@ from service.learn.model.policy import Policy
 
 
 class FrozenWeights:
-    """The copies that the configuration needs, by kind: `proximal`, `reference`."""
+    """The frozen copies of weights that the configuration needs, by kind: `proximal`, `reference`."""
 
     def __init__(self, algorithm: AlgorithmConfig, policy: Policy) -> None:
         self._policy = policy
@@ -38,7 +38,8 @@ class FrozenWeights:
         """Number of optimizer steps of the policy when the copy was made, by kind."""
 
     def logprobs(self, kind: str, micros: Sequence[DeviceBatch], step: int) -> list[Tensor] | list[None]:
-        """[M] log-probabilities of each micro-batch under the frozen weights; None for each if they are not needed."""
+        """For each micro-batch, [M] the log-probabilities of its loss tokens under the frozen weights; None for each
+        micro-batch if they are not needed."""
         if kind not in self._refresh_every:
             return [None] * len(micros)
         if kind == "reference" and self._reference_is_base:
@@ -54,7 +55,7 @@ class FrozenWeights:
 
     @torch.no_grad()
     def take(self, kind: str, step: int) -> None:
-        """Copy the current weights, after `step` optimizer steps."""
+        """Copy the current weights as frozen weights; `step`: the number of optimizer steps taken so far."""
         self.taken_at[kind] = step
         masters = self._policy.master_weights.tensors
         if kind not in self.copies:

@@ -1,4 +1,5 @@
-"""Weights of Hugging Face folders: compares them with the model, reads a rank's shard, writes whole folders."""
+"""Reads and writes the weights of Hugging Face folders: compares them with a model, reads a rank's shard, writes
+folders."""
 
 from __future__ import annotations
 
@@ -22,16 +23,17 @@ from service.learn.model.names import HEAD, Names
 from service.learn.model.sharding import shard_rows
 
 TYPES = ("F64", "F32", "F16", "BF16")
-"""Types of stored weights that can be loaded for training; narrower types would need scales."""
+"""Types of stored weights that can be loaded for training. Narrower types are refused, because they would need
+scales."""
 
 COMPUTED = "rotary_emb.inv_freq"
-"""A buffer that old folders contain; it is not read, because every model computes it."""
+"""Name of a buffer that old folders contain; every model computes this buffer, so it is not read."""
 
 ROWS_AT_ONCE = 4096
 
 
 class StoredWeights:
-    """The weights of a folder, by name; a file is opened when one of its weights is first read."""
+    """The weights stored in a folder, by name. A file is opened when one of its weights is read for the first time."""
 
     def __init__(self, folder: Path, stack: ExitStack) -> None:
         self._folder = folder
@@ -42,7 +44,7 @@ class StoredWeights:
         self._open: dict[Path, Any] = {}
 
     def read(self, name: str, rows: slice, into: Tensor, shape: Sequence[int]) -> None:
-        """Fill `into` with some rows of a weight that must have this shape."""
+        """Fill `into` with the given rows of a stored weight. `shape`: the shape that the whole weight must have."""
         if self.names.of_expert(name, 0):
             for row, expert in enumerate(range(*rows.indices(shape[0]))):
                 parts = self.names.of_expert(name, expert)
@@ -52,7 +54,8 @@ class StoredWeights:
             into.copy_(self._slice(self.names.stored(name), shape)[rows])
 
     def check(self, shapes: Mapping[str, Sequence[int]], unread: Sequence[str] = ()) -> None:
-        """Compare the headers of all files with these shapes; `unread`: name patterns of further allowed weights.
+        """Compare the stored weights, read from the headers of all files, with the names and shapes of a model's
+        weights. `unread`: name patterns of further allowed weights.
 
         Raises:
             UserError: a weight is missing, superfluous, or of another shape or type.
@@ -75,8 +78,8 @@ class StoredWeights:
             )
 
     def others(self, written: Collection[str]) -> dict[str, Tensor]:
-        """The folder's weights that are neither in `written` nor computed: untrained weights, and those of other parts
-        of a multimodal model."""
+        """The stored weights whose names are not in `written`, such as untrained weights and other parts of a
+        multimodal model; buffers that models compute are left out."""
         head = self.names.stored(HEAD)
         others = [name for name in self._file_of if name not in written and not name.endswith(COMPUTED)]
         return {name: self._opened(name).get_tensor(name) for name in others if name != head}
@@ -130,7 +133,7 @@ class StoredWeights:
 def load_weights(
     folder: Path, masters: Mapping[str, Tensor], parameters: Mapping[str, Tensor], unread: Sequence[str] = ()
 ) -> None:
-    """Fill each master weight with this rank's shard of the weights on disk; reads only the shard. `unread`: name
+    """Fill each master weight with this rank's shard of the stored weight; only the shard is read. `unread`: name
     patterns of further allowed weights."""
     with ExitStack() as stack:
         stored = StoredWeights(folder, stack)
@@ -140,13 +143,13 @@ def load_weights(
 
 
 def stored_names(folder: Path) -> Names:
-    """The names of the weights in a folder; the default names if the folder has no weights yet."""
+    """The way in which a folder names its weights; the default names if the folder has no weights yet."""
     return Names.of(_files_of(folder)) if (folder / SINGLE).is_file() or (folder / INDEX).is_file() else Names()
 
 
 def check_weights(folder: Path, shapes: Mapping[str, Sequence[int]], unread: Sequence[str] = ()) -> None:
-    """Compare a folder's weights with the shapes of its config.json; reads only headers, and a tied output head if it
-    is stored. `unread`: name patterns of further allowed weights.
+    """Check that a folder's weights have the names and shapes of a model's weights. Only the headers of the files are
+    read, and the output head if it is stored although it is tied. `unread`: name patterns of further allowed weights.
 
     Raises:
         UserError: a file is missing, truncated or not in safetensors format, or the weights differ from the shapes.
@@ -163,8 +166,8 @@ def _files_of(folder: Path) -> dict[str, Path]:
 
 
 def write_folder(folder: Path, source: Path, weights: dict[str, Tensor]) -> None:
-    """Write a Hugging Face folder of these weights, under the names in `source`, with all other weights and files of
-    `source`; the folder appears only when complete."""
+    """Write a Hugging Face folder with these weights, named as in the folder `source`, and with all other weights and
+    files of `source`; the folder appears only once it is complete."""
     with atomic_folder(folder) as partial, ExitStack() as stack:
         weights = weights | StoredWeights(source, stack).others(weights.keys())
         save_torch_state_dict(weights, partial, metadata={"format": "pt"})
@@ -172,7 +175,8 @@ def write_folder(folder: Path, source: Path, weights: dict[str, Tensor]) -> None
 
 
 def write_beside_weights(source: Path, folder: Path, dtype: torch.dtype) -> None:
-    """Copy all files of a Hugging Face folder except its weights, set the config's `dtype`, and sync all files."""
+    """Copy all files of a Hugging Face folder except its weights; set `dtype` in the copied config, and sync all files
+    to disk."""
     for file in sorted(source.iterdir()):
         if file.is_file() and not file.name.startswith("model") and file.suffix not in (".bin", ".safetensors", ".pt"):
             shutil.copy2(file, folder / file.name)

@@ -24,7 +24,7 @@ from service.config.model_folder import (
 from service.errors import UserError
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-"""Position embeddings that do not depend on the row or micro-batch of a token."""
+"""Supported kinds of position embeddings: a token's embedding does not depend on its row or micro-batch."""
 
 MAX_SHAPE = {
     "num_hidden_layers": 256,
@@ -39,13 +39,16 @@ MAX_SHAPE = {
     "num_experts": 1 << 14,
     "num_experts_per_tok": 1 << 14,
 }
-"""Largest allowed dimensions, above those of published models; larger dimensions overflow, or take many minutes."""
+"""Largest allowed dimensions of a model, larger than in any published model. Beyond them, sizes overflow or the model
+takes many minutes to build."""
 
 ACTIVATIONS = ("hidden_act", "hidden_activation")
-"""Settings of the MLPs' activation; engines compute only the activation that all published models of a family have."""
+"""Names of the settings of the MLP's activation. Engines compute only the activation that all published models of a
+family have."""
 
 REFUSED = ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention")
-"""Settings that change the attention or the logits in a way that neither packed rows nor the chunked head compute."""
+"""Settings that change the attention or the logits in a way that packed rows or the chunked output head do not
+compute."""
 
 LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "linear_attention"})
 
@@ -53,12 +56,13 @@ POSITIVE = ("rms_norm_eps", "rope_theta")
 """Settings that must be positive, because a model divides by them."""
 
 MAX_CHARACTERS = 200
-"""Maximum characters of an error message of transformers."""
+"""Length to which an error message of transformers is shortened, in characters."""
 
 
 def read_config(folder: Path, proven: bool = True) -> PretrainedConfig:
-    """Read the model's configuration (of a multimodal model, the part for its language model). `proven`: whether to
-    refuse quantised models, and model families whose training was not compared with their own code.
+    """Read the model's configuration; for a multimodal model, the part for its language model.
+
+    `proven`: refuse quantised models, and model families whose training was not compared with their own code.
 
     Raises:
         UserError: the file is missing or malformed, refers to custom code, or describes a model that is not supported.
@@ -85,8 +89,8 @@ def read_config(folder: Path, proven: bool = True) -> PretrainedConfig:
 
 
 def text_config(config: PretrainedConfig) -> PretrainedConfig:
-    """The part of a multimodal model's configuration for its language model; of other models, the whole
-    configuration."""
+    """The configuration of the language model: a part of a multimodal model's configuration, otherwise all of
+    `config`."""
     text: PretrainedConfig = config.get_text_config()
     if text is not config:
         text.tie_word_embeddings = text.tie_word_embeddings or config.tie_word_embeddings
@@ -94,23 +98,23 @@ def text_config(config: PretrainedConfig) -> PretrainedConfig:
 
 
 def logit_scale(config: PretrainedConfig) -> float:
-    """The factor by which the family multiplies logits."""
+    """The factor by which models of the family multiply their logits; 1 for most families."""
     return getattr(config, "logit_scale", None) or 1 / (getattr(config, "logits_scaling", None) or 1)
 
 
 def unread_weights(config: PretrainedConfig) -> list[str]:
-    """Patterns of the names of weights that folders of the family may have and its model does not, such as weights that
-    predict several tokens at once."""
+    """Name patterns of weights that folders of the family may contain but the trained model does not use, such as
+    weights that predict several tokens at once."""
     family = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     return list(family._keys_to_ignore_on_load_unexpected or ())
 
 
 @contextmanager
 def code_of_the_model(folder: Path) -> Iterator[None]:
-    """Within the block, turn errors of the model's modules, such as for impossible dimensions, into a `UserError`.
+    """Within the block, turn errors of the model's own code, such as for impossible dimensions, into a `UserError`.
 
     Raises:
-        UserError: the modules raised an error; the message names `config.json` and the error.
+        UserError: the model's code raised an error; the message names `config.json` and the error.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""Log-probabilities and entropies of chosen tokens; logits exist for one chunk of tokens at a time.
+"""Log-probabilities and entropies of chosen tokens. Logits are in memory for only one chunk of tokens at a time.
 
 Axes: `M` tokens that carry loss, `D` hidden size, `V` vocabulary.
 """
@@ -32,7 +32,8 @@ def token_logprobs(
     temperature_M: Tensor,
     chunk_entries: int | None = None,
 ) -> TokenLogprobs:
-    """Log-probabilities of tokens and entropies of their distributions `softmax(logits / temperature)`, differentiable.
+    """Log-probabilities of tokens, and entropies of the distributions `softmax(logits / temperature)` that predict
+    them; differentiable.
 
     Sums are taken in float32 (float64 for a float64 model), whatever the type of the logits.
     """
@@ -79,7 +80,7 @@ def _adds_in_float32(device: torch.device) -> bool:
 
 @compiled_on_gpu
 def statistics(logits: Tensor, tokens: Tensor, inverse_temperature: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probability of each row's token, entropy of each row of logits, and the row's log-normaliser."""
+    """For each row of logits: the log-probability of its token, its entropy, and its log-normaliser."""
     scaled = logits * inverse_temperature[:, None]
     normaliser = scaled.logsumexp(-1)
     logprob = scaled.gather(1, tokens[:, None])[:, 0] - normaliser
@@ -100,9 +101,9 @@ def logit_gradient(
     of_logprob: Tensor,
     of_entropy: Tensor,
 ) -> Tensor:
-    """Gradient of `of_logprob * logprob + of_entropy * entropy` with respect to the logits, as `dtype`.
+    """Gradient of `of_logprob * logprob + of_entropy * entropy` with respect to the logits, returned as `dtype`.
 
-    d logprob / d logit_v = [v is the token] - p_v;    d entropy / d logit_v = -p_v (log p_v + entropy)
+    d logprob / d logit_v = [v is the token] - p_v; d entropy / d logit_v = -p_v (log p_v + entropy)
     """
     logprobs = logits * inverse_temperature[:, None] - normaliser[:, None]
     probability = logprobs.exp()

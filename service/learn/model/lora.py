@@ -1,16 +1,17 @@
-"""Low-rank adapters (LoRA, arXiv 2106.09685) in a model's linear layers: the base is frozen, A and B are trained.
+"""Low-rank adapters (LoRA, arXiv 2106.09685) in a model's linear layers: the base model is frozen, A and B are trained.
 
     y = x W^T + bias + alpha / rank (x A^T) B^T        W [out, in]      A [rank, in]      B [out, rank]
 
-A target layer keeps its position in the model and the names of its parameters. The layer gets two more parameters, with
+A layer with an adapter keeps its place in the model and the names of its parameters. It gets two more parameters, with
 the names that PEFT uses:
 
     model.layers.0.self_attn.q_proj.weight             frozen
     model.layers.0.self_attn.q_proj.lora_A.weight      trained
     model.layers.0.self_attn.q_proj.lora_B.weight      trained; 0 at first, so that the adapter starts without effect
 
-The adapter is added before the model is sharded. Sharded A and B are float32 and are gathered in the compute type,
-which engines use too. A single rank computes with copies of the float32 master weights.
+The adapter is added before the model is sharded. If the model is sharded, A and B are float32, and are gathered in the
+type of the computation, which engines use too. A single rank computes with copies of the float32 master weights in this
+type.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ A, B = ".lora_A.weight", ".lora_B.weight"
 
 
 class LoraLinear(nn.Linear):
-    """A frozen linear layer with a trained low-rank update."""
+    """A frozen linear layer to which a trained low-rank update is added."""
 
     def __init__(self, base: nn.Linear, lora: LoraConfig, dtype: torch.dtype) -> None:
-        """`dtype`: type of A and B. The layer uses the parameters of `base` itself, not copies."""
+        """`dtype`: data type of A and B. The layer uses the parameters of `base` themselves, not copies."""
         device = base.weight.device
         super().__init__(base.in_features, base.out_features, bias=False, device="meta", dtype=base.weight.dtype)
         self.weight, self.bias = base.weight, base.bias
@@ -45,16 +46,16 @@ class LoraLinear(nn.Linear):
         """Whether the update is added; if not, the output equals that of the base layer."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., in] -> [..., out]."""
+        """Linear layer plus low-rank update: [..., in] -> [..., out]."""
         y = super().forward(x)
         return y + self.scale * self.lora_B(self.lora_A(x)) if self.is_on else y
 
 
 def add_adapter(model: nn.Module, layers: nn.ModuleList, lora: LoraConfig, dtype: torch.dtype) -> None:
-    """Freeze the model, and add an adapter with parameters of type `dtype` to the target modules of its layers.
+    """Freeze the model, and add an adapter to the target modules of its layers. `dtype`: data type of the adapter.
 
     Raises:
-        UserError: the model lacks a target; or it has experts, and not all targets are layers of the attention.
+        UserError: the model lacks a target; or the model has experts, and a target is outside the attention.
     """
     model.requires_grad_(False)
     missing = set(lora.targets)
@@ -88,8 +89,8 @@ def adapter_off(model: nn.Module) -> Iterator[None]:
 
 @torch.no_grad()
 def begin_adapter(masters: Mapping[str, Tensor], parameters: Mapping[str, nn.Parameter], seed: int) -> None:
-    """Fill this rank's shards with an adapter without effect: B is 0, A is random and independent of the number of
-    ranks."""
+    """Fill this rank's shards with a new adapter that changes nothing yet: B is 0, and A is random, equal for any
+    number of ranks."""
     for name, parameter in parameters.items():
         if name.endswith(B):
             masters[name].zero_()
@@ -101,8 +102,8 @@ def begin_adapter(masters: Mapping[str, Tensor], parameters: Mapping[str, nn.Par
 
 
 def merged(weights: Mapping[str, Tensor], adapter: dict[str, Tensor], lora: LoraConfig) -> dict[str, Tensor]:
-    """Copies of the weights in float32, each plus the update alpha / rank B A if `adapter` has one; the used tensors
-    are removed from `adapter`."""
+    """Copies of the weights in float32. Where `adapter` has A and B of a weight, the update alpha / rank B A is added,
+    and A and B are removed from `adapter`."""
     found = {name: weight.float() for name, weight in weights.items()}
     for name, weight in found.items():
         a, b = (name.removesuffix(".weight") + end for end in (A, B))

@@ -23,7 +23,8 @@ from service.learn.model.sharding import host_copy, local_shard
 
 
 class MasterWeights:
-    """The float32 (float64 in tests) weights, one plain local tensor per parameter."""
+    """The weights that the optimizer updates, float32 (float64 in tests): one plain local tensor per trained
+    parameter."""
 
     def __init__(self, model: nn.Module, compute: torch.dtype, sharded: bool, cpu_offload: bool) -> None:
         named = model.named_parameters()
@@ -44,21 +45,22 @@ class MasterWeights:
         return host_copy(parameter, dtype) if self._on_cpu else parameter.detach().to(dtype, copy=True)
 
     def gradients(self) -> list[Tensor]:
-        """Move the gradients to the master weights and return them; parameters without a gradient are left out."""
+        """Move the parameters' gradients to the master weights and return them; parameters without a gradient are left
+        out."""
         if not self._copied:
             for name, parameter in self.parameters.items():
                 self.tensors[name].grad = None if parameter.grad is None else local_shard(parameter.grad)
         return [master.grad for master in self.tensors.values() if master.grad is not None]
 
     def drop_gradients(self) -> None:
-        """Set all gradients to None."""
+        """Set the gradients of all weights to None."""
         for name, parameter in self.parameters.items():
             parameter.grad = None
             self.tensors[name].grad = None
 
     @contextmanager
     def dropped_on_error(self) -> Iterator[None]:
-        """Drop all gradients if the block raises, so that they do not reach the next step."""
+        """Within the block, an error drops all gradients, so that they do not reach the next step."""
         try:
             yield
         except BaseException:  # also on cancellation: partial gradients must not reach a step
@@ -67,14 +69,15 @@ class MasterWeights:
 
     @torch.no_grad()
     def write_back(self) -> None:
-        """Copy changed master weights into the parameters."""
+        """Copy the changed master weights into the parameters."""
         if self._copied:
             for name, parameter in self.parameters.items():
                 parameter.copy_(self.tensors[name])
 
 
 def randomize(weights: Iterable[Tensor]) -> None:
-    """Set random weights: ones in vectors (norms, biases), normal values with the usual small deviation in matrices."""
+    """Fill weights with initial values: vectors (norms, biases) with ones, matrices with small normal random
+    numbers."""
     for weight in weights:
         weight.fill_(1.0) if weight.ndim == 1 else weight.normal_(std=0.02)
 

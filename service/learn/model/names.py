@@ -5,7 +5,7 @@
                     or as in the model, in families whose folders store experts in one weight
     multimodal      model.language_model.layers.0.mlp..., and the weights of other parts of the model
 
-Which form a folder uses is read from the names of its weights; weights are written in the same form.
+The names of a folder's weights show its form; weights are written in the form of the folder that was loaded.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ PROJECTIONS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_pro
 
 
 class Names(NamedTuple):
-    """The names of weights in a folder."""
+    """How a folder names the weights of a model."""
 
     prefix: str = BACKBONE
-    """Prefix of the folder's names, in place of `model.`."""
+    """The folder's prefix in place of the model's prefix `model.`."""
     fused: bool = False
-    """Whether one weight holds all experts of a layer."""
+    """True if one stored weight holds all experts of a layer."""
 
     @classmethod
     def of(cls, stored: Collection[str]) -> Names:
-        """The names of a folder that has these weights."""
+        """The naming of a folder whose stored weights have the names `stored`."""
         last = EMBEDDING.removeprefix(BACKBONE)
         prefixes = [name.removesuffix(last) for name in stored if name.endswith("." + last)]
         fused = any(name.endswith(f".experts.{projection}") for name in stored for projection in PROJECTIONS)
         return cls(min(prefixes, key=len, default=BACKBONE), fused)
 
     def stored(self, name: str) -> str:
-        """The folder's name for a weight of the model.
+        """The name in the folder of the model's weight `name`.
 
         >>> Names("model.language_model.").stored("model.norm.weight")
         'model.language_model.norm.weight'
@@ -51,11 +51,12 @@ class Names(NamedTuple):
         return self.prefix.removesuffix(BACKBONE) + name if self.prefix.endswith(f".{BACKBONE}") else name
 
     def is_other(self, stored: str) -> bool:
-        """Whether a folder's weight is of another part of a multimodal model."""
+        """True if a stored weight belongs to another part of a multimodal model than the language model."""
         return self.prefix != BACKBONE and not stored.startswith(self.prefix) and not stored.endswith(HEAD)
 
     def of_expert(self, name: str, expert: int) -> list[str]:
-        """The folder's weights that make up one expert's part of a fused weight; empty if no such weights exist.
+        """Names in the folder of the weights that together are one expert's part of the model's weight `name`. Empty if
+        the folder stores the weight as a whole.
 
         >>> Names().of_expert("model.layers.0.mlp.experts.gate_up_proj", 3)
         ['model.layers.0.mlp.experts.3.gate_proj.weight', 'model.layers.0.mlp.experts.3.up_proj.weight']
@@ -66,16 +67,16 @@ class Names(NamedTuple):
         return [f"{path}.{expert}.{projection}.weight" for projection in PROJECTIONS.get(last, ())]
 
     def split(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The weights of a model under the folder's names; fused experts are split unless the folder stores them
-        fused."""
+        """A model's weights under the names of the folder. Weights of all experts are split into one weight per expert,
+        unless the folder stores them in one weight."""
         whole = {name: Rows(tuple(weight.shape), 0, weight) for name, weight in weights.items()}
         kept = {self.stored(name) for name in weights}
         # safetensors refuses tensors that share memory
         return {name: rows if name in kept else rows.clone() for name, (_, _, rows) in self.split_rows(whole).items()}
 
     def split_rows(self, weights: Mapping[str, Rows]) -> dict[str, Rows]:
-        """Same as `split`, for a rank's rows: a fused weight has one row per expert, so a rank has the complete weights
-        of some experts and no part of the others."""
+        """As `split`, for the rows that a rank holds. In a weight of all experts each row is one expert, so a rank has
+        the complete weights of some experts and no part of the others."""
         split = dict[str, Rows]()
         for name, (shape, first, rows) in weights.items():
             if not self.of_expert(name, 0):

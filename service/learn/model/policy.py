@@ -39,7 +39,8 @@ from service.types import MicroBatch
 
 
 class Policy:
-    """A model from a Hugging Face folder; every rank calls the same methods in the same order."""
+    """The policy on one rank, loaded from a Hugging Face folder. Every rank calls the same methods in the same
+    order."""
 
     def __init__(
         self,
@@ -53,7 +54,8 @@ class Policy:
         checkpointing: Checkpointing | None = None,
     ) -> None:
         """`random_weights`: fill the weights with random numbers instead of reading them; `nodes`: the node of each
-        rank, None if all are on one node; `checkpointing`: overrides the trainer's settings."""
+        rank, None if all ranks are on one node; `checkpointing`: replaces the trainer's settings of gradient
+        checkpointing."""
         self.device = device
         self.rank = rank
         self.world_size = world_size
@@ -125,12 +127,12 @@ class Policy:
         self.master_weights.write_back()
 
     def lighter(self) -> Checkpointing | None:
-        """The next level of checkpointing, which takes less memory; None if no level takes less."""
+        """The next level of gradient checkpointing that takes less memory; None if there is none."""
         return self.checkpointing.lighter(len(self.model.layers), self.compiles)
 
     @cached_property
     def base(self) -> Base | None:
-        """The model that the adapter belongs to; None if all weights are trained."""
+        """The base model of the adapter; None if all weights are trained."""
         return None if self.lora is None else Base.of(self._folder)
 
     @cached_property
@@ -149,21 +151,23 @@ class Policy:
 
     @torch.no_grad()
     def logprobs(self, micros: Sequence[DeviceBatch]) -> list[Tensor]:
-        """[M] log-probabilities of each micro-batch's loss tokens, without gradients."""
+        """For each micro-batch, [M] the log-probabilities of its loss tokens, without gradients."""
         logprobs: list[Tensor] = [self.model(micro).logprob_M for micro in micros]
         reshard(self.model)
         return logprobs
 
     def base_logprobs(self, micros: Sequence[DeviceBatch]) -> list[Tensor]:
-        """Same as `logprobs`, for the model without its adapter."""
+        """For each micro-batch, [M] the log-probabilities of its loss tokens under the model without its adapter,
+        without gradients."""
         with adapter_off(self.model):
             return self.logprobs(micros)
 
     def weights(self, everywhere: bool = False) -> dict[str, Tensor] | None:
-        """Copies of the trained weights in the model's type: all weights under their Hugging Face names, or the adapter
-        under PEFT's names, with B not multiplied by alpha / rank; every rank must call this.
+        """Copies of the trained weights in the model's data type; every rank must call this. Either all weights under
+        their Hugging Face names, or the adapter under PEFT's names, with B not multiplied by alpha / rank.
 
-        Rank 0 has them in CPU memory and the other ranks get None; with `everywhere` every rank has them on its device.
+        Rank 0 gets the copies in CPU memory, and the other ranks get None. With `everywhere`, every rank gets the
+        copies on its device.
         """
         parameters = self.master_weights.parameters
         whole = full_state_dict(parameters, self.dtype, self.device, self.rank, everywhere)
@@ -172,12 +176,13 @@ class Policy:
         return self._names.split(whole) if self.lora is None else peft_names(whole)
 
     def shards(self) -> dict[str, Rows]:
-        """This rank's part of the weights that `weights` gathers, under the same names; not copied, and not cast."""
+        """This rank's rows of all trained weights, under the names that `weights` uses; not copied, and not cast."""
         rows = local_rows(self.master_weights.parameters)
         return self._names.split_rows(rows) if self.lora is None else peft_names(rows)
 
     def export(self, folder: Path) -> None:
-        """Write a Hugging Face folder of the weights, or the float32 adapter in PEFT's form; every rank must call this.
+        """Write the weights as a Hugging Face folder, or the adapter as a PEFT folder in float32; every rank must call
+        this.
 
         Rank 0 writes. The other ranks return at once: if they waited for the disk in a collective, the collective could
         exceed its deadline.

@@ -1,4 +1,4 @@
-"""The policy's model: a Hugging Face backbone that returns log-probabilities of packed or padded rows.
+"""The policy's model: a Hugging Face backbone with a head that returns log-probabilities instead of logits.
 
 Parameters keep their Hugging Face names (`model.layers.0...`, `lm_head.weight`). With tied embeddings the model has no
 `lm_head`, so the shared weight exists once, in memory and in saved files.
@@ -26,31 +26,34 @@ from service.learn.model.lora import add_adapter
 from service.learn.model.router_replay import RouterReplay
 
 DROPOUT = ("dropout", "pdrop")
-"""Ends of the names of settings that are probabilities of dropout."""
+"""Endings of the names of a model's settings that are dropout probabilities."""
 
 
 class Checkpointing(NamedTuple):
-    """Which values are computed or gathered again for the backward pass instead of being kept in memory."""
+    """The level of gradient checkpointing: which values are computed or gathered again in the backward pass instead of
+    being kept in memory."""
 
     layers: int
-    """Number of layers that keep only their input."""
+    """Number of layers that keep only their input and compute all else again."""
     elementwise: bool = False
-    """Whether the other layers, if they are compiled, recompute the results of elementwise operations."""
+    """Whether the other layers, if they are compiled, compute the results of elementwise operations again."""
     regather: bool = True
-    """Whether layers' weights are freed after the forward pass and gathered again for the backward pass."""
+    """Whether the gathered weights of layers are freed after the forward pass and gathered again for the backward
+    pass."""
 
     @staticmethod
     def of(trainer: TrainerConfig, n_layers: int) -> Checkpointing:
-        """Parse the trainer's settings. An `auto` that no estimate has replaced means no checkpointing, and weights
-        that are gathered again."""
+        """The level that the trainer's settings give. The setting `auto`, if no estimate has replaced it, gives no
+        checkpointing, and weights that are gathered again."""
         setting = trainer.gradient_checkpointing
         every = 0 if isinstance(setting, str) else int(setting)
         return Checkpointing(-(-n_layers // every) if every else 0, regather=bool(trainer.reshard_after_forward))
 
     def lighter(self, n_layers: int, compiled: bool) -> Checkpointing | None:
-        """The level to continue with when memory has run out: half or all layers checkpointed; None after all layers.
+        """The level with which to continue after memory ran out: first half of the layers checkpointed, then all; None
+        if all layers are checkpointed already.
 
-        There are at most two such levels, since each level costs a restart and another lease of the same mini-batch.
+        There are at most two such levels, because each costs a restart and another lease of the mini-batch.
         """
         half = -(-n_layers // 2)
         layers = half if self.layers < half else n_layers
@@ -58,27 +61,27 @@ class Checkpointing(NamedTuple):
         return None if lighter == self else lighter
 
     def of_all_ranks(self) -> Checkpointing:
-        """Combine the levels of all ranks, whose GPUs may differ, into one: the maximum of each field. All ranks need
-        the same level, because ranks that recompute and gather different layers would wait for each other."""
+        """One level for all ranks, whose GPUs may differ: the maximum of each field over the ranks. If the ranks
+        computed or gathered different layers again, they would wait for each other."""
         asked: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(asked, self)
         layers, elementwise, regather = map(max, zip(*asked, strict=True))
         return Checkpointing(layers, elementwise, regather)
 
     def includes(self, layer: int, n_layers: int) -> bool:
-        """Whether layer number `layer` keeps only its input; such layers are spread evenly."""
+        """True if layer number `layer` keeps only its input; these layers are spread evenly over the model."""
         return layer * self.layers // n_layers != (layer - 1) * self.layers // n_layers
 
 
 class Head(nn.Module):
-    """The output head, as a module whose forward pass gives log-probabilities instead of logits."""
+    """The output head as a module that returns log-probabilities instead of logits."""
 
     def __init__(self, weight: nn.Parameter) -> None:
         super().__init__()
         self.weight = weight
 
     def forward(self, hidden_MD: Tensor, token_ids_M: Tensor, temperature_M: Tensor) -> TokenLogprobs:
-        """See `token_logprobs`."""
+        """The log-probabilities and entropies of `token_logprobs`, with the weight of this head."""
         return token_logprobs(hidden_MD, self.weight, token_ids_M, temperature_M)
 
 
@@ -114,8 +117,11 @@ class PolicyModel(nn.Module):
         return layers
 
     def units(self, regather: bool) -> dict[nn.Module, bool]:
-        """The modules that are sharded separately, each with whether its gathered weights are freed after the forward
-        pass. The head's weights are kept, because the backward pass begins with the head."""
+        """The modules that are sharded separately. For each, True if its gathered weights are freed after the forward
+        pass.
+
+        The weights of the head are kept, because the backward pass begins with the head.
+        """
         units: dict[nn.Module, bool] = dict.fromkeys(self.layers, regather)
         return units if self.lm_head is None else {self.model.embed_tokens: True, **units, self.lm_head: False}
 
@@ -123,7 +129,8 @@ class PolicyModel(nn.Module):
 def empty_model(
     config: PretrainedConfig, dtype: torch.dtype, trainer: TrainerConfig, checkpointing: Checkpointing | None = None
 ) -> PolicyModel:
-    """The model on the meta device, without memory for parameters; `checkpointing` overrides the trainer's settings."""
+    """The model on the meta device, whose parameters take no memory; `checkpointing` replaces the trainer's
+    settings."""
     own = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]._supports_sdpa
     implementation = ("sdpa" if own else "eager") if trainer.layout == "padded" else attention.NAME
     if dtype == torch.float64:
@@ -151,7 +158,8 @@ def empty_model(
 
 
 def trained_shapes(config: PretrainedConfig, lora: LoraConfig | None = None) -> dict[str, tuple[int, ...]]:
-    """The shape of each trained weight by name, for all weights or for those of an adapter; allocates no memory."""
+    """The shape of each trained weight by name: all weights of the model, or the weights of an adapter. Allocates no
+    memory."""
     model = empty_model(config, torch.float32, TrainerConfig())
     if lora is not None:
         add_adapter(model, model.layers, lora, torch.float32)
@@ -159,13 +167,13 @@ def trained_shapes(config: PretrainedConfig, lora: LoraConfig | None = None) -> 
 
 
 def stored_shapes(config: PretrainedConfig) -> dict[str, tuple[int, ...]]:
-    """The shape of each weight that a folder of the model has, trained or not; allocates no memory."""
+    """The shape of each weight that a folder of the model contains, trained or not, by name. Allocates no memory."""
     model = empty_model(config, torch.float32, TrainerConfig())
     return {name: tuple(weight.shape) for name, weight in [*model.named_parameters(), *stored_buffers(model).items()]}
 
 
 def stored_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """The buffers that folders contain, by name; they are read and not trained."""
+    """The buffers that a folder of the model contains, by name; these are read, but not trained."""
     computed = {
         f"{path}.{name}".removeprefix(".")
         for path, module in model.named_modules()
@@ -175,7 +183,7 @@ def stored_buffers(model: nn.Module) -> dict[str, Tensor]:
 
 
 def allocate(model: PolicyModel, config: PretrainedConfig, device: torch.device, on_cpu: bool = False) -> None:
-    """Allocate memory for an empty model; parameters are uninitialised until they are loaded."""
+    """Allocate memory for the parameters of an empty model; their values are undefined until they are loaded."""
     rotary = type(model.model.rotary_emb)
     model.to_empty(device="cpu" if on_cpu else device)
     # buffers that folders lack are computed

@@ -1,8 +1,9 @@
-"""Router replay: a mixture of experts trains with the experts that the sampler chose for each token.
+"""Router replay: a mixture-of-experts model is trained with the experts that the engine chose for each token when
+sampling.
 
-The router is the family's own code: softmax or sigmoid, groups of experts, a bias that affects only the choice, and
-weights that are normalised or not. Only its choice of the best experts is replaced, so the weights of the recorded
-experts follow the family's rule, and gradients reach the router.
+The router remains the family's own code, with its rules for scores, groups, biases and weights of experts. Only the
+choice of the best experts is replaced. The weights of the recorded experts therefore follow the family's rule, and
+gradients reach the router.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from service.handoff.steps.limits import NO_ROUTING, Routing
 
 
 def routing_of_model(config: PretrainedConfig, recorded: bool = True) -> Routing:
-    """The form of the routed experts that a model of this configuration can replay: numbers of layers, experts per
-    token and experts per layer; `NO_ROUTING` without experts, or if engines do not record them (`recorded`)."""
+    """The form in which engines record experts for this model: numbers of layers, experts per token, experts per layer.
+    `NO_ROUTING` for a model without experts, or if engines do not record experts (`recorded`)."""
     experts, n_layers = experts_of(config), config.num_hidden_layers
     if not experts or not recorded:
         return NO_ROUTING
@@ -32,7 +33,7 @@ def routing_of_model(config: PretrainedConfig, recorded: bool = True) -> Routing
 
 
 class RouterReplay:
-    """Makes routers use the experts that were recorded for each token; where -1 is recorded, the router chooses."""
+    """Makes routers use the experts that were recorded for each token; the router chooses where the record is -1."""
 
     def __init__(self, layers: nn.ModuleList) -> None:
         blocks = {number: getattr(layer, "mlp", None) for number, layer in enumerate(layers)}
@@ -47,7 +48,8 @@ class RouterReplay:
             )
 
     def set(self, experts_NLK: Tensor | None) -> None:
-        """Set the experts for the next forward pass, of all layers or only of layers with experts; None: no replay."""
+        """Set the recorded experts for the next forward pass, for all layers or only for layers with experts; None:
+        every router chooses its own experts. Axes: `N` tokens, `L` layers, `K` experts per token."""
         self._recorded.clear()
         if experts_NLK is None:
             return

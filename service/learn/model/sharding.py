@@ -1,19 +1,20 @@
-"""FSDP2 over the policy: sharded float32 weights, computed in the model's type, gradients summed in float32.
+"""Shards the policy with FSDP2: shards are float32, the computation is in the model's data type, and gradients are
+summed in float32.
 
-The loss weights of tokens come from counts over the whole mini-batch, so gradients of the ranks are summed, not
-averaged.
+The gradients of the ranks are summed, not averaged, because the loss weights of tokens come from counts over the whole
+mini-batch.
 
-Gradients are reduced after every micro-batch, so a rank keeps only those of its shard: 4 bytes per parameter, divided
-by the number of ranks. If they were reduced once, every rank would keep 4 bytes per parameter until the last
-micro-batch. In return, each micro-batch sends 4 bytes per parameter, in addition to 4 for gathering bfloat16 weights
-twice.
+Gradients are reduced after every micro-batch, so a rank keeps only the gradients of its shard: 4 bytes per parameter,
+divided by the number of ranks. If gradients were reduced once per step, every rank would keep 4 bytes per parameter
+until the last micro-batch. The price: each micro-batch sends 4 bytes per parameter for gradients, in addition to 4 for
+gathering bfloat16 weights twice.
 
-Shards are chunks of dimension 0, all of one size but the last:
+Shards are chunks of dimension 0, of equal size except the last:
 
     5 rows on 2 ranks       rank 0 holds rows 0 1 2      rank 1 holds rows 3 4
 
-With `trainer.shard_within: node` each node has a complete copy in shards: weights are gathered within nodes only, and
-gradients of shards are summed over nodes.
+With `trainer.shard_within: node`, the ranks of each node share a complete copy of the model. Weights are gathered
+within nodes only, and the gradients of shards are summed over nodes.
 
 When weights are gathered:
 
@@ -25,7 +26,7 @@ When weights are gathered:
 The rest includes a tied embedding, which is needed first and last, and small layers, for which the latency of a message
 costs more than its bytes.
 
-`full_state_dict` gathers the whole weights, `local_rows` finds this rank's rows of them.
+`full_state_dict` gathers the whole weights; `local_rows` returns the rows of each weight that are on this rank.
 """
 
 from __future__ import annotations
@@ -47,15 +48,15 @@ from service.errors import UserError
 from service.learn.model.logprob import accumulation_dtype
 
 EXPERTS = ".experts."
-"""Part of the names of weights that hold all experts of a layer, one expert per row."""
+"""Part of a weight's name that shows that the weight holds all experts of a layer, one expert per row."""
 SMALL_LAYER = 1 << 20
-"""A layer with fewer parameters is gathered with the rest of the model."""
+"""Number of parameters below which a layer is not gathered by itself, but with the rest of the model."""
 MESSAGE_BYTES = 32 << 20
-"""Bytes of parameters that are collected before they are gathered in one message."""
+"""Bytes of parameters that are collected before one message gathers them."""
 
 
 def ranks_by_node(nodes: Sequence[str]) -> list[list[int]]:
-    """The ranks of each node, from the node of each rank.
+    """For each node, its ranks. `nodes`: the node of each rank.
 
     Raises:
         UserError: some nodes have more ranks than others, so that shards would differ in size.
@@ -81,10 +82,12 @@ def shard(
     cpu_offload: bool = False,
     experts: Mapping[nn.Module, DeviceMesh] | None = None,
 ) -> None:
-    """Shard the model and its `units`, each given with whether its gathered weights are freed after the forward pass.
+    """Shard the model, and each module of `units` separately. The value of a unit is True if its gathered weights are
+    freed after the forward pass.
 
-    `copies`: for each copy of the model, the ranks that share it; `experts`: the units whose experts are divided
-    already, each with the ranks that share its part; such a unit must come before the layer that contains it.
+    `copies`: for each copy of the model, the ranks that share it. `experts`: the units whose experts are already
+    divided among ranks, each with the ranks that share its part; such a unit must come before the layer that contains
+    it.
     """
     divided = experts or {}
     if len(copies) == 1:
@@ -106,14 +109,14 @@ def shard(
 
 
 def set_collective_deadline(seconds: float) -> None:
-    """Set the seconds within which the next collectives must end, in every process group of this rank."""
+    """Set the number of seconds within which later collectives must end, for every process group of this rank."""
     for group in list(dist.distributed_c10d._world.pg_map):
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
 
 def reshard(model: nn.Module) -> None:
-    """Free the gathered weights after a forward pass without a backward pass; otherwise the next pass would use the
-    same weights again."""
+    """Free the gathered weights after a forward pass without a backward pass; otherwise the next pass would use the old
+    weights."""
     for module in _sharded(model):
         module.reshard()
 
@@ -123,23 +126,23 @@ def _sharded(model: nn.Module) -> Iterator[FSDPModule]:
 
 
 def shard_bounds(length: int, rank: int, world_size: int) -> tuple[int, int]:
-    """Start and end of a rank's rows if dimension 0 has this length and is split as FSDP2 does."""
+    """Start and end of a rank's rows of a weight with `length` rows, divided among the ranks as FSDP2 does."""
     size = -(-length // world_size)
     start = min(rank * size, length)
     return start, min(start + size, length)
 
 
 class Division(NamedTuple):
-    """A rank's part of the rows of each weight."""
+    """How the rows of each weight are divided among ranks, and the number of one of these ranks."""
 
     number: int
     of: int
-    """Number of ranks that divide the rows."""
+    """Number of ranks among which the rows are divided."""
     experts: int = 1
-    """Number of ranks of a group that divide the experts (`trainer.expert_parallel`)."""
+    """Number of ranks in each group that divides the experts (`trainer.expert_parallel`)."""
 
     def rows(self, name: str, length: int) -> tuple[int, int]:
-        """Start and end of the rank's rows of a weight with this name and number of rows."""
+        """Start and end of the rank's rows of the weight `name`, which has `length` rows."""
         if self.experts == 1 or EXPERTS not in name:
             return shard_bounds(length, self.number, self.of)
         first, last = shard_bounds(length, self.number % self.experts, self.experts)
@@ -148,7 +151,8 @@ class Division(NamedTuple):
 
 
 def shard_rows(parameter: Tensor) -> slice:
-    """The rows of a parameter that this rank holds: all, or its shard."""
+    """The rows of a parameter that this rank holds: the rows of its shard, or all rows if the parameter is not
+    sharded."""
     if not isinstance(parameter, DTensor):
         return slice(None)
     mesh, start, stop = parameter.device_mesh, 0, len(parameter)
@@ -168,26 +172,26 @@ def _row_axes(parameter: DTensor) -> list[int]:
 
 
 def local_shard(tensor: Tensor) -> Tensor:
-    """This rank's shard of a tensor; the result shares the tensor's storage."""
+    """This rank's shard of a tensor, without a copy."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 class Rows(NamedTuple):
-    """Consecutive rows of a weight."""
+    """Consecutive rows of a weight, with their place in the weight."""
 
     shape: tuple[int, ...]
     """Shape of the whole weight."""
     first: int
-    """Index of the first row in the whole weight."""
+    """Index of the first of these rows in the whole weight."""
     rows: Tensor
-    """[R, ...] the rows; R may be 0."""
+    """[R, ...] the values of the rows; R may be 0."""
 
 
 @torch.no_grad()
 def local_rows(parameters: Mapping[str, Tensor]) -> dict[str, Rows]:
-    """This rank's rows of all parameters, not copied.
+    """This rank's rows of each parameter, without a copy.
 
-    If there are several copies of the model, the ranks of the first copy return all rows and the other ranks none.
+    If there are several copies of the model, only the ranks of the first copy return rows; other ranks return no rows.
     """
     return {
         name: Rows(tuple(parameter.shape), shard_rows(parameter).start or 0, _held(parameter))
@@ -208,10 +212,10 @@ def _held(parameter: Tensor) -> Tensor:
 def full_state_dict(
     parameters: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device, rank: int, everywhere: bool = False
 ) -> dict[str, Tensor] | None:
-    """Copies of all whole parameters, as `dtype`; every rank must call this.
+    """Copies of all parameters, each as a whole tensor of type `dtype`; every rank must call this.
 
-    Rank 0 has them in CPU memory and the other ranks get None; with `everywhere` every rank has them on its device.
-    Shards are cast to `dtype` before they are sent.
+    Rank 0 gets the copies in CPU memory, and the other ranks get None. With `everywhere`, every rank gets the copies on
+    its device. Shards are cast to `dtype` before they are sent.
     """
     whole: dict[str, Tensor] = {}
     for name, tensor in _whole_tensors(parameters, dtype, device):
@@ -270,10 +274,10 @@ def _gathered(
 
 
 def begin_host_copy(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Begin to copy a tensor to CPU memory as `dtype`; the copy is complete after `finish_host_copies`.
+    """Begin to copy a tensor to CPU memory, cast to `dtype`; the copy is complete after `finish_host_copies`.
 
-    A GPU's tensors are copied to pinned memory, because a copy to pageable memory goes through a small buffer of the
-    driver. Torch reuses freed pinned memory for later copies of the same sizes.
+    A tensor on a GPU is copied to pinned memory, because copies to pageable memory are slower. Torch reuses freed
+    pinned memory for later copies of the same sizes.
     """
     source = tensor.detach().to(dtype or tensor.dtype)
     copy = torch.empty(source.shape, dtype=source.dtype, pin_memory=source.is_cuda)
@@ -287,7 +291,7 @@ def finish_host_copies() -> None:
 
 
 def host_copy(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """A copy of a tensor in CPU memory, as `dtype`."""
+    """A copy of a tensor in CPU memory, cast to `dtype`."""
     copy = begin_host_copy(tensor, dtype)
     finish_host_copies()
     return copy

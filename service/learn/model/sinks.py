@@ -1,7 +1,7 @@
-"""Attention with sinks on GPUs, with a variable-length kernel that itself has no sinks.
+"""Attention with sinks on GPUs, computed by a variable-length kernel that does not support sinks.
 
-The kernel returns the logarithm of each query's sum of weights. The sink's weight is added to it afterwards; if the
-kernel's backward pass gets the output and the logarithm with the sink, it returns the gradient with the sink.
+The kernel returns the log-sum-exp of each query's attention logits. The sink is added to the output and the log-sum-exp
+afterwards. The kernel's backward pass gets the two corrected values and returns the gradients for attention with sinks.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from torch import Tensor
 from service.learn.model import flash
 
 Bounds = tuple[Tensor, Tensor, int, int]
-"""Bounds of queries and of keys, and the longest row of queries and of keys."""
+"""Bounds of the rows' queries and of their keys, then the largest number of queries and of keys in a row."""
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def with_sinks(
     query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, bounds: Bounds, window: int, scale: float
 ) -> Any:
-    """[T, heads, head_dim] queries, keys and values -> [T, heads, head_dim]; `sinks` [heads]: logits of the sinks;
-    `window`: number of earlier tokens that a token attends to, -1: all."""
+    """Attention with sinks: queries, keys and values [tokens, heads, head_dim] -> [tokens, heads, head_dim]. `sinks`:
+    [heads] logits of the sinks; `window`: number of earlier tokens to which a token attends, -1 for all."""
     return _WithSinks.apply(query, key, value, sinks, bounds, window, scale)  # type: ignore[no-untyped-call]
 
 

@@ -1,4 +1,4 @@
-"""A small Qwen3 model with random weights, written as a Hugging Face folder."""
+"""Writes a small Qwen3 model with random weights as a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from service.config.tree import MakeModelConfig
 
 
 def count_parameters(shape: MakeModelConfig, vocab_size: int) -> int:
-    """Number of parameters in the matrices of a model of this shape, without the few in its norms."""
+    """Number of parameters in the matrices of a model of this shape; the few parameters of its norms are not
+    counted."""
     attention = 2 * shape.hidden_size * (shape.num_heads + shape.num_kv_heads) * shape.head_dim
     return shape.num_layers * (attention + 3 * shape.hidden_size * shape.intermediate_size) + (
         vocab_size * shape.hidden_size

@@ -1,1 +1,2 @@
-"""The proof that training, in each of its layouts and divisions, computes a model family as its own code does."""
+"""Proves that training computes a model family as the family's own code does, in every layout and division among
+ranks."""

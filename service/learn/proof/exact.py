@@ -1,4 +1,5 @@
-"""Computation in float64 throughout, for proofs: the norms and routers of families round to float32 otherwise."""
+"""Computes in float64 throughout, for proofs; the norms and routers of model families would otherwise round to
+float32."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ CASTS = (Tensor.to, Tensor.type)
 
 
 class Exact(TorchFunctionMode):
-    """Within the block, float64 tensors are not converted to float32."""
+    """Within the block, conversions of float64 tensors to float32 are skipped."""
 
     def __torch_function__(
         self, function: Callable[..., Any], types: Any, arguments: Any = (), named: Mapping[str, Any] | None = None
@@ -30,7 +31,7 @@ class Exact(TorchFunctionMode):
 
 
 def exactly(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, computed in float64 throughout wherever it is called."""
+    """Wraps a function so that it computes in float64 throughout."""
 
     @wraps(function)
     def exact(*arguments: Any, **named: Any) -> Any:

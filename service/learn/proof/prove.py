@@ -1,7 +1,7 @@
-"""Proves that training computes a small random model of a family as the family's own code does, in float64.
+"""Checks in float64 that training computes a small random model of a family as the family's own code does.
 
-The family's code in transformers computes every row by itself, with its plain ("eager") attention. Every other
-way in which training may compute has to give the same loss and the same gradient of every weight.
+The family's code in transformers computes every row by itself, with its plain ("eager") attention. Every way in which
+training may compute has to give the same loss, and the same gradient of every weight.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ CPU = torch.device("cpu")
 RANKS = 2
 SEED = 35
 PATIENCE = timedelta(seconds=120)
-"""Time after which a rank that waits for another rank gives up."""
+"""Time after which a rank stops waiting for another rank."""
 SMALL_GRADIENT = 1e-3
-"""Differences are relative to a weight's gradient, or to this fraction of the whole gradient's norm if that is
+"""Gradients are compared relative to their norm, or to this fraction of the norm of the whole gradient if that is
 larger."""
 
 Outcome = tuple[float, dict[str, Tensor]]
@@ -49,27 +49,27 @@ Outcome = tuple[float, dict[str, Tensor]]
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of one comparison."""
+    """The result of comparing one way of training with the family's own code."""
 
     name: str
     difference: float
-    """Largest relative difference of the loss and of any gradient; infinite if nothing could be computed."""
+    """Largest relative difference of the loss or of any weight's gradient; infinite if nothing could be computed."""
     reason: str = ""
     """What failed; empty if nothing did."""
 
     @property
     def told(self) -> str:
-        """The result in words."""
+        """The result of the comparison as text."""
         return self.reason or f"{'equal' if self.holds else 'apart'} ({self.difference:.0e})"
 
     @property
     def holds(self) -> bool:
-        """Whether both sides are equal up to rounding."""
+        """True if both results are equal up to rounding."""
         return self.difference <= TOLERANCE
 
 
 def prove(config: PretrainedConfig) -> list[Finding]:
-    """Compare all ways to train a small model of this configuration with the family's own code."""
+    """Compare every way to train a small model of this configuration with the family's own code."""
     with tempfile.TemporaryDirectory(prefix="baton-proof-") as parent, torch.random.fork_rng(devices=[]), Exact():
         folder = Path(parent) / "model"
         torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""A small model of any family: the family's own configuration with few layers, heads and experts."""
+"""Makes a small model of any family: the family's own configuration with few layers, heads and experts."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ SMALL = {
 TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
 
 BY_LAYER = ("layer_types", "no_rope_layers", "mlp_layer_types")
-"""Settings that have one entry per layer."""
+"""Names of the settings that have one entry per layer."""
 
 
 def small_config(model_type: str, **changes: Any) -> PretrainedConfig:
-    """The configuration of a small model of a family: the family's defaults with these changes, then `shrunk`.
+    """The configuration of a small model of a family: the family's defaults with these changes, reduced by `shrunk`.
 
     Raises:
         ValueError: the installed transformers does not have the family.
@@ -45,7 +45,7 @@ def small_config(model_type: str, **changes: Any) -> PretrainedConfig:
 
 
 def shrunk(config: PretrainedConfig) -> PretrainedConfig:
-    """The configuration of a small model with a layer of each kind that the model has."""
+    """The configuration reduced to a small model, which has a layer of each kind that the given model has."""
     given = config.to_dict()
     values = {name: value for name, value in given.items() if name not in TOKENS}
     values |= {name: size for name, size in SMALL.items() if given.get(name) or (name == "head_dim" and name in given)}

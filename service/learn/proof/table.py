@@ -1,4 +1,4 @@
-"""The table of families in docs/models.md, made from the proof."""
+"""Makes the table of model families in docs/models.md from the proof's results."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HEADING = """\
 
 
 def families_table(families: Iterable[str]) -> Iterator[str]:
-    """Yield a Markdown table with a line for each family; each line comes as soon as its proof has ended."""
+    """Yield a Markdown table with one line per family; each line is yielded as soon as the family's proof has ended."""
     yield HEADING
     for family in families:
         config = small_config(family)
@@ -26,7 +26,7 @@ def families_table(families: Iterable[str]) -> Iterator[str]:
 
 
 def family_line(family: str, config: PretrainedConfig, findings: list[Finding]) -> str:
-    """The line of a family."""
+    """The table's line for a family."""
     passed = sum(finding.holds for finding in findings)
     worst = max(finding.difference for finding in findings)
     cells = (f"`{family}`", _layers(config), ", ".join(_traits(config)) or "-", f"{passed} of {len(findings)}")

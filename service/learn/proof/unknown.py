@@ -1,4 +1,5 @@
-"""Tells the user whether a model of an unsupported family passes the comparisons of the proof."""
+"""Tells the user whether a model of an unsupported family would be trained correctly, by running the proof's
+comparisons."""
 
 from __future__ import annotations
 
@@ -9,10 +10,10 @@ from service.errors import UserError
 
 
 def refuse_unknown(folder: Path | None) -> None:
-    """Run the comparisons if the folder's family is not supported; they take up to 20 seconds on a CPU.
+    """Refuse a model of an unsupported family, after the proof's comparisons, which take up to 20 seconds on a CPU.
 
     Raises:
-        UserError: the family is not supported; the message names the first comparison that fails, if any does.
+        UserError: the family is not supported; the message names the first comparison that fails, if any fails.
     """
     if folder is None or not is_model_folder(folder):
         return
