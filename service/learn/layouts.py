@@ -84,10 +84,11 @@ class Layout(NamedTuple):
 
 
 def distinct_slots(order: PrefixOrder, offsets_R: Int64s) -> Int64s:
-    """[N] the slot of each token if rows share the slots of common prefixes.
+    """[N] the slot of each token if rows share the slots of common prefixes:
 
-    row 0 1 2 3 4 in the order of row 1 row 0 row 2 slot_N 0 1 2 3 | 0 1 2 | 0 1 4 5 row 1 1 2 3 the prefixes 1 2 3 4 7
-    8 row 2 1 2 7 8
+    row 0   1 2 3 4      in the order of    row 1   row 0   row 2        slot_N   0 1 2 3 | 0 1 2 | 0 1 4 5
+    row 1   1 2 3        the prefixes       1 2 3       4     7 8
+    row 2   1 2 7 8
     """
     slot_N = np.zeros(int(offsets_R[-1]), np.int64)
     path, end = slot_N[:0], 0

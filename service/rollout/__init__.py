@@ -1,1 +1,1 @@
-"""Rollout: plays trajectories of a policy in environments, and prepares prompts, chat templates and environments."""
+"""Plays trajectories of a policy in environments, and prepares prompts, chat templates and environments for playing."""

@@ -1,9 +1,9 @@
-"""The agent loop: plays one trajectory, token ids in and token ids out, and appends one step per turn.
+"""The agent loop: plays one trajectory by exchanging token ids with the engine, and appends one step per turn.
 
     reset -> prompt -> [length?] -> generate -> step of the environment -> append the step -> next prompt -> ...
 
-Each role has a conversation of its own, and the environment chooses the role of the next turn. The trajectory's end,
-with its reason, is appended last. An unfinished turn appends no step.
+Each role has its own conversation, and the environment chooses the role of the next turn. The trajectory's end, with
+its reason, is appended last. A turn that is not finished appends no step.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ log = logging.getLogger(__name__)
 
 
 class Played(NamedTuple):
-    """The result of one trajectory, apart from its steps."""
+    """The result of playing one trajectory, apart from its steps."""
 
     end: TrajectoryEnd
     info: Mapping[str, float]
-    """The environment's `info`, summed over the steps."""
+    """The environment's `info`, each number summed over the steps."""
     failure: str
-    """Why the trajectory failed; empty if it did not."""
+    """The reason why the trajectory failed; empty if it did not fail."""
 
 
 async def run_trajectory(
@@ -59,10 +59,10 @@ async def run_trajectory(
     frozen: FrozenModels | None = None,
     earlier: Steps | None = None,
 ) -> Played:
-    """Play one episode; `sink` gets a step for each finished turn, then the trajectory's end.
+    """Play one trajectory; `sink` gets a step after each finished turn, then the trajectory's end.
 
-    `frozen`: the models that play frozen roles; None: there are none. `earlier`: the first steps, which another
-    generator played and the buffer accepted.
+    `frozen`: the models that play frozen roles; None if there are no frozen roles. `earlier`: steps that another
+    generator played and the buffer accepted; the trajectory continues after them.
     """
     if task.temperature is not None:
         limits = replace(limits, sampling=replace(limits.sampling, temperature=task.temperature))
@@ -150,10 +150,10 @@ async def _taken_over(
 async def generate_turn(
     engine: Engine, prompt_ids: Int32s, limits: AgentLimits, vocab_size: int, request_id: str
 ) -> Generation:
-    """Sample one turn of the policy; the engine's own errors propagate.
+    """Sample one turn of the policy from the engine; errors that the engine raises are passed on.
 
     Raises:
-        TrajectoryFailed: the turn was aborted, took too long, or its columns are malformed.
+        TrajectoryFailed: the engine aborted the turn, took too long, or returned malformed columns.
     """
     try:
         async with asyncio.timeout(limits.request_deadline) as scope:

@@ -20,7 +20,7 @@ from service.rollout.prompts.published import read_published
 from service.user_code import import_user_module
 
 SYNTHETIC = Path("made")
-"""Name for the file of synthetic rows in error messages."""
+"""Stands for the file of rows in error messages about synthetic rows, which have no file."""
 
 
 def check_inputs(
@@ -28,8 +28,8 @@ def check_inputs(
 ) -> None:
     """Make every configured environment and read every dataset that exists.
 
-    `has_endpoint`: whether agents can call the policy; `functions`: required functions of synthetic data, in
-    addition to `rows`.
+    `has_endpoint`: whether agents can call the policy. `functions`: functions that a generator of synthetic data must
+    have in addition to `rows`.
 
     Raises:
         UserError: an environment is unknown, is not trusted or refuses its options, or a row of a dataset is malformed.
@@ -50,7 +50,11 @@ def check_inputs(
 
 
 def check_score(env: EnvConfig) -> None:
-    """Raises `UserError` if the function that scores a command's runs cannot be loaded."""
+    """Check that the function that scores the runs of a command can be loaded.
+
+    Raises:
+        UserError: the function cannot be loaded.
+    """
     if not isinstance(env.score, str):
         return
     module_name, _, name = env.score.partition(":")
@@ -66,7 +70,8 @@ def check_score(env: EnvConfig) -> None:
 
 
 def check_environments(config: EnvConfig, tasks: Sequence[Task], path: Path) -> None:
-    """Make each environment that the rows of `path` name, and call its `check_task`, if it has one, with these rows.
+    """Make each environment that a row of `path` names. If the environment has a `check_task`, call it with each of its
+    rows.
 
     Raises:
         UserError: an environment cannot be made or refuses a row; the message names the first such row.

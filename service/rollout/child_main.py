@@ -1,4 +1,5 @@
-"""Runs in a child process: a keeper that ends all descendants of the process, and the loop that answers requests.
+"""The main program of child processes. One process answers requests; its parent, the keeper, kills all its descendants
+when it ends.
 
     parent: SIGTERM, or its death --> keeper --SIGKILL--> the process that answers, and all its descendants
 
@@ -25,11 +26,12 @@ from service.rollout.user_errors import describe_error
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 KILL_SECONDS = 10
-"""Seconds in which the descendants must end; then the keeper ends, even if some are left."""
+"""Seconds in which the descendants must end; afterwards the keeper ends, even if some of them still run."""
 
 
 def main() -> None:
-    """Fork: the child runs the module of the command line, the parent waits for it and exits with the same status."""
+    """Fork. The child runs the module that the command line names; the parent waits for the child and exits with its
+    status."""
     libc = ctypes.CDLL(None)
     libc.prctl(PR_SET_CHILD_SUBREAPER, 1)
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
@@ -60,9 +62,9 @@ def _reap(child: int, flags: int) -> int | None:
 
 
 def end_descendants() -> None:
-    """Kill all descendants of this subreaper; orphans become its own children, so repeat until none is left.
+    """Kill all descendants of this process, repeatedly until none is left; orphaned descendants become its children.
 
-    If they do not end in time, this process ends itself.
+    If the descendants do not end in time, this process ends itself.
     """
     import psutil  # imported only here: a keeper mostly waits, and there are many keepers
 
@@ -88,7 +90,7 @@ def _end_as(code: int) -> None:
 
 
 def serve_child(answer: Callable[[Any], Awaitable[Any]]) -> None:
-    """Answer one request after the other, each a line of JSON, until stdin closes."""
+    """Answer requests one after the other, each a line of JSON on stdin, until stdin closes."""
     requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     # The code that runs here gets stderr as stdout and an empty stdin, so that it can neither answer nor lose requests.
     os.dup2(2, 1)

@@ -1,9 +1,10 @@
-"""Child processes that answer requests, one at a time: a hang, crash or endless output affects only its own request.
+"""Child processes that answer requests, one request at a time. A hang, crash or endless output affects only one
+request.
 
     parent --JSON line--> keeper and process (service.rollout.child_main) --JSON line--> parent
 
-A process is reused for later requests. It is ended, with all processes that it started, if its caller stops waiting for
-an answer (deadline, cancelled task), and when the parent ends.
+A process is reused for later requests. It is killed, with all processes that it started, if its caller stops waiting
+for an answer (deadline, cancelled task), and when the parent ends.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from service.rollout.environment import OversizedOutput
 from service.user_code import user_folder
 
 STARTED_SECONDS = 20.0
-"""Seconds in which a keeper must have started, so that it can end processes."""
+"""Seconds in which a keeper must have started; only a started keeper can end processes."""
 
 
 class ChildDied(Exception):
-    """The process ended before it answered, or answered out of order."""
+    """Raised if a child process ended before it answered, or answered out of order."""
 
     def __init__(self, message: str, code: int | None = None) -> None:
         super().__init__(message)
@@ -35,11 +36,11 @@ class ChildDied(Exception):
 
 
 class ChildRaised(Exception):
-    """An error that was raised in the process, as text."""
+    """Raised if a child process raised an error; its text is the error of the child process."""
 
 
 class ChildProcesses:
-    """The child processes of one owner that run `module.main()`; idle ones are reused."""
+    """A pool of child processes that run `module.main()`; idle processes are reused."""
 
     def __init__(self, module: str, limit: int) -> None:
         self._module = module
@@ -68,7 +69,7 @@ class ChildProcesses:
             self._idle.append(child)
 
     async def close(self) -> None:
-        """End all processes, also those that are starting right now."""
+        """End all processes, including processes that are just starting."""
         self._closed = True
         for child in self._all:
             child.kill()
@@ -78,7 +79,7 @@ class ChildProcesses:
 
 
 class ChildProcess:
-    """One child process, as its parent uses it."""
+    """A child process that answers requests."""
 
     def __init__(self, process: asyncio.subprocess.Process, transport: asyncio.SubprocessTransport, limit: int) -> None:
         self._process = process
@@ -89,7 +90,7 @@ class ChildProcess:
 
     @staticmethod
     async def start(module: str, limit: int) -> ChildProcess:
-        """Start a process with this process's import path; an answer may have at most `limit` bytes."""
+        """Start a child process with the import path of this process. `limit`: maximum bytes of an answer."""
         loop = asyncio.get_running_loop()
         transport, protocol = await loop.subprocess_exec(
             lambda: asyncio.subprocess.SubprocessStreamProtocol(limit, loop),
@@ -106,16 +107,17 @@ class ChildProcess:
 
     @property
     def usable(self) -> bool:
-        """Whether the process can take another request."""
+        """True if the process can take another request."""
         return not self._broken and not self.has_ended
 
     @property
     def has_ended(self) -> bool:
-        """Whether the process has ended and was reaped."""
+        """True if the process has ended and was reaped."""
         return self._process.returncode is not None
 
     async def ask(self, request: Mapping[str, Any]) -> Any:
-        """Send a request and return the answer; without an answer, or when cancelled, end the process.
+        """Send a request and return the answer. If no valid answer comes, or this call is cancelled, the process is
+        killed.
 
         Raises:
             ChildRaised: the process raised an error while it handled the request.
@@ -152,7 +154,7 @@ class ChildProcess:
         return json.loads(line)
 
     def kill(self) -> None:
-        """End the process and all its descendants."""
+        """Kill the process and all its descendants."""
         self._broken = True
         with suppress(ProcessLookupError):  # the process has ended
             self._process.terminate()  # its keeper kills the others
@@ -162,7 +164,7 @@ class ChildProcess:
             answers.close()
 
     async def ended(self) -> None:
-        """Wait until the process and its descendants have ended; gives up on processes that cannot be killed in
+        """Wait until the process and its descendants have ended; stop waiting for processes that cannot be killed in
         time."""
         with suppress(TimeoutError):
             async with asyncio.timeout(KILL_SECONDS + STARTED_SECONDS):

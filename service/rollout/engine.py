@@ -1,4 +1,4 @@
-"""The inference engine's interface for the agent loop: token ids in, token ids out."""
+"""The interface between agent loop and inference engine: the engine gets token ids and returns token ids."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class Sampling:
     stop_token_ids: tuple[int, ...] = ()
     """Token ids that end a turn and are part of the response."""
     structure: str = ""
-    """Constraint on the text of the turn, as the JSON of a structural tag of xgrammar; empty: no constraint."""
+    """Constraint on the text of the turn: a structural tag of xgrammar, as JSON. Empty: no constraint."""
 
     @staticmethod
     def of(config: GeneratorConfig, stop_token_ids: tuple[int, ...]) -> Sampling:
-        """The configured sampling parameters; reserves one token of `max_generate_length` for an appended
+        """The configured sampling parameters. `max_generate_length` includes one token that is reserved for an appended
         end token."""
         names = [each.name for each in fields(Sampling)]
         same = {name: getattr(config, name) for name in names if hasattr(config, name)}
@@ -40,39 +40,42 @@ class Generation:
     """The tokens that the engine sampled for one turn."""
 
     token_ids: Int32s
-    """[T] exactly the sampled ids, including a sampled end token."""
+    """[T] the sampled token ids, including the end token if one was sampled."""
     logprobs: Float32s
-    """[T] log-probabilities under the sampling distribution."""
+    """[T] log-probability of each token under the distribution from which it was sampled."""
     versions: Int64s
-    """[T] packed `PolicyVersion` that sampled each token."""
+    """[T] for each token, the packed `PolicyVersion` that sampled it."""
     stop_reason: str
-    """`stop`, `length` or `abort`."""
+    """Why sampling stopped: `stop`, `length` or `abort`."""
     sampled_end: bool
-    """Whether the last token is a sampled end token."""
+    """True if the last token is an end token that the policy sampled."""
     routed_experts: Experts | None = None
-    """[at most P + T, layers, topk] ids of experts, from the first prompt token on; None if the engine records none."""
+    """[at most P + T, layers, topk] expert ids of each token, from the first prompt token on; None if the engine
+    records none."""
     seconds: Mapping[str, float] = field(default_factory=dict)
-    """Seconds spent in the engine's `queue`, in `prefill` and in the `pause` for new weights, as far as reported."""
+    """Seconds that the turn spent in the engine: in its `queue`, in `prefill`, and in the `pause` for new weights.
+    Parts that the engine does not report are missing."""
 
 
 class StructureRefused(ValueError):
-    """An engine cannot enforce `Sampling.structure`."""
+    """Raised if an engine cannot enforce `Sampling.structure`."""
 
 
 class Engine(Protocol):
-    """An inference engine, which continues token ids."""
+    """An inference engine: gets the token ids of a prompt, and samples the tokens that follow."""
 
     async def generate(self, prompt_ids: Int32s, sampling: Sampling, request_id: str) -> Generation:
-        """Sample one turn; cancelling the call aborts the request."""
+        """Sample one turn; if this call is cancelled, the request is aborted."""
 
 
 def validate_generation(answer: Generation, prompt_length: int, max_tokens: int, vocab_size: int) -> str | None:
-    """What is wrong with an engine's answer, checked before a step is built from it; None if it is valid.
+    """Check an engine's answer before a step is built from it. Returns an error message, or None if the answer is
+    valid.
 
     max_tokens 4    ids [8 9 2]   log-probabilities [-.1 -.4 -.2]   versions [7 7 8]    valid
                     ids [8 9 2]   log-probabilities [-.1 -.4]       versions [7 7 8]    refused
 
-    Single log-probabilities of NaN or minus infinity are valid: the buffer masks and counts such tokens.
+    A log-probability of NaN or minus infinity is valid: the buffer masks and counts the token.
     """
     n_tokens = len(answer.token_ids)
     if answer.stop_reason not in (StopReason.STOP, StopReason.LENGTH):

@@ -1,10 +1,10 @@
-"""Guards a trajectory's environment, so that its code can fail or hang without affecting other trajectories.
+"""Runs a trajectory's environment such that its code can fail or hang without affecting other trajectories.
 
     agent loop --reset, step, close--> task of the environment: its code, then a copy of the returned value
                <--plain values, or why the trajectory fails--
 
-All code of the environment runs in its own asyncio task, for the whole episode. The agent loop waits for an answer only
-until its deadline, never for the task: a task that ignores its cancellation is abandoned, and counted.
+All code of the environment runs in one asyncio task, for the whole episode. The agent loop waits for an answer only
+until a deadline. It never waits for the task: a task that does not end when cancelled is abandoned, and counted.
 """
 
 from __future__ import annotations
@@ -40,15 +40,16 @@ from service.types import TrajectoryId
 log = logging.getLogger(__name__)
 
 RETURN_SECONDS = 5.0
-"""Seconds in which a cancelled call must return and the environment must close, before its task is abandoned."""
+"""Seconds in which a cancelled call must return and the environment must close; afterwards its task is abandoned."""
 MAX_LEAKED_TASKS = 100
-"""Maximum number of abandoned environment tasks in a process; with more, the process has to be restarted."""
+"""Maximum number of abandoned environment tasks in a process. If there are more, the process has to be restarted."""
 _TOOL = re.compile(r'<tool_call>\s{0,8}\{\s{0,8}"name"\s{0,8}:\s{0,8}"([\w.-]{1,64})"')
 _NAME = re.compile(r"[\w.-]{1,64}")
 
 
 class LeakedTasks:
-    """The environment tasks that did not return after they were cancelled; a task that returns later is removed."""
+    """The abandoned environment tasks: tasks that did not return after they were cancelled. A task that returns later
+    is removed."""
 
     def __init__(self) -> None:
         self._names: dict[asyncio.Task[None], str] = {}
@@ -62,7 +63,7 @@ class LeakedTasks:
         task.add_done_callback(self._names.pop)
 
     def check(self) -> None:
-        """Raises `RunFailed` if too many tasks have not returned."""
+        """Raise `RunFailed` if too many abandoned tasks have not returned."""
         if len(self) > MAX_LEAKED_TASKS:
             names = ", ".join(f"{n} of {name}" for name, n in Counter(self._names.values()).most_common(3))
             raise RunFailed(
@@ -82,7 +83,7 @@ class _Call(NamedTuple):
 
 
 class EnvGuard:
-    """Guards one trajectory's environment, which `make` makes; `name`: the environment's name in messages.
+    """Runs one trajectory's environment. `make`: makes the environment; `name`: the environment's name in messages.
 
     `reset`, `step`, `snapshot`, `restore` and `play` raise TrajectoryFailed if the environment raised an error, missed
     its deadline, or returned a value that is not allowed.
@@ -96,7 +97,8 @@ class EnvGuard:
         leaked: LeakedTasks | None = None,
         answered: Callable[[str, float], None] | None = None,
     ) -> None:
-        """`answered`: called with the name and start time of each call of `reset` and `step`."""
+        """`answered`: called after each call of the environment (except `play`), with the call's name and start
+        time."""
         self._name = name
         self._make = make
         self._limits = limits
@@ -126,13 +128,14 @@ class EnvGuard:
         return result
 
     async def snapshot(self) -> bytes | bool:
-        """The environment's state; True if the episode can be replayed instead; False if neither is possible."""
+        """The environment's state as bytes; True if the episode can be replayed instead; False if neither is
+        possible."""
         if isinstance(self._snapshot, bytes):
             self._snapshot = await self._ask("snapshot", snapshot_of, read_snapshot)
         return self._snapshot
 
     async def restore(self, snapshot: bytes) -> None:
-        """Restore the environment from a snapshot, after its `reset`."""
+        """Restore the environment's state from a snapshot; call `reset` first."""
         await self._ask("restore", lambda environment: environment.restore(snapshot))
 
     async def play(self, session: AgentSession, task: Task, seed: int) -> None:
@@ -140,7 +143,7 @@ class EnvGuard:
         await self._ask("play", lambda agent: played(agent, session, task, seed))
 
     async def close(self, trajectory: TrajectoryId) -> None:
-        """End the episode; errors are only logged, because the trajectory is over."""
+        """End the episode. Errors are only logged, because the trajectory is already over."""
         if self._task is None:
             return
         self._calls.put_nowait(None)
@@ -227,8 +230,9 @@ class EnvGuard:
 
 
 def tool_named(text: str, tools: Container[str]) -> str:
-    """The tool that a response calls first, as in `<tool_call>{"name": "search", ..}`; `step` if it calls none of
-    `tools`, because a name that the policy made up must not become a label of a metric."""
+    """Name of the tool that a response calls first, as in `<tool_call>{"name": "search", ..}`. If the name is not in
+    `tools`, or there is no call, the result is `step`: names that the policy made up must not become labels of a
+    metric."""
     found = _TOOL.search(text) if "<tool_call>" in text else None
     return found[1] if found is not None and found[1] in tools else "step"
 

@@ -1,4 +1,4 @@
-"""The token histories of one trajectory, one for each role; each finished turn becomes a step.
+"""Builds the steps of one trajectory. Each role has a token history, and each finished turn becomes a step.
 
 turn 0:  whole prompt                -> response      step 0 carries the whole prompt
 turn 1:  history + new tokens        -> response      step 1 carries the new tokens and extends step 0
@@ -29,7 +29,7 @@ from service.types import ROUTE_NATIVELY, Experts, Extension, Int32s, Step, Traj
 
 
 class History:
-    """The tokens of one role so far, prompts and responses, and the step of its newest turn."""
+    """All tokens of one role so far (prompts and responses), and the step of the role's newest turn."""
 
     def __init__(self, max_length: int) -> None:
         self.carried = np.empty(0, dtype=np.int32)
@@ -44,7 +44,7 @@ class History:
         return self._tokens[: self._length]
 
     def begin(self, prompt: Prompt) -> None:
-        """Start a turn with its prompt."""
+        """Start a turn: add the tokens of its prompt to the history."""
         self.carried = self._new_tokens(prompt)
         self.append(self.carried)
 
@@ -65,7 +65,7 @@ class History:
 
 
 class Episode:
-    """One trajectory so far; its steps and its end go to `sink`."""
+    """One trajectory while it is played; its steps and its end are sent to `sink`."""
 
     def __init__(self, trajectory: TrajectoryId, task: Task, limits: AgentLimits, sink: StepSink) -> None:
         self._trajectory = trajectory
@@ -85,11 +85,12 @@ class Episode:
 
     @property
     def n_steps(self) -> int:
-        """Number of turns so far."""
+        """Number of finished turns so far."""
         return len(self._roles)
 
     def next_prompt(self, prompt: Prompt, role: str = MAIN) -> Int32s | None:
-        """[Q] ids of a role's whole prompt for this turn; None if the trajectory ends before the turn."""
+        """[Q] token ids of the whole prompt of the role's next turn; None if a limit ends the trajectory before this
+        turn."""
         if self.n_steps == self._limits.max_turns:
             self.stop_reason = StopReason.MAX_TURNS
             return None
@@ -109,7 +110,7 @@ class Episode:
         role: str = MAIN,
         note: str = "",
     ) -> None:
-        """Append the current turn of a role as a step, which the role's next step may extend."""
+        """End the current turn of a role: append a step, which the role's next step may extend."""
         history, index = self._histories[role], self.n_steps
         history.append(response.token_ids)
         n_carried, n_total = len(history.carried) + len(response.token_ids), len(history.token_ids)
@@ -142,17 +143,18 @@ class Episode:
         self._truncated = stop_reason == StopReason.LENGTH
 
     def whole(self, prompt: Prompt) -> Int32s:
-        """[Q] ids of the next prompt of `main`, including the history before it."""
+        """[Q] token ids of the whole next prompt of `main`, including the history."""
         return prompt.token_ids if prompt.whole else np.append(self._histories[MAIN].token_ids, prompt.token_ids)
 
     def take(self, token_ids: Int32s, reward: float, stop_reason: str) -> None:
-        """Add a turn of `main`, of tokens [P + T], that an earlier generator finished; the next step may extend it."""
+        """Add a turn of `main` that another generator finished: the tokens [P + T] of prompt and response. The next
+        step may extend this turn."""
         self._histories[MAIN].begin(Prompt(token_ids, whole=True))
         self._turned(MAIN, reward, stop_reason)
 
     def give(self, rewards: Mapping[str, float]) -> list[str]:
-        """Add rewards to the newest turns of roles; returns the roles that have no turn, or whose reward would become
-        too large."""
+        """Add rewards to the newest turns of roles. Returns the refused roles: they had no turn, or their reward would
+        become too large."""
         refused = []
         for role, reward in rewards.items():
             newest = self.n_steps - 1 - self._roles[::-1].index(role) if role in self._roles else -1
@@ -165,7 +167,7 @@ class Episode:
         return refused
 
     def finish(self, failure: str = "") -> TrajectoryEnd:
-        """Append the trajectory's end and return it; `failure`: why the trajectory is lost."""
+        """Send the trajectory's end to the sink, and return it. `failure`: the reason why the trajectory failed."""
         if self._truncated and self.stop_reason in (StopReason.STOP, StopReason.MAX_TURNS):
             self.stop_reason = StopReason.TRUNCATED
         named = [role for role in self._limits.roles if role not in ROLES]
@@ -183,12 +185,13 @@ class Episode:
         return end
 
     def is_last(self, done: bool) -> bool:
-        """Whether no turn follows the current one."""
+        """True if no turn follows the current turn."""
         return done or self.n_steps + 1 == self._limits.max_turns
 
 
 def experts_of(experts: Experts | None, total: int, carried: int) -> Experts | None:
-    """Routed experts of the last `carried` of `total` tokens; the engine records none for the last sampled token."""
+    """[carried, layers, topk] the routed experts of the last `carried` of `total` tokens; -1 for the last sampled
+    token, for which the engine records no experts."""
     if experts is None:
         return None
     recorded = experts[total - carried : total]

@@ -1,4 +1,4 @@
-"""Makes the environment or agent for each trajectory, by the row's `env_class` and the configured options."""
+"""Makes the environment or the agent of each trajectory, according to the row's `env_class` and the configuration."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ from service.rollout.isolation import IsolatedEnvironment, environment_processes
 
 
 class AgentMaker(Protocol):
-    """Makes agents that run `env.command`; `Environments` gets an `AgentMaker` only if commands may play tasks."""
+    """Makes agents that run the command `env.command`. `Environments` gets an `AgentMaker` only if commands may play
+    tasks."""
 
     def make(self) -> Agent:
-        """An agent for one trajectory."""
+        """Make an agent for one trajectory."""
 
     async def close(self) -> None:
-        """End all commands."""
+        """End all commands that agents started."""
 
 
 class Environments:
-    """Makes one environment per trajectory."""
+    """Makes the environment or the agent of each trajectory."""
 
     def __init__(self, config: EnvConfig, commands: AgentMaker | None = None) -> None:
         """`commands`: makes the agents of `env.command`; None if no task is played by a command."""
@@ -38,7 +39,8 @@ class Environments:
         self._processes = environment_processes(config.max_observation_characters) if isolated else None
 
     def make(self, task: Task) -> Environment | Agent:
-        """A new environment for one trajectory of the task; an empty `env_class` means the configured one."""
+        """Make an environment or agent for one trajectory of the task. An empty `env_class` means the configured
+        environment."""
         config = self._config
         name = task.env_class or config.name
         if name == AGENT:
@@ -51,18 +53,18 @@ class Environments:
         return make_environment(name, options, config.trusted_modules)
 
     def is_agent(self, task: Task) -> bool:
-        """Whether the task is played by an agent that calls the policy itself."""
+        """True if the task is played by an agent that calls the policy itself."""
         name = task.env_class or self._config.name
         if name == AGENT or self._processes is not None:
             return name == AGENT
         return hasattr(environment_class(name, self._config.trusted_modules), "play")
 
     def is_outside(self, task: Task) -> bool:
-        """Whether workers on other machines play the task."""
+        """True if workers on other machines play the task."""
         return self._config.workers == "outside" and (task.env_class or self._config.name) == AGENT
 
     async def close(self) -> None:
-        """End the processes of isolated environments and of commands."""
+        """End the child processes of environments and commands."""
         if self._commands is not None:
             await self._commands.close()
         if self._processes is not None:

@@ -1,4 +1,5 @@
-"""Handover: lets another generator continue a trajectory after its last accepted step.
+"""Handover of a trajectory: another generator continues it after its last accepted step, with the help of the step's
+note.
 
 note of a step                          another generator
 snapshot, the messages after the step   reset, restore(snapshot), the next turn
@@ -24,24 +25,24 @@ from service.types import Int32s, Step, Steps
 
 
 class Note(msgspec.Struct, frozen=True, array_like=True):
-    """State that lets another generator continue after a step."""
+    """What another generator needs to continue a trajectory after a step; stored with the step."""
 
     done: bool
     snapshot: bytes | None = None
-    """The environment's state after the step; None: the environment is replayed instead."""
+    """The environment's state after the step; None: the episode is replayed instead."""
     messages: Sequence[Any] = ()
-    """The environment's answer to the step, with all fields of its messages."""
+    """The environment's messages after the step, with all their fields."""
     is_history: bool = False
-    """Whether `messages` are the whole conversation."""
+    """True if `messages` are the whole conversation, False if they are only the answer to the step."""
     info: dict[str, float] = {}
-    """The environment's `info`, summed over the steps so far."""
+    """The environment's `info`, each number summed over all steps so far."""
 
 
 class EarlierStep(NamedTuple):
-    """An accepted step that another generator sampled before this one took over the trajectory."""
+    """A step of a trajectory that another generator played and the buffer accepted."""
 
     token_ids: Int32s
-    """[P + T] the whole prompt and the response."""
+    """[P + T] the tokens of the whole prompt and of the response."""
     step: Step
     reward: float
 
@@ -49,10 +50,10 @@ class EarlierStep(NamedTuple):
 async def write_note(
     environment: EnvGuard, result: StepResult, history: Sequence[Message] | None, info: Counter[str], most: int
 ) -> str:
-    """The note of the step that the environment has answered; empty if no generator can continue after the step, or
-    the note is too large.
+    """The note of the step that the environment has just answered. Empty if no generator can continue after the step,
+    or if the note would be too large.
 
-    `history`: the whole conversation, if the next prompt needs it; `most`: maximum bytes of a note.
+    `history`: the whole conversation, if the next prompt needs all of it; `most`: maximum bytes of a note.
 
     Raises:
         TrajectoryFailed: the environment's `snapshot` raised an error, missed its deadline, or returned no bytes.
@@ -71,7 +72,7 @@ async def write_note(
 
 
 def read_note(steps: Steps) -> tuple[Note, list[EarlierStep]]:
-    """The note of the last step, and all steps in order of their index.
+    """The note of a trajectory's last step, and all its steps in order of their index.
 
     Raises:
         TrajectoryFailed: the last step has no note, or steps are missing.
@@ -93,5 +94,5 @@ def read_note(steps: Steps) -> tuple[Note, list[EarlierStep]]:
 
 
 def not_restored(detail: str) -> TrajectoryFailed:
-    """The error for a trajectory that cannot continue and has to restart."""
+    """The error for a trajectory that cannot be continued and has to restart."""
     return TrajectoryFailed(StopReason.ENVIRONMENT_NOT_RESTORED, detail)

@@ -1,4 +1,4 @@
-"""Plays an agent whose `play` is a plain function in a thread of its own, so that the event loop is not blocked."""
+"""Runs an agent whose `play` is a plain function in a separate thread, so that the event loop is not blocked."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from typing import Any
 from service.rollout.environment import Agent, AgentSession, Task
 
 FINISH_SECONDS = 60.0
-"""Seconds in which the event loop must handle the end of a session."""
+"""Seconds in which the event loop must process an agent's call of `finish`."""
 
 
 async def played(agent: Agent, session: AgentSession, task: Task, seed: int) -> None:
     """Call an agent's `play`: in this task if it is a coroutine function, else in a thread.
 
-    A thread cannot be ended from outside: after a first cancellation this function waits until the thread ends; a
-    second cancellation ends the wait.
+    A thread cannot be ended from outside. After a first cancellation this function therefore waits until the thread
+    ends; a second cancellation ends the wait.
     """
     play: Callable[[AgentSession, Task, int], Any] = agent.play
     if inspect.iscoroutinefunction(play):

@@ -1,4 +1,4 @@
-"""Environments in child processes: each process serves one episode at a time and is then reused."""
+"""Runs environments in child processes. A process serves one episode at a time, and is then reused."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from service.rollout.environment import Environment, Message, StepResult, Task, 
 from service.rollout.environments.registry import Options, make_environment
 
 BYTES_PER_CHARACTER = 6
-"""Maximum bytes of JSON for one character of an observation (`\\u0000`)."""
+"""Maximum bytes that one character of an observation takes in JSON (`\\u0000`)."""
 ROOM = 1 << 16
-"""Maximum bytes of an answer without its observation."""
+"""Maximum bytes of an answer, without the observation in it."""
 
 
 def environment_processes(max_observation_characters: int) -> ChildProcesses:
-    """The processes in which the isolated environments of one generator run."""
+    """The pool of child processes for the isolated environments of one generator."""
     return ChildProcesses("service.rollout.isolation", max_observation_characters * BYTES_PER_CHARACTER + ROOM)
 
 
 class IsolatedEnvironment:
-    """An environment whose episode runs in another process."""
+    """An environment whose code runs in a child process."""
 
     def __init__(self, processes: ChildProcesses, name: str, options: Options, trusted_modules: Sequence[str]) -> None:
         self._processes = processes
@@ -34,7 +34,7 @@ class IsolatedEnvironment:
         self._process: ChildProcess | None = None
 
     async def reset(self, task: Task, seed: int) -> Sequence[Message]:
-        """Take a process and begin the episode in it."""
+        """Take a process from the pool and begin the episode in it."""
         self._process = await self._processes.take()
         request = {"verb": "reset", "make": self._make, "task": asdict(task), "seed": seed}
         messages: list[Message] = await self._process.ask(request)
@@ -45,7 +45,7 @@ class IsolatedEnvironment:
         return StepResult(**await self._asked({"verb": "step", "text": text}))
 
     async def snapshot(self) -> bytes | bool:
-        """Call the environment's `snapshot` in its process; see `snapshot_of`."""
+        """Call the environment's `snapshot` in its process; the result is described in `snapshot_of`."""
         found = await self._asked({"verb": "snapshot"})
         return b64decode(found) if isinstance(found, str) else bool(found)
 
@@ -100,5 +100,5 @@ class _Episodes:
 
 
 def main() -> None:
-    """Serve one episode after the other until stdin closes."""
+    """Serve episodes one after the other until stdin closes."""
     serve_child(_Episodes().answer)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # datasets are checked without importing transformers, which 
 
 @dataclass(frozen=True, slots=True)
 class PlaySettings:
-    """The settings for playing trajectories, from a run's configuration."""
+    """The parts of a run's configuration that are needed to play trajectories."""
 
     seed: int
     env: EnvConfig
@@ -40,19 +40,20 @@ class AgentLimits:
     max_observation_characters: int = 1 << 20
     """Maximum characters of one observation, over all texts and names of its messages."""
     max_snapshot_bytes: int = 0
-    """Maximum bytes of a step's note (`handover`); 0: no notes, so a trajectory that changes its generator restarts."""
+    """Maximum bytes of a step's note for a handover; 0: no notes, so a trajectory that changes its generator
+    restarts."""
     conversation: Mode = "append"
     roles: Mapping[str, RoleConfig | None] = field(default_factory=lambda: {MAIN: None})
-    """The roles that turns may have; `main` has no settings."""
+    """The roles that turns may have, with their settings; `main` has no settings."""
 
     @property
     def max_length(self) -> int:
-        """Maximum tokens of a turn's prompt and response together, including an appended end token."""
+        """Maximum tokens of a turn's prompt and response together; an appended end token counts."""
         return self.max_input_length + self.sampling.max_tokens + 1
 
     @staticmethod
     def of(settings: PlaySettings, chat: Chat) -> AgentLimits:
-        """The limits from the configuration."""
+        """The limits and sampling parameters from the configuration."""
         env, generator = settings.env, settings.generator
         return AgentLimits(
             max_turns=env.max_turns,

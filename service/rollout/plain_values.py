@@ -1,8 +1,8 @@
-"""Copies values of users' code into plain types with bounded depth and size.
+"""Copies values that users' code returns into plain types, with bounded depth and size.
 
     a mapping, a list subclass, a numpy number, a str subclass   ->   dict, list, float or int, str (and bool, None)
 
-Copying calls methods of the values' own classes, which may raise any error, so the caller has to handle all errors. The
+To copy a value, methods of its class are called; these may raise any error, so the caller has to handle all errors. The
 finished copy contains only plain types.
 """
 
@@ -22,20 +22,19 @@ from service.rollout.limits import AgentLimits
 from service.rollout.user_errors import describe_error, type_name
 
 MAX_DEPTH = 64
-"""Maximum number of lists and mappings that enclose a value."""
+"""Maximum number of nested lists and mappings around a value."""
 MAX_PLACE_CHARACTERS = 200
 """Maximum characters of a value's path (such as `['hits'][1]`) in an error message."""
 VALUE_CHARACTERS = 8
-"""Number of characters that each value other than a text counts as, so that the number of such values is bounded
-too."""
+"""Characters that a number or other value without text counts as, so that the number of such values is limited, too."""
 NUMBER_CHARACTERS = 1 << 10
-"""Maximum characters of a reward."""
+"""Maximum characters of a reward as text."""
 INFO_CHARACTERS = 1 << 16
-"""Maximum characters of all names and values in one `info`."""
+"""Maximum characters of all names and values in one `info` together."""
 
 
 class NotPlain(Exception):
-    """Raised if a value is not allowed; the message states the value's path and the allowed values."""
+    """Raised if a value is not allowed; the message states the path of the value and which values are allowed."""
 
     def __init__(self, problem: str) -> None:
         super().__init__(problem)
@@ -46,9 +45,10 @@ class NotPlain(Exception):
 
 
 class Copier:
-    """Copies values with a total of up to `most` characters, counted over all their texts and names.
+    """Copies values into plain types; all their texts and names together may have `most` characters.
 
-    Values of the types `also` are not copied; with `any_text`, texts may contain half of a surrogate pair.
+    Values of the types in `also` are passed on without a copy. With `any_text`, texts may contain half of a surrogate
+    pair.
 
     >>> Copier(1000).copy({"hits": (np.float32(0.5), None)})
     {'hits': [0.5, None]}
@@ -130,7 +130,7 @@ class Copier:
 
 
 class NotAllowed(Exception):
-    """Raised if a value from the environment or the agent is not allowed."""
+    """Raised if a value that the environment or the agent returned is not allowed."""
 
     def __init__(self, reason: StopReason, detail: str) -> None:
         super().__init__(detail)
@@ -138,14 +138,14 @@ class NotAllowed(Exception):
 
 
 def read_snapshot(value: Any) -> bytes | bool:
-    """An environment's snapshot, or a bool: whether the episode can be replayed."""
+    """Check a snapshot: the environment's state as bytes, or a bool that says whether the episode can be replayed."""
     if type(value) not in (bytes, bool):
         raise NotAllowed(StopReason.ENVIRONMENT_ERROR, f"gave a {type_name(value)}; bytes are needed")
     return value  # type: ignore[no-any-return]
 
 
 def read_step_result(limits: AgentLimits, result: Any) -> StepResult:
-    """The answer to one turn, in plain values.
+    """Check the environment's answer to one turn, and copy it into plain values.
 
     Raises:
         NotAllowed: the answer is not a `StepResult`, or a part of it is not allowed.
@@ -169,7 +169,7 @@ def read_step_result(limits: AgentLimits, result: Any) -> StepResult:
 
 
 def read_messages(field: str, limits: AgentLimits, value: Any) -> list[Message]:
-    """Messages in plain values, each with at least a role and a text as content."""
+    """Check messages and copy them into plain values; each needs at least a role, and a text as its content."""
     most, reason = limits.max_observation_characters, StopReason.ENVIRONMENT_OUTPUT
     messages: list[Message] = _plain(field, value, most, reason, list, "a list of messages")
     for i, message in enumerate(messages):
@@ -179,7 +179,7 @@ def read_messages(field: str, limits: AgentLimits, value: Any) -> list[Message]:
 
 
 def plain_reward(value: Any, name: str = "reward") -> float:
-    """The reward, or another value called `name`, as a number that the buffer accepts.
+    """Check a reward and return it as a float that the buffer accepts. `name`: the value's name in error messages.
 
     Raises:
         NotAllowed: the value is not such a number.
@@ -192,7 +192,7 @@ def plain_reward(value: Any, name: str = "reward") -> float:
 
 
 def plain_info(value: Any, field: str = "info") -> dict[str, float]:
-    """The `info`, or another mapping called `field`, as numbers by name; empty for None.
+    """Check an `info` and return its numbers by name; empty for None. `field`: the mapping's name in error messages.
 
     Raises:
         NotAllowed: the value is not such a mapping, or too large.
@@ -208,7 +208,7 @@ def plain_info(value: Any, field: str = "info") -> dict[str, float]:
 
 
 def float_or_nan(number: float) -> float:
-    """The number as a float; NaN if it is not finite or out of range."""
+    """The number as a float; NaN if it is infinite, NaN, or too large for a float."""
     try:
         return float(number) if math.isfinite(number) else math.nan
     except OverflowError:

@@ -1,4 +1,4 @@
-"""Plays trajectories of one model on one engine, for training and for evaluation."""
+"""Plays trajectories of one model on one inference engine, for training and for evaluation."""
 
 from __future__ import annotations
 
@@ -29,31 +29,31 @@ from service.types import Steps, TrajectoryEnd, TrajectoryId
 
 
 class AgentPlayer(Protocol):
-    """Plays the trajectories of agents, which call the policy themselves; `Player` has an `AgentPlayer` only if
-    agents can call the policy."""
+    """Plays the trajectories of agents that call the policy themselves. A `Player` has an `AgentPlayer` only if agents
+    can call the policy."""
 
     limits: AgentLimits
 
     def restore(self, trajectory: TrajectoryId, task: Task, steps: Steps, sink: StepSink) -> bool:
-        """Prepare to continue a trajectory of an earlier process; False if that is impossible."""
+        """Prepare to continue a trajectory that an earlier process began; returns False if that is impossible."""
 
     async def play(
         self, trajectory: TrajectoryId, task: Task, guard: EnvGuard | None, seed: int, sink: StepSink
     ) -> Played:
-        """Play one trajectory with the agent in `guard`; without a guard, a worker on another machine plays it."""
+        """Play one trajectory with the agent in `guard`; None: a worker on another machine plays it."""
 
     def measure(self, metrics: Metrics) -> None:
-        """Record the metrics of the agents' trajectories and calls."""
+        """Record metrics of the agents' trajectories and calls."""
 
     async def close(self) -> None:
-        """Stop accepting calls of agents."""
+        """Stop accepting calls from agents."""
 
 
 A = TypeVar("A", bound=AgentPlayer)
 
 
 class Player(Generic[A]):
-    """Plays trajectories in the process of the engine that samples them."""
+    """Plays trajectories in the process of the engine that samples their turns."""
 
     def __init__(
         self,
@@ -64,8 +64,8 @@ class Player(Generic[A]):
         commands: AgentMaker | None = None,
         served: Served | None = None,
     ) -> None:
-        """`agents`: makes the `AgentPlayer`, if there is one; `commands`: see `Environments`; `served`: see
-        `FrozenModels`."""
+        """`agents`: makes the `AgentPlayer`, or returns None if agents cannot call the policy. `commands`: makes the
+        agents of `env.command`. `served`: queries this run's engines for frozen roles without an address."""
         self._settings = settings
         self.timelines = Timelines(settings.generator.min_engines)
         self._engine: Engine = TimedEngine(engine, self.timelines)
@@ -85,12 +85,12 @@ class Player(Generic[A]):
     async def play(
         self, trajectory: TrajectoryId, task: Task, sink: StepSink, earlier: Steps | None = None
     ) -> TrajectoryEnd:
-        """Play one trajectory for training; its steps and its end go to `sink`.
+        """Play one trajectory for training; its steps and its end are sent to `sink`.
 
-        `earlier`: steps that another generator played; the trajectory continues after them.
+        `earlier`: steps of the trajectory that another generator played; it continues after these steps.
 
         Raises:
-            RunFailed: too many environments did not return after they were cancelled; this process has to be restarted.
+            RunFailed: too many environments did not return when cancelled; this process has to be restarted.
         """
         # All samples of a group share the environment's seed, so that only the policy differs.
         env = task.env_class or self._settings.env.name
@@ -103,22 +103,24 @@ class Player(Generic[A]):
         return played.end
 
     def restore(self, trajectory: TrajectoryId, task: Task, steps: Steps, sink: StepSink) -> bool:
-        """Prepare to continue a trajectory of an earlier process; `play` then continues it.
+        """Prepare to continue a trajectory that an earlier process began; `play` then continues it.
 
-        Returns False if that is impossible: only the session of a worker on another machine outlives the process; other
-        trajectories ended with it.
+        Returns False if that is impossible. It is possible only if a worker on another machine plays the trajectory,
+        because all other trajectories ended with the earlier process.
         """
         if self.agents is None or not self._environments.is_outside(task):
             return False
         return self.agents.restore(trajectory, deepcopy(task), steps, sink)
 
     async def play_unmeasured(self, trajectory: TrajectoryId, task: Task, sink: StepSink, seed: str) -> TrajectoryEnd:
-        """Play one trajectory that the buffer does not receive, for example in an evaluation; see `play`."""
+        """Play one trajectory that is not sent to the buffer, for example in an evaluation; without metrics. Otherwise
+        as `play`."""
         nowhere_else = replace(self._limits, max_snapshot_bytes=0)
         return (await self._play(trajectory, task, sink, seed, nowhere_else)).end
 
     def measure(self, metrics: Metrics, trace: Trace) -> None:
-        """Record the metrics of each training trajectory once, after its end, and write the timeline."""
+        """Record the metrics of the training trajectories that ended since the last call, and write their timeline to
+        `trace`."""
         self.timelines.measure(metrics)
         self.timelines.record(trace)
         measure_ended(metrics, self._ended)
@@ -129,7 +131,7 @@ class Player(Generic[A]):
             self.agents.measure(metrics)
 
     async def close(self) -> None:
-        """End the processes of the environments, the connections to frozen models and the calls of agents."""
+        """End the processes of environments, the connections to frozen models, and the calls of agents."""
         await self._environments.close()
         await self._frozen.close()
         if self.agents is not None:

@@ -1,4 +1,4 @@
-"""Sinks for the steps and ends of trajectories: a message is filled with them one by one, as they happen.
+"""Collects the steps and ends of trajectories, one by one as they happen, into a message to the buffer.
 
 StepColumns().append(step), .append(step), .end(end)  ->  step_group(sender)  ->  service.handoff.steps.wire.encode
 """
@@ -21,7 +21,7 @@ _REQUIRED_BYTES = sum(column.dtype.itemsize for column in _TOKEN_COLUMNS.values(
 
 
 class StepSink(Protocol):
-    """Receives the steps and ends of trajectories: a `StepColumns`, or a generator's outbox."""
+    """Receives the steps and ends of trajectories. Implementations: `StepColumns`, and the outbox of a generator."""
 
     def append(self, step: Step) -> None:
         """Receive a step."""
@@ -30,11 +30,11 @@ class StepSink(Protocol):
         """Receive a trajectory's end."""
 
     async def accepted(self, trajectory: TrajectoryId) -> bool:
-        """Wait until the buffer has answered about the trajectory's last step; returns whether it was accepted."""
+        """Wait for the buffer's answer about the trajectory's last step; returns True if the buffer accepted it."""
 
 
 class StepColumns:
-    """The steps and trajectory ends of one message, appended as they happen."""
+    """The steps and trajectory ends of one message, in the order in which they were appended."""
 
     def __init__(self) -> None:
         self.n_bytes = 0
@@ -66,11 +66,11 @@ class StepColumns:
         self._count_names(end.prompt_uid, end.stop_reason)
 
     async def accepted(self, trajectory: TrajectoryId) -> bool:
-        """Always True: no buffer has to answer, because the steps are only collected here."""
+        """Always True, because the steps are only collected here and no buffer has to accept them."""
         return True
 
     def by_trajectory(self) -> dict[TrajectoryId, StepColumns]:
-        """The steps and the end of each trajectory separately, in order of first appearance."""
+        """For each trajectory, its steps and its end; trajectories are in order of first appearance."""
         parts: dict[TrajectoryId, StepColumns] = {}
         for step in self._steps:
             parts.setdefault(step.trajectory, StepColumns()).append(step)
@@ -79,11 +79,11 @@ class StepColumns:
         return parts
 
     def step_group(self, sender: Sender) -> StepGroup:
-        """All steps and ends as one message."""
+        """The message with all collected steps and ends."""
         return step_group(sender, self._steps, self.ends)
 
     def steps(self) -> Steps:
-        """The steps as columns."""
+        """The collected steps as columns."""
         return steps_table(self._steps)
 
     def _count_names(self, *names: str) -> None:

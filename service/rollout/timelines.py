@@ -1,12 +1,12 @@
-"""Where trajectories spend their time: calls of the engine and of the environment, for a sample of trajectories.
+"""Records where trajectories spend their time: the calls of engine and environment, for a sample of trajectories.
 
     with timelines.playing(trajectory, "search"):      # from the claim to the end
         generation = await engine.generate(...)        # a call: queue, prefill, decode, pause
         result = await environment.step(text)          # a call: environment, with the tool's name
     timelines.record(trace)                            # to the timeline: a sample, the slowest, and sums of all
 
-The sample is every n-th trajectory, where n depends on how many trajectories end per second. In addition, the slowest
-trajectories of each time window are recorded, so that bad cases can be inspected.
+The sample is every n-th trajectory; n grows with the number of trajectories that end per second. In addition, the
+slowest trajectories of each time window are recorded, so that bad cases can be inspected.
 """
 
 from __future__ import annotations
@@ -26,21 +26,22 @@ from service.rollout.engine import Engine, Generation, Sampling
 from service.types import Int32s, TrajectoryId
 
 SAMPLED_A_SECOND = 2.0
-"""Trajectories per second whose calls are recorded, over all engines of a run."""
+"""Number of trajectories per second that are sampled, over all engines of a run."""
 WINDOW_SECONDS = 10.0
-"""Length of a time window; at its end the slowest trajectories are chosen and the sampling rate is set."""
+"""Length of a time window. At its end the slowest trajectories are recorded, and the sampling rate is set."""
 SLOWEST = 2
-"""Number of slow trajectories that are recorded per window in addition to the sample."""
+"""Number of slow trajectories that are recorded per time window in addition to the sample."""
 MAX_CALLS = 256
-"""Maximum number of recorded calls of a trajectory; further calls count only in its sums."""
+"""Maximum number of recorded calls of a trajectory; later calls are only added to the trajectory's sums."""
 
 ENVIRONMENT = "environment"
 PARTS = ("queue", "prefill", "decode", "pause", ENVIRONMENT, "other")
-"""Parts of a trajectory's time. If the engine does not report `queue` and `prefill`, their time counts as `decode`."""
+"""Parts of a trajectory's time. Where the engine does not report `queue` and `prefill`, their time counts as
+`decode`."""
 
 
 class Timeline:
-    """Where one trajectory spends its time."""
+    """The calls and times of one trajectory."""
 
     def __init__(self, trajectory: TrajectoryId, env: str) -> None:
         self.trajectory, self.env, self.began = trajectory, env, time.monotonic()
@@ -55,21 +56,22 @@ class Timeline:
         """Seconds from `began` to the trajectory's end, and why it ended."""
 
     def add(self, tool: str, began: float, ended: float, parts: dict[str, float], detail: dict[str, Any]) -> None:
-        """Record a call that has ended; `parts`: its seconds by part."""
+        """Record a call that has ended. `parts`: seconds of the call, by part of the trajectory's time."""
         for part, taken in parts.items():
             self.seconds[part] += taken
         if len(self.calls) < MAX_CALLS:
             self.calls.append((tool, round(began - self.began, 6), round(ended - self.began, 6), detail))
 
     def event(self, why: str) -> tuple[Any, ...]:
-        """The trajectory as an event of the run's timeline; `why`: the reason for recording it."""
+        """The trajectory as an event for the run's timeline. `why`: the reason for recording it, `sampled` or
+        `slow`."""
         began, parts = round(self.began, 6), {part: round(s, 6) for part, s in self.seconds.items() if s}
         of = tuple(self.trajectory), why, self.env, self.reason, began, self.lasted, parts, self.calls
         return TRAJECTORY, *of
 
 
 class Timelines:
-    """The trajectories that one process plays, and the times of the trajectories that ended."""
+    """The timelines of the trajectories that one process plays, and the times of the trajectories that ended."""
 
     def __init__(self, engines: int = 1) -> None:
         self._a_window = SAMPLED_A_SECOND * WINDOW_SECONDS / engines
@@ -90,7 +92,7 @@ class Timelines:
 
     @contextmanager
     def playing(self, trajectory: TrajectoryId, env: str) -> Iterator[Timeline]:
-        """Record a trajectory while it is played; cancelled trajectories are left out."""
+        """Within the block, record the calls of a trajectory; a cancelled trajectory is left out of the results."""
         key = str(trajectory)
         line = self._open[key] = Timeline(trajectory, env)
         try:
@@ -100,7 +102,8 @@ class Timelines:
                 del self._open[key]
 
     def generated(self, request: str, began: float, generation: Generation) -> None:
-        """Record a finished call of the engine; the request id begins with the trajectory's name and a slash."""
+        """Record a call of the engine that has ended. `request`: the request's id, which begins with the trajectory's
+        name and a slash."""
         if (line := self._open.get("/".join(request.split("/", 3)[:3]))) is None:  # the trajectory's name has 3 parts
             return
         seconds = (now := time.monotonic()) - began
@@ -110,14 +113,14 @@ class Timelines:
         line.add("", began, now, parts | {"decode": decode}, detail)
 
     def answered(self, trajectory: TrajectoryId, tool: str, began: float) -> None:
-        """Record a finished call of the environment."""
+        """Record a call of the environment that has ended."""
         if (line := self._open.get(str(trajectory))) is not None:
             seconds = (now := time.monotonic()) - began
             line.tools.append((tool, seconds))
             line.add(tool, began, now, {ENVIRONMENT: seconds}, {})
 
     def ended(self, line: Timeline, reason: str) -> None:
-        """Record that a trajectory has ended for this reason."""
+        """Record the end of a trajectory with its reason."""
         seconds = time.monotonic() - line.began
         line.seconds["other"] = max(0.0, seconds - sum(line.seconds.values()))
         self._played += 1
@@ -146,7 +149,7 @@ class Timelines:
         return name
 
     def measure(self, metrics: Metrics) -> None:
-        """Record the times of the trajectories that ended since the last call as metrics."""
+        """Record metrics of the trajectories that ended since the last call: their times by part and by tool."""
         for (env, part), seconds in self._parts.items():
             metrics.observe("baton_trajectory_seconds", np.asarray(seconds), env=env, part=part)
         for (env, tool), seconds in self._tools.items():
@@ -155,12 +158,12 @@ class Timelines:
         self._tools.clear()
 
     def finish(self) -> None:
-        """Stop: the next `record` writes the data of the last window to the timeline."""
+        """End the last time window early, so that the next `record` writes its data to the timeline."""
         self._finished = True
 
     def record(self, trace: Trace) -> None:
-        """Write the trajectories sampled since the last call to the timeline, and once per window the slowest ones and
-        the sums."""
+        """Write the trajectories sampled since the last call to the timeline; once per time window, also the slowest
+        trajectories and the sums."""
         for line in self._sampled:
             trace.add(*line.event("sampled"))
         self._sampled.clear()
@@ -180,13 +183,13 @@ class Timelines:
 
 
 class TimedEngine:
-    """An engine whose calls are timed, and counted while they run."""
+    """An inference engine whose calls are timed."""
 
     def __init__(self, engine: Engine, timelines: Timelines) -> None:
         self._engine, self._timelines = engine, timelines
 
     async def generate(self, prompt_ids: Int32s, sampling: Sampling, request_id: str) -> Generation:
-        """Generate like the engine, and record the time."""
+        """Call the engine's `generate`, and record how long the call took."""
         began = time.monotonic()
         generation = await self._engine.generate(prompt_ids, sampling, request_id)
         self._timelines.generated(request_id, began, generation)

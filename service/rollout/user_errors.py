@@ -1,6 +1,6 @@
-"""Errors of users' code: describes each in one line with its file and line number, and turns exits into errors.
+"""Handles errors of users' code: describes an error in one line with file and line number, and turns exits into errors.
 
-asyncio passes SystemExit and KeyboardInterrupt of any task on to its event loop. This would end the loop, and with it
+If a task raises SystemExit or KeyboardInterrupt, asyncio raises it again in the event loop. This would end the loop and
 all trajectories.
 """
 
@@ -16,14 +16,15 @@ from types import CoroutineType, TracebackType
 from typing import Any
 
 MAX_CHARACTERS = 500
-"""Maximum characters of the error's message; the rest is cut."""
+"""Maximum characters of an error's message; longer messages are cut."""
 MAX_NAME_CHARACTERS = 80
 
 HERE = os.path.dirname(__file__)
 
 
 def describe_error(error: BaseException) -> str:
-    """The error's type, message, line in the environment and innermost line: `KeyError: 'age' (my_envs.py:12)`."""
+    """Type and message of an error, with the file and line of the user's code that was called, and of the line that
+    raised it: `KeyError: 'age' (my_envs.py:12)`."""
     name = type_name(error)
     try:
         text = f"{name}: {error}"[:MAX_CHARACTERS]
@@ -40,7 +41,7 @@ def describe_error(error: BaseException) -> str:
 
 
 def type_name(value: object) -> str:
-    """The name of a value's class, also where a metaclass defines `__name__`."""
+    """The name of a value's class; works even if a metaclass defines `__name__`."""
     name: str = type.__dict__["__name__"].__get__(type(value))
     return str.__str__(name)[:MAX_NAME_CHARACTERS]
 
@@ -50,7 +51,8 @@ _CONTAINED = ContextVar("contained", default=False)
 
 
 def contain_exits() -> None:
-    """From now on, turn exits into ordinary errors in all tasks that the current task starts."""
+    """Turn exits (SystemExit, KeyboardInterrupt) into ordinary errors in all tasks that the current task starts from
+    now on."""
     _CONTAINED.set(True)
     loop = asyncio.get_running_loop()
     if loop.get_task_factory() is None:

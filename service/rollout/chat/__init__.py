@@ -1,1 +1,1 @@
-"""Converts messages to token ids and back."""
+"""Converts messages to token ids, and token ids to text."""

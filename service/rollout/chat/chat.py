@@ -1,4 +1,4 @@
-"""Messages to token ids, append-only: a turn adds tokens and never changes earlier ones.
+"""Converts messages to token ids, append-only: a turn adds tokens and never changes earlier tokens.
 
 The model's own chat template gives the tokens between two turns. With a template of the `<|im_start|>` kind and the
 response `look fox age <|im_end|>`, the observation `17` becomes
@@ -8,9 +8,9 @@ response `look fox age <|im_end|>`, the observation `17` becomes
     delta, because the response already ends in <|im_end|>:
                    \\n <|im_start|> user \\n 17 <|im_end|> \\n <|im_start|> assistant \\n
 
-so the next prompt is exactly prompt + response + delta, and the history is neither rendered nor tokenised again.
+The next prompt is then exactly prompt + response + delta; the history is not rendered or tokenised again.
 
-Only the template writes special tokens (`special_tokens.py`), so no message can open or close a turn.
+Special tokens can come only from the template (`special_tokens.py`), so no message can open or close a turn.
 """
 
 from __future__ import annotations
@@ -30,19 +30,20 @@ from service.rollout.environment import Message
 from service.types import Int32s
 
 MARK = f"baton-marks-the-response-{secrets.token_hex(8)}"
-"""Placeholder for a response, to find the template's text after it; random, so that no message contains it."""
+"""Placeholder that stands for a response when the template is rendered, to find the text after the response. It is
+random, so that no message contains it."""
 CACHED_PROMPTS = 4096
 CACHED_CHARACTERS = 4096
-"""Longer messages are not cached, so that the cache stays small."""
+"""Maximum characters of messages whose token ids are cached; longer messages are tokenised each time."""
 
 ASKED = (Message(role="user", content="?"), Message(role="assistant", content=MARK))
 
 Tool = Mapping[str, Any]
-"""The JSON schema of a tool, as templates expect it."""
+"""The JSON schema of a tool, in the form that chat templates expect."""
 
 
 class Chat:
-    """A tokenizer and its chat template, for one model."""
+    """The tokenizer and the chat template of one model."""
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, template_options: Mapping[str, str | int | float | bool] | None = None
@@ -63,7 +64,8 @@ class Chat:
 
     @cached_property
     def shows_tools(self) -> bool:
-        """Whether the template puts a request's tools into the prompt, or refuses the tool of this test."""
+        """True if the template puts the tools of a request into the prompt. Also True if the template refuses the tool
+        that is used to find this out."""
         tool = {"type": "function", "function": {"name": "f", "description": "", "parameters": {"type": "object"}}}
         try:
             return self._render(ASKED[:1], [tool]) != self._render(ASKED[:1])
@@ -71,13 +73,14 @@ class Chat:
             return True
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> Int32s:
-        """[Q] ids of a whole prompt, which ends with the template's opening of the assistant's turn."""
+        """[Q] token ids of a whole prompt, which ends where the assistant's turn begins."""
         if tools:
             return self._special_tokens.encode(self._render(messages, tools))
         return self._prompts(messages)
 
     def delta(self, messages: Sequence[Message], last_id: int) -> Int32s:
-        """[D] ids that follow a response whose last token is `last_id`, up to the opening of the next turn."""
+        """[D] token ids between a response whose last token is `last_id` and the assistant's next turn: `messages` as
+        rendered by the template."""
         delta = self._deltas(messages)
         return delta[1:] if len(delta) and delta[0] == last_id else delta
 
@@ -86,7 +89,7 @@ class Chat:
         return self._special_tokens.decode(response_ids, with_special)
 
     def encode(self, text: str) -> Int32s:
-        """The ids of a text that the template rendered; special tokens in it are recognised as such.
+        """Token ids of a text that the template rendered; the names of special tokens in it become special tokens.
 
         Raises:
             MessagesRefused: the text contains half of a surrogate pair, which no tokenizer accepts.
@@ -94,7 +97,8 @@ class Chat:
         return self._special_tokens.encode(self._special_tokens.name(text))
 
     def plain(self, text: str) -> Int32s:
-        """The ids of a text from a policy, an environment or a dataset; special tokens in it are ordinary text."""
+        """Token ids of a text from a policy, an environment or a dataset; the names of special tokens in it are
+        ordinary text."""
         return self._special_tokens.encode(text)
 
     def _after_mark(self, messages: Sequence[Message]) -> str:
@@ -132,7 +136,7 @@ class Chat:
 
 
 def load_chat(folder: Path, config: GeneratorConfig) -> Chat:
-    """The chat of the model in `folder`, with the configured options of its template."""
+    """The tokenizer and chat template of the model in `folder`, with the configured template options."""
     return Chat(load_tokenizer(folder), config.chat_template_options)
 
 

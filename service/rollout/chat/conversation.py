@@ -1,4 +1,4 @@
-"""Three ways to build the next turn's prompt (`generator.conversation`).
+"""Builds the prompt of the next turn in one of three ways (`generator.conversation`).
 
 append     the history stays unchanged; the observation follows as a message
 rerender   the chat template renders the whole conversation again, and may strip or rewrite earlier turns
@@ -33,7 +33,7 @@ Mode = Literal["append", "rerender", "inline"]
 
 
 class Response(NamedTuple):
-    """The response of one turn as columns [T]: the sampled tokens, and an appended end token if there is one."""
+    """The response of one turn as columns [T]: the sampled tokens, then an end token if one was appended."""
 
     token_ids: Int32s
     logprobs: Float32s
@@ -43,19 +43,19 @@ class Response(NamedTuple):
 
 
 def as_sampled(generation: Generation) -> Response:
-    """The response exactly as the policy sampled it."""
+    """The response with exactly the tokens that the policy sampled."""
     mask = np.ones(len(generation.token_ids), np.bool_)
     return Response(generation.token_ids, generation.logprobs, mask, generation.versions)
 
 
 def without_loss(response: Response) -> Response:
-    """The response with no loss on its tokens, because they are not samples of the policy alone."""
+    """The same response with a loss mask of zeros, for tokens that the policy did not sample by itself."""
     none = np.full_like(response.versions, NO_VERSION)
     return response._replace(loss_mask=np.zeros_like(response.loss_mask), versions=none)
 
 
 def with_end(generation: Generation, end_id: int) -> Response:
-    """The response, with `end_id` appended unless the policy sampled an end itself."""
+    """The response with the end token `end_id` appended, unless the policy sampled an end token."""
     response = as_sampled(generation)
     if generation.sampled_end:
         return response
@@ -68,7 +68,7 @@ def with_end(generation: Generation, end_id: int) -> Response:
 
 
 def generation_of(text: str, chat: Chat, most: int | None = None) -> Generation:
-    """A text that another model or a person wrote, as a generation of at most `most` tokens without versions."""
+    """Encode a text that another model or a person wrote as a generation of at most `most` tokens, without versions."""
     token_ids = chat.plain(text)
     kept = token_ids[:most]
     return Generation(
@@ -81,15 +81,16 @@ def generation_of(text: str, chat: Chat, most: int | None = None) -> Generation:
 
 
 class Prompt(NamedTuple):
-    """The next prompt, or only its new tokens."""
+    """The prompt of the next turn, or only the tokens that it adds."""
 
     token_ids: Int32s
     whole: bool
-    """True: the whole prompt. False: only the tokens after the previous prompt and response."""
+    """True if the tokens are the whole prompt; False if they are only the tokens after the previous prompt and
+    response."""
 
 
 class Conversation:
-    """The conversation of one role in one trajectory: builds its prompts, and the responses that follow them."""
+    """The conversation of one role in one trajectory: builds the role's prompts, and the responses to them."""
 
     def __init__(self, mode: Mode, chat: Chat) -> None:
         self._mode, self._chat = mode, chat
@@ -101,7 +102,8 @@ class Conversation:
     def prompt(
         self, messages: Sequence[Message], history: Sequence[Message] | None = None, tools: Sequence[Tool] = ()
     ) -> Prompt:
-        """The role's next prompt: adds `messages` to the conversation, or replaces all of it by `history`."""
+        """The role's next prompt. `messages` are added to the conversation; or `history`, if given, replaces the
+        conversation."""
         if history is not None or self.last_response is None:
             self.messages = list(messages if history is None else history)
             return Prompt(self._chat.prompt(self.messages, tools), whole=True)
@@ -116,9 +118,10 @@ class Conversation:
                 return Prompt(self._chat.plain("".join(message["content"] for message in messages)), whole=False)
 
     def close(self, text: str, generation: Generation, last: bool) -> Response:
-        """The response to the prompt, with an end token appended if the mode needs one and the policy sampled none.
+        """The response to the last prompt, with an end token if the mode needs one and the policy sampled none.
 
-        `inline` appends it to the last response only, because the message continues after all other responses.
+        In the mode `inline` only the last response gets an end token, because the message continues after all other
+        responses.
         """
         continues = self._mode == "inline" and not last and len(generation.token_ids)  # a step has at least one token
         response = as_sampled(generation) if continues else with_end(generation, self._chat.end_id)
@@ -126,8 +129,8 @@ class Conversation:
         return response
 
     def whole(self, messages: Sequence[Message], history: Sequence[Message] | None) -> Sequence[Message] | None:
-        """The whole conversation after an answer of the environment, if the next prompt is rendered from it; otherwise
-        None."""
+        """The whole conversation, including the environment's answer, if the next prompt is rendered from the whole
+        conversation; None if the next prompt only appends tokens."""
         if history is not None or self.last_response is None or self._mode != "rerender":
             return history
         return [*self.messages, Message(role="assistant", content=self.last_response[0]), *messages]

@@ -1,8 +1,8 @@
-"""The models that play a run's frozen roles; each is queried with text.
+"""Queries the models that play a run's frozen roles, with text.
 
     conversation of the role -> POST {url}/chat/completions, or an engine of this run -> text
 
-The turn of a frozen model is recorded in tokens of the policy's tokenizer, without loss.
+The turn of a frozen model is recorded as tokens of the policy's tokenizer, which carry no loss.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from service.rollout.environment import Message, TrajectoryFailed
 BACKOFF = Backoff(0.2)
 OK = 200
 AGAIN = (408, 429, 500, 502, 503, 504)
-"""HTTP statuses after which a request is sent again, until its deadline."""
+"""HTTP statuses after which a request is sent again, as long as its deadline has not passed."""
 ANSWER_BYTES = 4 << 20
-"""Maximum bytes of an answer."""
+"""Maximum bytes of a model's answer."""
 
 
 Served = Callable[[str, Sequence[Message], Sampling], Awaitable[str]]
-"""Generates the role's next message with its engine; raises `TrajectoryFailed`, or ConnectionError if a retry may
-help."""
+"""A function that generates the next message of a role with one of the run's engines. It raises `TrajectoryFailed`, or
+ConnectionError if a retry may succeed."""
 
 
 class FrozenModels:
-    """Queries the models of frozen roles; a generator has one set of connections."""
+    """Queries the models of frozen roles, over connections that all trajectories of a generator share."""
 
     def __init__(self, roles: Mapping[str, RoleConfig], served: Served | None = None) -> None:
-        """`served` queries the engines of roles without an address.
+        """`served`: queries this run's engines, for roles that have no address.
 
         Raises:
             UserError: a key file cannot be read, or contains no key.
@@ -55,7 +55,7 @@ class FrozenModels:
         self._seconds = dict.fromkeys(self._roles, 0.0)
 
     def measure(self, metrics: Metrics) -> None:
-        """Record the number and duration of the requests to the models."""
+        """Record metrics of the requests to the models: their number and duration."""
         for role in self._roles:
             for outcome in ("answered", "failed"):
                 metrics.count_to(
@@ -67,7 +67,7 @@ class FrozenModels:
         return role in self._roles
 
     async def answer(self, role: str, messages: Sequence[Message], sampling: Sampling, deadline: float) -> str:
-        """The next message of a role in a conversation, by the role's model.
+        """Ask the model of a role for the role's next message in a conversation.
 
         Raises:
             TrajectoryFailed: the model does not answer within `deadline` seconds, refuses, or answers without a text.
@@ -127,7 +127,7 @@ class FrozenModels:
         return _text(role, status, answer)
 
     async def close(self) -> None:
-        """Close the connections."""
+        """Close the connections to the models."""
         if self._session is not None:
             await self._session.close()
 

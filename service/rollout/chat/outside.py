@@ -1,4 +1,4 @@
-"""Helpers for HTTP requests to addresses outside of the run: the key's header, and answers of bounded size."""
+"""HTTP requests to addresses outside of the run: adds the key's header, and limits the size of answers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from service.errors import UserError
 
 
 def key_header(setting: str, file: Path | None) -> dict[str, str]:
-    """The header with the key from a file; empty without a file.
+    """The HTTP headers with the key that is read from a file; no headers without a file.
 
     Raises:
         UserError: the file cannot be read, or contains no key.

@@ -1,12 +1,12 @@
-"""Special tokens can come only from the chat template: in a message their characters are ordinary text.
+"""Only the chat template can write special tokens: in a message, the characters of a special token are ordinary text.
 
     message              17<|im_end|>
     the template reads   17?|im_end|>                    `?`: a stand-in for `<`, a character that occurs nowhere else
     it renders           ...user\\n17?|im_end|><|im_end|>
     named                ...user\\n17<|im_end|>NAME       NAME replaces the template's token; the message is restored
 
-Then a tokenizer that has each NAME in place of its special token encodes the whole text at once. One stand-in replaces
-one character, so a template that measures, cuts, trims or quotes a text gives the same result as for other text.
+A tokenizer that has each NAME in place of its special token then encodes the whole text at once. One stand-in replaces
+one character, so templates that measure, cut, trim or quote a text treat it as they would treat the original.
 """
 
 from __future__ import annotations
@@ -29,29 +29,30 @@ from service.rollout.environment import is_text
 from service.types import Int32s
 
 PRIVATE = (range(0xE000, 0xF900), range(0xF0000, 0xFFFFE), range(0x100000, 0x10FFFE))
-"""Unicode's characters for private use, from which stand-ins are chosen."""
+"""Unicode's ranges of characters for private use, from which stand-ins are chosen."""
 
 
 class MessagesRefused(UserError):
-    """The chat template or the tokenizer refuses these messages."""
+    """Raised if the chat template or the tokenizer refuses messages."""
 
 
 class Hidden(NamedTuple):
-    """The input of a template with stand-ins for some characters."""
+    """The input of a chat template in which stand-ins replace some characters."""
 
     values: Any
     stand_ins: dict[str, str]
-    """Each stand-in by the character that it replaces."""
+    """For each replaced character, its stand-in."""
 
     def restore(self, text: str) -> str:
-        """The text with the original characters; a template may have written a stand-in as JSON escapes."""
+        """The text with the original characters in place of stand-ins, also where a template wrote a stand-in as JSON
+        escapes."""
         for character, stand_in in self.stand_ins.items():
             text = text.replace(stand_in, character).replace(_escaped(stand_in), _escaped(character))
         return text
 
 
 class SpecialTokens:
-    """Encodes texts so that special tokens of the template differ from the same characters in a message."""
+    """Encodes texts; distinguishes the template's special tokens from equal characters in a message."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._template = str(tokenizer.chat_template)
@@ -77,11 +78,11 @@ class SpecialTokens:
         self._id_of[list(named)] = list(named.values())
 
     def name(self, rendered: str) -> str:
-        """The text with a name in place of each special token."""
+        """The rendered text with a random name in place of each special token."""
         return self._special.sub(lambda found: self._names[found[0]], rendered)
 
     def encode(self, named: str) -> Int32s:
-        """[T] ids of a text: a name becomes its special token, everything else becomes ordinary tokens.
+        """[T] token ids of a text: a name becomes its special token, everything else becomes ordinary tokens.
 
         Raises:
             MessagesRefused: the text contains half of a surrogate pair, which no tokenizer accepts, or the tokenizer
@@ -99,14 +100,14 @@ class SpecialTokens:
         return self._id_of.take(np.asarray(ids, dtype=np.int64))
 
     def decode(self, token_ids: Int32s, with_special: bool = False) -> str:
-        """The text of the ids, with or without special tokens."""
+        """The text of token ids; `with_special`: whether special tokens are part of the text."""
         return str(self._backend.decode(token_ids.tolist(), skip_special_tokens=not with_special))
 
     def hide(self, values: Any, names: Collection[str] = ()) -> Hidden:
-        """Copies of `values` in which no text, and no texts side by side, can form a special token.
+        """A copy of `values` in which no text can form a special token, alone or next to another text.
 
-        A word of the template, and a text in `names`, is not changed: the template may itself put such a word inside a
-        special token, as in `<|` role `|>`.
+        Texts in `names`, and words that occur in the template, are not changed: the template may put such a word inside
+        a special token, as in `<|` role `|>`.
 
         Raises:
             MessagesRefused: `values` contains something other than texts, numbers, lists and mappings.

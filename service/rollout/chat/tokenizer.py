@@ -1,4 +1,4 @@
-"""Tokenizers: read from a Hugging Face folder, or made from a small vocabulary."""
+"""Reads tokenizers from Hugging Face folders, and makes small tokenizers from a list of words or from bytes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ CHAT_TEMPLATE = (
 
 
 def make_tokenizer(folder: Path, vocabulary: Sequence[str]) -> None:
-    """Write a word-level tokenizer with a chat template; special tokens have the first ids, then roles, then words."""
+    """Write a word-level tokenizer with a chat template. Special tokens have the lowest ids, then come roles, then
+    words."""
     words = list(dict.fromkeys((*SPECIALS, *ROLES, *vocabulary)))
     backend = Tokenizer(WordLevel({word: i for i, word in enumerate(words)}, unk_token=UNKNOWN))
     backend.pre_tokenizer = WhitespaceSplit()
@@ -53,7 +54,7 @@ def make_byte_tokenizer(folder: Path) -> None:
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    """Read a tokenizer with its chat template from a local folder; nothing is fetched."""
+    """Read a tokenizer with its chat template from a local folder; nothing is downloaded."""
     if not folder.is_dir():
         raise UserError(f"model.path: {folder} is no folder; give a Hugging Face folder with tokenizer.json")
     require_files(folder, TOKENIZER)

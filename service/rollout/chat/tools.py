@@ -1,10 +1,10 @@
-"""Tool calls in a response, in the format of Qwen's, Hermes' and many other chat templates.
+"""Reads tool calls from a response, in the format of Qwen, Hermes and many other models.
 
     <tool_call>
     {"name": "search", "arguments": {"query": "marn"}}
     </tool_call>
 
-One message of the role `tool` answers each call. A response without a call is the final answer.
+Each call is answered by one message of the role `tool`. A response without a call is the final answer.
 """
 
 from __future__ import annotations
@@ -20,24 +20,25 @@ from service.rollout.environment import Message, StepResult, tagged
 Tool = Callable[..., Awaitable[str]]
 
 MAX_DEPTH = 64
-"""Maximum depth of nested objects and lists; code that writes, compares or renders deeper values would fail."""
+"""Maximum depth of nested objects and lists in a call, so that code which writes, compares or renders the call
+works."""
 
 
 class ToolCall(NamedTuple):
-    """One call as the policy wrote it."""
+    """A tool call that the policy wrote."""
 
     name: str
     arguments: Mapping[str, Any]
 
 
 class BadCall(NamedTuple):
-    """A malformed call; the reason can be shown to the policy."""
+    """A malformed tool call, with a reason that can be shown to the policy."""
 
     reason: str
 
 
 def tool_calls(text: str) -> list[ToolCall | BadCall]:
-    """Every call in a response, in order."""
+    """All tool calls in a response, in order."""
     return [read_call(found[1]) for found in tagged(text, "tool_call")]
 
 
@@ -56,7 +57,7 @@ def read_call(written: str) -> ToolCall | BadCall:
 
 
 def read_json(written: str | bytes) -> Any:
-    """Parse a JSON value that every client can read: no NaN, no half of a surrogate pair, of bounded depth.
+    """Parse a JSON value that every program can read: without NaN, without half of a surrogate pair, of bounded depth.
 
     Raises:
         ValueError: the text is not such a value.
@@ -71,7 +72,7 @@ def read_json(written: str | bytes) -> Any:
 
 
 def is_shallow(value: Any) -> bool:
-    """Whether a JSON value nests objects and lists at most `MAX_DEPTH` deep."""
+    """True if a JSON value nests objects and lists at most `MAX_DEPTH` deep."""
     level = [value]
     for _ in range(MAX_DEPTH + 1):
         outer = [one for one in level if isinstance(one, dict | list)]
@@ -82,7 +83,7 @@ def is_shallow(value: Any) -> bool:
 
 
 async def tool_answer(calls: Sequence[ToolCall | BadCall], tools: Mapping[str, Tool]) -> StepResult:
-    """The tools' answers to the calls; a call that cannot be made is answered with an error message."""
+    """Call the tools and return their answers; a call that cannot be made gets an error message as its answer."""
     answers = [Message(role="tool", content=await _answer(call, tools)) for call in calls]
     bad = sum(message["content"].startswith("error: ") for message in answers)
     return StepResult(answers, 0.0, False, {"tool_calls": float(len(calls)), "bad_tool_calls": float(bad)})

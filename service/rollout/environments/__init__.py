@@ -1,1 +1,1 @@
-"""Finds environments by name; adapters to environments of other libraries."""
+"""Finds environments by name, and adapts environments of other libraries."""

@@ -1,15 +1,15 @@
-"""Environments of other libraries; each episode calls its library in a thread of its own.
+"""Environments of other libraries. Each episode calls its library in a separate thread.
 
     env.name: skyrl_gym/search            an environment of skyrl-gym (the extra `skyrl-gym`)
     env.options: {search_url: "http://127.0.0.1:8000/retrieve", topk: 3, max_turns: 4}
     env.name: reasoning_gym/chain_sum     procedural tasks (the extra `reasoning-gym`): one question, partial credit
     env.options: {min_terms: 2, max_terms: 3}
 
-With skyrl-gym a row's columns become the environment's `extras`. If the environment post-processes an action, the
-policy's response keeps the sampled tokens, and `rewritten_actions` counts such turns.
+With skyrl-gym a row's columns become the environment's `extras`. If the environment rewrites an action of the policy,
+the recorded response still has the sampled tokens, and `rewritten_actions` counts the turn.
 
-With reasoning-gym a row's `extra_info` contains the dataset's seed and size and the question's index; `rows` makes such
-rows. The answer is the text in `<answer>`, or the whole text if there is no such tag.
+With reasoning-gym a row's `extra_info` contains the dataset's seed and size, and the question's index; `rows` makes
+such rows. The answer is the text in the tag `<answer>`, or the whole response if it has no such tag.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ P = ParamSpec("P")
 
 
 class OwnThread:
-    """A thread for one episode, so that a hanging call blocks neither the engine nor other episodes."""
+    """A thread for the calls of one episode; a call that hangs in it blocks neither the engine nor other episodes."""
 
     def __init__(self) -> None:
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="environment")
 
     async def call(self, function: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
-        """Call a function in the thread; waits until it returns even when cancelled, so that a hanging thread is
-        noticed."""
+        """Call a function in the thread and wait until it returns. Even a cancelled call waits, so that a hanging
+        thread is noticed."""
         loop = asyncio.get_running_loop()
         answer = loop.run_in_executor(self._executor, partial(function, *arguments, **named))
         try:
@@ -49,12 +49,13 @@ class OwnThread:
             raise
 
     def end(self) -> None:
-        """End the thread after its last call."""
+        """End the thread when its last call has returned."""
         self._executor.shutdown(wait=False)
 
 
 class SkyRLGym:
-    """One episode of the environment that skyrl-gym registered as `env_id`; `options` are its `env_config`."""
+    """One episode of the environment that skyrl-gym registers as `env_id`. `options`: the environment's
+    `env_config`."""
 
     def __init__(self, env_id: str, max_turns: int = 4, **options: str | int | float | bool) -> None:
         self._gym = _library("skyrl_gym")
@@ -81,7 +82,8 @@ class SkyRLGym:
         return [Message(role=message["role"], content=message["content"]) for message in messages]
 
     async def step(self, text: str) -> StepResult:
-        """Take one action; the environment's own metrics become the `info` of the last step."""
+        """Pass one turn of the policy to the environment; the info of the last step is the environment's own
+        metrics."""
         result = await self._thread.call(self._env.step, text)
         done = bool(result["done"])
         metrics = await self._thread.call(self._env.get_metrics) if done else {}
@@ -98,7 +100,8 @@ class SkyRLGym:
 
 
 def env_config(entry_point: str | Callable[..., Any], options: Mapping[str, Any]) -> Any:
-    """The options as an instance of the configuration class in the signature of the environment's constructor."""
+    """The options as an `env_config` object: an instance of the dataclass that the environment's constructor expects,
+    or a simple namespace."""
     make: Any = entry_point
     if isinstance(entry_point, str):
         module, _, name = entry_point.partition(":")
@@ -115,7 +118,7 @@ Option = str | int | float | bool
 
 
 class ReasoningGym:
-    """One question of the dataset `name`; `options` configure it."""
+    """An episode that asks one question of reasoning-gym's dataset `name`. `options`: the dataset's options."""
 
     def __init__(self, name: str, **options: Option) -> None:
         self._name = name
@@ -126,7 +129,8 @@ class ReasoningGym:
         self._thread = OwnThread()
 
     async def reset(self, task: Task, seed: int) -> Sequence[Message]:
-        """Generate the question again, and check that it is equal to the row's question."""
+        """Generate the question of the row again, check that it is equal to the row's text, and return the row's
+        prompt."""
         extra = task.extra_info
         self._dataset = _dataset(self._name, int(extra["seed"]), int(extra["size"]), self._options)
         self._entry = await self._thread.call(self._dataset.__getitem__, int(extra["index"]))
@@ -135,7 +139,7 @@ class ReasoningGym:
         return task.prompt
 
     async def step(self, text: str) -> StepResult:
-        """The dataset's score of the answer, between 0 and 1."""
+        """Score the answer with the dataset's own function; the reward is between 0 and 1."""
         found = tagged(text, "answer")
         answer = (found[-1][1] if found else text).strip()
         score = float(await self._thread.call(self._dataset.score_answer, answer, self._entry))
@@ -147,14 +151,14 @@ class ReasoningGym:
 
 
 class SyntheticRows:
-    """Rows of one dataset for `data.make_rows`; the environment needs the same options."""
+    """Makes rows of one reasoning-gym dataset for `data.make_rows`; the environment needs the same options."""
 
     def __init__(self, name: str, options: Mapping[str, Option]) -> None:
         self._name = name
         self._options = tuple(sorted(options.items()))
 
     def rows(self, n: int, seed: int) -> list[dict[str, Any]]:
-        """`n` questions as dataset rows."""
+        """Make `n` questions as dataset rows."""
         dataset = _dataset(self._name, seed, n, self._options)
         return [
             {

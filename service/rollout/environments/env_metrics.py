@@ -1,7 +1,6 @@
-"""Means over trajectories of the numbers that environments return as `info`, for `metrics.jsonl`.
+"""Averages the numbers that environments return as `info` over trajectories, for `metrics.jsonl`.
 
-A generator sums the numbers; the driver subtracts the sums after the previous optimizer step from those after this
-step:
+A generator sums the numbers. After each optimizer step the driver subtracts the sums after the previous step:
 
 {"search_r1": {"trajectories": 9, "searches": 14.0}}   after step 4
 {"search_r1": {"trajectories": 13, "searches": 20.0}}  after step 5: environment/search_r1/searches is 6 / 4 = 1.5
@@ -18,17 +17,17 @@ from service.observe.metrics_table import MAX_INFO_NAMES
 TRAJECTORIES = "trajectories"
 
 Sums = dict[str, dict[str, float]]
-"""By environment: the sum over trajectories of each name in `info`, and the number of `trajectories`."""
+"""For each environment: the sum of each `info` number over the trajectories, and the number of `trajectories`."""
 
 
 class EnvMetrics:
-    """Sums of `info` over the trajectories that ended in one generator."""
+    """Sums of the `info` numbers over the trajectories that ended in one generator."""
 
     def __init__(self) -> None:
         self.sums: Sums = {}
 
     def add(self, environment: str, info: Mapping[str, float]) -> None:
-        """Add one ended trajectory; numbers that are not finite are ignored."""
+        """Add the `info` of one ended trajectory; numbers that are not finite are ignored."""
         sums = self.sums.setdefault(environment, {TRAJECTORIES: 0.0})
         sums[TRAJECTORIES] += 1
         for name, value in info.items():
@@ -37,13 +36,13 @@ class EnvMetrics:
 
 
 class EnvMetricMeans:
-    """Means over the trajectories of all generators that ended since the last call."""
+    """Computes means of the `info` numbers over all trajectories, of all generators, that ended since the last call."""
 
     def __init__(self) -> None:
         self._before: dict[tuple[str, int], Sums] = {}
 
     def since(self, generators: Iterable[Mapping[str, Any]]) -> dict[str, float]:
-        """`environment/<environment>/<name>` -> mean; a trajectory without the name counts as 0."""
+        """The means, named `environment/<environment>/<name>`; a trajectory whose `info` lacks the name counts as 0."""
         new: Sums = {}
         for status in generators:
             # By process id, because the counts of a restarted generator begin at 0.

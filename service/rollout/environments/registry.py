@@ -1,4 +1,4 @@
-"""Environments by name.
+"""Finds environments by name.
 
 env.name: gsm8k                       a demonstration of Baton, or an entry point of an installed package in the group
                                       `baton.environments`
@@ -41,12 +41,12 @@ ADAPTERS = {
     "reasoning_gym": "service.rollout.environments.adapters:ReasoningGym",
     "skyrl_gym": "service.rollout.environments.adapters:SkyRLGym",
 }
-"""Adapters by the part of a name before its slash; the part after the slash is the adapter's first argument."""
+"""Adapters of other libraries, by the part of a name before the slash; the part after the slash is the adapter's first
+argument."""
 
 
 def make_environment(name: str, options: Options, trusted_modules: Sequence[str] = ()) -> Environment:
-    """A new instance of the environment `name` for one trajectory; resets the current folder to the user's folder
-    first.
+    """Make an instance of the environment `name` for one trajectory, in the user's folder as the current folder.
 
     Raises:
         UserError: there is no such environment, or its constructor fails with these options.
@@ -65,7 +65,7 @@ def make_environment(name: str, options: Options, trusted_modules: Sequence[str]
 
 
 def environment_class(name: str, trusted_modules: Sequence[str] = ()) -> Callable[..., Environment]:
-    """The class of the environment `name`, or a function that makes one.
+    """The class of the environment `name`, or a function that makes the environment.
 
     Raises:
         UserError: there is no such environment.
@@ -82,8 +82,8 @@ def environment_class(name: str, trusted_modules: Sequence[str] = ()) -> Callabl
 
 @cache
 def registered() -> Mapping[str, str]:
-    """The environments that installed packages register, as name -> `module:Class`; cached, because every trajectory
-    needs it."""
+    """The environments that installed packages register, by name, each as `module:Class`. Cached, because every
+    trajectory asks for them."""
     return {point.name: point.value for point in entry_points(group=GROUP)}
 
 
@@ -125,16 +125,17 @@ SyntheticFunction = Literal["rows", "vocabulary", "demonstrations"]
 
 
 class SyntheticData(Protocol):
-    """A module or object that generates data for an environment: rows, words and demonstrations."""
+    """A module or object with functions that make data for an environment: rows, words and demonstrations."""
 
     def rows(self, n: int, seed: int) -> list[dict[str, Any]]:
-        """`n` dataset rows."""
+        """Make `n` dataset rows."""
 
     def vocabulary(self) -> tuple[str, ...]:
-        """Every word that a word-level tokenizer for the environment needs."""
+        """All words that a word-level tokenizer for the environment needs."""
 
     def demonstrations(self, n: int, right_fraction: float, rng: np.random.Generator) -> list[list[Message]]:
-        """`n` conversations for a supervised warm start, of which about `right_fraction` solve their task."""
+        """Make `n` conversations for a supervised warm start; about the fraction `right_fraction` of them solve their
+        task."""
 
 
 def synthetic_data(
@@ -143,9 +144,9 @@ def synthetic_data(
     trusted_modules: Sequence[str] = (),
     needed: SyntheticFunction = "rows",
 ) -> SyntheticData:
-    """The generator of synthetic data for the environment `name`, made with these options.
+    """The module or object that makes synthetic data for the environment `name` with these options.
 
-    The generator is the environment's module. It must have the function `needed`; the other functions are optional.
+    This is the environment's module. It must have the function `needed`; the other functions are optional.
 
     Raises:
         UserError: the environment cannot be loaded, or its module lacks the function.

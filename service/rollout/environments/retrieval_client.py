@@ -1,4 +1,4 @@
-"""The client of a retrieval server, for Search-R1's and SkyRL's servers and `baton.examples.search_server`.
+"""A client for retrieval servers: the servers of Search-R1 and SkyRL, and `baton.examples.search_server`.
 
 POST /retrieve {"queries": ["marn"], "topk": 3, "return_scores": true}
 {"result": [[{"document": {"id": "7", "contents": "marn is a town ..."}, "score": 0.9}]]}
@@ -18,18 +18,18 @@ BACKOFF = Backoff(0.2)
 
 
 class RetrievalFailed(Exception):
-    """The server did not answer, or its answer contains no passages."""
+    """Raised if the retrieval server did not answer, or if its answer contains no passages."""
 
 
 class RetrievalClient:
-    """Queries a retrieval server; one client and one connection per episode."""
+    """Queries a retrieval server; each episode has one client with one connection."""
 
     def __init__(self, url: str, seconds: float) -> None:
         self._url = url
         self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=seconds))
 
     async def retrieve(self, query: str, topk: int) -> list[str]:
-        """The contents of the `topk` nearest passages, nearest first.
+        """The texts of the `topk` passages nearest to the query, nearest first.
 
         Raises:
             RetrievalFailed: the server refuses the query, or all `ATTEMPTS` attempts fail.

@@ -1,1 +1,1 @@
-"""The prompts of a run: datasets, mixtures, warm-start rows."""
+"""The prompts of a run: reads datasets, mixes them, and makes rows for supervised steps."""

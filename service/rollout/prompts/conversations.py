@@ -1,9 +1,9 @@
-"""Conversations for `baton sft`, one per row of JSONL or parquet, in the usual column `messages`.
+"""Reads conversations for `baton sft` from JSONL or parquet: one conversation per row, in the column `messages`.
 
     {"messages": [{"role": "user", "content": "2 + 3 ?"}, {"role": "assistant", "content": "5"}]}
 
-Every message of the assistant is learned, with the end of its turn. Other columns of a row are not read. Fields of a
-message besides role and content are refused unless they are null, because they would change what is learned.
+All messages of the assistant are learned, each with the end token of its turn. Other columns of a row are not read.
+Other fields of a message than role and content must be null, because they would change what is learned.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def conversation_rows(path: Path, chat: Chat, mode: Mode, longest: int) -> list[
 
 
 def unknown_note(rows: Sequence[SupervisedRow], chat: Chat) -> str | None:
-    """A message about the learned tokens that stand for characters that the tokenizer lacks; None if there are none."""
+    """A warning if learned tokens stand for characters that the tokenizer lacks; None if there are no such tokens."""
     learned = np.concatenate([row.token_ids[row.loss_mask] for row in rows])
     if chat.unknown_id is None or not (unknown := int((learned == chat.unknown_id).sum())):
         return None

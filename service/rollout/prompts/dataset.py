@@ -1,12 +1,12 @@
-"""Datasets: one prompt per row, in JSONL or parquet, with the columns of SkyRL and verl.
+"""Reads datasets from JSONL or parquet: one prompt per row, with the columns of SkyRL and verl.
 
     {"prompt": [{"role": "user", "content": "..."}], "env_class": "gsm8k",
      "reward_spec": {"method": "rule", "ground_truth": "42"}, "extra_info": {"index": 7}, "data_source": "openai/gsm8k"}
 
-`prompt` is required (a plain text is one user message). verl's `reward_model` is read as `reward_spec`. `uid` names the
-row in logs and journals; the default is the file's name and the row's number. `tools` (JSON schemas) go into the chat
-template, and `temperature` replaces the configured value. All other columns are added to `extra_info`. A row's texts,
-depth and size have the same limits as an environment's answers.
+`prompt` is required; a plain text counts as one user message. verl's column `reward_model` is read as `reward_spec`.
+`uid` names the row in logs and journals; the default is the file's name and the row's number. `tools` (JSON schemas) go
+into the chat template, and `temperature` replaces the configured value. All other columns are added to `extra_info`. A
+row's texts, depth and size have the same limits as an environment's answers.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from service.rollout.environment import Message, Task, is_text
 from service.rollout.plain_values import Copier, NotPlain
 
 ENCODED = frozenset({"uid", "prompt", "env_class", "tools"})
-"""Columns whose texts go into prompts, logs and journals, and so must be valid UTF-8."""
+"""Columns whose texts are written to prompts, logs and journals, so they must be valid UTF-8."""
 COLUMN_CHARACTERS = 1 << 24
-"""Maximum characters of one column of a row."""
+"""Maximum characters of one column in one row."""
 COLUMN_TYPES = (bytes, date, time, timedelta, Decimal)
-"""Types of parquet values that are allowed in addition to those of JSON."""
+"""Types of parquet values that are allowed in addition to the types of JSON."""
 MAX_UID_LENGTH = 512
 """Maximum characters of a uid. A message to the buffer lists the uid of every step in its header, whose size is
 limited."""
 
 
 def load_tasks(path: Path) -> list[Task]:
-    """Every row of the file, in order; an empty `env_class` means the configured environment.
+    """All rows of the file as tasks, in order; an empty `env_class` means the configured environment.
 
     Raises:
         UserError: the file or a row is malformed; the message names row and column.
@@ -52,7 +52,7 @@ def load_tasks(path: Path) -> list[Task]:
 
 
 def task_of(tasks: Sequence[Task], uid: str, row: int) -> Task:
-    """The task of a row; checks that the row has the uid `uid`.
+    """The task with the number `row`; checks that it has the uid `uid`.
 
     Raises:
         RunFailed: the row has another uid.
@@ -64,7 +64,7 @@ def task_of(tasks: Sequence[Task], uid: str, row: int) -> Task:
 
 
 def tasks_of(rows: Sequence[Any], path: Path) -> list[Task]:
-    """The rows of `path` as tasks; see `load_tasks`."""
+    """Convert the rows of the file `path` to tasks; errors as in `load_tasks`."""
     if not rows:
         raise UserError(f"dataset {path}: there are no rows; give at least one prompt")
     tasks = []
@@ -80,7 +80,7 @@ def tasks_of(rows: Sequence[Any], path: Path) -> list[Task]:
 
 
 def rows_digest(tasks: Sequence[Task]) -> str:
-    """A digest of the content and order of the rows."""
+    """A hash of the content and order of the rows."""
     digest, names = xxhash.xxh3_64(), [field.name for field in fields(Task)]
     for task in tasks:
         row = {name: getattr(task, name) for name in names}
@@ -102,7 +102,7 @@ def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
 
 
 def read_rows(path: Path) -> list[Any]:
-    """The rows of a JSONL or parquet file, unchecked.
+    """The rows of a JSONL or parquet file, without checks of their content.
 
     Raises:
         UserError: the file does not exist, or cannot be read.

@@ -1,4 +1,5 @@
-"""Whether rows' prompts fit into `generator.max_input_length`: a trajectory whose first prompt does not has no turn."""
+"""Checks whether the prompts of rows fit into `generator.max_input_length`; if the first prompt of a trajectory is too
+long, the trajectory ends without a turn."""
 
 from __future__ import annotations
 
@@ -17,13 +18,14 @@ from service.rollout.prompts.dataset import load_tasks
 from service.rollout.prompts.mixture import train_file
 
 LOOKED_AT = 200
-"""Maximum number of rows whose prompts are tokenized."""
+"""Maximum number of rows whose prompts are checked."""
 
 
 def notes_of_prompts(
     model: ModelConfig, data: DataConfig, env: EnvConfig, generator: GeneratorConfig, seed: int
 ) -> list[str]:
-    """The notes of `too_long` for a configuration; none if its rows or its tokenizer are not on this machine."""
+    """Notes about too long prompts in a configuration's datasets; no notes if the rows or the tokenizer are not on this
+    machine."""
     files = [path for path in (data.train, *(part.path for part in data.mixture.values())) if path is not None]
     if not all(path.exists() for path in files) or not (model.make or (model.path and is_model_folder(model.path))):
         return []
@@ -38,9 +40,9 @@ def notes_of_prompts(
 
 
 def too_long(generator: GeneratorConfig, tasks: Sequence[Task], path: Path, chat: Chat) -> list[str]:
-    """A line that says how many rows have too long a prompt; none if all fit.
+    """One line that says how many rows have a too long prompt; no line if all prompts fit.
 
-    It is no error, because an environment may begin with another prompt than its row's.
+    A too long prompt is not an error, because an environment may begin with another prompt than the prompt of its row.
     """
     looked_at = range(0, len(tasks), -(-len(tasks) // LOOKED_AT))
     lengths = {row: _length(tasks[row], chat) for row in looked_at}

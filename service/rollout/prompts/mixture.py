@@ -1,4 +1,4 @@
-"""Several datasets mixed into one, in proportion to their weights.
+"""Mixes several datasets into one, in proportion to their weights.
 
 An epoch contains every row at least once. With `a` of 4 rows and weight 1, and `b` of 2 rows and weight 3:
 
@@ -18,16 +18,17 @@ from service.rollout.prompts.dataset import tasks_of, write_rows
 from service.rollout.prompts.published import read_published
 
 EVAL_SEED = 1 << 32
-"""Added to the seed of synthetic evaluation rows, so that they differ from the training rows."""
+"""Number that is added to the seed of synthetic evaluation rows, so that they differ from the training rows."""
 MAX_REPETITIONS = 100
-"""Maximum rows of an epoch, as a multiple of all datasets' rows; weights that need more are refused as a mistake."""
+"""Largest allowed ratio of an epoch's rows to the rows of all datasets. Weights that need more are refused as a
+mistake."""
 
 
 def train_file(data: DataConfig, env: EnvConfig, folder: Path, seed: int) -> Path:
-    """The file of training prompts: the configured file, or a file in `folder` with synthetic or mixed rows, or with
-    renamed columns.
+    """The file of training prompts. This is the configured file, or a new file in `folder` if rows have to be made,
+    mixed, or given other column names.
 
-    An existing file is kept, so that a resumed run continues with the same prompts.
+    A file that exists in `folder` is kept, so that a resumed run continues with the same prompts.
 
     Raises:
         UserError: nothing is configured, or a dataset is malformed.
@@ -48,7 +49,7 @@ def train_file(data: DataConfig, env: EnvConfig, folder: Path, seed: int) -> Pat
 
 
 def eval_files(data: DataConfig, env: EnvConfig, folder: Path, seed: int) -> dict[str, Path]:
-    """The files of the evaluation sets by name; synthetic rows have another seed than the training rows."""
+    """The file of each evaluation set, by name; synthetic rows have another seed than the training rows."""
     files = {name: _file_of(path, data.columns, folder / f"eval_{name}.jsonl") for name, path in data.eval.items()}
     if data.eval_make_rows is not None:
         files[MADE_SET] = folder / "eval.jsonl"
@@ -70,7 +71,8 @@ def _file_of(path: Path, columns: ColumnsConfig | None, renamed: Path) -> Path:
 
 
 def mixed_rows(parts: Mapping[str, MixturePart], columns: ColumnsConfig | None = None) -> Iterator[dict[str, Any]]:
-    """The rows of one epoch, evenly interleaved; uids become `<set>/<uid>`, plus a count if a row repeats.
+    """The rows of one epoch, with the datasets evenly interleaved. A row's uid becomes `<dataset>/<uid>`, with a count
+    if the row repeats.
 
     Raises:
         UserError: a dataset is malformed, or the weights need too many repetitions.

@@ -1,4 +1,4 @@
-"""Reads published datasets with other column names: `data.columns` names the columns of the prompt and the answer.
+"""Reads published datasets that have other column names; `data.columns` names the columns of the prompt and the answer.
 
 with {prompt: question, ground_truth: answer, answer: hashes}, a row of GSM8K
 
@@ -20,10 +20,11 @@ BOX = "\\boxed{"
 
 
 def read_published(path: Path, columns: ColumnsConfig | None) -> list[Any]:
-    """The rows of a file with the columns that Baton reads; a row that already has these columns is not changed.
+    """The rows of a file, with their columns renamed to those that Baton reads; a row that already has these columns is
+    unchanged.
 
     Raises:
-        UserError: the file cannot be read, or a row lacks a column or its answer.
+        UserError: the file cannot be read, or a row lacks a column or an answer.
     """
     rows = read_rows(path)
     return rows if columns is None else [_row(row, columns, f"dataset {path}, row {n}") for n, row in enumerate(rows)]
@@ -57,7 +58,7 @@ def _row(row: Any, columns: ColumnsConfig, where: str) -> Any:
 
 
 def after_hashes(text: str) -> str | None:
-    """The text after the last `####`; None if there is none.
+    """The text after the last `####` (GSM8K's mark of the final answer); None if there is no `####`.
 
     >>> after_hashes("2 + 3 = 5 #### 5")
     '5'
@@ -67,7 +68,7 @@ def after_hashes(text: str) -> str | None:
 
 
 def boxed(text: str) -> str | None:
-    r"""The content of the last closed `\boxed{}`; None if there is none.
+    r"""The content of the last closed `\boxed{}`; None if the text has no closed `\boxed{}`.
 
     >>> boxed(r"so it is $\boxed{\frac{1}{2}}$.")
     '\\frac{1}{2}'

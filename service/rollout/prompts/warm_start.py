@@ -1,4 +1,4 @@
-"""Supervised rows from demonstrations, with exactly the tokens that the agent loop would have built."""
+"""Makes supervised rows from demonstrations, with exactly the tokens that the agent loop would have built."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ EMPTY = SupervisedRow(np.empty(0, dtype=np.int32), np.empty(0, dtype=np.bool_))
 
 
 def demonstration_rows(chat: Chat, mode: Mode, demonstrations: Sequence[Sequence[Message]]) -> list[SupervisedRow]:
-    """One row per demonstration, in order; several rows if a turn's prompt rewrites the history."""
+    """The supervised rows of all demonstrations, in order. A demonstration gives one row, or several rows if the prompt
+    of one of its turns rewrites the history."""
     return [row for messages in demonstrations for row in _rows(chat, mode, list(_turns(messages)))]
 
 
