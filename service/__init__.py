@@ -1,1 +1,1 @@
-"""The parts of Baton that need neither Ray nor vLLM, so that a laptop can test them."""
+"""The parts of Baton that need neither Ray nor vLLM, so that they can be tested on a laptop."""

@@ -1,4 +1,4 @@
-"""`python -m service` is the command `baton`."""
+"""Runs the command `baton` as `python -m service`."""
 
 import os
 import sys

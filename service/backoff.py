@@ -1,4 +1,4 @@
-"""Backoff: a failed call is retried after pauses, each twice as long as the previous one."""
+"""Retries failed calls after pauses; each pause is twice as long as the previous pause."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ Failure = TypeVar("Failure", bound=Exception)
 
 
 class Backoff(NamedTuple):
-    """Length of the first pause and maximum length of a pause, in seconds."""
+    """Lengths of the pauses between retries: the first pause and the longest pause, in seconds."""
 
     first: float
     longest: float = math.inf
 
     def pause(self, failures: int) -> float:
-        """Seconds of the pause after `failures` consecutive failures.
+        """Length in seconds of the pause after `failures` consecutive failures.
 
         >>> [Backoff(0.5, 3.0).pause(failures) for failures in (1, 2, 3, 4, 5000)]
         [0.5, 1.0, 2.0, 3.0, 3.0]
@@ -37,10 +37,10 @@ async def retried(
     tries: float = math.inf,
     failed: Callable[[Failure], None] = lambda error: None,
 ) -> Answer:
-    """Call until there is an answer; retry after each of `errors`.
+    """Call until the call succeeds, and return its answer; an error of the types `errors` causes a retry.
 
-    The error is raised after `tries` tries, or if it comes more than `within` seconds after the first call. Before
-    each pause `failed` is called with the error; it may raise another error.
+    An error is passed on after `tries` calls, or more than `within` seconds after the first call. Before each pause
+    `failed` is called with the error; `failed` may raise another error.
     """
     began, failures = time.monotonic(), 0
     while True:

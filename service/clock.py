@@ -1,4 +1,4 @@
-"""Clocks are arguments, so that the same code runs in real and in virtual time."""
+"""Clocks as arguments of functions and classes, so that the same code runs in real time and in simulated time."""
 
 import time
 from typing import Protocol
@@ -8,14 +8,14 @@ class Clock(Protocol):
     """A source of time."""
 
     def monotonic(self) -> float:
-        """Seconds that never decrease; deadlines are measured in them."""
+        """Seconds that never decrease, for deadlines and durations."""
 
     def wall(self) -> float:
-        """Unix time in seconds; for logs and metrics only."""
+        """Unix time in seconds, for logs and metrics only."""
 
 
 class SystemClock(Clock):
-    """The machine's clock."""
+    """The clock of this machine."""
 
     def monotonic(self) -> float:
         return time.monotonic()

@@ -10,9 +10,10 @@ from __future__ import annotations
 import unicodedata
 
 LAST_LINES, LINE_CHARACTERS = 20, 300
-"""Number of last lines of a text that a message shows at most, and maximum characters of each line."""
+"""Maximum number of last lines of a text that a message shows, and maximum characters of each of these lines."""
 UNSAFE = frozenset({"Cc", "Cf", "Cs", "Co", "Zl", "Zp"})
-"""Escaped Unicode categories: control, format (such as a change of direction), surrogates, private, separators."""
+"""Unicode categories of characters that are escaped: control, format (such as a change of direction), surrogates,
+private use, separators."""
 
 
 class BatonError(Exception):
@@ -22,41 +23,42 @@ class BatonError(Exception):
 
 
 class UserError(BatonError):
-    """The input is wrong; the message gives the problem, the place and the remedy."""
+    """Raised if the user's input is wrong; the message says what is wrong, where, and how to correct it."""
 
     exit_code = 2
 
 
 class ConfigError(UserError):
-    """A configuration that is malformed, or with which a run would deadlock or train wrongly."""
+    """Raised if a configuration is malformed, or if a run with it would deadlock or train wrongly."""
 
 
 class JournalError(BatonError):
-    """The journal cannot be written or read; the message names file and position."""
+    """Raised if the journal cannot be written or read; the message names file and position."""
 
 
 class Starved(BatonError):
-    """A wait exceeded its deadline; the message names who waited, for what and since when."""
+    """Raised if a wait exceeded its deadline; the message says who waited, for what and since when."""
 
 
 class ProcessLost(BatonError):
-    """An actor's process died, is silent, or was restarted and is not set up; the message has the cause."""
+    """Raised if an actor's process died, does not answer, or was restarted and is not set up; the message has the
+    cause."""
 
 
 class StoreFailed(BatonError):
-    """A request to the object store failed; the message has the request and the store's answer."""
+    """Raised if a request to the object store failed; the message has the request and the store's answer."""
 
 
 class WeightsGone(BatonError):
-    """The weights file is gone, because the process that held it died; retry with the next weights file."""
+    """Raised if the process that held a file of weights has died, and the file with it; retry with the next weights."""
 
 
 class RunFailed(BatonError):
-    """The run cannot make progress; the message gives the reason."""
+    """Raised if the run cannot continue; the message gives the reason."""
 
 
 def printable(text: str, keep: str = "\n\t") -> str:
-    r"""The text with every character escaped that could steer a terminal, or that UTF-8 cannot encode.
+    r"""The text with escapes in place of characters that could control a terminal, or that UTF-8 cannot encode.
 
     >>> print(printable("\x1b[2J gone, \ud800 and \u202e"))
     \x1b[2J gone, \ud800 and \u202e
@@ -72,7 +74,7 @@ def printable(text: str, keep: str = "\n\t") -> str:
 
 
 def last_lines(text: str) -> str:
-    """The last lines of a text, made printable, each on an indented line of its own; empty for an empty text.
+    """The last lines of a text, printable and indented, each on a new line; empty for an empty text.
 
     >>> print("It failed:" + last_lines("...\\nNo space left on device\\n"))
     It failed:
@@ -84,5 +86,5 @@ def last_lines(text: str) -> str:
 
 
 def in_one_line(text: str) -> str:
-    """The text made printable, with line ends escaped too."""
+    """The text as one printable line: line ends are escaped, too."""
     return printable(text, keep="")

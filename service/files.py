@@ -1,4 +1,4 @@
-"""Locks on folders, and atomic writes of files and folders, which are written elsewhere and then renamed.
+"""Locks folders, and writes files and folders atomically: under another name first, then renamed.
 
 final               complete; missing if the process died between two renames
 .partial.final      being written; to be deleted once its writer is gone
@@ -39,7 +39,8 @@ def lock_folder(folder: Path, seconds: float) -> TextIO:
 
 
 def is_locked(folder: Path) -> bool:
-    """Whether a process of this machine holds the lock of a folder; acquires the lock for a moment to test that."""
+    """True if a process of this machine holds the lock of a folder. To find out, this function takes the lock for a
+    moment."""
     try:
         with (folder / LOCK).open() as lock:
             return not _try_lock(lock, fcntl.LOCK_SH)
@@ -65,9 +66,10 @@ def _try_lock(lock: TextIO, how: int) -> bool:
 
 @contextmanager
 def atomic_file(path: Path) -> Iterator[Path]:
-    """Yield a path to write to; that file replaces `path` if the block succeeds, otherwise it is deleted.
+    """Yield another path for the block to write to. If the block succeeds, the new file replaces `path`; otherwise it
+    is deleted.
 
-    A reader finds the old file or the new one, never a part.
+    Readers see either the old file or the complete new file.
     """
     partial = partial_file(path)
     try:
@@ -80,18 +82,20 @@ def atomic_file(path: Path) -> Iterator[Path]:
 
 
 def write_atomic(path: Path, text: str) -> None:
-    """Replace the text of a file atomically."""
+    """Replace the content of a file by a text atomically."""
     with atomic_file(path) as partial:
         partial.write_text(text, encoding="utf-8")
 
 
 def partial_file(path: Path) -> Path:
-    """Path at which this process writes the future `path`; has the same suffix, because some writers depend on it."""
+    """The path at which this process writes a file that will be renamed to `path`. It has the same suffix, because some
+    writers choose the format by it."""
     return path.with_name(f".partial.{os.getpid()}.{path.name}")
 
 
 def create_private(path: Path, text: str) -> None:
-    """Write a file that only its user can read, unless the file exists; of several concurrent writers one wins."""
+    """Write a file that only its owner can read, unless the file exists; if several processes write at once, one of
+    them wins."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     descriptor, partial = tempfile.mkstemp(dir=path.parent)
     try:
@@ -106,7 +110,8 @@ def create_private(path: Path, text: str) -> None:
 
 @contextmanager
 def atomic_folder(folder: Path) -> Iterator[Path]:
-    """Yield an empty folder, which replaces `folder` if the block succeeds; otherwise it is deleted."""
+    """Yield an empty folder for the block to fill. If the block succeeds, it replaces `folder`; otherwise it is
+    deleted."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     recover_folder(folder)
     partial, previous = _partial_folder(folder), previous_folder(folder)
@@ -126,7 +131,8 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
 
 
 def recover_folder(folder: Path) -> None:
-    """Undo a replacement whose writer died: restore the previous folder, and delete the incomplete new one."""
+    """Repair a folder whose replacement was interrupted: restore the previous folder, and delete the incomplete new
+    one."""
     if not folder.exists() and previous_folder(folder).exists():
         os.replace(previous_folder(folder), folder)
     for left in (_partial_folder(folder), previous_folder(folder)):
@@ -134,7 +140,7 @@ def recover_folder(folder: Path) -> None:
 
 
 def previous_folder(folder: Path) -> Path:
-    """Path to which a folder is moved while its replacement takes its place."""
+    """The path to which a folder is moved while it is being replaced."""
     return folder.with_name(f".previous.{folder.name}")
 
 
@@ -143,7 +149,7 @@ def _partial_folder(folder: Path) -> Path:
 
 
 def sync(path: Path) -> None:
-    """Wait until a file, or the entries of a folder, are on disk."""
+    """Wait until a file's content, or the list of a folder's entries, is on disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -152,5 +158,5 @@ def sync(path: Path) -> None:
 
 
 def is_written_through(file: Path) -> bool:
-    """Whether a file is a link, a pipe or a device, which is not replaced by a new file."""
+    """True if a file is a link, a pipe or a device: these are written to, and not replaced by a new file."""
     return file.is_symlink() or (file.exists() and not file.is_file())

@@ -1,4 +1,4 @@
-"""The address of an object store, as in `run.store` or `baton run --resume`."""
+"""Checks addresses of object stores, as in `run.store` or `baton run --resume`."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ SCHEMES = ("s3", "gs", "az", "abfss", "file")
 
 
 def is_store_url(word: str) -> bool:
-    """Whether a word is the address of an object store, as opposed to a path or a name."""
+    """True if a word is the address of an object store, and not a path or a name."""
     return "://" in word
 
 
 def in_a_store(path: str | Path) -> str | None:
-    """The message for a command that needs a folder but got the address of a store, possibly as a path (`s3:/a/b`);
-    None for any other path."""
+    """The error message for a command that needs a folder but was given the address of a store, possibly as a path
+    (`s3:/a/b`). None if `path` is not such an address."""
     scheme, colon, _ = str(path).partition(":/")
     if not colon or scheme not in SCHEMES:
         return None
@@ -23,7 +23,8 @@ def in_a_store(path: str | Path) -> str | None:
 
 
 def store_url_problem(url: str) -> str | None:
-    """What is wrong with a store's address, in a text without the address's possible secrets; None if it is valid."""
+    """A text that says what is wrong with a store's address; None if the address is valid. The text does not repeat
+    secrets that the address may contain."""
     try:
         parts = urlsplit(url)
         _ = parts.port
@@ -41,7 +42,8 @@ def store_url_problem(url: str) -> str | None:
 
 
 def endpoint_problem(url: str) -> str | None:
-    """Same as `store_url_problem`, for the address of a store's server."""
+    """A text that says what is wrong with the address of a store's server; None if the address is valid. The text does
+    not repeat secrets."""
     try:
         parts = urlsplit(url)
         is_server = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0

@@ -1,8 +1,8 @@
 """Loads users' modules: functions that a setting names as `module:name`, and classes of environments.
 
-The folder of such modules is the current folder of the command that started the run. It becomes the last entry of the
-import path, and only when a setting names a module. So a file there never shadows a module of Python, of an installed
-package or of Baton.
+Users' modules are in the folder in which the run was started. This folder becomes the last entry of the import path,
+and only when a setting names a module. So a file there never shadows a module of Python, of an installed package or of
+Baton.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ Registered = TypeVar("Registered")
 
 
 def user_folder() -> Path:
-    """The folder of the user's modules."""
+    """The folder of users' modules: the folder in which the run was started."""
     return Path(os.environ.get(USER_FOLDER) or Path.cwd())
 
 
 def enter_user_folder() -> None:
-    """Change to the user's folder if it exists on this machine, because an environment may read files there."""
+    """Make the user's folder the current folder, if it exists on this machine, because an environment may read files
+    there."""
     with suppress(OSError):  # every trajectory calls this, and checking first takes longer
         os.chdir(os.environ.get(USER_FOLDER) or ".")
 
@@ -48,7 +49,7 @@ def import_user_module(name: str) -> ModuleType:
 
 
 def find_user_module(name: str) -> bool:
-    """Whether the module that a setting names, or its package, can be found; imports nothing.
+    """True if the module that a setting names can be found, or its package; nothing is imported.
 
     Raises:
         ImportError: the user's folder has a module of that name, but another module comes first on the import path.
@@ -65,7 +66,8 @@ def find_user_module(name: str) -> bool:
 
 
 def nearest(word: str, names: Sequence[str]) -> str:
-    """The name that was most likely meant: one that contains the word, else the most similar one.
+    """The name that was most likely meant by a mistyped word: a name that contains the word, else the most similar
+    name.
 
     >>> nearest("ppo", ["gspo", "ppo_clip"]), nearest("cliip", ["ppo", "clip"])
     ('ppo_clip', 'clip')
@@ -75,7 +77,8 @@ def nearest(word: str, names: Sequence[str]) -> str:
 
 
 def malformed_name(kind: str, setting: str, built_in: Sequence[str]) -> str | None:
-    """What is wrong with the form of a setting, without importing a module; None if it is valid.
+    """A text that says what is wrong with a setting that names a function; None if its form is valid. No module is
+    imported.
 
     >>> malformed_name("loss", "ppo_clop", ["ppo_clip"])
     "there is no loss 'ppo_clop'; did you mean ppo_clip? One that your own module registers is named your.module:name"
@@ -90,7 +93,7 @@ def malformed_name(kind: str, setting: str, built_in: Sequence[str]) -> str | No
 
 
 def is_module_and_name(setting: str) -> bool:
-    """Whether a setting has the form `module:name`.
+    """True if a setting has the form `module:name`.
 
     >>> is_module_and_name("my.losses:clip"), is_module_and_name("my losses:clip"), is_module_and_name("clip")
     (True, False, False)
@@ -100,7 +103,8 @@ def is_module_and_name(setting: str) -> bool:
 
 
 def registered(key: str, kind: str, setting: str, known: Mapping[str, Registered]) -> Registered:
-    """The function that the setting `key` names; imports the setting's module first, if it names one.
+    """The registered function that a setting names; if the setting is `module:name`, the module is imported first.
+    `key`: the setting's full name.
 
     Raises:
         ConfigError: the module cannot be imported, or no function is registered under that name.

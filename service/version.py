@@ -1,10 +1,10 @@
-"""The version of Baton."""
+"""Finds the version of Baton."""
 
 from importlib.metadata import PackageNotFoundError, version
 
 
 def installed_version() -> str:
-    """The installed version, or `source` if Baton runs from a checkout without installation."""
+    """The version of the installed package, or `source` if Baton runs from a checkout that is not installed."""
     try:
         return version("baton-rl")
     except PackageNotFoundError:

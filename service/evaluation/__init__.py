@@ -1,1 +1,1 @@
-"""Evaluation: plays the trajectories of evaluation sets, and summarizes and reports their scores."""
+"""Evaluation: plays the trajectories of evaluation sets, computes their scores, and reports them."""

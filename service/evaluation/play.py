@@ -1,4 +1,4 @@
-"""Plays the trajectories of an evaluation; each engine plays one shard of a set."""
+"""Plays the trajectories of an evaluation; each engine plays one shard of an evaluation set."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ async def play_shard(
     temperature: float | None = None,
     check: Callable[[], None] = lambda: None,
 ) -> list[EvalTrajectory]:
-    """Play `n_samples` trajectories of every task of a shard, up to `concurrency` at once.
+    """Play `n_samples` trajectories of every task in a shard, up to `concurrency` at the same time.
 
-    `temperature`: the sampling temperature; None: as in training. `check` is called before each trajectory and after
-    the last; an error that it raises ends the evaluation. The environments' seeds depend only on the
-    set's name and the prompt's uid.
+    `temperature`: the sampling temperature; None: as in training. `check`: called before each trajectory and after the
+    last; if it raises an error, the evaluation ends. The environments' seeds depend only on the set's name and the
+    prompt's uid.
     """
     tasks = await asyncio.to_thread(load_tasks, tasks_file)
     if temperature is not None:

@@ -1,4 +1,4 @@
-"""The results of an evaluation as a table, and as the file of `--output`."""
+"""Writes the results of an evaluation as a table, and as the file of `--output`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:  # the command line checks `--output` before it imports anythi
 
 
 def table(evaluations: Sequence[Evaluation]) -> str:
-    """One line per set below a header line, with aligned columns."""
+    """The results as a table: a header line, then one line per evaluation set, with aligned columns."""
     ks = sorted({k for of in evaluations for k in of.pass_at})
     head = ("set", "prompts", "trajectories", "score", *(f"pass@{k}" for k in ks), "turns", "tokens", "cut", "lost")
     lines = [head]
@@ -27,7 +27,8 @@ def table(evaluations: Sequence[Evaluation]) -> str:
 
 
 def write_output(file: Path, text: str) -> None:
-    """Write results: a plain file is replaced atomically; links, pipes and devices are kept and written to."""
+    """Write results to a file. An ordinary file is replaced atomically; links, pipes and devices are written to
+    directly."""
     if is_written_through(file):
         file.write_text(text, encoding="utf-8")
     else:

@@ -1,4 +1,4 @@
-"""Evaluation: sampled trajectories of fixed prompts, which the buffer never receives, and their scores.
+"""Scores of an evaluation: computed from sampled trajectories of fixed prompts, which are never sent to the buffer.
 
 rewards of one prompt's 4 samples  1 0 0 1      avg_score 0.5
 pass_at_1 = 0.5, pass_at_2 = 1 - C(2,2)/C(4,2) = 5/6, pass_at_4 = 1
@@ -17,12 +17,12 @@ from typing import Any, NamedTuple
 from service.handoff.steps.stop_reason import FAILURES
 
 SAMPLE_SEED = 0
-"""Seed that selects the prompts that evaluations play; the same in all runs."""
+"""Seed of the random choice of prompts that evaluations play; equal in all runs."""
 
 
 @dataclass(frozen=True, slots=True)
 class EvalTrajectory:
-    """The result of one trajectory."""
+    """The result of one trajectory of an evaluation."""
 
     prompt_uid: str
     reward: float
@@ -31,17 +31,17 @@ class EvalTrajectory:
     """Number of tokens that the policy sampled."""
     stop_reason: str
     n_truncated: int = 0
-    """Number of turns whose response was cut at the length limit."""
+    """Number of turns whose response was cut off at the length limit."""
 
     @property
     def is_lost(self) -> bool:
-        """Whether the engine or the environment failed, so that the trajectory is no evidence about the policy."""
+        """True if the engine or the environment failed, so that the trajectory says nothing about the policy."""
         return self.stop_reason in FAILURES
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """The scores of one set; lost trajectories are counted and left out of every mean."""
+    """The scores of one evaluation set. Lost trajectories are counted, but left out of every mean."""
 
     name: str
     avg_score: float
@@ -49,14 +49,14 @@ class Evaluation:
     avg_turns: float
     avg_tokens: float
     truncated_ratio: float
-    """Fraction of the turns whose response was cut at the length limit."""
+    """Fraction of the turns whose response was cut off at the length limit."""
     n_prompts: int
     n_trajectories: int
     n_lost: int
     stop_reasons: Mapping[str, int]
 
     def record(self) -> dict[str, Any]:
-        """All fields as one JSON object."""
+        """All fields by name, for one JSON object."""
         return {
             "set": self.name,
             **self._scores(),
@@ -67,7 +67,7 @@ class Evaluation:
         }
 
     def metrics(self) -> dict[str, float]:
-        """The scores under the tracker's names, `eval/<set>/<name>`."""
+        """The scores under the names that trackers get, `eval/<set>/<name>`."""
         scores = {**self._scores(), "lost_trajectories": float(self.n_lost)}
         return {f"eval/{self.name}/{name}": value for name, value in scores.items()}
 
@@ -82,18 +82,18 @@ class Evaluation:
 
 
 class EvalShard(NamedTuple):
-    """The rows of a set that one of `of` engines evaluates: every `of`-th row."""
+    """The rows of an evaluation set that one engine plays: every `of`-th row."""
 
     number: int = 0
     of: int = 1
     most: int | None = None
-    """Maximum number of rows of the whole set that are played; None: all."""
+    """Maximum number of rows of the whole set that are played; None: all rows."""
 
     def rows(self, n: int) -> Sequence[int]:
-        """The row numbers of this shard, for a set of `n` rows; if `n` exceeds `most`, from `most` random rows, always
-        the same.
+        """The row numbers of this shard, for a set of `n` rows. If `n` exceeds `most`, they are taken from `most`
+        random rows, which are equal in every evaluation.
 
-        A set may be sorted, so its first rows might not represent the whole set.
+        The rows are random because a set may be sorted, so that its first rows might not represent the whole set.
         """
         if self.most is None or n <= self.most:
             return range(self.number, n, self.of)
@@ -101,7 +101,8 @@ class EvalShard(NamedTuple):
 
 
 def summarize(name: str, played: Sequence[EvalTrajectory]) -> Evaluation:
-    """Means over trajectories, and over prompts for `pass_at`; any reward above 0 passes a prompt."""
+    """The scores of a set: means over trajectories, and for `pass_at` means over prompts. A sample passes if its reward
+    is above 0."""
     kept = [trajectory for trajectory in played if not trajectory.is_lost]
     rewards: dict[str, list[float]] = {}
     for trajectory in kept:
@@ -121,10 +122,10 @@ def summarize(name: str, played: Sequence[EvalTrajectory]) -> Evaluation:
 
 
 def pass_at(k: int, n: int, passed: int) -> float:
-    """Probability that at least one of `k` samples passes, drawn without replacement from `n` samples of which `passed`
-    pass.
+    """Probability that at least one of `k` samples passes, if they are drawn without replacement from `n` samples of
+    which `passed` pass.
 
-    The unbiased estimator of Chen et al. 2021 (arXiv:2107.03374, section 2.1).
+    This is the unbiased estimator of pass@k by Chen et al. 2021 (arXiv:2107.03374, section 2.1).
     """
     return 1.0 - comb(n - passed, k) / comb(n, k)
 

@@ -1,1 +1,1 @@
-"""The run folder, its checkpoints, and the preparation of a run."""
+"""The folder of a run, its checkpoints, and the preparation of its inputs."""

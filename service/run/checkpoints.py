@@ -1,7 +1,8 @@
-"""A run's checkpoints: `step_<n>/` with the trainer's files, and a manifest that is written last.
+"""Checkpoints of a run. Each is a folder `step_<n>/` with the trainer's files, and a manifest that is written last.
 
-A checkpoint counts only if its manifest is readable and its files match the manifest. A kill at any moment therefore
-leaves the new checkpoint or the earlier ones. No file points to the newest checkpoint; the folders alone decide.
+A checkpoint counts only if its manifest is readable and its files match the manifest. If the process is killed at any
+moment, either the new checkpoint or the earlier checkpoints are therefore complete. No file names the newest
+checkpoint; the folders alone decide.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from service.files import sync, write_atomic
 
 MANIFEST = "manifest.json"
 FORMAT = 1
-"""The manifest's format; each version of Baton reads only its own format."""
+"""Number of the manifest's format. Each version of Baton reads only its own format."""
 
 PREFIX = "step_"
 TRAINER = "trainer"
@@ -38,7 +39,7 @@ class _OtherFormat(UserError):
 
 
 class FileChecksum(BaseModel):
-    """Size and checksum of one file of a checkpoint."""
+    """Size and checksum of one file in a checkpoint."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -47,15 +48,16 @@ class FileChecksum(BaseModel):
 
 
 class Manifest(BaseModel):
-    """The content of a checkpoint; fields that earlier versions wrote are ignored."""
+    """The list of a checkpoint's files, with the state of the run; fields that earlier versions wrote are ignored."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
     format: int = FORMAT
     step: int
-    """The number of optimizer steps that produced the weights."""
+    """Number of optimizer steps that produced the checkpoint's weights."""
     journal_position: int
-    """End of the synced part of the buffer's journal when the checkpoint began; events up to `step` lie before it."""
+    """Position up to which the buffer's journal was on disk when the checkpoint began. All events up to the
+    checkpoint's step come before this position."""
     files: dict[str, FileChecksum]
 
     @model_validator(mode="before")
@@ -68,7 +70,7 @@ class Manifest(BaseModel):
         return raw
 
     def check_journal(self, position: int, folder: Path) -> None:
-        """Check that the journal in `folder`, which ends at `position`, reaches as far as the checkpoint.
+        """Check that the journal in `folder`, which ends at `position`, contains everything up to the checkpoint.
 
         Raises:
             UserError: the journal belongs to another run, or its end is lost.
@@ -82,7 +84,7 @@ class Manifest(BaseModel):
 
 
 class Checkpoints:
-    """The checkpoints in one folder; keeps the newest `keep` complete ones."""
+    """The checkpoints in one folder; only the newest `keep` complete checkpoints are kept."""
 
     def __init__(self, folder: Path, keep: int) -> None:
         self._folder = folder
@@ -91,21 +93,22 @@ class Checkpoints:
         """Stamps of the files of each step when they last matched the manifest, by step."""
 
     def path(self, step: int) -> Path:
-        """The folder of the checkpoint of a step."""
+        """The folder for the checkpoint of a step."""
         return self._folder / f"{PREFIX}{step}"
 
     def begin(self, step: int) -> Path:
-        """Make an empty folder for the checkpoint of a step; an earlier checkpoint of the step is deleted."""
+        """Make an empty folder for the checkpoint of a step. If the step already has a checkpoint, it is deleted."""
         path = self.path(step)
         self._remove(step)
         path.mkdir(parents=True)
         return path
 
     def finish(self, step: int, journal_position: int) -> int:
-        """Write the manifest of the files in the step's folder; returns the oldest kept step.
+        """Complete the checkpoint of a step by writing its manifest. Returns the step of the oldest checkpoint that is
+        kept.
 
-        Then deletes checkpoints that are too old, damaged, unfinished, or of a later step (the trainer has restarted
-        from an earlier step).
+        Afterwards checkpoints are deleted that are too old, damaged, unfinished, or of a later step. Later steps exist
+        if the trainer has restarted from an earlier step.
         """
         path = self.path(step)
         manifest = Manifest(
@@ -127,13 +130,14 @@ class Checkpoints:
         return min(kept)
 
     def drop_unfinished(self) -> None:
-        """Delete checkpoints without a manifest, whose writer was killed; only the run's own process may call this."""
+        """Delete checkpoints without a manifest, which a killed writer left behind. Only the run's own process may call
+        this."""
         for step in self._steps():
             if not (self.path(step) / MANIFEST).exists():
                 self._remove(step)
 
     def newest(self) -> Manifest | None:
-        """The newest checkpoint whose files match its manifest; None if there is none.
+        """The manifest of the newest checkpoint whose files match it; None if there is no such checkpoint.
 
         Raises:
             UserError: a checkpoint has another format; the next checkpoint would delete it.
@@ -141,11 +145,11 @@ class Checkpoints:
         return next((manifest for manifest in list(self._readable()) if self._is_whole(manifest)), None)
 
     def steps(self) -> list[int]:
-        """Steps that have a manifest, in order; the files are not checked."""
+        """The steps of all checkpoints that have a manifest, in order; their files are not checked."""
         return sorted(manifest.step for manifest in self._readable())
 
     def manifest(self, step: int) -> Manifest:
-        """The manifest of a step's checkpoint, whose files match it.
+        """The manifest of a step's checkpoint, after a check that the files match it.
 
         Raises:
             UserError: there is no such checkpoint, or it is damaged; the message names the first damaged file.

@@ -1,4 +1,5 @@
-"""The path argument of `baton eval`: a Hugging Face folder, a run, or a checkpoint of a run.
+"""Finds the weights that the path argument of `baton eval` names: a Hugging Face folder, a run, or a checkpoint of a
+run.
 
 models/Qwen3-0.6B                      the weights in this folder
 runs/quickstart                        final/ of the run, or else its newest checkpoint
@@ -32,43 +33,44 @@ from service.store_url import in_a_store
 
 @dataclass(frozen=True)
 class EvalTarget:
-    """Weights to evaluate."""
+    """The weights to evaluate, and the run that they belong to."""
 
     path: Path
-    """The path that the user named."""
+    """The path that the user gave."""
     run: Path | None
-    """The run folder of the weights; None: they belong to no run."""
+    """The folder of the run that the weights belong to; None if they belong to no run."""
     model: Path | None
-    """The Hugging Face folder of the weights; None: they are an adapter, or in a checkpoint."""
+    """The Hugging Face folder of the weights; None if the weights are an adapter, or are in a checkpoint."""
     step: int | None = None
-    """The step of the checkpoint; None: the newest complete checkpoint."""
+    """The step of the checkpoint to evaluate; None: the newest complete checkpoint."""
     adapter: Path | None = None
-    """The folder of a run's final adapter; None: the weights are a whole model, or in a checkpoint."""
+    """The folder of the run's final adapter; None if the weights are a whole model, or are in a checkpoint."""
 
     @property
     def settings(self) -> list[Path]:
-        """Configuration files of the run; files on the command line override them."""
+        """The configuration file of the run, or no file without a run. Files given on the command line override it."""
         return [] if self.run is None else [self.run / CONFIG]
 
     @property
     def checkpoints(self) -> Checkpoints:
-        """The run's checkpoints."""
+        """The checkpoints of the run."""
         return Checkpoints((self.run or self.path) / CHECKPOINTS, keep=1)
 
     def begun_with(self, model: ModelConfig) -> Path:
-        """The folder of the model that gives the run's checkpoints their shape and tokenizer, and that adapters
-        extend."""
+        """The folder of the run's first model, or of the model that its warm start wrote for an adapter. This model
+        gives the run's checkpoints their shapes and tokenizer, and it is the base model of adapters."""
         run = self.run or self.path
         return warmed_model(model, run) or initial_model(model, run)
 
     def weights(self, manifest: Manifest | None) -> Path:
-        """The folder of the weights: that of a checkpoint, of an adapter, or the Hugging Face folder."""
+        """The folder of the weights: the checkpoint of `manifest`; without a manifest, the Hugging Face folder or the
+        adapter's folder."""
         if manifest is not None:
             return self.checkpoints.path(manifest.step)
         return self.model or self.adapter or self.path
 
     def manifest(self) -> Manifest:
-        """The manifest of the checkpoint at `step`, or of the newest complete one.
+        """The manifest of the checkpoint to evaluate: of `step`, or else the newest complete checkpoint.
 
         Raises:
             UserError: there is no such checkpoint, or it is incomplete.
@@ -86,7 +88,7 @@ class EvalTarget:
 
 
 def eval_target(path: Path) -> EvalTarget:
-    """Find the weights that a path, or the name of a run in `runs/`, names.
+    """Find the weights to evaluate from a path, or from the name of a run in `runs/`.
 
     Raises:
         UserError: the path is neither model nor run nor checkpoint, or the checkpoint does not exist.

@@ -1,4 +1,4 @@
-"""`baton export`: writes the weights of a run or of a checkpoint as a Hugging Face folder, or its adapter alone."""
+"""`baton export`: writes the weights of a run or a checkpoint as a Hugging Face folder, or only the adapter."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from service.run.eval_target import EvalTarget
 def export(
     model: ModelConfig, target: EvalTarget, manifest: Manifest | None, folder: Path, merged: bool = True
 ) -> None:
-    """Write the weights that `prepare_weights` has checked, all in `model.dtype`. An adapter is merged into its base in
-    float32, or written alone in PEFT's form. The folder appears only once it is complete.
+    """Write weights that `prepare_weights` has checked to a folder, which appears only once it is complete. All weights
+    have the type `model.dtype`. An adapter is merged into its base model in float32, or written alone in PEFT's form.
 
     Raises:
         UserError: the checkpoint was deleted meanwhile, or the folder cannot be written, for example on a full disk.

@@ -1,4 +1,4 @@
-"""The run folder `runs/<name>/`: its files, and how a run folder is made, found and locked.
+"""The run folder `runs/<name>/`: describes its files; makes, finds and locks run folders.
 
 config.yaml         resolved, defaults included
 metrics.jsonl       one flat JSON object per optimizer step
@@ -49,7 +49,7 @@ CONFIG = "config.yaml"
 METRICS = "metrics.jsonl"
 TRAJECTORIES = "trajectories.jsonl"
 TRAJECTORIES_BYTES = 64 << 20
-"""Size at which `trajectories.jsonl` stops growing."""
+"""Size in bytes above which nothing more is appended to `trajectories.jsonl`."""
 EVALUATIONS = "evaluations.jsonl"
 TIMELINE = "timeline"
 ADDRESS = "address.json"
@@ -67,29 +67,35 @@ LOGS = "logs"
 UPLOADS = "uploads"
 STORE_MARK = "store.json"
 TARGETS = ".prometheus"
-"""Folder beside the run folders, with a file of scrape targets for each running run."""
+"""Folder beside the run folders; for each running run it has a file of scrape targets for Prometheus."""
 DRIVER_LOG = "driver.log"
 
 BEGUN = (LOCK, LOGS, JOURNAL, METRICS, TRAJECTORIES, CHECKPOINTS, FINAL, ADDRESS, SUMMARY, TIMELINE)
-"""Files and folders of which a run folder has at least one, in addition to its configuration."""
+"""Names of files and folders in a run folder; a folder with a configuration but with none of these is not a started
+run."""
 
 LOCK_SECONDS = 1.0
-"""Seconds that a run waits for the lock of its folder, because `is_locked` holds the lock for an instant."""
+"""Seconds that a run waits for the lock of its folder; the wait is needed because `is_locked` holds the lock for an
+instant."""
 
 
 def is_run_folder(path: Path) -> bool:
-    """Whether a path is the folder of a run."""
+    """True if a path is the folder of a run: it has a configuration file."""
     return (path / CONFIG).is_file()
 
 
 def find_run(run: str | Path, runs: Path = RUNS) -> Path | None:
-    """Find a run folder by its path or by its name in `runs`; None if there is none. The folder of a task, or a copy of
-    a configuration from which a run is restored, looks like a run folder too."""
+    """Find a run folder by its path or by its name in `runs`; None if there is none. Only the configuration file is
+    looked for, so a task's folder, or a folder with only a copied configuration, is found too."""
     return next((folder for folder in (Path(run), runs / run) if is_run_folder(folder)), None)
 
 
 def check_begun(folder: Path) -> None:
-    """Raises a `UserError` if a folder has a configuration, but no run was started in it."""
+    """Check that a run was started in a folder that has a configuration.
+
+    Raises:
+        UserError: no run was started in the folder.
+    """
     if not any((folder / name).exists() for name in BEGUN):
         began = sorted((folder / RUNS).glob(f"*/{CONFIG}"))
         where = f"; a run of it is {began[-1].parent}" if began else ""
@@ -97,7 +103,8 @@ def check_begun(folder: Path) -> None:
 
 
 def run_folder(run: str | Path | None, runs: Path = RUNS) -> Path:
-    """Same as `find_run`, but raises if there is no such run; `run` None: the last run started or resumed in `runs`.
+    """Find a run folder by its path or by its name in `runs`. `run` None: the last run that was started or resumed in
+    `runs`.
 
     Raises:
         UserError: there is no such run, or it was never started.
@@ -114,8 +121,8 @@ def run_folder(run: str | Path | None, runs: Path = RUNS) -> Path:
 
 
 def no_such_run(run: str | Path, runs: Path = RUNS, besides: str = "") -> UserError:
-    """The error for a word that is neither the folder nor the name of a run; `besides`: other valid words, as in "a
-    URL, "."""
+    """The error for a word that is neither the folder nor the name of a run. `besides`: other words that the command
+    would accept, as in "a URL, "."""
     near = difflib.get_close_matches(Path(run).name, [file.parent.name for file in runs.glob(f"*/{CONFIG}")], n=1)
     hint = f"; did you mean {near[0]}?" if near else ""
     text = f"{run}: neither {besides}a run folder (with {CONFIG}) nor the name of a run in {runs}/{hint}"
@@ -123,13 +130,13 @@ def no_such_run(run: str | Path, runs: Path = RUNS, besides: str = "") -> UserEr
 
 
 def runs_folder(directory: Path) -> Path:
-    """The folder of run folders; a Ray job works in a temporary copy, so its relative `run.dir` starts at the home
-    folder."""
+    """The folder of the run folders. In a Ray job, which works in a temporary copy, a relative `run.dir` is relative to
+    the home folder instead of the current folder."""
     return Path.home() / directory if IN_RAY_JOB in os.environ else directory
 
 
 def new_run_folder(parent: Path, name: str) -> Path:
-    """Make `parent/name`, or `parent/name-2`, `-3`, ... where a run of that name exists.
+    """Make the folder `parent/name`; if it exists, `parent/name-2`, then `-3`, and so on.
 
     Raises:
         UserError: no folder can be made there.
@@ -151,7 +158,7 @@ def new_run_folder(parent: Path, name: str) -> Path:
 
 @contextmanager
 def lock_run(folder: Path) -> Iterator[None]:
-    """Hold the lock of a run folder: only one process runs in it.
+    """Within the block, hold the lock of a run folder, so that only one process runs the run.
 
     Raises:
         UserError: another process holds the lock.
@@ -165,23 +172,24 @@ def lock_run(folder: Path) -> Iterator[None]:
 
 
 def initial_model(model: ModelConfig, run: Path) -> Path:
-    """The Hugging Face folder with which a run began: `model.path`, or the model that the run made itself."""
+    """The Hugging Face folder of the model with which a run began: `model.path`, or the folder of the model that the
+    run made."""
     return model.path or run / MODEL
 
 
 def warmed_model(model: ModelConfig, run: Path) -> Path | None:
-    """The Hugging Face folder that the warm start of all weights writes if RL then trains only an adapter: trainer and
-    engines add the adapter to this model. None if the run needs no such folder."""
+    """The Hugging Face folder to which a warm start writes its model if RL then trains only an adapter on top of this
+    model. None if the run needs no such folder."""
     return run / WARM_START if model.lora is not None and model.warm_start is not None else None
 
 
 def write_address(folder: Path, url: str) -> None:
-    """Write the address at which a run serves /metrics and /status."""
+    """Write the address at which a run serves /metrics and /status to the run's folder."""
     write_atomic(folder / ADDRESS, json.dumps({"url": url}) + "\n")
 
 
 def read_address(folder: Path) -> str:
-    """The address at which a run serves /metrics and /status, or served them last.
+    """The address at which a run serves /metrics and /status; after its end, the address at which it last served them.
 
     Raises:
         OSError, ValueError, TypeError, KeyError, RecursionError: the file is missing or damaged.
@@ -190,13 +198,17 @@ def read_address(folder: Path) -> str:
 
 
 def refuse_larger(files: Sequence[Path], most: int) -> None:
-    """Raises `UserError` if files that are read as a whole have more than `most` bytes, which no run writes."""
+    """Check the total size of files before they are read as a whole.
+
+    Raises:
+        UserError: the files have more than `most` bytes, which no run writes.
+    """
     if (size := sum(file.stat().st_size for file in files)) > most:
         raise UserError(f"{files[0].parent}: {size:,} bytes lie there, but no run writes more than {most:,}")
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects of a JSONL file; skips an incomplete last line, whose writer was killed."""
+    """Yield the objects of a JSONL file; an incomplete last line, left by a killed writer, is skipped."""
     if not path.exists():
         return
     with path.open(encoding="utf-8") as file:

@@ -1,4 +1,5 @@
-"""Addresses of a model hub in place of paths: the driver downloads them and replaces each by a path in the hub's cache.
+"""Settings may have an address on a model hub in place of a path. The driver downloads the files, and replaces the
+address by a path in the hub's cache.
 
 model.path: hf:org/name@revision              a model; the revision is a branch, a tag or a commit, and may be left out
 data.train: hf:org/name@revision:file.parquet       a file of a dataset
@@ -14,7 +15,7 @@ from service.config.section import HUB, Named
 from service.errors import UserError, in_one_line
 
 MODEL_FILES = ("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model")
-"""Files of a model that are downloaded; never files of pickled weights."""
+"""Patterns of the files of a model that are downloaded; files of pickled weights are never downloaded."""
 
 
 def download(
@@ -25,9 +26,9 @@ def download(
     say: Callable[[str], None],
     model_files: Sequence[str] = MODEL_FILES,
 ) -> tuple[Path, str]:
-    """The path of the model or file at an address, and its commit; downloads only what the cache lacks.
+    """Download the model or file at an address as far as the cache lacks it; returns its path and its commit.
 
-    `offline`: never downloads; `model_files`: patterns of the needed files of a model.
+    `offline`: use only the cache. `model_files`: name patterns of the files of a model that are needed.
 
     Raises:
         UserError: the address is malformed, the hub has nothing there, or there is neither a network nor a cached copy.

@@ -1,4 +1,4 @@
-"""The inputs of a run, an evaluation or `baton sft`: makes or reads data and models, and checks them."""
+"""Prepares the inputs of a run, an evaluation or `baton sft`: reads or makes data and models, and checks them."""
 
 from __future__ import annotations
 
@@ -42,32 +42,33 @@ from service.run.phases import say
 from service.types import SupervisedRow
 
 TRAINING_BYTES = 16
-"""Bytes per parameter in training: master weight, gradient and two moments, in float32."""
+"""Bytes per parameter in training: master weight, gradient and Adam's two moments, each in float32."""
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """The inputs of a run, read and checked."""
+    """The inputs of a run after they were read and checked."""
 
     tasks_file: Path
     tasks: Sequence[Task]
     model_folder: Path
     vocab_size: int
     routing: Routing
-    """The form of the model's routed experts, which the trainer can replay."""
+    """The form in which the model's routed experts are recorded, which router replay needs."""
     eval_files: Mapping[str, Path] = field(default_factory=dict)
-    """Evaluation sets by name."""
+    """File of each evaluation set, by name."""
     warmed_model: Path | None = None
-    """The folder to which the warm start writes the model that gets the adapter; None: it writes none."""
+    """The folder to which the warm start writes the base model of the adapter; None if it does not write one."""
 
     @property
     def base(self) -> Path:
-        """The Hugging Face folder whose weights the trainer and the engines load at the start."""
+        """The Hugging Face folder whose weights the trainer and the engines load when RL begins."""
         return self.warmed_model or self.model_folder
 
 
 def check_first_adapter(model: ModelConfig) -> None:
-    """Check `model.adapter` as a run does, if the adapter and its base model are on this machine.
+    """Check `model.adapter` as a run would check it; does nothing if the adapter or its base model is not on this
+    machine.
 
     Raises:
         UserError: the model or the adapter is malformed, or the adapter has other settings or belongs to another model.
@@ -77,7 +78,7 @@ def check_first_adapter(model: ModelConfig) -> None:
 
 
 def checked_shapes(model: ModelConfig, folder: Path, hf_config: PretrainedConfig) -> None:
-    """Check that the model in a folder can be trained with `model.lora`, starting from `model.adapter`.
+    """Check that the model in a folder can be trained with the settings `model.lora` and `model.adapter`.
 
     Raises:
         UserError: the model cannot be trained with these settings.
@@ -89,7 +90,7 @@ def checked_shapes(model: ModelConfig, folder: Path, hf_config: PretrainedConfig
 
 
 def checked_model(folder: Path) -> tuple[PretrainedConfig, PreTrainedTokenizerBase]:
-    """The configuration and tokenizer of a model folder, checked against the headers of its weights.
+    """Read the configuration and tokenizer of a model folder, and check that the stored weights fit them.
 
     Raises:
         UserError: the folder is malformed.
@@ -104,7 +105,8 @@ def checked_model(folder: Path) -> tuple[PretrainedConfig, PreTrainedTokenizerBa
 
 
 def prepare_weights(model: ModelConfig, target: EvalTarget) -> Manifest | None:
-    """Check the weights to evaluate; returns their checkpoint's manifest, None for weights in a Hugging Face folder.
+    """Check the weights to evaluate. Returns the manifest of their checkpoint, or None for a Hugging Face folder or a
+    final adapter.
 
     Raises:
         UserError: the model, tokenizer or checkpoint is missing or damaged, or they do not belong together.
@@ -129,7 +131,8 @@ def prepare_weights(model: ModelConfig, target: EvalTarget) -> Manifest | None:
 
 
 def check_checkpoint(lora: LoraConfig | None, begun_with: Path, checkpoint: Path) -> None:
-    """Check that a run of the model in a folder, or of an adapter to it, can continue from a checkpoint.
+    """Check that a run can continue from a checkpoint. `begun_with`: the folder of the model that the run trains, or
+    whose adapter it trains.
 
     Raises:
         UserError: the checkpoint is damaged, or of another model or adapter.
@@ -141,7 +144,8 @@ def check_checkpoint(lora: LoraConfig | None, begun_with: Path, checkpoint: Path
 
 
 def prepare_evaluation(data: DataConfig, env: EnvConfig, seed: int, folder: Path) -> dict[str, Path]:
-    """The files of the evaluation sets by name; every row and its environment are checked.
+    """Make or find the files of the evaluation sets, and check every row and its environment. Returns the files by name
+    of the set.
 
     Raises:
         UserError: a set is missing or malformed, or needs an environment that cannot be made.
@@ -155,7 +159,8 @@ def prepare_evaluation(data: DataConfig, env: EnvConfig, seed: int, folder: Path
 def demonstrations(
     model: ModelConfig, env: EnvConfig, generator: GeneratorConfig, seed: int, model_folder: Path
 ) -> list[SupervisedRow]:
-    """The environment's demonstrations for the warm start as token ids, with True on the tokens to learn."""
+    """The environment's demonstrations for the warm start, as token ids with a loss mask; empty without
+    `model.warm_start`."""
     if (warm_start := model.warm_start) is None:
         return []
     synthetic = synthetic_data(env.name, env.options, env.trusted_modules, "demonstrations")
@@ -167,7 +172,8 @@ def demonstrations(
 def read_conversations(
     model: ModelConfig, data: DataConfig, generator: GeneratorConfig
 ) -> tuple[Path, list[SupervisedRow], dict[str, list[SupervisedRow]]]:
-    """Return the checked folder of the model, the training rows, and the rows of each evaluation set.
+    """Read the inputs of `baton sft`. Returns the folder of the model, the training rows, and the rows of each
+    evaluation set.
 
     Raises:
         UserError: the model or a row is malformed, or supervised training does not support a setting.
@@ -188,7 +194,8 @@ def read_conversations(
 
 
 def make_policy(model: ModelConfig, env: EnvConfig, seed: int, folder: Path) -> Path:
-    """Write a small random model, with a tokenizer for the environment's words, unless a resumed run already has one.
+    """Write a small model with random weights, with a tokenizer for the environment's words, and return its folder. A
+    resumed run uses the model that it already has.
 
     Raises:
         UserError: the configuration names no model, or this machine has too little memory to train it.

@@ -1,4 +1,4 @@
-"""Turns, lengths and times of a run's trajectories, for `baton plan --lengths RUN`."""
+"""Measures turns, lengths and times of a run's trajectories, for `baton plan --lengths RUN`."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from service.run.timeline import SLOW, read_timeline
 from service.run.trajectories import find_recorded_run, load_records
 
 OUTSIDE = ("environment", "other")
-"""Parts of a trajectory's time in which no engine works for it."""
+"""Parts of a trajectory's time in which no engine works for the trajectory."""
 
 
 def lengths_of_run(run: str) -> dict[str, tuple[float, str]]:
-    """Figures for `baton plan` by name, each with its source: means over the second half of a run's steps, and figures
-    of all trajectories in the run's sample.
+    """Measurements of a run for `baton plan`: for each input of the plan, its value and where it comes from. Values are
+    means over the second half of the run's steps, or statistics of the run's recorded trajectories.
 
     Raises:
         UserError: there is no such run, it has made no step, or its metrics are damaged.

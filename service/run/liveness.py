@@ -1,4 +1,4 @@
-"""Checks whether each process of a run is alive and set up; work that waits for a process that died is cancelled.
+"""Checks whether each process of a run is alive and set up; cancels work that waits for a process that died.
 
 each second     "which process are you, and are you set up?"
 no process, another process, or one that is not set up      the earlier process is lost: work that waits for it gets
@@ -22,42 +22,43 @@ from service.run.memory import Memory, warning
 PROBE_SECONDS = 1.0
 """Seconds between an answer of a process and the next question."""
 SILENT_SECONDS = 10.0
-"""Seconds without an answer after which a line names the process; a busy process answers late."""
+"""Seconds without an answer after which a line about the process is printed; a busy process may answer late."""
 AGAIN_SECONDS = 20.0
-"""Seconds after which another line names a process that still does not answer."""
+"""Seconds after which the line about a process is printed again, as long as the process does not answer."""
 CAUSE_SECONDS = 2.5
-"""Seconds that a failed call waits for a health check to find the cause, because its process may have died."""
+"""Seconds that a failed call waits for a health check to find the cause, because the called process may have died."""
 LIVED_SECONDS = 10.0
-"""Age in seconds from which the death of a process is always printed. If several processes in a row die younger, only
-some of the deaths are printed."""
+"""Age in seconds from which the death of a process is always printed. If several processes of an actor die younger,
+only some of their deaths are printed."""
 CANCEL_SECONDS = 30.0
-"""Seconds within which cancelled work has to end."""
+"""Seconds in which cancelled work has to end."""
 
 Answer = TypeVar("Answer")
 
 
 class Life(NamedTuple):
-    """The answer of a process to a health check."""
+    """The answer of an actor's process to a health check."""
 
     process: str
-    """A unique id of the process."""
+    """An id that no other process has."""
     is_set_up: bool
-    """Whether the process has received everything that its work needs; a restarted process has not."""
+    """Whether the process has received everything that its work needs. A process that was just restarted has not."""
     memory: Memory | None = None
-    """The memory that the process uses, if it was measured."""
+    """The memory that the process uses; None if it was not measured."""
 
 
 Probe = Callable[[], Awaitable[Life | None]]
-"""Asks an actor for its `Life`; None: the actor has no process."""
+"""A function that asks an actor for its `Life`; it returns None if the actor has no process."""
 Cause = Callable[[str, Life], Awaitable[str | None]]
-"""Returns how a process of this actor ended, given its last answer, as in "died"; None: the run has ended it."""
+"""A function that returns how the process of an actor ended, as in "died"; None if the run ended the process on
+purpose. Its arguments are the actor's name and the last answer of the process."""
 
 
 class Supervisor:
-    """Checks every actor of a run, as long as the run lasts."""
+    """Checks the processes of all actors of a run, as long as the run lasts."""
 
     def __init__(self, say: Callable[[str], None], cause: Cause, is_death: Callable[[BaseException], bool]) -> None:
-        """Store the settings; `is_death`: whether an error of a call may come from the death of its process."""
+        """`is_death`: returns True for an error of a call that may come from the death of the called process."""
         self._say, self._cause, self._is_death = say, cause, is_death
         self._asking: dict[str, asyncio.Task[None]] = {}
         self._known: dict[str, Life | None] = {}
@@ -75,16 +76,17 @@ class Supervisor:
         """The error that ended the health checks of an actor."""
 
     def watch(self, name: str, probe: Probe, deadline: float = math.inf, hint: str = "") -> None:
-        """Check an actor from now on, unless it is checked already.
+        """Begin the health checks of an actor, unless it is checked already.
 
-        `deadline`: seconds of silence after which its process is lost; `hint`: the usual reason for silence.
+        `deadline`: seconds without an answer after which the process counts as lost; `hint`: the usual reason for late
+        answers, which is added to the message.
         """
         if name not in self._asking:
             self._asking[name] = asyncio.ensure_future(self._watch(name, probe, deadline, hint))
             self._asking[name].add_done_callback(self._ended)
 
     def forget(self, name: str) -> None:
-        """Stop the health checks of this actor, because it has left the run."""
+        """Stop the health checks of an actor, because it has left the run."""
         self._known.pop(name, None)
         self._absent.pop(name, None)
         if (asking := self._asking.pop(name, None)) is not None:
@@ -96,17 +98,19 @@ class Supervisor:
             self.forget(name)
 
     def lost(self) -> list[str]:
-        """Return the actors that have no process now, or whose process is not set up."""
+        """Names of the actors that have no process now, or whose process is not set up."""
         return sorted(name for name, life in [*self._known.items()] if life is None or not life.is_set_up)
 
     async def unless_lost(self, names: Sequence[str], work: Awaitable[Answer]) -> Answer:
-        """Do work that needs these actors to be set up; the work is cancelled when one of these actors is lost.
+        """Run `work`, which needs these actors to be set up, and return its result. If one of the actors is lost, the
+        work is cancelled.
 
         Raises:
             ProcessLost: a process died, was restarted, or was silent for too long.
             RuntimeError: the work did not end after it was cancelled.
 
-        An error of a health check itself is raised too: no work may wait for an actor that is no longer checked.
+        If a health check itself fails, its error is raised, because no work may wait for an actor that is no longer
+        checked.
         """
         working = asyncio.ensure_future(work)
         lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -132,7 +136,8 @@ class Supervisor:
                 raise RuntimeError(f"{working} goes on {CANCEL_SECONDS:.0f} s after it was cancelled")
 
     def report(self, name: str, error: BaseException) -> None:
-        """Raise the error of a call in all work that waits for this actor, unless a health check finds the cause."""
+        """Report that a call of this actor failed. The error is raised in all work that waits for the actor, unless a
+        health check finds the cause first."""
         asyncio.get_running_loop().call_later(CAUSE_SECONDS, _give, error, [*self._waiting[name]])
 
     async def _watch(self, name: str, probe: Probe, deadline: float, hint: str) -> None:

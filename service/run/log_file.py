@@ -1,8 +1,9 @@
-"""The log file of one part of a run, `logs/<part>.log`: bounded in size, with the time before each line.
+"""Writes the log file of one part of a run, `logs/<part>.log`, which is bounded in size. Each line begins with the
+time.
 
-Run as a script, it copies its standard input into such a file, in a process of its own. A part that is killed loses
-nothing of what it wrote, and its child processes, such as vLLM's engine core, write into the same file. The script
-needs only the standard library, and ends when the last writer has ended.
+Run as a script, this module copies its standard input into a log file. Because the script is a separate process,
+nothing that a killed part has written is lost. Child processes of the part, such as vLLM's engine core, write into the
+same log. The script needs only the standard library, and ends when the last writer has ended.
 """
 
 from __future__ import annotations
@@ -19,15 +20,15 @@ from logging.handlers import RotatingFileHandler
 from pathlib import Path
 
 LOG_BYTES = 16 << 20
-"""Size at which a log is renamed to `<part>.log.1`, and a new file begins."""
+"""Size in bytes at which a log is renamed to `<part>.log.1` and a new log begins."""
 OLDER_FILES = 3
-"""Renamed files that are kept; the oldest is deleted."""
+"""Number of renamed logs that are kept; older logs are deleted."""
 LINE_BYTES = 64 << 10
 """Maximum bytes of a line; a longer line is split."""
 MESSAGE = "%(levelname)s %(name)s: %(message)s"
-"""Format of a message of Python's logging, without its time."""
+"""Format of a message of Python's logging, without the time."""
 RAYS_MARK = b":actor_name:"
-"""Beginning of lines that Ray prints only for its own log reader."""
+"""Beginning of lines that only Ray's own log reader needs; they are left out."""
 SUFFIX = ".log"
 
 CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f-\x9f]")
@@ -41,7 +42,8 @@ class _LogHandler(RotatingFileHandler):
 
 
 def log_handler(file: Path, message: str = "%(message)s") -> RotatingFileHandler:
-    """A handler that appends to a log; each message begins with the time in UTC, such as 2026-05-04T03:02:01.000Z."""
+    """A logging handler that appends to a log file; each message begins with the time in UTC, as
+    2026-05-04T03:02:01.000Z."""
     handler = _LogHandler(file, maxBytes=LOG_BYTES, backupCount=OLDER_FILES, encoding="utf-8", errors="replace")
     formatter = logging.Formatter(f"%(asctime)s.%(msecs)03dZ {message}", "%Y-%m-%dT%H:%M:%S")
     formatter.converter = time.gmtime
@@ -50,7 +52,7 @@ def log_handler(file: Path, message: str = "%(message)s") -> RotatingFileHandler
 
 
 def plain(line: bytes) -> str:
-    r"""A line as text: only the last state of a progress bar, control characters as escapes.
+    r"""A line as text: of a progress bar only its last state, and control characters as escapes.
 
     >>> plain(b"10 %\r20 %\n"), plain(b"\x1b[31mred\n")
     ('20 %', '\\x1b[31mred')
@@ -61,7 +63,8 @@ def plain(line: bytes) -> str:
 
 @contextmanager
 def log_into(file: Path) -> Iterator[None]:
-    """Within the block, also write this process's log messages to a file, and the error if one ends the block."""
+    """Within the block, also write this process's log messages to a file; if an error ends the block, the error is
+    written too."""
     root, in_file, on_terminal = logging.getLogger(), log_handler(file, MESSAGE), logging.StreamHandler()
     on_terminal.setLevel(logging.WARNING)
     for handler in (in_file, on_terminal):
@@ -79,7 +82,7 @@ def log_into(file: Path) -> Iterator[None]:
 
 
 def main() -> None:
-    """Copy the standard input to a file, after a first line; the command line names the file and the first line."""
+    """Copy the standard input to a log file. The command line gives the file, and a first line for it."""
     handler = log_handler(Path(sys.argv[1]))
     handler.emit(logging.makeLogRecord({"msg": sys.argv[2]}))
     if os.fork():

@@ -1,4 +1,5 @@
-"""Memory of a run's processes: a warning before a host runs out, and which settings reduce an actor's memory."""
+"""Watches the memory of a run's processes: warns before a host runs out of memory, and names settings that need
+less."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 FULL = 0.85
-"""Fraction of a host's memory above which the run warns; Ray ends processes at 0.95."""
+"""Fraction of a host's memory above which the run warns; Ray kills processes at 0.95."""
 REMEDIES = {
     "trainer": "lower trainer.max_tokens_per_micro_batch, set trainer.gradient_checkpointing, or take more ranks",
     "generator": "lower generator.concurrent_groups, or kv_cache_bytes (on a GPU gpu_memory_utilization)",
@@ -14,20 +15,20 @@ REMEDIES = {
     "scorer": "give the scorer fewer workers or a smaller model",
     "role": "give the role a smaller model",
 }
-"""Remedies for an actor that needs too much memory, by the first word of the actor's name."""
+"""What to change if an actor needs too much memory, by the first word of the actor's name."""
 
 
 class Memory(NamedTuple):
-    """The memory of an actor's process with its children, and of its host."""
+    """The memory of an actor's process and its children, and the memory of its host."""
 
     host: str
     n_bytes: int
     of: int
-    """Total bytes of the host, or of the container."""
+    """Total memory of the host, or of the container, in bytes."""
 
 
 def remedy(actor: str) -> str:
-    """Return what to change so that an actor needs less memory.
+    """Advice on what to change so that an actor needs less memory.
 
     >>> remedy("buffer")
     'lower buffer.max_bytes, or use a host with more memory'
@@ -36,12 +37,12 @@ def remedy(actor: str) -> str:
 
 
 def advice(error: str, actor: str) -> str:
-    """Return what to change after an error of an actor that ran out of memory; empty for any other error."""
+    """Advice on what to change after an actor's error that comes from a lack of memory; empty for any other error."""
     return f"; {remedy(actor)}" if "out of memory" in error or "allocate memory" in error else ""
 
 
 def warning(there: Mapping[str, Memory]) -> str | None:
-    """Return a line if these actors of one host need nearly all of the host's memory."""
+    """A warning if the actors of one host use nearly all of its memory; otherwise None."""
     used, (host, _, of) = sum(each.n_bytes for each in there.values()), next(iter(there.values()))
     if used <= FULL * of:
         return None
@@ -53,7 +54,7 @@ def warning(there: Mapping[str, Memory]) -> str | None:
 
 
 def in_gb(n_bytes: int) -> str:
-    """Write bytes as gigabytes.
+    """A number of bytes as text in gigabytes.
 
     >>> in_gb(1_250_000_000)
     '1.2 GB'

@@ -1,4 +1,4 @@
-"""The port of the run's metrics service, bound as soon as it is chosen, so that no other run can take it."""
+"""The port of the run's metrics service. It is bound as soon as it is chosen, so that no other run can take it."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from service.errors import UserError
 
 DEFAULT_PORT = 9400
 PORTS_TRIED = 100
-"""Number of ports, from `DEFAULT_PORT` on, that are tried if no port is configured."""
+"""Number of ports, beginning with `DEFAULT_PORT`, that are tried if no port is configured."""
 
 
 def listening_socket(metrics: MetricsConfig, earlier: int | None = None) -> socket.socket:
-    """A socket that already listens, so that no other run can take its port. This is the configured port; for 0, any
-    free port; for None, the first free port from 9400 on. `earlier`, the port of this run's previous service, is tried
-    first.
+    """A socket that already listens, so that no other run can take its port. The port is the configured port; for 0,
+    any free port; for None, the first free port from 9400 on. `earlier`: the port of this run's previous service, which
+    is tried first.
 
     Raises:
         UserError: the configured port is taken, or the host is not an address of this machine.

@@ -1,4 +1,4 @@
-"""Progress lines about the phases of a command, because imports and the start of Ray alone take many seconds."""
+"""Prints progress lines about the phases of a command, because imports and the start of Ray take many seconds."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ log = logging.getLogger("baton")
 log.setLevel(logging.INFO)
 
 SECONDS = 5.0
-"""Seconds from the first line about a phase to the second; each pause is twice as long as the previous pause."""
+"""Seconds between the first and the second line about a phase; each later pause is twice as long as the previous
+pause."""
 
 MAX_SECONDS = 20.0
 """Maximum seconds between two lines about a phase."""
 
 
 def say(line: str) -> None:
-    """Print a line without buffering, and log it; raises no error if the output is a closed pipe."""
+    """Print a line without buffering, and log it; a closed output pipe causes no error."""
     line = printable(line)
     log.info(line)
     try:
@@ -44,9 +45,10 @@ def phase(
     after: float = 0.0,
     seconds: float = SECONDS,
 ) -> Iterator[None]:
-    """Print that a phase begins, and at growing intervals that it continues; `left` names what the phase waits for.
+    """Within the block, print that the phase `what` has begun, and at growing intervals that it still continues.
+    `left`: returns what the phase waits for.
 
-    A phase that ends within `after` seconds prints nothing. The lines come from a thread, because the slowest phases
+    With `after`, nothing is printed in the first `after` seconds. A thread prints the lines, because the slowest phases
     block the event loop.
     """
     over = threading.Event()

@@ -1,4 +1,4 @@
-"""Requests for profiles of a run's next optimizer steps, sent through files in the run's folder.
+"""Sends a request to profile the next optimizer steps of a run, and the answer, through files in the run's folder.
 
 baton profile --writes--> profiles/request.json --read before a step by--> driver --calls--> ranks
               <--reads--  profiles/answer.json   <--written with the files by-- driver
@@ -23,11 +23,11 @@ POLL_SECONDS = 0.2
 MAX_STEPS = 20
 """Maximum number of optimizer steps in a profile."""
 MAX_BYTES = 256 << 20
-"""Maximum bytes of a profile's file; a larger file is discarded."""
+"""Maximum bytes of a profile file; a larger profile is discarded."""
 
 
 class ProfileRequest(msgspec.Struct, frozen=True):
-    """A request to profile this number of optimizer steps on these ranks."""
+    """A request to profile a number of optimizer steps on certain ranks."""
 
     id: str
     steps: int
@@ -35,7 +35,7 @@ class ProfileRequest(msgspec.Struct, frozen=True):
 
 
 class ProfileAnswer(msgspec.Struct, frozen=True):
-    """The profiles of a request, by file name; or the reason why there are none."""
+    """The answer to a request: the names of the profile files, or the reason why there are none."""
 
     id: str
     files: tuple[str, ...]
@@ -43,16 +43,17 @@ class ProfileAnswer(msgspec.Struct, frozen=True):
 
 
 class ProfileRequests(NamedTuple):
-    """The folder of the run's profiles, with the operations of the driver."""
+    """The requests in the folder of a run's profiles, as the driver reads and answers them."""
 
     folder: Path
 
     def clear(self) -> None:
-        """Delete a request to an earlier process."""
+        """Delete the request, if there is one."""
         (self.folder / REQUEST).unlink(missing_ok=True)
 
     def request(self, ranks: int) -> ProfileRequest | None:
-        """The current request; a request that cannot be met is answered immediately."""
+        """The request that waits for an answer; None if there is none. A request that cannot be met is answered at
+        once."""
         try:
             found = msgspec.json.decode((self.folder / REQUEST).read_bytes(), type=ProfileRequest)
         except FileNotFoundError:
@@ -68,7 +69,7 @@ class ProfileRequests(NamedTuple):
         return found
 
     def answer(self, request: ProfileRequest, files: Sequence[str], problem: str = "") -> None:
-        """Answer a request with its files, or with the problem."""
+        """Answer a request with the names of its profile files, or with the problem that prevented them."""
         write_atomic(
             self.folder / ANSWER, msgspec.json.encode(ProfileAnswer(request.id, tuple(files), problem)).decode()
         )
@@ -76,7 +77,7 @@ class ProfileRequests(NamedTuple):
 
 
 def ask(folder: Path, steps: int, ranks: Sequence[int], seconds: float, sleep: Callable[[float], None]) -> list[Path]:
-    """Request profiles from the run in a folder, and wait up to `seconds` for the files.
+    """Request profiles from the run in a folder, and wait up to `seconds` for them. Returns the profile files.
 
     Raises:
         UserError: no process runs the run, the run cannot record profiles, or another profile is being recorded.

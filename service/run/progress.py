@@ -1,4 +1,5 @@
-"""The progress of a run: a line of metrics per optimizer step, lines for the terminal, the curve and the summary."""
+"""Reports the progress of a run: metrics of each optimizer step, lines for the terminal, the learning curve, the
+summary."""
 
 from __future__ import annotations
 
@@ -16,29 +17,30 @@ from service.run.writer import RunWriter
 from service.types import PolicyVersion
 
 LINES = 20
-"""Approximate number of progress lines of a run with quick steps, without the line of its first step."""
+"""Approximate number of progress lines that a run with quick steps prints, not counting the line of the first step."""
 QUIET_SECONDS = 20.0
 """Seconds without a progress line after which the next step always prints one."""
 PLOT_SECONDS = 20.0
-"""Seconds between two drawings of the learning curve during the run."""
+"""Minimum seconds between two drawings of the learning curve during the run."""
 
 RECENT_STEPS = 20
-"""Number of last steps whose mean time a progress line shows, and from which the time left is estimated."""
+"""Number of the last steps over which a progress line averages times and from which it estimates the time left."""
 
 GENERATION = "generation"
-"""The part of a step for which the trainer waits."""
+"""Name of the part of a step in which the trainer waits for generation."""
 PARTS = {"waiting": GENERATION, "step": "training", "evaluating": "evaluation"}
-"""Part of a step by state of the driver; any other state is a part of the same name."""
+"""For states of the driver, the name of the part of a step that they belong to; other states are parts of the same
+name."""
 
 
 class StepTimes:
-    """Seconds of the optimizer steps by part: what the trainer as a whole does or waits for.
+    """Measures how long each part of the optimizer steps takes. A part is what the trainer does or waits for.
 
     driver's states  waiting 6.0 s, step 3.0 s, weights 1.0 s   ->   generation 60%, training 30%, weights 10%
     """
 
     def __init__(self, states: Callable[[], Mapping[str, float]]) -> None:
-        """`states` returns the seconds that the driver has spent in each of its states so far."""
+        """`states`: returns the seconds that the driver has spent in each of its states so far."""
         self._states = states
         self._before: Counter[str] = Counter()
         self._all: Counter[str] = Counter()
@@ -48,14 +50,14 @@ class StepTimes:
         self._before = Counter(self._states())
 
     def stepped(self) -> Counter[str]:
-        """End a step and begin the next one; returns the step's seconds by part."""
+        """End the current step and begin the next one. Returns the seconds of the ended step by part."""
         now = Counter(self._states())
         step = Counter({PARTS.get(state, state): seconds for state, seconds in (now - self._before).items()})
         self._before, self._all = now, self._all + step
         return step
 
     def shares(self) -> dict[str, float]:
-        """The fraction of the steps' total time that each part takes, the largest first."""
+        """For each part, its fraction of the total time of all steps, the largest first."""
         return {part: seconds / self._all.total() for part, seconds in self._all.most_common()}
 
 
@@ -71,8 +73,8 @@ class Progress:
         say: Callable[[str], None],
         states: Callable[[], Mapping[str, float]],
     ) -> None:
-        """`roles`: the roles of the configuration; `resumes`: whether there are checkpoints to continue from; `states`:
-        see `StepTimes`."""
+        """`roles`: the names of the configured roles; `resumes`: whether the run can be resumed from a checkpoint;
+        `states`: returns the seconds that the driver has spent in each of its states so far."""
         self._max_steps, self._roles, self._resumes = max_steps, roles, resumes
         self._folder = folder
         self._say = say
@@ -91,7 +93,7 @@ class Progress:
         """Names of the symptoms that were already reported."""
 
     def begin(self) -> None:
-        """Record that reinforcement learning begins, or continues after the steps of an earlier process."""
+        """Record and print that reinforcement learning begins, or continues after the steps of an earlier process."""
         self._began = self._last = self._said = time.monotonic()
         self._times.begin()
         total, taken = self._max_steps, len(self._rewards)
@@ -100,7 +102,8 @@ class Progress:
         self._say(f"training: {steps} ({self._began - self._created:.0f} s so far)")
 
     def go_on_from(self, step: int) -> None:
-        """Continue training after this step; the metrics of later steps are dropped and measured again."""
+        """Continue training after `step`. The metrics of later steps are deleted, because these steps are taken
+        again."""
         lines = self._folder.cut_after(step)
         self._rewards = [line["reward/avg_raw_reward"] for line in lines]
         self._staleness = [line["async/staleness_mean"] for line in lines]
@@ -108,8 +111,8 @@ class Progress:
         self._diagnosis = Diagnosis(lines)
 
     def synced(self, seconds: float | None) -> None:
-        """Record how long the engines took to serve new weights after these were sent; None if no update was under
-        way."""
+        """Record the seconds from sending new weights until the engines used them; None if no update was in
+        progress."""
         self._synced = self._synced if seconds is None else seconds
 
     def stepped(
@@ -119,7 +122,7 @@ class Progress:
         metrics: Mapping[str, float],
         generators: Sequence[Mapping[str, Any]],
     ) -> dict[str, float]:
-        """Record a committed optimizer step; returns its line of `metrics.jsonl`."""
+        """Record an optimizer step that was committed. Returns the metrics that were written to `metrics.jsonl`."""
         now, spent = time.monotonic(), self._times.stepped()
         line = {
             "trainer/global_step": version.step,
@@ -162,18 +165,19 @@ class Progress:
 
     @property
     def seconds_left(self) -> float | None:
-        """Estimated seconds until the end, from the mean time of the last steps; None before the first step."""
+        """Estimated seconds until the last optimizer step, from the mean time of the last steps; None before the first
+        step."""
         if not self._recent:
             return None
         return max(0, self._max_steps - len(self._rewards)) * sum(self._recent) / len(self._recent)
 
     @property
     def not_learning(self) -> str:
-        """Why the policy may not be learning, judged by its last steps; empty if there is no sign of that."""
+        """The reason why the policy may not be learning, judged by the last steps; empty if nothing suggests that."""
         return in_words(self._diagnosis.found())
 
     def end(self, state: str, buffer: Mapping[str, Any], generators: Sequence[Mapping[str, Any]]) -> None:
-        """End the run: draw the curve, write and print the summary."""
+        """End the run: draw the learning curve, and write and print the summary."""
         now, shares = time.monotonic(), self._times.shares()
         fractions = self._wait_fractions(generators)
         summary = {
@@ -208,7 +212,8 @@ class Progress:
 
 
 def end_early(folder: RunWriter, say: Callable[[str], None], steps: int) -> None:
-    """Summarize a run that was stopped before it took another step than the `steps` of an earlier process."""
+    """Write the summary of a run that was stopped before its first new step. `steps`: the steps that earlier processes
+    took."""
     folder.write_summary({"state": "stopped", "steps": steps})
     say(f"stopped after the {steps} optimizer steps before" if steps else "stopped before the first optimizer step")
 
@@ -221,8 +226,8 @@ def step_line(
     seconds: float,
     left: float | None,
 ) -> str:
-    """The progress line of a step. `mean`: mean seconds of the last steps; `shares`: fraction of all steps' time by
-    part, largest first."""
+    """The progress line of a step. `mean`: mean seconds of the last steps; `shares`: for each part, its fraction of all
+    steps' time, largest first; `seconds`: time since RL began; `left`: estimated seconds until the end."""
     bound = "".join(f", bound by {part} ({share:.0%})" for part, share in [*shares.items()][:1])
     until = "" if not left else f", {duration(left)} left"
     pace = f"{mean:.2g}" if mean < 100 else f"{mean:.0f}"

@@ -1,4 +1,4 @@
-"""Replaying a recorded run: forms its mini-batches again from its journal, bitwise equal."""
+"""Replays a recorded run: forms its mini-batches again from its journal, bitwise equal."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Recorded(NamedTuple):
 
 
 def replayed(limits: Limits, settings: BatchSettings, folder: Path, step: int) -> MiniBatch:
-    """The mini-batch of optimizer step `step`; if a trainer repeated the step, the last one.
+    """The mini-batch of optimizer step `step`, formed again. If a trainer repeated the step, its last mini-batch.
 
     Raises:
         UserError: the journal has no such step, is damaged, was not written by a run, or lacks its first frames.
@@ -48,7 +48,7 @@ def replayed(limits: Limits, settings: BatchSettings, folder: Path, step: int) -
 
 
 def recorded(limits: Limits, folder: Path, step: int) -> Recorded:
-    """The data from which the mini-batch of optimizer step `step` was formed.
+    """The recorded data from which the mini-batch of optimizer step `step` was formed.
 
     Raises:
         UserError: the journal has no such step, or its first frames were removed.

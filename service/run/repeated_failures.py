@@ -1,4 +1,4 @@
-"""Reports why trajectories fail and how many, and ends a run in which all of them fail."""
+"""Reports how many trajectories fail and why, and ends a run in which all trajectories fail."""
 
 from __future__ import annotations
 
@@ -10,24 +10,25 @@ from service.errors import RunFailed
 from service.handoff.steps.stop_reason import FAILURES
 
 STARVING_SECONDS = 30.0
-"""Seconds of waiting after which a step reports failures as the reason."""
+"""Seconds that a step waits for a mini-batch before failures are reported as the reason."""
 MANY = 0.05
-"""Fraction of the trajectories that may fail without a warning."""
+"""Fraction of the trajectories from which failures cause a warning."""
 FEWEST = 3
-"""Minimum number of failures for a warning."""
+"""Number of failures from which a warning is possible."""
 RECENT_STEPS = 5
 REFUSED = "refused_"
-"""Prefix of the reasons of refused messages, among the reasons for which trajectories end."""
+"""Prefix for the reasons of refused messages, to tell them from the reasons for which trajectories end."""
 
 Statuses = Sequence[Mapping[str, Any]]
-"""The statuses of the generators."""
+"""The status of each generator."""
 
 
 class FailureWatch:
-    """Counts how trajectories ended since the last optimizer step, and which messages were refused."""
+    """Counts by reason how trajectories ended since the last optimizer step, and which messages the buffer refused."""
 
     def __init__(self, limit: int, say: Callable[[str], None], report: Callable[[str], None]) -> None:
-        """`limit`: see `check`; `say`: writes a line to the terminal; `report`: shows a text in the status."""
+        """`limit`: number of trajectories from which a run is ended if all of them failed; `say`: prints a line on the
+        terminal; `report`: shows a text in the run's status."""
         self._limit = limit
         self._say, self._report = say, report
         self._said: set[str] = set()
@@ -40,7 +41,7 @@ class FailureWatch:
         self._starving = False
 
     def stepped(self, statuses: Statuses) -> None:
-        """Warn if many trajectories failed in the last steps, and begin the count of the next one."""
+        """Warn if many trajectories failed in the last steps, and begin to count for the next step."""
         self._look(statuses)
         self._recent.append(self._now - self._before)
         self._before, self._starving = self._now, False
@@ -54,7 +55,7 @@ class FailureWatch:
         self._report(text)
 
     def check(self, statuses: Statuses, waited: float = 0.0) -> None:
-        """Print new failures, and that a step waits because of failures; raise if every trajectory fails.
+        """Print failures with new reasons. If the step has waited long, print that failures are the reason.
 
         `waited`: seconds for which the step has waited for a mini-batch.
 
@@ -77,7 +78,8 @@ class FailureWatch:
         raise RunFailed(f"every trajectory since the last step failed ({_listed(ended)}): {'; '.join(sorted(details))}")
 
     def name_scorers(self, failures: Mapping[tuple[str, str], str]) -> None:
-        """Write one line to the terminal for the first failure of each scorer with each reason."""
+        """Print one line about the first failure of each scorer for each reason. `failures`: messages by scorer and
+        reason."""
         for (scorer, reason), why in failures.items():
             if (key := f"{scorer}: {reason}") not in self._said:
                 self._said.add(key)

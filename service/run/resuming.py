@@ -1,6 +1,7 @@
-"""Resuming a run: the checkpoint from which it continues, and the settings that must not have changed.
+"""Resumes a run: finds the checkpoint from which it continues, and compares its settings with those of the earlier
+process.
 
-Everything is checked before Ray starts, so a refusal takes no time and leaves the run as it was.
+Everything is checked before Ray starts, so that a refusal comes at once and leaves the run unchanged.
 """
 
 from __future__ import annotations
@@ -20,18 +21,19 @@ from service.run.folder import CHECKPOINTS, CONFIG, FINAL, JOURNAL, METRICS, SUM
 from service.store_url import is_store_url
 
 Load = Callable[[Path], Config]
-"""Reads the configuration of a run; settings of the command line override it."""
+"""A function that reads the configuration of a run; settings on the command line override the file."""
 FromStore = Callable[[str, Load, Path | None], Path]
-"""Restores the folder of a run from the store at an address, to the given folder or to a new folder in `run.dir`."""
+"""A function that restores the folder of a run from the store at an address: to the given folder, or else to a new
+folder in `run.dir`."""
 
 
 def folder_to_resume(
     run: str, configs: Sequence[Path], overrides: Sequence[str], from_store: FromStore
 ) -> tuple[Path, list[str]]:
-    """The folder of the run to resume, with the overrides of its configuration.
+    """The folder of the run to resume, and the settings that override its configuration.
 
-    A run is named by its folder, by its name, or by the address of its store. If this disk has nothing of the run,
-    its folder is restored from the store that the address or the configuration names.
+    `run`: the run's folder, its name, or the address of its store. If this disk has no data of the run, its folder is
+    restored from the store that the address or the configuration names.
 
     Raises:
         UserError: there is no such run.
@@ -55,10 +57,11 @@ def folder_to_resume(
 
 @contextmanager
 def resumed(run: RunConfig, trainer: TrainerConfig, path: Path) -> Iterator[Manifest]:
-    """Within the block, hold the lock of a run's folder; yields the checkpoint from which the run continues.
+    """Within the block, hold the lock of a run's folder. Yields the manifest of the checkpoint from which the run
+    continues.
 
-    Files that a killed writer left unfinished are deleted. A run that took all its steps and ended before its final
-    weights were written continues by writing them.
+    Files that a killed writer left unfinished are deleted. If a run has taken all its steps but has not written its
+    final weights, it continues by writing these weights.
 
     Raises:
         UserError: another process runs this run, there is no complete checkpoint, or the run has nothing left to do.
@@ -78,7 +81,7 @@ def resumed(run: RunConfig, trainer: TrainerConfig, path: Path) -> Iterator[Mani
 
 
 def changed_settings(config: Config, folder: Path) -> list[str]:
-    """A line for each setting that differs from the configuration with which the run last ran."""
+    """One line for each setting that differs from the configuration with which the run was last started or resumed."""
     was, now = _leaves(read_sources([folder / CONFIG], ()).values), _leaves(config.model_dump(mode="json"))
     different = [setting for setting in {**now, **was} if was.get(setting) != now.get(setting)]
     return [f"{setting}: it is {now.get(setting)} from here on, and was {was.get(setting)}" for setting in different]

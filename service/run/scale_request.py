@@ -1,4 +1,5 @@
-"""The number of generators that a user requests from a run, through a file in its folder that the driver reads."""
+"""Passes the number of generators that a user requests to a running run, through a file in its folder that the driver
+reads."""
 
 from __future__ import annotations
 
@@ -12,10 +13,10 @@ from service.run.folder import SCALE
 
 
 def ask_for(folder: Path, generator: GeneratorConfig, engines: int) -> None:
-    """Request this number of generators from the run in a folder.
+    """Request `engines` generators from the run in a folder.
 
     Raises:
-        UserError: no process runs the run, or its configuration does not allow that number.
+        UserError: no process runs the run, or its configuration does not allow this number.
     """
     lowest, highest = generator.min_engines, generator.max_engines
     if lowest == highest:
@@ -29,9 +30,10 @@ def ask_for(folder: Path, generator: GeneratorConfig, engines: int) -> None:
 
 
 def asked_for(folder: Path, generator: GeneratorConfig, now: int) -> int:
-    """The number of generators that the run should have: the requested one, or else the maximum of its configuration.
+    """The number of generators that the run should have: the requested number, or else the maximum of its
+    configuration.
 
-    The number stays `now` while the file cannot be read.
+    Returns `now`, the present number, if the file with the request cannot be read.
     """
     lowest, highest = generator.min_engines, generator.max_engines
     try:

@@ -1,4 +1,4 @@
-"""Assigns a teacher to each row of the dataset."""
+"""Chooses a teacher for each row of the dataset."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ def teachers_of(
     columns: Sequence[Mapping[str, Any]],
     temperatures: Sequence[float | None],
 ) -> list[str]:
-    """The teacher of each row of the dataset, by the row's columns; empty for rows without a teacher.
+    """For each row of the dataset, the name of its teacher, chosen by the row's columns; an empty name for rows without
+    a teacher.
 
     Raises:
         UserError: a teacher is unknown, a row with a teacher has a temperature other than 1, or no row has a teacher.

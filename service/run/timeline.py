@@ -1,9 +1,9 @@
-"""A run's timeline: the files `timeline/000001.jsonl` and so on, each of bounded size, and their reader.
+"""Writes and reads a run's timeline: the files `timeline/000001.jsonl` and so on, each of bounded size.
 
     {"from": "generator/generator-0", "wall": ..}   the process of the next lines; its clock + wall is Unix time
     ["span", "engine", "generating", 812.1, 812.5, {}]
 
-The times of different hosts are aligned by the wall clocks of these hosts.
+Times of different hosts are comparable only as far as the wall clocks of the hosts agree.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ log = logging.getLogger(__name__)
 
 FILE_BYTES = 4 << 20
 FILES = 8
-"""Maximum number of files; the oldest is deleted."""
+"""Maximum number of timeline files; older files are deleted."""
 TOUCHING = 2e-6
-"""Maximum seconds between two spans that are joined into one span; times are recorded to 1e-6."""
+"""Seconds between two spans up to which they are joined into one span; times are recorded to 1e-6 s."""
 SLOW = "slow"
-"""The reason for which a trajectory outside of the sample was kept; quantiles exclude it, because it would distort
-them."""
+"""Marks a trajectory that was recorded because it was slow, not as part of the sample; quantiles leave it out, because
+it would distort them."""
 
 Number = Annotated[float, msgspec.Meta(ge=-1e11, le=1e11)]
 """A time or duration in seconds."""
 Whole = Annotated[int, msgspec.Meta(ge=-(10**11), le=10**11)]
 Numbers = dict[str, Whole | Number]
 Row = tuple[str, str]
-"""A row of the timeline: `role/ident` of the process, and the row's name."""
+"""A row of the timeline: the process as `role/ident`, and the name of the row."""
 
 
 class TimelineFiles:
-    """Writes the lines that processes push; used by the hub."""
+    """Writes the lines that processes send to the hub into the timeline's files."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -50,7 +50,7 @@ class TimelineFiles:
         self._numbers = count(1 + max((_number(file) for file in folder.glob("*.jsonl")), default=0))
 
     def append(self, lines: bytes) -> None:
-        """Append complete lines; if the disk is full they are lost, and the log says so."""
+        """Append complete lines. If the disk is full the lines are lost, and the log says so."""
         try:
             if self._file is None or self._file.tell() >= FILE_BYTES:
                 self._file = self._next()
@@ -60,7 +60,7 @@ class TimelineFiles:
             log.warning("the timeline lacks %d bytes: %s", len(lines), error)
 
     def close(self) -> None:
-        """Close the open file; the next append begins a new one."""
+        """Close the open file; the next lines begin a new file."""
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -80,14 +80,14 @@ def _number(file: Path) -> int:
 
 
 class Process(Struct, rename={"owner": "from"}):
-    """The process that wrote the following lines, and its clock."""
+    """The process that wrote the lines that follow, and its clock."""
 
     owner: str
-    """`role/ident` of the process."""
+    """The process as `role/ident`."""
     host: str
     pid: int
     wall: Number
-    """Unix time minus the process's monotonic clock, in seconds."""
+    """Seconds to add to the process's monotonic clock to get Unix time."""
     dropped: int
     cpu: Number = 0.0
 
@@ -106,7 +106,7 @@ class _SpanLine(Struct, array_like=True, tag=SPAN):
 
 
 class Counter(Struct, array_like=True, tag=COUNTER):
-    """Values that some counters have from a time on."""
+    """The values of some counters from a time on."""
 
     name: str
     at: Number
@@ -130,14 +130,14 @@ class _TrajectoryLine(Struct, array_like=True, tag=TRAJECTORY):
 
 
 class Totals(Struct, array_like=True, tag=TOTALS):
-    """Sums since the process started."""
+    """Sums over all trajectories since the process started."""
 
     played: int
-    """Trajectories that the process has played."""
+    """Number of trajectories that the process has played."""
     every: int
-    """The sampling interval: one trajectory of this many is kept."""
+    """The sampling interval: one of this many trajectories is recorded."""
     sums: list[tuple[str, str, int, Number, Number]]
-    """Sums as (environment, part or tool:NAME, number, seconds, longest)."""
+    """Sums as tuples (environment, part or tool:NAME, number of calls, total seconds, seconds of the longest call)."""
 
 
 class _Lease(TypedDict):
@@ -159,7 +159,7 @@ def _refuse_backwards(began: float, ended: float) -> None:
 
 
 class Span(NamedTuple):
-    """A state or a call, from its begin to its end in Unix seconds."""
+    """A state of a process or a call, from its beginning to its end in Unix seconds."""
 
     began: float
     ended: float
@@ -173,13 +173,13 @@ class Span(NamedTuple):
 
 
 class Sampled(NamedTuple):
-    """A trajectory whose calls were recorded."""
+    """A trajectory whose calls were recorded in the timeline."""
 
     of: TrajectoryId
     owner: str
     env: str
     why: str
-    """Why the trajectory was kept: `sampled` or `slow`."""
+    """Why the trajectory was recorded: `sampled` or `slow`."""
     span: Span
     parts: dict[str, float]
     """Seconds of the trajectory by part."""
@@ -187,7 +187,7 @@ class Sampled(NamedTuple):
 
 
 class RunTimeline:
-    """The events of a run with all times in Unix seconds, read file by file."""
+    """The events of a run's timeline, with all times in Unix seconds. Files are added one by one."""
 
     def __init__(self) -> None:
         self.sources: dict[str, Process] = {}
@@ -201,7 +201,7 @@ class RunTimeline:
         """The sums of each process, by `role/ident`."""
 
     def read(self, file: Path) -> None:
-        """Add the lines of a file; skips a line that a kill truncated."""
+        """Add the events of a timeline file; a line that was cut off when its writer was killed is skipped."""
         lines = [line for line in file.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
         source: Process | None = None
         for line in lines:
@@ -227,7 +227,7 @@ class RunTimeline:
             self.totals[f"{owner}/{source.host}/{source.pid}"] = event
 
     def since(self, began: float) -> None:
-        """Drop events that ended before this Unix time."""
+        """Drop all events that ended before the Unix time `began`."""
         self.rows = {row: [span for span in spans if span.ended >= began] for row, spans in self.rows.items()}
         self.counters = [(owner, counter) for owner, counter in self.counters if counter.at >= began]
         self.trajectories = [one for one in self.trajectories if one.span.ended >= began]
@@ -239,7 +239,7 @@ class RunTimeline:
 
     @property
     def played(self) -> int:
-        """Number of trajectories that ended, recorded or not."""
+        """Number of trajectories that ended, whether they were recorded or not."""
         return max(sum(totals.played for totals in self.totals.values()), len(self.trajectories))
 
 
@@ -248,7 +248,7 @@ _EVENTS = msgspec.json.Decoder(_SpanLine | Counter | _TrajectoryLine | Totals)
 
 
 def read_timeline(folder: Path) -> RunTimeline:
-    """The timeline of a run folder.
+    """Read the timeline of a run from the run's folder.
 
     Raises:
         UserError: the run kept no timeline, or another version of Baton wrote it.

@@ -1,4 +1,4 @@
-"""Records of trajectories for people: `trajectories.jsonl` holds a bounded sample of every mini-batch.
+"""Records trajectories for people to read: `trajectories.jsonl` contains a small sample of every mini-batch.
 
     {"id": "group=812/sample=3/attempt=0", "prompt_uid": "7", "optimizer_step": 37, "trained_at": "1.36",
      "reward": 1.0, "return": 1.0, "advantage": 0.93, "stop_reason": "stop", "fate": "trained", "loss_tokens": 11,
@@ -8,16 +8,16 @@
                 "parent": null, "role": "main", "trains": true}, ..],
      "transcript": "", "scores": {"judge": {"reward": 0.7, "info": "brief", "fallback": ""}}}
 
-`prompt_ids` of a step that extends the previous step are the new tokens only. `versions` are runs of (tokens, version).
-`row` is the training row of the step; steps of one row were merged. `parent` is the earlier step that a step continues;
-`begins_as` (step, tokens): the step begins with this many tokens of another step that it does not continue, and its
-`prompt_ids` omit these tokens.
-`role` is the role of an agent's call, `transcript` the output of an agent's run, `scores` the reward and the text of
-each scorer, or why the group continued without them (`fallback`). With credit by turn or `roles` each step has an
-`advantage` of its own, and that of the trajectory is their mean. A trajectory that ended without being trained has the
-`fate` of its group (`filtered`, `refused`, `expired`) with the `reason`, no advantage, and as `optimizer_step` the last
-step before its end; its `stop_reason` is `unfinished` if the trajectory was not complete. An attempt that failed has
-the `fate` `failed`, and its transcript begins with the reason.
+If a step extends the previous step, its `prompt_ids` are only the new tokens. `versions` are pairs: a number of tokens,
+and the policy version that sampled them. `row` is the training row of the step; steps of one row were merged. `parent`
+is the earlier step that a step continues. `begins_as` (step, tokens): the step begins with this many tokens of another
+step that it does not continue, and its `prompt_ids` omit these tokens. `role` is the role of an agent's call,
+`transcript` the output of an agent's run, `scores` the reward and the text of each scorer, or why the group continued
+without them (`fallback`). With credit by turn or `roles` each step has an `advantage` of its own, and that of the
+trajectory is their mean. A trajectory that ended without being trained has the `fate` of its group (`filtered`,
+`refused`, `expired`) with the `reason`, no advantage, and as `optimizer_step` the last step before its end; its
+`stop_reason` is `unfinished` if the trajectory was not complete. An attempt that failed has the `fate` `failed`, and
+its transcript begins with the reason.
 """
 
 from __future__ import annotations
@@ -49,16 +49,16 @@ from service.types import Extension, Int64s, MiniBatch, PolicyVersion, Step, Tra
 
 Record = dict[str, Any]
 FAILED = "failed"
-"""The fate of a failed attempt: its trajectory was started again if attempts were left, or got no scorer's reward."""
+"""The fate of an attempt that failed, or that got no reward from a scorer."""
 SHOWN = 200
-"""Maximum characters of an error message about a line."""
+"""Maximum characters of an error message about a malformed line."""
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 Version = Annotated[str, msgspec.Meta(pattern=r"^[0-9]{1,18}:[0-9]{1,18}$")]
 Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 
 
 class StepShape(TypedDict):
-    """The fields of a step that are needed to show its record."""
+    """The fields that a step in a record must have so that it can be shown."""
 
     index: Count
     prompt_ids: list[TokenId]
@@ -77,7 +77,7 @@ class StepShape(TypedDict):
 
 
 class ScoreShape(TypedDict):
-    """The fields of a scorer's answer that are needed to show it."""
+    """The fields that a scorer's answer in a record must have so that it can be shown."""
 
     reward: float | None
     info: str
@@ -103,23 +103,23 @@ RecordShape = TypedDict(
         "steps": list[StepShape],
     },
 )
-"""The fields that a record in a file must have to be shown."""
+"""The fields that a record in a file must have so that it can be shown."""
 _DECODER = msgspec.json.Decoder(RecordShape)
 
 
 @dataclass(frozen=True)
 class RecordSettings:
-    """Settings that determine which trajectories are kept, and how their steps share rows."""
+    """The settings on which it depends which trajectories are recorded, and how their steps are merged into rows."""
 
     per_step: int
-    """Number of trajectories that are kept per optimizer step."""
+    """Number of trajectories that are recorded per optimizer step."""
     roles: tuple[str, ...]
     trained_roles: tuple[str, ...]
     merge_mode: Mode
 
     @classmethod
     def of(cls, config: Config) -> RecordSettings:
-        """The settings from a run's configuration."""
+        """The settings for records from a run's configuration."""
         kept = config.run.trajectories_per_step
         return cls(kept, tuple(config.roles), config.trained_roles, config.merge_mode)
 
@@ -127,8 +127,8 @@ class RecordSettings:
 def trajectory_records(
     batch: MiniBatch, groups: Sequence[CompleteGroup], at: PolicyVersion, settings: RecordSettings
 ) -> list[Record]:
-    """Records of a random sample of a mini-batch's trajectories, after its training at version `at`. The settings give
-    the sample's size."""
+    """Records of a random sample of a mini-batch's trajectories. `at`: the policy version after training on the
+    mini-batch; `settings`: has the size of the sample."""
     count = min(settings.per_step, len(batch.return_G))
     chosen = sorted(np.random.default_rng(batch.lease).choice(len(batch.return_G), count, replace=False).tolist())
     first_of_group = np.searchsorted(batch.prompt_of_trajectory_G, np.arange(len(groups)))
@@ -180,7 +180,8 @@ def _scores(group: CompleteGroup, place: int) -> Record:
 
 
 def describe_ends(records: Sequence[Mapping[str, Any]]) -> str:
-    """Counts of stop reasons: `7 stop, 1 max_turns before the first turn`; empty without records."""
+    """Counts of the records' stop reasons, such as `7 stop, 1 max_turns before the first turn`; empty without
+    records."""
     before = {StopReason.LENGTH: " before the first turn (the prompt exceeds generator.max_input_length)"}
     ends = Counter(
         record["stop_reason"] + ("" if record["steps"] else before.get(record["stop_reason"], " before the first turn"))
@@ -190,9 +191,10 @@ def describe_ends(records: Sequence[Mapping[str, Any]]) -> str:
 
 
 class LostTrajectories:
-    """A bounded sample of groups that ended untrained, one trajectory per group, and of attempts that failed.
+    """Records of trajectories that were not trained: a bounded sample of ended groups, one trajectory per group, and of
+    failed attempts.
 
-    The buffer reports every such group to `ended`, and every such attempt to `failed`.
+    The buffer reports every group that ends untrained to `ended`, and every failed attempt to `failed`.
     """
 
     def __init__(self, settings: RecordSettings) -> None:
@@ -201,8 +203,8 @@ class LostTrajectories:
         self._failed: list[Record] = []
 
     def ended(self, end: Ended, uid: str, store: Store, at: PolicyVersion) -> None:
-        """Keep the longest trajectory of an ending group, preferably a complete one; its steps are read from the
-        store."""
+        """Record the longest trajectory of a group that ends untrained; complete trajectories come first. The steps are
+        read from `store`."""
         if len(self._records) >= self._settings.per_step:
             return
         held = store.of(end.group_id)
@@ -216,15 +218,15 @@ class LostTrajectories:
         self._records.append(record | _untrained(str(end.state), end.reason, last, at))
 
     def failed(self, end: TrajectoryEnd, reason: str, store: Store, at: PolicyVersion) -> None:
-        """Keep an attempt that failed or got no reward; its steps are read from the store."""
+        """Record an attempt that failed, or got no reward from a scorer. The steps are read from `store`."""
         if len(self._failed) < self._settings.per_step:
             steps, _ = _stored(store.of(end.trajectory.group_id), end.trajectory.sample)
             record = _record(end.trajectory, end.prompt_uid, steps, end, at, self._settings)
             self._failed.append(record | _untrained(FAILED, reason, end, at))
 
     def take(self) -> list[Record]:
-        """Return and clear the records: at most `run.trajectories_per_step` of ended groups, and as many of failed
-        attempts."""
+        """Return the records collected since the last call, and clear them: at most `run.trajectories_per_step` of
+        ended groups, and as many of failed attempts."""
         records, self._records, self._failed = self._records + self._failed, [], []
         return records
 
@@ -322,10 +324,10 @@ def _runs(versions: Int64s) -> list[tuple[int, str | None]]:
 
 
 def find_recorded_run(run: str | None, runs: Path = RUNS) -> Path:
-    """The folder of a run, given the folder or the run's name; None means the newest run.
+    """Find the folder of a run that has records of trajectories. `run`: its folder or its name; None: the newest run.
 
     Raises:
-        UserError: there is no such run, or the run kept no trajectories.
+        UserError: there is no such run, or the run recorded no trajectories.
     """
     if run is not None and (Path(run) / TRAJECTORIES).is_file():
         return Path(run)
@@ -336,7 +338,7 @@ def find_recorded_run(run: str | None, runs: Path = RUNS) -> Path:
 
 
 def load_records(folder: Path) -> list[Record]:
-    """The records of a run folder, oldest first.
+    """The recorded trajectories in a run's folder, oldest first.
 
     Raises:
         UserError: a line is not a record.
@@ -372,7 +374,7 @@ def _checked(record: RecordShape) -> Record:
 def find_record(records: Sequence[Record], wanted: str | None) -> Record:
     """The record whose id is `wanted` or begins with it: `812` gives the first kept sample of group 812.
 
-    Without an id, the newest trained record; if none is trained, the newest record.
+    Without an id: the newest record of a trained trajectory; if no trajectory was trained, the newest record.
 
     Raises:
         UserError: no record has that id.

@@ -29,17 +29,17 @@ from service.run.folder import (
 )
 
 BLOCK = 1 << 16
-"""Bytes that are read at once to find the end of the last line."""
+"""Bytes that are read at once when looking for the end of the last line."""
 TABLE_KEYS = ("id", "fate", "return", "advantage", "stop_reason", "sampled_tokens")
 TABLE_ROWS = 16
 TABLE_CHARACTERS = 20_000
-"""Maximum characters of a trajectory's text; the end of a longer text is kept."""
+"""Maximum characters of a trajectory's text in a tracker's table; of a longer text, only the end is kept."""
 
 _tokenizer = lru_cache(maxsize=1)(read_tokenizer)
 
 
 class RunWriter:
-    """Writes the files of one run: files are replaced atomically, lines are appended and flushed."""
+    """Writes the files of one run. Files are replaced atomically; lines are appended and flushed."""
 
     def __init__(self, path: Path, has_begun: bool = True) -> None:
         self.path = Path(path)
@@ -60,10 +60,10 @@ class RunWriter:
         """Whether the final weights are those of the step `step`."""
 
     def begin(self, resolved: str, wandb: WandbConfig | None = None, model_folder: Path | None = None) -> None:
-        """Begin or continue a run: delete the summary of its earlier part, and write its resolved configuration, with
-        which `baton run --config` repeats the run.
+        """Begin or continue a run. Deletes the summary of an earlier process, and writes the resolved configuration,
+        with which `baton run --config` repeats the run.
 
-        `model_folder` has the tokenizer for the texts of tables in Weights & Biases.
+        `model_folder`: has the tokenizer that decodes texts for tables in Weights & Biases.
         """
         (self.path / SUMMARY).unlink(missing_ok=True)
         self._has_begun, self._resolved, self._wandb = True, resolved, wandb
@@ -87,8 +87,8 @@ class RunWriter:
         return self.path.parent / TARGETS / f"{self.path.name}.json"
 
     def log_step(self, numbers: Mapping[str, float], texts: Mapping[str, str] | None = None) -> None:
-        """Append a line to `metrics.jsonl`, text values included, and a point per curve in TensorBoard and the other
-        trackers.
+        """Log an optimizer step: append numbers and texts as a line to `metrics.jsonl`, and send the numbers to
+        TensorBoard and the other trackers.
 
         Raises:
             ValueError: `trainer/global_step` is missing.
@@ -109,7 +109,8 @@ class RunWriter:
         self._kept = []
 
     def cut_after(self, step: int) -> list[dict[str, Any]]:
-        """Delete the lines of steps after `step`, which the trainer will repeat; returns the remaining metrics."""
+        """Delete all lines of steps after `step`, because the trainer will repeat these steps. Returns the remaining
+        lines of `metrics.jsonl`."""
         self.step = step
         _cut(self.path / EVALUATIONS, "step", step)
         metrics, key = self.path / METRICS, "trainer/global_step"
@@ -118,19 +119,19 @@ class RunWriter:
         return _cut(metrics, key, step)
 
     def append_evaluations(self, step: int, records: Sequence[Mapping[str, Any]]) -> None:
-        """Append a line for each set that was evaluated after an optimizer step."""
+        """Append a line to `evaluations.jsonl` for each set that was evaluated after an optimizer step."""
         with _append_lines(self.path / EVALUATIONS) as file:
             file.writelines(json.dumps({"step": step, **record}, allow_nan=False) + "\n" for record in records)
 
     def is_best(self, step: int, key: str) -> bool:
-        """Whether the evaluation after `step` has the highest score of the run so far; a tie is not the best. `key` is
+        """True if the evaluation after `step` has a higher score than every other evaluation of the run. `key`:
         `eval/<set>/<score>`."""
         name, _, score = key.removeprefix("eval/").rpartition("/")
         scores = {line["step"]: line[score] for line in read_lines(self.path / EVALUATIONS) if line["set"] == name}
         return step in scores and all(scores[step] > value for other, value in scores.items() if other != step)
 
     def append_trajectories(self, trajectories: Sequence[Mapping[str, Any]]) -> None:
-        """Append trajectories, a line each, until the file is full."""
+        """Append each trajectory as a line to `trajectories.jsonl`, until the file has its maximum size."""
         self._kept += trajectories if self._wandb is not None else []
         if not trajectories:
             return
@@ -141,21 +142,21 @@ class RunWriter:
                 file.write(json.dumps(trajectory, allow_nan=False, ensure_ascii=False) + "\n")
 
     def plot(self) -> None:
-        """Draw `learning_curve.png` from `metrics.jsonl`."""
+        """Draw `learning_curve.png` from the lines of `metrics.jsonl`."""
         lines = list(read_lines(self.path / METRICS))
         with atomic_file(self.path / "learning_curve.png") as partial:
             draw_learning_curve(lines, partial, title=self.path.name)
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
-        """Write the result of the run as one JSON object; does nothing if a resumption ends before the run
-        continues."""
+        """Write the result of the run as one JSON object. If a resumed run ends before it has continued, its earlier
+        summary is kept."""
         if not self._has_begun:
             return
         summary = {key: printable(value) if isinstance(value, str) else value for key, value in summary.items()}
         write_atomic(self.path / SUMMARY, json.dumps(summary, indent=2, default=str) + "\n")
 
     def close(self) -> None:
-        """Close the open files; they are flushed after every line."""
+        """Close the open files and trackers."""
         if self._metrics is not None:
             self._metrics.close()
             self._metrics = None
@@ -165,8 +166,8 @@ class RunWriter:
 
 
 def table_rows(records: Sequence[Mapping[str, Any]], model_folder: Path) -> list[dict[str, Any]]:
-    """Convert records of `trajectories.jsonl` to rows of a tracker's table, with texts decoded by the model folder's
-    tokenizer."""
+    """Convert records of `trajectories.jsonl` to rows of a tracker's table; texts are decoded by the tokenizer in
+    `model_folder`."""
     rows = []
     for record in records[:TABLE_ROWS]:
         ids = [token for step in record["steps"] for token in (*step["prompt_ids"], *step["response_ids"])]

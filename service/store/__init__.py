@@ -1,4 +1,4 @@
-"""A run's checkpoints and final weights in an object store (`run.store`), and runs that are resumed from there.
+"""Stores a run's checkpoints and final weights in an object store (`run.store`), and restores runs from there.
 
 run.json                              which run the store holds, and which process writes into it
 reached.json                          the newest step of the run, written from time to time

@@ -1,5 +1,5 @@
-"""The objects in a run's object store: one that identifies the run, and per checkpoint its files and a manifest, which
-is written last."""
+"""The objects in a run's object store: one object names the run. Each checkpoint has objects for its files, and a
+manifest, which is written last."""
 
 from __future__ import annotations
 
@@ -29,18 +29,19 @@ def manifest_name(step: int) -> str:
 
 
 def stored_steps(sizes: dict[str, int]) -> list[int]:
-    """The steps that have a manifest, newest first."""
+    """The steps of all checkpoints that have a manifest in the store, newest first. `sizes`: sizes of the objects by
+    name."""
     return sorted((int(found[1]) for found in map(MANIFEST.fullmatch, sizes) if found), reverse=True)
 
 
 class Damaged(UserError):
-    """A checkpoint in the store is damaged."""
+    """Raised if a checkpoint in the store is damaged."""
 
 
 RunId = Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
-"""A run's own id; names of folders are made from it."""
+"""The id of a run; safe as part of a folder's name."""
 Count = Annotated[int, Field(ge=0, lt=1 << 53)]
-"""A number of tokens or steps; sums of such numbers fit into the journal."""
+"""A number of tokens or steps, small enough that sums fit into the journal."""
 
 
 class _Record(BaseModel):
@@ -48,7 +49,7 @@ class _Record(BaseModel):
 
 
 class StoredFile(_Record):
-    """One file of a checkpoint: the object that holds it, its size and checksum."""
+    """One file of a checkpoint in the store: the object that has its bytes, its size and its checksum."""
 
     object: str
     bytes: int = Field(ge=0)
@@ -56,19 +57,19 @@ class StoredFile(_Record):
 
 
 class StoredCheckpoint(_Record):
-    """The manifest of a checkpoint in the store: lists all files needed to restore the run's folder on an empty
-    disk."""
+    """The manifest of a checkpoint in the store. It lists all files that are needed to restore the run's folder on an
+    empty disk."""
 
     format: int = FORMAT
     run: RunId
     step: Count
-    """Number of optimizer steps that produced the weights."""
+    """Number of optimizer steps that produced the checkpoint's weights."""
     accepted_tokens: Count
-    """Number of tokens that the buffer had accepted at the position where its journal is cut."""
+    """Number of tokens that the buffer had accepted at the position at which the checkpoint's journal ends."""
     files: dict[str, StoredFile]
-    """Files by their path in the run folder."""
+    """The files of the checkpoint, by their path in the run's folder."""
     xxh3_64: str = ""
-    """Checksum of the manifest with this field empty."""
+    """Checksum of the manifest, computed with this field empty."""
 
     @field_validator("files")
     @classmethod
@@ -80,7 +81,7 @@ class StoredCheckpoint(_Record):
         return files
 
     def sealed(self) -> bytes:
-        """The manifest's bytes, with its checksum."""
+        """The manifest as bytes, including its checksum."""
         return self.model_copy(update={"xxh3_64": self._checksum()}).model_dump_json(indent=1).encode()
 
     def _checksum(self) -> str:
@@ -88,12 +89,12 @@ class StoredCheckpoint(_Record):
 
     @property
     def objects(self) -> dict[str, int]:
-        """The size of every object that the checkpoint needs, by name."""
+        """For each object that the checkpoint needs, its size in bytes."""
         return {file.object: file.bytes for file in self.files.values()}
 
     def missing(self, sizes: dict[str, int]) -> str | None:
-        """Which object of the checkpoint is missing in the store, or has another size there; None if there is no such
-        object."""
+        """A text that names an object of the checkpoint that is missing in the store or has another size there; None if
+        the store has all objects. `sizes`: sizes of the store's objects by name."""
         for name, size in self.objects.items():
             if sizes.get(name) != size:
                 return f"{name} is missing" if name not in sizes else f"{name} has another size than was written"
@@ -101,10 +102,11 @@ class StoredCheckpoint(_Record):
 
     @classmethod
     def read(cls, objects: Objects, step: int, run: str, sizes: dict[str, int]) -> Self:
-        """Read the manifest of a step of the run `run`, whose objects must all be in the store.
+        """Read the manifest of a step's checkpoint, and check that it belongs to the run `run` and that all its objects
+        are in the store.
 
         Raises:
-            Damaged: an object is missing, or another version of Baton or another run wrote the manifest.
+            Damaged: the manifest is damaged, or of another version of Baton or another run; or an object is missing.
         """
         name = manifest_name(step)
         try:
@@ -123,17 +125,17 @@ class StoredCheckpoint(_Record):
 
 
 class RunMark(_Record):
-    """Names the run that a store holds, and the process that writes to it."""
+    """The object that names the run which a store holds, and the process that writes to the store."""
 
     format: Literal[1] = FORMAT
     run: RunId
-    """The run's own id, which its folder has too."""
+    """The id of the run; the run's folder has it, too."""
     owner: str
-    """The process that began to write last; older processes stop."""
+    """Id of the process that claimed the store last; older processes stop writing to it."""
 
     @staticmethod
     def read(objects: Objects, sizes: dict[str, int]) -> RunMark | None:
-        """Read the mark of the run that a store holds; None if there is none.
+        """Read the mark of the run that a store holds; None if the store is empty.
 
         Raises:
             UserError: the object is not the mark of a run.
@@ -149,7 +151,7 @@ class RunMark(_Record):
 
 
 class ReachedStep(_Record):
-    """The newest step that a run reached, for a run that continues from an older checkpoint."""
+    """The newest step that a run has reached, for a resumed run that continues from an older checkpoint."""
 
     owner: str
     step: Count
@@ -157,7 +159,7 @@ class ReachedStep(_Record):
 
     @staticmethod
     def read(objects: Objects, sizes: dict[str, int]) -> ReachedStep | None:
-        """Read the newest step that the run reached; None if the store has no record of it."""
+        """Read the newest step that the run has reached; None if the store does not have it, or it cannot be read."""
         try:
             return ReachedStep.model_validate_json(b"".join(objects.get(REACHED))) if REACHED in sizes else None
         except (ValidationError, StoreFailed):
@@ -165,23 +167,24 @@ class ReachedStep(_Record):
 
 
 class FolderMark(_Record):
-    """The mark of a store in a run's folder: the file `store.json`."""
+    """The file `store.json` in a run's folder, which says to which store the run is uploaded and which processes
+    claimed it."""
 
     run: RunId
     owners: tuple[str, ...]
-    """All owners by which this folder claimed the store or was restored from it, newest last. The store may name an
-    older owner: a process may have been killed before it wrote its owner there, or a write without an answer may
-    take effect late."""
+    """Ids of all processes that claimed the store for this folder, or from whose checkpoint the folder was restored,
+    newest last. The store may name an older process than the last one: the last process may have been killed before it
+    wrote its id to the store, or a write that was not answered may take effect late."""
     lost: tuple[str, Count] | None = None
-    """(owner, number of tokens): the tokens that this process had accepted after the checkpoint from which the folder
-    was restored. The buffer counts these tokens once per process."""
+    """(owner, number of tokens): the number of tokens that this process had accepted after the checkpoint from which
+    the folder was restored. The buffer counts these tokens once per process."""
 
     @staticmethod
     def read(run: Path) -> FolderMark | None:
-        """Read the mark in a run's folder; None if the run never had a store.
+        """Read the file `store.json` of a run's folder; None if the run never had a store.
 
         Raises:
-            UserError: the mark cannot be read.
+            UserError: the file cannot be read.
         """
         file = run / STORE_MARK
         try:
@@ -194,15 +197,15 @@ class FolderMark(_Record):
             ) from None
 
     def write(self, run: Path) -> None:
-        """Write the mark into a run's folder."""
+        """Write the file `store.json` into a run's folder."""
         write_atomic(run / STORE_MARK, self.model_dump_json() + "\n")
 
 
 def claimed(objects: Objects, run: Path) -> RunMark:
     """Claim the store for this run: from now on no other process may write to it.
 
-    The claim happens before Ray starts: a wrong address, a missing bucket or missing rights end the command with a
-    one-line error.
+    The store is claimed before Ray starts, so that a wrong address, a missing bucket or missing rights end the command
+    at once with a one-line error.
 
     Raises:
         UserError: the store belongs to another run, or the run was continued from the store elsewhere.

@@ -1,7 +1,7 @@
-"""Restores a run's folder from its object store, on a disk without data of the run.
+"""Restores a run's folder from its object store, on a disk that has no data of the run.
 
-The folder has the state of the checkpoint. Its journal ends there, so the buffer begins there, and the run repeats its
-later steps. The run then continues as after any other stop.
+The restored folder has the state of the newest checkpoint: its journal ends at the checkpoint, and the run repeats the
+steps after it. The run then continues as after any other stop.
 """
 
 from __future__ import annotations
@@ -36,21 +36,22 @@ from service.store.contents import (
 from service.store.objects import Objects, open_store
 
 AT_ONCE = 8
-"""Maximum number of files that are read at once."""
+"""Maximum number of files that are read from the store at the same time."""
 READS = 3
-"""Maximum attempts to read a file whose bytes differ from those that were written: the error may lie in the transfer
-only."""
+"""Maximum attempts to read a file whose bytes differ from those that were written. A new attempt helps if the error
+came from the transfer."""
 
 
 def from_store(url: str, load: Load, into: Path | None = None) -> Path:
-    """Restore the folder of the run in the store at an address; see `fetched`."""
+    """Restore the folder of the run in the store at an address, and return the folder. Details: `fetched`."""
     with phase(f"reading {url}", after=SECONDS):
         return fetched(open_store(url), load, say, into)
 
 
 def fetched(objects: Objects, load: Load, say: Callable[[str], None], into: Path | None = None) -> Path:
-    """Restore the folder of the run in a store: to `into`, which has no checkpoint, or to a new folder in `run.dir`.
-    Returns an existing folder there instead if it is as new as the store.
+    """Restore the folder of the run in a store, and return the folder: `into`, which has no checkpoint, or else a new
+    folder in `run.dir`. If `run.dir` already has a folder of the run that is as new as the store, that folder is
+    returned.
 
     Raises:
         UserError: the store cannot be read, or holds no run or no complete checkpoint.

@@ -1,4 +1,4 @@
-"""Baton's interface to an object store: whole objects by name, below the address of one run."""
+"""The interface to an object store: reads and writes whole objects by name, below the address of one run."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from service.errors import StoreFailed, UserError
 from service.store_url import endpoint_problem, store_url_problem
 
 CHUNK_BYTES = 16 << 20
-"""Larger objects are uploaded in parts of at least this size: S3 accepts at most 10,000 parts."""
+"""Minimum size of the parts in which a large object is uploaded; S3 accepts at most 10,000 parts per object."""
 MAX_PARTS = 9_000
 PARTS_AT_ONCE = 8
 TIMEOUTS = {"timeout": "120s", "connect_timeout": "10s"}
-"""Time limits of one request, which carries one part."""
+"""Time limits of one request to the store; a request carries at most one part of an object."""
 RETRIES = {"max_retries": 2, "retry_timeout": timedelta(seconds=60)}
-"""Retries of a single request; `Uploads` repeats an upload as a whole."""
+"""How often and how long a single request is retried; in addition, `Uploads` repeats whole uploads."""
 CUT_OFF = "Error getting list response body"
-"""The library's message for a listing that broke off half-way; the library does not retry it."""
+"""The library's message if the answer to a listing broke off; the library does not retry such a listing."""
 LISTINGS = 3
-"""Maximum attempts at such a listing."""
+"""Maximum attempts at a listing whose answer broke off."""
 SHOWN = 200
-"""Maximum characters of the store's answer that a message repeats."""
+"""Maximum characters of the store's answer that an error message repeats."""
 
 ANSWERS = {
     "NoSuchBucket": "there is no such bucket",
@@ -37,18 +37,18 @@ ANSWERS = {
     "ExpiredToken": "the credentials of the environment have expired",
 }
 ENDPOINTS = ("AWS_ENDPOINT", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3")
-"""Environment variables that select a server other than Amazon's."""
+"""Environment variables that give the address of a server other than Amazon's."""
 NO_FOLDER = "Unable to canonicalize filesystem root"
 """The library's message for a missing local folder."""
 METADATA_SERVICE = "169.254.169.254"
-"""Address at which cloud libraries look up the machine's role if the environment has no credentials."""
+"""Address at which cloud libraries ask for the machine's role if the environment has no credentials."""
 
 
 def open_store(url: str, create: bool = False) -> Objects:
-    """The objects below an address; sends no request yet. `create`: a missing local folder is created.
+    """Open the store at an address; no request is sent yet. `create`: create a local folder that is missing.
 
     Raises:
-        UserError: the address, or that of its server, is wrong, or the package for object stores is missing.
+        UserError: the address or its server's address is malformed, or the package for object stores is missing.
     """
     if problem := store_url_problem(url):
         raise UserError(f"run.store: {problem}")
@@ -64,9 +64,10 @@ def open_store(url: str, create: bool = False) -> Objects:
 
 
 class Objects:
-    """Objects through the library obstore, which reads credentials and endpoint from the environment.
+    """The objects below an address of an object store. The library obstore reads credentials and endpoint from
+    environment variables.
 
-    Every method raises `StoreFailed` if the store fails the request.
+    Every method raises `StoreFailed` if its request fails.
     """
 
     def __init__(self, url: str, create: bool = False) -> None:
@@ -84,7 +85,7 @@ class Objects:
             self._store = from_url(self.url, **options)
 
     def put(self, name: str, chunks: Iterable[bytes], size: int) -> None:
-        """Write an object of `size` bytes; it appears completely or not at all."""
+        """Write an object of `size` bytes; the object appears either completely or not at all."""
         part = max(CHUNK_BYTES, -(-size // MAX_PARTS))
         in_parts = size > part
         with self._named(f"writing {name}"):
@@ -94,13 +95,13 @@ class Objects:
             )
 
     def get(self, name: str) -> Iterator[bytes]:
-        """The bytes of an object, in chunks."""
+        """Yield the bytes of an object in chunks."""
         with self._named(f"reading {name}"):
             for chunk in self._obstore.get(self._store, name).stream(min_chunk_size=CHUNK_BYTES):
                 yield bytes(chunk)
 
     def sizes(self) -> dict[str, int]:
-        """The size of every object, by name; a listing whose answer is cut off is tried again."""
+        """For each object in the store, its size in bytes; if the answer breaks off, the listing is tried again."""
         left = LISTINGS
         while True:
             try:
@@ -113,7 +114,7 @@ class Objects:
                     raise
 
     def delete(self, names: list[str]) -> None:
-        """Delete objects; ignores those that do not exist."""
+        """Delete objects; names without an object are ignored."""
         with self._named("deleting"):
             for name in names:
                 try:

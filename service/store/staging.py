@@ -1,9 +1,9 @@
-"""Links to the files of an upload, so that later steps and deletions do not change what is uploaded.
+"""Makes hard links to the files of an upload, so that later steps and deletions do not change what is uploaded.
 
     journal/000.journal   growing    -> uploads/3/journal/000.journal       its bytes up to the checkpoint
     checkpoints/step_40/  removed    -> uploads/3/checkpoints/step_40/...   the same files until they are uploaded
 
-A link takes no space; the file that it points to stays on the disk until the upload has ended.
+A link takes no space, but its file stays on the disk until the upload has ended.
 """
 
 from __future__ import annotations
@@ -17,28 +17,29 @@ from service.run.checkpoints import MANIFEST, PREFIX, Manifest
 from service.run.folder import CHECKPOINTS, CONFIG, DATA, EVALUATIONS, JOURNAL, METRICS, MODEL, SCALE, WARM_START
 
 CUT_FILES = (CONFIG, METRICS, EVALUATIONS, SCALE)
-"""Files that a resumed run needs; JSONL files grow, so only their current size is uploaded."""
+"""Files that a resumed run needs besides the checkpoint. Some of them grow, so only the bytes up to their present size
+are uploaded."""
 MADE = (DATA, MODEL, WARM_START)
-"""Folders of the data and models that the run made before its first step."""
+"""Folders with data and models that the run itself made before its first step."""
 READ_BYTES = 8 << 20
 
 
 class Staged(NamedTuple):
-    """One file to upload."""
+    """One file to upload, or the beginning of a file."""
 
     path: str
-    """Path in the run folder."""
+    """The file's path in the run's folder."""
     file: Path
-    """The file that contains the bytes."""
+    """The file that is read for the upload."""
     size: int
-    """Number of the file's bytes that are uploaded, from the first on."""
+    """Number of bytes to upload, from the beginning of the file."""
     checksum: str = ""
-    """Checksum of those bytes, if it is known."""
+    """Checksum of the bytes to upload; empty if it is not known."""
     shared: bool = True
-    """Whether the object's name includes the checksum, so that several checkpoints can share the object."""
+    """Whether the name of the object includes the checksum, so that several checkpoints can share the object."""
 
     def chunks(self) -> Iterator[bytes]:
-        """The bytes to upload, in chunks."""
+        """Yield the bytes to upload in chunks."""
         left = self.size
         with self.file.open("rb") as file:
             while left > 0 and (chunk := file.read(min(READ_BYTES, left))):
@@ -47,14 +48,14 @@ class Staged(NamedTuple):
 
 
 def as_it_is(run: Path, file: Path, shared: bool = True) -> Staged:
-    """A file that no longer changes."""
+    """Stage a file that does not change any more; no link is needed."""
     return Staged(str(file.relative_to(run)), file, file.stat().st_size, shared=shared)
 
 
 def link_journal(run: Path, to: Path, start: int, position: int) -> list[Staged] | None:
-    """Link the journal's segments from position `start` to `position`.
+    """Stage the journal from position `start` to `position`, through links to its segments.
 
-    None if some are missing: the journal has removed them, or lies on another machine.
+    None if some segments are missing: they were removed, or the journal is on another machine.
     """
     segments = {int(path.stem): path for path in (run / JOURNAL).glob("*.journal")}
     starts = sorted(at for at in segments if start <= at < position)
@@ -69,7 +70,8 @@ def link_journal(run: Path, to: Path, start: int, position: int) -> list[Staged]
 
 
 def link_checkpoint(run: Path, to: Path, step: int) -> list[Staged]:
-    """Link the files of a checkpoint, and the other files needed to continue from it."""
+    """Stage the files of a checkpoint through links, and the other files that are needed to continue from the
+    checkpoint."""
     folder = run / CHECKPOINTS / f"{PREFIX}{step}"
     files = Manifest.model_validate_json((folder / MANIFEST).read_bytes()).files
     staged = [_link(run, to, folder / name, of.bytes)._replace(checksum=of.xxh3_64) for name, of in files.items()]

@@ -28,12 +28,12 @@ from service.store.staging import Staged, as_it_is, link_checkpoint, link_journa
 from service.store.writing import StoreWriter, TakenOver
 
 REACHED_SECONDS = 30.0
-"""Minimum seconds between two writes of the run's progress to the store."""
+"""Minimum seconds between two writes of the newest step to the store."""
 POLL_SECONDS = 0.02
 BACKOFF = Backoff(1.0, 60.0)
-"""Pauses after attempts that failed and stored no file."""
+"""Pauses after failed attempts; an attempt that stored at least one file counts as progress."""
 ENDS = (METRICS, EVALUATIONS, TRAJECTORIES, "learning_curve.png", SUMMARY)
-"""Files of the run folder that are uploaded at the end; the summary is the last."""
+"""Files of the run's folder that are uploaded at the end of the run; the summary comes last."""
 
 
 @dataclass(eq=False)
@@ -57,7 +57,8 @@ class _Job:
 
 
 def claim_store(objects: Objects, run: Path, keep: int, deadline: float, say: Callable[[str], None]) -> Uploads:
-    """Claim a store for the run in the folder `run`, and start the uploads; see `Uploads` for the arguments.
+    """Claim a store for the run in the folder `run`, and start the thread that uploads. The arguments are those of
+    `Uploads`.
 
     Raises:
         UserError: the store cannot be used, or belongs to another run, or another process continued this run from it.
@@ -69,17 +70,17 @@ def claim_store(objects: Objects, run: Path, keep: int, deadline: float, say: Ca
 
 
 class Uploads:
-    """A thread with at most one upload in progress and one waiting checkpoint; a newer checkpoint replaces the waiting
-    one.
+    """Uploads checkpoints and final weights in a thread. One upload is in progress at a time, and one checkpoint may
+    wait; a newer checkpoint replaces the waiting one.
 
-    The methods are called from one thread.
+    All methods must be called from the same thread.
     """
 
     def __init__(
         self, objects: Objects, run: Path, mark: RunMark, keep: int, deadline: float, say: Callable[[str], None]
     ) -> None:
-        """`keep`: number of checkpoints that the store keeps; `deadline`: seconds without progress after which `finish`
-        gives up."""
+        """`keep`: number of checkpoints that the store keeps. `deadline`: seconds without an uploaded byte after which
+        `finish` stops waiting."""
         self.url = objects.url
         self._run, self._say, self._deadline = run, say, deadline
         self._writer = StoreWriter(objects, mark, keep, self._uploaded)
@@ -110,8 +111,8 @@ class Uploads:
     # -- what the run calls -------------------------------------------------------------------------------------------
 
     def hold_journal(self, start: int, position: int) -> bool:
-        """Keep the journal from `start` to `position` for the checkpoint that begins now; False if these segments were
-        removed."""
+        """Keep the journal from `start` to `position` for the checkpoint that begins now. Returns False if the journal
+        was not kept, for example because its segments were removed."""
         if self._held is not None:  # links of an abandoned checkpoint
             shutil.rmtree(self._held[0], ignore_errors=True)
         folder = next(self._folders)
@@ -120,7 +121,7 @@ class Uploads:
         return held is not None
 
     def checkpoint(self, step: int, accepted_tokens: int) -> None:
-        """Upload the checkpoint whose journal is held, now that it is durable, in the background."""
+        """Upload a durable checkpoint in the background; `hold_journal` has kept its journal before."""
         if self._held is None:
             return self._failed("the journal is not in the run folder here, so the checkpoint would be of no use")
         (folder, journal), self._held = self._held, None
@@ -129,7 +130,7 @@ class Uploads:
             self._add(_Job(f"the checkpoint of step {step}", [*files, *journal], step, folder, accepted_tokens))
 
     def ended(self) -> None:
-        """Also upload the final and the best weights and the files in `ENDS`, now that they are written."""
+        """Upload the final and the best weights and the files in `ENDS`; called once these are written."""
         weights = [file for name in (BEST, FINAL) for file in sorted((self._run / name).rglob("*"))]
         files = [*weights, *(self._run / name for name in ENDS)]
         staged = [as_it_is(self._run, file, shared=False) for file in files if file.is_file()]
@@ -137,23 +138,23 @@ class Uploads:
 
     @property
     def reached_is_due(self) -> bool:
-        """Whether the run's progress should be written to the store again."""
+        """True if the newest step should be written to the store again, because enough time has passed."""
         return time.monotonic() - self._reached_at >= REACHED_SECONDS
 
     def reached(self, step: int, accepted_tokens: int) -> None:
-        """Write the run's progress to the store."""
+        """Write the newest step and the number of accepted tokens to the store, in the background."""
         self._reached_at = time.monotonic()
         self._queue.put(_Job("", [], step, accepted_tokens=accepted_tokens))
 
     def left(self) -> str:
-        """Description of what is not uploaded yet."""
+        """A text that lists what is not uploaded yet."""
         return ", ".join(job.left() for job in self._jobs)
 
     def finish(self) -> None:
-        """Wait until everything is uploaded, as long as there is progress.
+        """Wait until everything is uploaded; stop waiting if no byte is uploaded for the deadline.
 
         Raises:
-            RunFailed: something is not uploaded; the message says what and why.
+            RunFailed: something is not uploaded; the message names it and the reason.
         """
         self._progress = time.monotonic()
         while self._jobs and time.monotonic() - self._progress < self._deadline:

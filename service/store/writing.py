@@ -1,8 +1,8 @@
-"""Writes to a run's object store: a checkpoint's files, then its manifest; then deletes old checkpoints.
+"""Writes to a run's object store: first the files of a checkpoint, then its manifest. Then old checkpoints are deleted.
 
-Two processes may write at once if a run was resumed elsewhere while the older process is still alive. The store belongs
-to the newer process: each process checks the store's mark before it writes, stops if the mark names another process,
-and deletes only objects that it listed before that check.
+Two processes may write at once if a run was resumed elsewhere while the older process is still alive. The store then
+belongs to the newer process. Before a process writes, it reads the store's mark, and it stops if the mark names another
+process. It deletes only objects that it listed before it read the mark.
 """
 
 from __future__ import annotations
@@ -30,18 +30,19 @@ from service.store.staging import Staged
 
 
 class TakenOver(Exception):
-    """Another process writes to the store; the message names it."""
+    """Raised if another process has claimed the store; the message says which kind of process."""
 
 
 class StoreWriter:
-    """Writes to the store on behalf of the process that holds the mark `mark`.
+    """Writes to the store for the process that claimed it with `mark`.
 
-    Its methods raise `StoreFailed` if the store fails, `OSError` if the disk fails, and `TakenOver`.
+    Its methods raise `StoreFailed` if the store fails, `OSError` if the disk fails, and `TakenOver` if another process
+    has claimed the store.
     """
 
     def __init__(self, objects: Objects, mark: RunMark, keep: int, uploaded: Callable[[int], None]) -> None:
-        """`keep`: number of checkpoints that the store keeps; `uploaded` is called with the number of bytes of each
-        chunk."""
+        """`keep`: number of checkpoints that the store keeps; `uploaded`: called for each uploaded chunk with its
+        number of bytes."""
         self._objects, self._mark, self._keep, self._uploaded = objects, mark, keep, uploaded
         self._known = objects.sizes()
         """Sizes of the objects in the store, by name."""
@@ -51,22 +52,24 @@ class StoreWriter:
 
     @property
     def newest(self) -> int | None:
-        """The step of the newest checkpoint in the store."""
+        """The step of the newest checkpoint in the store; None if the store has no checkpoint."""
         return next(iter(stored_steps(self._known)), None)
 
     def note(self, step: int, accepted_tokens: int) -> None:
-        """Write the run's progress."""
+        """Write the newest step and the number of accepted tokens to the store."""
         self._check_owner()
         noted = ReachedStep(owner=self._mark.owner, step=step, accepted_tokens=accepted_tokens)
         self._put_bytes(REACHED, noted.model_dump_json().encode())
 
     def put(self, files: Sequence[Staged], done: set[str]) -> dict[str, StoredFile]:
-        """Write these files unless the store has them; adds the path of each stored file to `done`."""
+        """Write files that the store does not have yet, and return all files as stored. The path of each stored file is
+        added to `done`."""
         self._check_owner()
         return {staged.path: self._put(staged, done) for staged in files}
 
     def complete(self, step: int, accepted_tokens: int, files: dict[str, StoredFile]) -> None:
-        """Write the manifest of a checkpoint whose files are stored, then check that they are still there."""
+        """Write the manifest of a checkpoint whose files are stored, then check that all these files are still in the
+        store."""
         manifest = StoredCheckpoint(run=self._mark.run, step=step, accepted_tokens=accepted_tokens, files=files)
         self._check_owner()
         self._put_bytes(manifest_name(step), manifest.sealed())
@@ -75,7 +78,8 @@ class StoreWriter:
             raise StoreFailed(f"{missing}: another process deleted it meanwhile")
 
     def sweep(self, step: int) -> None:
-        """Delete checkpoints that are too old or of a later step, and all files that no remaining checkpoint needs."""
+        """Delete checkpoints that are too old or of a later step than `step`, and all files that no remaining
+        checkpoint needs."""
         needed, kept = set[str](), 0
         for found in stored_steps(self._known):
             if found <= step and kept < self._keep:
