@@ -1,4 +1,5 @@
-"""The configuration: one strict tree, read from YAML files and dotted overrides."""
+"""The configuration of a run: one tree of settings that is read from YAML files and dotted overrides; unknown keys are
+refused."""
 
 from service.config.checks import check
 from service.config.learn import AlgorithmConfig, TrainerConfig, WeightsConfig

@@ -1,7 +1,7 @@
-"""Refuses combinations of settings that would deadlock, lose data or be wrong; each message names the consequence.
+"""Refuses combinations of settings with which a run would deadlock, lose data or train wrongly.
 
-The field types of a section check single values; this module has the rules about several settings. A rule yields lines
-of the form `setting: consequence and what to do`.
+The field types of a section check single values; the rules in this module check several settings together. A rule
+yields one line per problem, of the form `setting: consequence and what to do`.
 """
 
 from __future__ import annotations
@@ -32,22 +32,23 @@ LAST_PORT = 65535
 
 
 def check(config: Config, source: Source | None = None, unused: tuple[str, ...] = ()) -> None:
-    """Refuse combinations of settings that cannot work; errors about settings that begin with one of `unused` are
-    left out.
+    """Refuse combinations of settings that cannot work. `unused`: beginnings of the names of settings that are not
+    used, so that errors about these settings are left out.
 
     Raises:
-        ConfigError: names every refused combination, a line each, with the place in `source` that set it.
+        ConfigError: has one line for each refused combination, with the place in `source` that set it.
     """
     _refuse((problem for problem in problems(config) if not problem.startswith(unused)), source)
 
 
 def check_command_only(config: Config, source: Source) -> None:
-    """Refuse wrong settings of a command that is run as an agent; see `check`."""
+    """Refuse wrong settings of a command that is run as an agent; other settings are not checked."""
     _refuse(_command(config), source)
 
 
 def check_bytes(config: Config, expert_bytes: int) -> None:
-    """Refuse bounds of memory and journal that are too small for a model that records routed experts.
+    """Refuse bounds of memory and journal that are too small. `expert_bytes`: bytes of the recorded expert ids of one
+    token.
 
     Raises:
         ConfigError: names every bound that is too small.
@@ -56,7 +57,7 @@ def check_bytes(config: Config, expert_bytes: int) -> None:
 
 
 def problems(config: Config) -> list[str]:
-    """A line for each refused combination of settings, in the order of the configuration tree."""
+    """One line for each refused combination of settings, in the order of the configuration tree."""
     return [problem for rule in RULES for problem in rule(config)]
 
 
@@ -515,4 +516,4 @@ RULES: tuple[Callable[[Config], Iterator[str]], ...] = (
     _store, _model, _adapter, _data, _evaluation, _agents, _roles, _command, _generator, _scorers,
     _staleness, _bytes, _merge, _estimator, _algorithm, _teacher, _packing, _weights, _shared_gpus,
 )  # fmt: skip
-"""One rule per subject, in the order of the configuration tree."""
+"""The rules, one for each subject, in the order of the configuration tree."""

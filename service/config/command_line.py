@@ -10,10 +10,11 @@ from service.errors import UserError
 
 
 def checked_config(arguments: argparse.Namespace, overrides: list[str]) -> Loaded:
-    """The configuration of a command line, checked, with the place where each value was set.
+    """Load and check the configuration that a command line gives. The result also has the place where each value was
+    set.
 
     Raises:
-        UserError: no configuration is given, the configuration is wrong, or a word is no argument and no setting.
+        UserError: the configuration is missing or wrong, or a word is neither an argument nor a setting.
     """
     no_more_words(arguments)
     if not arguments.config:
@@ -24,7 +25,11 @@ def checked_config(arguments: argparse.Namespace, overrides: list[str]) -> Loade
 
 
 def no_more_words(arguments: argparse.Namespace) -> None:
-    """Raises `UserError` if a word of the command line is neither an argument nor a setting."""
+    """Check that every word of a command line is an argument or a setting.
+
+    Raises:
+        UserError: a word is neither an argument nor a setting.
+    """
     if arguments.overrides:
         word = arguments.overrides[0]
         hint = f"; did you mean --config {word}?" if word.endswith((".yaml", ".yml")) else ""

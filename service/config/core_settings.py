@@ -1,7 +1,6 @@
-"""Makes the settings of the core's parts from a configuration.
+"""Makes the settings for the parts of the core (`service.handoff`) from a configuration.
 
-The core (`service.handoff`) does not import the configuration: its parts take the frozen values that these functions
-return.
+The core does not import the configuration. Its parts get the immutable settings that these functions return.
 """
 
 from __future__ import annotations
@@ -19,11 +18,12 @@ from service.handoff.steps.limits import Limits, Routing
 from service.user_code import registered
 
 ANY_VOCABULARY = 1 << 31
-"""Stands for the size of the vocabulary when tokens need no check because they were checked before."""
+"""Size of the vocabulary to give if token ids need no check because they were checked before."""
 
 
 def estimator_name(config: Config) -> str:
-    """The name under which the estimator of `algorithm.estimator` is registered; imports its module, if it names one.
+    """The name under which the estimator that `algorithm.estimator` selects is registered. If the setting is
+    `module:name`, the module is imported.
 
     Raises:
         ConfigError: the module cannot be imported, or nothing is registered under that name.
@@ -34,7 +34,7 @@ def estimator_name(config: Config) -> str:
 
 
 def batch_settings(config: Config) -> BatchSettings:
-    """Settings for forming mini-batches.
+    """The settings with which groups are made into mini-batches.
 
     Raises:
         ConfigError: there is no such estimator.
@@ -55,7 +55,8 @@ def batch_settings(config: Config) -> BatchSettings:
 
 
 def filter_settings(config: Config) -> FilterSettings:
-    """Settings of the filters, which remove complete groups, and of what counts as a success for the curriculum.
+    """The settings of the filters, which remove complete groups. They also say which return counts as a success for the
+    curriculum.
 
     Raises:
         ConfigError: there is no such estimator.
@@ -71,7 +72,7 @@ def filter_settings(config: Config) -> FilterSettings:
 
 
 def message_limits(config: Config, vocab_size: int = ANY_VOCABULARY, routing: Routing | None = None) -> Limits:
-    """Limits on a message of steps."""
+    """The limits that a message of steps must keep, so that the buffer accepts it."""
     return Limits(
         vocab_size=vocab_size,
         max_input_length=config.generator.max_input_length,
@@ -87,7 +88,7 @@ def message_limits(config: Config, vocab_size: int = ANY_VOCABULARY, routing: Ro
 
 
 def buffer_settings(config: Config, vocab_size: int, routing: Routing | None = None) -> BufferSettings:
-    """The settings of the buffer; `routing`: the routed experts that the model can replay, None if unknown."""
+    """The settings of the buffer. `routing`: the form of the routed experts that are recorded, None if unknown."""
     buffer = config.buffer
     return BufferSettings(
         limits=message_limits(config, vocab_size, routing),
@@ -119,15 +120,15 @@ def buffer_settings(config: Config, vocab_size: int, routing: Routing | None = N
 
 
 def curriculum_settings(config: Config) -> CurriculumSettings | None:
-    """Settings of the curriculum, which skips prompts; None without a curriculum."""
+    """The settings of the curriculum, which skips prompts; None without a curriculum."""
     if (curriculum := config.data.curriculum) is None:
         return None
     return CurriculumSettings(curriculum.band, curriculum.outside, curriculum.min_groups)
 
 
 def worst_bytes(config: Config, expert_bytes: int = 0) -> WorstBytes:
-    """The bounds on the memory of steps, trajectories and groups; `expert_bytes`: bytes of the recorded expert ids
-    of one token, all layers together."""
+    """Upper bounds of the memory of steps, trajectories and groups. `expert_bytes`: bytes of the recorded expert ids of
+    one token, over all layers."""
     agents = config.endpoint
     return WorstBytes(
         n_samples=config.algorithm.n_samples_per_prompt,

@@ -1,5 +1,5 @@
-"""Judges `generator.engine_options`: each field of vLLM's engine arguments is owned by Baton, passed on, passed on with
-a warning, or refused; engine_options.toml has the fields and the reasons."""
+"""Checks `generator.engine_options`. Each of vLLM's engine arguments is either set by Baton, passed on, passed on with
+a warning, or refused; engine_options.toml lists the arguments with the reasons."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pydantic import TypeAdapter, ValidationError
 
 
 class Judgement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How fields that a user sets are treated, and why."""
+    """What is done with certain engine arguments that a user sets, and why."""
 
     verdict: Literal["owned", "passed", "warned", "refused"]
     reason: str
@@ -25,19 +25,20 @@ class Judgement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 _FILE = msgspec.toml.decode(Path(__file__).with_suffix(".toml").read_bytes(), type=dict[str, list[Judgement]])
 JUDGED = {field: judged for judged in _FILE["judged"] for field in judged.fields}
-"""The judgement of each field in the version of vLLM that the lock files pin."""
+"""The judgement of each engine argument of the vLLM version in the lock files."""
 
 PLAIN: Mapping[str, Any] = {
     "int": int, "float": float, "bool": bool, "str": str, "list": list, "dict": dict, "None": None
 }  # fmt: skip
-"""The types whose values are checked; vLLM checks the others when an engine starts."""
+"""Types whose values are checked here; vLLM checks values of other types when an engine starts."""
 
 AT_LEAST_1 = ("pipeline_parallel_size", "max_num_batched_tokens")
-"""Numbers that must be at least 1: vLLM checks them only when an engine starts, or Baton computes with them before."""
+"""Engine arguments that must be at least 1. They are checked here, because Baton uses them before vLLM would check
+them."""
 
 
 def refusals(options: Mapping[str, Any]) -> Iterator[str]:
-    """A line for each option that cannot be set, or has a value of the wrong type."""
+    """One line for each option that cannot be set, or whose value is not valid."""
     fields = installed_fields()
     for name, value in options.items():
         setting, judged = f"generator.engine_options.{name}", JUDGED.get(name)
@@ -55,7 +56,7 @@ def refusals(options: Mapping[str, Any]) -> Iterator[str]:
 
 
 def warnings(options: Mapping[str, Any]) -> Iterator[str]:
-    """A line for each option that can be set but may make a run wrong."""
+    """One line for each option that can be set, but with which a run may go wrong."""
     for name in options:
         judged = JUDGED.get(name, Judgement("warned", "this vLLM is newer than Baton's table of its options"))
         if judged.verdict == "warned":
@@ -64,8 +65,8 @@ def warnings(options: Mapping[str, Any]) -> Iterator[str]:
 
 @cache
 def installed_fields() -> Mapping[str, str]:
-    """Name and type (as text) of each engine argument, from the source of the installed vLLM, which is not imported;
-    empty without vLLM."""
+    """The type of each engine argument as text, by name, read from the source of the installed vLLM without importing
+    it; empty if vLLM is not installed."""
     found = find_spec("vllm")
     if found is None or found.origin is None:
         return {}

@@ -1,4 +1,4 @@
-"""Settings that were removed, and the replacement of each."""
+"""Removed settings, and what replaces each of them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ GONE = {
     "weights.delta": "weights go whole; where links are slow, send them less often (weights.sync_every) or train an "
     "adapter (model.lora)",
 }
-"""What to do instead of each removed setting (key: its path) or removed value (key: path=value), for error messages."""
+"""What to do instead of a removed setting (key: its path) or a removed value (key: path=value), for error messages."""
 
 NEUTRAL: dict[str, tuple[Any, ...] | None] = {
     "buffer.drift": ("fork",),
@@ -44,15 +44,15 @@ NEUTRAL: dict[str, tuple[Any, ...] | None] = {
     "model.warm_start.probe_prompts": None,
     "weights.delta": (False,),
 }
-"""For each removed setting, the values (None: all values) with which a run does the same as without the setting. The
-`config.yaml` of an older run may have such values; they are left out."""
+"""For each removed setting, the values that change nothing compared to a run without the setting; None: all values. The
+`config.yaml` of an older run may have such values, so they are ignored."""
 
 MOVED_MODULES = {"examples": "baton.examples"}
-"""For each removed package: the package that has its modules now."""
+"""For each removed package, the package that now has its modules."""
 
 
 def leave_out_neutral(values: dict[str, Any]) -> None:
-    """Remove settings of `NEUTRAL` from the values of a configuration file."""
+    """Remove the removed settings that change nothing (`NEUTRAL`) from the values of a configuration file."""
     for path, neutral in NEUTRAL.items():
         *parents, name = path.split(".")
         section: Any = values

@@ -1,4 +1,4 @@
-"""Loads a `Config` from files and overrides; an error names the place, the key and the likely correction."""
+"""Loads a `Config` from files and overrides; an error message gives the place, the key and the likely correction."""
 
 from __future__ import annotations
 
@@ -20,33 +20,35 @@ from service.config.tree import Config
 from service.errors import ConfigError
 
 CLOSE = 0.8
-"""Similarity of names from which on a mistyped name is likely, although the typed name exists elsewhere."""
+"""Similarity from which another name is suggested, even if the typed name exists elsewhere in the configuration."""
 
 BOUNDS = {"gt", "ge", "lt", "le", "multiple_of"}
-"""Pydantic's names of bounds; for a union, an error about a bound is more helpful than one about a type."""
+"""Pydantic's names of bounds. If a value fits no type of a union, an error about a bound is preferred to one about a
+type."""
 
 
 INPUT = "Input should be "
-"""The beginning of most of pydantic's messages."""
+"""The beginning of most error messages of pydantic."""
 
 
 class Loaded(NamedTuple):
-    """A configuration, and where its values were set."""
+    """A configuration, and the places where its values were set."""
 
     config: Config
     source: Source
 
 
 def load_config(files: Sequence[Path], overrides: Sequence[str] = ()) -> Config:
-    """The configuration from YAML files, deep-merged in order, and then from `section.key=value` overrides."""
+    """Load the configuration from YAML files, merged key by key in order, and then from `section.key=value`
+    overrides."""
     return load(files, overrides).config
 
 
 def load(files: Sequence[Path], overrides: Sequence[str] = ()) -> Loaded:
-    """Same as `load_config`, plus the place where each value was set.
+    """Load a configuration as `load_config` does, together with the place where each value was set.
 
     Raises:
-        ConfigError: names every unknown key and every wrong value, a line each.
+        ConfigError: has one line for each unknown key and each wrong value.
     """
     source = read_sources(files, overrides)
     try:
@@ -65,13 +67,13 @@ def load(files: Sequence[Path], overrides: Sequence[str] = ()) -> Loaded:
 
 
 def resolved_yaml(config: Config) -> str:
-    """The whole configuration as YAML, defaults included; it loads to the same configuration."""
+    """The whole configuration as YAML, including defaults; loading the text gives an equal configuration."""
     text: str = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=120)
     return text
 
 
 def key_paths(model: type[BaseModel] = Config, prefix: KeyPath = ()) -> list[KeyPath]:
-    """Every key path of the configuration tree, of sections and of leaves."""
+    """The paths of all keys in the configuration tree, both of sections and of single settings."""
     paths: list[KeyPath] = []
     for name, field in model.model_fields.items():
         paths.append((*prefix, name))
@@ -82,7 +84,8 @@ def key_paths(model: type[BaseModel] = Config, prefix: KeyPath = ()) -> list[Key
 
 
 def section_of(annotation: Any) -> type[BaseModel] | None:
-    """The section class in a field's type, such as `Section` or `Section | None`; None for a leaf."""
+    """The section class in the type of a field, such as `Section` or `Section | None`; None if the field is a single
+    setting."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     if get_origin(annotation) in (Union, types.UnionType):

@@ -1,4 +1,4 @@
-"""Settings of a low-rank adapter (LoRA), which is trained in place of the model's weights."""
+"""Settings of a low-rank adapter (LoRA), which is trained instead of the model's weights."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from pydantic import BeforeValidator, Field
 from service.config.section import Section
 
 Target = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-"""A linear layer inside a decoder layer. An adapter on the output head or the embedding would untie the two, and engine
-and trainer would disagree on log-probabilities."""
+"""A linear layer inside a decoder layer. The embedding and the output head are not allowed: an adapter would make tied
+weights differ, and engine and trainer would disagree on log-probabilities."""
 
 LINEAR: tuple[Target, ...] = get_args(Target)
 ATTENTION = LINEAR[:4]
 
 SLOT_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Ranks of the adapter slots that an engine can be started with; a slot takes adapters of its rank or a lower one."""
+"""Ranks of the adapter slots with which an engine can be started. A slot takes adapters up to its rank."""
 
 
 def _named(targets: object) -> object:
@@ -25,16 +25,16 @@ def _named(targets: object) -> object:
 
 
 class LoraConfig(Section):
-    """A low-rank adapter: each target W computes x W^T + alpha / rank (x A^T) B^T, where only A and B are trained."""
+    """A low-rank adapter: each target layer W computes x W^T + alpha / rank (x A^T) B^T; only A and B are trained."""
 
     rank: Annotated[int, Field(gt=0, le=SLOT_RANKS[-1])] = 16
-    """Rows of A and columns of B."""
+    """Rank of the update: number of rows of A and of columns of B."""
     alpha: Annotated[float, Field(gt=0, le=1e6)] = 32.0
-    """Factor of the update, divided by `rank`."""
+    """The update is multiplied by `alpha` / `rank`."""
     targets: Annotated[tuple[Target, ...], Field(min_length=1), BeforeValidator(_named)] = LINEAR
-    """Linear layers that get an update, in every decoder layer; default: all of them, as with `all-linear`."""
+    """Linear layers that get an update, in every decoder layer; default: all linear layers, as with `all-linear`."""
 
     @property
     def slot_rank(self) -> int:
-        """Rank of the engine's slot for the adapter: the smallest supported rank of at least `rank`."""
+        """Rank of the engine's slot for the adapter: the smallest slot rank that is at least `rank`."""
         return next(rank for rank in SLOT_RANKS if rank >= self.rank)

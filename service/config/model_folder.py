@@ -1,6 +1,6 @@
-"""Checks of a Hugging Face model folder, without torch: files, configuration, tokenizer, headers of the weights.
+"""Checks a Hugging Face model folder without torch: files, configuration, tokenizer, headers of the weights.
 
-`service.run.inputs` checks more before a run begins: the shape of every weight, and what transformers reads.
+Before a run begins, `service.run.inputs` also checks the shape of every weight, and how transformers reads the folder.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ FAMILIES = (
     "qwen2", "qwen2_moe", "qwen3", "qwen3_5", "qwen3_5_moe", "qwen3_moe", "qwen3_next", "seed_oss",
     "smollm3", "starcoder2",
 )  # fmt: skip
-"""Model types that pass the comparisons of `service.learn.proof` and for which vLLM has a model."""
+"""Model types that can be trained: they pass the comparisons of `service.learn.proof`, and vLLM supports them."""
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-"""Keys under which config.json may have the number of experts of a layer, depending on the family."""
+"""Keys under which a config.json may have the number of experts per layer; the key depends on the family."""
 
 MODEL_CONFIG = "config.json"
 ADAPTER_CONFIG = "adapter_config.json"
@@ -38,18 +38,19 @@ EMBEDDING = "model.embed_tokens.weight"
 
 
 def is_model_folder(folder: Path) -> bool:
-    """Whether a folder contains a model."""
+    """True if a folder contains a model: it has a config.json."""
     return (folder / MODEL_CONFIG).is_file()
 
 
 def is_adapter_folder(folder: Path) -> bool:
-    """Whether a folder contains an adapter in PEFT's form."""
+    """True if a folder contains an adapter in PEFT's form."""
     return (folder / ADAPTER_CONFIG).is_file()
 
 
 def check_model_folder(folder: Path, longest: int, sequence_parallel: int = 1, expert_parallel: int = 1) -> None:
-    """Check that the model can be trained on turns of up to `longest` tokens (prompt and response together) with its
-    heads divided over `sequence_parallel` ranks and its experts over `expert_parallel`.
+    """Check that the model in a folder can be trained. `longest`: maximum tokens of a turn, prompt and response
+    together; `sequence_parallel`: number of ranks that divide the heads; `expert_parallel`: number of ranks that divide
+    the experts.
 
     Raises:
         UserError: a file is missing or malformed, or the model is not supported, or its maximum length is too short.
@@ -63,7 +64,7 @@ def check_model_folder(folder: Path, longest: int, sequence_parallel: int = 1, e
 
 
 def check_description(folder: Path, longest: int, sequence_parallel: int = 1, expert_parallel: int = 1) -> None:
-    """Same as `check_model_folder`, for a folder that may contain nothing but a config.json.
+    """Check a model as `check_model_folder` does, as far as possible, for a folder that may contain only a config.json.
 
     Raises:
         UserError: a file is malformed, or the model is not supported, or its maximum length is too short.
@@ -86,7 +87,7 @@ def check_description(folder: Path, longest: int, sequence_parallel: int = 1, ex
 
 
 def tools_note(folder: Path) -> str | None:
-    """A line that says that the folder's chat template leaves out the tools of a request; None if it may show them."""
+    """A note that the folder's chat template does not show tools to the policy; None if the template may show them."""
     file = folder / "chat_template.jinja"
     if not file.is_file() or "tools" in file.read_text(encoding="utf-8", errors="replace"):
         return None
@@ -97,14 +98,22 @@ def tools_note(folder: Path) -> str | None:
 
 
 def require_files(folder: Path, *names: str) -> None:
-    """Raises `UserError` if one of the files is not in the folder."""
+    """Check that a model folder has certain files.
+
+    Raises:
+        UserError: a file is missing.
+    """
     for name in names:
         if not (folder / name).is_file():
             raise UserError(f"model.path: the model folder {folder} has no {name}; give a Hugging Face folder")
 
 
 def refuse_remote_code(folder: Path) -> None:
-    """Raises `UserError` if a model folder refers to custom code, which transformers or vLLM might run."""
+    """Refuse a model folder that refers to custom code, which transformers or vLLM might run.
+
+    Raises:
+        UserError: a configuration file in the folder names custom code.
+    """
     for file in sorted(folder.glob("*config*.json")):
         try:
             settings = json.loads(file.read_text(encoding="utf-8"))
@@ -131,18 +140,19 @@ def model_config(folder: Path) -> dict[str, Any]:
 
 
 def text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The settings of the language model in a config.json, which multimodal models keep in `text_config`."""
+    """The settings of the language model; in the config.json of a multimodal model, these are in `text_config`."""
     text = config.get("text_config")
     return {**config, **text} if isinstance(text, Mapping) else config
 
 
 def experts_of(config: object) -> int:
-    """Number of experts in a layer, from a configuration that transformers has read; 0 for a dense model."""
+    """Number of experts per layer, from a configuration that transformers has read; 0 for a model without experts."""
     return next((number for name in EXPERTS if (number := getattr(config, name, None))), 0)
 
 
 def unsupported(config: Mapping[str, Any]) -> str | None:
-    """Return why a model with this config.json cannot be trained, by its type and quantization; None if it can."""
+    """The reason why a model with this config.json cannot be trained: its type, or quantised weights; None if it can be
+    trained."""
     given, settings = config.get("model_type"), text_part(config)
     model_type = str(settings.get("model_type")).removesuffix("_text")
     if model_type not in FAMILIES:
@@ -156,7 +166,8 @@ def unsupported(config: Mapping[str, Any]) -> str | None:
 
 
 def quantised(config: Mapping[str, Any]) -> str | None:
-    """Return what to do about quantised weights, which no run trains; None if they are not quantised."""
+    """A text that says what to do about a model's quantised weights, which cannot be trained; None if they are not
+    quantised."""
     quantization = text_part(config).get("quantization_config")
     if not quantization:
         return None
@@ -166,19 +177,21 @@ def quantised(config: Mapping[str, Any]) -> str | None:
 
 
 def near_family(model_type: str) -> str | None:
-    """The family whose name is most similar to a model type; None if no name is similar."""
+    """The supported family whose name is most similar to a model type; None if no name is similar."""
     return next(iter(get_close_matches(model_type.lower(), FAMILIES, n=1)), None)
 
 
 def transformers_of(config: Mapping[str, Any]) -> str:
-    """The installed version of transformers; also the version that wrote the model's config.json, if it is newer."""
+    """The installed version of transformers as text; if a newer version wrote the model's config.json, that version is
+    named, too."""
     written, installed = str(config.get("transformers_version", "")), version("transformers")
     needed, given = ([int(part) for part in re.findall(r"\d+", number[:20])[:2]] for number in (written, installed))
     return f"transformers {installed}" + (f" (it needs {written:.20})" if needed > given else "")
 
 
 def undivided(config: Mapping[str, Any], ranks: int) -> str | None:
-    """Return why `ranks` ranks cannot divide the heads of a model with these settings; None if they can."""
+    """The reason why `ranks` ranks cannot divide the attention heads of a model with these settings; None if they
+    can."""
     heads, linear = config.get("num_attention_heads"), config.get("linear_num_key_heads")
     if type(linear) is int and linear % ranks:
         return f"{ranks} ranks cannot divide the model's {linear} key heads of linear attention; use a divisor"
@@ -186,7 +199,7 @@ def undivided(config: Mapping[str, Any], ranks: int) -> str | None:
 
 
 def undivided_heads(heads: object, key_heads: object, ranks: int) -> str | None:
-    """Return why a model's attention heads cannot be divided over `ranks` ranks; None if they can."""
+    """The reason why `ranks` ranks cannot divide a model's query heads and key heads; None if they can."""
     if type(heads) is not int or type(key_heads) is not int:
         return None  # the reader of the model reports wrong numbers
     if heads % ranks == 0 and (key_heads % ranks == 0 or ranks % key_heads == 0):
@@ -198,7 +211,7 @@ def undivided_heads(heads: object, key_heads: object, ranks: int) -> str | None:
 
 
 def undivided_experts(experts: int, ranks: int) -> str | None:
-    """Return why a layer's experts cannot be divided over `ranks` ranks; None if they can."""
+    """The reason why `ranks` ranks cannot divide the experts of a layer; None if they can."""
     if experts and experts % ranks == 0:
         return None
     return f"{ranks} ranks cannot divide the model's {experts or 'missing'} experts among themselves; use a divisor"
@@ -220,7 +233,7 @@ def _check_length(config: Mapping[str, Any], folder: Path, longest: int) -> None
 
 
 def read_tokenizer(file: Path) -> Tokenizer:
-    """The tokenizer in a tokenizer.json, read without transformers, which takes seconds to import.
+    """Read a tokenizer from a tokenizer.json, without transformers, which takes seconds to import.
 
     Raises:
         UserError: no tokenizer can be read from the file.
@@ -234,7 +247,11 @@ def read_tokenizer(file: Path) -> Tokenizer:
 
 
 def check_vocabulary(folder: Path, tokens: int, vocab_size: int) -> None:
-    """Raises `UserError` if the tokenizer has more tokens than the model."""
+    """Check that the tokenizer in a folder has no more tokens than the model's vocabulary.
+
+    Raises:
+        UserError: the tokenizer has more tokens.
+    """
     if tokens > vocab_size:
         raise UserError(
             f"model.path: the tokenizer in {folder} has {tokens} tokens, its model only {vocab_size}; they do not "
@@ -243,7 +260,8 @@ def check_vocabulary(folder: Path, tokens: int, vocab_size: int) -> None:
 
 
 def weight_index(folder: Path) -> dict[str, Path]:
-    """The file of each weight according to the index; empty if all weights are in `SINGLE`.
+    """The file of each weight, by the weight's name, according to the folder's index. Empty if the folder has a single
+    file of weights and no index.
 
     Raises:
         UserError: there are no safetensors, or the index is malformed or names a file outside the folder.
@@ -265,7 +283,7 @@ def open_weights(file: Path, framework: Literal["numpy", "pt"]) -> Any:
     """Open a safetensors file and read its header.
 
     Raises:
-        UserError: the file is missing, cut short or not safetensors.
+        UserError: the file is missing, truncated or not in safetensors format.
     """
     from safetensors import SafetensorError, safe_open
 

@@ -1,4 +1,4 @@
-"""Checks of the files, folders and modules that a configuration names."""
+"""Checks the files, folders and modules that a configuration names."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from service.files import is_written_through
 from service.user_code import find_user_module, user_folder
 
 ADDRESS = re.compile(rf"{HUB}(?P<repo>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?(:(?P<file>[^:]+))?", re.ASCII)
-"""An address of a model hub."""
+"""Pattern of an address on a model hub."""
 
 
 class _Problem(NamedTuple):
@@ -34,12 +34,17 @@ class _Problem(NamedTuple):
 
 
 def check_paths(config: Config) -> None:
-    """Raises `UserError` if a file, folder or module that the configuration names is missing or of the wrong kind."""
+    """Check that the files, folders and modules that the configuration names exist and are of the right kind.
+
+    Raises:
+        UserError: a file, folder or module is missing or of the wrong kind.
+    """
     _refuse(_problems(config))
 
 
 def elsewhere(config: Config) -> list[str]:
-    """A line for each file, folder or module that this machine lacks and another machine may have.
+    """One line for each file, folder or module in the configuration that is not on this machine; another machine may
+    have it.
 
     Raises:
         UserError: a file or folder that exists has the wrong kind or is damaged.
@@ -50,28 +55,34 @@ def elsewhere(config: Config) -> list[str]:
 
 
 def check_command_paths(config: Config) -> None:
-    """Raises `UserError` if the folder or the program of a command that is run as an agent is missing."""
+    """Check that the folder and the program of a command that is run as an agent exist.
+
+    Raises:
+        UserError: the folder or the program is missing.
+    """
     _refuse(problem for problem in _problems(config) if problem.line.startswith("env."))
 
 
 def with_absolute_paths(config: Config) -> Config:
-    """The configuration with absolute paths (except `run.dir`), because the current folder differs on other nodes."""
+    """The configuration with absolute paths, because other nodes have another current folder; `run.dir` is not
+    changed."""
     return config.model_copy(update={name: _with_paths(part, Path.absolute) for name, part in config if name != "run"})
 
 
 def hub_addresses(config: Config) -> list[tuple[str, Named, Path]]:
-    """(setting, kind, address) of each path that is an address of a model hub."""
+    """For each path setting that is an address on a model hub: (setting, kind, address)."""
     return [found for found in paths(config) if is_on_hub(found[2])]
 
 
 def with_downloads(config: Config, local: Mapping[Path, Path]) -> Config:
-    """The configuration with each address of a model hub replaced by the local path of its download."""
+    """The configuration with local paths in place of addresses on a model hub. `local`: the path of the download of
+    each address."""
     changed: Config = _with_paths(config, lambda path: local.get(path, path))
     return changed
 
 
 def is_on_hub(path: Path) -> bool:
-    """Whether a path is an address of a model hub."""
+    """True if a path is an address on a model hub."""
     return str(path).startswith(HUB)
 
 
@@ -115,7 +126,7 @@ def _problems(config: Config) -> Iterator[_Problem]:
 
 
 def paths(value: Any, setting: str = "", marks: Iterable[Any] = ()) -> Iterator[tuple[str, Named, Path]]:
-    """(setting, kind, path) of each path setting below `value` whose type declares a kind (`Named`)."""
+    """For each path setting below `value` whose type declares its kind (`Named`): (setting, kind, path)."""
     if isinstance(value, Path):
         yield from ((setting, mark, value) for mark in marks if isinstance(mark, Named))
     elif isinstance(value, Mapping):
@@ -171,7 +182,8 @@ def _module_problems(config: Config) -> Iterator[_Problem]:
 
 
 def near(path: Path) -> str:
-    """In brackets, the path in the same folder with the name most similar to a missing path; empty if none is."""
+    """A hint in brackets for a missing path: the path in the same folder with the most similar name; empty if no name
+    is similar."""
     names = [entry.name for entry in path.parent.glob("[!.]*")] if path.parent.is_dir() else []
     near = difflib.get_close_matches(path.name, names, n=1)
     return f" (there is {path.parent / near[0]})" if near else ""
@@ -189,7 +201,11 @@ def _on_hub(named: Named, path: Path) -> str:
 
 
 def check_output(file: Path, option: str = "--output") -> None:
-    """Raises `UserError` if results cannot be written to this file."""
+    """Check that results can be written to a file.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
     if file.is_dir():
         raise UserError(f"{option} {file}: is a folder; give a file")
     if not file.parent.is_dir():

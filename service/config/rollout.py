@@ -1,4 +1,4 @@
-"""Settings of the rollout: prompts, environments, engines, scorers."""
+"""Settings of the rollout: prompts, environments, agents, roles, engines, scorers."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from service.config.section import (
 from service.handoff.steps.reward import MAX_REWARD
 
 COLDEST, HOTTEST = 0.01, 100.0
-"""Bounds of the temperature in training; vLLM raises a lower temperature to COLDEST, so the trainer could not recompute
-the sampling distribution."""
+"""Lowest and highest temperature in training. vLLM raises a lower temperature to COLDEST, and the trainer could then
+not compute the sampling distribution."""
 
 MADE_SET = "made"
 """Name of the evaluation set that `data.eval_make_rows` makes."""
@@ -40,235 +40,242 @@ class MixturePart(Section):
     """One dataset of a mixture."""
 
     path: Dataset
-    """A JSONL or parquet file with one prompt a row."""
+    """A JSONL or parquet file with one prompt per row."""
     weight: Annotated[float, Field(gt=0, le=1e12)] = 1.0
     """The dataset's weight: its fraction of all prompts is the weight divided by the sum of all weights."""
 
 
 class CurriculumConfig(Section):
-    """Skips prompts according to their success so far; see docs/environments.md."""
+    """Skips prompts according to the fraction of their trajectories that succeeded; see docs/environments.md."""
 
     band: Range = (0.1, 0.9)
-    """Lowest and highest success with which a prompt is issued in every epoch."""
+    """Lowest and highest fraction of successes with which a prompt is issued in every epoch."""
     outside: Fraction = 0.1
-    """Fraction of the epochs in which a prompt outside of the band is issued; 0: never again."""
+    """Fraction of the epochs in which a prompt outside of the band is issued; 0: it is never issued again."""
     min_groups: Positive = 1
-    """Number of groups after which a prompt's success decides; a prompt with fewer groups is always issued."""
+    """Number of groups from which a prompt can be skipped; a prompt with fewer groups is issued in every epoch."""
     success_above: float = 0.0
-    """A trajectory succeeds if its return is larger."""
+    """A trajectory succeeds if its return is above this number."""
 
 
 class ColumnsConfig(Section):
-    """Names of the columns to read from a published data set. Not needed where each row has `prompt` and one of
-    `reward_spec` and `reward_model`."""
+    """Names of the columns that are read from a published dataset.
+
+    Not needed if each row has `prompt`, and `reward_spec` or `reward_model`.
+    """
 
     prompt: str = "prompt"
-    """Column of the question: a text, or messages."""
+    """Column with the question, as a text or as messages."""
     ground_truth: str | None = None
-    """Column of the right answer; None: `reward_spec` or `reward_model` has it."""
+    """Column with the right answer; None: the answer is in `reward_spec` or `reward_model`."""
     answer: Literal["text", "hashes", "boxed"] = "text"
-    """Part of the `ground_truth` column that is the answer. `text`: all of it; `hashes`: the text after the last
+    """Which part of the column `ground_truth` is the answer. `text`: the whole text; `hashes`: the text after the last
     `####`, as in GSM8K; `boxed`: the content of the last `\\boxed{}`, as in MATH."""
     instruction: str = ""
-    """Text that is added, on a line of its own, to each prompt that is a text, such as the form of the answer."""
+    """Text that is added in a new line to each prompt that is a text, for example the required form of the answer."""
 
 
 class DataConfig(Section):
     """Training prompts and evaluation sets."""
 
     train: Dataset | None = None
-    """A JSONL or parquet file with one prompt a row, or `hf:org/name@revision:file`."""
+    """A JSONL or parquet file with one prompt per row, or the address of such a file on a hub,
+    `hf:org/name@revision:file`."""
     make_rows: Positive | None = None
-    """Number of synthetic rows that the environment's generator makes, instead of rows read from `train`."""
+    """Number of synthetic rows that the environment makes; used instead of `train`."""
     mixture: dict[str, MixturePart] = {}
-    """Several datasets by name instead of `train`, mixed in proportion to their weights; an epoch has each row at least
-    once."""
+    """Several datasets, by name, used instead of `train`. They are mixed in proportion to their weights; an epoch has
+    each row at least once."""
     columns: ColumnsConfig | None = None
-    """Names of the columns of `train`, `mixture` and `eval`; None: the files have the columns that Baton, SkyRL or verl
-    write."""
+    """Names of the columns in the files of `train`, `mixture` and `eval`; None: the files have the column names of
+    Baton, SkyRL or verl."""
     eval: dict[str, Dataset] = {}
     """Evaluation sets by name: JSONL or parquet files."""
     eval_make_rows: Positive | None = None
-    """Number of synthetic rows that the environment's generator makes as an evaluation set `made`."""
+    """Number of synthetic rows that the environment makes for an evaluation set with the name `made`."""
     eval_every: NotNegative = 0
-    """Optimizer steps between evaluations; 0: no evaluations during training."""
+    """Optimizer steps from one evaluation to the next; 0: no evaluations during training."""
     eval_mode: Literal["pause", "beside"] = "pause"
-    """What training does during an evaluation: it waits (`pause`), or continues while `eval_engines` engines keep
-    the evaluated weights (`beside`). After the last step, and if too few engines are up, it waits in any case."""
+    """`pause`: training waits during an evaluation; `beside`: training continues while `eval_engines` engines keep the
+    evaluated weights. After the last step, or if too few engines are running, training always waits."""
     eval_engines: Count = 1
-    """Engines that evaluate with `eval_mode: beside`; they claim nothing until the evaluation is done."""
+    """For `eval_mode: beside`: number of engines that evaluate; they claim no groups until the evaluation has ended."""
     eval_samples: Count = 1
-    """Trajectories of each evaluation prompt."""
+    """Number of trajectories for each evaluation prompt."""
     eval_rows: Positive | None = 512
-    """Rows of each set that are played in evaluations during training, the same rows in all runs; None: all rows. After
-    the last step of the run, and by `baton eval`, every row is played."""
+    """Number of rows of each set that evaluations during training play, the same rows in all runs; None: all rows.
+    After the last step of the run, and by `baton eval`, all rows are played."""
     eval_temperature: Annotated[float, Field(ge=0)] | None = None
-    """Sampling temperature of evaluations, 0 for greedy decoding; None: as in training."""
+    """Sampling temperature of evaluations; 0: greedy decoding; None: as in training."""
     eval_deadline: Seconds = 3600.0
     """Seconds after which an evaluation is cancelled; the run continues without its results."""
     shuffle: bool = True
-    """Shuffle each epoch with the run's seed."""
+    """Shuffle the rows of each epoch with the run's seed."""
     curriculum: CurriculumConfig | None = None
-    """Issue prompts according to their success so far; None: each prompt once an epoch."""
+    """Skip prompts according to their success so far; None: each prompt is issued once per epoch."""
 
 
 class EnvConfig(CommandConfig):
-    """The environment."""
+    """The environment in which trajectories are played."""
 
     name: str = "lookup"
-    """Name of the environment, as registered; agent: each trajectory is a run of `command`."""
+    """Registered name of the environment; `agent`: the command `command` plays each trajectory."""
     workers: Literal["here", "outside"] = "here"
-    """With `name: agent`, who runs `command`. `here`: the generators; `outside`: workers on other machines, which claim
-    trajectories from the endpoints (`baton agent-worker`)."""
+    """With `name: agent`: where `command` runs. `here`: in the generators; `outside`: in workers on other machines
+    (`baton agent-worker`), which claim trajectories from the endpoints."""
     max_turns: Positive = 4
     step_deadline: Seconds = 60.0
-    """Seconds within which one call of the environment must return."""
+    """Seconds in which one call of the environment must return."""
     options: dict[str, str | int | float | bool] = {}
     """Arguments of the environment's constructor."""
     class_options: dict[str, dict[str, str | int | float | bool]] = {}
-    """Options of other environments that rows name in `env_class`, by that name."""
+    """Options of the other environments that rows name in `env_class`, by the environment's name."""
     trusted_modules: tuple[str, ...] = ()
-    """Modules, including their submodules, from which `name` and `env_class` may name classes as `module:Class`."""
+    """Modules whose classes `name` and `env_class` may name as `module:Class`; submodules are included."""
     isolation: Literal["none", "process"] = "none"
-    """`process`: every open episode has a process of its own, which is killed if it blocks."""
+    """`process`: every open episode runs in its own child process, which is killed if it blocks."""
     max_processes: Count = 256
-    """Maximum number of processes of one generator at once; further episodes wait for a process to end."""
+    """Maximum number of child processes of one generator at the same time; further episodes wait until a process is
+    free."""
     max_observation_characters: Positive = 1 << 20
-    """Maximum number of characters of one observation, over all texts and names of its messages; a longer observation
-    fails the trajectory."""
+    """Maximum characters of one observation, over all texts and names of its messages; if an observation is longer, the
+    trajectory fails."""
     max_snapshot_bytes: Annotated[int, Field(ge=0, le=1 << 18)] = 4096
-    """Maximum bytes of the data with which another generator can continue after a step: the environment's snapshot in
-    base64 and the messages after the step. A trajectory that needs more restarts if its generator is lost."""
+    """Maximum bytes of what another generator needs to continue after a step: the environment's snapshot in base64, and
+    the messages after the step. A trajectory that needs more bytes restarts if its generator is lost."""
 
 
 FailureName = Annotated[str, BeforeValidator(str), Field(pattern=FAILURE, max_length=80)]
-"""An exit code other than 0, or the name of an exception's class."""
+"""An exit code other than 0, or the class name of an exception."""
 
 
 class AgentsConfig(Section):
-    """The endpoint in each generator, at which agents of any kind call the policy; a session is a trajectory."""
+    """The endpoint in each generator at which agents of any kind call the policy; each session is a trajectory."""
 
     host: Annotated[str, Field(min_length=1, max_length=253, pattern=HOST)] = "127.0.0.1"
-    """Address of the endpoint. With another address than loopback, keys and texts cross the network unencrypted."""
+    """Address of the endpoint. If the address is not loopback, keys and texts cross the network unencrypted."""
     port: Annotated[int, Field(ge=0, le=65535)] = 0
     """Port of the first generator's endpoint; each further generator has the next port. 0: each generator takes a free
-    port, a different one after a restart."""
+    port, which changes after a restart."""
     deadline: Seconds = 3600.0
-    """Seconds within which an agent must finish its session."""
+    """Seconds in which an agent must finish its session."""
     worker_key_file: Annotated[UserPath, Named("worker key")] | None = None
-    """File with the key of workers, which claim sessions from other machines; None: the key in the environment
-    variable BATON_WORKER_KEY; if that is not set either, no worker may claim."""
+    """File with the key of workers, which claim sessions from other machines. None: the key is in the environment
+    variable BATON_WORKER_KEY; if that is not set either, no worker may claim sessions."""
     heartbeat_deadline: Seconds = 60.0
-    """Seconds without a call or a heartbeat, after which a worker's session is lost. After a restart of its generator
-    a session may take the same time until its next call or heartbeat."""
+    """Seconds without a call or heartbeat after which a worker's session is lost. After a restart of its generator, a
+    session again has this time until its next call or heartbeat."""
     max_calls: Annotated[int, Field(gt=0, le=4096)] = 64
-    """Maximum number of calls of a session; a further call is answered with a text that says so, and makes no step."""
+    """Maximum number of calls in a session. A further call makes no step, and is answered with a text that says so."""
     max_tokens: Positive = 1 << 15
-    """Maximum number of tokens of all steps of a session; tokens that several calls share count once."""
+    """Maximum number of tokens in all steps of a session; tokens that several calls share count once."""
     train: tuple[Literal["main", "sub", "aux"], ...] = ("main", "sub")
-    """Roles of conversations that are trained: main, sub (with a system prompt of its own), aux (a single question
-    outside the conversations, such as a request for a title)."""
+    """Roles of calls that are trained: main, sub (conversations with another system prompt), aux (single questions
+    outside of the conversations, such as a request for a title)."""
     structured: Literal["ignore", "constrain", "refuse"] = "ignore"
-    """How a request that prescribes the answer's form (a JSON schema, a forced tool) is handled. `ignore`: the policy
-    answers freely; `constrain`: the engine enforces the form, and the answer carries no loss; `refuse`: the request is
-    refused. A forced call has the form that `tool_parser: json` reads."""
+    """What happens to a request that prescribes the form of the answer (a JSON schema, a forced tool). `ignore`: the
+    policy answers freely; `constrain`: the engine enforces the form, and the answer carries no loss; `refuse`: the
+    request is refused. A forced tool call has the form that `tool_parser: json` reads."""
     exit_code_reward: dict[FailureName, Annotated[float, Field(ge=-MAX_REWARD, le=MAX_REWARD)]] = {}
-    """Rewards of agents that failed because of what the policy wrote: by the exit code of the command, as in
-    `{1: 0.0}`, or by the name of the exception that `play` raised. Other failures are attempted again."""
+    """Rewards of agents that failed because of what the policy wrote: by the exit code of the command, as in `{1:
+    0.0}`, or by the name of the exception that `play` raised. After other failures, the trajectory is attempted
+    again."""
     tool_parser: str = "json"
-    """Parser of tool calls and thinking in responses: json, as Qwen's and Hermes' models write them; or vLLM's parsers
-    by name, such as `hermes` or, with one for the thinking, `hermes+deepseek_r1`."""
+    """Parser of tool calls and thinking in responses: `json`, for the format of Qwen and Hermes models; or the names of
+    vLLM's parsers, such as `hermes`, or `hermes+deepseek_r1` with a parser for the thinking."""
 
 
 class RoleConfig(Section):
-    """A role other than `main` that an environment or an agent gives to its turns; see docs/roles.md."""
+    """A role, other than `main`, that an environment or an agent can give to turns; see docs/roles.md."""
 
     mode: Literal["trained", "frozen", "judge"] = "trained"
-    """`trained`: the policy plays the role and is trained on it; `judge`: the policy plays the role, untrained;
-    `frozen`: another model plays the role."""
+    """`trained`: the policy plays the role and is trained on it; `judge`: the policy plays the role, but is not trained
+    on it; `frozen`: another model plays the role."""
     url: Annotated[str, Field(pattern=URL)] | None = None
-    """For a frozen role: address of an OpenAI-compatible endpoint, including `/v1`; None: an engine of this run
-    serves the model."""
+    """For a frozen role: address of an OpenAI-compatible endpoint, including `/v1`; None: an engine of this run serves
+    the role's model."""
     model: Annotated[str, AfterValidator(os.path.expanduser)] | None = None
-    """For a frozen role: the model's name at `url`; without `url`, its Hugging Face folder."""
+    """For a frozen role: name of the model at `url`; without `url`, the model's Hugging Face folder."""
     key_file: KeyFile | None = None
-    """For a frozen role: file with the key for `url`; None: no key is sent."""
+    """For a frozen role: file with the key that is sent to `url`; None: no key is sent."""
     gpus: Annotated[float, Field(ge=0)] = 0.0
-    """GPUs that Ray reserves for the engine of a frozen role without `url`."""
+    """For a frozen role without `url`: number of GPUs that Ray reserves for its engine."""
     start_deadline: Seconds = 600.0
-    """Seconds within which the engine of a frozen role must start."""
+    """For a frozen role without `url`: seconds in which its engine must start."""
 
     @property
     def is_served(self) -> bool:
-        """Whether a frozen role is played by an engine of the run."""
+        """True if an engine of this run serves the model of a frozen role."""
         return self.mode == "frozen" and self.url is None
 
 
 class EnginesRange(Section):
-    """How many generators a run has."""
+    """The smallest and the largest number of generators of a run."""
 
     min: Count = 1
-    """The run starts once the cluster has room for this many generators."""
+    """Number of generators for which the cluster must have room before the run starts."""
     max: Count = 1
-    """More generators join, up to this many, when the cluster has room; `baton scale` changes the number."""
+    """Maximum number of generators: more generators join when the cluster has room; `baton scale` changes the
+    number."""
 
 
 class GeneratorConfig(Section):
-    """vLLM engines and their agent loops."""
+    """The generators: each has a vLLM engine, and plays trajectories with it."""
 
     engines: Count | EnginesRange = 1
-    """Generator actors, one engine each: a number, or `{min: 1, max: 8}` for generators that join and leave."""
+    """Number of generators, each with one engine; `{min: 1, max: 8}`: generators may join and leave during the run."""
     leave_grace: Seconds = 20.0
-    """Seconds for which a generator that leaves (`baton scale`, a drained node) continues its trajectories; then it
-    hands over those that are still open, and ends."""
+    """Seconds for which a generator that leaves (`baton scale`, a drained node) still plays its trajectories; then it
+    hands over open trajectories to other generators, and ends."""
     tensor_parallel_size: Count = 1
-    """GPUs that share each layer of an engine."""
+    """Number of GPUs that share each layer of an engine."""
     concurrent_groups: Count = 32
-    """Number of groups that all engines together generate at once."""
+    """Number of groups that all engines together generate at the same time."""
     max_input_length: Positive = 1024
-    """Maximum number of tokens of a turn's prompt."""
+    """Maximum tokens of a turn's prompt."""
     max_generate_length: Annotated[int, Field(ge=2, le=MOST)] = 256
-    """Maximum number of tokens of a turn's response, one of them reserved for an end token that the loop appends."""
+    """Maximum tokens of a turn's response; one of them is reserved for an end token that may be appended."""
     temperature: Annotated[float, Field(ge=COLDEST, lt=HOTTEST)] = 1.0
     """Sampling temperature in training."""
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
-    """Stop strings; if one ended the turn, an end-of-sequence token is appended with mask 0."""
+    """Stop strings. If a stop string ended a turn, an end token is appended, which carries no loss."""
     conversation: Literal["append", "rerender", "inline"] = "append"
-    """The prompt of the next turn: new messages after unchanged tokens, the whole conversation rendered again (rows
-    fork where the template changes earlier turns), or plain text inside one message of the assistant."""
+    """How the prompt of the next turn is built. `append`: new messages follow the unchanged tokens; `rerender`: the
+    whole conversation is rendered again, and a new row begins where the template changes earlier turns; `inline`: the
+    new text follows as plain text in one message of the assistant."""
     chat_template_options: dict[str, str | int | float | bool] = {}
     """Options of the chat template, such as `enable_thinking: false`."""
     kv_cache_bytes: Positive | None = None
-    """Bytes of KV cache of one engine; None: a GPU engine uses `gpu_memory_utilization`."""
+    """Bytes of one engine's KV cache; None: an engine on a GPU is limited by `gpu_memory_utilization`."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.85
-    """Fraction of a GPU's memory for its engine."""
+    """Fraction of a GPU's memory that its engine may use."""
     enforce_eager: bool = False
-    """Skip compilation and CUDA graphs."""
+    """Run engines without compilation and CUDA graphs."""
     record_experts: bool = True
-    """GPU engines record the experts that computed each token, which the trainer then uses too; false: the trainer's
-    router chooses anew, and sampled and trained log-probabilities differ by more."""
+    """Engines on GPUs record the experts that computed each token, and the trainer uses the same experts; false: the
+    trainer's router chooses the experts again, and sampled and trained log-probabilities differ more."""
     quantization: Literal["fp8"] | None = None
-    """`fp8`: a GPU engine computes with 8-bit weights, quantised again at every update. It samples from another
-    distribution than the trainer computes, so `algorithm.correction` must be on."""
+    """`fp8`: an engine on a GPU computes with 8-bit weights, quantised again at every update. It then samples from
+    another distribution than the trainer's, so `algorithm.correction` must be on."""
     engine_options: dict[str, JsonValue] = {}
-    """Further arguments of vLLM's engines by the names of `AsyncEngineArgs`, such as `max_num_batched_tokens` or
-    `pipeline_parallel_size`; docs/engine-options.md lists which arguments are passed on."""
+    """Further arguments of vLLM's engines, named as in `AsyncEngineArgs`, such as `max_num_batched_tokens` or
+    `pipeline_parallel_size`; docs/engine-options.md lists the arguments that are passed on."""
     start_deadline: Seconds = 600.0
-    """Seconds within which an engine must start."""
+    """Seconds in which an engine must start."""
     request_deadline: Seconds = 300.0
-    """Seconds within which the engine must generate one turn."""
+    """Seconds in which an engine must generate one turn."""
     silent_deadline: Seconds = 60.0
     """Seconds without an answer after which a generator counts as frozen and is restarted."""
 
     @property
     def engine_gpus(self) -> int:
-        """GPUs of one engine: the tensor parallel size times the number of pipeline stages."""
+        """Number of GPUs of one engine: the tensor parallel size times the number of pipeline stages."""
         stages = self.engine_options.get("pipeline_parallel_size", 1)
         return self.tensor_parallel_size * (stages if isinstance(stages, int) else 1)
 
     @property
     def longest_row(self) -> int:
-        """Maximum tokens of a row that consists of one step: prompt and response."""
+        """Maximum tokens of a row that consists of one step, prompt and response together."""
         return self.max_input_length + self.max_generate_length
 
     @property
@@ -278,45 +285,51 @@ class GeneratorConfig(Section):
 
     @property
     def max_engines(self) -> int:
-        """Maximum number of engines at once."""
+        """Maximum number of engines at the same time."""
         return self.engines if isinstance(self.engines, int) else self.engines.max
 
 
 class ScorerConfig(Section):
-    """A scorer, which rewards the trajectories of a group once all of them have ended, before the group is trained. Set
-    one of `use`, `url` and `model`. See docs/scorers.md."""
+    """A scorer of complete groups; exactly one of `use`, `url` and `model` is set. See docs/scorers.md.
+
+    When all trajectories of a group have ended, the scorer rewards each of them; then the group can be trained.
+    """
 
     kind: Literal["rewards", "teacher"] = "rewards"
-    """`rewards`: one reward a trajectory; `teacher`: the log-probability of each sampled token under another model."""
+    """`rewards`: one reward per trajectory; `teacher`: the log-probability of each sampled token under another
+    model."""
     use: str | None = None
-    """A function, or a class with a method `score` (`logprobs` for a teacher), as `your.module:name`."""
+    """A function, or a class with a method `score` (for a teacher: `logprobs`), as `your.module:name`."""
     url: Annotated[str, Field(pattern=URL)] | None = None
-    """Address to which each group is sent as JSON in a POST; for a teacher, a completions endpoint of vLLM."""
+    """Address to which each group is sent as JSON, by POST; for a teacher, a completions endpoint of vLLM."""
     model: ModelFolder | None = None
-    """A teacher's Hugging Face folder, which an engine of this run serves."""
+    """For a teacher: the Hugging Face folder of its model, which an engine of this run serves."""
     tokenizer: Annotated[UserPath, Named("tokenizer", "folder", "give a Hugging Face folder")] | None = None
     """For a teacher at `url`: the Hugging Face folder of its tokenizer, which must be the policy's tokenizer."""
     served_model: str = ""
-    """For a teacher at `url`: the name under which the model is served there."""
+    """For a teacher at `url`: the name of its model there."""
     key_file: KeyFile | None = None
     """File with the key that is sent to `url` as `Authorization: Bearer`."""
     options: dict[str, str | int | float | bool] = {}
     """Arguments for the constructor of the class in `use`."""
     combine: Literal["replace", "add"] = "replace"
-    """Whether the reward replaces the environment's reward or is added to it."""
+    """`replace`: the scorer's reward replaces the environment's reward; `add`: it is added to the environment's
+    reward."""
     weight: float = 1.0
-    """Factor of the reward."""
+    """Factor by which the scorer's reward is multiplied."""
     workers: Count = 1
-    """Groups that are scored at once. With `use`, each worker is a process, so that a hang or crash costs one group."""
+    """Number of groups that are scored at the same time. With `use`, each worker is a process, so that a hang or crash
+    affects only one group."""
     deadline: Seconds = 60.0
-    """Seconds within which a group must be scored."""
+    """Seconds in which a group must be scored."""
     attempts: Positive = 3
-    """Maximum number of times that the scorer is asked about a group before `fallback` applies."""
+    """Maximum number of attempts to score a group; after that, `fallback` applies."""
     fallback: Literal["refuse", "environment_reward"] = "refuse"
-    """What happens to a group without a valid answer: it is refused, or continues as if there were no such scorer."""
+    """What happens to a group that the scorer could not score. `refuse`: the group is refused; `environment_reward`:
+    the group continues without this scorer."""
     cpus: Annotated[float, Field(ge=0)] = 0.0
     """CPUs that Ray reserves for each process of the scorer."""
     gpus: Annotated[float, Field(ge=0)] = 0.0
     """GPUs that Ray reserves for each process of the scorer."""
     start_deadline: Seconds = 600.0
-    """Seconds within which the scorer must start."""
+    """Seconds in which the scorer must start."""

@@ -10,16 +10,17 @@ from typing import Annotated, Literal, NamedTuple
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 MOST = 10**15
-"""Largest value of an integer setting; it fits into all number types that settings are converted to."""
+"""Largest value of an integer setting, so that every number type to which settings are converted can represent it."""
 LARGEST_HOST = 1 << 45
-"""Upper bound, in bytes, of the memory of any host."""
+"""Number of bytes that exceeds the memory of every host, as an upper bound of settings."""
 Positive = Annotated[int, Field(gt=0, le=MOST)]
 Count = Annotated[int, Field(gt=0, le=1 << 20)]
-"""A number of processes, groups or samples, of which each takes memory."""
+"""A number of processes, groups or samples; bounded, because each of them takes memory."""
 Versions = Annotated[int, Field(ge=0, le=1 << 20)]
 NotNegative = Annotated[int, Field(ge=0, le=MOST)]
 Seconds = Annotated[float, Field(gt=0, le=1e9)]
-"""At most thirty years, because clocks and timers of the operating system overflow with longer times."""
+"""A duration in seconds, at most thirty years, because clocks and timers of the operating system overflow beyond
+that."""
 Fraction = Annotated[float, Field(ge=0, le=1)]
 MergeMode = Literal["off", "linear", "tree"]
 NAME, URL = r"^[a-z][a-z0-9_]{0,31}$", r"^https?://[^/:\s]"
@@ -33,7 +34,7 @@ PATTERNS = {
     FAILURE: "be an exit code other than 0, or the name of an exception's class",
     SCORE: "be the score of an evaluation set, such as eval/made/avg_score",
 }
-"""The requirement of each pattern in words, for error messages."""
+"""For each pattern of a text, what it requires, in words for error messages."""
 Name = Annotated[str, Field(pattern=NAME)]
 
 
@@ -57,16 +58,16 @@ def _from_home(path: Path) -> Path:
 
 
 UserPath = Annotated[Path, AfterValidator(_from_home)]
-"""A path that may begin with `~`."""
+"""A path that may begin with `~` for the home folder."""
 
 
 HUB = "hf:"
-"""Prefix of an address of a model hub, which can replace the path of a model or a dataset."""
+"""Prefix of addresses on a model hub; such an address can take the place of the path of a model or a dataset."""
 
 
 class Named(NamedTuple):
-    """Declares the kind of a path setting; such paths are checked before a run starts, and made absolute for other
-    nodes."""
+    """Declares what a path setting names. Path settings with this mark are checked before a run starts, and made
+    absolute for other nodes."""
 
     what: str
     kind: Literal["file", "folder"] = "file"
@@ -82,7 +83,7 @@ Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
 class Section(BaseModel):
-    """A section of the configuration: refuses unknown keys, is frozen."""
+    """Base class of the sections of the configuration: unknown keys are refused, and values cannot be changed."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
 

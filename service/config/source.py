@@ -1,4 +1,4 @@
-"""Reads YAML files and dotted overrides into one nested dict, and remembers where each value was set.
+"""Reads YAML files and dotted overrides into one nested dict, and records where each value was set.
 
 base.yaml:3   trainer: {lr: 1e-6, ranks: 2}
 mine.yaml:1   trainer: {lr: 1e-4}               ->  {"trainer": {"lr": 2e-4, "ranks": 2}}
@@ -21,13 +21,14 @@ from service.config.gone import leave_out_neutral
 from service.errors import ConfigError, UserError
 
 MAX_FILE_BYTES = 1 << 16
-"""Maximum bytes of a configuration file, which is written by hand; a larger file must be a wrong one."""
+"""Maximum bytes of a configuration file. A configuration is written by hand, so a larger file must be another kind of
+file."""
 
 MAX_DEPTH = 32
-"""Maximum nesting of YAML values, more than any setting needs; PyYAML takes seconds for thousands of brackets."""
+"""Maximum nesting of YAML values; deeper values would take PyYAML seconds, and no setting needs them."""
 
 SHOWN = 120
-"""Maximum characters of the input that an error message shows."""
+"""Maximum characters of a value in an error message."""
 
 KeyPath = tuple[str, ...]
 
@@ -70,17 +71,19 @@ _Loader.add_constructor("tag:yaml.org,2002:float", lambda _, node: float(node.va
 
 @dataclass
 class Source:
-    """Merged values, and for every key path the file and line or the override that set the final value."""
+    """The merged values of files and overrides, and for each key the file and line, or the override, that set the final
+    value."""
 
     values: dict[str, Any] = field(default_factory=dict)
     places: dict[KeyPath, str] = field(default_factory=dict)
 
     def place(self, path: KeyPath) -> str | None:
-        """The place where the value at `path` was set; else the place of its nearest parent that was set."""
+        """The place where the value at `path` was set, or else the place where its nearest parent was set; None if
+        neither was set."""
         return next((self.places[path[:n]] for n in range(len(path), 0, -1) if path[:n] in self.places), None)
 
     def line(self, path: KeyPath, message: str) -> str:
-        """A line of an error about the value at `path`, prefixed with the place where the value was set."""
+        """A line of an error message about the value at `path`; it begins with the place where the value was set."""
         place, setting = self.place(path), plain(".".join(path))
         if place and place.startswith(f"override {setting}="):  # the message already begins with the setting's name
             return f"{place}: {message}"
@@ -96,7 +99,8 @@ class Source:
 
     @contextmanager
     def named_in_errors(self) -> Iterator[None]:
-        """Within the block, lines of a `UserError` that begin with a setting get the place where it was set."""
+        """Within the block, complete the message of a `UserError`: in each line that begins with a setting, add the
+        place where the setting was set."""
         try:
             yield
         except UserError as error:
@@ -108,8 +112,8 @@ class Source:
             raise type(error)("\n".join(lines)) from error
 
     def beside(self, line: str) -> str:
-        """A hint for an error's line about a setting whose path is missing, but exists beside the configuration file
-        that set it; otherwise empty."""
+        """A hint for the line of an error about a missing path: the path exists if it is relative to the configuration
+        file that set it. Empty if it does not exist there either."""
         path = tuple(line.partition(": ")[0].split("."))
         value: Any = self.values
         for key in path:
@@ -123,8 +127,8 @@ class Source:
         return f"; relative paths start at the current folder, and there is {there}"
 
     def merge(self, values: Mapping[str, Any], places: Mapping[KeyPath, str], path: KeyPath = ()) -> None:
-        """Merge values into those below `path`: mappings key by key; other values, and an empty mapping, replace the
-        old value."""
+        """Merge values into the values below `path`. Mappings are merged key by key; other values, and an empty
+        mapping, replace the old value."""
         into = self.values
         for key in path:
             into = into[key]
@@ -139,7 +143,7 @@ class Source:
 
 
 def read_sources(files: Sequence[Path], overrides: Sequence[str]) -> Source:
-    """Deep-merge the files in order, then the overrides in order.
+    """Read the files and the overrides, and merge them key by key, in order.
 
     Raises:
         ConfigError: a file cannot be read, or a file or an override has the wrong form.
@@ -226,13 +230,14 @@ class _Reader:
 
 
 def plain(text: str) -> str:
-    """The text itself if it is one short line, otherwise as `short` shows it; credentials of an address are removed."""
+    """The text itself if it is one short line, otherwise quoted and shortened by `short`; credentials in an address are
+    masked."""
     text = re.sub(r"(\w://)[^/?#\s]*@", r"\1***@", text)
     text = re.sub(r"(\w://[^?#\s]*[?#])[^\s]+", r"\1***", text)
     return text if text.isprintable() and len(text) <= SHOWN else short(text)
 
 
 def short(value: object) -> str:
-    """The value on one line for an error message; a long value is truncated."""
+    """The value on one line for an error message; a long value is cut off."""
     text = repr(value)
     return text if len(text) <= SHOWN else text[: SHOWN - 3] + "..."

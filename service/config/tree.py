@@ -1,4 +1,4 @@
-"""The configuration tree: strict and frozen, every field with its meaning and unit."""
+"""The configuration tree: all sections and settings of a run, each with its meaning and unit."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ _NAME = re.compile(rf"([a-z0-9]([a-z0-9.-]{{0,251}}[a-z0-9])?/)?{_VALUE}")
 _CHOICE = re.compile(rf"!?({_VALUE}|in\({_VALUE}(, ?{_VALUE})*\))")
 
 SHORT_ANSWER = 16
-"""A length limit below this many tokens cuts off most answers of a pretrained model."""
+"""Number of tokens; a length limit below this number cuts off most answers of a pretrained model."""
 
 MARKET = "ray.io/market-type"
-"""Ray's label for the kind of host; a host with the value `spot` may be taken away at short notice."""
+"""Ray's label for the kind of a host. A host with the value `spot` may be taken away at short notice."""
 
 
 def _label(name: str) -> str:
@@ -62,45 +62,48 @@ def _choice(text: str) -> str:
 
 
 Labels = dict[Annotated[str, AfterValidator(_label)], Annotated[str, AfterValidator(_choice)]]
-"""Ray's label selector: the required value of each label of a host."""
+"""A label selector of Ray: for each label, the value that a host must have."""
 
 
 class RunConfig(Section):
-    """The run as a whole."""
+    """Settings of the run as a whole."""
 
     name: Annotated[str, Field(pattern=FOLDER_NAME, max_length=200)] = "run"
-    """Name of the run and of its folder."""
+    """Name of the run, and of its folder."""
     dir: UserPath = Path("runs")
-    """Folder of the run folders; it must outlast the process (a Ray job's working directory does not)."""
+    """Folder in which run folders are made. It must outlast the process, which the working directory of a Ray job does
+    not."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     """Seed of all random numbers of the run."""
     max_steps: Annotated[int, Field(gt=0, lt=1 << 31)] = 100
-    """Optimizer steps after which the run ends; each token carries the step of its policy in 31 bits."""
+    """Number of optimizer steps after which the run ends. (Each token stores the step of its policy version in 31
+    bits.)"""
     max_restarts: NotNegative = 3
-    """Failures of a generator, or of the trainer, that a run survives without an optimizer step in between. Steps that
-    a trainer repeats after a failure do not count."""
+    """Number of failures of a generator or of the trainer that a run survives without a new optimizer step in between.
+    Steps that the trainer repeats after a failure are not new."""
     trajectories_per_step: NotNegative = 2
-    """Number of trajectories of each mini-batch that are kept in `trajectories.jsonl` until the file is full. The
-    same number is kept of the trajectories that ended untrained since the previous mini-batch."""
+    """Number of trajectories of each mini-batch that are recorded in `trajectories.jsonl`, until the file is full. As
+    many are recorded of the trajectories that ended untrained since the previous mini-batch."""
     keep_best: Annotated[str, Field(pattern=SCORE)] | None = None
-    """Score of an evaluation set, such as `eval/made/avg_score`: the weights with the highest score are kept in
-    `best/` of the run folder; None: no weights are kept there."""
+    """Score of an evaluation set, such as `eval/made/avg_score`; the weights with the highest score are kept in `best/`
+    of the run's folder. None: no best weights are kept."""
     insecure_local: bool = False
-    """Allow a Ray cluster without authentication; only for a machine that nobody else can reach."""
+    """Allow a Ray cluster without authentication. Use this only on a machine that nobody else can reach."""
     stop_grace: Seconds = 600.0
-    """Seconds from a stop signal until the run is ended by force; before that it finishes its optimizer step and writes
-    the final weights."""
+    """Seconds from a stop signal until the run is ended by force. In this time it finishes its optimizer step and
+    writes the final weights."""
     stall_deadline: Seconds = 600.0
     """Seconds without a mini-batch after which the run fails."""
     store: str | None = None
     """Address of an object store, such as `s3://bucket/run`, to which checkpoints and the final weights are uploaded;
-    needs the package obstore. Credentials come from the environment."""
+    needs the package obstore. Credentials are read from environment variables."""
     store_deadline: Seconds = 600.0
-    """Seconds without progress of the uploads after which a run that ends stops waiting for them."""
+    """Seconds without progress of the uploads after which a run that has ended stops waiting for them."""
 
 
 class MakeModelConfig(Section):
-    """The shape of a small random Qwen3 model that the run makes, with a tokenizer for the environment's words."""
+    """The shape of a small Qwen3 model with random weights, which the run makes with a tokenizer for its
+    environment."""
 
     hidden_size: Annotated[int, Field(gt=0, le=4096)] = 128
     intermediate_size: Annotated[int, Field(gt=0, le=16384)] = 256
@@ -119,103 +122,107 @@ class WarmStartConfig(Section):
     right_fraction: Fraction = 0.15
     """Fraction of the demonstrations that solve the task; the others show mistakes."""
     demonstrations: Positive = 4096
-    """Number of demonstrations that are made; batches are drawn from them."""
+    """Number of demonstrations that are made; each batch is a random sample of them."""
 
 
 class ModelConfig(Section):
-    """The policy."""
+    """The model of the policy."""
 
     path: Annotated[UserPath, Named("model folder", "folder", "give a Hugging Face folder")] | None = None
-    """A Hugging Face folder (config, safetensors, tokenizer, chat template), or `hf:org/name@revision`."""
+    """A Hugging Face folder (config, safetensors, tokenizer, chat template), or an address on a hub,
+    `hf:org/name@revision`."""
     make: MakeModelConfig | None = None
-    """Make a small model instead of reading `path`."""
+    """Make a small model with random weights; used instead of `path`."""
     warm_start: WarmStartConfig | None = None
-    """Supervised training before RL. It trains all weights, also if `lora` is set: the adapter is added to the
+    """Supervised training before RL. It trains all weights, even if `lora` is set; the adapter is then added to the
     warm-started model."""
     lora: LoraConfig | None = None
-    """Train a low-rank adapter and leave the model's weights unchanged; None: train all weights."""
+    """Train a low-rank adapter and keep the model's weights unchanged; None: train all weights."""
     adapter: Annotated[UserPath, Named("adapter", "folder", "give a folder with adapter_config.json")] | None = None
-    """Folder of an adapter in PEFT's form from which training starts; its rank, alpha and targets must be those of
-    `lora`."""
+    """Folder of an adapter in PEFT's form with which training starts. Its rank, alpha and targets must be equal to
+    those in `lora`."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """Data type of the parameters in forward passes of engine and trainer."""
+    """Data type of the parameters in the forward passes of engine and trainer."""
 
 
 class BufferConfig(Section):
-    """The buffer: admission, staleness, deadlines, and bounds on memory and disk."""
+    """The buffer: admission of groups, staleness, deadlines, and limits of memory and disk."""
 
     lookahead: Versions = 2
-    """Number of mini-batches that generators may begin ahead of the next mini-batch to be trained, as seen from the
-    policy version that they serve; 0: strictly on-policy."""
+    """Number of mini-batches that generators may begin in advance, counted from the policy version that they serve; 0:
+    strictly on-policy."""
     max_staleness: Versions = 8
-    """Staleness in versions above which a token carries no loss."""
+    """Largest staleness, in policy versions, with which a token carries loss."""
     order: Literal["finished_first", "strict"] = "finished_first"
-    """Which groups a mini-batch takes: those that became complete first, or strictly those that were issued first."""
+    """Which groups a mini-batch gets: `finished_first`, the groups that became complete first; `strict`, the groups
+    that were issued first."""
     step_deadline: Seconds = 300.0
-    """Seconds without progress after which a trajectory is restarted as its next attempt."""
+    """Seconds without progress after which a trajectory starts again as its next attempt."""
     max_attempts: Positive = 3
     """Maximum attempts of a trajectory. If its environment failed each time, the trajectory is lost; if its generators
-    crashed or timed out, its group is refused."""
+    crashed or timed out, the whole group is refused."""
     on_group_deadline: Literal["train_partial", "expire"] | None = None
-    """At a group's deadline: train its complete trajectories, or none of them; None: groups have no deadline."""
+    """What happens at the deadline of a group: its complete trajectories are trained (`train_partial`), or none of them
+    (`expire`). None: groups have no deadline."""
     group_deadline: Seconds = 3600.0
     """Seconds from a group's claim to its deadline."""
     lease_deadline: Seconds = 1800.0
-    """Seconds after which the lease of a mini-batch ends, and the mini-batch is leased again."""
+    """Seconds after which the lease of a mini-batch ends; its groups are then leased again."""
     max_lease_attempts: Positive = 3
-    """Number of leases after which an untrained group is refused."""
+    """Maximum number of leases of a group; if it is still untrained after the last one, it is refused."""
     max_bytes: Annotated[int, Field(gt=0, le=LARGEST_HOST)] = 4 << 30
-    """Maximum bytes of memory: groups are admitted only while the worst case of all admitted groups fits."""
+    """Maximum bytes of memory. Groups are admitted only while the worst case of all admitted groups fits."""
     max_group_bytes: Annotated[int, Field(gt=0, le=1 << 40)] = 256 << 20
-    """Maximum bytes of one group, divided equally among its trajectories; a message is refused if a trajectory exceeds
-    its part."""
+    """Maximum bytes of one group. Each trajectory may have an equal part of them; a message with which a trajectory
+    would exceed its part is refused."""
     max_journal_bytes: Positive = 64 << 30
-    """Maximum bytes of the journal on disk."""
+    """Maximum bytes of the buffer's journal on disk."""
     record: bool = False
-    """Keep old parts of the journal, so that `baton replay` can form every mini-batch again."""
+    """Keep old parts of the journal, so that `baton replay` can form every mini-batch of the run again."""
     sync_interval: Seconds = 0.005
     """Minimum seconds between two syncs of the journal."""
     merge: MergeMode = "linear"
-    """Which steps share a row. off: none; linear: steps that continue the previous step; tree: steps that continue any
-    earlier row."""
+    """Which steps share a row. `off`: each step has its own row; `linear`: a step shares the row of the previous step
+    if it continues it; `tree`: a step shares the row of any earlier step that it continues."""
 
 
 class PlacementConfig(Section):
-    """Labels of the hosts where a part of the run may be: a value, `!value`, `in(one, other)`, `!in(one, other)`."""
+    """Labels of the hosts for a part of the run: a value, `!value`, `in(one, other)`, `!in(one, other)`."""
 
     trainer: Labels = {}
-    """Labels of the hosts of the trainer's ranks."""
+    """Labels of the hosts for the trainer's ranks."""
     generators: Labels = {}
-    """Labels of the hosts of the generators, such as `{ray.io/market-type: spot}` for hosts that may be taken
-    away at short notice."""
+    """Labels of the hosts for the generators, such as `{ray.io/market-type: spot}` for hosts that may be taken away at
+    short notice."""
     buffer: Labels = {MARKET: "!spot"}
-    """Labels that the buffer's host should have: the driver's host if it has them, else another host that has them,
+    """Labels of the host for the buffer: the driver's host if it has these labels, else another host that has them,
     else any host."""
 
 
 class WandbConfig(Section):
-    """Weights & Biases, in addition to `metrics.jsonl` and TensorBoard; needs the package wandb."""
+    """Logging to Weights & Biases, in addition to `metrics.jsonl` and TensorBoard; needs the package wandb."""
 
     project: str = "baton"
     offline: bool | None = None
-    """Write to the run folder only; `wandb sync` uploads the data later. None: only if there is no key, neither in
+    """Write only to the run's folder; `wandb sync` can upload the data later. None: only if there is no key, neither in
     WANDB_API_KEY nor from `wandb login`."""
     group: str | None = None
-    """Runs of a group are shown together, such as the seeds of one experiment."""
+    """Name of a group of runs that are shown together, such as the seeds of one experiment."""
     tags: list[str] = []
     table_every: NotNegative = 10
-    """Optimizer steps between two tables of sample trajectories with their texts; 0: no tables."""
+    """Optimizer steps from one table of sample trajectories with their texts to the next; 0: no tables."""
 
 
 class MetricsConfig(Section):
-    """Metrics service and trackers."""
+    """The run's metrics service, and the trackers to which metrics are sent."""
 
     host: str = "127.0.0.1"
-    """Address on which /metrics and /status are served."""
+    """Address at which /metrics and /status are served."""
     port: Annotated[int, Field(ge=0, le=65535)] | None = None
-    """Port of /metrics and /status; None: 9400, or the next free one; 0: any free one."""
+    """Port of /metrics and /status; None: 9400, or the next free port; 0: any free port."""
     long_batch_tokens: Positive | None = None
-    """Padded length above which the alert counts a mini-batch as long; None: 75 % of the longest possible row."""
+    """Padded length in tokens above which a mini-batch counts as long for the alert; None: 75 % of the longest possible
+    row."""
     wandb: WandbConfig | None = None
 
 
@@ -227,12 +234,13 @@ class Config(Section):
     data: DataConfig = DataConfig()
     env: EnvConfig = EnvConfig()
     agents: AgentsConfig | None = None
-    """The endpoint for agents; None: an endpoint with default settings if `env.name` is agent, otherwise none."""
+    """The endpoint for agents; None: an endpoint with default settings if `env.name` is `agent`, otherwise no
+    endpoint."""
     roles: Annotated[dict[Name, RoleConfig], Field(max_length=MAX_NAMED)] = {}
-    """Roles other than `main`, by name, each with rewards and a baseline of its own."""
+    """Roles other than `main`, by name; each role has its own rewards and its own baseline."""
     generator: GeneratorConfig = GeneratorConfig()
     scorers: dict[Name, ScorerConfig] = {}
-    """Reward models, judges and teachers by name."""
+    """Reward models, judges and teachers, by name."""
     buffer: BufferConfig = BufferConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     trainer: TrainerConfig = TrainerConfig()
@@ -242,12 +250,13 @@ class Config(Section):
 
     @property
     def merge_mode(self) -> MergeMode:
-        """How steps become rows: `buffer.merge`; without `step_wise`, all steps of a trajectory become one row."""
+        """Which steps share a row: as `buffer.merge` says; with `step_wise: false`, all steps of a trajectory share one
+        row."""
         return self.buffer.merge if self.algorithm.step_wise else "linear"
 
     @property
     def without_adapter(self) -> Config:
-        """The same configuration, with all weights trained."""
+        """The same configuration, but with all weights trained instead of an adapter."""
         return self.model_copy(update={"model": self.model.model_copy(update={"lora": None, "adapter": None})})
 
     @property
@@ -257,23 +266,23 @@ class Config(Section):
 
     @property
     def trained_roles(self) -> tuple[str, ...]:
-        """Roles whose steps carry loss."""
+        """Names of the roles whose steps carry loss."""
         kinds: tuple[str, ...] = self.endpoint.train if self.endpoint is not None else TRAINED
         return (*kinds, *(name for name, role in self.roles.items() if role.mode == "trained"))
 
     @property
     def served_roles(self) -> dict[str, RoleConfig]:
-        """Frozen roles whose models are served by engines of this run."""
+        """The frozen roles, by name, whose models are served by engines of this run."""
         return {name: role for name, role in self.roles.items() if role.is_served}
 
     @property
     def most_steps(self) -> int:
-        """Maximum number of steps of a trajectory: turns in an environment, calls of an agent."""
+        """Maximum number of steps of a trajectory. A step is a turn in an environment, or a call of an agent."""
         return max(self.env.max_turns, self.endpoint.max_calls if self.endpoint is not None else 0)
 
     @property
     def notes(self) -> list[str]:
-        """A line for each allowed setting with an effect that the user may not expect."""
+        """One line for each allowed setting that has an effect which the user may not expect."""
         notes = []
         if self.model.path is not None and (most := self.generator.max_generate_length - 1) < SHORT_ANSWER:
             notes.append(
