@@ -67,8 +67,8 @@ class AlgorithmConfig(Section):
     """True: each turn is a step, and `buffer.merge` makes rows of the steps. False: a trajectory is one row, in which
     observations carry no loss."""
     estimator: str = "grpo"
-    """Advantage estimator: grpo, grpo_no_std, rloo, maxrl, reinforce++_baseline; reinforce++ (only with `step_wise:
-    false`); or `your.module:name`."""
+    """Advantage estimator: grpo, grpo_no_std, rloo, maxrl, reinforce++_baseline; reinforce++ (only with
+    `step_wise: false`); or `your.module:name`."""
     n_samples_per_prompt: Count = 8
     """Number of trajectories in a group."""
     returns: Literal["last", "sum"] = "last"

@@ -177,8 +177,8 @@ class AgentsConfig(Section):
     policy answers freely; `constrain`: the engine enforces the form, and the answer carries no loss; `refuse`: the
     request is refused. A forced tool call has the form that `tool_parser: json` reads."""
     exit_code_reward: dict[FailureName, Annotated[float, Field(ge=-MAX_REWARD, le=MAX_REWARD)]] = {}
-    """Rewards of agents that failed because of what the policy wrote: by the exit code of the command, as in `{1:
-    0.0}`, or by the name of the exception that `play` raised. After other failures, the trajectory is attempted
+    """Rewards of agents that failed because of what the policy wrote: by the exit code of the command, as in
+    `{1: 0.0}`, or by the name of the exception that `play` raised. After other failures, the trajectory is attempted
     again."""
     tool_parser: str = "json"
     """Parser of tool calls and thinking in responses: `json`, for the format of Qwen and Hermes models; or the names of

@@ -61,8 +61,7 @@ class Lines(NamedTuple):
         return Lines(len(rows), width, None if in_order else to_device(token_B, device), to_device(slot_B, device))
 
     def fill(self, x: Tensor) -> Tensor:
-        """Copy tokens into the padded lines: [tokens, heads, head_dim] -> [rows, heads, width, head_dim]. Padding is
-        0."""
+        """Copy tokens into the lines and pad with 0: [tokens, heads, head_dim] -> [rows, heads, width, head_dim]."""
         slots = x if self.token_B is None else x.index_select(0, self.token_B)
         if len(slots) < self.rows * self.width:
             slots = x.new_zeros(self.rows * self.width, *x.shape[1:]).index_copy(0, self.slot_B, slots)
@@ -121,13 +120,13 @@ class WholeRows(NamedTuple):
 class Packing:
     """The bounds of rows on the token axis, and further inputs of the attention kernels.
 
-    The variable-length kernel takes the bounds. Other kernels take buckets of rows padded to one length; `slot_B` is
-    the index of each token in a bucket:
+    The variable-length kernel takes the bounds. Other kernels take buckets of rows padded to one
+    length; `slot_B` is the index of each token in a bucket:
 
         cu_seqlens [0 3 5 9]  ->  lengths 3 2 4  ->  one bucket of 3 rows, 4 wide; slot_B 0 1 2 | 4 5 | 8 9 10 11
 
-    Where rows share prefixes, the queries are a row's new tokens and the keys are its whole row. Rows 1 2 3 and 1 2 5
-    6:
+    Where rows share prefixes, the queries are a row's new tokens and the keys are its whole row. Rows `1 2 3`,
+    `1 2 5 6`:
 
         queries 1 2 3 | 5 6      keys 1 2 3 | 1 2 5 6      cu_seqlens of the queries [0 3 5], of the keys [0 3 7]
     """
@@ -140,8 +139,7 @@ class Packing:
     buckets: tuple[Bucket, ...] = ()
     """Buckets of padded rows; empty if the variable-length kernel is used."""
     order_N: Tensor | None = None
-    """Index of each query in the concatenation of all buckets; None if there is one bucket with the queries in
-    order."""
+    """Index of each query in the concatenation of all buckets; None if there is only one bucket."""
     whole: WholeRows | None = None
     """The whole rows, whose tokens are the keys; None if no rows share prefixes."""
 

@@ -143,7 +143,7 @@ def check_parts(
     metadata. Reads no weights.
 
     Raises:
-        UserError: the checkpoint belongs to another model or `alpha`; or a part is damaged, or is of another save.
+        UserError: the checkpoint is of another model or has another `alpha`; or a part is damaged or of another save.
     """
     if (metadata.base is None) != (base is None):
         held, trained = ("all weights", "an adapter") if metadata.base is None else ("an adapter", "all weights")

@@ -48,8 +48,8 @@ class Layout(NamedTuple):
     ) -> Layout:
         """The token positions in the layout `kind`. `variable_length`: the variable-length attention kernel is used.
 
-        `shared_prefix` and `auto` give the layout `packed` if no rows share a prefix, or on a GPU without that kernel.
-        `part`: this rank's slice of the slots.
+        `shared_prefix` and `auto` give the layout `packed` if no rows share a prefix, or on a GPU without the
+        variable-length kernel. `part`: this rank's slice of the slots.
         """
         offsets_R = micro.offsets_R.astype(np.int64)
         if kind == "padded":

@@ -38,7 +38,7 @@ from service.types import MicroBatch, MiniBatch
 
 
 class StepReport(NamedTuple):
-    """What training on a mini-batch gave; equal on every rank."""
+    """The result of training on a mini-batch; equal on every rank."""
 
     applied: bool
     reason: str | None

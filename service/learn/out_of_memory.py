@@ -14,8 +14,8 @@ from service.learn.model.policy_model import Checkpointing
 
 
 class OutOfMemory(BatonError):
-    """A step ran out of the device's memory. `lighter`: the level of gradient checkpointing with which to continue;
-    None if no level takes less memory."""
+    """Raised if a step ran out of the device's memory. `lighter`: the level of gradient checkpointing with which to
+    continue; None if no level takes less memory."""
 
     def __init__(self, why: str, lighter: Checkpointing | None) -> None:
         super().__init__(why, lighter)

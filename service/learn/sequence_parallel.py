@@ -74,8 +74,8 @@ class Exchange(NamedTuple):
         return value.chunk(self.group.size())[self.group.rank()]
 
     def to_channels(self, values: list[Tensor]) -> list[Tensor]:
-        """Exchange all channels of this rank's slots for some channels of all slots. Each value: [own slots, channels,
-        ...] -> [all slots, own channels, ...]."""
+        """Exchange all channels of this rank's slots for some channels of all slots. Each value:
+        [own slots, channels, ...] -> [all slots, own channels, ...]."""
         ranks = self.group.size()
         by_rank = [x.reshape(len(x), ranks, -1, *x.shape[2:]).transpose(0, 1) for x in values]
         received = all_to_all(torch.cat(by_rank, 2), self.group).flatten(0, 1)[: self.n_slots]
@@ -83,8 +83,8 @@ class Exchange(NamedTuple):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def to_heads(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
-        """Exchange all heads of this rank's slots for some heads of all slots: [own slots, heads, head_dim] -> [all
-        slots, own heads, head_dim]."""
+        """Exchange all heads of this rank's slots for some heads of all slots: [own slots, heads, head_dim] ->
+        [all slots, own heads, head_dim]."""
         # rank r has the query heads from r * heads / ranks on, which share key head r * key heads / ranks
         copies = max(1, self.group.size() // key.shape[1])
         key, value = (x.repeat_interleave(copies, 1) if copies > 1 else x for x in (key, value))
@@ -92,8 +92,8 @@ class Exchange(NamedTuple):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def to_slots(self, out: Tensor) -> Tensor:
-        """Exchange some heads of all slots for all heads of this rank's slots: [all slots, own heads, head_dim] -> [own
-        slots, heads, head_dim]."""
+        """Exchange some heads of all slots for all heads of this rank's slots: [all slots, own heads, head_dim] ->
+        [own slots, heads, head_dim]."""
         ranks = self.group.size()
         filled = F.pad(out, (0, 0, 0, 0, 0, -self.n_slots % ranks))
         received = all_to_all(filled.view(ranks, -1, *out.shape[1:]), self.group)

@@ -176,7 +176,7 @@ def fit(settings: FitSettings, folder: Path, gpu_bytes: float, device: torch.dev
 
 
 def fit_on(device: torch.device, settings: FitSettings, folder: Path) -> Fit | None:
-    """Estimate the memory that a configuration needs on this GPU; None on a CPU, and for a model that is not
+    """Estimate the memory that a configuration needs on the GPU `device`; None on a CPU, and for a model that is not
     bfloat16."""
     gpu = (
         None if device.type == "cpu" or settings.learn.model.dtype != "bfloat16" else known_gpu(settings.learn.trainer)

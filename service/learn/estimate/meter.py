@@ -41,8 +41,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """
 
     def __init__(self, vocab_size: int, row_tokens: int) -> None:
-        """`row_tokens`: number of tokens of each row, given because fake tensors have no values from which to read
-        it."""
+        """`row_tokens`: number of tokens of each row; fake tensors have no values from which to read this number."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._vocab_size, self._row_tokens = vocab_size, row_tokens
         self._of_storage: weakref.WeakKeyDictionary[torch.UntypedStorage, list[Any]] = weakref.WeakKeyDictionary()

@@ -54,7 +54,8 @@ class StepEstimate:
     sent: float
     """Bytes that collectives send: gathered weights, reduced gradients, and exchanges for attention."""
     seconds: Mapping[str, float]
-    """Seconds on an H100 by kind of operation, with uncompiled layers, without gaps between kernels or collectives."""
+    """Seconds on an H100 by kind of operation, with uncompiled layers; gaps between kernels, and collectives, do not
+    count."""
     optimizer_seconds: float
 
     @property

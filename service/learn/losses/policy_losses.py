@@ -1,7 +1,7 @@
 """Policy losses: each computes one loss term per token, before the reduction.
 
-All tensors have the axis `M`, the tokens that carry loss, so a loss needs no mask. The ratio of a token is `exp(logprob
-- anchor)`; its logarithm is clamped before `exp`, so that the ratio stays finite.
+All tensors have the axis `M`, the tokens that carry loss, so a loss needs no mask. The ratio of a token is
+`exp(logprob - anchor)`; its logarithm is clamped before `exp`, so that the ratio stays finite.
 
 | name | term of a token with advantage A and ratio r |
 |---|---|
@@ -13,8 +13,8 @@ All tensors have the axis `M`, the tokens that carry loss, so a loss needs no ma
 | gspo | as ppo_clip, with the geometric mean of r over the whole trajectory in place of r |
 | cross_entropy | `-logprob` |
 
-GRPO is `ppo_clip` with `estimator: grpo`; Dr. GRPO is `estimator: grpo_no_std` with `reduction:
-seq_mean_token_sum_norm`. To add a loss, decorate a function with `policy_loss` and set `algorithm.loss` to
+GRPO is `ppo_clip` with `estimator: grpo`; Dr. GRPO is `estimator: grpo_no_std` with
+`reduction: seq_mean_token_sum_norm`. To add a loss, decorate a function with `policy_loss` and set `algorithm.loss` to
 `your.module:name`.
 
 Sources:
@@ -204,8 +204,7 @@ def cross_entropy(inputs: LossInputs, settings: AlgorithmConfig) -> LossTerms:
 
 
 def kl_term(estimator: str, logprob_M: Tensor, reference_M: Tensor) -> Tensor:
-    """Schulman's estimates of KL(policy || reference) for each sampled token: k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 +
-    d.
+    """Schulman's estimates of KL(policy || reference) per sampled token: k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d.
 
     `d = logprob - reference`, clamped to the range -20 to 20.
     """

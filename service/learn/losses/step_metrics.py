@@ -30,7 +30,8 @@ class Sums:
         self._sums[name] = self._sums[name] + value if name in self._sums else value
 
     def max(self, name: str, value_M: Tensor) -> None:
-        """Raise the maximum `name` to the largest of these values; without values it stays, `-inf` at first."""
+        """Raise the maximum `name` to the largest of these values. A maximum begins at -inf; without values it does not
+        change."""
         floor = torch.full((1,), -torch.inf, dtype=torch.float64, device=self._device)
         value = torch.cat([floor, value_M.detach().to(torch.float64)]).amax(0, keepdim=True)
         self._maxima[name] = torch.maximum(self._maxima[name], value) if name in self._maxima else value
@@ -129,7 +130,7 @@ def _ratio_metrics(key: str, mean: float, square: float, largest: float) -> dict
 
 
 def not_finite(metrics: dict[str, float]) -> str | None:
-    """Name and value of a metric that is not finite, because of which the optimizer step must be skipped; None if all
+    """A text that names a metric that is not finite, so that the optimizer step must be skipped; None if all metrics
     are finite.
 
     An infinite log-probability of the rollout shows only in `policy_kl`, because clamping hides it from the loss.

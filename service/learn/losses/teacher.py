@@ -7,8 +7,8 @@ Log-probabilities of a sampled token: T under the teacher, R under the rollout p
 | `advantage` | `coef * (T - R)`, added to the token's advantage |
 | `kl` | `coef` times an estimate of KL(policy, teacher), added to the loss; estimator `algorithm.kl_estimator` |
 
-With fresh samples and no clipping, `advantage` gives the gradient of the reverse KL divergence: the mean of `gradient
-of P * (P - T)` over samples of the policy (Schulman 2020; on-policy distillation: Agarwal et al. 2023,
+With fresh samples and no clipping, `advantage` gives the gradient of the reverse KL divergence: the mean of
+`gradient of P * (P - T)` over samples of the policy (Schulman 2020; on-policy distillation: Agarwal et al. 2023,
 arXiv:2306.13649). For a token without a teacher (NaN) the term is 0.
 """
 

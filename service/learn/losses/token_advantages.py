@@ -40,8 +40,7 @@ class Whitening(NamedTuple):
 
 
 def whitening(batch: MiniBatch, gamma: float) -> Whitening:
-    """The whitening for a mini-batch: mean and inverse standard deviation of the discounted returns of its loss
-    tokens."""
+    """The whitening for a mini-batch, from mean and standard deviation of the discounted returns of its loss tokens."""
     if (batch.rows_G > 1).any():
         raise ValueError("reinforce++ needs every trajectory in one row: it discounts along one token axis")
     tokens_G = batch.loss_tokens_G.astype(np.float64)

@@ -37,7 +37,8 @@ PREFIX = "base_model.model."
 FINGERPRINT = "base_fingerprint"
 
 PIECES, PIECE_BYTES = 64, 1 << 16
-"""Number and size of the pieces of a weights file that a fingerprint reads; reading all bytes would take minutes."""
+"""Number, and size in bytes, of the pieces of a weights file from which a fingerprint is computed; hashing the whole
+file would take minutes."""
 
 REFUSED = (
     "use_dora", "use_rslora", "use_qalora", "lora_bias", "modules_to_save", "trainable_token_indices", "rank_pattern",
@@ -152,8 +153,8 @@ def adapter_settings(folder: Path) -> LoraConfig:
 
 
 def check_adapter(folder: Path, lora: LoraConfig, base: Base, shapes: Mapping[str, Sequence[int]]) -> None:
-    """Check that an adapter can be trained further: compare its settings, base model and tensor shapes with those
-    given.
+    """Check that the adapter in a folder can be trained further: it must have the settings `lora`, the base model
+    `base` and tensors of the shapes `shapes`.
 
     Raises:
         UserError: a setting, the base model or a tensor differs; the message names the difference.
@@ -204,7 +205,7 @@ def merge(adapter: Path, base: Path, folder: Path) -> None:
     """Add an adapter's update to its base model, and write the result as a float32 Hugging Face folder, which appears
     only once it is complete.
 
-    Each merge starts from the base's weights, because repeated merges into the same weights would add up rounding
+    Each merge starts from the base model's weights, because repeated merges into the same weights would add up rounding
     errors, and a merge in bfloat16 would lose small updates.
 
     Raises:

@@ -69,7 +69,8 @@ WINDOW = "sliding_window"
 earlier tokens."""
 
 IGNORED = frozenset({WINDOW, "dropout", "position_ids", "use_cache", "output_attentions", "output_router_logits"})
-"""Arguments of a family's attention that are ignored: engines sample without dropout, and training caches nothing."""
+"""Arguments of a family's attention that have no effect here, because engines sample without dropout and training has
+no cache."""
 
 
 def packed_attention(

@@ -40,9 +40,9 @@ def causal_convolution(x: Tensor, weight: Tensor, chunks: Chunks) -> Tensor:
 
 
 def gated_delta_rule(query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, chunks: Chunks) -> Tensor:
-    """The output of each token, [N, heads, value_dim], from queries and keys [N, heads, key_dim], values [N, heads,
-    value_dim], log decay `g` and beta [N, heads]; all have the type of accumulation. On a GPU, the kernels of
-    flash-linear-attention are used if they are installed."""
+    """The output of each token, [N, heads, value_dim], from queries and keys [N, heads, key_dim], values
+    [N, heads, value_dim], log decay `g` and beta [N, heads]; all in float32 (float64 for a float64 model). On a GPU,
+    the kernels of flash-linear-attention are used if they are installed."""
     if query.is_cuda and (kernel := _fla()) is not None:
         return _by_kernel(kernel, query, key, value, g, beta, chunks)
     query, key = (x * (x.square().sum(-1, keepdim=True) + EPSILON).rsqrt() for x in (query, key))

@@ -23,8 +23,7 @@ FUSED, GROUPED = "sonicmoe", "grouped_mm"
 TOKENS, EXPERTS, TOPK = 256, 8, 2
 """Size of the trial of fused kernels: tokens, experts, and experts per token."""
 TOLERANCE = 0.02
-"""Largest accepted relative difference between the results of two bfloat16 kernels; one rounding to bfloat16 is 0.4
-%."""
+"""Largest accepted relative difference between the results of two bfloat16 kernels; one rounding changes 0.4 %."""
 
 
 def use_fastest_experts(layers: Iterable[Any], device: torch.device, compute: torch.dtype) -> str | None:

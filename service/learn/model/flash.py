@@ -50,8 +50,8 @@ def begin(device: torch.device) -> bool:
 
 
 def takes(query: Tensor) -> bool:
-    """True if FlashAttention 4 is in use and supports the device and head size of these queries [T, heads,
-    head_dim]."""
+    """True if FlashAttention 4 is in use and supports the device and head size of these queries
+    [T, heads, head_dim]."""
     head_dim = query.shape[-1]
     return _kernels is not None and query.is_cuda and head_dim % 8 == 0 and (head_dim <= 128 or head_dim == 256)
 

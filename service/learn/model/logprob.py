@@ -103,7 +103,7 @@ def logit_gradient(
 ) -> Tensor:
     """Gradient of `of_logprob * logprob + of_entropy * entropy` with respect to the logits, returned as `dtype`.
 
-    d logprob / d logit_v = [v is the token] - p_v; d entropy / d logit_v = -p_v (log p_v + entropy)
+    d logprob / d logit_v = [v is the token] - p_v;    d entropy / d logit_v = -p_v (log p_v + entropy)
     """
     logprobs = logits * inverse_temperature[:, None] - normaliser[:, None]
     probability = logprobs.exp()

@@ -40,7 +40,7 @@ class Names(NamedTuple):
         return cls(min(prefixes, key=len, default=BACKBONE), fused)
 
     def stored(self, name: str) -> str:
-        """The name in the folder of the model's weight `name`.
+        """The folder's name for the model's weight `name`.
 
         >>> Names("model.language_model.").stored("model.norm.weight")
         'model.language_model.norm.weight'
@@ -51,12 +51,12 @@ class Names(NamedTuple):
         return self.prefix.removesuffix(BACKBONE) + name if self.prefix.endswith(f".{BACKBONE}") else name
 
     def is_other(self, stored: str) -> bool:
-        """True if a stored weight belongs to another part of a multimodal model than the language model."""
+        """True if a stored weight belongs to a part of a multimodal model other than the language model."""
         return self.prefix != BACKBONE and not stored.startswith(self.prefix) and not stored.endswith(HEAD)
 
     def of_expert(self, name: str, expert: int) -> list[str]:
-        """Names in the folder of the weights that together are one expert's part of the model's weight `name`. Empty if
-        the folder stores the weight as a whole.
+        """The folder's names for one expert's part of the model's weight `name`. Empty if the folder stores the weight
+        as a whole.
 
         >>> Names().of_expert("model.layers.0.mlp.experts.gate_up_proj", 3)
         ['model.layers.0.mlp.experts.3.gate_proj.weight', 'model.layers.0.mlp.experts.3.up_proj.weight']

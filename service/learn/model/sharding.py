@@ -133,7 +133,7 @@ def shard_bounds(length: int, rank: int, world_size: int) -> tuple[int, int]:
 
 
 class Division(NamedTuple):
-    """How the rows of each weight are divided among ranks, and the number of one of these ranks."""
+    """The number of a rank, and how the rows of each weight are divided among ranks."""
 
     number: int
     of: int

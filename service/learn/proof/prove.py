@@ -40,8 +40,8 @@ SEED = 35
 PATIENCE = timedelta(seconds=120)
 """Time after which a rank stops waiting for another rank."""
 SMALL_GRADIENT = 1e-3
-"""Gradients are compared relative to their norm, or to this fraction of the norm of the whole gradient if that is
-larger."""
+"""The difference of a weight's gradient is taken relative to the gradient's norm, or to this fraction of the norm of
+all gradients if that is larger."""
 
 Outcome = tuple[float, dict[str, Tensor]]
 """A loss and the gradient of each weight."""
