@@ -1,9 +1,9 @@
-"""The agent loop: plays one trajectory by exchanging token ids with the engine, and appends one step per turn.
+"""The agent loop: plays one trajectory by exchanging token ids with the engine, and sends one step per turn to a sink.
 
     reset -> prompt -> [length?] -> generate -> step of the environment -> append the step -> next prompt -> ...
 
 Each role has its own conversation, and the environment chooses the role of the next turn. The trajectory's end, with
-its reason, is appended last. A turn that is not finished appends no step.
+its reason, is sent last. A turn that is not finished gives no step.
 """
 
 from __future__ import annotations

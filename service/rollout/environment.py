@@ -124,7 +124,8 @@ Status = Literal["ok", "failed", "aborted"]
 
 
 class AgentSession(Protocol):
-    """What an agent needs to play one trajectory over HTTP: the address of the policy, a key, and `finish`."""
+    """The session in which an agent plays one trajectory over HTTP: the policy's address, a key, and the method
+    `finish`."""
 
     base_url: str
     """The address of the policy, for `OPENAI_BASE_URL`; it ends with `/v1`."""

@@ -25,7 +25,7 @@ from service.types import Int32s, Step, Steps
 
 
 class Note(msgspec.Struct, frozen=True, array_like=True):
-    """What another generator needs to continue a trajectory after a step; stored with the step."""
+    """The data with which another generator can continue a trajectory after a step; stored with the step."""
 
     done: bool
     snapshot: bytes | None = None

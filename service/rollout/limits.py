@@ -40,8 +40,8 @@ class AgentLimits:
     max_observation_characters: int = 1 << 20
     """Maximum characters of one observation, over all texts and names of its messages."""
     max_snapshot_bytes: int = 0
-    """Maximum bytes of a step's note for a handover; 0: no notes, so a trajectory that changes its generator
-    restarts."""
+    """Maximum bytes of a step's note for a handover; 0: steps have no notes, so a trajectory restarts if another
+    generator takes it over."""
     conversation: Mode = "append"
     roles: Mapping[str, RoleConfig | None] = field(default_factory=lambda: {MAIN: None})
     """The roles that turns may have, with their settings; `main` has no settings."""

@@ -48,7 +48,8 @@ class FileChecksum(BaseModel):
 
 
 class Manifest(BaseModel):
-    """The list of a checkpoint's files, with the state of the run; fields that earlier versions wrote are ignored."""
+    """The manifest of a checkpoint: its step, its position in the buffer's journal, and its files. Fields that earlier
+    versions wrote are ignored."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 

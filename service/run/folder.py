@@ -1,4 +1,4 @@
-"""The run folder `runs/<name>/`: describes its files; makes, finds and locks run folders.
+"""Makes, finds and locks run folders, `runs/<name>/`. The files of a run folder:
 
 config.yaml         resolved, defaults included
 metrics.jsonl       one flat JSON object per optimizer step

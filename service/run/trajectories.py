@@ -13,11 +13,11 @@ and the policy version that sampled them. `row` is the training row of the step;
 is the earlier step that a step continues. `begins_as` (step, tokens): the step begins with this many tokens of another
 step that it does not continue, and its `prompt_ids` omit these tokens. `role` is the role of an agent's call,
 `transcript` the output of an agent's run, `scores` the reward and the text of each scorer, or why the group continued
-without them (`fallback`). With credit by turn or `roles` each step has an `advantage` of its own, and that of the
-trajectory is their mean. A trajectory that ended without being trained has the `fate` of its group (`filtered`,
-`refused`, `expired`) with the `reason`, no advantage, and as `optimizer_step` the last step before its end; its
-`stop_reason` is `unfinished` if the trajectory was not complete. An attempt that failed has the `fate` `failed`, and
-its transcript begins with the reason.
+without them (`fallback`). With credit by turn or `roles`, each step has its own `advantage`, and the `advantage` of the
+trajectory is their mean. A trajectory that was not trained has the `fate` of its group (`filtered`, `refused`,
+`expired`), the `reason`, and no advantage. Its `optimizer_step` is the last step before its end, and its `stop_reason`
+is `unfinished` if it was not complete. An attempt that failed has the `fate` `failed`, and its transcript begins with
+the reason.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ _DECODER = msgspec.json.Decoder(RecordShape)
 
 @dataclass(frozen=True)
 class RecordSettings:
-    """The settings on which it depends which trajectories are recorded, and how their steps are merged into rows."""
+    """Settings that determine which trajectories are recorded, and how their steps are merged into rows."""
 
     per_step: int
     """Number of trajectories that are recorded per optimizer step."""

@@ -167,8 +167,8 @@ class ReachedStep(_Record):
 
 
 class FolderMark(_Record):
-    """The file `store.json` in a run's folder, which says to which store the run is uploaded and which processes
-    claimed it."""
+    """The file `store.json` in a run's folder: the id of the run, and the processes that claimed the store for this
+    folder."""
 
     run: RunId
     owners: tuple[str, ...]

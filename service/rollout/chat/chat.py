@@ -79,8 +79,8 @@ class Chat:
         return self._prompts(messages)
 
     def delta(self, messages: Sequence[Message], last_id: int) -> Int32s:
-        """[D] token ids between a response whose last token is `last_id` and the assistant's next turn: `messages` as
-        rendered by the template."""
+        """[D] token ids between a response and the assistant's next turn: `messages` as the template renders them.
+        `last_id`: the response's last token, which is not repeated if the delta begins with it."""
         delta = self._deltas(messages)
         return delta[1:] if len(delta) and delta[0] == last_id else delta
 

@@ -49,7 +49,7 @@ def as_sampled(generation: Generation) -> Response:
 
 
 def without_loss(response: Response) -> Response:
-    """The same response with a loss mask of zeros, for tokens that the policy did not sample by itself."""
+    """A copy of the response whose tokens carry no loss, because the policy did not sample them by itself."""
     none = np.full_like(response.versions, NO_VERSION)
     return response._replace(loss_mask=np.zeros_like(response.loss_mask), versions=none)
 

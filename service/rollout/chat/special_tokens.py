@@ -82,7 +82,8 @@ class SpecialTokens:
         return self._special.sub(lambda found: self._names[found[0]], rendered)
 
     def encode(self, named: str) -> Int32s:
-        """[T] token ids of a text: a name becomes its special token, everything else becomes ordinary tokens.
+        """[T] token ids of a text. Each name that the method `name` has put into the text becomes its special token;
+        everything else becomes ordinary tokens.
 
         Raises:
             MessagesRefused: the text contains half of a surrogate pair, which no tokenizer accepts, or the tokenizer

@@ -20,8 +20,8 @@ from service.rollout.environment import Message, StepResult, tagged
 Tool = Callable[..., Awaitable[str]]
 
 MAX_DEPTH = 64
-"""Maximum depth of nested objects and lists in a call, so that code which writes, compares or renders the call
-works."""
+"""Maximum depth of nested objects and lists in a call; code that writes, compares or renders deeper values would
+fail."""
 
 
 class ToolCall(NamedTuple):

@@ -1,6 +1,7 @@
 """Averages the numbers that environments return as `info` over trajectories, for `metrics.jsonl`.
 
-A generator sums the numbers. After each optimizer step the driver subtracts the sums after the previous step:
+A generator sums the numbers. After each optimizer step, the driver takes the differences from the sums after the
+previous step:
 
 {"search_r1": {"trajectories": 9, "searches": 14.0}}   after step 4
 {"search_r1": {"trajectories": 13, "searches": 20.0}}  after step 5: environment/search_r1/searches is 6 / 4 = 1.5

@@ -46,7 +46,8 @@ argument."""
 
 
 def make_environment(name: str, options: Options, trusted_modules: Sequence[str] = ()) -> Environment:
-    """Make an instance of the environment `name` for one trajectory, in the user's folder as the current folder.
+    """Make an instance of the environment `name` for one trajectory. Before, the user's folder is made the current
+    folder.
 
     Raises:
         UserError: there is no such environment, or its constructor fails with these options.
