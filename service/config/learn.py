@@ -18,8 +18,8 @@ class CorrectionConfig(Section):
     """
 
     truncate: Literal["off", "token", "sequence"] = "off"
-    """Multiply the loss of a token by a ratio that is truncated at `truncate_at` (TIS): the ratio of the token, or the
-    product of the ratios of its trajectory (sequence)."""
+    """Multiply the loss of a token by a ratio that is truncated at `truncate_at` (TIS). `token`: the ratio of the
+    token; `sequence`: the product of all ratios of its trajectory; `off`: no factor."""
     truncate_at: Annotated[float, Field(gt=0)] = 2.0
     """Upper bound of the ratio by which `truncate` multiplies."""
     token_band: Band | None = None
@@ -219,5 +219,5 @@ class WeightsConfig(Section):
     """Let the run fail if engine and trainer give different log-probabilities to more than a tenth of the tokens that
     the newest policy sampled, in several successive steps."""
     verify_tolerance: Annotated[float, Field(gt=0)] = 1e-3
-    """Difference in nats above which two log-probabilities of a token count as different; bfloat16 needs 0.1, float32
-    on a GPU 0.01."""
+    """Difference in nats above which two log-probabilities of a token count as different; set 0.1 for bfloat16, 0.01
+    for float32 on a GPU."""

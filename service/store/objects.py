@@ -14,8 +14,8 @@ from service.errors import StoreFailed, UserError
 from service.store_url import endpoint_problem, store_url_problem
 
 CHUNK_BYTES = 16 << 20
-"""Bytes above which an object is uploaded in parts, and minimum bytes of a part; S3 accepts at most 10,000 parts per
-object."""
+"""Bytes above which an object is uploaded in parts, and minimum bytes of a part (larger objects have larger parts,
+because S3 accepts at most 10,000 parts)."""
 MAX_PARTS = 9_000
 PARTS_AT_ONCE = 8
 TIMEOUTS = {"timeout": "120s", "connect_timeout": "10s"}
