@@ -124,7 +124,8 @@ class SqlQuestion(NamedTuple):
 
 
 def question(rng: np.random.Generator) -> SqlQuestion:
-    """Draw one of three kinds: a town's number, how many towns lie on a river, which town on a river has the most."""
+    """Draw a question of one of three kinds: what a town's number of people or its height is, how many towns lie on a
+    river, or which town on a river has the most people or the greatest height."""
     drawn = data.geography()
     town = drawn.towns[int(rng.integers(len(drawn.towns)))]
     asked, other = (COLUMNS[i] for i in rng.permutation(len(COLUMNS)))
@@ -144,7 +145,7 @@ def question(rng: np.random.Generator) -> SqlQuestion:
 
 
 def quoted(name: str) -> str:
-    """A name as an SQL text literal."""
+    """The name as a text literal of SQL: in single quotes."""
     return f"'{name}'"
 
 

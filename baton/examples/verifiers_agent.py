@@ -1,4 +1,4 @@
-"""Any taskset of verifiers as a data set of Baton, and as the agent of its trajectories.
+"""Makes a dataset of any taskset of the library verifiers, and plays the taskset's rollouts as an agent.
 
     python verifiers_agent.py rows TASKSET > train.jsonl            a row for each task
     python verifiers_agent.py play TASKSET TOKENIZER [RENDERER]     one rollout: the command of an agent

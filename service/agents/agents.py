@@ -43,7 +43,8 @@ from service.types import EvaluationId, Int32s, Steps, TrajectoryEnd, Trajectory
 log = logging.getLogger(__name__)
 
 AUX_SHARE, AUX_STEPS = 0.2, 32
-"""A warning is logged once this share of the sampled tokens is in calls of the role `aux`, after this many calls."""
+"""A warning is logged if at least this fraction of the sampled tokens is in calls of the role `aux`; the fraction is
+checked from this number of calls on."""
 
 
 class Agents:
@@ -91,9 +92,9 @@ class Agents:
         """The roles of calls whose tokens are trained."""
 
     def restore(self, trajectory: TrajectoryId, task: Task, steps: Steps, sink: StepSink) -> bool:
-        """Reopen the session of an earlier process before clients reach it; returns whether its steps can be continued.
+        """Open a session again that an earlier process served; `play` then continues the session.
 
-        `play` then continues the session.
+        Returns false if the `steps` are not all calls of one session, so that the trajectory cannot be continued.
         """
         session = self.session(trajectory, task, sink)
         try:

@@ -29,7 +29,8 @@ from service.handoff.steps.roles import Role
 PIECE = 16
 """Length, in characters, of the pieces by which a text is recognised; shorter pieces occur in many texts by chance."""
 PIECES, FOUND = 8, 2
-"""Number of pieces of a text to look for, and how many must be found: agents leave out parts of a summary."""
+"""Number of pieces of a text that are looked for, and the smaller number that must be found, because agents leave out
+parts of a summary."""
 NEXT = 8
 """Number of conversations after a summary that are searched for the summary's text; bounds the time of the search."""
 
@@ -71,7 +72,7 @@ _WithRoles = list[tuple[_Conversation, str]]
 
 
 def roles_of(calls: Sequence[Call]) -> list[str]:
-    """The role of each call of a tree, in order."""
+    """The roles of all calls of one agent, in the order of the calls."""
     conversations, continued = _conversations(calls), {call.parent for call in calls}
     own = max((of for of in conversations if of.named in (None, Role.MAIN)), key=lambda of: of.rank, default=None)
     replaced = {call.body: call.index for call in calls if call in continued}

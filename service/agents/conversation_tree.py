@@ -129,7 +129,7 @@ class Call:
 
     @property
     def n_prompt(self) -> int:
-        """Tokens of the whole prompt."""
+        """Number of tokens of the whole prompt."""
         return len(self.token_ids()) - len(self.response.token_ids)
 
     @property
@@ -170,10 +170,10 @@ class PreparedCall(NamedTuple):
     """Tools that the reply may call."""
     begun: Beginning | None = None
     received: Sequence[Call] = ()
-    """Calls that count as not delivered although the client's request contains their replies."""
+    """Earlier calls that are not yet marked as delivered; the client's request shows that it received their replies."""
     named: str | None = None
     prefix: str = ""
-    """The beginning of the answer, which the client wrote; part of the prompt."""
+    """The beginning of the answer, if the client wrote it; it is part of the prompt."""
 
 
 class ConversationTree:

@@ -2,8 +2,8 @@
 
     body -> CallRequest -> session.begin -> call -> CallAnswer -> JSON or server-sent events
 
-Nothing that derives from a sampled token is written before the buffer has accepted the call's step. While a client that
-asked for a stream waits, it gets headers and comments.
+The client gets nothing that derives from a sampled token before the buffer has accepted the call's step. While a client
+that asked for a stream waits, it gets headers and comments.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ DIALECTS: Mapping[str, Dialect] = {
 """The dialects by the path at which clients use them."""
 COUNT_TOKENS = "/v1/messages/count_tokens"
 IGNORED_HEADER = "X-Baton-Ignored"
-"""Header of an answer that names the fields of its request which changed nothing."""
+"""Header of an answer; its value names the fields of the request that had no effect."""
 SAMPLE_HEADER = "X-Baton-Sample"
-"""Header that distinguishes requests with equal bodies, so that each gets an answer of its own."""
+"""Header that distinguishes requests with equal bodies, so that each request gets an answer of its own."""
 MAX_NOTED = 128
 """Maximum number of ignored fields that are logged; bounded because clients choose the names."""
 

@@ -152,10 +152,10 @@ class Session:
 
     @property
     def stop_reason(self) -> StopReason:
-        """Why the trajectory ends: why the newest request got no call, or the stop reason of the longest chain of main
-        calls.
+        """The stop reason of the trajectory: of its longest chain of calls with the role `main`.
 
-        Other calls are ignored: clients probe with one token, or ask for a title.
+        If the newest request got no call, its reason counts instead. Calls of other roles are ignored, because clients
+        probe with one token, or ask for a title.
         """
         if self._cut != StopReason.STOP:
             return self._cut
@@ -207,7 +207,7 @@ class Session:
 
     @property
     def silence(self) -> float:
-        """Seconds since a client or a worker was last heard; 0 while a call is being sampled."""
+        """Seconds since the last sign of life from a client or a worker; 0 while a call is being sampled."""
         return 0.0 if self._flying else asyncio.get_running_loop().time() - self.heard
 
     @property
@@ -233,7 +233,7 @@ class Session:
     def begin(
         self, asked: CallRequest, opened: PreparedCall, body: str, is_retry: bool = False
     ) -> asyncio.Future[Call]:
-        """Begin the call that answers a request with this prompt; it continues even if the client disconnects.
+        """Begin the call that answers a request with this prompt; the call continues even if the client disconnects.
 
         `body` identifies the request; `is_retry`: the client marks the request as a retry.
 
@@ -309,7 +309,7 @@ class Session:
         reason: str = "",
         exit_code: int | None = None,
     ) -> None:
-        """End the session with the reward of its trajectory; to finish it again with the same result changes nothing.
+        """End the session with the reward of its trajectory. A second `finish` with the same result changes nothing.
 
         `transcript`: what the run wrote, for people; the middle of a long one is left out. `rewards`: further
         rewards, by the id of a call's reply or by the name of a role, whose newest call gets the reward.

@@ -36,7 +36,7 @@ class AlertThresholds:
         )
 
     def gauges(self) -> dict[str, float]:
-        """The gauges by the names of the table, at the start of a run."""
+        """The thresholds at the start of a run, by the names of their gauges in the metrics table."""
         return {
             "baton_batch_padded_sequence_length_alert_tokens": self.long_batch,
             "baton_staleness_budget_versions": self.max_staleness,

@@ -44,7 +44,7 @@ _HEADER = re.compile(rb"^# HELP (\w+) .*\n# TYPE \w+ \w+\n", re.MULTILINE)
 
 @dataclass(frozen=True)
 class Pushed:
-    """The last push of one actor: its lines of samples, by family."""
+    """The last push of one actor: its lines of samples, by metric family."""
 
     role: str
     ident: str
@@ -60,7 +60,8 @@ class Pushed:
         return self.age(now) <= SILENT_SECONDS
 
     def by_label(self, name: str, label: str, of_each: Literal["", "_sum", "_count"] = "") -> dict[str, float]:
-        """The values of a family by one of its labels, summed over the others; `of_each`: which part of a histogram."""
+        """The values of a metric family by one label, summed over its other labels; `of_each` selects the sums or the
+        counts of a histogram."""
         found: dict[str, float] = {}
         for line in self.samples.get(name, b"").decode().splitlines():
             of = re.search(rf'[{{,]{label}="([^"]*)"', line)
@@ -69,7 +70,7 @@ class Pushed:
         return found
 
     def total(self, name: str) -> float:
-        """The sum of a family's series; 0 if the actor has no such series."""
+        """The sum of all series of a metric family; 0 if the actor has no series of the family."""
         return sum(self.by_label(name, "role").values())
 
     def sample(self, name: str, value: float) -> bytes:
@@ -84,7 +85,8 @@ class Bottleneck(Protocol):
         """Read the actors' metrics, at most once a second."""
 
     def waits(self, run: Mapping[str, Any]) -> tuple[str, float] | None:
-        """The bottleneck of the last minutes, and the fraction of time for which one side waited for the other."""
+        """The bottleneck of the last minutes, and the fraction of time for which the other side waited for it; None
+        while there is too little data."""
 
     def report(self, run: Mapping[str, Any]) -> dict[str, Any] | None:
         """The current bottleneck for the status document; None while there is too little data."""

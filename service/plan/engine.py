@@ -1,4 +1,5 @@
-"""The speed of an engine: a roofline per iteration, in which each running request gets one token.
+"""Predicts the speed of an engine by a roofline model of one iteration. In an iteration each running request gets one
+token.
 
 An iteration takes the longer of two times, to read weights and KV caches (memory) or to multiply tokens with the
 weights (compute); plus the attention of prefilled tokens, collectives of the engine's GPUs, and work of the host.
@@ -81,8 +82,8 @@ class Shape:
         return self.layers * rank * (attention + mlp)
 
     def read_parameters(self, tokens: float) -> float:
-        """Number of parameters read by a forward pass over `tokens` tokens; of the experts, only those that any token
-        chose."""
+        """Number of parameters that a forward pass over `tokens` tokens reads. Of the experts, only the experts that at
+        least one token chose are read."""
         chosen = 1 - (1 - self.experts_of_token / self.experts) ** tokens if self.experts else 0.0
         layer = self.attention + self.shared + chosen * self.experts * self.expert
         return self.layers * layer + self.head
@@ -105,12 +106,14 @@ class Engine:
     request_host: float = GPU["request"]
 
     def most_running(self, context: float) -> float:
-        """Maximum number of requests of this length in the KV cache, at least one."""
+        """Maximum number of requests of `context` tokens that the KV cache holds; at least one."""
         return max(1.0, self.kv_bytes / (self.shape.kv_token_bytes(self.gpus) * max(context, 1.0)))
 
     def iteration(self, running: float, context: float, prefill: float = 0.0) -> float:
-        """Seconds of an iteration with a token for each running request of mean length `context`, plus `prefill`
-        tokens."""
+        """Seconds of an iteration that computes one token for each of `running` requests, and `prefill` prompt tokens.
+
+        The requests have `context` tokens on average.
+        """
         shape, device = self.shape, self.device
         tokens = running + prefill
         weights = shape.read_parameters(tokens) * shape.width / self.gpus
@@ -133,6 +136,6 @@ class Engine:
         return 2 * self.shape.layers * (GPU["all_reduce"] + each)
 
     def prefill_seconds(self, tokens: float, context: float) -> float:
-        """Seconds of the GPUs to compute `tokens` tokens of requests of mean length `context`, with no other request
-        running."""
+        """Seconds that the GPUs take to prefill `tokens` tokens if no other request runs; the requests have `context`
+        tokens on average."""
         return self.iteration(0, context, tokens) - self.host_seconds(0)

@@ -1,4 +1,5 @@
-"""The current bottleneck of a run: the measured shares of the last minutes, in the model of `service.plan.binding`.
+"""Finds the current bottleneck of a run from the times measured in the last minutes, by the rules of
+`service.plan.binding`.
 
 generation: the seconds in which generators had groups, divided in proportion to the parts of trajectories' time; the
             journal's syncs, for which the claims and ends of groups wait, are added in the same proportion
@@ -30,8 +31,9 @@ WAITING = "waiting"
 IDLE = (WAITING, "starting", "evaluating")
 """States in which a generator plays no group."""
 SYNCS_OF_GROUP = 3.0
-"""Syncs for which each trajectory waits in addition to its own time. The claim and the end of its group each come in
-the middle of a sync, on average, so each waits for half a sync and for the whole next sync."""
+"""Number of syncs of the journal for which each trajectory waits in addition to its own time. On average, the claim of
+its group comes in the middle of a sync, so it waits for half a sync and for the whole next sync; the end of the group
+waits for as long."""
 STATES = {
     "step": Part.TRAINER,
     "bookkeeping": Part.TRAINER,
@@ -54,7 +56,7 @@ PARTS = {
 
 @dataclass(frozen=True)
 class Figures:
-    """Totals since the start of the run, or their increase."""
+    """Totals since the start of the run, or the increase of the totals over a window."""
 
     at: float
     """When the totals were read, in seconds of a monotonic clock; in an increase, its duration."""
@@ -75,7 +77,7 @@ class Figures:
     """Seconds of the journal's syncs."""
     syncs: float = 0.0
     arriving: float = 0.0
-    """Seconds from sending weights until engines serve them, over all updates."""
+    """Sum over all weight updates: seconds from sending the weights until the engines serve them."""
 
     def since(self, before: Figures) -> Figures:
         """The increase of the totals; the totals of a restarted actor count from 0."""
@@ -88,12 +90,12 @@ class Limits(NamedTuple):
     ranks: int = 1
     lookahead: float = 2.0
     concurrency: float = 1.0
-    """Number of groups that are generated at once, in mini-batches."""
+    """Number of groups that are generated at once, divided by the groups of a mini-batch."""
     shares_cores: bool = False
 
     @classmethod
     def of(cls, run: Mapping[str, Any]) -> Limits:
-        """The limits in the report of the part `run`."""
+        """Read the limits from `run`, the driver's status report."""
         ahead = run.get("concurrent_groups", 1) / run.get("mini_batch_size", 1)
         return cls(run.get("ranks", 1), run.get("lookahead", 2), ahead, run.get("shares_cores", False))
 
@@ -108,7 +110,7 @@ def _grown(now: Any, before: Any) -> Any:
 
 
 def demand(grown: Figures, limits: Limits) -> Demand | None:
-    """Seconds per step of each part; None if there is too little data."""
+    """Seconds per step of each part, from the increase of the totals; None if there is too little data."""
     if grown.steps < MIN_STEPS or not grown.engines or grown.at <= 0:
         return None
     playing = sum(
@@ -139,7 +141,7 @@ class Live(NamedTuple):
     """An engine or rank that is slower than the others, in words; empty without one."""
 
     def sentence(self) -> str:
-        """A description in one line."""
+        """A description of the bottleneck in one line."""
         slow = f"; {self.slow}" if self.slow else ""
         return f"{self.found.sentence()}{slow} (last {duration(self.seconds)})"
 
@@ -227,8 +229,10 @@ class Window:
         self._kept.append(figures)
 
     def waits(self, run: Mapping[str, Any]) -> tuple[str, float] | None:
-        """The part that binds over the whole window, and the fraction of time for which the other side waits (0 if the
-        part is no bottleneck); None if there is too little data."""
+        """The part that binds over the whole window, and the fraction of time for which the other side waits.
+
+        The fraction is 0 if the part is no bottleneck. None: there is too little data.
+        """
         whole = self.live(Limits.of(run))
         return None if whole is None else (str(whole.found.part), whole.found.waits * whole.found.is_bottleneck)
 

@@ -1,4 +1,5 @@
-"""Seconds of an optimizer step and memory of a rank, for any number of ranks, from a single estimate."""
+"""Predicts the seconds of an optimizer step and the memory of a rank for any number of ranks, from a single
+estimate."""
 
 from __future__ import annotations
 
@@ -36,11 +37,11 @@ class Trainer:
     all layers, or of none if this is 0."""
     fused: bool
     micro_tokens: int
-    """Number of tokens on a rank of the estimated micro-batch."""
+    """Number of tokens that one rank has in the estimated micro-batch."""
     row_tokens: int
     """Length of the micro-batch's rows, in tokens."""
     passes: float
-    """Cost of all passes over a token, relative to the estimate: a reference policy adds a forward pass."""
+    """Cost of all passes over a token, relative to the estimate; above 1 if a reference policy adds a forward pass."""
     shards_within_node: bool = False
     """Whether each node has a copy of the policy, as with `trainer.shard_within: node`."""
 
@@ -102,8 +103,10 @@ class Memory:
 
 
 def estimated(settings: FitSettings, folder: Path, device: Device) -> tuple[Trainer, Memory, str | None]:
-    """Estimate the trainer and the engine's memory of a configuration; also returns why the configuration does not fit,
-    with remedies, or None.
+    """Estimate the trainer and the engine's memory of a configuration.
+
+    The text says why the configuration does not fit into memory, and names remedies; it is None if the configuration
+    fits.
 
     Raises:
         UserError: the model cannot be built or run.

@@ -40,10 +40,10 @@ class MemoryFile(File):
         self._size = min(self._size, size)
 
     def sync(self) -> None:
-        """Nothing to do: the file ends with its process."""
+        """Do nothing: the file exists only as long as its process."""
 
     def close(self) -> None:
-        """Nothing to close."""
+        """Do nothing: the file holds nothing that must be closed."""
 
 
 class MemoryDisk(Disk):

@@ -66,7 +66,7 @@ class SimulatedGenerator(Client):
         return self._served[-1]
 
     def start(self) -> None:
-        """Join, then keep every slot busy."""
+        """Join the run, then keep every slot busy with groups."""
         self.die()
         self.run(self._join())
 
@@ -77,7 +77,7 @@ class SimulatedGenerator(Client):
         self._end_evaluation()
 
     def evaluate(self, count: int, ended: Callable[[], None]) -> None:
-        """Play `count` trajectories; until they end, keep the weights and claim nothing."""
+        """Play `count` trajectories of an evaluation. Until they end, load no new weights and claim no groups."""
         self._evaluated = ended
         lengths, at_once = self._lengths(count), self.slots * self._host.settings.buffer.limits.n_samples_per_prompt
         longest = max((int(lengths[place::at_once].sum()) for place in range(min(at_once, count))), default=0)
@@ -97,7 +97,7 @@ class SimulatedGenerator(Client):
             ended()
 
     def update(self, version: PolicyVersion) -> PolicyVersion:
-        """Swap newer weights in while requests run; returns the version of tokens sampled from now on."""
+        """Load newer weights while requests run; returns the version of the tokens that are sampled from now on."""
         self._newest = max(self._newest, version)
         if version > self.serving and self._evaluated is None:
             self._served_from.append(self.loop.now)

@@ -77,7 +77,8 @@ class Host(Process):
         return self.alive
 
     def ask(self, request: Callable[[Buffer], Any], reply: Resume, patience: float = 0.0) -> None:
-        """Answer a request as soon as the answer is not a Wait, or with that Wait after `patience` seconds."""
+        """Answer a request. While the buffer's answer is a Wait, ask the buffer again; after `patience` seconds, send
+        the Wait as the answer."""
         answer = request(self.buffer)
         if patience and isinstance(answer, Wait):
             self._polls.append(Poll(self.loop.now + patience, request, reply))
@@ -85,7 +86,8 @@ class Host(Process):
             self._answer(answer, reply)
 
     def claim(self, claim: Claim, reply: Resume) -> None:
-        """Answer a claim as soon as there is a group for it, or with a Wait after some seconds."""
+        """Answer a claim as soon as there is a group for it; after `POLL_SECONDS` without a group, answer with a
+        Wait."""
         self.claims.answer(claim, 1, self.loop.now + POLL_SECONDS, partial(self._answer_claim, reply))
 
     def _answer_claim(self, reply: Resume, answer: ClaimAnswer) -> None:
@@ -176,11 +178,13 @@ class Client(Process):
         self._rng = rng
 
     def ask(self, request: Callable[[Buffer], Any], patience: float = 0.0) -> Waiting:
-        """`answer = yield self.ask(...)`: the buffer's answer; see `Host.ask`."""
+        """Send a request to the buffer; `answer = yield self.ask(...)` waits for the answer, as described in
+        `Host.ask`."""
         return self.call(lambda reply: self._host.ask(request, reply, patience))
 
     def call(self, request: Callable[[Resume], None]) -> Waiting:
-        """`answer = yield self.call(...)`: `request` runs at the host, with the function that sends the answer back."""
+        """Run `request` at the host, with a function that sends the answer back; `answer = yield self.call(...)` waits
+        for the answer."""
         return request
 
 

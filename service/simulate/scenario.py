@@ -87,7 +87,7 @@ class Scenario:
 
     @staticmethod
     def of(config: Config, given: Mapping[str, Any]) -> Scenario:
-        """The scenario of a configuration: figures that are given, otherwise assumed as `baton plan` does."""
+        """The scenario of a configuration. Figures that are not in `given` are assumed as in `baton plan`."""
         turns = given.get("turns", (config.env.max_turns + 2) // 2)
         tokens = turns * config.generator.max_generate_length / 2
         assumed = {"generators": config.generator.min_engines, "turns": turns, "median_tokens": tokens}
@@ -115,7 +115,7 @@ class Scenario:
         return group_seconds * settings.buffer.mini_batch_size / (self.slots(settings) * self.generators)
 
     def cut(self, settings: SimulationSettings) -> float:
-        """Fraction of the trajectories that would be longer than the limits of the configuration allow."""
+        """Fraction of the trajectories that the limits of the configuration cut, because they would be longer."""
         return float((self._drawn(settings) > self.longest(settings)).mean())
 
     def _drawn(self, settings: SimulationSettings) -> Int64s:

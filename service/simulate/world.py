@@ -27,7 +27,7 @@ class World:
     generator_class = SimulatedGenerator
     trainer_class = SimulatedTrainer
     calm_from = 0.0
-    """The time from which the world has to make progress; the run does not end earlier."""
+    """Simulated time, in seconds, from which a missing optimizer step counts as a hang; the run ends later."""
 
     def __init__(self, settings: SimulationSettings, scenario: Scenario, seed: int) -> None:
         self.settings, self.scenario, self.seed = settings, scenario, seed

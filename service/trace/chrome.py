@@ -29,7 +29,7 @@ WAITING = "waiting"
 
 
 class Drawn(NamedTuple):
-    """A slice on a row."""
+    """A bar on a row of the trace: one span of time (a slice)."""
 
     row: Row
     span: Span

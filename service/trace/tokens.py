@@ -1,4 +1,4 @@
-"""The tokens of a trajectory record with the text and the kind of each, and lines about records and steps."""
+"""The tokens of a trajectory record, each with its text and its kind; and lines of text about records and steps."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from service.errors import printable
 from service.run.trajectories import Record
 
 Words = Callable[[Sequence[int]], list[str]]
-"""A function from token ids to the text that each of them adds."""
+"""A function from token ids to the text that each token adds to the tokens before it."""
 
 PREVIEW_TOKENS = 60
 DEEPEST = 8
@@ -140,7 +140,7 @@ def _counted(count: int, thing: str) -> str:
 
 
 def number(value: float | None, form: str) -> str:
-    """A number formatted by `form`; `none` if there is no number."""
+    """The number as text in the format `form`; `none` if the value is None."""
     return "none" if value is None else format(value, form)
 
 
@@ -148,7 +148,8 @@ def branches(record: Record) -> list[str]:
     """The steps as a tree, one line with roles and step numbers per chain of steps; empty for a single chain of role
     `main`.
 
-    Records of older versions do not name the step that a step continues; for such records the result is empty.
+    Records that older versions of Baton wrote do not name the step that a step continues; for these the result is
+    empty.
 
     aux 0
     main 1, 3, 4; undelivered 5

@@ -25,7 +25,7 @@ from service.rollout.chat.chat import Tool
 FORCES = ("required", "any", "function", "tool", "custom")
 """Kinds of `tool_choice` that force a call of a tool which the client runs."""
 THINKING = {"type": "tag", "begin": "<think>", "content": {"type": "any_text"}, "end": "</think>\n\n"}
-"""Structural tag for the thinking that may come before structured output."""
+"""The part of xgrammar's structural tag that allows thinking before structured output."""
 MAX_FORM_BYTES = 1 << 16
 """Maximum bytes of an enforced form as JSON. The time to compile a form grows with the square of its size; at this size
 it is a few seconds."""

@@ -1,4 +1,5 @@
-"""Interface of all dialects: a request is read as a `CallRequest`, and an answer is written from a `CallAnswer`.
+"""The interface of all dialects (HTTP APIs): a request is read as a `CallRequest`, and an answer is written from a
+`CallAnswer`.
 
 body of a POST --read--> CallRequest --(tree, engine, journal)--> CallAnswer --reply / events--> JSON / event stream
                    \\--> Refused --error / error_event--> the dialect's own form of an error
@@ -125,7 +126,7 @@ def frame(data: Any, event: str = "") -> bytes:
 
 
 def head(answer: CallAnswer, asked: CallRequest, prefix: str, kind: str) -> dict[str, Any]:
-    """The fields with which answers of chat completions and completions, and chunks of them, begin."""
+    """The first fields of each answer, and of each chunk of an answer, in chat completions and completions."""
     made = {"created": answer.created, "model": asked.model}
     return {"id": f"{prefix}-{answer.call.name}", "object": kind, **made}
 

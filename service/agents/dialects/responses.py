@@ -105,7 +105,7 @@ class _CustomOutput(Struct, tag_field="type", tag="custom_tool_call_output"):
 
 Item = _Message | _Reasoning | _Call | _CustomCall | _Output | _CustomOutput
 ORDER: Mapping[type, int] = {_Reasoning: 0, _Message: 1, _Call: 2, _CustomCall: 2}
-"""The items of one answer come in this order."""
+"""The place of each kind of item in an answer: thinking first, then text, then calls."""
 
 
 class _Request(CommonFields, kw_only=True):

@@ -1,4 +1,4 @@
-"""The rates of a GPU as a profile: those of its data sheet, times the fraction that kernels reach."""
+"""Profiles of GPUs: the rates of a GPU's data sheet, times the fractions of these rates that kernels reach."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def profile(name: str) -> Device:
 def crowding(
     device: Device, engines: int, ranks: int, share_of_training: float, shared_gpus: bool
 ) -> tuple[float, float]:
-    """Factors by which generation and training slow each other down: processes share the cores of a CPU machine, and
+    """Factors (of generation, of training) by which the two slow each other down. On a CPU, processes share the cores;
     with `weights.transport: ipc` a rank and an engine share a GPU, half each.
 
     `share_of_training`: fraction of the time in which ranks compute.
