@@ -1,5 +1,5 @@
-"""Watches the hosts of a run: which parts run on each, and which hosts join, leave or are drained. Each change is
-printed as one line."""
+"""Watches the hosts of a run: the parts that run on each host, and the hosts that join, leave or are drained. Each
+change is printed as one line."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class ClusterHost(NamedTuple):
     """A living host of the cluster."""
 
     name: str
-    """The host's address, and its kind if known, such as `spot`."""
+    """The host's address, followed by its kind (such as `spot`) if the kind is known."""
     parts: tuple[str, ...]
     """The parts of the run on this host, such as `generator-0`."""
     ends_at: int | None = None

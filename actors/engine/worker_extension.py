@@ -55,7 +55,7 @@ def allow_amx() -> None:
 
 
 def end_with_owner() -> None:
-    """Kill this process and the engine core above it as soon as the owner is gone, however the owner ended."""
+    """Kill this process and the engine core (its parent) as soon as the owner has ended, for whatever reason."""
     owner = int(os.environ.get(OWNER_PID, "0"))
     if owner in (0, os.getpid()):
         return
@@ -79,7 +79,7 @@ def _wait_and_end(owner_fd: int, core: int | None) -> None:
 
 
 def repack_for_cpu(model: torch.nn.Module) -> None:
-    """Repack the weights for vLLM's CPU kernels, after a reload has written unpacked ones.
+    """Repack the weights for vLLM's CPU kernels, after a reload has written unpacked weights.
 
     After a reload vLLM 0.32 keeps two outdated packed copies without an error: the head tied to the embedding, and
     MoE experts.
@@ -138,7 +138,7 @@ class PullingEngine(LayerwiseEngine):
         """Do nothing: this transfer needs no set-up."""
 
     def receive_weights(self, update_info: PullInfo) -> None:
-        """Load every parameter; some layers read their parameters only when the update is finished."""
+        """Load every parameter. Some layers read their parameters only in `finish_weight_update`."""
         self._close()
         self._file = file_of(vars(update_info), self._kept)
         self.model.load_weights(self._file.tensors())
@@ -224,7 +224,8 @@ class AdapterSlot:
 
 
 class WorkerExtension:
-    """Mixed into vLLM's worker: methods that the engine calls in addition to vLLM's own methods."""
+    """Methods that the engine calls in addition to the methods of vLLM's worker; vLLM mixes this class into its
+    worker."""
 
     _slot: AdapterSlot
 
@@ -235,7 +236,7 @@ class WorkerExtension:
         self._slot.load_weights((name, torch.zeros(shape)) for name, shape in shapes.items())
 
     def update_adapter(self: Any, update_info: dict[str, Any]) -> None:
-        """Load the adapter that arrives by the weight transfer backend.
+        """Load the adapter that the weight transfer backend receives.
 
         This is not part of vLLM's weight update, because vLLM removes all adapters at the end of an update.
         """

@@ -26,16 +26,17 @@ RETRY = Backoff(0.2, 0.2)
 
 @dataclass(eq=False)
 class Claimer:
-    """Claims as many groups from the buffer as there is room for, and returns them one at a time."""
+    """Claims as many groups from the buffer as the generator has room for, and returns them one at a time."""
 
     generator: str
     incarnation: int
     claim: Callable[[Claim, float, int], Awaitable[ClaimAnswer]]
-    """Sends a claim to the buffer, with the maximum seconds to wait and the maximum number of groups."""
+    """A function that sends a claim to the buffer; its arguments: the claim, maximum seconds to wait, maximum number of
+    groups."""
     serving: Callable[[], PolicyVersion]
-    """Returns the version that the engine serves."""
+    """A function that returns the version which the engine serves."""
     deadline: float
-    """Seconds without an answer after which the run fails."""
+    """Seconds without an answer of the buffer after which the run fails."""
 
     def __post_init__(self) -> None:
         self._request_id = 0

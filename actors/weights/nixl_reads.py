@@ -29,7 +29,8 @@ from actors.weights.part import Source
 from service.errors import BatonError
 
 RDMA_CARDS = Path("/sys/class/infiniband")
-"""The kernel's list of network cards with RDMA, EFA among them. Over TCP NIXL is slower than Ray's object store."""
+"""The kernel's list of network cards with RDMA, including EFA. Without such a card NIXL is not used, because NIXL over
+TCP is slower than Ray's object store."""
 POLL_SECONDS = 0.001
 """Seconds between two checks of reads in progress."""
 VERSION_BYTES = 8
@@ -43,7 +44,7 @@ class ReadFailed(BatonError):
 
 
 class RemoteMemory(NamedTuple):
-    """How processes of other hosts reach the memory of a process, see `WeightMemory`."""
+    """The data with which processes of other hosts read the memory of a process; see `WeightMemory`."""
 
     agent: bytes
     """The metadata of the process's NIXL agent: its name, its network addresses, the keys of its memory."""
@@ -52,8 +53,9 @@ class RemoteMemory(NamedTuple):
 
 
 class NixlAgent:
-    """Reads from the memory of other hosts, and lets them read memory of this process until the agent is deleted. After
-    an error it must be deleted, because a read may still be in progress: it ends with the agent."""
+    """Reads from the memory of other hosts, and lets other hosts read memory of this process, until the agent is
+    deleted. After an error the agent must be deleted, because a read may still be in progress and ends only with the
+    agent."""
 
     def __init__(self) -> None:
         """Start an agent under a name that no other agent has had.
