@@ -63,7 +63,7 @@ class EngineTimes:
         self.running = 0
         """The number of requests in the engine, including waiting ones."""
         self.changed: Callable[[], None] = lambda: None
-        """Called when a pause begins or ends, when the first request comes, and when the last one ends."""
+        """Called when a pause begins or ends, when a first request comes, and when the last open request ends."""
         self._paused = 0.0
         """Total seconds of the pauses that have ended."""
         self._pause_began: float | None = None

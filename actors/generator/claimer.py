@@ -43,14 +43,15 @@ class Claimer:
         """Number of the newest claim; a claim has a number for each group. Ray repeats a call whose answer was lost;
         the buffer answers a repeated number with the same assignment."""
         self.arrived: list[Assignment] = []
-        """Assignments that are not played yet, including those from polls that were abandoned."""
+        """Assignments that are not played yet, including assignments from polls that were abandoned."""
         self._look = asyncio.Event()
         self.leaves = False
         """Whether no more groups are claimed."""
         self.waiting: Wait | None = None
-        """Why the buffer gives no group at the moment; None: the buffer was not asked, or gave a group."""
+        """The buffer's reason to give no group at the moment; None: the buffer was not asked, or it gave a group."""
         self.waited_for = "claim"
-        """Why the last group did not come earlier: the buffer's reason, or `claim` if the group came at once."""
+        """The reason why the last group did not come earlier: the buffer's reason, or `claim` if the group came at
+        once."""
 
     def look_again(self) -> None:
         """Claim again at once, because the engine serves a newer version, for which the buffer may have groups."""

@@ -31,8 +31,8 @@ class Image:
     whole from the ranks."""
 
     def __init__(self, version: int, n_bytes: int, memory: WeightMemory | None = None) -> None:
-        """Begin the file in `memory`, which has the file's size, or in new memory; the file is marked with its version
-        once all of its bytes are there."""
+        """Begin the file in `memory`, which has the file's size, or, if None, in new memory. The file is marked with
+        its version once all of its bytes are there."""
         self._version, self._missing = version, n_bytes
         self.memory = memory or WeightMemory(n_bytes)
         self.memory.mark(NO_VERSION)

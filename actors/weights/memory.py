@@ -30,14 +30,14 @@ class WeightMemory:
     def __init__(self, n_bytes: int, buffers: int = 1) -> None:
         """Create the memory, with `n_bytes` in each buffer."""
         self.n_bytes = n_bytes
-        """The bytes of a buffer."""
+        """Number of bytes of each buffer."""
         self._fd = os.memfd_create("baton-weights", os.MFD_CLOEXEC)
         os.ftruncate(self._fd, PAGE + buffers * self._stride)
         self._octets = _map(self._fd)
         self._versions = _versions(self._octets)
         self._versions.fill_(NO_VERSION)
         self.path = f"/proc/{os.getpid()}/fd/{self._fd}#{os.fstat(self._fd).st_ino}"
-        """The path by which processes of the same host open the memory, with the file's inode number, because
+        """The path by which processes of the same host open the memory. It includes the file's inode number, because
         descriptors are reused."""
         self._end = finalize(self, os.close, self._fd)
 

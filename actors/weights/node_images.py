@@ -43,7 +43,7 @@ class NodeImages:
         deadline: float,
         sent: Callable[[int], None] = lambda n_bytes: None,
     ) -> None:
-        """Store the settings; `sent` is called with the bytes that left the ranks."""
+        """Store the settings; `sent` is called with the number of bytes that the ranks sent to other hosts."""
         self._generators, self._trainer, self._deadline, self._sent = generators, trainer, deadline, sent
         self._node_of: dict[str, str] = {}
         self._held: dict[str, NodeImage] = {}

@@ -69,7 +69,7 @@ class Agents:
         self.limits = replace(limits, max_turns=config.max_calls, step_deadline=config.deadline)
         """Limits of an agent's trajectory; `step_deadline` bounds the agent's whole run."""
         self.parser: ReplyParser = JsonCalls()
-        """Reads the responses of sessions that begin from now on."""
+        """The parser that reads the responses; a change applies to sessions that begin after it."""
         noted = self._keys.run
         self.sessions = Sessions(None if noted is None else noted / f"ended_sessions_{number}")
         self.offers = Offers(config)
@@ -89,7 +89,7 @@ class Agents:
         self.address = ""
         """The address that clients call; empty before `listen`."""
         self.trained = config.train
-        """The roles of calls whose tokens are trained."""
+        """The roles that are trained; tokens of calls in other roles carry no loss."""
 
     def restore(self, trajectory: TrajectoryId, task: Task, steps: Steps, sink: StepSink) -> bool:
         """Open a session again that an earlier process served; `play` then continues the session.

@@ -1,10 +1,10 @@
-"""The role of each call of an agent, decided once, when its trajectory ends.
+"""Decides the role of each call of an agent, once, when the agent's trajectory ends.
 
 A root (a call that continues no other call) and all calls that continue it form one conversation:
 
     root 0   one call without tools: "Name this task"           aux
     root 1   with tools                                         main
-    call 2   continues root 1                                   retry, if call 3 repeats its request and is continued
+    call 2   continues root 1                                   retry, if call 3 repeats call 2 and is continued
     call 3   continues root 1                                   main
     root 4   another system prompt, with tools                  sub
     root 5   one call: "Sum up what was done"                   main: root 6 begins with root 5's answer

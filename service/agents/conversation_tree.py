@@ -6,8 +6,8 @@
     call 3   user, assistant A changed, tool: 17                prompt  Q            (a root: rendered as a whole)
 
 `t` and `u` are the tools' messages as the chat template renders them between two turns. A client sends back messages,
-never tokens, and the messages only select the parent call. The new prompt begins with the parent's tokens: a response
-is never tokenised again, so tokens and log-probabilities stay those of the engine.
+never tokens, and the messages only select the parent call. The new prompt begins with the parent's tokens. A response
+is never tokenised again, so its tokens and log-probabilities stay as the engine sampled them.
 """
 
 from __future__ import annotations
@@ -134,7 +134,8 @@ class Call:
 
     @property
     def is_sampled(self) -> Bools:
-        """[T] true for tokens that the policy sampled, including those of a constrained answer, which carry no loss."""
+        """[T] true for the response's tokens that the policy sampled. Tokens of a constrained answer are true too,
+        although they carry no loss."""
         mask = self.response.loss_mask
         return mask if mask.any() else np.ones_like(mask)
 

@@ -28,7 +28,7 @@ class Offer(NamedTuple):
 
 
 class Offers:
-    """The trajectories that wait for workers, and those that workers currently play."""
+    """The trajectories that wait for workers, and the trajectories that workers play at the moment."""
 
     def __init__(self, config: AgentsConfig) -> None:
         self.config = config

@@ -65,8 +65,8 @@ class Calls:
         self.constrained = 0
         """Number of tokens in answers whose form was enforced."""
         self.answered: Counter[tuple[str, str]] = Counter()
-        """Number of answered calls by dialect and by how the prompt was made; `replayed`: an earlier call answered
-        again."""
+        """Number of answered calls, by (dialect, way in which the prompt was made). The way is a `How`, or `replayed`
+        if an earlier call was answered again."""
 
     def add_routes(self, router: web.UrlDispatcher, prefix: str) -> None:
         """Add the routes of all dialects behind `prefix`."""

@@ -52,7 +52,8 @@ SPENT = "Step budget exhausted."
 request."""
 
 Sample = Callable[[Int32s, int, str, str], Awaitable[Generation]]
-"""(ids of the prompt, maximum tokens of the response, enforced form, id of the request) -> what the policy sampled.
+"""A function that samples: (ids of the prompt, maximum tokens of the response, enforced form, id of the request) -> the
+sampled response.
 
 Raises `Refused` if the engine cannot enforce the form."""
 
@@ -104,15 +105,16 @@ class Session:
         self.is_offered = False
         """Whether the session waits for a worker to claim it."""
         self.transcript = ""
-        """The output of the run, from the program that ran the agent."""
+        """The output of the agent's run, as the program that ran the agent reported it."""
         self.recorded: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        """Whether the buffer accepted the trajectory's end, once the buffer answers; cancelled if it was not asked."""
+        """Whether the buffer accepted the trajectory's end; set when the buffer answers, and cancelled if the buffer
+        was not asked."""
         self.posted: float | None = None
-        """The reward that the agent itself posted; used if the session's end has none."""
+        """The reward that the agent itself posted; used if the session is finished without a reward."""
         self.ended: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
         """The result of the agent's run, or the error that ended the session earlier."""
         self.refusals: Counter[str] = Counter()
-        """How often the endpoint refused requests, by status, field, reason and client."""
+        """Number of requests that the endpoint refused, by status, field, reason and client."""
         self.opening = asyncio.Lock()
         """Held while a prompt is matched with the tree, possibly in a thread, so that the tree does not grow
         meanwhile."""
@@ -169,7 +171,7 @@ class Session:
         return StopReason.TRUNCATED if last.stop_reason == StopReason.LENGTH else StopReason.STOP
 
     def rewards_of_calls(self, outcome: Outcome) -> tuple[float, ...]:
-        """The final reward of each call; the trajectory's reward goes to the newest call of `main`'s conversations.
+        """The final reward of each call; the trajectory's reward goes to the newest call with the role `main`.
 
         Empty if all rewards are 0.
 
@@ -311,8 +313,9 @@ class Session:
     ) -> None:
         """End the session with the reward of its trajectory. A second `finish` with the same result changes nothing.
 
-        `transcript`: what the run wrote, for people; the middle of a long one is left out. `rewards`: further
-        rewards, by the id of a call's reply or by the name of a role, whose newest call gets the reward.
+        `transcript`: the output of the agent's run, for people to read; of a long output the middle is left out.
+        `rewards`: further rewards, by the id of a call's reply or by the name of a role, whose newest call gets the
+        reward.
 
         A value that is not allowed closes the session with the error as the reason, and the trajectory is lost.
 

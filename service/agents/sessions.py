@@ -3,8 +3,8 @@ ended before the generator restarted.
 
     finish(body) --noted--> journal --> 200         the same body again: 200; another one: 409
 
-A body is noted before the trajectory's end is in the journal. If the generator dies between the two, the restarted
-generator opens the session again, and forgets the body.
+A body is noted before the trajectory's end is in the journal. If the generator dies between these two events, the
+restarted generator opens the session again, and forgets the body.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Thresholds of alerts and histogram buckets, from the settings; exported as gauges, so that the rules of
-deploy/prometheus/rules.yaml, which contain all other thresholds, need no edits."""
+"""Thresholds of alerts, and a length for histogram buckets, that depend on the settings. The thresholds are exported
+as gauges, so that deploy/prometheus/rules.yaml, which contains all other thresholds, needs no edits."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ class Pushed:
         return now - self.at
 
     def is_up(self, now: float) -> bool:
-        """Whether the push is recent."""
+        """Whether the push is at most `SILENT_SECONDS` old."""
         return self.age(now) <= SILENT_SECONDS
 
     def by_label(self, name: str, label: str, of_each: Literal["", "_sum", "_count"] = "") -> dict[str, float]:
@@ -106,7 +106,7 @@ class Hub:
         self._steps: deque[dict[str, Any]] = deque(maxlen=HISTORY_STEPS)
 
     def push(self, source: str, snapshot: bytes) -> None:
-        """Store the metrics of `role/ident` in place of the previous ones.
+        """Store the metrics of the actor `source` (`role/ident`) in place of its previous metrics.
 
         Raises:
             ValueError: the name is malformed, there are too many actors, the snapshot is too large, or a metric is not
@@ -196,7 +196,7 @@ class Hub:
         return status_document(self._parts, actors, self._clock.wall()) | more
 
     def history(self, after: int) -> dict[str, Any]:
-        """The steps after the step `after` as columns, for charts."""
+        """The metrics of all optimizer steps after step `after`, as columns, for charts."""
         steps = [step for step in self._steps if step["trainer/global_step"] > after]
         return {
             "steps": [step["trainer/global_step"] for step in steps],

@@ -29,7 +29,7 @@ class Symptom(NamedTuple):
     """A metric that shows why a run does not learn."""
 
     name: str
-    """The section of `docs/not-learning.md`."""
+    """Name of the symptom, and of its section in `docs/not-learning.md`."""
     key: str
     comparison: Is
     threshold: float

@@ -33,7 +33,7 @@ SPAN, COUNTER, TRAJECTORY, TOTALS = "span", "counter", "trajectory", "totals"
 
 
 class Trace:
-    """The recorder of one process; bounded, and safe to use from several threads."""
+    """Records the timeline of one process. It keeps a bounded number of events; several threads may use it."""
 
     def __init__(self, source: str = "") -> None:
         self._events: deque[tuple[Any, ...]] = deque()

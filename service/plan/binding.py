@@ -1,4 +1,4 @@
-"""The bottleneck of a run: seconds per step of each part, the part that binds, and the gain from more of that part.
+"""Finds the bottleneck of a run from the seconds per step of each part, and the speedup from more of the bottleneck.
 
     generation: ENGINES, ENVIRONMENT, JOURNAL, WEIGHTS (engines pause)    seconds in which the slots generate as many
                                                                           groups as a mini-batch has
@@ -22,7 +22,7 @@ from service.plan.step_seconds import seconds_of_means
 
 
 class Part(StrEnum):
-    """A part of a run that can bind."""
+    """A part of a run that can be the bottleneck (can bind)."""
 
     ENGINES = "engines"
     TRAINER = "trainer"
@@ -71,7 +71,7 @@ class Demand:
     """Seconds from a commit until the engines serve the new weights and the groups that wait for these weights are
     admitted."""
     seconds_of_step: float | None = None
-    """Seconds of a step as measured or simulated; None: `arithmetic_seconds` is used instead."""
+    """Measured or simulated seconds of a step; None: `arithmetic_seconds` is used instead."""
 
     def of(self, side: Side) -> Mapping[Part, float]:
         """The seconds per step that each part of a side needs."""
@@ -131,7 +131,7 @@ class Binding:
     waits: float
     """Fraction of the time for which the other side waits."""
     balanced: bool
-    """Whether neither side waits long for the other."""
+    """Whether both sides wait at most a short time for each other."""
     gain: float
     """Speedup of the run from one more engine, rank or mini-batch of lookahead, whichever binds. If another part binds:
     the speedup if the part took no time."""

@@ -1,8 +1,9 @@
 """Predicts the speed of an engine by a roofline model of one iteration. In an iteration each running request gets one
 token.
 
-An iteration takes the longer of two times, to read weights and KV caches (memory) or to multiply tokens with the
-weights (compute); plus the attention of prefilled tokens, collectives of the engine's GPUs, and work of the host.
+An iteration takes the longer of two times: the time to read weights and KV caches (memory), and the time to multiply
+tokens with the weights (compute). The times of the attention of prefilled tokens, of collectives among the engine's
+GPUs, and of work of the host are added.
 """
 
 from __future__ import annotations
@@ -124,7 +125,7 @@ class Engine:
         return max(memory, compute) + attention + self._collectives(tokens) + self.host_seconds(running)
 
     def host_seconds(self, running: float) -> float:
-        """Seconds of an iteration in which the device waits for the host."""
+        """Seconds of an iteration with `running` requests in which the GPUs wait for the host."""
         return self.iteration_host + self.request_host * running
 
     def _collectives(self, tokens: float) -> float:

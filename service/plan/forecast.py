@@ -127,7 +127,8 @@ class Plan:
         )
         self._trajectories = settings.trainer.mini_batch_size * settings.samples
         self.journal_bytes = self._trajectories * work.length * self.journal_token_bytes
-        """Bytes that the buffer writes for a mini-batch; a token that several turns share is written once."""
+        """Bytes that the buffer writes to its journal for a mini-batch; a token that several turns share is written
+        once."""
         self._cached_iteration = cache(self._iteration_of)
 
         self.chosen = self.split(engines, ranks)
@@ -135,12 +136,12 @@ class Plan:
         self.splits = [self.chosen if pair == (engines, ranks) else self.split(*pair) for pair in sorted(pairs)]
         """All splits of the GPUs; the configuration's split is among them if it uses all GPUs."""
         self.on_policy = self.split(engines, ranks, lookahead=0).flow
-        """Waits and speed of the chosen split with `buffer.lookahead: 0`."""
+        """Waits and speed of the configuration's split if `buffer.lookahead` were 0."""
         transports = ("memory", "ipc") if settings.fit.shares_gpus else ("memory",)
         self.updates = {} if self._on_cpu else {name: self._update(name, engines, ranks) for name in transports}
-        """Durations of an update by transport; empty on a CPU, for which no rates of copies were measured."""
+        """Durations of a weight update, by transport; empty on a CPU, for which no copy rates were measured."""
         self.problem = problem or self._too_large() or self._too_few_gpus(self.used)
-        """Why the configuration does not fit, and possible remedies; None if it fits."""
+        """A text that says why the configuration does not fit into memory, with remedies; None if it fits."""
 
     @property
     def best(self) -> Split:
@@ -160,7 +161,7 @@ class Plan:
 
     @property
     def engine_bytes(self) -> dict[str, float]:
-        """Bytes on each GPU of an engine, by part."""
+        """Bytes on each GPU of an engine, by part of the memory."""
         weights = self._shape.parameters * self._shape.width / self.settings.generator.engine_gpus
         parts = {"weights": weights, "kv cache": max(0.0, self._memory.kv)}
         if self._on_cpu:

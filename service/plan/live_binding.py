@@ -21,7 +21,8 @@ from service.plan.binding import Binding, Demand, Part, binding
 WINDOW_SECONDS = 600.0
 """The window of alerts, in seconds: a brief bottleneck, such as an evaluation, must not cause an alert."""
 NOW_SECONDS = 40.0
-"""The window of the status, in seconds; longer if steps are long. A part that becomes slow is named within a minute."""
+"""Minimum length of the window of the status, in seconds. It is short, so that a part that becomes slow is named within
+a minute; if steps are long, the window is longer."""
 SAMPLE_SECONDS = 10.0
 MIN_STEPS = 3
 """Minimum number of optimizer steps in the window for which a bottleneck is named."""
@@ -42,7 +43,7 @@ STATES = {
     "checkpoint": Part.CHECKPOINT,
     "evaluating": Part.EVALUATION,
 }
-"""States of the driver -> the parts for which their time counts."""
+"""The part of the run to which the time in each state of the driver counts."""
 PARTS = {
     "queue": Part.ENGINES,
     "prefill": Part.ENGINES,
@@ -51,7 +52,7 @@ PARTS = {
     "environment": Part.ENVIRONMENT,
     "other": Part.ENVIRONMENT,
 }
-"""Parts of a trajectory's time -> parts of the run; an agent's own work counts as its environment's."""
+"""The part of the run to which each part of a trajectory's time counts; an agent's own work counts as environment."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,8 @@ class Figures:
     """Totals since the start of the run, or the increase of the totals over a window."""
 
     at: float
-    """When the totals were read, in seconds of a monotonic clock; in an increase, its duration."""
+    """Time at which the totals were read, in seconds of a monotonic clock; for an increase, the window's length in
+    seconds."""
     steps: float = 0.0
     trainer: Mapping[str, float] = field(default_factory=dict)
     """Seconds of the driver in each of its states."""
@@ -74,7 +76,7 @@ class Figures:
     played: float = 0.0
     """Number of trajectories that were played."""
     syncing: float = 0.0
-    """Seconds of the journal's syncs."""
+    """Seconds that all syncs of the journal took together."""
     syncs: float = 0.0
     arriving: float = 0.0
     """Sum over all weight updates: seconds from sending the weights until the engines serve them."""
@@ -138,7 +140,7 @@ class Live(NamedTuple):
     seconds: float
     """Length of the window that was measured, in seconds."""
     slow: str
-    """An engine or rank that is slower than the others, in words; empty without one."""
+    """A text about an engine or rank that is slower than the others; empty if there is none."""
 
     def sentence(self) -> str:
         """A description of the bottleneck in one line."""
@@ -237,7 +239,7 @@ class Window:
         return None if whole is None else (str(whole.found.part), whole.found.waits * whole.found.is_bottleneck)
 
     def report(self, run: Mapping[str, Any]) -> dict[str, Any] | None:
-        """The current bottleneck, for the status document."""
+        """The current bottleneck, for the status document; None if there is too little data."""
         if (now := self.now(Limits.of(run))) is None:
             return None
         found = now.found

@@ -71,7 +71,7 @@ class Trainer:
         return total / self.micro_tokens * self.passes * gaps
 
     def seconds(self, device: Device, ranks: int, tokens: float, row_tokens: float, budget: int) -> float:
-        """Seconds of a step of `tokens` tokens: compute, or collectives if these take longer, plus the optimizer."""
+        """Seconds of a step of `tokens` tokens: the longer of compute and collectives, plus the optimizer."""
         mine = tokens / ranks * TRAINER["imbalance"]
         micro_batches = max(1, math.ceil(mine / budget))
         compute = mine * self.token_seconds(device, row_tokens)

@@ -26,7 +26,7 @@ class Work:
     sigma: float = _option("spread of trajectories' lengths: of the logarithm (0.5 moderate, 1.0 long tails)", 0.0, 5.0)
     environment_seconds: float = _option("seconds of one call of the environment", 0.0, 1e6)
     sources: Mapping[str, str] = field(default_factory=dict, compare=False)
-    """Where each figure comes from, by its name."""
+    """The source of each figure, by the figure's name."""
 
     @property
     def sampled(self) -> float:
@@ -55,7 +55,7 @@ SIGMA = 0.6
 
 
 def assumed(settings: PlanSettings) -> Work:
-    """The work that is assumed without other figures: half of what the limits allow."""
+    """The figures that are assumed if no others are known: about half of the maximum that the limits allow."""
     turns = (settings.env_turns + 1) / 2
     generator = settings.generator
     response = generator.max_generate_length / 2

@@ -9,7 +9,8 @@ from service.handoff.journal.disk import Buffer, Disk, File
 
 
 class MemoryFile(File):
-    """One file; allocated but unwritten space takes no memory, because thousands of generators reserve gigabytes."""
+    """One file. Space that is allocated but not written takes no memory, because thousands of simulated generators
+    reserve gigabytes of disk space."""
 
     def __init__(self) -> None:
         self.data = bytearray()

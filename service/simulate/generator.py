@@ -43,7 +43,7 @@ class SimulatedGenerator(Client):
         self.name = name
         self.slots = scenario.slots(host.settings)
         self.wait_seconds = 0.0
-        """Seconds without work, summed over the slots."""
+        """Seconds without a group, summed over the slots."""
         self._max_tokens = scenario.longest(host.settings)
         """Maximum sampled tokens of one trajectory."""
         self._incarnation = 0

@@ -69,7 +69,7 @@ class Host(Process):
         self.run(self._tick())
 
     def new_scorers(self) -> SimulatedScorers:
-        """The scorers of this process."""
+        """Make the scorers of this process."""
         return SimulatedScorers(self, self._scenario.scorer_seconds, self._rng)
 
     def passes(self, seam: str) -> bool:

@@ -74,7 +74,7 @@ class Process:
     def __init__(self, loop: Loop) -> None:
         self.loop = loop
         self.life = 0
-        """Counts deaths and rejoins; an activity of an earlier life is never resumed."""
+        """Number of deaths so far; an activity that began before the last death never continues."""
         self._frozen_until = 0.0
 
     def die(self) -> None:

@@ -33,7 +33,7 @@ class SimulatedTrainer(Client):
         self.published = self.version
         """The version that engines are to serve."""
         self.drained = False
-        """Whether the buffer answered that no more mini-batches can come."""
+        """Whether the buffer has answered that no more mini-batches can come."""
         self._settings = host.settings
         self._generators = generators
         self.step_seconds = scenario.step_seconds(host.settings)

@@ -52,11 +52,11 @@ class World:
         )
 
     def new_measurements(self) -> Measurements:
-        """An object that records measurements."""
+        """Make the object that records measurements."""
         return Measurements()
 
     def new_host(self) -> Host:
-        """The process of the buffer."""
+        """Make the process of the buffer."""
         return Host(self.settings, self.scenario, self.loop, self.rngs[5], SEGMENT_BYTES)
 
     def begin(self) -> None:

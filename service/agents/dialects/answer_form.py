@@ -1,8 +1,8 @@
 """The form of the answer that a client asks for: JSON of a schema, or a call of one of the client's tools.
 
     response_format: {type: json_schema, json_schema: {schema: S}}      text that follows S
-    text: {format: {type: json_schema, schema: S}}                      the same in Responses
-    output_config: {format: {type: json_schema, schema: S}}             the same in Messages
+    text: {format: {type: json_schema, schema: S}}                      text that follows S, in the API Responses
+    output_config: {format: {type: json_schema, schema: S}}             text that follows S, in the API Messages
     response_format: {type: json_object}                                text that is an object
     tool_choice: required, {type: any}                                  a call of any tool
     tool_choice: {type: function, function: {name: f}}                  a call of f

@@ -4,7 +4,7 @@
     {"messages": [...], "best_of": 2}                400   best_of: one call gives one answer
     {"messages": [...], "top_k": 5, "x": 1}          read; `top_k` and `x` change nothing, and the answer names them
 
-A schema is a struct. Fields of a request that the struct does not have change nothing, except those in `REFUSED`.
+A schema is a struct. Fields of a request that the struct does not have change nothing, except the fields in `REFUSED`.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ ONE = _Unless((1,), "one call gives one answer")
 SAMPLED = _Unless(({}, []), "what is sampled is the distribution that is trained")
 WHOLE = _Unless((), "send the whole conversation; its tokens are found by its messages")
 NO_THREAD = "thread_unsupported_request"
-"""The error code after which Anthropic's SDK sends whole conversations."""
+"""An error code. A client with Anthropic's SDK that gets this code sends the whole conversation instead."""
 REFUSED: Mapping[str, _Unless] = {
     "n": ONE,
     "best_of": ONE,

@@ -120,7 +120,7 @@ class Refused(UserError):
 
 
 def frame(data: Any, event: str = "") -> bytes:
-    """One server-sent event; `data`, as JSON, has no line break."""
+    """Encode one server-sent event; `data` becomes JSON without line breaks."""
     head = f"event: {event}\n" if event else ""
     return f"{head}data: {json.dumps(data)}\n\n".encode()
 
@@ -143,7 +143,7 @@ def openai_error_event(refused: Refused) -> bytes:
 
 
 class Dialect(NamedTuple):
-    """One API: how its requests are read and its answers are written."""
+    """One API: the functions that read its requests and write its answers."""
 
     name: str
     read: Callable[[Mapping[str, Any]], CallRequest]

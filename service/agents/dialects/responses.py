@@ -44,7 +44,7 @@ EMPTY: Mapping[str, Mapping[str, Any]] = {
 }
 FREE_TEXT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
 OURS = re.compile(r"(call_.+)_\d+")
-"""The id of a tool call; the first part is the same for all calls of one answer."""
+"""Matches the id of a tool call that Baton made; all calls of one answer have the same first part of the id."""
 
 TOOLS = ("function", "custom", "namespace")
 """Types of tools that the client runs and describes."""

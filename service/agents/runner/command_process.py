@@ -64,7 +64,7 @@ class Finished(NamedTuple):
     status: str
     """`ok`; or `failed`, and then the run says nothing about the policy."""
     reason: str
-    """Why the run failed, or that it reached its time limit; empty otherwise."""
+    """The reason why the run failed, or a note that it reached its time limit; otherwise empty."""
     info: Mapping[str, float]
     """Duration of the run in seconds, and size of its output in bytes."""
     transcript: str

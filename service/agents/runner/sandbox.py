@@ -73,8 +73,8 @@ class Started(NamedTuple):
     """A running command."""
 
     process: subprocess.Popen[bytes]
-    """The command, or the outer process of its namespaces, which ends when the command ends, with the same exit code;
-    `stdout` is the command's stdout and stderr."""
+    """The command. With namespaces: the outer process, which ends together with the command and has the command's exit
+    code. `stdout` is the command's stdout and stderr."""
     listener: socket.socket | None
     """Accepts the command's connections to `Launch.port`."""
     proc: int | None

@@ -2,7 +2,7 @@
 
 private pages            of each process; near the limit, pages that forks share are counted once
 file systems in memory   that only the command's processes see, such as its /dev/shm
-memfds                   and mapped shared memory, whichever is more: mostly these are the same pages
+memfds                   or mapped shared memory, whichever is larger, because both are mostly the same pages
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ MEASURED = ("cpu", "measured")
 
 @dataclass(frozen=True)
 class Device:
-    """Compute and copy rates per second, and memory, of a rank's or engine's GPU."""
+    """The memory of a rank's or engine's GPU, and the rates at which it computes and copies."""
 
     name: str
     source: str
@@ -46,7 +46,8 @@ class Device:
         return "GPUs" if self.cores is None else "processes"
 
     def ring(self, gpus: int) -> float:
-        """Bytes/s that each of `gpus` GPUs in a ring passes on; between nodes all network cards of a node do so.
+        """Bytes/s that each of `gpus` GPUs in a ring passes on; all network cards of a node share the traffic between
+        nodes.
 
         >>> profile("h100").ring(8) == profile("h100").link
         True

@@ -28,7 +28,8 @@ measurement."""
 MAX_PAIRS = 16
 """Maximum number of pairs; a machine with more cores is measured with this number."""
 NICENESS = 15
-"""Niceness of the pairs, the same as of Ray's workers: all other programs on the machine have priority."""
+"""Niceness of the pairs of processes. Ray's workers have the same niceness, so all other programs on the machine have
+priority."""
 KEPT = 256
 """Number of trajectories that the second process of a pair keeps before it drops them all."""
 LENGTH = 4
