@@ -1,4 +1,4 @@
-"""Modules whose names are imported on first use."""
+"""Lets a module import the names that it re-exports only on their first use."""
 
 from __future__ import annotations
 

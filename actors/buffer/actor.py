@@ -253,7 +253,7 @@ class BufferActor(Supervised):
         return self._lost.take()
 
     async def scorer_failures(self) -> dict[tuple[str, str], str]:
-        """Return the message about the first failure, by (scorer, reason of the failure)."""
+        """Return messages about failures of scorers: for each (scorer, reason), the message about the first failure."""
         return self._buffer.scoring.failures
 
     async def status(self) -> dict[str, Any]:

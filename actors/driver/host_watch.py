@@ -31,7 +31,7 @@ class ClusterHost(NamedTuple):
 
 
 def hosts() -> dict[str, ClusterHost]:
-    """Return the living hosts by Ray's id of their node, in the order of their addresses."""
+    """Return the living hosts, by the id of the host's Ray node, in the order of the hosts' addresses."""
     if not ray.is_initialized():
         return {}
     context = ray.get_runtime_context()
@@ -49,8 +49,8 @@ def hosts() -> dict[str, ClusterHost]:
 
 
 class HostWatch:
-    """Prints which parts run on which host at the start, and later which hosts joined or left and where their
-    parts run."""
+    """Prints at the start the parts that run on each host. Later it prints the hosts that join or leave, and the new
+    hosts of the parts that ran on a host which left."""
 
     def __init__(
         self,

@@ -106,7 +106,7 @@ async def reserve(bundles: Sequence[Bundle], within: float, say: Callable[[str],
     """Create a placement group with these bundles, on as few nodes as possible; wait until the cluster has room for
     the placement group.
 
-    A stop signal ends the wait: no thread is in Ray for longer than `QUIET_SECONDS`.
+    A stop signal ends the wait, because no call into Ray takes longer than `QUIET_SECONDS`.
 
     Raises:
         RunFailed: there was no room for `within` seconds.
@@ -150,7 +150,7 @@ def missing_room(bundles: Sequence[Bundle], nodes: Sequence[Node]) -> str:
 
 
 def refuse_foreign_labels(config: Config, nodes: Sequence[Node]) -> None:
-    """Refuse labels that this machine lacks, if the run has started its own Ray, which no other node joins.
+    """If the run has started its own Ray, which no other node joins, refuse labels that this machine lacks.
 
     Raises:
         UserError: this machine lacks a label that the configuration requires for ranks or generators.

@@ -111,7 +111,8 @@ def _connect(config: Config, mark: str, logs: Path | None) -> None:
 
 
 def check_address(address: str) -> None:
-    """Raises `UserError` if nothing listens at host:port; Ray would retry for ever and ignore stop signals."""
+    """Raises `UserError` if nothing listens at the address (host:port), because Ray would retry for ever and ignore
+    stop signals."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
         return

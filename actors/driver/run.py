@@ -189,7 +189,7 @@ def _run_on_ray(
 
 
 def wait_for_uploads(uploads: Uploads | None, heeded: Sequence[signal.Signals], has_final: bool = False) -> int:
-    """Wait until the store has all final files of the run; returns 0 if it has them, else an exit code.
+    """Wait until the object store has all final files of the run; returns 0 if it has them, else an exit code.
 
     The run has ended already: its summary is written, and its folder is complete. A stop signal ends the wait.
     """

@@ -74,7 +74,7 @@ class EngineTimes:
         return self._pause_began is not None
 
     def pause(self) -> None:
-        """Begin a pause, or continue it after a failed update."""
+        """Begin a pause; if the engine is still paused after a failed update, continue the pause."""
         if self._pause_began is None:
             self._pause_began = time.monotonic()
             self.changed()

@@ -65,7 +65,7 @@ class EngineSettings(NamedTuple):
     has_grammars: bool
     """Whether requests may demand structured output, which vLLM then enforces."""
     request_bytes: Callable[[Any], int]
-    """Returns the KV cache bytes of the longest request, given the model's configuration."""
+    """A function that returns the bytes of the longest request in the KV cache, given the model's configuration."""
 
     @staticmethod
     def of(config: Config) -> EngineSettings:

@@ -1,7 +1,7 @@
 """Implements the rollout's `Engine` protocol with vLLM: token ids go in; token ids, log-probabilities and policy
 versions come out.
 
-One `AsyncLLM` per process. Weights change while requests run:
+A process has one `AsyncLLM`. Weights change while requests run:
 
     memory of the weights, checked -> pause (requests stay) -> pull, check, label with the version -> resume
 

@@ -49,13 +49,15 @@ from actors.weights.pulled import WeightFile, file_of
 
 
 def allow_amx() -> None:
-    """Ask the kernel for AMX tiles, because vLLM's CPU attention does not if the first batch has at most 4 tokens."""
+    """Ask the kernel for AMX tiles, because vLLM's CPU attention does not ask if the first batch has at most 4
+    tokens."""
     if current_platform.is_cpu() and torch.cpu._is_amx_tile_supported():
         torch.cpu._init_amx()
 
 
 def end_with_owner() -> None:
-    """Kill this process and the engine core (its parent) as soon as the owner has ended, for whatever reason."""
+    """Kill this process as soon as the owner has ended, for whatever reason; if the engine core is this process's
+    parent, kill the core too."""
     owner = int(os.environ.get(OWNER_PID, "0"))
     if owner in (0, os.getpid()):
         return
@@ -101,7 +103,8 @@ class NoInitInfo(WeightTransferInitInfo):  # type: ignore[misc]
 
 @dataclass
 class PullInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """The version of the weights, and where their parts lie in memory; see `actors.weights.pulled.WeightFile.info`."""
+    """The version of the weights, and the sources from which to read their parts; see
+    `actors.weights.pulled.WeightFile.info`."""
 
     version: int
     sources: list[Any]

@@ -58,7 +58,7 @@ log = logging.getLogger(__name__)
 CHECK_SECONDS = 1.0
 """Seconds between two health checks of the engine."""
 RENEWALS = 4
-"""Number of renewals of open sessions within `buffer.step_deadline`."""
+"""Number of times within `buffer.step_deadline` that the deadlines of open sessions are renewed at the buffer."""
 EXIT_SECONDS = 1.0
 """Seconds from a failure to the end of this process. In this time the error reaches the callers."""
 

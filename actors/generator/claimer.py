@@ -21,7 +21,7 @@ from service.types import PolicyVersion, Refusal
 POLL_SECONDS = 2.0
 """Length of one long poll in seconds."""
 RETRY = Backoff(0.2, 0.2)
-"""Backoff before an unreachable buffer is asked again."""
+"""Pauses, in seconds, before an unreachable buffer is asked again."""
 
 
 @dataclass(eq=False)

@@ -1,4 +1,4 @@
-"""Sends steps and trajectory ends to the buffer: batched, numbered, and resent until acknowledged.
+"""Sends steps and trajectory ends to the buffer in numbered messages; a message is sent again until it is acknowledged.
 
 append, append, end --hurry--> message 7 --submit--> Receipt               acknowledged: forgotten
                                                      no answer             the same bytes again, until the deadline
@@ -58,7 +58,8 @@ class _Message:
 
 @dataclass(eq=False)
 class Outbox:
-    """Delivers every step and end of a generator's incarnation at least once, with sequence numbers without gaps."""
+    """Delivers every step and trajectory end of a generator's incarnation to the buffer at least once. The messages
+    have sequence numbers without gaps."""
 
     generator: str
     incarnation: int
@@ -66,7 +67,7 @@ class Outbox:
     deadline: float
     """Seconds without an answer of the buffer after which the run fails."""
     on_refused: Callable[[TrajectoryId], None]
-    """Called with each trajectory that needs no more work."""
+    """Called with each trajectory of which the buffer accepts no more steps, so that it needs no more work."""
     on_sent: Callable[[Steps], None] = lambda steps: None
     """Called with the steps of each message when it is sent for the first time."""
 

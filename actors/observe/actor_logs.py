@@ -103,7 +103,7 @@ def _file(told: str, part: str) -> Path:
 
 
 def elsewhere(folder: Path, part: str) -> str:
-    """Return the name of a log among Ray's own logs.
+    """Return the name of a part's log if the log is in the folder of Ray's own logs.
 
     >>> elsewhere(Path("runs/quickstart/logs"), "buffer")
     'baton-quickstart-buffer.log'

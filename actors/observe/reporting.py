@@ -28,10 +28,9 @@ longer time."""
 
 
 class Reporter:
-    """Owns the recorder of a process and pushes its snapshots until it is stopped.
+    """Has the recorder of a process, and pushes the recorder's snapshots until `stop`.
 
-    `refresh` is called before every push; it sets the metrics that depend on the current state and are not counted at
-    events.
+    `refresh` is called before every push; it sets the metrics that depend on the current state.
     """
 
     def __init__(

@@ -52,7 +52,7 @@ class RunTelemetry(Reporter):
         return self._states.seconds()
 
     def span(self, row: str, step: int, began: float) -> None:
-        """Record a finished checkpoint or evaluation of a step, with the time of its start."""
+        """Record a finished checkpoint or evaluation of a step in the timeline; `began`: the time of its start."""
         self.trace.span(row, f"step {step}", began, time.monotonic())
 
     def state(self, state: str) -> None:
@@ -130,11 +130,11 @@ class BufferTelemetry(Reporter):
         self.trace.span("leases", f"lease {lease}", began, time.monotonic(), lease=lease, groups=list(groups))
 
     def committed(self, lease: int, step: int, began: float) -> None:
-        """Record that the commit of a lease is on disk, with the time at which the commit began."""
+        """Record that the commit of a lease is on disk; `began`: the time at which the commit began."""
         self.trace.span("commits", f"step {step}", began, time.monotonic(), lease=lease)
 
     def synced(self, began: float) -> None:
-        """Record a sync of the journal to disk, with the time at which it began."""
+        """Record a sync of the journal to disk; `began`: the time at which the sync began."""
         now = time.monotonic()
         self._syncing += now - began
         self._syncs += 1

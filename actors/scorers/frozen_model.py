@@ -39,7 +39,7 @@ OF_THE_POLICY = ("worker_extension_cls", "weight_transfer_config", "enable_retur
 
 
 class FrozenEngine:
-    """One frozen engine in this process."""
+    """A vLLM engine in this process whose weights never change."""
 
     def __init__(self, config: Config, folder: Path) -> None:
         arguments = engine_arguments(EngineSettings.of(_frozen_settings(config)), folder)

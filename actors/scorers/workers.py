@@ -20,7 +20,7 @@ RESTART_PAUSE = 0.2
 
 
 class RayWorker:
-    """Asks a scorer's actor; see `service.scorers.asking.Worker`."""
+    """A worker that asks the Ray actor of a scorer; implements `service.scorers.asking.Worker`."""
 
     def __init__(self, name: str, is_process: bool) -> None:
         """Store the settings; `is_process`: whether the actor gets one group at a time, and is ended if it does not

@@ -29,7 +29,7 @@ MEMORY = ("trainer/gpu_reserved_bytes", "trainer/gpu_estimated_bytes")
 
 
 class TrainerGroup:
-    """All ranks of the trainer; each method calls the ranks, and raises `TrainerLost` if a rank fails."""
+    """All ranks of the trainer. A method that calls the ranks raises `TrainerLost` if a rank fails."""
 
     def __init__(self, ranks: Sequence[Any], start_deadline: float, deadline: float, warm_start_steps: int = 0) -> None:
         """Store the settings; `deadline`: seconds in which a rank must answer a call; also the time for each step of

@@ -1,7 +1,7 @@
 """Sends the newest weights to every engine that is up. An engine that was down gets the weights after its restart.
 
 memory   engines pull from the ranks or from an image of their node    `pulled.py`, `node_images.py`
-ipc      handles to a rank's tensors on the engine's GPU               `cuda_ipc.py`
+ipc      engines open handles to a rank's tensors on the same GPU      `cuda_ipc.py`
 """
 
 from __future__ import annotations
@@ -103,8 +103,8 @@ class Delivery:
             self._sync.cancel()
 
     def keep(self, up: Mapping[str, Any], count: int) -> Kept | None:
-        """Let `count` of these engines keep the newest weights until `release`; None if no other engine would
-        be left for training."""
+        """Let `count` of the engines `up` keep the newest weights until `release`. None: no weights were sent yet, or
+        no other engine would be left for training."""
         if self._latest is None or len(up) <= count:
             return None
         kept = Kept(self._latest.version, dict(islice(up.items(), count)), self._sync)

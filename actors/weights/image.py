@@ -1,7 +1,7 @@
 """A node's image of some weights: a safetensors file in shared memory, which every engine of the node loads from.
 
-A generator holds images for the engines of its node (`ImageHolder`); the driver chooses which generator, see
-`actors.weights.node_images`. The next version's image reuses the memory of a released image, so that engines and NIXL
+A generator holds images for the engines of its node (`ImageHolder`); the driver chooses the generator (see
+`actors.weights.node_images`). The next version's image reuses the memory of a released image, so that engines and NIXL
 register that memory once.
 """
 
@@ -47,7 +47,7 @@ class Image:
         """Write a bucket, unless it was written before.
 
         Raises:
-            ValueError: the message differs from the sent message; the image stays unchanged.
+            ValueError: the bytes that arrived differ from the bytes that were sent; the image stays unchanged.
             WeightsGone: the image was released.
         """
         octets = verify(message, bucket.checksum)

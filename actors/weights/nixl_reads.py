@@ -1,13 +1,14 @@
-"""Reads of other hosts' memory with NIXL: a node's image is filled from the buffers of the ranks or from the image of
-another node, over RDMA where the network has it, and no process makes an intermediate copy.
+"""Reads other hosts' memory with NIXL. A node's image is filled from the buffers of the ranks or from the image of
+another node, over RDMA, and no process makes an intermediate copy.
 
     rank's process        | versions | buffer 0 | buffer 1 |      -> RemoteMemory, once
     generator's process   READ the versions;  each span of the rank's part  -READ->  its place in the image;
                           READ the versions
 
 The version of a buffer is removed before the buffer is written. A version that is still there after all spans were read
-thus shows that no span was replaced meanwhile. It contains the trainer's incarnation, and an agent's name is never used
-again, so a restarted rank is not mistaken for its earlier process. NIXL: https://github.com/ai-dynamo/nixl.
+thus shows that no span was replaced meanwhile. A version contains the trainer's incarnation, and the name of a NIXL
+agent is never used again, so a restarted rank is not mistaken for its earlier process. NIXL:
+https://github.com/ai-dynamo/nixl.
 """
 
 from __future__ import annotations

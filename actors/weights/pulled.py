@@ -45,7 +45,7 @@ class StoredTensor(NamedTuple):
 
 
 class WeightFile:
-    """The weights file of one version."""
+    """The weights file of one version, opened for reading."""
 
     def __init__(self, version: int, sources: Sequence[Source], kept: dict[str, OpenMemory] | None = None) -> None:
         """Open the file. `kept`: memory that stays open from one version to the next, by inode number; is updated here.

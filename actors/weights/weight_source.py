@@ -42,7 +42,8 @@ class PublishedWeights:
 
 
 class WeightSource(Protocol):
-    """The calls of `actors.trainer.group.TrainerGroup` about weights; each raises `TrainerLost` if a rank fails."""
+    """The methods of `actors.trainer.group.TrainerGroup` that concern weights; each raises `TrainerLost` if a rank
+    fails."""
 
     @property
     def nodes(self) -> Sequence[str]:

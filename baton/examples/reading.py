@@ -1,4 +1,5 @@
-"""Reading a text that is longer than the context: pages, notes, and a question. Shows the benefit of compaction.
+"""The policy reads a text that is longer than the context, page by page, takes notes, and answers a question. Shows the
+benefit of compaction.
 
 Every prompt has its own facts, a page holds one of them, and the question is about one page:
 

@@ -5,9 +5,9 @@
     user: <observation> height 12 </observation>
     assistant: <solution> SELECT height FROM towns WHERE name = 'marn' </solution>     done
 
-The reward is 1 if the solution returns the same rows as the query in `reward_spec.ground_truth`; their order counts
-only if that query has an ORDER BY. `extra_info.db_id` names the database under `databases`. The synthetic rows ask
-about the database in `baton.examples.data`, in words of a small vocabulary.
+The reward is 1 if the solution returns the same rows as the query in `reward_spec.ground_truth`; the order of the rows
+counts only if the query in `ground_truth` has an ORDER BY. `extra_info.db_id` names the database under `databases`. The
+synthetic rows ask about the database in `baton.examples.data`, in words of a small vocabulary.
 """
 
 from __future__ import annotations

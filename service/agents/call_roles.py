@@ -1,6 +1,6 @@
 """Decides the role of each call of an agent, once, when the agent's trajectory ends.
 
-A root (a call that continues no other call) and all calls that continue it form one conversation:
+A root is a call that continues no other call. A root and all calls that continue it form one conversation:
 
     root 0   one call without tools: "Name this task"           aux
     root 1   with tools                                         main

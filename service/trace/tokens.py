@@ -32,7 +32,7 @@ LEGEND = {
 
 
 class Token(NamedTuple):
-    """One token of a trajectory; `kind` is how the trainer treats the token, empty for text that is not a token."""
+    """One token of a trajectory; `kind` names the trainer's treatment of the token, empty for text that is no token."""
 
     text: str
     kind: str
@@ -91,7 +91,7 @@ def _kind(mask: int, version: str | None, step: Record, record: Record, max_stal
 
 
 def staleness(record: Record) -> int | None:
-    """The largest staleness of a sampled token when the trajectory was trained; None without such a token."""
+    """The largest staleness of a sampled token when the trajectory was trained; None if no token has a staleness."""
     versions = {version for step in record["steps"] for _, version in step["versions"] if version is not None}
     return max((_steps_of(record["trained_at"]) - _steps_of(version) for version in versions), default=None)
 
