@@ -1,5 +1,5 @@
-"""Computes an adapter in a CPU engine with two small matrix products for each run: consecutive rows of a batch that have
-the same adapter.
+"""Computes an adapter in a CPU engine with two small matrix products for each run. A run is a sequence of consecutive
+rows of a batch with the same adapter.
 
 vLLM 0.32 instead copies the adapter's matrices A and B for each row, which takes several times as long as the model
 itself. vLLM also applies the adapter of the last slot to rows without an adapter
