@@ -123,7 +123,7 @@ class Hub:
             self._calls.setdefault(source, deque(maxlen=RATE_REPORTS)).append((now, sum(calls.values())))
 
     def forget(self, source: str) -> None:
-        """Forget an actor that has left for good: it is no longer shown, or reported as missing."""
+        """Forget an actor that has left for good: from now on it is neither shown nor reported as missing."""
         self._sources.pop(source, None)
         self._calls.pop(source, None)
 
@@ -154,7 +154,7 @@ class Hub:
         return {"sessions": counts, "calls_per_second": calls_per_second} if counts else {}
 
     def page(self) -> bytes:
-        """All metrics as Prometheus text; families in the order of the table."""
+        """All metrics as Prometheus text; the metric families are in the order of the metrics table."""
         now = self._clock.monotonic()
         actors = self._sources.values()
         blocks: list[bytes] = []

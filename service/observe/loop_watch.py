@@ -18,7 +18,8 @@ WATCH = "loop-watch"
 BLOCKED_SECONDS = 5.0
 """If the event loop runs no callback for this many seconds, the code that blocks it is named."""
 LOOK_SECONDS = 0.5
-"""Seconds between two times that the event loop records, and between two checks of the newest recorded time."""
+"""The event loop records the time at this interval, in seconds; the watching thread checks the newest recorded time at
+an equal interval."""
 LIBRARIES = (str(Path(asyncio.__file__).parent), str(Path(__file__).parents[2] / "service"), threading.__file__)
 """Folders and files of the libraries whose stack frames lie between the event loop and a user's code."""
 

@@ -130,7 +130,8 @@ def measure_process(metrics: Metrics) -> None:
 
 
 class LeasedBatches:
-    """Row lengths and token staleness of leased mini-batches; recorded once, when the optimizer step is committed."""
+    """Records the row lengths and the token staleness of a leased mini-batch once, when its optimizer step is
+    committed."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics

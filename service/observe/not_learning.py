@@ -13,7 +13,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 WINDOW = 5
-"""Steps over which a metric is averaged; with fewer steps no metric is compared."""
+"""Number of last steps over which a metric is averaged. If a run has fewer steps, no metric is compared."""
 
 
 class Is(StrEnum):

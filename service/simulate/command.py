@@ -54,7 +54,7 @@ PRESET = (
 room for the longest trajectories, because a limit on the length would cut off the tail of the distribution."""
 
 NOT_SIMULATED = ("model.", "data.train", "run.")
-"""Settings without influence on a simulation."""
+"""Names of settings, or beginnings of names, that have no influence on a simulation."""
 
 OPTIONS = {option.name: option for option in fields(Scenario) if "help" in option.metadata}
 MIN_CUT = 0.005

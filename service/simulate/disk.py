@@ -48,7 +48,7 @@ class MemoryFile(File):
 
 
 class MemoryDisk(Disk):
-    """Files in memory."""
+    """A disk whose files are in memory."""
 
     def __init__(self) -> None:
         self.files: dict[Path, MemoryFile] = {}

@@ -210,7 +210,7 @@ class SimulatedGenerator(Client):
         self.acknowledged(steps, answer)
 
     def acknowledged(self, steps: list[tuple[TrajectoryId, int]], receipt: Receipt) -> None:
-        """Called with the receipt of the message that contained these steps, as (trajectory, step index)."""
+        """Called with the receipt of a message, and with the (trajectory, step index) of each step in the message."""
 
     def silence(self) -> float:
         """Seconds for which a trajectory hangs before it ends silently; 0 if it does not hang."""
@@ -221,7 +221,7 @@ class SimulatedGenerator(Client):
         return Role.MAIN
 
     def stop_reason(self) -> StopReason:
-        """Why a trajectory ends after its last turn."""
+        """The reason for which a trajectory ends after its last turn."""
         return StopReason.STOP
 
     def _refused(self, refusal: Refusal) -> None:

@@ -1,4 +1,4 @@
-"""The buffer's process and its scorers, and how other processes send requests to it."""
+"""The buffer's process with its scorers, and the way in which other processes send requests to the buffer."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class Host(Process):
         self.look_soon()
 
     def settled(self, resume: Resume) -> None:
-        """Continue once all events until now are on the disk."""
+        """Call `resume` once all events of the journal until now are on the disk."""
         self._answer(None, resume)
 
     def look_soon(self) -> None:

@@ -19,9 +19,9 @@ EPOCH = 1_700_000_000.0
 """Unix time at the beginning of a simulation."""
 
 Resume = Callable[[Any], None]
-"""Continues an activity with a result."""
+"""A function that continues an activity with a result."""
 Waiting = Callable[[Resume], None]
-"""What an activity yields: a function that begins to wait, and calls its argument once, with the result."""
+"""A function that an activity yields. It begins to wait, and later calls its argument once, with the result."""
 Activity = Generator[Waiting, Any, None]
 
 

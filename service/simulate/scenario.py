@@ -103,10 +103,11 @@ class Scenario:
         return np.maximum(np.round(drawn), 1).astype(np.int64)
 
     def step_seconds(self, settings: SimulationSettings) -> float:
-        """Seconds of an optimizer step: `trainer_seconds`, or the time that busy generators take for a mini-batch.
+        """Seconds of an optimizer step: `trainer_seconds` if set, otherwise the time in which busy generators play a
+        mini-batch.
 
-        A group occupies its slot until its longest sample ends, so slot time is the mean over groups of the longest
-        sample's time.
+        A group occupies its slot until its longest sample ends. So the mean time of a group in its slot is the mean
+        over groups of the longest sample's time.
         """
         if self.trainer_seconds is not None:
             return self.trainer_seconds
