@@ -267,7 +267,8 @@ class TrainerRank(Supervised):
         return message, bucket
 
     def ipc_handles(self, version: int) -> tuple[bytes, int] | None:
-        """Return an announcement with memory handles of a version's weights on this rank's GPU, and its checksum.
+        """Return an announcement with memory handles of a version's weights on this rank's GPU, and the announcement's
+        checksum.
 
         The handles are for one update of the engine on this GPU. None: a newer version has replaced this version.
         """

@@ -26,7 +26,7 @@ from actors.weights.weight_source import PublishedWeights, WeightSource
 from service.errors import BatonError, Starved
 
 TRIES = 3
-"""`weights.sync_deadline` is this many times as long as the wait for the answer to one call."""
+"""The maximum wait for the answer to one call is `weights.sync_deadline` divided by this number."""
 BUCKETS = 64
 """Number of buckets of a publication; more or fewer if a bucket's size would be outside of `MIN_BYTES` to
 `MAX_BYTES`."""
@@ -62,9 +62,9 @@ class NodeImage:
     unread: str = ""
     """Why the weights could not be read with NIXL; empty if they were read, or NIXL was not tried."""
     error: BaseException | None = None
-    """Why the node does not have the weights."""
+    """The error because of which the node does not have the weights; None if there was no error."""
     arrived: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when the image is complete, or when it is clear that it will not be."""
+    """Set when the image is complete, or when it is clear that the image will not become complete."""
 
 
 class WeightChain:

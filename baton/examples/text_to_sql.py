@@ -178,7 +178,8 @@ def vocabulary() -> tuple[str, ...]:
 
 
 def demonstrations(n: int, right_fraction: float, rng: np.random.Generator) -> list[list[Message]]:
-    """`n` conversations that try a query, then give it as the solution; about `right_fraction` are right."""
+    """`n` conversations. Each tries a query, then gives the query as the solution; about `right_fraction` of the
+    queries are right."""
     return [_demonstration(question(rng), rng.random() < right_fraction) for _ in range(n)]
 
 

@@ -42,7 +42,7 @@ DIALECTS: Mapping[str, Dialect] = {
     "/v1/messages": MESSAGES,
     "/inference/v1/generate": GENERATE,
 }
-"""The dialects by the path at which clients use them."""
+"""The dialect of each path at which clients call the policy."""
 COUNT_TOKENS = "/v1/messages/count_tokens"
 IGNORED_HEADER = "X-Baton-Ignored"
 """Header of an answer; its value names the fields of the request that had no effect."""

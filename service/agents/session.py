@@ -223,7 +223,7 @@ class Session:
         self.heard = asyncio.get_running_loop().time()
 
     def restore(self, steps: Steps) -> None:
-        """Continue after the calls of an earlier process, whose steps the buffer accepted.
+        """Restore the calls of an earlier process, whose steps the buffer accepted, so that the session continues.
 
         Raises:
             ValueError: the steps are not all calls of one session.

@@ -1,9 +1,9 @@
 """Finds the current bottleneck of a run from the times measured in the last minutes, by the rules of
 `service.plan.binding`.
 
-generation: the seconds in which generators had groups, divided in proportion to the parts of trajectories' time; the
-            journal's syncs, for which the claims and ends of groups wait, are added in the same proportion
-training:   the seconds of the driver's states, without its waits for a mini-batch
+generation: the seconds in which generators had groups, divided among the parts as the time of the trajectories is;
+            the waits of claims and of groups' ends for the journal's syncs are added as a further part
+training:   the seconds of the driver in each of its states, without its waits for a mini-batch
 """
 
 from __future__ import annotations

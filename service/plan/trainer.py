@@ -55,7 +55,8 @@ class Trainer:
         return {part: held * (share if part in SHARDED else 1.0) for part, held in self.step.peak.items()}
 
     def token_seconds(self, device: Device, row_tokens: float) -> float:
-        """Seconds per token in rows of this length: each kind of operation at the device's rate."""
+        """Seconds per token in rows of `row_tokens` tokens: the sum over all kinds of operations, each at the device's
+        rate."""
         seconds, slower = dict(self.step.seconds), REACHED.bandwidth / device.bandwidth
         attention, products = seconds.pop("attention", 0.0), seconds.pop("products", 0.0)
         computed = max(0.0, self.step.flops - attention * ATTENTION_MEAN_RATE)

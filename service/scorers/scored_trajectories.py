@@ -19,8 +19,8 @@ class Turn:
     """One call of the policy."""
 
     prompt: str
-    """The new part of the prompt: in the first turn the whole prompt, later the text that follows the tokens of an
-    earlier turn."""
+    """The new part of the prompt. In the first turn this is the whole prompt; in later turns, the text that follows the
+    tokens of an earlier turn."""
     response: str
     prompt_ids: list[int]
     response_ids: list[int]

@@ -15,8 +15,9 @@ from service.simulate.scenario import Scenario, SimulationSettings
 from service.simulate.trainer import SimulatedTrainer
 
 HANG_SECONDS = 600.0
-"""Simulated seconds without an optimizer step that count as a hang, in addition to the seconds of the longest
-trajectory, its scorer, an evaluation of such trajectories, an optimizer step and the arrival of its weights."""
+"""A run hangs if it takes no optimizer step for this many simulated seconds more than the longest regular pause. The
+longest regular pause is the sum of the seconds of: the longest trajectory, its scorer, an evaluation with the longest
+trajectories, an optimizer step, and the arrival of the step's weights."""
 SEGMENT_BYTES = 64 << 20
 
 

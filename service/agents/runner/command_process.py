@@ -226,7 +226,7 @@ def shortened(text: str, most: int) -> str:
     """The text; if it has more than `most` characters, only its beginning (a quarter of `most`) and its end (the rest).
 
     >>> shortened("a beginning, much between, and an end", 16)
-    'a be\n[21 characters left out]\nd an end'
+    'a be\\n[21 characters left out]\\n, and an end'
     """
     head, left_out = most // 4, len(text) - most
     return f"{text[:head]}\n[{left_out} characters left out]\n{text[head + left_out :]}" if left_out > 0 else text
