@@ -3,7 +3,7 @@ their node is drained.
 
 asked for 3, 2 are there    room for a third one -> its engine starts -> newest weights -> it claims groups
 asked for 1, 2 are there    the last one continues for its grace, hands over its open trajectories, and ends
-a node is drained           its generators do the same before the node ends; others join if there is room
+a node is drained           its generators hand over and end before the node ends; others join if there is room
 """
 
 from __future__ import annotations

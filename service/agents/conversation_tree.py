@@ -62,7 +62,8 @@ class CallNote(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Beginning(NamedTuple):
-    """How a client began a conversation; determines the conversation's role."""
+    """The system messages, first messages and tools with which a client began a conversation; they determine the
+    conversation's role."""
 
     system: bytes
     """Digest of the leading system messages."""

@@ -99,7 +99,7 @@ ONE = _Unless((1,), "one call gives one answer")
 SAMPLED = _Unless(({}, []), "what is sampled is the distribution that is trained")
 WHOLE = _Unless((), "send the whole conversation; its tokens are found by its messages")
 NO_THREAD = "thread_unsupported_request"
-"""An error code. A client with Anthropic's SDK that gets this code sends the whole conversation instead."""
+"""An error code for a request that names a stored conversation. Anthropic's SDK then sends the whole conversation."""
 REFUSED: Mapping[str, _Unless] = {
     "n": ONE,
     "best_of": ONE,

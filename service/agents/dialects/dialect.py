@@ -59,7 +59,7 @@ class CallRequest(NamedTuple):
     n: int = 1
     """Number of samples that the client asks for."""
     may_call: bool = True
-    """Whether tool calls in the answer are parsed; otherwise they stay text."""
+    """Whether tool calls in the answer are parsed; if false, they stay text."""
     forms: tuple[AnswerForm, ...] = ()
     """The forms of the answer that the client asks for."""
     structure: str = ""
