@@ -23,8 +23,8 @@ SKIPPED = (
     r"|^Raylet is terminated\."  # with the last twenty lines of its log
     r"|^A worker died or was killed while executing a task"
 )
-"""Patterns of raylet messages that are not printed: when a host or a process ends, Ray sends such a message for each
-call, node and process. The run reports the end in one line instead (in `Supervisor`, `HostWatch`, or the code that
+"""Patterns of raylet messages that are not printed. When a host or a process ends, Ray sends such a message for each
+call, node and process. Instead, the run reports the end in one line (in `Supervisor`, `HostWatch`, or the code that
 waits for a generator or rank)."""
 os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", SKIPPED)
 

@@ -1,4 +1,4 @@
-"""Calls to actors, with a deadline; Baton's own errors keep their type and are not wrapped by Ray."""
+"""Calls methods of actors, with a deadline. Baton's own errors keep their type: Ray's wrapping is removed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _DIED = re.compile(r"Worker exit detail: ([^.]+)")
 CALL_SECONDS = 300.0
 """Deadline of a call in seconds; a buffer that restarts reads its journal before it answers."""
 RESTARTING = Backoff(0.5, 0.5)
-"""Pause before the next call to an actor that Ray restarts."""
+"""Pauses, in seconds, between calls to an actor that Ray restarts."""
 
 Answer = TypeVar("Answer")
 
@@ -69,10 +69,12 @@ async def answer(called: Awaitable[Any], *, who: str, within: float | None) -> A
 async def started(
     start: Callable[[], Awaitable[Answer]], within: float = CALL_SECONDS, tries: float = math.inf
 ) -> Answer:
-    """Call the method that starts an actor; call it again in the restarted process if the process is lost meanwhile.
+    """Call the method that starts an actor. If the actor's process is lost meanwhile, call the method again in the
+    restarted process.
 
     Raises:
-        RayActorError: a process was lost at the last of `tries` calls, or more than `within` seconds after the first.
+        RayActorError: a process was lost in the last of `tries` calls, or more than `within` seconds after the first
+            call.
     """
     return await retried(start, ray.exceptions.RayActorError, RESTARTING, within=within, tries=tries)
 
@@ -91,7 +93,7 @@ def may_be_dropped(waiting: asyncio.Future[Any]) -> None:
 
 
 def in_a_line(error: BaseException) -> str:
-    """The error in one line of whole words, without its traceback."""
+    """The error's text in one line, without the traceback; a long text is cut between two words."""
     if isinstance(error, ray.exceptions.RayTaskError):
         text = f"{type(error.cause).__name__}: {error.cause}".strip().splitlines()[0]
     elif isinstance(error, ray.exceptions.RayActorError) and (died := _DIED.search(str(error))):
@@ -104,7 +106,7 @@ def in_a_line(error: BaseException) -> str:
 
 
 def first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The first error in nested exception groups; the others are consequences of it."""
+    """The first error in nested exception groups; the other errors are consequences of the first one."""
     error: BaseException = group
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]

@@ -1,4 +1,4 @@
-"""Finds out from Ray which process an actor has, and why a process has ended; for `service.run.liveness`."""
+"""Asks Ray for the process of an actor, and for the reason why a process has ended; used by `service.run.liveness`."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from service.run.liveness import CAUSE_SECONDS, Life
 from service.run.memory import Memory, in_gb, remedy
 
 WATCHING = "watching"
-"""Ray's concurrency group for health checks, which wait for no other call of the actor."""
+"""Ray's concurrency group for health checks; a health check does not wait for other calls of the actor."""
 LOOK_SECONDS = 1.0
 """Seconds without an answer after which Ray is asked whether it restarts the actor."""
 FAMILY_SECONDS = 10.0
 """Seconds between two searches for the children of a process, whose memory counts as the process's own."""
 REPORT_TRIES, REPORT_SECONDS = 5, 0.2
-"""Number of requests for Ray's record of a death, which is written after the connection ends, and seconds between
-them."""
+"""Maximum number of requests for Ray's record of a death, and seconds between two requests. Ray writes the record only
+after the connection to the process has ended."""
 
 KERNEL_SECONDS = 15.0
 """Seconds after a kill by the kernel in which the death of an actor is attributed to that kill."""
@@ -100,12 +100,13 @@ def _restarts(actor: Any) -> bool:
 
 
 def is_death(error: BaseException) -> bool:
-    """Return whether a call may have failed because the process that it called has died."""
+    """Return True if an error of a call may mean that the called process has died."""
     return isinstance(error.__cause__ or error, ray.exceptions.RayActorError)
 
 
 async def cause_of_death(name: str, last: Life) -> str | None:
-    """Return how an actor's process ended, given its last answer; None: the run has ended it."""
+    """Return a text that says how an actor's process ended; None: the run has ended the process. `last`: the process's
+    last answer to a health check."""
     for _ in range(REPORT_TRIES):
         try:
             worker = await asyncio.wait_for(asyncio.to_thread(_worker, last.process), CAUSE_SECONDS)
@@ -120,7 +121,7 @@ async def cause_of_death(name: str, last: Life) -> str | None:
 
 
 def why_died(name: str, last: Life, worker: WorkerTableData) -> str | None:
-    """Describe how a process that Ray recorded as dead has ended; None: the run has ended it."""
+    """Return a text that says how a process ended, from Ray's record of it; None: the run has ended the process."""
     if "ray.kill" in worker.exit_detail:
         return None
     size = "" if last.memory is None else f", at {in_gb(last.memory.n_bytes)}"
@@ -136,13 +137,14 @@ def why_died(name: str, last: Life, worker: WorkerTableData) -> str | None:
 
 
 class KernelKills:
-    """The time at which this host's kernel last killed a process for lack of memory; its counter names no process."""
+    """Notices when this host's kernel has killed a process for lack of memory. The kernel's counter does not say which
+    process."""
 
     def __init__(self, counters: Path = Path("/proc/vmstat")) -> None:
         self._counters, self._seen, self._at = counters, "", -math.inf
 
     def look(self) -> None:
-        """Read the kernel's counter of such kills."""
+        """Read the kernel's counter of processes that were killed for lack of memory."""
         with suppress(OSError):  # some sandboxes have no such file
             self._read(self._counters.read_text())
 
@@ -154,7 +156,8 @@ class KernelKills:
         self._seen = count
 
     def clause(self, name: str) -> str:
-        """Return a clause which says that this actor was most likely out of memory; empty without a recent kill."""
+        """Return a clause which says that this actor was most likely out of memory; empty if the kernel has not
+        recently killed a process."""
         self.look()
         if time.monotonic() - self._at > KERNEL_SECONDS:
             return ""
@@ -162,7 +165,7 @@ class KernelKills:
 
 
 kernel_kills = KernelKills()
-"""The kernel's kills on the driver's host."""
+"""The kills for lack of memory by the kernel of the driver's host."""
 
 
 def _memory(family: Sequence[psutil.Process]) -> Memory:

@@ -1,4 +1,4 @@
-"""Python's garbage collection in long-lived processes."""
+"""Makes Python's garbage collection cheap in long-lived processes."""
 
 from __future__ import annotations
 

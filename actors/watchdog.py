@@ -27,7 +27,7 @@ GRACE = 2.0
 SCAN_SECONDS = 1.0
 """Seconds between two scans of the processes while the driver lives."""
 QUIET = 0.5
-"""Seconds without a marked process after which all have ended."""
+"""If no marked process was found for this many seconds, all processes of the run have ended."""
 DEADLINE = 15.0
 """Seconds after which the watchdog gives up on a process that cannot be killed."""
 TRACKER, TRACKER_GRACE = b"multiprocessing.resource_tracker", 10.0
@@ -48,7 +48,8 @@ def start_watchdog(mark: str, ray_folder: Path | None = None) -> None:
 
 
 def marked_processes(mark: str, known: Set[tuple[int, str]] = frozenset()) -> set[tuple[int, str]]:
-    """Return (id, start time) of the living processes that have the mark or are known, and of their descendants.
+    """Return (process id, start time) of all living processes that have the mark or are in `known`, and of their
+    descendants.
 
     A process that renames itself overwrites the start of its environment. Ray's agents lose their mark that way; their
     parent keeps its mark.
@@ -75,8 +76,8 @@ def marked_processes(mark: str, known: Set[tuple[int, str]] = frozenset()) -> se
 def end_processes(mark: str, known: set[tuple[int, str]]) -> None:
     """End the marked and the known processes, by SIGTERM, then by SIGKILL, until none is left or `DEADLINE` has passed.
 
-    A new process has the mark only after exec, so a scan can miss it. So all processes count as ended after
-    `QUIET` seconds without any.
+    A new process has the mark only after exec, so a scan can miss it. So all processes count as ended only after no
+    process was found for `QUIET` seconds.
     """
     start = seen = now = time.monotonic()
     left = known
@@ -95,9 +96,9 @@ def end_processes(mark: str, known: set[tuple[int, str]]) -> None:
 
 
 def wait_for_death(process: int, mark: str) -> set[tuple[int, str]]:
-    """Wait until a process has died; returns the marked processes and their descendants at the last scan.
+    """Wait until a process has died; returns the marked processes and their descendants, as the last scan found them.
 
-    A process that loses its mark and then its parent can only be found by an earlier scan.
+    If a process loses its mark and then its parent, only an earlier scan can have found it.
     """
     known: set[tuple[int, str]] = set()
     try:

@@ -1,1 +1,1 @@
-"""The buffer's Ray actor."""
+"""The Ray actor of the buffer."""

@@ -38,7 +38,7 @@ from service.types import MiniBatch, PolicyVersion, Refusal, TrajectoryId
 
 TICK_SECONDS = 0.5
 SWITCH_SECONDS = 0.0005
-"""Python's thread switch interval in seconds, a tenth of the default: forming a mini-batch in a thread may delay other
+"""Python's thread switch interval in seconds, a tenth of the default. A thread that forms a mini-batch may delay other
 calls by this much."""
 LOCK_SECONDS = 15.0
 """Seconds to wait for the end of an earlier buffer process, which the watchdog of its run ends within two seconds."""
@@ -139,19 +139,23 @@ class BufferActor(Supervised):
     async def join(
         self, role: Literal["generator", "trainer"], name: str, step: int | None = None, resumes: bool = False
     ) -> int:
-        """Start a new incarnation of a generator or trainer; calls of the previous one are refused from now on."""
+        """Start a new incarnation of a generator or trainer; returns its number.
+
+        Calls of the previous incarnation are refused from now on.
+        """
         incarnation = self._buffer.join(role, name, step, resumes)
         await self._settled()
         return incarnation
 
     async def unfinished(self, generator: str, incarnation: int) -> tuple[Assignment, ...]:
-        """Return the unfinished trajectories that a new incarnation continues; all their steps are on disk."""
+        """Return the unfinished trajectories that a generator's new incarnation continues; all their steps are on
+        disk."""
         found = self._buffer.unfinished(generator, incarnation)
         await self._settled()
         return found
 
     async def renew(self, generator: str, incarnation: int, trajectories: Sequence[TrajectoryId]) -> None:
-        """Extend the deadline of a generator's trajectories, which are still in progress although no new step has
+        """Extend the deadlines of a generator's trajectories that are still in progress, although no new step has
         arrived."""
         self._buffer.renew(generator, incarnation, trajectories)
 
@@ -164,7 +168,8 @@ class BufferActor(Supervised):
         await self._settled()
 
     async def claim(self, claim: Claim, wait_seconds: float, most: int = 1) -> ClaimAnswer:
-        """Claim up to `most` groups; waits up to `wait_seconds` until there is a slot for the first group."""
+        """Issue up to `most` groups to a generator; waits up to `wait_seconds` until there is a slot for the first
+        group."""
         _ = self._buffer  # raises the error that kept the buffer from starting
         answered: asyncio.Future[ClaimAnswer] = asyncio.get_running_loop().create_future()
         deadline = time.monotonic() + wait_seconds if wait_seconds else None
@@ -175,7 +180,7 @@ class BufferActor(Supervised):
         return answer
 
     async def submit(self, data: bytes) -> Receipt | Refusal:
-        """Accept a step group; returns when the group is on disk in the journal."""
+        """Accept a message with steps and trajectory ends; returns when the message is on disk in the journal."""
         answer = self._buffer.submit(data)
         await self._settled()
         return answer
@@ -228,7 +233,7 @@ class BufferActor(Supervised):
         await self._settled()
 
     async def drain(self, reason: str) -> None:
-        """Issue no more prompts."""
+        """Stop issuing prompts."""
         self._buffer.drain(reason)
         await self._settled()
 
@@ -238,17 +243,17 @@ class BufferActor(Supervised):
         await self._settled()
 
     async def end(self) -> list[dict[str, Any]]:
-        """End the run: groups without an optimizer step expire; returns a sample of their trajectories."""
+        """End the run: groups without an optimizer step expire. Returns a sample of the trajectories that expired."""
         self._buffer.end()
         await self._settled()
         return self._lost.take()
 
     async def lost(self) -> list[dict[str, Any]]:
-        """Return a bounded number of the trajectories that were lost since the last lease."""
+        """Return a sample of the trajectories that ended untrained since the last lease."""
         return self._lost.take()
 
     async def scorer_failures(self) -> dict[tuple[str, str], str]:
-        """Return, for each scorer and reason, a message about the first failure of that scorer for that reason."""
+        """Return messages about failures of scorers: for each (scorer, reason), the message about the first failure."""
         return self._buffer.scoring.failures
 
     async def status(self) -> dict[str, Any]:

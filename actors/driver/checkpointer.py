@@ -69,7 +69,7 @@ class Checkpointer:
         await call(self._buffer.covered, manifest.step, min(kept), who="the buffer")
 
     async def begin(self, step: int) -> None:
-        """Copy the trainer's state, and start to write the copy, unless there is a checkpoint of this step."""
+        """Copy the trainer's state, and start to write the copy to disk; do nothing if the step has a checkpoint."""
         await self.settle()
         newest = await asyncio.to_thread(self.newest)
         if newest is not None and newest.step == step:  # it would be deleted before the new one is complete
@@ -106,14 +106,16 @@ class Checkpointer:
         self._begun = None
 
     async def note_reached(self, step: int) -> None:
-        """Write the run's progress to the store from time to time, for a run that resumes from an older checkpoint."""
+        """Write the run's progress to the object store from time to time. A run that resumes from an older checkpoint
+        needs this progress."""
         if self._uploads is not None and self._uploads.reached_is_due:
             status = await call(self._buffer.status, who="the buffer")
             self._uploads.reached(step, status["accepted_tokens"])
 
     @property
     def completes(self) -> bool:
-        """Return whether a checkpoint's files are written, but the buffer has not been notified of it yet."""
+        """Return True if a checkpoint's files are written, but the buffer has not been notified of the checkpoint
+        yet."""
         return self._completing is not None and not self._completing.done()
 
     async def abandon(self) -> None:

@@ -59,7 +59,7 @@ class Cluster:
     generators: tuple[Any, ...]
     trainer: TrainerGroup
     place: Callable[[int], Awaitable[Placed]]
-    """Creates a further generator with this number, as soon as there is room for it."""
+    """A function that creates a further generator with the given number, as soon as there is room for it."""
     scorers: Mapping[str, Any] = field(default_factory=dict)
     roles: Mapping[str, Any] = field(default_factory=dict)
     """The actors of frozen roles that the run serves."""
@@ -148,7 +148,7 @@ def _refuse_unfit_nodes(config: Config, has_gpu: bool) -> None:
 
 
 def place_trainer(config: Config, gpus: int, room: PlacementGroup, hub: str | None) -> TrainerGroup:
-    """Create the trainer's ranks, which report to the metrics hub, if there is one."""
+    """Create the trainer's ranks; they report to the metrics hub `hub`, if it is not None."""
     config_json = config.model_dump_json()
     actor = ray.remote(concurrency_groups={SENDING: 1, WATCHING: 1})(TrainerRank)
     ranks = [

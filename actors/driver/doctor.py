@@ -15,7 +15,7 @@ from service.run.phases import phase, say
 from service.store.objects import open_store
 
 SECONDS = 30.0
-"""Seconds in which every node must answer."""
+"""Maximum seconds to wait for the answers of all nodes."""
 
 
 def doctor(arguments: argparse.Namespace) -> int:

@@ -36,7 +36,8 @@ from service.run.phases import phase
 
 
 def evaluate(config: Config, target: EvalTarget, say: Callable[[str], None]) -> tuple[Path, list[Evaluation]]:
-    """Evaluate every set on the target's weights; files and weights are checked before Ray or an engine starts.
+    """Evaluate the target's weights on every evaluation set; files and weights are checked before Ray or an engine
+    starts.
 
     Returns the folder or checkpoint of the weights, and the evaluations.
 
@@ -86,7 +87,7 @@ def logs_kept_on_failure(say: Callable[[str], None]) -> Iterator[Path]:
 
 
 def beside_a_run(config: Config) -> Config:
-    """Return a run's configuration, changed so that an evaluation can run beside the run.
+    """Return a run's configuration, changed so that an evaluation can run at the same time as the run.
 
     No weights are sent, so engines share no GPU with trainer ranks. Agents' commands run on this machine, and
     their endpoints use free ports.

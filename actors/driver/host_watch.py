@@ -1,5 +1,5 @@
-"""Watches the hosts of a run: which parts run on each, and which hosts join, leave or are drained. Each change is
-printed as one line."""
+"""Watches the hosts of a run: the parts that run on each host, and the hosts that join, leave or are drained. Each
+change is printed as one line."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class ClusterHost(NamedTuple):
     """A living host of the cluster."""
 
     name: str
-    """The host's address, and its kind if known, such as `spot`."""
+    """The host's address, followed by its kind (such as `spot`) if the kind is known."""
     parts: tuple[str, ...]
     """The parts of the run on this host, such as `generator-0`."""
     ends_at: int | None = None
@@ -31,7 +31,7 @@ class ClusterHost(NamedTuple):
 
 
 def hosts() -> dict[str, ClusterHost]:
-    """Return the living hosts by Ray's id of their node, in the order of their addresses."""
+    """Return the living hosts, by the id of the host's Ray node, in the order of the hosts' addresses."""
     if not ray.is_initialized():
         return {}
     context = ray.get_runtime_context()
@@ -49,8 +49,8 @@ def hosts() -> dict[str, ClusterHost]:
 
 
 class HostWatch:
-    """Prints which parts run on which host at the start, and later which hosts joined or left and where their
-    parts run."""
+    """Prints at the start the parts that run on each host. Later it prints the hosts that join or leave, and the new
+    hosts of the parts that ran on a host which left."""
 
     def __init__(
         self,

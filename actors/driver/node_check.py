@@ -17,7 +17,8 @@ from actors.driver.placement import Bundle
 from service.errors import RunFailed, UserError
 
 NODE_SECONDS = 300.0
-"""Seconds in which all nodes must answer; the first process on a node reads Python's packages from a cold disk."""
+"""Maximum seconds to wait for the answers of all nodes. The first process on a node may take long, because it reads
+Python's packages from disk."""
 
 
 class RunFiles(NamedTuple):
@@ -36,7 +37,8 @@ class RunFiles(NamedTuple):
         return RunFiles(sizes, None if run_folder is None else str(run_folder))
 
     def problem(self) -> str | None:
-        """Describe what this process's machine lacks; None if it has everything."""
+        """Return a text about the first path that this machine lacks, has differently or may not use; None if all paths
+        are right."""
         for path, size in self.sizes.items():
             if not os.path.exists(path):
                 return f"has no {path}"
@@ -78,7 +80,7 @@ def check_nodes(room: PlacementGroup, bundles: Sequence[Bundle], files: RunFiles
 
 
 def look(files: RunFiles, on_gpu: bool) -> str | None:
-    """Return in one line why this node cannot take part in the run, or None if it can."""
+    """Return one line with the reason why this node cannot take part in the run; None if it can."""
     where = f"node {ray.util.get_node_ip_address()}"
     if on_gpu:
         from actors.cuda import unusable_cuda  # imports torch, which takes seconds

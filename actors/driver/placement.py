@@ -30,21 +30,23 @@ from service.observe.summary import duration
 ACCELERATOR = "accelerator_type:"
 """Prefix of the names of Ray's resources for accelerators."""
 ACCELERATOR_SHARE = 0.001
-"""Amount of the resource `accelerator_type:H100` for a rank; every node with such GPUs has 1."""
+"""Amount that a rank takes of a resource such as `accelerator_type:H100`; every node with H100 GPUs has an amount
+of 1."""
 SHARED_GPU = 0.5
 """The fraction of a GPU for a rank, and for the engine that shares the GPU with the rank."""
 SHARED_KV_CACHE_BYTES, SHARED_UTILIZATION = 8 << 30, 0.35
-"""The KV cache and `generator.gpu_memory_utilization` that a message proposes for an engine that shares its GPU
-with a rank."""
+"""Bytes of the KV cache, and `generator.gpu_memory_utilization`, that a message proposes for an engine which shares its
+GPU with a rank."""
 QUIET_SECONDS = 2.0
 """Seconds that a run waits for room before a message says what is missing."""
 SAY_SECONDS = 20.0
 """Seconds between two messages about the same wait for room."""
 
 CALLS = 100_000
-"""Maximum number of open calls to the buffer: each waiting claim is one call, and steps must not wait for claims."""
+"""Maximum number of calls to the buffer that may be open at once. Each waiting claim is an open call; calls with steps
+must not wait until claims end."""
 NODE_ID = "ray.io/node-id"
-"""Label of every node of Ray."""
+"""Name of the label in which Ray stores a node's id."""
 
 
 Node = Mapping[str, Any]
@@ -59,7 +61,8 @@ class Bundle(NamedTuple):
 
 
 def fits(node: Node, labels: Mapping[str, str]) -> bool:
-    """Check a node against label conditions in Ray's form: `value`, `!value`, `in(one,other)`, `!in(one,other)`."""
+    """Return True if a node's labels meet conditions in Ray's form: `value`, `!value`, `in(one,other)`,
+    `!in(one,other)`."""
     for name, choice in labels.items():
         values = choice.removeprefix("!").removeprefix("in(").removesuffix(")").split(",")
         if (node["Labels"].get(name) in values) == choice.startswith("!"):
@@ -68,8 +71,8 @@ def fits(node: Node, labels: Mapping[str, str]) -> bool:
 
 
 def gpus_each() -> int:
-    """Return the GPUs of a trainer rank, and of each tensor-parallel rank of an engine: 1 if the cluster has GPUs,
-    else 0."""
+    """Return the number of GPUs for each trainer rank and each tensor-parallel rank of an engine: 1 if the cluster has
+    GPUs, else 0."""
     return 1 if ray.cluster_resources().get("GPU", 0) else 0
 
 
@@ -100,10 +103,10 @@ def run_bundles(config: Config, gpus: int) -> list[Bundle]:
 
 
 async def reserve(bundles: Sequence[Bundle], within: float, say: Callable[[str], None]) -> PlacementGroup:
-    """Create a placement group with these bundles, on as few nodes as possible; waits until the cluster has room
-    for it.
+    """Create a placement group with these bundles, on as few nodes as possible; wait until the cluster has room for
+    the placement group.
 
-    A stop signal ends the wait: no thread is in Ray for longer than `QUIET_SECONDS`.
+    A stop signal ends the wait, because no call into Ray takes longer than `QUIET_SECONDS`.
 
     Raises:
         RunFailed: there was no room for `within` seconds.
@@ -134,7 +137,8 @@ def nodes() -> list[Node]:
 
 
 def missing_room(bundles: Sequence[Bundle], nodes: Sequence[Node]) -> str:
-    """Describe what a run needs and what each node has; Ray itself reports only that there is no room."""
+    """Return a text about the resources that a run needs and the resources of each node; Ray itself reports only that
+    there is no room."""
     needed = Counter(_in_words(*bundle) for bundle in bundles)
     asked = {name for bundle in bundles for name in bundle.labels}
     has = []
@@ -146,7 +150,7 @@ def missing_room(bundles: Sequence[Bundle], nodes: Sequence[Node]) -> str:
 
 
 def refuse_foreign_labels(config: Config, nodes: Sequence[Node]) -> None:
-    """Refuse labels that this machine lacks, if the run has started its own Ray, which no other node joins.
+    """If the run has started its own Ray, which no other node joins, refuse labels that this machine lacks.
 
     Raises:
         UserError: this machine lacks a label that the configuration requires for ranks or generators.
@@ -217,7 +221,8 @@ def rank_options(config: Config, gpus: int, room: PlacementGroup, rank: int) -> 
 
 
 def engine_options(config: Config, gpus: int, room: PlacementGroup, bundle: int) -> dict[str, Any]:
-    """Return the options of an actor with an engine; `bundle`: the engine's bundle, or with CUDA IPC that of a rank."""
+    """Return the options of an actor with an engine. `bundle`: the index of the engine's bundle, or, with CUDA IPC, of
+    the bundle of the rank that shares the GPU."""
     shares = config.weights.transport == "ipc"
     return {
         "num_cpus": _resources(gpus)["CPU"],
@@ -229,8 +234,8 @@ def engine_options(config: Config, gpus: int, room: PlacementGroup, bundle: int)
 
 
 def buffer_options(config: Config) -> dict[str, Any]:
-    """Return the buffer's actor options. The buffer prefers the driver's node if the node has the labels, because the
-    loss of that node ends the run in any case."""
+    """Return the buffer's actor options. The buffer is placed on the driver's node if the node has the required labels,
+    because the loss of the driver's node ends the run in any case."""
     labels = dict(config.placement.buffer)
     here = {**labels, NODE_ID: ray.get_runtime_context().get_node_id()}
     return {

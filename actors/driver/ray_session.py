@@ -1,4 +1,5 @@
-"""Starts a Ray for one run or evaluation, or connects to a cluster; all processes of the run end with this process."""
+"""Starts Ray for one run or evaluation, or connects to a Ray cluster. All processes of the run end together with this
+process."""
 
 from __future__ import annotations
 
@@ -31,14 +32,15 @@ from service.user_code import user_folder
 CONNECT_SECONDS = 10.0
 """Seconds in which the head of a cluster must accept a connection."""
 START_TRIES = 3
-"""Maximum number of starts. Ray's raylet ends if one of its agents is not up within 15 s, which no setting changes
-(https://github.com/ray-project/ray/issues/65983). On a busy machine the next start is faster: the files are cached."""
+"""Maximum number of tries to start Ray. Ray's raylet ends if one of its agents is not up within 15 s, a limit that no
+setting changes (https://github.com/ray-project/ray/issues/65983). On a busy machine the next try is faster, because the
+files are cached."""
 RAYLET_ERRORS = "raylet.err"
 
 _CHECK_FAILED = re.compile(r"Check failed: .*")
 
 TOKEN_HINT = "if the address is right, RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH must have the cluster's token"
-"""The likely reason why a cluster that listens does not answer."""
+"""Hint for a cluster that accepts connections but does not answer: its token is probably missing."""
 
 
 @contextmanager
@@ -48,7 +50,8 @@ def ray_session(
     """Connect to the cluster that RAY_ADDRESS names, or start a local Ray and shut it down afterwards.
 
     The actors write their logs into the folder `logs`, if there is one.
-    Every process of the run has `mark` in its environment, by which the watchdog ends them all when this process dies.
+    Every process of the run has `mark` in its environment. When this process dies, the watchdog ends all processes with
+    the mark.
     If a stop signal comes while this process is stuck in Ray's start, `stopped` is called before the process ends.
 
     Raises:
@@ -108,7 +111,8 @@ def _connect(config: Config, mark: str, logs: Path | None) -> None:
 
 
 def check_address(address: str) -> None:
-    """Raises `UserError` if nothing listens at host:port; Ray would retry for ever and ignore stop signals."""
+    """Raises `UserError` if nothing listens at the address (host:port), because Ray would retry for ever and ignore
+    stop signals."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
         return

@@ -83,10 +83,9 @@ def run(
 
 
 def guarded(folder: RunWriter, work: Callable[[], int], steps: int = 0) -> int:
-    """Do the work of a run that has taken `steps` steps already; writes the run's log, and how the run failed or
-    stopped, to the run's folder.
+    """Do the work of a run that has taken `steps` optimizer steps already; returns the exit code.
 
-    Returns the exit code.
+    The run's log is written to the run's folder; so is the reason if the run fails or is stopped.
     """
     path = folder.path
     try:
@@ -190,7 +189,7 @@ def _run_on_ray(
 
 
 def wait_for_uploads(uploads: Uploads | None, heeded: Sequence[signal.Signals], has_final: bool = False) -> int:
-    """Wait until the store has all final files of the run; returns 0 if it has them, else an exit code.
+    """Wait until the object store has all final files of the run; returns 0 if it has them, else an exit code.
 
     The run has ended already: its summary is written, and its folder is complete. A stop signal ends the wait.
     """
@@ -215,7 +214,7 @@ def wait_for_uploads(uploads: Uploads | None, heeded: Sequence[signal.Signals], 
 
 
 def end_by_force(config: Config, folder: RunWriter, why: str, number: int) -> None:
-    """End this process now; the watchdog ends the others."""
+    """End this process now; the watchdog ends the other processes of the run."""
     reason = f"ended by force: {why}"
     try:
         if not (folder.path / SUMMARY).exists():

@@ -34,9 +34,9 @@ from service.types import SupervisedRow
 
 Rows = Sequence[SupervisedRow]
 Held = Mapping[str, Rows]
-"""The rows of each evaluation set by its name."""
+"""The rows of each evaluation set, by the set's name."""
 QUIET_SECONDS = 2.0
-"""Seconds after which a line says which phase takes time."""
+"""Seconds after which a line names the phase that is in progress."""
 
 
 def sft(config: Config, model: Path, train: Rows, held_out: Held) -> int:

@@ -1,7 +1,7 @@
-"""Stop signals (Ctrl-C, SIGTERM, a closed terminal): how they end a run or an evaluation, cleanly or by force.
+"""Handles stop signals (Ctrl-C, SIGTERM, a closed terminal), which end a run or an evaluation cleanly or by force.
 
-Outside an event loop a stop signal raises `SystemExit` (`exit_on_stop_signals`). Inside one, the first signal
-calls a function, and the third one ends the process by force (`on_stop_signal`, `run_beside`). If the main thread
+Outside an event loop a stop signal raises `SystemExit` (`exit_on_stop_signals`). Inside an event loop, the first signal
+calls a function, and the third signal ends the process by force (`on_stop_signal`, `run_beside`). If the main thread
 cannot react, another thread ends the process (`when_stuck`, `force_after`).
 """
 
@@ -29,12 +29,13 @@ STUCK_SECONDS = 1.0
 """Seconds within which the main thread ends after a stop signal, unless it waits inside Ray."""
 
 FORCING = 3
-"""The number of the stop signal that ends a stopping process by force."""
+"""The stop signal with this number, counted from 1, ends a stopping process by force."""
 ALREADY = f"already stopping; stop signal number {FORCING} ends it at once, whatever is not written yet"
 """The line that is printed on each stop signal between the first signal and signal number `FORCING`."""
 
 LOOK_SECONDS = 0.005
-"""Pause before the handlers are set again while Ray ends, which gives SIGTERM its default action back."""
+"""Seconds between two times that the handlers are set again while Ray ends, because Ray restores the default action of
+SIGTERM."""
 
 
 class Heard:
@@ -64,7 +65,8 @@ def heeded_signals() -> list[signal.Signals]:
 
 @contextmanager
 def exit_on_stop_signals(heeded: Iterable[signal.Signals] | None = None) -> Iterator[None]:
-    """Turn the first stop signal into `SystemExit(128 + number)`, so that the block cleans up; ignore further signals.
+    """Turn the first stop signal into `SystemExit(128 + number)`, so that the `with` block cleans up; ignore further
+    signals.
 
     If a stop signal came in the block, signals stay ignored after the block, because the process is about to exit with
     that signal's code.
@@ -96,9 +98,10 @@ def exit_on_stop_signals(heeded: Iterable[signal.Signals] | None = None) -> Iter
 
 @contextmanager
 def on_stop_signal(stop: Callable[[int], None], force: Callable[[int], None]) -> Iterator[None]:
-    """Call `stop` with the number of the first stop signal, from the running event loop, see `Heard`.
+    """Call `stop` with the number of the first stop signal, from the running event loop; see `Heard`.
 
-    `force` is called at any point of the main thread, and does not return. The signals are handled after the block too.
+    `force` may be called at any point of the main thread, and must not return. Signals are handled after the `with`
+    block too.
     """
     reading, writing = socket.socketpair()
     for end in (reading, writing):
@@ -117,7 +120,7 @@ def on_stop_signal(stop: Callable[[int], None], force: Callable[[int], None]) ->
 
 
 def run_beside(work: Callable[[], object]) -> None:
-    """Do `work`, which ends Ray, in a thread; meanwhile stop signals are handled as in the event loop that ran before.
+    """Do `work`, which ends Ray, in a thread. Meanwhile stop signals are handled as in the event loop that ran before.
 
     If no event loop ran before, signals are ignored. When Ray's last process ends, Ray restores the default action of
     SIGTERM outside of Python, so a signal would end this process at once.
@@ -136,8 +139,8 @@ def run_beside(work: Callable[[], object]) -> None:
 
 @contextmanager
 def handlers_kept() -> Iterator[None]:
-    """Set the handlers of stop signals again after the block, in which Ray starts. Ray replaces the handler of SIGTERM:
-    in Python by a handler that exits with another code, in C++ by a handler that aborts the process."""
+    """Set the handlers of stop signals again after the `with` block, in which Ray starts. Ray replaces the handler of
+    SIGTERM: in Python by a handler that exits with another code, in C++ by a handler that aborts the process."""
     before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     yield
     _set(before)
@@ -150,7 +153,7 @@ def _set(handlers: Mapping[signal.Signals, _Handler]) -> None:
 
 @contextmanager
 def when_stuck(give_up: Callable[[int], None]) -> Iterator[None]:
-    """If a stop signal has not ended the block within `STUCK_SECONDS`, call `give_up` from another thread.
+    """If a stop signal has not ended the `with` block within `STUCK_SECONDS`, call `give_up` from another thread.
 
     A Python handler runs only when the main thread executes Python code. If a signal to the process group has
     ended Ray's store, connecting to Ray blocks the main thread for Ray's timeout of a minute.
@@ -179,9 +182,9 @@ def when_stuck(give_up: Callable[[int], None]) -> Iterator[None]:
 
 @contextmanager
 def force_after(seconds: float, end: Callable[[int], None]) -> Iterator[Callable[[int], None]]:
-    """Yields a function that starts a countdown when it is first called with a signal's number.
+    """Yield a function that starts a countdown of `seconds` when it is first called; its argument is a signal's number.
 
-    If the block has not ended by the end of the countdown, `end` is called with that number, from another thread.
+    If the `with` block has not ended by the end of the countdown, `end` is called with the number, from another thread.
     """
     started: list[threading.Timer] = []
 

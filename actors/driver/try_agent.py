@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 def try_agent(config: Config, model: Path | None, script: list[str], record: Path | None) -> None:
     """Serve a session until it ends or a stop signal comes.
 
-    `script`: the answers of the policy, empty if vLLM generates them; without a `model` each token is a byte. `record`:
-    see `Trial.run`.
+    `script`: the answers of the policy; empty if vLLM generates the answers. If `model` is None, each token is a byte.
+    `record`: see `Trial.run`.
 
     Raises:
         UserError: the model cannot be read.

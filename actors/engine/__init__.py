@@ -1,1 +1,2 @@
-"""Code around vLLM: its arguments, one engine, the update of its weights, and the extension of its worker."""
+"""Runs vLLM as the engine of a generator: vLLM's arguments, the engine, weight updates, and an extension of vLLM's
+worker."""

@@ -1,7 +1,9 @@
-"""Computes an adapter in a CPU engine with two small matrix products for each run of rows that have the same adapter.
+"""Computes an adapter in a CPU engine with two small matrix products for each run. A run is a sequence of consecutive
+rows of a batch with the same adapter.
 
-vLLM 0.32 instead copies A and B for each row, which takes several times as long as the model itself. It also applies
-the adapter of the last slot to rows without an adapter (https://github.com/vllm-project/vllm/pull/48421).
+vLLM 0.32 instead copies the adapter's matrices A and B for each row, which takes several times as long as the model
+itself. vLLM also applies the adapter of the last slot to rows without an adapter
+(https://github.com/vllm-project/vllm/pull/48421).
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ class RowRun(NamedTuple):
 
 
 def runs_of(slots_N: Tensor) -> list[RowRun]:
-    """Return the runs of rows that have an adapter; -1 stands for a row without adapter.
+    """Return the runs of consecutive rows that have the same adapter, from the adapter slot of each row [N]; -1 stands
+    for a row without an adapter.
 
     [1 1 -1 0] -> [(0, 2, 1), (3, 4, 0)]
     """
@@ -35,7 +38,7 @@ def runs_of(slots_N: Tensor) -> list[RowRun]:
 
 
 class RunsOfRows(PunicaWrapperCPU):  # type: ignore[misc]
-    """vLLM's class that computes adapters on CPU; linear layers are computed run by run."""
+    """Replaces vLLM's class that computes adapters on CPUs; linear layers are computed run by run (see `RowRun`)."""
 
     def update_metadata(self, *mapping: Any, **more: Any) -> None:
         """Store the adapter slot of each row of the next batch."""

@@ -8,24 +8,26 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 UNREPORTED = 4
-"""Maximum number of preemptions by weight updates that count as not reported yet, per request in the engine."""
+"""Maximum number of preemptions, per request in the engine, that weight updates caused and that vLLM is still expected
+to report."""
 
 
 class EngineLoad(NamedTuple):
     """The load of an engine."""
 
     running: int
-    """Requests in the batch."""
+    """Number of requests in the batch."""
     waiting: int
-    """Requests that wait for room in the batch."""
+    """Number of requests that wait for room in the batch."""
     kv_cache_ratio: float
     """Fraction of the KV cache in use."""
     preemptions: int
-    """Requests preempted so far because the KV cache was full; those that a weight update preempts do not count."""
+    """Number of preemptions so far because the KV cache was full; preemptions by weight updates do not count."""
 
 
 class Overflows:
-    """Counts the preemptions because of a full KV cache, without those of weight updates, which preempt all requests.
+    """Counts the preemptions that a full KV cache causes. A weight update also preempts all requests; these preemptions
+    are not counted.
 
     vLLM reports a preemption only with the request's next token, in some later step, and without a reason.
 
@@ -42,13 +44,13 @@ class Overflows:
         """Number of preemptions by updates that are not reported yet."""
 
     def updated(self, running: int, waiting: int) -> None:
-        """Note that an update preempted the running requests, some of which have not reported an earlier
-        preemption yet."""
+        """Note that a weight update preempted the running requests; earlier preemptions of some of them may not be
+        reported yet."""
         # Cancelled requests report nothing, so without a bound the number of expected reports would grow for ever.
         self._by_updates = min(self._by_updates + running, UNREPORTED * (running + waiting))
 
     def reported(self, preemptions: int) -> None:
-        """Count the preemptions that a step reported."""
+        """Count the preemptions that vLLM reported with one scheduler step."""
         by_updates = min(self._by_updates, preemptions)
         self._by_updates -= by_updates
         self.preemptions += preemptions - by_updates
@@ -61,7 +63,7 @@ class EngineTimes:
         self.running = 0
         """The number of requests in the engine, including waiting ones."""
         self.changed: Callable[[], None] = lambda: None
-        """Called when a pause begins or ends, when the first request comes, and when the last one ends."""
+        """Called when a pause begins or ends, when a first request comes, and when the last open request ends."""
         self._paused = 0.0
         """Total seconds of the pauses that have ended."""
         self._pause_began: float | None = None
@@ -72,13 +74,13 @@ class EngineTimes:
         return self._pause_began is not None
 
     def pause(self) -> None:
-        """Begin a pause, or continue it after a failed update."""
+        """Begin a pause; if the engine is still paused after a failed update, continue the pause."""
         if self._pause_began is None:
             self._pause_began = time.monotonic()
             self.changed()
 
     def resume(self) -> float:
-        """End the pause; returns its seconds."""
+        """End the pause; returns the duration of the pause in seconds."""
         before = self._paused
         self._paused, self._pause_began = self._paused_so_far(), None
         self.changed()
@@ -86,8 +88,11 @@ class EngineTimes:
 
     @contextmanager
     def request(self) -> Iterator[Callable[[Any], dict[str, float]]]:
-        """Count a request; yields a function that turns vLLM's statistics into the request's seconds in pauses,
-        queue and prefill."""
+        """Count a request as running until the `with` block ends.
+
+        Yields a function that takes vLLM's statistics of the request and returns the seconds that the request spent in
+        pauses, in the queue and in prefill.
+        """
         paused = self._paused_so_far()
         self.running += 1
         if self.running == 1:

@@ -7,11 +7,13 @@ from logging import LogRecord
 LOADS = "vllm.model_executor.models.utils"
 RELOADS = "vllm.model_executor.model_loader.reload.layerwise"
 ANSWERS = "vllm.v1.engine.async_llm"
-"""vLLM's loggers for loading weights, for reloading layers, and for answers of the engine core."""
+"""Names of vLLM's loggers: `LOADS` for loading weights, `RELOADS` for reloading layers, `ANSWERS` for answers of the
+engine core."""
 
 
 def not_of_rounding(record: LogRecord) -> bool:
-    """Drop the warning about float32 weights for parameters of a shorter type, as in a folder stored in float32."""
+    """Drop the warning that float32 weights are loaded into parameters of a shorter type; a model folder may have
+    float32 weights."""
     return not (isinstance(record.args, tuple) and "torch.float32" in map(str, record.args[1:2]))
 
 
@@ -26,5 +28,5 @@ def not_of_the_head(record: LogRecord) -> bool:
 
 
 def not_of_the_end(record: LogRecord) -> bool:
-    """Drop the warning that the engine core's answers end, which comes after Baton has stopped the core."""
+    """Drop the warning that the engine core gives no more answers; vLLM logs it after Baton has stopped the core."""
     return "output_handler failed" not in record.getMessage()

@@ -1,4 +1,4 @@
-"""The load that vLLM reports about itself, kept instead of printed; importing this module imports vLLM."""
+"""Keeps the load that vLLM reports about itself, instead of printing it. Importing this module imports vLLM."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from actors.engine.engine_load import EngineLoad, Overflows
 
 
 class LoadRecorder(PrometheusStatLogger):  # type: ignore[misc]
-    """Keeps the newest load.
+    """Keeps the newest load that vLLM has reported.
 
     It is a subclass of vLLM's Prometheus logger, because beside any other logger vLLM adds its own Prometheus
     logger, which updates about fifteen histograms per request. Baton exports these figures itself.
@@ -47,7 +47,7 @@ class LoadRecorder(PrometheusStatLogger):  # type: ignore[misc]
         """Print nothing."""
 
     def record_sleep_state(self, sleep: int = 0, level: int = 0) -> None:
-        """Ignored: Baton puts no engine to sleep."""
+        """Do nothing: Baton never puts an engine to sleep."""
 
     def record_admission_rejection(self, reason: str) -> None:
-        """Ignored: Baton's engines run without admission control."""
+        """Do nothing: Baton's engines run without admission control."""

@@ -1,7 +1,8 @@
-"""The language models of vLLM's multimodal families on CPUs, without torchvision, whose wheels need CUDA.
+"""Loads the language models of vLLM's multimodal families on CPUs without torchvision, whose wheels need CUDA.
 
-`register` makes vLLM take the model classes from this module, in every process that inspects or loads a model. Their
-modules import torchvision only to process images, which Baton never does, so empty modules replace it for the import.
+`register` makes vLLM take the model classes from this module, in every process that inspects or loads a model. vLLM's
+modules import torchvision only to process images, which Baton never does. So empty modules replace torchvision during
+the import.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from vllm import ModelRegistry
 
 QWEN = [f"Qwen3_5{kind}For{task}" for kind in ("", "Moe") for task in ("CausalLM", "ConditionalGeneration")]
 MODELS = dict.fromkeys(QWEN, "qwen3_5") | {"Gemma3ForConditionalGeneration": "gemma3_mm"}
-"""Model classes -> vLLM's modules that define them."""
+"""The module of vLLM that defines each model class, by the name of the class."""
 ABSENT = [f"torchvision{part}" for part in ("", ".transforms", ".transforms.v2", ".transforms.v2.functional")]
 
 

@@ -29,13 +29,14 @@ PULL_BACKEND = "baton_pull"
 """Name of the weight transfer backend that `actors.engine.worker_extension` registers."""
 
 BACKENDS = {"memory": PULL_BACKEND, "ipc": IPC_BACKEND}
-"""weights.transport -> vLLM's weight transfer backend."""
+"""Name of vLLM's weight transfer backend for each value of `weights.transport`."""
 
 MAX_SEQUENCES = 1024
 """Maximum number of requests that one engine runs at once; further requests wait inside vLLM."""
 
 GPU_BATCHED_TOKENS = 8192
-"""Maximum number of tokens in one step of a GPU engine; of vLLM's default of 2048, decoding leaves few for prompts."""
+"""Maximum number of tokens in one step of a GPU engine. With vLLM's default of 2048, decoding leaves few tokens of a
+step for prompts."""
 
 CPU_KV_CACHE_BYTES = 4 << 30
 """Maximum bytes of a CPU engine's KV cache, if the configuration names no size."""
@@ -64,7 +65,7 @@ class EngineSettings(NamedTuple):
     has_grammars: bool
     """Whether requests may demand structured output, which vLLM then enforces."""
     request_bytes: Callable[[Any], int]
-    """Returns the KV cache bytes of the longest request, given the model's configuration."""
+    """A function that returns the bytes of the longest request in the KV cache, given the model's configuration."""
 
     @staticmethod
     def of(config: Config) -> EngineSettings:
@@ -183,8 +184,8 @@ def _adapter_arguments(lora: LoraConfig, dtype: str, model_folder: Path) -> dict
 
 
 def can_overflow(settings: EngineSettings, model_folder: Path) -> bool:
-    """Return True if the KV cache may be too small for all requests at their maximum length; always on GPU, where
-    the size of the cache is known only after the start."""
+    """Return True if the KV cache may be too small for all requests at their maximum length. Always True on GPUs,
+    because the size of the cache is known only after the start there."""
     if on_gpu():
         return True
     needed = settings.sequences * settings.request_bytes(read_config(model_folder))

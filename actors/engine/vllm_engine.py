@@ -1,6 +1,7 @@
-"""vLLM behind the rollout's `Engine` protocol: token ids in; token ids, log-probabilities and policy versions out.
+"""Implements the rollout's `Engine` protocol with vLLM: token ids go in; token ids, log-probabilities and policy
+versions come out.
 
-One `AsyncLLM` per process. Weights change while requests run:
+A process has one `AsyncLLM`. Weights change while requests run:
 
     memory of the weights, checked -> pause (requests stay) -> pull, check, label with the version -> resume
 
@@ -53,7 +54,7 @@ if TYPE_CHECKING:
 Answer = TypeVar("Answer")
 
 CHECK_SECONDS = 1.0
-"""Seconds between two checks whether the engine core is alive, while a call waits for its answer."""
+"""While a call waits for the engine core's answer: seconds between two checks whether the core is alive."""
 WARM_UP = np.ones(8, np.int32)
 """Token ids of the warm-up prompt."""
 UPDATE_TRIES = 2
@@ -179,16 +180,17 @@ class VllmEngine:
     async def update_weights(
         self, version: PolicyVersion, data: WeightBytes | Sequence[Source], checksum: int
     ) -> WeightUpdate:
-        """Swap the weights while requests run.
+        """Load new weights while requests run.
 
-        `data`: where to pull the weights, or the announcement of the tensors that a rank shares, with its checksum.
+        `data`: the sources from which to pull the weights; or the announcement of the tensors that a rank shares, and
+        then `checksum` is the announcement's checksum.
 
         Raises:
             ValueError: the weights are not the policy's, or are older than the served weights; the engine keeps the
             served weights.
-            WeightsGone: the holder of the weights has ended or has newer weights; the engine keeps the old weights;
-            if it had begun to load, it stays paused until the next update.
-            RunFailed: the engine could not load the weights; it stays paused and must be ended.
+            WeightsGone: the holder of the weights has ended or has newer weights. The engine keeps the old weights; if
+            the engine had begun to load, it stays paused until the next update.
+            RunFailed: the engine could not load the weights; the engine stays paused and must be ended.
         """
         async with self._update_lock:
             if version < self.serving:
@@ -266,11 +268,11 @@ class VllmEngine:
 
     @property
     def load(self) -> EngineLoad | None:
-        """Return the engine's load; None if its KV cache cannot overflow."""
+        """Return the engine's load; None if its KV cache has room for all requests at their maximum length."""
         return self._recorder.load if self._recorder is not None else None
 
     def measure(self, metrics: Metrics) -> None:
-        """Return the engine's current state and its counts since the start."""
+        """Record the engine's current state and its counts since the start as metrics."""
         metrics.set("baton_generator_running_requests", self.running)
         metrics.set("baton_generator_policy_version", self.serving.step)
         metrics.count_to("baton_prefix_cached_tokens_total", self.counts["cached_tokens"])
@@ -280,7 +282,7 @@ class VllmEngine:
             metrics.count_to("baton_generator_preemptions_total", load.preemptions)
 
     def check_serves(self, version: int | None) -> None:
-        """Check that the engine serves this packed version; with None any version is accepted.
+        """Check that the engine serves this packed `PolicyVersion`; None accepts every version.
 
         Raises:
             RunFailed: the engine serves another version, or is dead or stopped.
@@ -312,7 +314,7 @@ class VllmEngine:
         return RunFailed("the engine core died; its log says why") if dead else None
 
     def stop(self) -> None:
-        """End the engine's processes; calls that wait for an answer of the core get an error."""
+        """End the engine's processes; calls that wait for an answer of the engine core get an error."""
         self._stopped = True
         llm, self._llm = self._llm, None
         if llm is not None:

@@ -1,4 +1,4 @@
-"""vLLM's parsers of tool calls and thinking, behind the endpoint's parser interface.
+"""Makes vLLM's parsers of tool calls and thinking usable at the agents' endpoint.
 
 agents.tool_parser: hermes                    tool calls as Hermes models write them
 agents.tool_parser: hermes+deepseek_r1        and the thinking before them
@@ -26,7 +26,7 @@ from service.rollout.player import Player
 log = logging.getLogger(__name__)
 
 OWN = "json"
-"""The name of the endpoint's own parser."""
+"""The value of `agents.tool_parser` that selects the endpoint's own parser instead of vLLM's parsers."""
 EXTRA = "baton-rl[parsers]"
 """Baton's extra with the packages that most of vLLM's parsers import."""
 ANY_TOOL = {"type": "function", "function": {"name": "any", "parameters": {"type": "object", "properties": {}}}}

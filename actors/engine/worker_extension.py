@@ -49,13 +49,15 @@ from actors.weights.pulled import WeightFile, file_of
 
 
 def allow_amx() -> None:
-    """Ask the kernel for AMX tiles, because vLLM's CPU attention does not if the first batch has at most 4 tokens."""
+    """Ask the kernel for AMX tiles, because vLLM's CPU attention does not ask if the first batch has at most 4
+    tokens."""
     if current_platform.is_cpu() and torch.cpu._is_amx_tile_supported():
         torch.cpu._init_amx()
 
 
 def end_with_owner() -> None:
-    """Kill this process and the engine core above it as soon as the owner is gone, however the owner ended."""
+    """Kill this process as soon as the owner has ended, for whatever reason; if the engine core is this process's
+    parent, kill the core too."""
     owner = int(os.environ.get(OWNER_PID, "0"))
     if owner in (0, os.getpid()):
         return
@@ -79,7 +81,7 @@ def _wait_and_end(owner_fd: int, core: int | None) -> None:
 
 
 def repack_for_cpu(model: torch.nn.Module) -> None:
-    """Repack the weights for vLLM's CPU kernels, after a reload has written unpacked ones.
+    """Repack the weights for vLLM's CPU kernels, after a reload has written unpacked weights.
 
     After a reload vLLM 0.32 keeps two outdated packed copies without an error: the head tied to the embedding, and
     MoE experts.
@@ -101,7 +103,8 @@ class NoInitInfo(WeightTransferInitInfo):  # type: ignore[misc]
 
 @dataclass
 class PullInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """The version of the weights, and where their parts lie in memory; see `actors.weights.pulled.WeightFile.info`."""
+    """The version of the weights, and the sources from which to read their parts; see
+    `actors.weights.pulled.WeightFile.info`."""
 
     version: int
     sources: list[Any]
@@ -138,7 +141,7 @@ class PullingEngine(LayerwiseEngine):
         """Do nothing: this transfer needs no set-up."""
 
     def receive_weights(self, update_info: PullInfo) -> None:
-        """Load every parameter; some layers read their parameters only when the update is finished."""
+        """Load every parameter. Some layers read their parameters only in `finish_weight_update`."""
         self._close()
         self._file = file_of(vars(update_info), self._kept)
         self.model.load_weights(self._file.tensors())
@@ -224,7 +227,8 @@ class AdapterSlot:
 
 
 class WorkerExtension:
-    """Mixed into vLLM's worker: methods that the engine calls in addition to vLLM's own methods."""
+    """Methods that the engine calls in addition to the methods of vLLM's worker; vLLM mixes this class into its
+    worker."""
 
     _slot: AdapterSlot
 
@@ -235,7 +239,7 @@ class WorkerExtension:
         self._slot.load_weights((name, torch.zeros(shape)) for name, shape in shapes.items())
 
     def update_adapter(self: Any, update_info: dict[str, Any]) -> None:
-        """Load the adapter that arrives by the weight transfer backend.
+        """Load the adapter that the weight transfer backend receives.
 
         This is not part of vLLM's weight update, because vLLM removes all adapters at the end of an update.
         """

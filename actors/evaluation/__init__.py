@@ -1,1 +1,1 @@
-"""Evaluation on engines, during a run or without one."""
+"""Evaluates a policy on engines, during a run or without a run."""

@@ -1,7 +1,9 @@
-"""The evaluations of a run: every set on the weights of one step, written to the run folder and the terminal.
+"""The evaluations of a run. An evaluation plays every evaluation set with the weights of one step; its results are
+written to the run folder and the terminal.
 
 pause    training waits until all engines have evaluated
-beside   some engines keep the evaluated weights, the trainer and the others continue; the results come at a later step
+beside   some engines keep the evaluated weights; the trainer and the other engines continue; results come some steps
+         later
 """
 
 from __future__ import annotations
@@ -64,7 +66,7 @@ class Evaluations:
         return every > 0 and (step % every == 0 or is_last)
 
     def continue_from(self, step: int) -> bool:
-        """Note that a trainer begins at this step; returns whether an evaluation of this or an earlier step is
+        """Note that a trainer begins at this step; returns True if an evaluation of this step or an earlier step is
         missing."""
         self._look()
         if self._running is not None and self._of_step > step:
@@ -79,8 +81,8 @@ class Evaluations:
         return missing and self._running is None
 
     def begin(self, step: int) -> bool:
-        """Begin to evaluate the newest weights, which are those of `step`, beside training; returns False if training
-        has to wait.
+        """Begin to evaluate the newest weights, which `step` produced, beside training. Returns False if training has
+        to wait for the evaluation.
 
         An evaluation that is due while another evaluation runs is skipped.
         """
@@ -97,7 +99,7 @@ class Evaluations:
         return kept is not None
 
     def numbers(self, step: int) -> dict[str, float]:
-        """Return the results for a step's line of `metrics.jsonl`: those of evaluations that ended after the
+        """Return the numbers for a step's line of `metrics.jsonl`: the results of evaluations that ended after the
         previous line."""
         self._look()
         numbers, self._numbers = self._numbers, {}
@@ -106,9 +108,9 @@ class Evaluations:
         return numbers
 
     async def at(self, step: int) -> None:
-        """Evaluate every set on all engines, while training waits, unless the run is stopped.
+        """Evaluate every set on all engines while training waits; ends early if the run is stopped.
 
-        After the last step all rows of a set are used, after earlier steps a sample of `data.eval_rows` rows.
+        After the last step all rows of a set are used; after earlier steps, a sample of `data.eval_rows` rows.
         """
         await self.settled()
         start, data = time.monotonic(), self._data
@@ -121,7 +123,7 @@ class Evaluations:
         self._record(step, start, results)
 
     async def settled(self) -> None:
-        """Wait for the evaluation beside training, unless the run is stopped."""
+        """Wait until the evaluation beside training has ended, or the run is stopped."""
         if self._running is not None:
             running, self._running = self._running, None
             await self._unless_stopped(running)

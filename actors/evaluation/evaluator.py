@@ -28,9 +28,10 @@ async def evaluate_on(
     most: int | None = None,
     version: int | None = None,
 ) -> Evaluation:
-    """Split a set, or a sample of `most` prompts, over generators or evaluators; summarizes all their trajectories.
+    """Evaluate a set, or a sample of `most` prompts of it, on several generators or evaluators.
 
-    `version`: the packed version that the generators have to serve.
+    The prompts are split among the engines; the result summarizes all trajectories. `version`: the packed
+    `PolicyVersion` that the generators have to serve.
     """
     shards = [EvalShard(number, len(engines), most) for number in range(len(engines))]
     of = () if version is None else (version,)
@@ -55,7 +56,7 @@ class Evaluator:
         self._model_folder = Path(model_folder)
 
     async def start(self) -> None:
-        """Start the engine; its errors propagate."""
+        """Start the engine; raises the errors of the engine's start."""
         await self._engine.start(PolicyVersion(0, 0))
         use_parser(self._player, self._config.endpoint, self._model_folder)
 

@@ -1,1 +1,1 @@
-"""Generators: a vLLM engine with agent loops beside it, and the pool of all of them."""
+"""Generators, each with a vLLM engine and the loops that play trajectories; and the pool of all generators."""

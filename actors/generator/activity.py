@@ -1,4 +1,4 @@
-"""Records the states of a generator over time, and how long it had no group to play."""
+"""Records the states of a generator over time, and the seconds for which it had no group to play."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ ENVIRONMENT = "environment"
 
 
 class Activity:
-    """The state of a generator and of its engine: spans of the timeline, and seconds by state."""
+    """Tracks the states of a generator and of its engine: records spans in the timeline, and counts seconds by
+    state."""
 
     def __init__(self, trace: Trace, engine: EngineTimes) -> None:
         self._engine = engine
@@ -39,8 +40,8 @@ class Activity:
         self._look()
 
     def busy(self, reason: str) -> float | None:
-        """Note that a group begins; returns the seconds that the generator waited for it, for this reason, or None if
-        another group was open."""
+        """Note that a group begins; returns the seconds for which the generator had no group before it, or None if
+        another group is open. `reason`: why the group did not come earlier."""
         if self._has_work:
             return None
         self._states.enter(WAITING, reason=reason)
@@ -51,7 +52,7 @@ class Activity:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Record, while the block runs, that the engine samples for an evaluation."""
+        """Record that the engine samples for an evaluation until the `with` block ends."""
         self._evaluations += 1
         self._look()
         try:
@@ -62,7 +63,7 @@ class Activity:
 
     @property
     def is_evaluating(self) -> bool:
-        """Return whether an evaluation is in progress."""
+        """Return True while an evaluation is in progress."""
         return self._evaluations > 0
 
     def by_state(self) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""A generator: one engine and the agent loops beside it.
+"""A generator: one engine, and the loops that play trajectories on it.
 
     claim a group -> play its samples concurrently -> put every finished step into the outbox -> claim the next
 
@@ -58,20 +58,21 @@ log = logging.getLogger(__name__)
 CHECK_SECONDS = 1.0
 """Seconds between two health checks of the engine."""
 RENEWALS = 4
-"""Number of renewals of open sessions within `buffer.step_deadline`."""
+"""Number of times within `buffer.step_deadline` that the deadlines of open sessions are renewed at the buffer."""
 EXIT_SECONDS = 1.0
-"""Seconds between a failure and the end of this process, in which the error reaches the callers."""
+"""Seconds from a failure to the end of this process. In this time the error reaches the callers."""
 
 
 class Membership(NamedTuple):
-    """The claimer and the outbox of the incarnation that the buffer assigned."""
+    """The claimer and the outbox of this generator's incarnation at the buffer."""
 
     claimer: Claimer
     outbox: Outbox
 
 
 class Generator(ImageHolder, Supervised):
-    """Generates for one buffer until the buffer is drained; a plain class that the caller wraps as a Ray actor."""
+    """Plays trajectories for one buffer until the buffer is drained. This is a plain class, which the caller wraps as a
+    Ray actor."""
 
     def __init__(
         self,
@@ -176,7 +177,7 @@ class Generator(ImageHolder, Supervised):
         return left
 
     async def run(self) -> None:
-        """Claim, play and submit until the buffer is drained or `stop` is called.
+        """Claim groups, play them and submit their steps, until the buffer is drained or `stop` is called.
 
         Raises:
             RunFailed: the engine died, another incarnation took this generator's place, or too many environments did
@@ -269,9 +270,9 @@ class Generator(ImageHolder, Supervised):
     async def update_weights(
         self, version: int, data: WeightBytes | Sequence[Source], checksum: int
     ) -> dict[str, float]:
-        """Swap the engine's weights while requests run.
+        """Load new weights into the engine while requests run.
 
-        `version` is packed; `data`: where to pull the weights, or a rank's announcement with its checksum.
+        `version`: a packed `PolicyVersion`; for `data` and `checksum` see `VllmEngine.update_weights`.
 
         Raises:
             ValueError: the weights are not the policy's; the engine keeps the old weights.
@@ -299,7 +300,7 @@ class Generator(ImageHolder, Supervised):
         """Sample trajectories of one shard of an evaluation set; they are not submitted to the buffer.
 
         Raises:
-            RunFailed: the engine served another version than this packed one at some time.
+            RunFailed: at some time the engine served another version than `version` (a packed `PolicyVersion`).
             ProcessLost: this process has not been started.
         """
         self._set_up()
@@ -336,8 +337,8 @@ class Generator(ImageHolder, Supervised):
 
     @ray.method(concurrency_group=WATCHING)  # type: ignore[untyped-decorator]
     async def blocked(self, known: int) -> str:
-        """Wait until more than `known` places in code have blocked this generator's event loop; returns the line about
-        the next place. Runs in a separate event loop.
+        """Wait until more than `known` places in the code have blocked this generator's event loop; returns the message
+        about the first further place. Runs in a separate event loop.
 
         Raises:
             ProcessLost: this process has not been started.
@@ -351,8 +352,8 @@ class Generator(ImageHolder, Supervised):
         self._room.set()
 
     async def leave(self, grace: float) -> None:
-        """Claim no more groups, continue open ones for `grace` seconds, then hand over the open trajectories;
-        `run` returns."""
+        """Claim no more groups, and continue the open groups for `grace` seconds. Then hand over the trajectories that
+        are still open, and let `run` return."""
         if self._joined is None:
             return
         claimer, outbox = self._joined

@@ -21,35 +21,37 @@ from service.types import PolicyVersion, Refusal
 POLL_SECONDS = 2.0
 """Length of one long poll in seconds."""
 RETRY = Backoff(0.2, 0.2)
-"""Backoff before an unreachable buffer is asked again."""
+"""Pauses, in seconds, before an unreachable buffer is asked again."""
 
 
 @dataclass(eq=False)
 class Claimer:
-    """Claims as many groups from the buffer as there is room for, and returns them one at a time."""
+    """Claims as many groups from the buffer as the generator has room for, and returns them one at a time."""
 
     generator: str
     incarnation: int
     claim: Callable[[Claim, float, int], Awaitable[ClaimAnswer]]
-    """Sends a claim to the buffer, with the maximum seconds to wait and the maximum number of groups."""
+    """A function that sends a claim to the buffer; its arguments: the claim, maximum seconds to wait, maximum number of
+    groups."""
     serving: Callable[[], PolicyVersion]
-    """Returns the version that the engine serves."""
+    """A function that returns the version which the engine serves."""
     deadline: float
-    """Seconds without an answer after which the run fails."""
+    """Seconds without an answer of the buffer after which the run fails."""
 
     def __post_init__(self) -> None:
         self._request_id = 0
         """Number of the newest claim; a claim has a number for each group. Ray repeats a call whose answer was lost;
         the buffer answers a repeated number with the same assignment."""
         self.arrived: list[Assignment] = []
-        """Assignments that are not played yet, including those from polls that were abandoned."""
+        """Assignments that are not played yet, including assignments from polls that were abandoned."""
         self._look = asyncio.Event()
         self.leaves = False
         """Whether no more groups are claimed."""
         self.waiting: Wait | None = None
-        """Why the buffer gives no group at the moment; None: the buffer was not asked, or gave a group."""
+        """The buffer's reason to give no group at the moment; None: the buffer was not asked, or it gave a group."""
         self.waited_for = "claim"
-        """Why the last group did not come earlier: the buffer's reason, or `claim` if the group came at once."""
+        """The reason why the last group did not come earlier: the buffer's reason, or `claim` if the group came at
+        once."""
 
     def look_again(self) -> None:
         """Claim again at once, because the engine serves a newer version, for which the buffer may have groups."""

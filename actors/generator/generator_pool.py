@@ -38,11 +38,11 @@ log = logging.getLogger(__name__)
 STOP_SECONDS = 10.0
 """Seconds that a generator may take to stop before its process is ended."""
 HAND_OVER_SECONDS = 30.0
-"""Seconds beyond its grace in which a generator that leaves hands over its open trajectories."""
+"""Seconds, after its grace, within which a generator that leaves must have handed over its open trajectories."""
 STATUS_SECONDS = 5.0
 """Seconds after which a generator that does not answer is omitted from a report."""
 BLOCKED = " (an environment that blocks its process needs env.isolation: process)"
-"""The usual reason for a generator that does not answer."""
+"""Text that is added to a message about a generator that does not answer: the usual reason."""
 
 
 class GeneratorPool:
@@ -156,7 +156,8 @@ class GeneratorPool:
     # -- joining and leaving ------------------------------------------------------------------------------------------
 
     def nodes(self) -> dict[str, str]:
-        """Return the node of each generator that generates and does not leave, in the order of their numbers."""
+        """Return the node of each generator that generates and does not leave, by the generator's name, in the order of
+        the generators' numbers."""
         staying = sorted(self._keepers.keys() - self._leaving, key=lambda name: int(name.rpartition("-")[2]))
         return {name: self.weights.node_of(name) for name in staying}
 
@@ -255,7 +256,7 @@ class GeneratorPool:
         return await self.weights.update(name)
 
     def progressed(self) -> None:
-        """Reset the count of failures, because an optimizer step was taken."""
+        """Note that an optimizer step was taken, and reset the count of failures."""
         self._failures.clear()
 
     def _not_taken(self, name: str, version: PolicyVersion, error: BaseException) -> None:

@@ -12,13 +12,14 @@ from actors.engine.engine_load import EngineLoad
 from service.config import Config
 
 SHRINK_FACTOR = 0.75
-"""Fraction of the open groups that may stay open after a preemption."""
+"""Factor by which the limit of open groups shrinks after a preemption."""
 ROOM_RATIO = 0.8
-"""Fraction of the KV cache in use below which one more group may open."""
+"""If a smaller fraction of the KV cache is in use, one more group may open."""
 
 
 class GroupLimit:
-    """The limit of open groups: a quarter fewer after a preemption, one more while the KV cache has room.
+    """The limit of open groups: it shrinks by a quarter after a preemption, and grows by one while the KV cache has
+    room.
 
     >>> limit = GroupLimit(8)
     >>> limit.observe(EngineLoad(60, 4, 1.0, preemptions=3), open_groups=8)
@@ -36,18 +37,19 @@ class GroupLimit:
 
     @staticmethod
     def of(config: Config) -> GroupLimit:
-        """Return the limit for this generator's share of the configured groups; a single claim asks for at
+        """Return a limit that begins with this generator's share of the configured groups. A single claim asks for at
         most this generator's share of a mini-batch."""
         generator = config.generator
         at_once = config.trainer.mini_batch_size / generator.concurrent_groups
         return GroupLimit(-(-generator.concurrent_groups // generator.min_engines), at_once)
 
     def room(self, open_groups: int) -> int:
-        """Return how many groups to claim at once, at least 1; the caller has checked that a group may open."""
+        """Return the number of groups to claim at once; at least 1, because the caller has checked that a group may
+        open."""
         return max(1, min(self.groups - open_groups, math.ceil(self._at_once * self._most)))
 
     def share(self, most: int) -> None:
-        """Change the maximum of open groups, because there are more or fewer generators."""
+        """Set the maximum of open groups to `most`, because there are more or fewer generators."""
         self.groups = most if self.groups == self._most else min(self.groups, most)
         self._most = most
 

@@ -1,4 +1,4 @@
-"""Sends steps and trajectory ends to the buffer: batched, numbered, and resent until acknowledged.
+"""Sends steps and trajectory ends to the buffer in numbered messages; a message is sent again until it is acknowledged.
 
 append, append, end --hurry--> message 7 --submit--> Receipt               acknowledged: forgotten
                                                      no answer             the same bytes again, until the deadline
@@ -24,8 +24,8 @@ from service.types import Refusal, RefusalReason, Sender, Step, StepGroup, Steps
 log = logging.getLogger(__name__)
 
 HOLD_SECONDS = 0.25
-"""Maximum seconds for which a message accepts further items. Waiting costs little, because the buffer cannot use a part
-of a group; and a message costs more than a step."""
+"""Maximum seconds for which a message waits for further items. The wait costs little, because the buffer cannot use a
+part of a group; and each message has a fixed cost, which is larger than the cost of a step."""
 WINDOW = 4
 """Maximum number of messages in flight."""
 MESSAGE_BYTES = 4 << 20
@@ -34,9 +34,9 @@ NAME_BYTES = MAX_HEADER_BYTES // 2
 """A message also takes no further item once the uids and stop reasons of its items have this many bytes in total. A
 single item has far fewer."""
 ANSWER_SECONDS = 10.0
-"""Seconds after which an unanswered message is resent; a frozen process raises no error."""
+"""Seconds after which an unanswered message is sent again, because a frozen buffer process raises no error."""
 RETRY = Backoff(0.05, 1.0)
-"""Pauses before a message is resent."""
+"""Pauses, in seconds, before a message is sent again."""
 
 
 class Unreachable(Exception):
@@ -58,15 +58,16 @@ class _Message:
 
 @dataclass(eq=False)
 class Outbox:
-    """Delivers every step and end of a generator's incarnation at least once, with sequence numbers without gaps."""
+    """Delivers every step and trajectory end of a generator's incarnation to the buffer at least once. The messages
+    have sequence numbers without gaps."""
 
     generator: str
     incarnation: int
     submit: Callable[[bytes], Awaitable[Receipt | Refusal]]
     deadline: float
-    """Seconds without an answer after which the run fails."""
+    """Seconds without an answer of the buffer after which the run fails."""
     on_refused: Callable[[TrajectoryId], None]
-    """Called with each trajectory that needs no more work."""
+    """Called with each trajectory of which the buffer accepts no more steps, so that it needs no more work."""
     on_sent: Callable[[Steps], None] = lambda steps: None
     """Called with the steps of each message when it is sent for the first time."""
 
@@ -95,8 +96,8 @@ class Outbox:
         self._message(None).columns.end(end)
 
     async def accepted(self, trajectory: TrajectoryId) -> bool:
-        """Wait for the buffer's answer to the last queued step, which is of this trajectory; returns whether it
-        was accepted."""
+        """Wait for the buffer's answer to the last queued step, which must belong to this trajectory; returns True if
+        the buffer accepted the step."""
         if (message := self._open) is None:
             raise RuntimeError("nothing is queued")
         self.hurry()
@@ -104,8 +105,8 @@ class Outbox:
         return trajectory not in message.refused | message.late
 
     def group_complete(self, last: bool) -> None:
-        """Note that the queued items complete a group; `last`: no other group is being played whose items could be
-        sent together."""
+        """Note that the queued items complete a group. `last`: no other group is being played, so there is nothing for
+        which the message could wait."""
         if self._open is not None:
             self._open.complete += 1
             if last or self._open.complete >= self._wanted:
@@ -136,7 +137,7 @@ class Outbox:
         await self._messages.join()
 
     async def run(self) -> None:
-        """Send until cancelled.
+        """Send the queued messages until cancelled.
 
         Raises:
             Starved: the buffer did not answer within the deadline.

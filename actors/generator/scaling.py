@@ -1,9 +1,9 @@
-"""Scales the number of generators: they join when there is room, and leave when fewer are asked for or their node
-is drained.
+"""Changes the number of generators. Generators join when there is room; they leave when fewer are asked for, or when
+their node is drained.
 
 asked for 3, 2 are there    room for a third one -> its engine starts -> newest weights -> it claims groups
 asked for 1, 2 are there    the last one continues for its grace, hands over its open trajectories, and ends
-a node is drained           its generators do the same before the node ends; others join if there is room
+a node is drained           its generators hand over and end before the node ends; others join if there is room
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from service.config.rollout import GeneratorConfig
 from service.errors import RunFailed
 
 PAUSE_SECONDS = 15.0
-"""Seconds before the next try after a generator could not join."""
+"""Seconds from a failed try to let a generator join to the next try."""
 MARGIN_SECONDS = 5.0
-"""Seconds before a node's end in which its generators hand over."""
+"""Seconds before a node's end at which its generators begin to hand over their open trajectories."""
 
 
 class Placed(NamedTuple):

@@ -1,4 +1,4 @@
-"""Each actor's output goes to `logs/<part>.log` in the run folder, from the actor's construction on."""
+"""Writes each actor's output to `logs/<part>.log` in the run folder, from the actor's construction on."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def begin_logs(parts: Sequence[str], folder: Path) -> None:
 
 
 def say_which_are_elsewhere(parts: Sequence[str], folder: Path, say: Callable[[str], None]) -> None:
-    """If a log is still empty after all actors were constructed, write to the terminal and into that log where the
-    part's output is."""
+    """Find the logs that are still empty after all actors were constructed. For each, write the place of the part's
+    output to the terminal and into the empty log."""
     for part in parts:
         file = folder / f"{part}{SUFFIX}"
         if file.exists() and not file.stat().st_size:
@@ -54,9 +54,10 @@ def say_which_are_elsewhere(parts: Sequence[str], folder: Path, say: Callable[[s
 
 
 def keep_log(part: str) -> None:
-    """Send what this process and its children print to the part's log, and the messages of Python's logging too.
+    """Write all output of this process and its children to the part's log, including messages of Python's logging.
 
-    Outside a run nothing changes. On a host that does not share the run folder, the log is beside Ray's own logs.
+    Outside a run, nothing changes. On a host that does not share the run folder, the log is in the folder of Ray's own
+    logs.
     """
     if (told := os.environ.get(LOG_FOLDER)) is None:
         return
@@ -102,7 +103,7 @@ def _file(told: str, part: str) -> Path:
 
 
 def elsewhere(folder: Path, part: str) -> str:
-    """Return the name of a log among Ray's own logs.
+    """Return the name of a part's log if the log is in the folder of Ray's own logs.
 
     >>> elsewhere(Path("runs/quickstart/logs"), "buffer")
     'baton-quickstart-buffer.log'

@@ -1,4 +1,4 @@
-"""Protects the hub's HTTP server from strangers who block it, or read its answers through a user's browser."""
+"""Protects the hub's HTTP server from strangers who block it, or who read its answers through a user's browser."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from aiohttp.web_protocol import RequestHandler
 MAX_CONNECTIONS = 128
 """Maximum number of simultaneous connections; a further connection replaces the oldest."""
 CONNECTION_SECONDS = 30.0
-"""Maximum seconds of a connection, in which one request is received and answered."""
+"""Maximum duration of a connection, in seconds; each connection serves one request."""
 
 OWN_NAMES = ("localhost", socket.gethostname().lower())
 NOT_OWN = "This name is none of this host; use the host's own name, its address, or localhost.\n"
@@ -50,9 +50,9 @@ def _cut(connection: RequestHandler) -> None:
 def for_own_names(configured: str) -> Middleware:
     """Return a middleware that answers only requests to this host, and one request per connection.
 
-    With DNS rebinding, the host name of a stranger's web page resolves to this machine. The page could then read
-    the answers through the browser of somebody who has access. The browser sends the stranger's host name as
-    `Host`, and never an address.
+    This protects against DNS rebinding, with which the host name of a stranger's web page resolves to this machine. The
+    page could then read the answers through the browser of somebody who has access. But the browser sends the
+    stranger's host name as `Host`, never an address.
     """
 
     @web.middleware
@@ -87,7 +87,7 @@ def host_name(host: str) -> str:
 
 
 def is_address(name: str) -> bool:
-    """Return whether a name is an IP address."""
+    """Return True if a name is an IP address."""
     try:
         ip_address(name)
     except ValueError:

@@ -1,4 +1,4 @@
-"""The actor that serves /metrics, /status and the status page on one port; it outlives the other actors."""
+"""The actor that serves /metrics, /status and the status page on one port. It continues when other actors die."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ PAGE_HEADERS = {
     "X-Content-Type-Options": "nosniff",
 }
 VARY = {"Vary": "Accept"}
-"""Header of `/status`, which has two forms, so that caches distinguish them."""
+"""Header of answers to `/status`, so that caches distinguish its two forms (HTML and JSON)."""
 
 
 class MetricsHub(Supervised):
@@ -177,7 +177,8 @@ class MetricsHub(Supervised):
 
 
 def prefers_html(accept: str) -> bool:
-    """Return whether an `Accept` header names HTML and not JSON, as a browser's does; all other clients get JSON.
+    """Return True if an `Accept` header names HTML and not JSON, as the header of a browser does; all other clients get
+    JSON.
 
     >>> prefers_html("text/html,application/xml;q=0.9,*/*;q=0.8"), prefers_html("*/*"), prefers_html("")
     (True, False, False)
@@ -203,7 +204,8 @@ class ScrapeTargets:
 def run_target(address: str, folder: str | None) -> dict[str, Any]:
     """Return a run's metrics service in the format of Prometheus' service discovery, named after the run's folder.
 
-    Prometheus sends the folder with each scrape, so a run that uses the address of a killed run does not answer for it.
+    Prometheus sends the folder with each scrape. So a new run at the address of a killed run does not answer for the
+    killed run.
     """
     labels = {"__meta_baton_kind": "baton"}
     if folder is not None:

@@ -23,14 +23,14 @@ log = logging.getLogger(__name__)
 PUSH_SECONDS = 1.0
 
 THREAD_PUSH_SECONDS = 4.0
-"""Push interval of an actor that reports only its process; shorter than the time after which an actor is silent."""
+"""Seconds between two pushes of an actor that reports only its process. The hub counts an actor as silent only after a
+longer time."""
 
 
 class Reporter:
-    """Owns the recorder of a process and pushes its snapshots until it is stopped.
+    """Has the recorder of a process, and pushes the recorder's snapshots until `stop`.
 
-    `refresh` is called before every push; it sets the metrics that depend on the current state and are not counted at
-    events.
+    `refresh` is called before every push; it sets the metrics that depend on the current state.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Reporter:
         self._reports.append((part, dict(report)))
 
     def push(self) -> None:
-        """Push now, without waiting for the hub's answer: a dead hub delays nothing."""
+        """Push now. The hub's answer is not awaited, so a dead hub delays nothing."""
         began = time.thread_time()
         if self._refresh is not None:
             self._refresh(self.metrics)

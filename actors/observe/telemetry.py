@@ -27,7 +27,7 @@ from service.types import PolicyVersion
 from service.version import installed_version
 
 SLOW_SYNC_SECONDS = 0.02
-"""Minimum seconds of a journal sync for which the timeline shows it."""
+"""The timeline shows only journal syncs that take at least this many seconds."""
 
 
 class RunTelemetry(Reporter):
@@ -52,7 +52,7 @@ class RunTelemetry(Reporter):
         return self._states.seconds()
 
     def span(self, row: str, step: int, began: float) -> None:
-        """Record a finished checkpoint or evaluation of a step, with the time of its start."""
+        """Record a finished checkpoint or evaluation of a step in the timeline; `began`: the time of its start."""
         self.trace.span(row, f"step {step}", began, time.monotonic())
 
     def state(self, state: str) -> None:
@@ -64,7 +64,7 @@ class RunTelemetry(Reporter):
     def stepped(
         self, policy: PolicyVersion, line: Mapping[str, float], seconds_left: float | None, not_learning: str
     ) -> None:
-        """Report an applied optimizer step; `line` is its line of `metrics.jsonl`, for the other arguments see
+        """Report an applied optimizer step. `line` is the step's line of `metrics.jsonl`; for the other arguments see
         `Progress`."""
         now = time.time()
         measure_step(self.metrics, line, now)
@@ -77,7 +77,8 @@ class RunTelemetry(Reporter):
         self.trace.counter("staleness", staleness)
 
     def failing(self, why: str) -> None:
-        """Report why many trajectories fail, or why a step waits because of failures; empty if neither is so."""
+        """Report the reason why many trajectories fail, or why failures make a step wait; an empty text means that
+        neither happens."""
         self._report_run(failing=why)
 
     def aborted(self) -> None:
@@ -93,7 +94,8 @@ class RunTelemetry(Reporter):
         self.metrics.count("baton_weight_sync_failures_total")
 
     def generators(self, expected: int) -> None:
-        """Report how many generators should be up: the number that joined and stay, at least the configured minimum."""
+        """Report the number of generators that should be up: all that joined and have not left, but at least the
+        configured minimum."""
         self.metrics.set("baton_generators_expected", expected)
         self._report_run(generators=expected)
 
@@ -124,15 +126,15 @@ class BufferTelemetry(Reporter):
         self._syncing, self._syncs = 0.0, 0
 
     def leased(self, lease: int, groups: Sequence[int], began: float) -> None:
-        """Record a mini-batch that was formed and encoded, with the time at which that began."""
+        """Record a mini-batch that was formed and encoded; `began`: the time at which its forming began."""
         self.trace.span("leases", f"lease {lease}", began, time.monotonic(), lease=lease, groups=list(groups))
 
     def committed(self, lease: int, step: int, began: float) -> None:
-        """Record that the commit of a lease is on disk, with the time at which the commit began."""
+        """Record that the commit of a lease is on disk; `began`: the time at which the commit began."""
         self.trace.span("commits", f"step {step}", began, time.monotonic(), lease=lease)
 
     def synced(self, began: float) -> None:
-        """Record a sync of the journal to disk, with the time at which it began."""
+        """Record a sync of the journal to disk; `began`: the time at which the sync began."""
         now = time.monotonic()
         self._syncing += now - began
         self._syncs += 1

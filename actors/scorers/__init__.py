@@ -1,1 +1,1 @@
-"""The processes of scorers, and the engine of teachers and frozen roles."""
+"""The processes of scorers, and the engines of teachers and of frozen roles."""

@@ -73,7 +73,8 @@ def place_scorers(
     engine_env: Mapping[str, str],
     has_gpu: bool,
 ) -> dict[str, Any]:
-    """Start the actors of all scorers; returns them by name. They use other CPUs and GPUs than ranks and engines.
+    """Start the actors of all scorers; returns the actors by name. They use other CPUs and GPUs than the trainer's
+    ranks and the generators' engines.
 
     `engine_env`: environment variables of a process with an engine.
     """
@@ -94,6 +95,7 @@ def place_scorers(
 
 
 async def all_up(actors: Iterable[Any], settings: Mapping[str, ScorerConfig | RoleConfig], who: str) -> None:
-    """Wait until every actor is ready; a scorer that cannot be loaded ends the run before its first step."""
+    """Wait until every actor is ready; raises the error of an actor that cannot start, which ends the run before its
+    first step."""
     within = max((each.start_deadline for each in settings.values()), default=0.0)
     await asyncio.gather(*(started(partial(call, actor.ready, who=who, within=within), within) for actor in actors))

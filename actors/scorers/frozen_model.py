@@ -35,11 +35,11 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 OF_THE_POLICY = ("worker_extension_cls", "weight_transfer_config", "enable_return_routed_experts")
-"""Arguments of the policy's engine that an engine with frozen weights does not get."""
+"""Arguments of vLLM that only the policy's engines get, not an engine with frozen weights."""
 
 
 class FrozenEngine:
-    """One frozen engine in this process."""
+    """A vLLM engine in this process whose weights never change."""
 
     def __init__(self, config: Config, folder: Path) -> None:
         arguments = engine_arguments(EngineSettings.of(_frozen_settings(config)), folder)
@@ -167,8 +167,8 @@ def actor_name(role: str) -> str:
 def place_roles(
     roles: Mapping[str, RoleConfig], config_json: str, engine_env: Mapping[str, str], has_gpu: bool, hub: str | None
 ) -> dict[str, Any]:
-    """Start the actors of the frozen roles that the run serves; returns them by name. They use other GPUs than ranks
-    and engines."""
+    """Start the actors of the frozen roles that the run serves; returns the actors by name. They use other GPUs than
+    the trainer's ranks and the generators' engines."""
     return {
         actor_name(name): ray.remote(FrozenActor)
         .options(

@@ -1,4 +1,4 @@
-"""The calls to the actors of scorers, from the buffer's process, which imports no code that scores."""
+"""Calls the actors of scorers from the buffer's process, which itself imports no code of scorers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RESTART_PAUSE = 0.2
 
 
 class RayWorker:
-    """Asks a scorer's actor; see `service.scorers.asking.Worker`."""
+    """A worker that asks the Ray actor of a scorer; implements `service.scorers.asking.Worker`."""
 
     def __init__(self, name: str, is_process: bool) -> None:
         """Store the settings; `is_process`: whether the actor gets one group at a time, and is ended if it does not
@@ -50,7 +50,7 @@ class RayWorker:
         return await self._call("reply", row, group)  # type: ignore[no-any-return]
 
     def renew(self) -> None:
-        """End the process, which Ray then restarts."""
+        """End the actor's process; Ray then starts it again."""
         if self._is_process:
             self._ended = self._life
             with suppress(ValueError):  # there is no actor of that name; the next request will fail

@@ -147,9 +147,9 @@ class TrainerRank(Supervised):
     ) -> None:
         """Join the process group and load the policy from disk.
 
-        `nodes`: the node of each rank; None: all are on the same node. `adapter`: whether to train the adapter of
-        `model.lora`, if there is one; otherwise all weights are trained. `checkpointing`: which
-        activations are kept; None: as in the settings.
+        `nodes`: the node of each rank; None: all ranks are on one node. `adapter`: whether to train the adapter of
+        `model.lora`, if one is configured; otherwise all weights are trained. `checkpointing`: the activations that are
+        kept for the backward pass; None: as in the settings.
 
         Raises:
             UserError: Ray assigned a GPU to this rank that PyTorch cannot use.
@@ -254,20 +254,24 @@ class TrainerRank(Supervised):
 
     @ray.method(concurrency_group=SENDING)  # type: ignore[untyped-decorator]
     def share(self) -> tuple[RemoteMemory | None, str]:
-        """Let generators of other hosts read this rank's part; without NIXL returns None, and the reason."""
+        """Let generators of other hosts read this rank's part of the weights. Returns the memory and an empty text, or
+        None and the reason why NIXL cannot be used."""
         return self._buffers.share()
 
     @ray.method(concurrency_group=SENDING, num_returns=2)  # type: ignore[untyped-decorator]
     def bucket(self, version: int, start: int, stop: int) -> tuple[Octets | None, WeightBucket | None]:
-        """Return the bytes from `start` to `stop` of this rank's part of a version; None if a newer version has
-        replaced it."""
+        """Return the bytes from `start` to `stop` of this rank's part of a version, and their description; (None, None)
+        if a newer version has replaced the version."""
         _, found = self.learner, self._buffers.bucket(version, start, stop)
         bucket, message = found or (None, None)
         return message, bucket
 
     def ipc_handles(self, version: int) -> tuple[bytes, int] | None:
-        """Return memory handles of this version's weights on this rank's GPU, for one update of the engine on that GPU,
-        and their checksum; None if a newer version has replaced this one."""
+        """Return an announcement with memory handles of a version's weights on this rank's GPU, and the announcement's
+        checksum.
+
+        The handles are for one update of the engine on this GPU. None: a newer version has replaced this version.
+        """
         _, (gathered, weights) = self.learner, self._gathered
         if version != gathered:
             return None
@@ -307,7 +311,8 @@ class TrainerRank(Supervised):
 
 
 def process_group_backend(device: torch.device, cpu_offload: bool) -> str:
-    """Return the backends of the ranks' process group; gloo is included only if tensors on the CPU are reduced."""
+    """Return the backends of the ranks' process group. The backend gloo is included only if tensors on the CPU are
+    reduced."""
     if device.type == "cpu":
         return "gloo"
     return "cuda:nccl,cpu:gloo" if cpu_offload else "cuda:nccl"

@@ -25,11 +25,11 @@ from service.run.memory import advice
 from service.types import PolicyVersion, SupervisedRow
 
 MEMORY = ("trainer/gpu_reserved_bytes", "trainer/gpu_estimated_bytes")
-"""Metrics of a step that differ by rank; the largest value is reported."""
+"""Metrics of a step that differ from rank to rank; the largest value of all ranks is reported."""
 
 
 class TrainerGroup:
-    """Calls every rank; raises `TrainerLost` if one of them fails."""
+    """All ranks of the trainer. A method that calls the ranks raises `TrainerLost` if a rank fails."""
 
     def __init__(self, ranks: Sequence[Any], start_deadline: float, deadline: float, warm_start_steps: int = 0) -> None:
         """Store the settings; `deadline`: seconds in which a rank must answer a call; also the time for each step of
@@ -122,20 +122,23 @@ class TrainerGroup:
         return PublishedWeights(version)
 
     async def remotes(self) -> list[tuple[RemoteMemory | None, str]]:
-        """Let generators of other hosts read each rank's part; returns None and the reason for a rank without NIXL."""
+        """Let generators of other hosts read each rank's part of the weights. Returns for each rank its memory and an
+        empty text, or None and the reason why NIXL cannot be used."""
         return await self._ask_all("share")
 
     async def bucket(self, version: PolicyVersion, rank: int, start: int, stop: int) -> tuple[WeightBucket, Any] | None:
-        """Return bytes of a rank's part of these weights, and a reference to their message; None if the rank has
-        newer weights."""
+        """Return the description of a rank's bytes from `start` to `stop`, and a Ray reference to the bytes; None if
+        the rank has newer weights."""
         message, bucket = self._ranks[rank].bucket.remote(version.pack(), start, stop)
         with _raises_trainer_lost():
             found = await answer(bucket, who=f"trainer-{rank}", within=self._deadline)
             return None if found is None else (found, message)
 
     async def ipc_handles(self, number: int, version: PolicyVersion) -> tuple[bytes, int] | None:
-        """Return an announcement with memory handles of a rank's weights, for one update of the engine on its GPU, and
-        its checksum; None if the rank has newer weights."""
+        """Return an announcement with memory handles of a rank's weights, and the announcement's checksum.
+
+        The handles are for one update of the engine on the rank's GPU. None: the rank has newer weights.
+        """
         found: tuple[bytes, int] | None = await self._ask(number, "ipc_handles", version.pack())
         return found
 

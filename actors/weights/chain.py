@@ -1,11 +1,12 @@
-"""Sends one publication from the ranks to several nodes; each node receives it once and passes it on to the next.
+"""Sends one publication of the weights from the ranks to several nodes. Each node receives the weights once, and passes
+them on to the next node.
 
     rank 0 on node A   --bucket 2--> node A --bucket 1--> node B --bucket 0--> node C
     rank 1 on node B   --bucket 2--> node B --bucket 1--> node C --bucket 0--> node A
 
 Each rank sends its own part. The network links of the ranks carry one copy of the weights, whatever the number of
-nodes. The last node finishes a few buckets after the first. A node passes a bucket on as a new object of its own,
-because Ray might fetch the original from any node that holds it, including the rank's.
+nodes. The last node finishes a few buckets after the first node. A node passes a bucket on as a new object of Ray's
+store, because Ray might fetch the original object from any node that holds it, including the node of the rank.
 """
 
 from __future__ import annotations
@@ -25,11 +26,12 @@ from actors.weights.weight_source import PublishedWeights, WeightSource
 from service.errors import BatonError, Starved
 
 TRIES = 3
-"""The number of successive calls without an answer that fit into `weights.sync_deadline`."""
+"""The maximum wait for the answer to one call is `weights.sync_deadline` divided by this number."""
 BUCKETS = 64
-"""Number of buckets of a publication, unless the bytes of a bucket would be outside of the next two bounds."""
+"""Number of buckets of a publication; more or fewer if a bucket's size would be outside of `MIN_BYTES` to
+`MAX_BYTES`."""
 MIN_BYTES, MAX_BYTES = 1 << 20, 64 << 20
-"""Bounds on the bytes of a bucket."""
+"""Minimum and maximum size of a bucket, in bytes."""
 AT_ONCE = 2
 """Maximum number of buckets in flight to a node: one that is arriving and one that was requested."""
 
@@ -49,19 +51,20 @@ class NodeImage:
     holder: str
     """Name of the generator that writes and holds the image."""
     generator: Any
-    """The actor of this generator, also after it has left."""
+    """The actor of the generator `holder`; kept even after the generator has left."""
     number: int
     users: int = 1
     path: str | None = None
-    """The path from which engines load the image; None after `arrived`, without `error`: there are newer weights."""
+    """The path from which engines load the image. If it is None after `arrived` was set, and there is no `error`, then
+    there are newer weights."""
     remote: RemoteMemory | None = None
-    """How other nodes read the image, if it was read with NIXL."""
+    """The memory from which other nodes read the image, if the image was read with NIXL."""
     unread: str = ""
     """Why the weights could not be read with NIXL; empty if they were read, or NIXL was not tried."""
     error: BaseException | None = None
-    """Why the node does not have the weights."""
+    """The error because of which the node does not have the weights; None if there was no error."""
     arrived: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when the image is complete, or when it is clear that it will not be."""
+    """Set when the image is complete, or when it is clear that the image will not become complete."""
 
 
 class WeightChain:
@@ -82,7 +85,7 @@ class WeightChain:
         """Images whose copies did not reach the next node."""
 
     async def send(self) -> None:
-        """Send the file of these weights.
+        """Send the weights file to all nodes.
 
         Raises:
             Replaced: the trainer has newer weights.
@@ -135,8 +138,8 @@ class WeightChain:
 
 
 def bounds_of_buckets(sizes: Sequence[int]) -> list[tuple[int, int, int]]:
-    """Return (rank, start, stop) of each bucket, for parts of these sizes; the ranks take turns, so that all links
-    are busy.
+    """Return (rank, start, stop) of each bucket, in bytes of the rank's part; `sizes`: the bytes of each rank's part.
+    The ranks take turns, so that all network links are busy.
 
     >>> [(rank, start >> 20, stop >> 20) for rank, start, stop in bounds_of_buckets([3 << 20, 1 << 20])]
     [(0, 0, 1), (1, 0, 1), (0, 1, 2), (0, 2, 3)]

@@ -1,4 +1,4 @@
-"""Weights from a trainer's rank to the engine on the same GPU, by CUDA IPC through vLLM's own weight transfer.
+"""Sends weights from a trainer's rank to the engine on the same GPU, by CUDA IPC through vLLM's own weight transfer.
 
     rank n     gathers all weights on its GPU; sends name, type, shape and a memory handle of each tensor
     engine n   pauses, opens the handles, loads from that memory, closes them, resumes
@@ -45,8 +45,8 @@ def handle_of(rebuild_arguments: Mapping[str, Any]) -> Handle:
 
 
 def rebuild_arguments(handle: Handle, spec: TensorSpec) -> tuple[Any, ...]:
-    """Return torch's arguments of `rebuild_cuda_tensor`, in order, for a contiguous tensor on the process's first
-    GPU."""
+    """Return torch's arguments of `rebuild_cuda_tensor`, in order; the tensor is contiguous, on the first GPU of this
+    process."""
     handles = {name: bytes.fromhex(handle[name]) for name in BYTE_FIELDS}
     return (
         Tensor,
@@ -68,8 +68,8 @@ def rebuild_arguments(handle: Handle, spec: TensorSpec) -> tuple[Any, ...]:
 
 
 def encode_handles(weights: Mapping[str, Tensor], device: torch.device) -> bytes:
-    """Encode handles of these tensors for the engine on this GPU. They must be opened once, because each call adds a
-    reader of the memory."""
+    """Encode handles of these tensors for the engine on this GPU. The engine must open each handle exactly once,
+    because each call adds a reader of the memory."""
     from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
     # The engine's process does not wait for kernels that this process has queued.

@@ -1,7 +1,7 @@
-"""Sends the newest weights to every engine that is up; an engine that was down gets them after its restart.
+"""Sends the newest weights to every engine that is up. An engine that was down gets the weights after its restart.
 
 memory   engines pull from the ranks or from an image of their node    `pulled.py`, `node_images.py`
-ipc      handles to a rank's tensors on the engine's GPU               `cuda_ipc.py`
+ipc      engines open handles to a rank's tensors on the same GPU      `cuda_ipc.py`
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Kept(NamedTuple):
     generators: dict[str, Any]
     """The generators of these engines, by name."""
     arriving: asyncio.Task[float] | None
-    """A task that ends when these engines have the version; None: they have it."""
+    """A task that ends when these engines have loaded the version; None: they have loaded it already."""
 
 
 class Delivery:
@@ -57,7 +57,7 @@ class Delivery:
         """The version that each evaluating engine keeps, by generator."""
 
     def register(self, name: str, node: str) -> None:
-        """Note that a generator has started on this node."""
+        """Note that a generator has started on the node `node`."""
         self._locks.setdefault(name, asyncio.Lock())
         self._images.register(name, node)
 
@@ -71,13 +71,16 @@ class Delivery:
             pass
 
     async def publish(self, weights: PublishedWeights) -> None:
-        """Wait until the previous weights have arrived, then send these to every engine in the background."""
+        """Wait until the previous weights have arrived, then send `weights` to every engine in the background."""
         await self.published()
         self._latest = weights
         self._sync = asyncio.ensure_future(self._update_all(weights))
 
     async def published(self) -> float | None:
-        """Wait until every engine serves the newest weights; returns the seconds from the start of sending until then.
+        """Wait until every engine serves the newest weights.
+
+        Returns the seconds from the start of sending the weights until the last engine served them; None if that was
+        returned before.
 
         Raises:
             RunFailed: the update took longer than `weights.sync_deadline`.
@@ -100,8 +103,8 @@ class Delivery:
             self._sync.cancel()
 
     def keep(self, up: Mapping[str, Any], count: int) -> Kept | None:
-        """Let `count` of these engines keep the newest weights until `release`; None if no other engine would
-        be left for training."""
+        """Let `count` of the engines `up` keep the newest weights until `release`. None: no weights were sent yet, or
+        no other engine would be left for training."""
         if self._latest is None or len(up) <= count:
             return None
         kept = Kept(self._latest.version, dict(islice(up.items(), count)), self._sync)
@@ -109,7 +112,7 @@ class Delivery:
         return kept
 
     async def release(self, kept: Kept) -> None:
-        """Give these engines the newest weights."""
+        """Let the engines of `kept` load the newest weights again."""
         for name in kept.generators:
             del self._kept[name]
         await asyncio.gather(*(self.update(name) for name in kept.generators))
@@ -117,7 +120,8 @@ class Delivery:
     async def update(self, name: str) -> BaseException | None:
         """Update one engine; an engine that is down, or fails during the update, is updated after its restart.
 
-        Returns the engine's error, or None; also None if the trainer is lost, which publishes again after its restart.
+        Returns the engine's error, or None. Also returns None if the trainer is lost, because the trainer publishes the
+        weights again after its restart.
         """
         if (lock := self._locks.get(name)) is None:
             return None  # it has left

@@ -1,7 +1,7 @@
 """A node's image of some weights: a safetensors file in shared memory, which every engine of the node loads from.
 
-A generator holds images for the engines of its node (`ImageHolder`); the driver chooses which generator, see
-`actors.weights.node_images`. The next version's image reuses the memory of a released image, so that engines and NIXL
+A generator holds images for the engines of its node (`ImageHolder`); the driver chooses the generator (see
+`actors.weights.node_images`). The next version's image reuses the memory of a released image, so that engines and NIXL
 register that memory once.
 """
 
@@ -23,7 +23,7 @@ from service.errors import WeightsGone
 SPARE = 2
 """Maximum number of spare memory regions: while engines change from one version to the next, a node has two images."""
 RELEASED = 1000
-"""How many numbers of released images are remembered."""
+"""Number of released images whose numbers are remembered."""
 
 
 class Image:
@@ -31,8 +31,8 @@ class Image:
     whole from the ranks."""
 
     def __init__(self, version: int, n_bytes: int, memory: WeightMemory | None = None) -> None:
-        """Begin the file in `memory`, which has the file's size, or in new memory; the file is marked with its version
-        once all of its bytes are there."""
+        """Begin the file in `memory`, which has the file's size, or, if None, in new memory. The file is marked with
+        its version once all of its bytes are there."""
         self._version, self._missing = version, n_bytes
         self.memory = memory or WeightMemory(n_bytes)
         self.memory.mark(NO_VERSION)
@@ -47,7 +47,7 @@ class Image:
         """Write a bucket, unless it was written before.
 
         Raises:
-            ValueError: the message differs from the sent message; the image stays unchanged.
+            ValueError: the bytes that arrived differ from the bytes that were sent; the image stays unchanged.
             WeightsGone: the image was released.
         """
         octets = verify(message, bucket.checksum)
@@ -73,8 +73,10 @@ class Image:
         return agent.share(self.memory)
 
     def release(self) -> WeightMemory:
-        """Return the memory for another image, after a write in progress; later writes are refused. A driver that gave
-        up waiting for a write may release the image while the write waits for a thread."""
+        """Wait for a write in progress, refuse later writes, and return the memory, which another image may use.
+
+        A write may come later than the release, because the driver may have given up waiting for the write.
+        """
         with self._writing:
             self._is_released = True
         return self.memory
@@ -85,7 +87,7 @@ class Image:
 
 
 class ImageHolder:
-    """The part of a generator that holds images, under numbers that the driver assigns."""
+    """The part of a generator that holds images; the driver gives each image a number."""
 
     def __init__(self) -> None:
         self._images: dict[int, Image] = {}
@@ -111,8 +113,11 @@ class ImageHolder:
     async def read_image(
         self, number: int, version: int, sources: Sequence[Source], remotes: Sequence[RemoteMemory], within: float
     ) -> tuple[str, RemoteMemory] | str:
-        """Hold an image as `hold_image` does, and read it from other hosts in `within` seconds; returns its path, and
-        how other hosts read it. If the read fails, returns the reason and holds nothing."""
+        """Hold an image as `hold_image` does, and fill it from other hosts within `within` seconds.
+
+        Returns the image's path, and the memory from which other hosts read the image. If the read fails, returns the
+        reason, and no image is held.
+        """
         try:
             return await self._read_image(number, version, sources, remotes, within)
         finally:
@@ -150,11 +155,12 @@ class ImageHolder:
     async def write_image(
         self, number: int, bucket: WeightBucket, message: WeightBytes, passes_on: bool
     ) -> tuple[WeightBytes | None, None]:
-        """Write a bucket into an image; returns the message to pass on, and separately None as an acknowledgement.
+        """Write a bucket into an image; returns the bytes to pass on to the next node (None if `passes_on` is false),
+        and a second None, which acknowledges the write.
 
         Raises:
             WeightsGone: there is no such image any more.
-            ValueError: the bytes differ from the sent bytes.
+            ValueError: the bytes that arrived differ from the bytes that were sent.
         """
         if (image := self._images.get(number)) is None:
             raise WeightsGone("these weights are not held any more")
@@ -162,8 +168,8 @@ class ImageHolder:
         return message if passes_on else None, None
 
     async def release_image(self, number: int) -> None:
-        """Keep the memory of an image for the next image; an image of an earlier process is ignored, because its memory
-        is already free."""
+        """Keep the memory of an image for the next image. If an earlier process held the image, do nothing, because the
+        memory is already free."""
         self._released.append(number)
         if (image := self._images.pop(number, None)) is not None:
             self._keep(await asyncio.to_thread(image.release))

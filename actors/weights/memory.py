@@ -24,20 +24,20 @@ NO_VERSION = -1
 
 
 class WeightMemory:
-    """Buffers in shared memory that other processes read. The memory has no name, and vanishes with the last process
-    that has it open."""
+    """Buffers in shared memory that other processes read. The memory has no name; it is freed when the last process
+    that has it open closes it or ends."""
 
     def __init__(self, n_bytes: int, buffers: int = 1) -> None:
         """Create the memory, with `n_bytes` in each buffer."""
         self.n_bytes = n_bytes
-        """The bytes of a buffer."""
+        """Number of bytes of each buffer."""
         self._fd = os.memfd_create("baton-weights", os.MFD_CLOEXEC)
         os.ftruncate(self._fd, PAGE + buffers * self._stride)
         self._octets = _map(self._fd)
         self._versions = _versions(self._octets)
         self._versions.fill_(NO_VERSION)
         self.path = f"/proc/{os.getpid()}/fd/{self._fd}#{os.fstat(self._fd).st_ino}"
-        """The path by which processes of the same host open the memory, with the file's inode number, because
+        """The path by which processes of the same host open the memory. It includes the file's inode number, because
         descriptors are reused."""
         self._end = finalize(self, os.close, self._fd)
 
@@ -55,7 +55,7 @@ class WeightMemory:
         return PAGE + buffer * self._stride
 
     def octets(self, buffer: int = 0) -> Tensor:
-        """Return the bytes of a buffer, [n] uint8; with a GPU the memory is registered with CUDA."""
+        """Return the bytes of a buffer, [n] uint8; if this process uses a GPU, the memory is registered with CUDA."""
         start = self.start(buffer)
         return self._octets[start : start + self.n_bytes]
 
@@ -64,7 +64,7 @@ class WeightMemory:
         self._versions[buffer] = version
 
     def register(self) -> None:
-        """Register the memory with CUDA, see the function `register`."""
+        """Register the memory with CUDA; see the function `register`."""
         register(self._octets)
 
     def close(self) -> None:
@@ -104,8 +104,8 @@ class OpenMemory:
 
 
 def register(octets: Tensor) -> None:
-    """If this process uses a GPU, register host memory with CUDA as long as it is mapped, so that copies do not go
-    through the driver's own buffers.
+    """If this process uses a GPU, register host memory with CUDA until the memory is unmapped. Then copies do not go
+    through buffers of CUDA's driver.
 
     Raises:
         RuntimeError: CUDA refuses.

@@ -1,13 +1,14 @@
-"""Reads of other hosts' memory with NIXL: a node's image is filled from the buffers of the ranks or from the image of
-another node, over RDMA where the network has it, and no process makes an intermediate copy.
+"""Reads other hosts' memory with NIXL. A node's image is filled from the buffers of the ranks or from the image of
+another node, over RDMA, and no process makes an intermediate copy.
 
     rank's process        | versions | buffer 0 | buffer 1 |      -> RemoteMemory, once
     generator's process   READ the versions;  each span of the rank's part  -READ->  its place in the image;
                           READ the versions
 
 The version of a buffer is removed before the buffer is written. A version that is still there after all spans were read
-thus shows that no span was replaced meanwhile. It contains the trainer's incarnation, and an agent's name is never used
-again, so a restarted rank is not mistaken for its earlier process. NIXL: https://github.com/ai-dynamo/nixl.
+thus shows that no span was replaced meanwhile. A version contains the trainer's incarnation, and the name of a NIXL
+agent is never used again, so a restarted rank is not mistaken for its earlier process. NIXL:
+https://github.com/ai-dynamo/nixl.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ from actors.weights.part import Source
 from service.errors import BatonError
 
 RDMA_CARDS = Path("/sys/class/infiniband")
-"""The kernel's list of network cards with RDMA, EFA among them. Over TCP NIXL is slower than Ray's object store."""
+"""The kernel's list of network cards with RDMA, including EFA. Without such a card NIXL is not used, because NIXL over
+TCP is slower than Ray's object store."""
 POLL_SECONDS = 0.001
 """Seconds between two checks of reads in progress."""
 VERSION_BYTES = 8
@@ -43,7 +45,7 @@ class ReadFailed(BatonError):
 
 
 class RemoteMemory(NamedTuple):
-    """How processes of other hosts reach the memory of a process, see `WeightMemory`."""
+    """The data with which processes of other hosts read the memory of a process; see `WeightMemory`."""
 
     agent: bytes
     """The metadata of the process's NIXL agent: its name, its network addresses, the keys of its memory."""
@@ -52,8 +54,9 @@ class RemoteMemory(NamedTuple):
 
 
 class NixlAgent:
-    """Reads from the memory of other hosts, and lets them read memory of this process until the agent is deleted. After
-    an error it must be deleted, because a read may still be in progress: it ends with the agent."""
+    """Reads from the memory of other hosts, and lets other hosts read memory of this process, until the agent is
+    deleted. After an error the agent must be deleted, because a read may still be in progress and ends only with the
+    agent."""
 
     def __init__(self) -> None:
         """Start an agent under a name that no other agent has had.

@@ -30,11 +30,11 @@ from service.errors import Starved
 log = logging.getLogger(__name__)
 
 MAX_FAILURES = 2
-"""Number of successive publications that could not be read with NIXL after which NIXL is not tried any more."""
+"""After this many successive publications that could not be read with NIXL, NIXL is not tried any more."""
 
 
 class NodeImages:
-    """Keeps track of which generator holds the image of its node."""
+    """Knows for each node the generator that holds the node's image."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class NodeImages:
         deadline: float,
         sent: Callable[[int], None] = lambda n_bytes: None,
     ) -> None:
-        """Store the settings; `sent` is called with the bytes that left the ranks."""
+        """Store the settings; `sent` is called with the number of bytes that the ranks sent to other hosts."""
         self._generators, self._trainer, self._deadline, self._sent = generators, trainer, deadline, sent
         self._node_of: dict[str, str] = {}
         self._held: dict[str, NodeImage] = {}
@@ -56,7 +56,7 @@ class NodeImages:
         self._under_way: set[asyncio.Task[None]] = set()
 
     def register(self, name: str, node: str) -> None:
-        """Note that a generator has started on this node; the images that its earlier process held have vanished."""
+        """Note that a generator has started on the node `node`, and forget the images that its earlier process held."""
         self._node_of[name] = node
         self._held = {of: held for of, held in self._held.items() if held.holder != name}
 
@@ -66,8 +66,8 @@ class NodeImages:
 
     @asynccontextmanager
     async def spread(self, names: Sequence[str], weights: PublishedWeights) -> AsyncIterator[None]:
-        """Send weights to the nodes of these generators, from node to node; the images are held while the block
-        runs."""
+        """Send weights to the nodes of these generators, from node to node; the images are held until the `with` block
+        ends."""
         lacking = [name for name in reversed(names) if not self._is_beside(name, weights)]
         one_a_node = {self._node_of[name]: name for name in lacking}
         all_held = self._begin(list(one_a_node.values()), weights)
@@ -83,8 +83,11 @@ class NodeImages:
 
     @asynccontextmanager
     async def sources_for(self, name: str, weights: PublishedWeights) -> AsyncIterator[Sequence[Source] | None]:
-        """Yield the sources from which a generator reads these weights: the memory of the ranks if all are on its node,
-        else the image of its node, which is held while the block runs. None: the trainer has newer weights."""
+        """Yield the sources from which a generator reads these weights.
+
+        The sources are the memory of the ranks if all ranks are on the generator's node; otherwise the image of the
+        node, which is held until the `with` block ends. None: the trainer has newer weights.
+        """
         if self._is_beside(name, weights):
             yield weights.sources
             return

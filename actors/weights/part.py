@@ -48,7 +48,7 @@ class WeightPart:
 
     @cached_property
     def ends(self) -> list[int]:
-        """Return the number of bytes of the part up to the end of each span."""
+        """Return for each span the number of bytes of the part up to the end of the span."""
         return [*accumulate(n_bytes for _, n_bytes in self.spans)]
 
     @property
@@ -57,7 +57,7 @@ class WeightPart:
         return self.ends[-1] if self.ends else 0
 
     def within(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """Return where the bytes from `start` to `stop` of the part lie in the file, as spans.
+        """Return the spans of the file that hold the bytes from `start` to `stop` of the part.
 
         >>> WeightPart.of_spans([(0, 8), (20, 4)]).within(6, 10)
         [(6, 2), (20, 2)]

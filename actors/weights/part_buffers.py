@@ -18,7 +18,7 @@ from actors.weights.policy_tensors import Octets, checksum_of
 from service.learn.model.sharding import Rows, finish_host_copies
 
 ALIGNED = 8
-"""Alignment of the start of the data, in bytes."""
+"""Alignment, in bytes, of the start of the data in the weights file."""
 
 
 class PartBuffers:
@@ -37,7 +37,7 @@ class PartBuffers:
 
     @property
     def source(self) -> Source:
-        """Return where the newest version lies."""
+        """Return the place from which processes of this host read the newest version."""
         return Source(self.part, self._memory.path, self._memory.start(self._newest), self._newest, stays=True)
 
     def copy(self, version: int, weights: Mapping[str, Rows], dtype: torch.dtype) -> None:
@@ -63,7 +63,8 @@ class PartBuffers:
             self.version = version
 
     def share(self) -> tuple[RemoteMemory | None, str]:
-        """Let generators of other hosts read both buffers; without NIXL returns None, and the reason."""
+        """Let generators of other hosts read both buffers. Returns the memory and an empty text, or None and the reason
+        why NIXL cannot be used."""
         with self._lock:
             try:
                 self._agent = self._agent or NixlAgent()
@@ -72,7 +73,8 @@ class PartBuffers:
                 return None, str(failed)
 
     def bucket(self, version: int, start: int, stop: int) -> tuple[WeightBucket, Octets] | None:
-        """Return these bytes of the part as a message; None: the buffers have another version."""
+        """Return the bytes from `start` to `stop` of the part, with their description; None if no buffer has the
+        version."""
         with self._lock:
             if version != self.version:
                 return None

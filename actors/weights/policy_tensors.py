@@ -1,4 +1,4 @@
-"""Checks that weights arrive unchanged and complete: by checksum, announced tensors, and the size of the policy.
+"""Checks that weights arrive unchanged and complete, by a checksum, the announced tensors, and the size of the policy.
 
     trainer   data, checksum_of(data)   ->  Ray's object store  ->  node     verify(data, checksum)
                                                                     engine   size.check(shapes)
@@ -38,13 +38,14 @@ WeightBytes = bytes | bytearray | memoryview | Octets
 ADAPTER = "policy"
 """Name of the adapter in the engine."""
 ADAPTER_ID = 1
-"""Number of the adapter in the engine, under which each publication replaces the previous one."""
+"""Number of the adapter in the engine; each publication replaces the adapter with this number."""
 
 AdapterShapes = dict[str, tuple[int, ...]]
-"""The tensors of an adapter: name -> shape."""
+"""The shape of each tensor of an adapter, by the tensor's name."""
 
 TIED_HEAD = "lm_head.weight"
-"""Name of the output head; with tied embeddings some model folders store it beside the embedding, others do not."""
+"""Name of the output head. If the head is tied to the embedding, some model folders store the head and others do
+not."""
 
 
 def checksum_of(data: WeightBytes) -> int:
@@ -81,7 +82,7 @@ class TensorSpec(NamedTuple):
 
 
 def adapter_shapes(lora: LoraConfig, weights: Iterable[tuple[str, Sequence[int]]]) -> AdapterShapes:
-    """Return the tensors of the adapter of a model with weights of these names and shapes."""
+    """Return the names and shapes of the adapter's tensors, from the names and shapes of the model's weights."""
     shapes: AdapterShapes = {}
     for name, shape in weights:
         module, _, kind = name.rpartition(".")
@@ -93,17 +94,18 @@ def adapter_shapes(lora: LoraConfig, weights: Iterable[tuple[str, Sequence[int]]
 
 
 class PolicySize(NamedTuple):
-    """The number of elements in a publication of the policy: those of the whole model, or of its adapter."""
+    """The number of elements in a publication of the policy, which is the whole model or its adapter."""
 
     elements: int
     tied: bool
-    """Whether the output head is the embedding, which then counts once."""
+    """Whether the output head is tied to the embedding; then the head is not counted."""
     adapter: AdapterShapes | None = None
-    """The tensors of the adapter, if each publication consists of these; None: it consists of the whole model."""
+    """The tensors of the adapter, if only the adapter is published; None if the whole model is published."""
 
     @staticmethod
     def of_folder(model_folder: Path, lora: LoraConfig | None = None) -> PolicySize:
-        """Return the size of the model in a Hugging Face folder, or of an adapter of that model; reads headers only."""
+        """Return the size of the model in a Hugging Face folder, or, with `lora`, of an adapter of the model. Only the
+        headers of the files are read."""
         shapes = list[tuple[str, Sequence[int]]]()
         for path in sorted(model_folder.glob("*.safetensors")):
             with open_weights(path, "numpy") as weights:
@@ -115,12 +117,12 @@ class PolicySize(NamedTuple):
         return size._replace(elements=size.count(shapes))
 
     def count(self, shapes: Iterable[tuple[str, Sequence[int]]]) -> int:
-        """Count the elements in tensors of these names and shapes, without a tied head."""
+        """Return the number of elements in tensors with these names and shapes, without a tied head."""
         return sum(math.prod(shape) for name, shape in shapes if not (self.tied and name == TIED_HEAD))
 
     def check(self, shapes: Iterable[tuple[str, Sequence[int]]]) -> None:
-        """Compare the size with the tensors of an update, because vLLM would silently keep the old values of a
-        missing tensor.
+        """Check that the tensors of an update are the whole policy, because vLLM would silently keep the old values of
+        a missing tensor.
 
         Raises:
             ValueError: the tensors are more or less than the whole policy, or belong to another adapter.
@@ -137,13 +139,15 @@ class PolicySize(NamedTuple):
 
 
 def encode_announcement(weights: Mapping[str, Tensor], **more: Any) -> bytes:
-    """Encode the ordered list of tensors that go from GPU to GPU as JSON; `more`: further data for the receiver."""
+    """Encode an announcement as JSON: the ordered list of the tensors that go from GPU to GPU, and `more` data for the
+    receiver."""
     specs = [TensorSpec(name, str(w.dtype).removeprefix("torch."), tuple(w.shape)) for name, w in weights.items()]
     return json.dumps({"tensors": specs, **more}).encode()
 
 
 def decode_announcement(data: WeightBytes, checksum: int, size: PolicySize) -> tuple[dict[str, Any], int]:
-    """Return an announcement, with which an engine's workers receive the tensors, and the total bytes of the tensors.
+    """Decode and check an announcement, with which an engine's workers receive the tensors; also returns the total
+    bytes of the tensors.
 
     Raises:
         ValueError: the announcement was changed on the way, or names more or less than the whole policy.

@@ -1,11 +1,12 @@
-"""A reader's view of a weights file, whose parts lie in several memory regions: only the bytes that are used are read.
+"""Reads a weights file whose parts lie in several memory regions; only the bytes that are used are read.
 
     rank 0   | header | a: rows 0 1 | b: row 0 |     PulledTensor a [4, ...]  --narrow(0, 1, 2)-->  rows 1 2
     rank 1   | a: rows 2 3 | b: row 1 |              --copy_-->  reads row 1 of rank 0 and row 2 of rank 1
 
 vLLM's loaders take a worker's part of a tensor (rows for some layers, columns for others) and copy it into a parameter.
-A `PulledTensor` follows such views without data, and at the copy reads only the rows that the view touches. Any other
-operation reads its values first. So this module does not depend on vLLM's layouts, and nothing is read twice.
+A `PulledTensor` lets a loader take such a view before any data is read; the copy then reads only the rows that the view
+touches. Any other operation on a `PulledTensor` reads its values first. So this module does not depend on vLLM's
+layouts, and nothing is read twice.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ DTYPES = {name: dtype for dtype, name in TYPES.items()}
 CPU = torch.device("cpu")
 
 ReadRows = Callable[[int, int, torch.device], Tensor]
-"""Returns the elements [(stop - start) x ...] of the rows from `start` to `stop` of a tensor, on a device."""
+"""A function (start, stop, device) that reads the rows from `start` to `stop` of a tensor to the device; returns their
+elements, [(stop - start) x ...]."""
 
 
 class StoredTensor(NamedTuple):
@@ -43,7 +45,7 @@ class StoredTensor(NamedTuple):
 
 
 class WeightFile:
-    """The weights file of one version."""
+    """The weights file of one version, opened for reading."""
 
     def __init__(self, version: int, sources: Sequence[Source], kept: dict[str, OpenMemory] | None = None) -> None:
         """Open the file. `kept`: memory that stays open from one version to the next, by inode number; is updated here.
@@ -85,7 +87,7 @@ class WeightFile:
 
     @property
     def n_bytes(self) -> int:
-        """Return the bytes of all parts."""
+        """Return the number of bytes of all parts."""
         return sum(source.part.n_bytes for source in self._sources)
 
     def check(self) -> None:
@@ -99,8 +101,8 @@ class WeightFile:
                 raise WeightsGone(f"the weights at {source.path} are gone (version {found}, not {self._version})")
 
     def read(self, start: int, stop: int, device: torch.device = CPU) -> Tensor:
-        """Return the bytes from `start` to `stop` of the file, [n] uint8; without a copy if one span of a part has
-        all of them and `device` is the CPU."""
+        """Return the bytes from `start` to `stop` of the file, [n] uint8. No copy is made if one span of a part has all
+        these bytes and `device` is the CPU."""
         pieces = list[Tensor]()
         number = bisect_right(self._starts, start) - 1
         while start < stop:
@@ -149,7 +151,8 @@ class WeightFile:
         return (octets if octets.storage_offset() % dtype.itemsize == 0 else octets.clone()).view(dtype)
 
     def info(self) -> dict[str, Any]:
-        """Return the argument of `file_of`, for processes of this host while this process has the file open."""
+        """Return data with which `file_of` opens the file in another process of this host, while this process has it
+        open."""
         sources = [(part.spans, self._memories[path].path, *where) for part, path, *where in self._sources]
         return {"version": self._version, "sources": sources}
 
@@ -160,7 +163,8 @@ class WeightFile:
 
 
 def file_of(info: Mapping[str, Any], kept: dict[str, OpenMemory]) -> WeightFile:
-    """Open a file that another process has open, from `WeightFile.info`; raises the errors of `WeightFile`."""
+    """Open a file that another process has open; `info` comes from `WeightFile.info`. Raises the errors of
+    `WeightFile`."""
     sources = [Source(WeightPart.of_spans(spans), *where) for spans, *where in info["sources"]]
     numbers = {source.path.partition("#")[2] for source in sources}
     for number in kept.keys() - numbers:  # of ranks that have ended
@@ -187,7 +191,7 @@ class PulledTensor(Tensor):
         return made
 
     def pulled(self, device: torch.device = CPU) -> Tensor:
-        """Read the rows that the view touches to the device, as whole rows, and return the view of them."""
+        """Read all rows that the view touches to the device, as whole rows, and return the view of these rows."""
         view = self._view
         if not view.numel():
             return torch.empty(view.shape, dtype=view.dtype, device=device)

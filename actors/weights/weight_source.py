@@ -16,9 +16,9 @@ TRAINER = "trainer"
 
 
 class TrainerLost(BatonError):
-    """A rank died, raised or did not answer; its group cannot continue.
+    """A rank died, raised an error or did not answer, so the trainer's ranks cannot continue.
 
-    `is_remedied`: whether the rank ran out of memory, and the group will need less memory from its next start on.
+    `is_remedied`: whether the rank ran out of memory, and the ranks will need less memory from their next start on.
     """
 
     def __init__(self, why: str, is_remedied: bool = False) -> None:
@@ -37,24 +37,28 @@ class PublishedWeights:
 
     @property
     def sizes(self) -> list[int]:
-        """Return the bytes of each rank's part."""
+        """Return the number of bytes of each rank's part."""
         return [source.part.n_bytes for source in self.sources]
 
 
 class WeightSource(Protocol):
-    """The calls of `actors.trainer.group.TrainerGroup` about weights; each raises `TrainerLost` if a rank fails."""
+    """The methods of `actors.trainer.group.TrainerGroup` that concern weights; each raises `TrainerLost` if a rank
+    fails."""
 
     @property
     def nodes(self) -> Sequence[str]:
         """Return the id of each rank's node."""
 
     async def remotes(self) -> list[tuple[RemoteMemory | None, str]]:
-        """Let generators of other hosts read each rank's part; returns None and the reason for a rank without NIXL."""
+        """Let generators of other hosts read each rank's part of the weights. Returns for each rank its memory and an
+        empty text, or None and the reason why NIXL cannot be used."""
 
     async def bucket(self, version: PolicyVersion, rank: int, start: int, stop: int) -> tuple[WeightBucket, Any] | None:
-        """Return bytes of a rank's part of these weights, and a reference to their message; None if the rank has
-        newer weights."""
+        """Return the description of a rank's bytes from `start` to `stop`, and a Ray reference to the bytes; None if
+        the rank has newer weights."""
 
     async def ipc_handles(self, number: int, version: PolicyVersion) -> tuple[bytes, int] | None:
-        """Return an announcement with memory handles of a rank's weights, for one update of the engine on its GPU, and
-        its checksum; None if the rank has newer weights."""
+        """Return an announcement with memory handles of a rank's weights, and the announcement's checksum.
+
+        The handles are for one update of the engine on the rank's GPU. None: the rank has newer weights.
+        """

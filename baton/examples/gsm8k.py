@@ -26,8 +26,8 @@ PATTERNS = {"strict": MARKED, "flexible": ANY, "boxed": BOXED}
 
 
 class Gsm8k:
-    """One problem; `strict` reads the number after `####`, `flexible` the last number in the text, and `boxed` the
-    content of the last `\\boxed{}`, which need not be a number."""
+    """One problem. The method `strict` reads the number after `####`; `flexible` reads the last number in the text;
+    `boxed` reads the content of the last `\\boxed{}`, which need not be a number."""
 
     def __init__(self, method: Literal["strict", "flexible", "boxed"] = "strict") -> None:
         if method not in PATTERNS:
@@ -35,7 +35,7 @@ class Gsm8k:
         self._pattern = PATTERNS[method]
 
     def check_task(self, task: Task) -> None:
-        """Raises if the row has no `ground_truth` of the kind that the method reads."""
+        """Raises if the row has no `ground_truth`, or the method needs a number and the `ground_truth` is no number."""
         truth = str(task.reward_spec["ground_truth"])
         if self._pattern is not BOXED and number(truth) is None:
             raise ValueError(f"ground_truth {truth!r:.80} is no number")
@@ -52,7 +52,7 @@ class Gsm8k:
         return StepResult((), float(bool(found) and _equal(found[-1], self._truth)), True)
 
     async def close(self) -> None:
-        """Nothing to close."""
+        """Do nothing: the episode holds no resources."""
 
 
 def _equal(answer: str, truth: str) -> bool:

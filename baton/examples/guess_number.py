@@ -59,7 +59,7 @@ class GuessNumber:
         return StepResult((hint,), float(won), won or self._guesses == GUESSES, {"possible_guesses": float(possible)})
 
     async def close(self) -> None:
-        """Nothing to close."""
+        """Do nothing: the episode holds no resources."""
 
 
 def rows(n: int, seed: int) -> list[dict[str, Any]]:

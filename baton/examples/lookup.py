@@ -32,7 +32,7 @@ VALUES = tuple(str(value) for value in range(1, 25))
 WORDS = ("what", "is", "the", "of", "?", "look", "answer", "none")
 TWO_HOP_FRACTION = 1 / 3
 REPEAT_FRACTION = 0.55
-"""Among demonstrations with a wrong lookup, the fraction that answer with the observation of that lookup."""
+"""Fraction of the demonstrations with a wrong lookup in which the answer is the value that the lookup returned."""
 
 
 class Puzzle(NamedTuple):
@@ -104,7 +104,7 @@ class Lookup:
                 return _observation("none")
 
     async def close(self) -> None:
-        """Nothing to close."""
+        """Do nothing: the episode holds no resources."""
 
 
 def _observation(text: str) -> StepResult:

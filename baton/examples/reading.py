@@ -1,4 +1,5 @@
-"""Reading a text that is longer than the context: pages, notes, and a question. Shows the benefit of compaction.
+"""The policy reads a text that is longer than the context, page by page, takes notes, and answers a question. Shows the
+benefit of compaction.
 
 Every prompt has its own facts, a page holds one of them, and the question is about one page:
 
@@ -51,13 +52,13 @@ class Text(NamedTuple):
         return f"page {' '.join(self.pages[turn])}" if turn < len(self.pages) else "end"
 
     def note(self, turn: int) -> str:
-        """The ideal note after a page: the value so far, or none."""
+        """The ideal note after the page of a turn: the answer if its page was already shown, otherwise `none`."""
         return f"{NOTE} {self.answer if turn >= self.asked else NONE}"
 
 
 @lru_cache(maxsize=1024)
 def text(seed: int) -> Text:
-    """Draw the text of `seed`: different facts, and a question about one of them."""
+    """Draw the text that belongs to `seed`: pages with different facts, and a question about one of the facts."""
     rng = np.random.default_rng(seed)
     n_pages = int(rng.integers(FEWEST, MOST + 1))
     places = rng.choice(len(ENTITIES) * len(ATTRIBUTES), size=n_pages, replace=False).tolist()
@@ -95,7 +96,7 @@ class Reading:
         return StepResult((), 0.0, False, history=[_user(f"{self._text.question} {text} {told}")])
 
     async def close(self) -> None:
-        """Nothing to close."""
+        """Do nothing: the episode holds no resources."""
 
 
 def _user(content: str) -> Message:
@@ -122,7 +123,8 @@ def rows(n: int, seed: int) -> list[dict[str, Any]]:
 
 
 def demonstrations(n: int, right_fraction: float, rng: np.random.Generator) -> list[list[Message]]:
-    """Single turns with and without compaction, so that both variants begin with the same model.
+    """`n` conversations that end at a random turn, about half of them with compaction, so that one model can begin
+    both variants.
 
     About `right_fraction` of the notes and answers are right; the others show any value, or none.
     """

@@ -37,7 +37,8 @@ from baton.examples.search_server import Corpus
 ARTICLES = re.compile(r"\b(a|an|the)\b")
 TOPK = 3
 SEARCHES = ThreadPoolExecutor(1, thread_name_prefix="search")
-"""The thread for searches in this process, because the first search in a corpus reads the whole corpus."""
+"""The thread that runs searches in this process. In the event loop, the first search would block all episodes while it
+reads the whole corpus."""
 PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
@@ -101,19 +102,19 @@ class SearchR1:
 
 
 def truths(ground_truth: Any) -> list[str]:
-    """All right answers."""
+    """All right answers in a row's `ground_truth`."""
     if isinstance(ground_truth, Mapping):
         ground_truth = ground_truth["target"]
     return [str(truth) for truth in ([ground_truth] if isinstance(ground_truth, str) else ground_truth)]
 
 
 def normal(answer: str) -> str:
-    """An answer without case, punctuation, articles and extra spaces."""
+    """The answer in lower case, without punctuation, articles and extra spaces."""
     return " ".join(ARTICLES.sub(" ", answer.lower().translate(PUNCTUATION)).split())
 
 
 def numbered(passages: Sequence[str]) -> str:
-    """Passages in the form of an observation, numbered."""
+    """The text of an observation: one line for each passage, with its number; `nothing` if there are no passages."""
     return "\n".join(f"{i} : {passage}" for i, passage in enumerate(passages, start=1)) or "nothing"
 
 

@@ -3,8 +3,8 @@
     python -m baton.examples.search_server --corpus corpus.jsonl --port 8000
     curl http://127.0.0.1:8000/retrieve -d '{"query": "river", "topk": 2}'
 
-It answers as Search-R1's and SkyRL's servers do: a passage as `{"id": ..., "contents": ...}`, or with `return_scores`
-as `{"document": ..., "score": ...}`. A request that it refuses is answered with 400 and the reason.
+The server answers as Search-R1's and SkyRL's servers do: a passage is `{"id": ..., "contents": ...}`, or, with
+`return_scores`, `{"document": ..., "score": ...}`. A request that the server refuses gets status 400 and the reason.
 """
 
 from __future__ import annotations

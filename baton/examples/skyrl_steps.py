@@ -19,14 +19,15 @@ LISTS = ("prompt_token_ids", "rewards", "loss_masks", "stop_reasons", "rollout_l
 
 
 def steps_from_generator_output(output: Mapping[str, Any], version: int = 0, first_group_id: int = 0) -> list[Step]:
-    """The steps in a `GeneratorOutput`; tokens sampled by the policy get the packed `version`.
+    """The steps in a `GeneratorOutput`; each sampled token gets `version`, a packed `PolicyVersion`.
 
-    If there are no `trajectory_ids`, each entry is a trajectory of one step with its own prompt. `first_group_id`:
-    number of the first prompt, so that one list can hold the steps of several outputs. Routed experts are not read.
+    If there are no `trajectory_ids`, each entry is a trajectory of one step with its own prompt. `first_group_id` is
+    the group id of the first prompt: with different first ids, one list can hold the steps of several outputs. Routed
+    experts are not read.
 
     Raises:
-        ValueError: lists of different lengths, a malformed identity, a trajectory that continues after its last step or
-            has no last step.
+        ValueError: lists have different lengths, an entry of `trajectory_ids` is malformed, or a trajectory continues
+            after its last step or has no last step.
     """
     n_entries = len(output["response_ids"])
     for name in LISTS:

@@ -5,9 +5,9 @@
 
 The verifier reads the record that the question is about, and an answer. The solver's reward is 1 for the right answer,
 the verifier's 1 for the right verdict. For half of the prompts the verifier is shown a right answer, for the other half
-a wrong answer, however often the solver is right. If the solver's own answer is not of the wanted kind, the environment
-makes an answer that is. If only the solver's answers were shown, a policy would first learn to give always the more
-frequent verdict, without reading.
+a wrong answer, however often the solver is right. If a right answer is to be shown and the solver's is wrong, or the
+other way round, the environment makes the answer itself. If only the solver's answers were shown, a policy would first
+learn to give always the more frequent verdict, without reading.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class SolverVerifier(lookup.Lookup):
         return await super().reset(task, seed)
 
     async def step(self, text: str) -> StepResult:
-        """Look up a fact or accept the solver's answer; then score the verdict."""
+        """In the solver's turns, look up a fact or score its answer; in the verifier's turn, score its verdict."""
         if self._is_claimed:
             kind = RIGHT if self._shows_right else WRONG
             knows = float(text.split() == [kind])
@@ -58,7 +58,7 @@ class SolverVerifier(lookup.Lookup):
 
 
 def claim(asked: lookup.Puzzle, answer: str) -> Message:
-    """The text that the verifier reads."""
+    """The message that the verifier reads: the record that the question is about, and an answer."""
     return Message(role="user", content=f"{asked.subject} {asked.attribute} {asked.answer} ? {answer}")
 
 
@@ -73,8 +73,8 @@ def rows(n: int, seed: int) -> list[dict[str, Any]]:
 
 
 def demonstrations(n: int, right_fraction: float, rng: np.random.Generator) -> list[list[Message]]:
-    """Conversations of the solver, and of the verifier with about as many right as wrong answers; some verdicts are
-    wrong."""
+    """`n` conversations of the solver or of the verifier. The verifier is shown about as many right as wrong answers,
+    and some of its verdicts are wrong."""
     n_verdicts = round(n * VERIFIER_FRACTION)
     shown = lookup.demonstrations(n - n_verdicts, right_fraction, rng)
     for _ in range(n_verdicts):

@@ -29,7 +29,7 @@ PROCESSES = min(max(2, os.cpu_count() or 1), 16)
 MEMORY = 512 << 20
 """Maximum bytes of address space of a process."""
 TEMPORARY_FILE = 1 << 30
-"""Maximum bytes of a temporary file, such as that of a large sort."""
+"""Maximum bytes of one temporary file; a large sort writes temporary files, for example."""
 ANSWER = 1 << 24
 """Maximum bytes of a result as JSON."""
 SHOWN_CHARACTERS = 80
@@ -51,7 +51,7 @@ class QueryFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """Rows of a query, up to the limit."""
+    """The first rows of a query's result; `truncated`: the result has more rows."""
 
     columns: tuple[str, ...]
     rows: list[tuple[Cell, ...]]
@@ -59,7 +59,7 @@ class Result:
 
 
 class QueryProcesses:
-    """The processes of an event loop, shared by its open episodes; the last episode to close ends them."""
+    """The processes that run statements for all open episodes of an event loop; the last episode to close ends them."""
 
     _of_loop: ClassVar[WeakKeyDictionary[AbstractEventLoop, QueryProcesses]] = WeakKeyDictionary()
 
@@ -76,14 +76,14 @@ class QueryProcesses:
         return shared
 
     async def leave(self) -> None:
-        """Stop using the processes, for one episode; the last one ends them."""
+        """Stop using the processes, for one episode; the last episode ends the processes."""
         self._episodes -= 1
         if not self._episodes:
             del self._of_loop[asyncio.get_running_loop()]
             await self._children.close()
 
     async def shown(self, database: Path, sql: str, max_rows: int, seconds: float) -> str:
-        """The function `shown`, for the first rows of a statement's result.
+        """Run a statement in a child process; return the first rows of its result as the function `shown` writes them.
 
         Raises:
             QueryFailed: the statement is wrong, writes, or takes too much time or memory.
@@ -91,7 +91,7 @@ class QueryProcesses:
         return str(await self._ask("shown", database, sql, max_rows, seconds))
 
     async def digest(self, database: Path, sql: str, max_rows: int, seconds: float, ordered: bool) -> str | None:
-        """The function `digest`, for a statement's result.
+        """Run a statement in a child process; return what the function `digest` returns for the result.
 
         Raises:
             QueryFailed: the statement is wrong, writes, or takes too much time or memory.
@@ -149,7 +149,7 @@ def _authorize(action: int, first: str | None, second: str | None, *_: str | Non
 
 
 def shown(result: Result) -> str:
-    """A result as lines of cells separated by bars, the column names first."""
+    """A result as text: a line of column names, then one line per row; cells are separated by bars."""
     lines = [" | ".join(map(_shown_cell, row)) for row in (result.columns, *result.rows)]
     if result.truncated:
         lines.append(f"... only the first {len(result.rows)} rows")
@@ -162,9 +162,9 @@ def _shown_cell(cell: Cell) -> str:
 
 
 def digest(result: Result, ordered: bool) -> str | None:
-    """A text that is equal for results with the same rows, in the same order if `ordered`; floats count to six digits.
+    """A hash of the rows: equal for two results with the same rows and, if `ordered`, the same order of rows.
 
-    None: the result has more rows than were read.
+    Floats are rounded to six digits before. None: the result has more rows than were read.
     """
     rows = [repr(tuple(map(_comparable, row))) for row in result.rows]
     text = "\n".join(rows if ordered else sorted(rows))
@@ -193,7 +193,7 @@ async def _answer(request: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Child process: run one statement after the other until stdin closes."""
+    """Run one statement after the other until stdin closes; this is the main function of a child process."""
     signal.signal(signal.SIGALRM, signal.SIG_DFL)  # the parent may ignore the signal
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     resource.setrlimit(resource.RLIMIT_FSIZE, (TEMPORARY_FILE, TEMPORARY_FILE))

@@ -5,9 +5,9 @@
     user: <observation> height 12 </observation>
     assistant: <solution> SELECT height FROM towns WHERE name = 'marn' </solution>     done
 
-The reward is 1 if the solution returns the same rows as the query in `reward_spec.ground_truth`; their order counts
-only if that query has an ORDER BY. `extra_info.db_id` names the database under `databases`. The synthetic rows ask
-about the database in `baton.examples.data`, in words of a small vocabulary.
+The reward is 1 if the solution returns the same rows as the query in `reward_spec.ground_truth`; the order of the rows
+counts only if the query in `ground_truth` has an ORDER BY. `extra_info.db_id` names the database under `databases`. The
+synthetic rows ask about the database in `baton.examples.data`, in words of a small vocabulary.
 """
 
 from __future__ import annotations
@@ -124,7 +124,8 @@ class SqlQuestion(NamedTuple):
 
 
 def question(rng: np.random.Generator) -> SqlQuestion:
-    """Draw one of three kinds: a town's number, how many towns lie on a river, which town on a river has the most."""
+    """Draw a question of one of three kinds: what a town's number of people or its height is, how many towns lie on a
+    river, or which town on a river has the most people or the greatest height."""
     drawn = data.geography()
     town = drawn.towns[int(rng.integers(len(drawn.towns)))]
     asked, other = (COLUMNS[i] for i in rng.permutation(len(COLUMNS)))
@@ -144,7 +145,7 @@ def question(rng: np.random.Generator) -> SqlQuestion:
 
 
 def quoted(name: str) -> str:
-    """A name as an SQL text literal."""
+    """The name as a text literal of SQL: in single quotes."""
     return f"'{name}'"
 
 
@@ -177,7 +178,8 @@ def vocabulary() -> tuple[str, ...]:
 
 
 def demonstrations(n: int, right_fraction: float, rng: np.random.Generator) -> list[list[Message]]:
-    """`n` conversations that try a query, then give it as the solution; about `right_fraction` are right."""
+    """`n` conversations. Each tries a query, then gives the query as the solution; about `right_fraction` of the
+    queries are right."""
     return [_demonstration(question(rng), rng.random() < right_fraction) for _ in range(n)]
 
 

@@ -1,13 +1,13 @@
-"""Any taskset of verifiers as a data set of Baton, and as the agent of its trajectories.
+"""Makes a dataset of any taskset of the library verifiers, and plays the taskset's rollouts as an agent.
 
     python verifiers_agent.py rows TASKSET > train.jsonl            a row for each task
     python verifiers_agent.py play TASKSET TOKENIZER [RENDERER]     one rollout: the command of an agent
 
-TASKSET is the id of an installed taskset, or the name of a module beside this file (`verifiers_sums`); TOKENIZER is the
-folder of the model's tokenizer; RENDERER is a name from the package `renderers`, such as `qwen3`; the default is the
-renderer that suits the tokenizer's name, or else the tokenizer's chat template. Runs in an environment with verifiers
-0.4, without Baton. A rollout leaves its reward in the file `reward` of the current folder, which `env.score: [cat,
-reward]` reads, and its trace in `trace.json`.
+TASKSET is the id of an installed taskset, or the name of a module in this folder (`verifiers_sums`). TOKENIZER is the
+folder of the model's tokenizer. RENDERER is a name from the package `renderers`, such as `qwen3`; the default is the
+renderer that suits the tokenizer's name, or else the tokenizer's chat template. The program runs in an environment with
+verifiers 0.4, without Baton. A rollout writes its reward to the file `reward` of the current folder, which
+`env.score: [cat, reward]` reads, and its trace to `trace.json`.
 """
 
 import argparse

@@ -1,7 +1,8 @@
-"""A small taskset of verifiers and its harness: sums, each answered twice, the second time after `sure ?`.
+"""A small taskset of the library verifiers, with its harness: each task is a sum, which the policy answers twice, the
+second time after `sure ?`.
 
-Runs in an environment with verifiers 0.4, without Baton: `verifiers_agent.py` beside it plays it. The harness runs in
-the process of the rollout, so it needs neither `uv` nor a container.
+Runs in an environment with verifiers 0.4, without Baton: `verifiers_agent.py` in this folder plays the taskset. The
+harness runs in the process of the rollout, so it needs neither `uv` nor a container.
 """
 
 from collections.abc import Iterator

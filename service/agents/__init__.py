@@ -1,1 +1,2 @@
-"""Agents that send conversations as messages: each call keeps its exact tokens, even if the client edits messages."""
+"""Serves agents that send conversations as messages. The exact tokens of each call are kept, even if the client edits
+messages."""

@@ -43,7 +43,8 @@ from service.types import EvaluationId, Int32s, Steps, TrajectoryEnd, Trajectory
 log = logging.getLogger(__name__)
 
 AUX_SHARE, AUX_STEPS = 0.2, 32
-"""A warning is logged once this share of the sampled tokens is in calls of the role `aux`, after this many calls."""
+"""A warning is logged if at least this fraction of the sampled tokens is in calls of the role `aux`; the fraction is
+checked from this number of calls on."""
 
 
 class Agents:
@@ -68,7 +69,7 @@ class Agents:
         self.limits = replace(limits, max_turns=config.max_calls, step_deadline=config.deadline)
         """Limits of an agent's trajectory; `step_deadline` bounds the agent's whole run."""
         self.parser: ReplyParser = JsonCalls()
-        """Reads the responses of sessions that begin from now on."""
+        """The parser that reads the responses; a change applies to sessions that begin after it."""
         noted = self._keys.run
         self.sessions = Sessions(None if noted is None else noted / f"ended_sessions_{number}")
         self.offers = Offers(config)
@@ -88,12 +89,12 @@ class Agents:
         self.address = ""
         """The address that clients call; empty before `listen`."""
         self.trained = config.train
-        """The roles of calls whose tokens are trained."""
+        """The roles that are trained; tokens of calls in other roles carry no loss."""
 
     def restore(self, trajectory: TrajectoryId, task: Task, steps: Steps, sink: StepSink) -> bool:
-        """Reopen the session of an earlier process before clients reach it; returns whether its steps can be continued.
+        """Open a session again that an earlier process served; `play` then continues the session.
 
-        `play` then continues the session.
+        Returns false if the `steps` are not all calls of one session, so that the trajectory cannot be continued.
         """
         session = self.session(trajectory, task, sink)
         try:

@@ -1,10 +1,10 @@
-"""The role of each call of an agent, decided once, when its trajectory ends.
+"""Decides the role of each call of an agent, once, when the agent's trajectory ends.
 
-A root (a call that continues no other call) and all calls that continue it form one conversation:
+A root is a call that continues no other call. A root and all calls that continue it form one conversation:
 
     root 0   one call without tools: "Name this task"           aux
     root 1   with tools                                         main
-    call 2   continues root 1                                   retry, if call 3 repeats its request and is continued
+    call 2   continues root 1                                   retry, if call 3 repeats call 2 and is continued
     call 3   continues root 1                                   main
     root 4   another system prompt, with tools                  sub
     root 5   one call: "Sum up what was done"                   main: root 6 begins with root 5's answer
@@ -29,7 +29,8 @@ from service.handoff.steps.roles import Role
 PIECE = 16
 """Length, in characters, of the pieces by which a text is recognised; shorter pieces occur in many texts by chance."""
 PIECES, FOUND = 8, 2
-"""Number of pieces of a text to look for, and how many must be found: agents leave out parts of a summary."""
+"""Number of pieces of a text that are looked for, and the smaller number that must be found, because agents leave out
+parts of a summary."""
 NEXT = 8
 """Number of conversations after a summary that are searched for the summary's text; bounds the time of the search."""
 
@@ -71,7 +72,7 @@ _WithRoles = list[tuple[_Conversation, str]]
 
 
 def roles_of(calls: Sequence[Call]) -> list[str]:
-    """The role of each call of a tree, in order."""
+    """The roles of all calls of one agent, in the order of the calls."""
     conversations, continued = _conversations(calls), {call.parent for call in calls}
     own = max((of for of in conversations if of.named in (None, Role.MAIN)), key=lambda of: of.rank, default=None)
     replaced = {call.body: call.index for call in calls if call in continued}

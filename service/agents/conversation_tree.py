@@ -6,8 +6,8 @@
     call 3   user, assistant A changed, tool: 17                prompt  Q            (a root: rendered as a whole)
 
 `t` and `u` are the tools' messages as the chat template renders them between two turns. A client sends back messages,
-never tokens, and the messages only select the parent call. The new prompt begins with the parent's tokens: a response
-is never tokenised again, so tokens and log-probabilities stay those of the engine.
+never tokens, and the messages only select the parent call. The new prompt begins with the parent's tokens. A response
+is never tokenised again, so its tokens and log-probabilities stay as the engine sampled them.
 """
 
 from __future__ import annotations
@@ -62,7 +62,8 @@ class CallNote(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Beginning(NamedTuple):
-    """How a client began a conversation; determines the conversation's role."""
+    """The system messages, first messages and tools with which a client began a conversation; they determine the
+    conversation's role."""
 
     system: bytes
     """Digest of the leading system messages."""
@@ -129,12 +130,13 @@ class Call:
 
     @property
     def n_prompt(self) -> int:
-        """Tokens of the whole prompt."""
+        """Number of tokens of the whole prompt."""
         return len(self.token_ids()) - len(self.response.token_ids)
 
     @property
     def is_sampled(self) -> Bools:
-        """[T] true for tokens that the policy sampled, including those of a constrained answer, which carry no loss."""
+        """[T] true for the response's tokens that the policy sampled. Tokens of a constrained answer are true too,
+        although they carry no loss."""
         mask = self.response.loss_mask
         return mask if mask.any() else np.ones_like(mask)
 
@@ -170,10 +172,10 @@ class PreparedCall(NamedTuple):
     """Tools that the reply may call."""
     begun: Beginning | None = None
     received: Sequence[Call] = ()
-    """Calls that count as not delivered although the client's request contains their replies."""
+    """Earlier calls that are not yet marked as delivered; the client's request shows that it received their replies."""
     named: str | None = None
     prefix: str = ""
-    """The beginning of the answer, which the client wrote; part of the prompt."""
+    """The beginning of the answer, if the client wrote it; it is part of the prompt."""
 
 
 class ConversationTree:

@@ -28,7 +28,7 @@ class Offer(NamedTuple):
 
 
 class Offers:
-    """The trajectories that wait for workers, and those that workers currently play."""
+    """The trajectories that wait for workers, and the trajectories that workers play at the moment."""
 
     def __init__(self, config: AgentsConfig) -> None:
         self.config = config
@@ -44,7 +44,7 @@ class Offers:
         """Offer a session to workers, unless it `is_claimed` already; returns when the session has ended.
 
         Raises:
-            TrajectoryFailed: its worker sent no heartbeat, or missed the deadline.
+            TrajectoryFailed: the session's worker sent no heartbeat, or missed the deadline.
         """
         if not is_claimed:
             claimed = asyncio.get_running_loop().create_future()
@@ -78,7 +78,7 @@ class Offers:
         return self._waiting.pop(next(iter(self._waiting)))
 
     def offer(self, offer: Offer) -> None:
-        """Offer a trajectory to workers; called again if the worker that claimed it got no answer to the claim."""
+        """Offer a trajectory to workers; called again if the answer to a worker's claim was lost."""
         self._waiting[offer.session.name] = offer
         offer.session.is_offered = True
         self._offered.release()

@@ -2,8 +2,8 @@
 
     body -> CallRequest -> session.begin -> call -> CallAnswer -> JSON or server-sent events
 
-Nothing that derives from a sampled token is written before the buffer has accepted the call's step. While a client that
-asked for a stream waits, it gets headers and comments.
+The client gets nothing that derives from a sampled token before the buffer has accepted the call's step. While a client
+that asked for a stream waits, it gets headers and comments.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ DIALECTS: Mapping[str, Dialect] = {
     "/v1/messages": MESSAGES,
     "/inference/v1/generate": GENERATE,
 }
-"""The dialects by the path at which clients use them."""
+"""The dialect of each path at which clients call the policy."""
 COUNT_TOKENS = "/v1/messages/count_tokens"
 IGNORED_HEADER = "X-Baton-Ignored"
-"""Header of an answer that names the fields of its request which changed nothing."""
+"""Header of an answer; its value names the fields of the request that had no effect."""
 SAMPLE_HEADER = "X-Baton-Sample"
-"""Header that distinguishes requests with equal bodies, so that each gets an answer of its own."""
+"""Header that distinguishes requests with equal bodies, so that each request gets an answer of its own."""
 MAX_NOTED = 128
 """Maximum number of ignored fields that are logged; bounded because clients choose the names."""
 
@@ -65,8 +65,8 @@ class Calls:
         self.constrained = 0
         """Number of tokens in answers whose form was enforced."""
         self.answered: Counter[tuple[str, str]] = Counter()
-        """Number of answered calls by dialect and by how the prompt was made; `replayed`: an earlier call answered
-        again."""
+        """Number of answered calls, by (dialect, way in which the prompt was made). The way is a `How`, or `replayed`
+        if an earlier call was answered again."""
 
     def add_routes(self, router: web.UrlDispatcher, prefix: str) -> None:
         """Add the routes of all dialects behind `prefix`."""

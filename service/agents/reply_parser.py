@@ -29,8 +29,9 @@ class ReplyParser(Protocol):
     """Parses the responses of one family of models."""
 
     def parse(self, text: str, tools: Sequence[Tool] = (), token_ids: Sequence[int] = ()) -> Reply:
-        """Parse a finished response to a request with these tools; unrecognised text becomes content; without
-        tools, calls become content too.
+        """Parse a finished response to a request with these `tools`.
+
+        Text that is not recognised becomes content. If the request has no tools, tool calls become content too.
 
         `text` has no special tokens. If special tokens mark the calls, the parser reads the response's ids instead.
         """

@@ -1,4 +1,4 @@
-"""Reads HTTP requests within bounds: the key of the session, and the body.
+"""Reads the session's key and the body of each HTTP request, within limits of size and time.
 
     Authorization: Bearer KEY      selects the session; `/s/NAME` in front of the path is only for human readers
     key unknown, session ended     401, 409; the connection is closed
@@ -102,8 +102,10 @@ class Requests:
         return session
 
     def finished_with(self, request: web.Request) -> str:
-        """The digest of the body that finished the session of a request, for the same keys as `managed`; empty if the
-        session was not finished."""
+        """The digest of the body with which a client finished the session of a request; empty if no client finished it.
+
+        The session is found by its key, or by the worker key and the name in the path.
+        """
         return self.sessions.finished_with(*self._named(request))
 
     def _named(self, request: web.Request) -> tuple[str, str | None]:
@@ -121,7 +123,7 @@ class Requests:
 
     @asynccontextmanager
     async def body(self, request: web.Request, most: int) -> AsyncIterator[bytes]:
-        """Give the block the request's body of up to `most` bytes; memory is reserved for it until the block ends.
+        """Yield the request's body of up to `most` bytes; memory is reserved for the body until the `with` block ends.
 
         Raises:
             Refused: the body is too large (413), late (408), or cannot be read (400, 415); there is no room for it
@@ -150,8 +152,8 @@ class Requests:
     async def prompt(
         self, request: web.Request, session: Session, read: Callable[[bytes], Result]
     ) -> AsyncIterator[Result]:
-        """Give the block the result of `read` for a body that may be as large as a prompt; the tree of calls does not
-        grow until the block ends.
+        """Read a body that may be as large as a prompt, and yield the result of `read`; no call is added to the session
+        until the `with` block ends.
 
         A large body is handled in a thread. `read` must not change any state, because it keeps running if the caller is
         cancelled.
@@ -166,7 +168,7 @@ class Requests:
                 yield await asyncio.get_running_loop().run_in_executor(self._threads, read, raw)
 
     async def refuse(self, request: web.Request, dialect: Dialect, refused: Refused) -> web.StreamResponse:
-        """Count and note a refused request, and answer with an error in the form of the client's API; if a stream has
+        """Count and log a refused request, and answer it with an error in the form of the client's API. If a stream has
         begun, the error is sent as an event."""
         self.refused[str(refused.status)] += 1
         if (session := request.get(SESSION)) is not None:
@@ -192,7 +194,7 @@ class Room:
 
     @asynccontextmanager
     async def taken(self, n_bytes: int) -> AsyncIterator[None]:
-        """Within the block, `n_bytes` are reserved.
+        """Reserve `n_bytes` until the `with` block ends.
 
         Raises:
             Refused: 503 if the bytes were not free within `ROOM_SECONDS`.

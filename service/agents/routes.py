@@ -72,7 +72,8 @@ class Routes:
         router.add_post(f"{prefix}/detokenize", self._about_tokens(self._detokenize))
 
     def add_session_routes(self, router: web.UrlDispatcher) -> None:
-        """Add the routes by which agents and workers manage a session; a session's key overrides the path's name."""
+        """Add the routes by which agents and workers manage a session. If a request has the key of a session, the key
+        selects the session, not the name in the path."""
         path = "/rl/sessions/{session}"
         router.add_post("/rl/claim", self._claim)
         router.add_get(path, self._show)

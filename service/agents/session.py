@@ -52,7 +52,8 @@ SPENT = "Step budget exhausted."
 request."""
 
 Sample = Callable[[Int32s, int, str, str], Awaitable[Generation]]
-"""(ids of the prompt, maximum tokens of the response, enforced form, id of the request) -> what the policy sampled.
+"""A function that samples: (ids of the prompt, maximum tokens of the response, enforced form, id of the request) -> the
+sampled response.
 
 Raises `Refused` if the engine cannot enforce the form."""
 
@@ -104,15 +105,16 @@ class Session:
         self.is_offered = False
         """Whether the session waits for a worker to claim it."""
         self.transcript = ""
-        """The output of the run, from the program that ran the agent."""
+        """The output of the agent's run, as the program that ran the agent reported it."""
         self.recorded: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        """Whether the buffer accepted the trajectory's end, once the buffer answers; cancelled if it was not asked."""
+        """Whether the buffer accepted the trajectory's end; set when the buffer answers, and cancelled if the buffer
+        was not asked."""
         self.posted: float | None = None
-        """The reward that the agent itself posted; used if the session's end has none."""
+        """The reward that the agent itself posted; used if the session is finished without a reward."""
         self.ended: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
         """The result of the agent's run, or the error that ended the session earlier."""
         self.refusals: Counter[str] = Counter()
-        """How often the endpoint refused requests, by status, field, reason and client."""
+        """Number of requests that the endpoint refused, by status, field, reason and client."""
         self.opening = asyncio.Lock()
         """Held while a prompt is matched with the tree, possibly in a thread, so that the tree does not grow
         meanwhile."""
@@ -152,10 +154,10 @@ class Session:
 
     @property
     def stop_reason(self) -> StopReason:
-        """Why the trajectory ends: why the newest request got no call, or the stop reason of the longest chain of main
-        calls.
+        """The stop reason of the trajectory: of its longest chain of calls with the role `main`.
 
-        Other calls are ignored: clients probe with one token, or ask for a title.
+        If the newest request got no call, its reason counts instead. Calls of other roles are ignored, because clients
+        probe with one token, or ask for a title.
         """
         if self._cut != StopReason.STOP:
             return self._cut
@@ -169,7 +171,7 @@ class Session:
         return StopReason.TRUNCATED if last.stop_reason == StopReason.LENGTH else StopReason.STOP
 
     def rewards_of_calls(self, outcome: Outcome) -> tuple[float, ...]:
-        """The final reward of each call; the trajectory's reward goes to the newest call of `main`'s conversations.
+        """The final reward of each call; the trajectory's reward goes to the newest call with the role `main`.
 
         Empty if all rewards are 0.
 
@@ -207,7 +209,7 @@ class Session:
 
     @property
     def silence(self) -> float:
-        """Seconds since a client or a worker was last heard; 0 while a call is being sampled."""
+        """Seconds since the last sign of life from a client or a worker; 0 while a call is being sampled."""
         return 0.0 if self._flying else asyncio.get_running_loop().time() - self.heard
 
     @property
@@ -221,7 +223,7 @@ class Session:
         self.heard = asyncio.get_running_loop().time()
 
     def restore(self, steps: Steps) -> None:
-        """Continue after the calls of an earlier process, whose steps the buffer accepted.
+        """Restore the calls of an earlier process, whose steps the buffer accepted, so that the session continues.
 
         Raises:
             ValueError: the steps are not all calls of one session.
@@ -233,7 +235,7 @@ class Session:
     def begin(
         self, asked: CallRequest, opened: PreparedCall, body: str, is_retry: bool = False
     ) -> asyncio.Future[Call]:
-        """Begin the call that answers a request with this prompt; it continues even if the client disconnects.
+        """Begin the call that answers a request with this prompt; the call continues even if the client disconnects.
 
         `body` identifies the request; `is_retry`: the client marks the request as a retry.
 
@@ -309,10 +311,11 @@ class Session:
         reason: str = "",
         exit_code: int | None = None,
     ) -> None:
-        """End the session with the reward of its trajectory; to finish it again with the same result changes nothing.
+        """End the session with the reward of its trajectory. A second `finish` with the same result changes nothing.
 
-        `transcript`: what the run wrote, for people; the middle of a long one is left out. `rewards`: further
-        rewards, by the id of a call's reply or by the name of a role, whose newest call gets the reward.
+        `transcript`: the output of the agent's run, for people to read; of a long output the middle is left out.
+        `rewards`: further rewards, by the id of a call's reply or by the name of a role, whose newest call gets the
+        reward.
 
         A value that is not allowed closes the session with the error as the reason, and the trajectory is lost.
 

@@ -27,7 +27,7 @@ MIN_WORKER_KEY = 16
 
 
 class Keys(NamedTuple):
-    """Makes and checks keys; never written to a log."""
+    """Makes and checks keys; the keys are never written to a log."""
 
     secret: bytes
     worker: str = ""

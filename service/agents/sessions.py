@@ -1,9 +1,10 @@
-"""The sessions of a generator by their keys: open ones, and those that ended most recently, also after a restart.
+"""The sessions of a generator by their keys: the open sessions, and the sessions that ended most recently, even if they
+ended before the generator restarted.
 
     finish(body) --noted--> journal --> 200         the same body again: 200; another one: 409
 
-A body is noted before the trajectory's end is in the journal. If the generator dies between the two, the restarted
-generator opens the session again, and forgets the body.
+A body is noted before the trajectory's end is in the journal. If the generator dies between these two events, the
+restarted generator opens the session again, and forgets the body.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class Ended(NamedTuple):
 
 
 class Sessions:
-    """Open sessions, and those that ended most recently; only issued keys have an entry."""
+    """The open sessions, and the sessions that ended most recently. A key that was never issued has no entry."""
 
     def __init__(self, file: Path | None = None) -> None:
         """`file`: has a line for each ended session. Without a file, or if this host lacks its folder, ended sessions
@@ -61,9 +62,10 @@ class Sessions:
         return len(self._open)
 
     def by_state(self) -> dict[str, int]:
-        """Number of sessions by state; open sessions are `calling` (the client waits) or `idle` (the endpoint waits).
+        """Number of sessions by state, including the sessions that have ended.
 
-        `offered`: the session waits for a worker to claim it.
+        An open session is `calling` (its client waits for the policy), `offered` (the session waits for a worker that
+        claims it) or `idle` (the endpoint waits for the next request).
         """
         open_ones = Counter[str](session.waits_for for session in self.open())
         return {"calling": 0, "idle": 0, **open_ones, **self.counts}
@@ -87,7 +89,7 @@ class Sessions:
         return [session for session in self._open.values() if session.state == "open"]
 
     def find(self, key: str, name: str | None = None) -> Session:
-        """The session of this name or, without a name, of this key; it may have just ended.
+        """The session with this name or, if `name` is None, with this key; the session may have ended a moment ago.
 
         Raises:
             Refused: 401 for an unknown key, 404 for an unknown name, 409 for the key of a session that ended.
@@ -103,8 +105,8 @@ class Sessions:
         raise Refused(401, None, "the key is that of no session", "invalid_api_key")
 
     def finished(self, session: Session, body: str) -> None:
-        """Note the digest of the body with which a client finishes a session; an empty `body`: no client
-        finished the session."""
+        """Record that a session has ended. `body` is the digest of the body with which a client finished the session;
+        it is empty if no client did."""
         ended = Ended(session.name, _digest(session.key), body)
         self._keep(ended)
         try:
@@ -119,8 +121,10 @@ class Sessions:
             self._file = None
 
     def finished_with(self, key: str, name: str | None = None) -> str:
-        """The digest of the body that finished the session of this name or, without a name, of this key; empty if the
-        session was not finished."""
+        """The digest of the body with which a client finished a session; empty if no client finished the session.
+
+        The session is the one with this name or, if `name` is None, with this key.
+        """
         ended = self._ended.get(self._names.get(_digest(key), "") if name is None else name)
         return "" if ended is None else ended.body
 

@@ -57,15 +57,15 @@ class ScriptedPolicy:
 
 
 class Trial:
-    """A session whose steps no buffer receives."""
+    """A session to try out an agent; no buffer receives its steps."""
 
     def __init__(self, agents: Agents) -> None:
         self._agents = agents
         self.session = agents.session(TrajectoryId(0, 0), Task("try", (), ""), self)
 
     async def run(self, record: Path | None, check: Callable[[], Awaitable[None]]) -> None:
-        """Serve until the session ends, or `check` finds that the engine has died; `record`: the file in
-        which the traffic is recorded."""
+        """Serve until the session ends, or until `check` finds that the engine has died. `record`: the file in which
+        the traffic is recorded."""
         await self._agents.listen()
         address, key = self._agents.address, self.session.key
         if record is not None:

@@ -37,7 +37,7 @@ HEARTBEAT_SECONDS = 10.0
 """Maximum seconds between two heartbeats; at least `HEARTBEATS` are sent within the claim's heartbeat deadline."""
 HEARTBEATS = 4
 MIN_CLAIM_SECONDS = 1.0
-"""Minimum seconds from the start of a claim that got nothing to the next claim."""
+"""Minimum seconds from the start of a claim that got no session to the start of the next claim."""
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0
 """First and longest backoff, in seconds, after a request that got no answer."""
 ABORT_SECONDS = 5.0
@@ -49,7 +49,8 @@ OVER = (404, 409, 410)
 SESSION_NAME = r"\A[A-Za-z0-9][A-Za-z0-9._-]{0,127}\Z"
 """A name that can be part of an address without escapes."""
 MAX_TRANSCRIPT = 64 << 10
-"""Maximum characters of a transcript that is sent, each of at most 12 bytes; of longer ones only the end is sent."""
+"""Maximum characters of a transcript that a worker sends (a character has at most 12 bytes as JSON); of a longer
+transcript only the end is sent."""
 
 
 class _Unanswered(Exception):

@@ -1,4 +1,4 @@
-"""The command `baton agent-worker`."""
+"""The command `baton agent-worker`: runs agents on a machine without Ray."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`baton doctor`."""
+"""The command `baton doctor`: checks the machines before a run."""
 
 from __future__ import annotations
 

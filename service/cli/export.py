@@ -19,7 +19,7 @@ examples:
   baton export runs/gsm8k adapter --adapter                            # for model.adapter, PEFT or vLLM
 """
 QUIET_SECONDS = 2.0
-"""Seconds after which a line shows what is being done."""
+"""Seconds after which a line names the work that is in progress."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

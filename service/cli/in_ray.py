@@ -1,4 +1,4 @@
-"""The only import of `actors` in `service`: the commands that need Ray."""
+"""Runs the commands that need Ray; only this module of `service` imports `actors`."""
 
 from __future__ import annotations
 

@@ -89,14 +89,15 @@ COMMANDS = (
 )
 
 GONE_COMMANDS = {"submit": "ray job submit --working-dir . -- baton run --config FILE"}
-"""For each removed command: what to use instead."""
+"""The command to use instead of a removed command, by the name of the removed command."""
 
 OTHER_NAMES = {"train": "run", "start": "run", "resume": "run --resume RUN", "validate": "config validate"}
-"""Names that other systems have for a command."""
+"""Baton's commands, by the names that users may expect from other systems."""
 
 WITH_SETTINGS = {command.name for command in COMMANDS if command.has_settings} | {"config", "export", "quickstart"}
 WITHOUT_SETTINGS = ("trajectories", "status")
-"""Commands in which a word with = is not a setting: `group=812/sample=3/attempt=0`."""
+"""Commands in which a word with `=` is not a setting but, for example, the id of a trajectory
+(`group=812/sample=3/attempt=0`)."""
 
 _DASHED = re.compile(r"--[A-Za-z_]\w*(\.[\w-]+)+(=.*)?", re.DOTALL)
 _OVERRIDE = re.compile(r"[A-Za-z_]\w*(\.[\w-]+)*=.*", re.DOTALL)

@@ -1,4 +1,4 @@
-"""`baton quickstart`."""
+"""The command `baton quickstart`: trains a small model with the recipe `configs/quickstart.yaml`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ examples:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the command; `split_overrides` has taken the settings out before."""
+    """Add the arguments of the command."""
     parser.add_argument("settings", nargs="*", metavar="section.key=value", help="set one value over the recipe")
 
 

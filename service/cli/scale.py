@@ -1,4 +1,4 @@
-"""`baton scale`: requests another number of generators from a run."""
+"""`baton scale`: asks a run to change its number of generators."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
-    """Request another number of generators from a run."""
+    """Ask a run to change its number of generators."""
     from service.config import load
     from service.run.folder import CONFIG, run_folder
     from service.run.scale_request import ask_for

@@ -45,9 +45,9 @@ kills what is left after its KillWait (30 s, if your site has not changed it).
 
 TEMPLATE = "slurm_job.sh"
 STOP_SECONDS = 60
-"""Seconds between the end of `run.stop_grace` and the time limit: Slurm sends the signal only approximately in time."""
+"""Seconds between the end of `run.stop_grace` and the time limit, because Slurm may send the stop signal late."""
 MOST_SIGNAL_SECONDS = 65_535
-"""sbatch accepts no larger number in --signal."""
+"""Maximum number of seconds that sbatch accepts in `--signal`."""
 SUBMIT_SECONDS = 60.0
 
 _OWNED = {
@@ -63,7 +63,7 @@ _OWNED = {
 OWNED = {option: reason for reason, options in _OWNED.items() for option in options.split()}
 """Options of sbatch that Baton sets or that a run cannot have, with the reason."""
 PARTS = ("trainer", "generators")
-"""Which part of `placement` runs on the nodes of each component of a heterogeneous job."""
+"""The part of `placement` that runs on the nodes of the first, and of the second, component of a heterogeneous job."""
 OWN_FOLDERS = tuple(map(Path, ("/tmp", "/var/tmp", "/dev/shm", "/run")))
 """Folders that nodes do not share: each node has its own."""
 
@@ -118,7 +118,7 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def split(options: Sequence[str]) -> list[list[str]]:
-    """The options of each component of the job.
+    """The sbatch options of each component of the job.
 
     >>> split(["--nodes", "1", ":", "--nodes=4"])
     [['--nodes', '1'], ['--nodes=4']]
@@ -159,7 +159,7 @@ def refuse_unfit(config: Config) -> None:
 
 
 def not_shared(paths: Sequence[Path]) -> str | None:
-    """What is wrong with the first path that nodes do not share (`OWN_FOLDERS`); None if there is no such path."""
+    """A message about the first path that nodes do not share (`OWN_FOLDERS`); None if nodes share all paths."""
     found = ((path, own) for path in paths for own in OWN_FOLDERS if path.is_relative_to(own))
     return next(
         (
@@ -172,7 +172,7 @@ def not_shared(paths: Sequence[Path]) -> str | None:
 
 
 def refuse_short(config: Config, components: Sequence[Sequence[str]]) -> None:
-    """Raises `UserError` if the stop signal would come at the job's start: the job would requeue endlessly."""
+    """Raises `UserError` if the stop signal would come at the job's start, because the job would requeue endlessly."""
     for words in components:
         for name, value in zip(words, [*words[1:], ""], strict=True):
             joined = re.fullmatch(r"(?:--tim?e?=|-t=?)(.+)", name)

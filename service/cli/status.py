@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
-    """Print what a run is doing now, or how it ended."""
+    """Print the current state of a run, or, if it has ended, its summary."""
     status = run_status(arguments.run or str(run_folder(None)))
     if arguments.json:
         print(json.dumps(status, indent=2))

@@ -45,7 +45,7 @@ class Facts(NamedTuple):
     driver: str | None
     """Version of NVIDIA's kernel driver; None without one."""
     used_gpus: Mapping[int, int] | str
-    """MiB of memory in use, by GPU; the reason as text if nvidia-smi fails."""
+    """MiB of memory in use on each GPU, by the GPU's index; the reason as text if nvidia-smi fails."""
     links: Mapping[str, str]
     """State of each InfiniBand port, such as ACTIVE, by device and port."""
     open_files: int
@@ -57,7 +57,8 @@ class Facts(NamedTuple):
     free_bytes: int
     """Free bytes on the disk of the run folder."""
     written_per_second: float | str
-    """Bytes per second that were written to this disk, `fsync` included; the reason as text if writing fails."""
+    """Bytes per second that were written to the run folder's disk, `fsync` included; the reason as text if writing
+    fails."""
     ports: tuple[int, int]
     """First and last port that the kernel assigns to outgoing connections."""
     store_seconds: float | None

@@ -30,8 +30,8 @@ MAX_STORE_SECONDS = 2.0
 
 
 def findings(machines: Sequence[tuple[Facts, float]]) -> list[str]:
-    """A line for each fault. `machines`: the facts of each machine, and the seconds by which its clock is behind the
-    driver's."""
+    """A line for each fault. `machines`: the facts of each machine, and the seconds by which the machine's clock is
+    behind the driver's clock."""
     found = [line for facts, behind in machines for line in _of_machine(facts, behind)]
     return found + list(_unequal([facts for facts, _ in machines]))
 

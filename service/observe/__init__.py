@@ -5,7 +5,7 @@ metrics       an event -> `measure` -> the recorder of `metrics`, with the names
 status        reports of the driver and the buffer -> `hub` -> the document of `status` -> `/status`; shown by
               `status_page.html` in a browser, by `status` and `status_view` in a terminal (`baton status`)
 progress      a line per optimizer step -> `metrics.jsonl`, `trackers`, the curve of `plot`; `summary` at the end;
-              the keys of a line are those of `metrics_table`
+              `metrics_table` lists the keys of a line
 trajectories  a sample of the trajectories for people: on a terminal, on an HTML page
 alerts        `alert_thresholds` exports thresholds as gauges, which `deploy/prometheus/rules.yaml` compares to metrics
 """

@@ -1,5 +1,5 @@
-"""Thresholds of alerts and histogram buckets, from the settings; exported as gauges, so that the rules of
-deploy/prometheus/rules.yaml, which contain all other thresholds, need no edits."""
+"""Thresholds of alerts, and a length for histogram buckets, that depend on the settings. The thresholds are exported
+as gauges, so that deploy/prometheus/rules.yaml, which contains all other thresholds, needs no edits."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class AlertThresholds:
         )
 
     def gauges(self) -> dict[str, float]:
-        """The gauges by the names of the table, at the start of a run."""
+        """The thresholds at the start of a run, by the names of their gauges in the metrics table."""
         return {
             "baton_batch_padded_sequence_length_alert_tokens": self.long_batch,
             "baton_staleness_budget_versions": self.max_staleness,

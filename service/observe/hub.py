@@ -44,7 +44,7 @@ _HEADER = re.compile(rb"^# HELP (\w+) .*\n# TYPE \w+ \w+\n", re.MULTILINE)
 
 @dataclass(frozen=True)
 class Pushed:
-    """The last push of one actor: its lines of samples, by family."""
+    """The last push of one actor: its lines of samples, by metric family."""
 
     role: str
     ident: str
@@ -56,11 +56,12 @@ class Pushed:
         return now - self.at
 
     def is_up(self, now: float) -> bool:
-        """Whether the push is recent."""
+        """Whether the push is at most `SILENT_SECONDS` old."""
         return self.age(now) <= SILENT_SECONDS
 
     def by_label(self, name: str, label: str, of_each: Literal["", "_sum", "_count"] = "") -> dict[str, float]:
-        """The values of a family by one of its labels, summed over the others; `of_each`: which part of a histogram."""
+        """The values of a metric family by one label, summed over its other labels; `of_each` selects the sums or the
+        counts of a histogram."""
         found: dict[str, float] = {}
         for line in self.samples.get(name, b"").decode().splitlines():
             of = re.search(rf'[{{,]{label}="([^"]*)"', line)
@@ -69,7 +70,7 @@ class Pushed:
         return found
 
     def total(self, name: str) -> float:
-        """The sum of a family's series; 0 if the actor has no such series."""
+        """The sum of all series of a metric family; 0 if the actor has no series of the family."""
         return sum(self.by_label(name, "role").values())
 
     def sample(self, name: str, value: float) -> bytes:
@@ -84,7 +85,8 @@ class Bottleneck(Protocol):
         """Read the actors' metrics, at most once a second."""
 
     def waits(self, run: Mapping[str, Any]) -> tuple[str, float] | None:
-        """The bottleneck of the last minutes, and the fraction of time for which one side waited for the other."""
+        """The bottleneck of the last minutes, and the fraction of time for which the other side waited for it; None
+        while there is too little data."""
 
     def report(self, run: Mapping[str, Any]) -> dict[str, Any] | None:
         """The current bottleneck for the status document; None while there is too little data."""
@@ -104,7 +106,7 @@ class Hub:
         self._steps: deque[dict[str, Any]] = deque(maxlen=HISTORY_STEPS)
 
     def push(self, source: str, snapshot: bytes) -> None:
-        """Store the metrics of `role/ident` in place of the previous ones.
+        """Store the metrics of the actor `source` (`role/ident`) in place of its previous metrics.
 
         Raises:
             ValueError: the name is malformed, there are too many actors, the snapshot is too large, or a metric is not
@@ -121,7 +123,7 @@ class Hub:
             self._calls.setdefault(source, deque(maxlen=RATE_REPORTS)).append((now, sum(calls.values())))
 
     def forget(self, source: str) -> None:
-        """Forget an actor that has left for good: it is no longer shown, or reported as missing."""
+        """Forget an actor that has left for good: from now on it is neither shown nor reported as missing."""
         self._sources.pop(source, None)
         self._calls.pop(source, None)
 
@@ -152,7 +154,7 @@ class Hub:
         return {"sessions": counts, "calls_per_second": calls_per_second} if counts else {}
 
     def page(self) -> bytes:
-        """All metrics as Prometheus text; families in the order of the table."""
+        """All metrics as Prometheus text; the metric families are in the order of the metrics table."""
         now = self._clock.monotonic()
         actors = self._sources.values()
         blocks: list[bytes] = []
@@ -194,7 +196,7 @@ class Hub:
         return status_document(self._parts, actors, self._clock.wall()) | more
 
     def history(self, after: int) -> dict[str, Any]:
-        """The steps after the step `after` as columns, for charts."""
+        """The metrics of all optimizer steps after step `after`, as columns, for charts."""
         steps = [step for step in self._steps if step["trainer/global_step"] > after]
         return {
             "steps": [step["trainer/global_step"] for step in steps],

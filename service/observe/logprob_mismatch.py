@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from service.config.learn import WeightsConfig
 
 FRESH = "policy/by_staleness/0"
-"""Metrics of the tokens that the newest policy sampled."""
+"""Prefix of the keys of metrics about the tokens that the newest policy sampled."""
 
 LARGEST_FRACTION = 0.1
 """Maximum fraction of the newest policy's tokens that may differ by more than the tolerance."""

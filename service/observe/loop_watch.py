@@ -18,9 +18,10 @@ WATCH = "loop-watch"
 BLOCKED_SECONDS = 5.0
 """If the event loop runs no callback for this many seconds, the code that blocks it is named."""
 LOOK_SECONDS = 0.5
-"""Seconds between two times that the event loop records, and between two checks of the newest recorded time."""
+"""The event loop records the time at this interval, in seconds; the watching thread checks the newest recorded time at
+an equal interval."""
 LIBRARIES = (str(Path(asyncio.__file__).parent), str(Path(__file__).parents[2] / "service"), threading.__file__)
-"""Folders of the libraries whose frames lie between the event loop and a user's code."""
+"""Folders and files of the libraries whose stack frames lie between the event loop and a user's code."""
 
 
 class LoopWatch:
@@ -34,8 +35,8 @@ class LoopWatch:
         threading.Thread(target=self._watch, name=WATCH, daemon=True).start()
 
     async def blocked(self, known: int) -> str:
-        """Wait until more than `known` places have blocked the loop, and return the message about the next one; called
-        in another event loop, which is not blocked."""
+        """Wait until more than `known` places in the code have blocked the loop, and return the message about the first
+        further place. Called in another event loop, which is not blocked."""
         while len(self._blocked) <= known:
             await asyncio.sleep(LOOK_SECONDS)
         return [*self._blocked.values()][known]

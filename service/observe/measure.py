@@ -48,7 +48,7 @@ def measure_step(metrics: Metrics, line: Mapping[str, float], wall: float) -> No
 
 
 def measure_steps(metrics: Metrics, tables: Sequence[Steps]) -> None:
-    """Record the turns of a generator; one call with many turns costs little more than with one."""
+    """Record the turns of a generator; a call with many turns costs little more than a call with one turn."""
     if not tables:
         return
     prompt_K = np.concatenate([steps.extends_length_K + steps.prompt_length_K for steps in tables])
@@ -90,7 +90,8 @@ def measure_ended(metrics: Metrics, ended: Sequence[tuple[TrajectoryEnd, str]]) 
 def measure_buffer(
     metrics: Metrics, status: BufferStatus, limit_bytes: int, scorer_failures: Iterable[str] = ()
 ) -> None:
-    """Record the state of the buffer at one revision of its ledger; `scorer_failures`: all possible failure reasons."""
+    """Record the state of the buffer at one revision of its ledger; `scorer_failures`: all reasons for which a scorer
+    can fail."""
     metrics.set_all("baton_buffer_groups", "state", status.groups)
     metrics.set_all("baton_tokens", "fate", status.tokens)
     # Every reason starts with 0: Prometheus computes no increase for a counter that appears with the value 1.
@@ -129,7 +130,8 @@ def measure_process(metrics: Metrics) -> None:
 
 
 class LeasedBatches:
-    """Row lengths and token staleness of leased mini-batches; recorded once, when the optimizer step is committed."""
+    """Records the row lengths and the token staleness of a leased mini-batch once, when its optimizer step is
+    committed."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics

@@ -39,7 +39,7 @@ Series = TypeVar("Series")
 
 
 def bucket_bounds(thresholds: AlertThresholds) -> dict[str, tuple[float, ...]]:
-    """The upper bounds of the histograms' buckets, by the table's name; equal in all actors of a run.
+    """The upper bounds of the histograms' buckets, by `Metric.buckets`; equal in all actors of a run.
 
     For lengths, there are sixteen evenly spaced bounds up to the longest row, and a bound at the alert threshold; for
     seconds, bounds from 1 ms to 5000 s.

@@ -1,5 +1,5 @@
-"""The only table of Prometheus metrics, with the keys of `metrics.jsonl`; exporter, documentation, alert rules and
-dashboards are checked against it.
+"""The table of all Prometheus metrics, with the keys of `metrics.jsonl`. Exporter, documentation, alert rules and
+dashboards are checked against this table.
 
 Units are base units (tokens, seconds, bytes). Every label has a bounded set of values, and no label holds text of a
 prompt. Every series also has the labels `role` and `ident` of the actor that measured it.
@@ -24,7 +24,7 @@ class Metric(NamedTuple):
     help: str
     labels: tuple[str, ...] = ()
     key: str = ""
-    """The key of `metrics.jsonl` with the same quantity, from which the metric is recorded; empty without one."""
+    """The key of `metrics.jsonl` from which the metric is recorded; empty if no key has the metric's quantity."""
     buckets: str = ""
     """The name of a histogram's bounds in `service.observe.metrics.bucket_bounds`; empty for other kinds."""
     in_ray: bool = False

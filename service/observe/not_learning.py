@@ -1,4 +1,5 @@
-"""Why a run may not learn: compares metrics of its last steps with thresholds and lists the likeliest causes first.
+"""Finds why a run may not learn: compares the metrics of its last steps with thresholds, and lists the likeliest causes
+first.
 
 Causes come before their effects: if every response is cut, no reward is given, so no group has variance and the
 gradient is zero; the cut is named first. `docs/not-learning.md` has remedies for each symptom.
@@ -12,7 +13,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 WINDOW = 5
-"""Steps over which a metric is averaged; with fewer steps no metric is compared."""
+"""Number of last steps over which a metric is averaged. If a run has fewer steps, no metric is compared."""
 
 
 class Is(StrEnum):
@@ -21,14 +22,14 @@ class Is(StrEnum):
     AT_LEAST = "at least"
     AT_MOST = "at most"
     FALLEN_TO = "fallen to"
-    """At most this fraction of its mean over the first steps of the run."""
+    """The metric is at most `threshold` times its mean over the first steps of the run."""
 
 
 class Symptom(NamedTuple):
     """A metric that shows why a run does not learn."""
 
     name: str
-    """The section of `docs/not-learning.md`."""
+    """Name of the symptom, and of its section in `docs/not-learning.md`."""
     key: str
     comparison: Is
     threshold: float

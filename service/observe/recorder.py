@@ -23,16 +23,17 @@ import msgspec
 MAX_EVENTS = 10_000
 """Maximum number of events that a process keeps between two pushes; further events are counted as dropped."""
 SHORTEST_SECONDS = 0.001
-"""The time of a shorter state is counted, but no span is recorded for it."""
+"""No span is recorded for a state that lasts less than this; its time is still counted."""
 LONG_SECONDS = 5.0
-"""A longer state is recorded in parts of this length, so that a killed process loses only the last part."""
+"""A state that lasts longer than this is recorded as several spans of about this length. So a killed process loses only
+the last span."""
 
 SPAN, COUNTER, TRAJECTORY, TOTALS = "span", "counter", "trajectory", "totals"
 """The kinds of lines; `docs/formats.md` describes each kind."""
 
 
 class Trace:
-    """The recorder of one process; bounded, and safe to use from several threads."""
+    """Records the timeline of one process. It keeps a bounded number of events; several threads may use it."""
 
     def __init__(self, source: str = "") -> None:
         self._events: deque[tuple[Any, ...]] = deque()
@@ -88,7 +89,8 @@ class States:
             self.state, self._since, self._recorded, self._detail = state, now, now, detail
 
     def seconds(self) -> dict[str, float]:
-        """Seconds by state so far, including the current one; a long current state is also recorded up to now."""
+        """Seconds by state so far, including the current state. If the current state has lasted for long, this call
+        also records a span for it up to now."""
         with self._lock:
             now = self._now()
             self._record(now, LONG_SECONDS)

@@ -1,4 +1,4 @@
-"""Estimates of a run before it starts, from its configuration: memory, speed, waiting, and the bottleneck.
+"""Estimates the memory, the speed, the waiting times and the bottleneck of a run from its configuration.
 
     configuration, model's config.json -> memory and operations (service.learn.estimate) --+
     lengths and times, of a run or assumed -> `work` --------------------------------------+-> `forecast` -> `page`

@@ -1,4 +1,4 @@
-"""The bottleneck of a run: seconds per step of each part, the part that binds, and the gain from more of that part.
+"""Finds the bottleneck of a run from the seconds per step of each part, and the speedup from more of the bottleneck.
 
     generation: ENGINES, ENVIRONMENT, JOURNAL, WEIGHTS (engines pause)    seconds in which the slots generate as many
                                                                           groups as a mini-batch has
@@ -6,10 +6,10 @@
                                                                           the trainer asks for the next one
 
 The two sides run at the same time, and within a side the parts follow one another. The side that needs less time waits
-for the other side, whose largest part binds (is the bottleneck). If both sides wait, they wait for an engine or rank
-that is far slower than the others; or for new weights, if these take longer to arrive than any part takes; or else for
-each other, and then the lookahead binds. The seconds are predicted by `baton plan`, or measured as seconds of a step
-without the time for which the side waited.
+for the other side; the largest part of the other side binds (is the bottleneck). If both sides wait, there are three
+cases. An engine or rank that is far slower than the others binds. Otherwise the new weights bind, if they take longer
+to arrive than any part takes. Otherwise the sides wait for each other, and the lookahead binds. The seconds are
+predicted by `baton plan`, or measured in a run; measured seconds of a side exclude the time for which the side waited.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from service.plan.step_seconds import seconds_of_means
 
 
 class Part(StrEnum):
-    """A part of a run that can bind."""
+    """A part of a run that can be the bottleneck (can bind)."""
 
     ENGINES = "engines"
     TRAINER = "trainer"
@@ -42,7 +42,7 @@ class Side(StrEnum):
 
     @property
     def other(self) -> Side:
-        """The side that runs at the same time."""
+        """The other one of the two sides."""
         return Side.TRAINING if self is Side.GENERATION else Side.GENERATION
 
 
@@ -62,19 +62,19 @@ class Demand:
     engines: int = 1
     ranks: int = 1
     lookahead: float = 2.0
-    """Mini-batches that may be generated ahead; 0: generation and training alternate."""
+    """Number of mini-batches that may be generated ahead; 0: generation and training alternate."""
     concurrency: float = 1.0
-    """Number of groups that are generated at once if admission allows it, in mini-batches."""
+    """Number of groups that are generated at once if the buffer admits them, divided by the groups of a mini-batch."""
     shares_cores: bool = False
     """Whether engines and ranks share CPU cores, so that more engines slow the ranks down and vice versa."""
     arrival: float = 0.0
-    """Seconds from a commit until the engines serve its weights and groups that wait for these weights are
+    """Seconds from a commit until the engines serve the new weights and the groups that wait for these weights are
     admitted."""
     seconds_of_step: float | None = None
-    """Seconds of a step as measured or simulated; None: `arithmetic_seconds` is used instead."""
+    """Measured or simulated seconds of a step; None: `arithmetic_seconds` is used instead."""
 
     def of(self, side: Side) -> Mapping[Part, float]:
-        """The parts of a side."""
+        """The seconds per step that each part of a side needs."""
         return self.generation if side is Side.GENERATION else self.training
 
     def seconds(self, side: Side) -> float:
@@ -102,8 +102,8 @@ class Demand:
         return max(0.0, 1 - self.seconds(side) / self.step_seconds) if self.step_seconds else 0.0
 
     def gain(self, part: Part, side: Side) -> float:
-        """The speedup from one more engine, rank or mini-batch of lookahead; for any other part of the side, the
-        speedup if the part took no time."""
+        """The speedup of the run from one more engine, one more rank, or one more mini-batch of lookahead, as `part`
+        says. For any other part of the side: the speedup if the part took no time."""
         if part is Part.LOOKAHEAD:
             return self.speed_of(replace(self, lookahead=self.lookahead + 1))
         remaining = {Part.ENGINES: self.engines / (self.engines + 1), Part.TRAINER: self.ranks / (self.ranks + 1)}
@@ -131,10 +131,10 @@ class Binding:
     waits: float
     """Fraction of the time for which the other side waits."""
     balanced: bool
-    """Whether neither side waits long for the other."""
+    """Whether both sides wait at most a short time for each other."""
     gain: float
-    """Speedup from one more engine, rank or mini-batch of lookahead; for any other part, the speedup if the part took
-    no time."""
+    """Speedup of the run from one more engine, rank or mini-batch of lookahead, whichever binds. If another part binds:
+    the speedup if the part took no time."""
     shares_cores: bool
     """Whether engines and ranks share CPU cores; see `Demand`."""
     both_wait: bool = False
@@ -147,12 +147,11 @@ class Binding:
 
     @property
     def is_usual(self) -> bool:
-        """Whether the engines, the trainer or nothing binds, which means that the run spends its time on useful
-        work."""
+        """Whether the engines, the trainer or nothing binds; then the run spends its time on useful work."""
         return not self.is_bottleneck or self.part in (Part.ENGINES, Part.TRAINER)
 
     def sentence(self) -> str:
-        """A description in one line."""
+        """A description of the bottleneck in one line."""
         begin = f"{self.side}: {self.side.other} waits {self.waits:.0%} of the time"
         if self.both_wait:
             what = "each other" if self.part is Part.LOOKAHEAD else "new weights to arrive"

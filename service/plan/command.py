@@ -1,4 +1,5 @@
-"""`baton plan`: whether a configuration fits, its speed and bottleneck, and the best split of the GPUs."""
+"""The command `baton plan`: shows whether a configuration fits into memory, its speed, its bottleneck, and the best
+split of the GPUs."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ QUIET_SECONDS = 2.0
 """Seconds after which a line tells the user that the plan is being made."""
 
 DOES_NOT_FIT = 3
-"""Exit code if the configuration does not fit."""
+"""Exit code if the configuration does not fit into memory."""
 
 ABOUT = """\
 Say what a configuration takes before anything is rented: memory of a rank and of an engine, tokens a second, seconds a

@@ -1,7 +1,9 @@
-"""The speed of an engine: a roofline per iteration, in which each running request gets one token.
+"""Predicts the speed of an engine by a roofline model of one iteration. In an iteration each running request gets one
+token.
 
-An iteration takes the longer of two times, to read weights and KV caches (memory) or to multiply tokens with the
-weights (compute); plus the attention of prefilled tokens, collectives of the engine's GPUs, and work of the host.
+An iteration takes the longer of two times: the time to read weights and KV caches (memory), and the time to multiply
+tokens with the weights (compute). The times of the attention of prefilled tokens, of collectives among the engine's
+GPUs, and of work of the host are added.
 """
 
 from __future__ import annotations
@@ -81,8 +83,8 @@ class Shape:
         return self.layers * rank * (attention + mlp)
 
     def read_parameters(self, tokens: float) -> float:
-        """Number of parameters read by a forward pass over `tokens` tokens; of the experts, only those that any token
-        chose."""
+        """Number of parameters that a forward pass over `tokens` tokens reads. Of the experts, only the experts that at
+        least one token chose are read."""
         chosen = 1 - (1 - self.experts_of_token / self.experts) ** tokens if self.experts else 0.0
         layer = self.attention + self.shared + chosen * self.experts * self.expert
         return self.layers * layer + self.head
@@ -105,12 +107,14 @@ class Engine:
     request_host: float = GPU["request"]
 
     def most_running(self, context: float) -> float:
-        """Maximum number of requests of this length in the KV cache, at least one."""
+        """Maximum number of requests of `context` tokens that the KV cache holds; at least one."""
         return max(1.0, self.kv_bytes / (self.shape.kv_token_bytes(self.gpus) * max(context, 1.0)))
 
     def iteration(self, running: float, context: float, prefill: float = 0.0) -> float:
-        """Seconds of an iteration with a token for each running request of mean length `context`, plus `prefill`
-        tokens."""
+        """Seconds of an iteration that computes one token for each of `running` requests, and `prefill` prompt tokens.
+
+        The requests have `context` tokens on average.
+        """
         shape, device = self.shape, self.device
         tokens = running + prefill
         weights = shape.read_parameters(tokens) * shape.width / self.gpus
@@ -121,7 +125,7 @@ class Engine:
         return max(memory, compute) + attention + self._collectives(tokens) + self.host_seconds(running)
 
     def host_seconds(self, running: float) -> float:
-        """Seconds of an iteration in which the device waits for the host."""
+        """Seconds of an iteration with `running` requests in which the GPUs wait for the host."""
         return self.iteration_host + self.request_host * running
 
     def _collectives(self, tokens: float) -> float:
@@ -133,6 +137,6 @@ class Engine:
         return 2 * self.shape.layers * (GPU["all_reduce"] + each)
 
     def prefill_seconds(self, tokens: float, context: float) -> float:
-        """Seconds of the GPUs to compute `tokens` tokens of requests of mean length `context`, with no other request
-        running."""
+        """Seconds that the GPUs take to prefill `tokens` tokens if no other request runs; the requests have `context`
+        tokens on average."""
         return self.iteration(0, context, tokens) - self.host_seconds(0)

@@ -1,4 +1,5 @@
-"""The plan of a configuration: whether it fits, the speed of each split of the GPUs, and the bottleneck."""
+"""The plan of a configuration: whether the configuration fits into memory, the speed of each split of the GPUs, and the
+bottleneck."""
 
 from __future__ import annotations
 
@@ -27,12 +28,13 @@ from service.plan.work import Work
 EVALUATED_ROWS = 512
 """Assumed number of rows of an evaluation set whose size is unknown."""
 MAX_SPLITS = 16
-"""Maximum number of splits of the GPUs to compare; of more splits, about this number, evenly spread, are compared."""
+"""Maximum number of splits of the GPUs that are compared. If more splits are possible, about this number of evenly
+spread splits is compared."""
 
 
 @dataclass(frozen=True)
 class Split:
-    """A number of engines and of ranks, and their speed."""
+    """A split of the GPUs into engines and ranks, and the speed of the split."""
 
     engines: int
     ranks: int
@@ -41,11 +43,11 @@ class Split:
     rank_bytes: Mapping[str, float]
     fits: bool
     prefilled_tokens: float
-    """Tokens per second that all engines together compute without sampling them, while they have work."""
+    """Tokens per second that all engines together prefill while they have work."""
     sampled_tokens: float
     """Tokens per second that all engines together sample while they have work."""
     trained_tokens: float
-    """Tokens of rows per second that all ranks together train while they have work."""
+    """Tokens per second that all ranks together train while they have work; all tokens of the rows count."""
 
     @property
     def binding(self) -> Binding:
@@ -91,8 +93,8 @@ def _spread(numbers: Sequence[int]) -> list[int]:
 
 
 class Plan:
-    """The plan of a configuration: whether it fits, the seconds of a step with each split of the GPUs, the
-    bottleneck."""
+    """The plan of a configuration: whether the configuration fits into memory, the seconds of a step with each split of
+    the GPUs, and the bottleneck."""
 
     def __init__(self, settings: PlanSettings, folder: Path, device: Device, work: Work, gpus: int | None) -> None:
         """Plan for `gpus` GPUs; None: the number in the configuration. `folder` needs only a config.json.
@@ -125,7 +127,8 @@ class Plan:
         )
         self._trajectories = settings.trainer.mini_batch_size * settings.samples
         self.journal_bytes = self._trajectories * work.length * self.journal_token_bytes
-        """Bytes that the buffer writes for a mini-batch; a token that several turns share is written once."""
+        """Bytes that the buffer writes to its journal for a mini-batch; a token that several turns share is written
+        once."""
         self._cached_iteration = cache(self._iteration_of)
 
         self.chosen = self.split(engines, ranks)
@@ -133,16 +136,16 @@ class Plan:
         self.splits = [self.chosen if pair == (engines, ranks) else self.split(*pair) for pair in sorted(pairs)]
         """All splits of the GPUs; the configuration's split is among them if it uses all GPUs."""
         self.on_policy = self.split(engines, ranks, lookahead=0).flow
-        """Waits and speed of the chosen split with `buffer.lookahead: 0`."""
+        """Waits and speed of the configuration's split if `buffer.lookahead` were 0."""
         transports = ("memory", "ipc") if settings.fit.shares_gpus else ("memory",)
         self.updates = {} if self._on_cpu else {name: self._update(name, engines, ranks) for name in transports}
-        """Durations of an update by transport; empty on a CPU, for which no rates of copies were measured."""
+        """Durations of a weight update, by transport; empty on a CPU, for which no copy rates were measured."""
         self.problem = problem or self._too_large() or self._too_few_gpus(self.used)
-        """Why the configuration does not fit, and possible remedies; None if it fits."""
+        """A text that says why the configuration does not fit into memory, with remedies; None if it fits."""
 
     @property
     def best(self) -> Split:
-        """The fastest split that fits; the fastest of all if none fits."""
+        """The fastest split that fits into memory; if no split fits, the fastest of all splits."""
         return min(self.splits, key=lambda split: (not split.fits, split.step_seconds))
 
     @property
@@ -158,7 +161,7 @@ class Plan:
 
     @property
     def engine_bytes(self) -> dict[str, float]:
-        """Bytes on each GPU of an engine, by part."""
+        """Bytes on each GPU of an engine, by part of the memory."""
         weights = self._shape.parameters * self._shape.width / self.settings.generator.engine_gpus
         parts = {"weights": weights, "kv cache": max(0.0, self._memory.kv)}
         if self._on_cpu:
@@ -190,7 +193,7 @@ class Plan:
         )
 
     def split(self, engines: int, ranks: int, lookahead: int | None = None) -> Split:
-        """The speed of this number of engines and of ranks."""
+        """The split into this number of engines and of ranks, with its speed."""
         work, update = self.work, self._update(self.settings.weights.transport, engines, ranks)
         rows = self._trajectories * work.row_tokens(self.settings.merges)
         running = self.settings.generator.concurrent_groups * self.settings.samples / engines

@@ -1,8 +1,9 @@
-"""The current bottleneck of a run: the measured shares of the last minutes, in the model of `service.plan.binding`.
+"""Finds the current bottleneck of a run from the times measured in the last minutes, by the rules of
+`service.plan.binding`.
 
-generation: the seconds in which generators had groups, divided in proportion to the parts of trajectories' time; the
-            journal's syncs, for which the claims and ends of groups wait, are added in the same proportion
-training:   the seconds of the driver's states, without its waits for a mini-batch
+generation: the seconds in which generators had groups, divided among the parts as the time of the trajectories is;
+            the waits of claims and of groups' ends for the journal's syncs are added as a further part
+training:   the seconds of the driver in each of its states, without its waits for a mini-batch
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from service.plan.binding import Binding, Demand, Part, binding
 WINDOW_SECONDS = 600.0
 """The window of alerts, in seconds: a brief bottleneck, such as an evaluation, must not cause an alert."""
 NOW_SECONDS = 40.0
-"""The window of the status, in seconds; longer if steps are long. A part that becomes slow is named within a minute."""
+"""Minimum length of the window of the status, in seconds. It is short, so that a part that becomes slow is named within
+a minute; if steps are long, the window is longer."""
 SAMPLE_SECONDS = 10.0
 MIN_STEPS = 3
 """Minimum number of optimizer steps in the window for which a bottleneck is named."""
@@ -30,8 +32,9 @@ WAITING = "waiting"
 IDLE = (WAITING, "starting", "evaluating")
 """States in which a generator plays no group."""
 SYNCS_OF_GROUP = 3.0
-"""Syncs for which each trajectory waits in addition to its own time. The claim and the end of its group each come in
-the middle of a sync, on average, so each waits for half a sync and for the whole next sync."""
+"""Number of syncs of the journal for which each trajectory waits in addition to its own time. On average, the claim of
+its group comes in the middle of a sync, so it waits for half a sync and for the whole next sync; the end of the group
+waits for as long."""
 STATES = {
     "step": Part.TRAINER,
     "bookkeeping": Part.TRAINER,
@@ -40,7 +43,7 @@ STATES = {
     "checkpoint": Part.CHECKPOINT,
     "evaluating": Part.EVALUATION,
 }
-"""States of the driver -> the parts for which their time counts."""
+"""The part of the run to which the time in each state of the driver counts."""
 PARTS = {
     "queue": Part.ENGINES,
     "prefill": Part.ENGINES,
@@ -49,15 +52,16 @@ PARTS = {
     "environment": Part.ENVIRONMENT,
     "other": Part.ENVIRONMENT,
 }
-"""Parts of a trajectory's time -> parts of the run; an agent's own work counts as its environment's."""
+"""The part of the run to which each part of a trajectory's time counts; an agent's own work counts as environment."""
 
 
 @dataclass(frozen=True)
 class Figures:
-    """Totals since the start of the run, or their increase."""
+    """Totals since the start of the run, or the increase of the totals over a window."""
 
     at: float
-    """When the totals were read, in seconds of a monotonic clock; in an increase, its duration."""
+    """Time at which the totals were read, in seconds of a monotonic clock; for an increase, the window's length in
+    seconds."""
     steps: float = 0.0
     trainer: Mapping[str, float] = field(default_factory=dict)
     """Seconds of the driver in each of its states."""
@@ -72,10 +76,10 @@ class Figures:
     played: float = 0.0
     """Number of trajectories that were played."""
     syncing: float = 0.0
-    """Seconds of the journal's syncs."""
+    """Seconds that all syncs of the journal took together."""
     syncs: float = 0.0
     arriving: float = 0.0
-    """Seconds from sending weights until engines serve them, over all updates."""
+    """Sum over all weight updates: seconds from sending the weights until the engines serve them."""
 
     def since(self, before: Figures) -> Figures:
         """The increase of the totals; the totals of a restarted actor count from 0."""
@@ -88,12 +92,12 @@ class Limits(NamedTuple):
     ranks: int = 1
     lookahead: float = 2.0
     concurrency: float = 1.0
-    """Number of groups that are generated at once, in mini-batches."""
+    """Number of groups that are generated at once, divided by the groups of a mini-batch."""
     shares_cores: bool = False
 
     @classmethod
     def of(cls, run: Mapping[str, Any]) -> Limits:
-        """The limits in the report of the part `run`."""
+        """Read the limits from `run`, the driver's status report."""
         ahead = run.get("concurrent_groups", 1) / run.get("mini_batch_size", 1)
         return cls(run.get("ranks", 1), run.get("lookahead", 2), ahead, run.get("shares_cores", False))
 
@@ -108,7 +112,7 @@ def _grown(now: Any, before: Any) -> Any:
 
 
 def demand(grown: Figures, limits: Limits) -> Demand | None:
-    """Seconds per step of each part; None if there is too little data."""
+    """Seconds per step of each part, from the increase of the totals; None if there is too little data."""
     if grown.steps < MIN_STEPS or not grown.engines or grown.at <= 0:
         return None
     playing = sum(
@@ -136,10 +140,10 @@ class Live(NamedTuple):
     seconds: float
     """Length of the window that was measured, in seconds."""
     slow: str
-    """An engine or rank that is slower than the others, in words; empty without one."""
+    """A text about an engine or rank that is slower than the others; empty if there is none."""
 
     def sentence(self) -> str:
-        """A description in one line."""
+        """A description of the bottleneck in one line."""
         slow = f"; {self.slow}" if self.slow else ""
         return f"{self.found.sentence()}{slow} (last {duration(self.seconds)})"
 
@@ -227,13 +231,15 @@ class Window:
         self._kept.append(figures)
 
     def waits(self, run: Mapping[str, Any]) -> tuple[str, float] | None:
-        """The part that binds over the whole window, and the fraction of time for which the other side waits (0 if the
-        part is no bottleneck); None if there is too little data."""
+        """The part that binds over the whole window, and the fraction of time for which the other side waits.
+
+        The fraction is 0 if the part is no bottleneck. None: there is too little data.
+        """
         whole = self.live(Limits.of(run))
         return None if whole is None else (str(whole.found.part), whole.found.waits * whole.found.is_bottleneck)
 
     def report(self, run: Mapping[str, Any]) -> dict[str, Any] | None:
-        """The current bottleneck, for the status document."""
+        """The current bottleneck, for the status document; None if there is too little data."""
         if (now := self.now(Limits.of(run))) is None:
             return None
         found = now.found

@@ -14,9 +14,9 @@ from service.plan.machine.costs import listed
 from service.plan.work import lines_of
 
 LEAST_BYTES = 5e6
-"""Size of the smallest part of the memory that the page names."""
+"""The page names only the parts of the memory that have at least this many bytes."""
 SLOW_PACE = 2.0
-"""The first line names a measured pace above this value."""
+"""If the measured `Device.pace` is above this value, the page's first line shows it."""
 EXPERTS = "experts: published micro-batches took 2 to 14 times as long as predicted; see docs/plan.md"
 MODEL = (
     "Times are arithmetic: the operations of a step at the device's rates, a roofline for each iteration of an engine, "

@@ -30,7 +30,7 @@ from service.run.hub import download
 from service.run.inputs import make_policy
 
 MODEL = "model"
-"""Name of the folder, inside a run folder, of the model that the run made."""
+"""Name of the folder in a run folder that holds the model which the run made."""
 
 _say = partial(print, file=sys.stderr, flush=True)
 
@@ -49,8 +49,8 @@ def print_plan(
 
 @contextmanager
 def planned_model(model: ModelConfig, env: EnvConfig, seed: int, run: str | None = None) -> Iterator[Path]:
-    """A folder with the model's config.json: `model.path` (of a model on a hub, only this file is downloaded), the
-    model that a run made, or a new model for `model.make`.
+    """Yield a folder with the model's config.json: the folder `model.path`, the model that a run made, or a new model
+    made for `model.make`. If `model.path` names a model on a hub, only the config.json is downloaded.
 
     Raises:
         UserError: the configuration names no model, or `model.path` has no config.json.
@@ -69,7 +69,7 @@ def planned_model(model: ModelConfig, env: EnvConfig, seed: int, run: str | None
 
 
 def named(name: str) -> Device:
-    """The device of this name; measured if the name stands for this machine."""
+    """The device with this name; its rates are measured if the name stands for this machine."""
     if name in MEASURED:
         from service.plan.machine.measure import measured
 

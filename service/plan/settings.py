@@ -21,11 +21,11 @@ class PlanSettings:
     weights: WeightsConfig
     data: DataConfig
     lookahead: int
-    """`buffer.lookahead`"""
+    """The setting `buffer.lookahead`, in mini-batches."""
     merges: bool
     """Whether the turns of a trajectory share a row."""
     env_turns: int
-    """`env.max_turns`"""
+    """The setting `env.max_turns`."""
     most_turns: tuple[str, int]
     """The setting that limits the turns of a trajectory, and its value."""
 

@@ -2,17 +2,17 @@
 
     admission (lookahead, slots) -> trajectories share the engines -> environment -> complete -> trainer -> new version
 
-The slowest of three limits determines the seconds of a step: busy slots, the busy trainer, or admission, which lets the
-groups of a mini-batch begin once the engines serve the version of `lookahead` + 1 steps before. In the last case,
-`lookahead` + 1 mini-batches have been admitted when one is leased. The leased mini-batch is complete, so the groups of
-`lookahead` mini-batches may still be open:
+The slowest of three limits determines the seconds of a step: the slots, the trainer, or admission. Admission lets the
+groups of a mini-batch begin once the engines serve the version of `lookahead` + 1 steps before. So if admission is the
+limit, `lookahead` + 1 mini-batches have been admitted when one is leased. The leased mini-batch is complete, so the
+groups of `lookahead` mini-batches may still be open:
 
     sum over k = 1, 2, ... of  P(a group takes longer than k steps - training - sync)  =  lookahead
 
 With lookahead 0 a step waits for the longest group of its mini-batch. The fewer requests run, the faster an
 engine iterates, and the number of running requests follows from the seconds of a step (Little's law). `baton simulate`
-uses the buffer's own code for the same rule; this model takes milliseconds for a configuration, so that splits can be
-compared.
+runs the buffer's own code for admission; this model takes milliseconds for a configuration, so that many splits of the
+GPUs can be compared.
 """
 
 from __future__ import annotations
@@ -27,21 +27,22 @@ import numpy as np
 from service.types import Float64s
 
 QUANTILES = 1024
-"""Number of group lengths that represent their distribution."""
+"""Number of group lengths that represent the distribution of the lengths."""
 LONGEST = 0.56
-"""The mean of the longest of B groups is about their quantile 1 - 0.56 / B (Gumbel)."""
+"""The mean length of the longest of B groups is about the quantile 1 - 0.56 / B of the lengths (Gumbel)."""
 SHARPNESS = 17.0
-"""Two sides that need the same time lose 1 - 2 ** (-1 / 17) of it, or 4 %, because their waits vary at random. The
-figure is from `baton simulate` with a lookahead of 4 and lengths of moderate tails."""
+"""Exponent of `either_longer`. If the two sides need the same time, random waits cost 1 - 2 ** (-1 / 17), or 4 %, of
+their speed. The figure is from `baton simulate` with a lookahead of 4 and lengths of moderate tails."""
 BACKLOG = 40.0
-"""How fast complete groups pile up before the trainer as it becomes the slower side; fitted to simulations."""
+"""Exponent that sets how sharply the queue of complete groups grows when the trainer becomes the slower side; fitted to
+simulations."""
 ADMISSION = 1.01
 """Admission is the limit if a step takes more than this many times the seconds that slots and trainer need."""
 FULL = 0.99
 """Slots are the limit if they need at least this fraction of a step."""
 PHASES, HALVINGS, ROUNDS = 16, 40, 100
-"""Moments of a step at which the open groups are counted; rounds of the searches for the seconds of a step and of an
-iteration."""
+"""Number of moments of a step at which the open groups are counted; maximum rounds of the search for the seconds of a
+step, and of the search for the seconds of an iteration."""
 
 
 @dataclass(frozen=True)
@@ -54,27 +55,27 @@ class Flow:
     generators_wait: float
     """Fraction of the time for which a slot has no group, averaged over the slots."""
     engines_idle: float
-    """Fraction of the engines' time in which they have no group, as `async/generator_wait_fraction` counts it."""
+    """Fraction of the time for which an engine has no group, averaged over the engines, as
+    `async/generator_wait_fraction` counts it."""
     staleness: float
     """Mean number of versions between the middle of a group's generation and its training."""
     running: float
-    """Mean number of requests in an engine, including those that wait for room in its KV cache."""
+    """Mean number of requests in an engine, including requests that wait for room in the KV cache."""
 
 
 def either_longer(one: float, other: float) -> float:
-    """Seconds of a step whose two sides need these seconds: those of the longer side, and up to about 4 %
-    more if the sides are similar, because their waits vary at random."""
+    """Seconds of a step whose two sides need `one` and `other` seconds: the longer of the two, plus up to about 4 % if
+    the two are similar, because the waits of the sides vary at random."""
     longer, shorter = max(one, other), min(one, other)
     return longer * float((1 + (shorter / longer) ** SHARPNESS) ** (1 / SHARPNESS)) if longer else 0.0
 
 
 def seconds_of_means(generation: float, training: float, arrival: float, lookahead: float, concurrency: float) -> float:
-    """Seconds of a step if only means are known, as in a run in progress: the same limits without a distribution of
-    lengths.
+    """Seconds of a step if only the means of a run are known, not the distribution of its lengths.
 
-    The result is the maximum of the longer side's seconds and the seconds that admission requires: a group's successor
-    is admitted `lookahead` + 1 mini-batches later. In between are the group's generation beside `concurrency` other
-    mini-batches, its training, and the `arrival` of the new weights at the engines.
+    The result is the larger of two times. The first is what the longer side needs. The second follows from admission:
+    a group's successor is admitted `lookahead` + 1 steps after the group. In these steps the group is generated beside
+    up to `concurrency` mini-batches, the group is trained, and the new weights reach the engines (`arrival`).
 
     >>> seconds_of_means(3.0, 1.0, 0.0, lookahead=0, concurrency=1)
     4.0
@@ -85,8 +86,8 @@ def seconds_of_means(generation: float, training: float, arrival: float, lookahe
 
 @dataclass(frozen=True)
 class Setting:
-    """The model: its inputs (amounts and rates) and its equations. Axis `Q`: groups of all lengths, equally
-    frequent."""
+    """The analytic model: its inputs (amounts and rates) and its equations. Axis `Q`: `QUANTILES` lengths of groups,
+    all equally frequent."""
 
     mini_batch_size: int
     samples: int
@@ -213,7 +214,7 @@ class Setting:
         return batch * open_P
 
     def flow(self) -> Flow:
-        """Solve the model for the means of its steady state."""
+        """Solve the equations for the means of the steady state."""
         full_Q, running = self._full()
         full, busy = self.mini_batch_size * float(full_Q.mean()) / self.slots, self.train_seconds + self.after_seconds
         step = self._admitted(either_longer(full, busy))

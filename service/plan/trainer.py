@@ -1,4 +1,5 @@
-"""Seconds of an optimizer step and memory of a rank, for any number of ranks, from a single estimate."""
+"""Predicts the seconds of an optimizer step and the memory of a rank for any number of ranks, from a single
+estimate."""
 
 from __future__ import annotations
 
@@ -36,11 +37,11 @@ class Trainer:
     all layers, or of none if this is 0."""
     fused: bool
     micro_tokens: int
-    """Number of tokens on a rank of the estimated micro-batch."""
+    """Number of tokens that one rank has in the estimated micro-batch."""
     row_tokens: int
     """Length of the micro-batch's rows, in tokens."""
     passes: float
-    """Cost of all passes over a token, relative to the estimate: a reference policy adds a forward pass."""
+    """Cost of all passes over a token, relative to the estimate; above 1 if a reference policy adds a forward pass."""
     shards_within_node: bool = False
     """Whether each node has a copy of the policy, as with `trainer.shard_within: node`."""
 
@@ -54,7 +55,8 @@ class Trainer:
         return {part: held * (share if part in SHARDED else 1.0) for part, held in self.step.peak.items()}
 
     def token_seconds(self, device: Device, row_tokens: float) -> float:
-        """Seconds per token in rows of this length: each kind of operation at the device's rate."""
+        """Seconds per token in rows of `row_tokens` tokens: the sum over all kinds of operations, each at the device's
+        rate."""
         seconds, slower = dict(self.step.seconds), REACHED.bandwidth / device.bandwidth
         attention, products = seconds.pop("attention", 0.0), seconds.pop("products", 0.0)
         computed = max(0.0, self.step.flops - attention * ATTENTION_MEAN_RATE)
@@ -70,7 +72,7 @@ class Trainer:
         return total / self.micro_tokens * self.passes * gaps
 
     def seconds(self, device: Device, ranks: int, tokens: float, row_tokens: float, budget: int) -> float:
-        """Seconds of a step of `tokens` tokens: compute, or collectives if these take longer, plus the optimizer."""
+        """Seconds of a step of `tokens` tokens: the longer of compute and collectives, plus the optimizer."""
         mine = tokens / ranks * TRAINER["imbalance"]
         micro_batches = max(1, math.ceil(mine / budget))
         compute = mine * self.token_seconds(device, row_tokens)
@@ -102,8 +104,10 @@ class Memory:
 
 
 def estimated(settings: FitSettings, folder: Path, device: Device) -> tuple[Trainer, Memory, str | None]:
-    """Estimate the trainer and the engine's memory of a configuration; also returns why the configuration does not fit,
-    with remedies, or None.
+    """Estimate the trainer and the engine's memory of a configuration.
+
+    The text says why the configuration does not fit into memory, and names remedies; it is None if the configuration
+    fits.
 
     Raises:
         UserError: the model cannot be built or run.

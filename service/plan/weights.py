@@ -1,4 +1,4 @@
-"""The time to send new weights to the engines, by transport."""
+"""Predicts the time to send new weights to the engines with each transport."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ class Update:
     """Duration of an update of the engines, in seconds."""
 
     trainer: float
-    """Seconds in which the trainer does nothing else."""
+    """Seconds of the update in which the trainer does nothing else."""
     pause: float
-    """Seconds in which an engine generates nothing."""
+    """Seconds of the update in which an engine generates nothing."""
     arrival: float
-    """Seconds from the end of the step until the engines serve the weights."""
+    """Seconds from the end of the optimizer step until the engines serve the weights."""
 
 
 def update(transport: str, weight_bytes: float, device: Device, nodes: int, rank_gpus: int, engine_gpus: int) -> Update:
-    """The duration of an update; `rank_gpus` GPUs share the bytes that the trainer sends, `engine_gpus` GPUs share the
+    """The duration of an update. `rank_gpus` GPUs share the bytes that the trainer sends; `engine_gpus` GPUs share the
     bytes that an engine gets."""
     costs = WEIGHTS
     if transport == "memory":

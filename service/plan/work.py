@@ -1,4 +1,4 @@
-"""The trajectories of a run: turns, lengths, times of the environment; each figure with its source."""
+"""Describes the trajectories of a run by figures: turns, lengths, environment times. Each figure has a source."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ class Work:
     sigma: float = _option("spread of trajectories' lengths: of the logarithm (0.5 moderate, 1.0 long tails)", 0.0, 5.0)
     environment_seconds: float = _option("seconds of one call of the environment", 0.0, 1e6)
     sources: Mapping[str, str] = field(default_factory=dict, compare=False)
-    """Where each figure comes from, by its name."""
+    """The source of each figure, by the figure's name."""
 
     @property
     def sampled(self) -> float:
-        """Number of sampled tokens of a trajectory."""
+        """Mean number of sampled tokens of a trajectory."""
         return self.turns * self.response_tokens
 
     @property
     def length(self) -> float:
-        """Number of tokens of a trajectory whose turns share a row."""
+        """Mean number of tokens of a trajectory whose turns share a row."""
         return self.prompt_tokens + self.sampled + max(0.0, self.turns - 1) * self.observation_tokens
 
     @property
@@ -44,7 +44,7 @@ class Work:
         return (self.prompt_tokens + self.length) / 2
 
     def row_tokens(self, merged: bool) -> float:
-        """Number of tokens of a trajectory's rows: one row if turns are merged, otherwise one per turn."""
+        """Mean number of tokens of all rows of a trajectory: of one row if `merged`, otherwise of one row per turn."""
         return self.length if merged else self.turns * (self.prompt_tokens + self.length) / 2 + self.sampled / 2
 
 
@@ -55,7 +55,7 @@ SIGMA = 0.6
 
 
 def assumed(settings: PlanSettings) -> Work:
-    """The work that is assumed without other figures: half of what the limits allow."""
+    """The figures that are assumed if no others are known: about half of the maximum that the limits allow."""
     turns = (settings.env_turns + 1) / 2
     generator = settings.generator
     response = generator.max_generate_length / 2
@@ -84,7 +84,8 @@ def check_bounds(name: str, value: float, source: str = "given") -> None:
 def work_of(
     settings: PlanSettings, measured: Mapping[str, tuple[float, str]], given: Mapping[str, float | None]
 ) -> Work:
-    """The work of a configuration: figures that are given, otherwise measured with a source, otherwise assumed.
+    """The work of a configuration. A figure is taken from `given`; if it is not there, from `measured`, with its
+    source; otherwise it is assumed.
 
     Raises:
         UserError: a figure is out of range, or a given figure is above its limit in the configuration.

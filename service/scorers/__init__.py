@@ -1,1 +1,1 @@
-"""Scorers: how groups are sent to them, their input, and the kinds of scorers (see docs/scorers.md)."""
+"""Sends groups to scorers and reads the answers: rewards, or a teacher's log-probabilities (see docs/scorers.md)."""

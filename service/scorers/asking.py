@@ -34,7 +34,8 @@ class Worker(Protocol):
         """Wait until the worker has started; raises `ScorerFailed` if it does not start."""
 
     async def ask(self, row: int, group: bytes) -> bytes:
-        """Return the reply about a group, whose prompt is dataset row `row`; raises `ScorerFailed` without a reply."""
+        """Return the reply about a group, whose prompt is row `row` of the dataset; raises `ScorerFailed` if no reply
+        comes."""
 
     def renew(self) -> None:
         """Replace the worker's process, if it has one, because it does not answer."""

@@ -1,4 +1,5 @@
-"""The reply of a scorer's process about a group, as bytes: the buffer's process unpickles nothing."""
+"""Encodes and decodes the reply of a scorer's process about a group. The bytes are no pickle, because unpickling could
+run a scorer's code in the buffer's process."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from service.types import RefusalReason
 
 
 class Failure(StrEnum):
-    """Why a scorer gave no valid answer; also a label of the metric, as are the reasons of refused answers."""
+    """Reasons for which a scorer gave no valid answer; each reason is also a label value of the metric of failures."""
 
     START = "start"
     """The scorer's process did not start."""
@@ -31,11 +32,12 @@ class Failure(StrEnum):
 
 
 REASONS = (*Failure, RefusalReason.LENGTH_MISMATCH, RefusalReason.REWARD, RefusalReason.LOGPROB)
-"""All reasons for which an answer may count as a failure."""
+"""All reasons for which a scorer's answer may count as a failure: no valid answer, or an answer that is refused."""
 
 
 Logprobs = Callable[[list[int]], Awaitable[Sequence[float | None]]]
-"""The log-probability of each token given the tokens before it, at temperature 1; the first value is not used."""
+"""A function from token ids to the log-probability of each token given the tokens before it, at temperature 1; the
+first value is not used."""
 
 
 class ScorerFailed(Exception):
@@ -65,7 +67,7 @@ _replies = msgspec.msgpack.Decoder(ScoreReply)
 
 
 def encode_answer(answer: Answer) -> bytes:
-    """Encode an answer."""
+    """Encode an answer as the bytes of a reply."""
     logprobs = answer.logprobs
     as_bytes = None if logprobs is None else np.ascontiguousarray(logprobs, LOGPROBS).tobytes()
     rewards = None if answer.rewards is None else [float(reward) for reward in answer.rewards]

@@ -19,8 +19,8 @@ class Turn:
     """One call of the policy."""
 
     prompt: str
-    """The new part of the prompt: in the first turn the whole prompt, later the text that follows the tokens of an
-    earlier turn."""
+    """The new part of the prompt. In the first turn this is the whole prompt; in later turns, the text that follows the
+    tokens of an earlier turn."""
     response: str
     prompt_ids: list[int]
     response_ids: list[int]
@@ -37,13 +37,13 @@ class Trajectory:
     """One trajectory of a group."""
 
     uid: str
-    """The uid of the prompt."""
+    """The unique id of the prompt in the dataset."""
     sample: int
     task: Mapping[str, Any]
     """The row of the dataset: prompt, reward_spec, extra_info, ..."""
     turns: Sequence[Turn]
     reward: float
-    """The environment's reward at the end."""
+    """The environment's reward at the end of the trajectory."""
     stop_reason: str
     transcript: str
     """The output of an agent's run."""
@@ -57,9 +57,9 @@ class Trajectory:
 def trajectories_of(
     group: StepGroup, task: Task, decode: Callable[[Sequence[int]], str], named: Sequence[str] = ()
 ) -> list[Trajectory]:
-    """The trajectories of a group, by sample.
+    """The trajectories of a group, in the order of the samples.
 
-    `decode`: the text of token ids, special tokens included; `named`: the roles that the configuration names.
+    `decode` turns token ids into text with special tokens; `named`: the roles that the configuration names.
     """
     row, turns, ends = asdict(task), dict[int, list[Turn]](), end_objects(group.ends)
     roles = {end.trajectory: roles_from(end.roles, end.n_steps, named) for end in ends}

@@ -65,7 +65,8 @@ def _checked(given: Sequence[float | None], n_tokens: int) -> Float32s:
 
 
 def check_tokenizers(scorers: Mapping[str, ScorerConfig], model_folder: Path) -> None:
-    """Raises `UserError` unless every teacher's tokenizer gives each token the same id as the policy's."""
+    """Raises `UserError` unless every teacher's tokenizer gives each token the id that the policy's tokenizer gives
+    it."""
     for name, scorer in scorers.items():
         if scorer.kind != "teacher" or (folder := scorer.tokenizer or scorer.model) is None:
             continue

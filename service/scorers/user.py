@@ -20,7 +20,8 @@ def imported(name: str, settings: ScorerConfig) -> Callable[..., Any]:
     """The function or class that `scorers.<name>.use` names.
 
     Raises:
-        ConfigError: the module has no such function or class, importing it failed, or it does not take the options.
+        ConfigError: the module has no such function or class, the import failed, or the function or class does not take
+            the options.
     """
     module, _, attribute = (settings.use or "").partition(":")
     method = "logprobs" if settings.kind == "teacher" else "score"

@@ -50,15 +50,15 @@ PRESET = (
     "trainer.ranks=1",
     "trainer.max_tokens_per_micro_batch=131072",
 )
-"""Settings when no configuration is given: 64 groups of 8 at once, mini-batches of 32 groups, and room for the longest
-trajectories: a limit on the length would cut off the tail of the distribution."""
+"""Settings that apply if no configuration is given: 64 groups of 8 trajectories at once, mini-batches of 32 groups, and
+room for the longest trajectories, because a limit on the length would cut off the tail of the distribution."""
 
 NOT_SIMULATED = ("model.", "data.train", "run.")
-"""Settings without influence on a simulation."""
+"""Names of settings, or beginnings of names, that have no influence on a simulation."""
 
 OPTIONS = {option.name: option for option in fields(Scenario) if "help" in option.metadata}
 MIN_CUT = 0.005
-"""Fraction of cut lengths below which the note about them would say 0%."""
+"""If a smaller fraction of the lengths is cut by the limits, no note is printed about it: the note would say 0%."""
 BOUNDS = {name: option.metadata["bounds"] for name, option in OPTIONS.items()} | {"seed": (0, 2**32), "seeds": (1, 1e4)}
 """The smallest and the largest value of each option."""
 

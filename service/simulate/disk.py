@@ -9,7 +9,8 @@ from service.handoff.journal.disk import Buffer, Disk, File
 
 
 class MemoryFile(File):
-    """One file; allocated but unwritten space takes no memory, because thousands of generators reserve gigabytes."""
+    """One file. Space that is allocated but not written takes no memory, because thousands of simulated generators
+    reserve gigabytes of disk space."""
 
     def __init__(self) -> None:
         self.data = bytearray()
@@ -40,14 +41,14 @@ class MemoryFile(File):
         self._size = min(self._size, size)
 
     def sync(self) -> None:
-        """Nothing to do: the file ends with its process."""
+        """Do nothing: the file exists only as long as its process."""
 
     def close(self) -> None:
-        """Nothing to close."""
+        """Do nothing: the file holds nothing that must be closed."""
 
 
 class MemoryDisk(Disk):
-    """Files in memory."""
+    """A disk whose files are in memory."""
 
     def __init__(self) -> None:
         self.files: dict[Path, MemoryFile] = {}

@@ -43,7 +43,7 @@ class SimulatedGenerator(Client):
         self.name = name
         self.slots = scenario.slots(host.settings)
         self.wait_seconds = 0.0
-        """Seconds without work, summed over the slots."""
+        """Seconds without a group, summed over the slots."""
         self._max_tokens = scenario.longest(host.settings)
         """Maximum sampled tokens of one trajectory."""
         self._incarnation = 0
@@ -66,7 +66,7 @@ class SimulatedGenerator(Client):
         return self._served[-1]
 
     def start(self) -> None:
-        """Join, then keep every slot busy."""
+        """Join the run, then keep every slot busy with groups."""
         self.die()
         self.run(self._join())
 
@@ -77,7 +77,7 @@ class SimulatedGenerator(Client):
         self._end_evaluation()
 
     def evaluate(self, count: int, ended: Callable[[], None]) -> None:
-        """Play `count` trajectories; until they end, keep the weights and claim nothing."""
+        """Play `count` trajectories of an evaluation. Until they end, load no new weights and claim no groups."""
         self._evaluated = ended
         lengths, at_once = self._lengths(count), self.slots * self._host.settings.buffer.limits.n_samples_per_prompt
         longest = max((int(lengths[place::at_once].sum()) for place in range(min(at_once, count))), default=0)
@@ -97,7 +97,7 @@ class SimulatedGenerator(Client):
             ended()
 
     def update(self, version: PolicyVersion) -> PolicyVersion:
-        """Swap newer weights in while requests run; returns the version of tokens sampled from now on."""
+        """Load newer weights while requests run; returns the version of the tokens that are sampled from now on."""
         self._newest = max(self._newest, version)
         if version > self.serving and self._evaluated is None:
             self._served_from.append(self.loop.now)
@@ -210,7 +210,7 @@ class SimulatedGenerator(Client):
         self.acknowledged(steps, answer)
 
     def acknowledged(self, steps: list[tuple[TrajectoryId, int]], receipt: Receipt) -> None:
-        """Called with the receipt of the message that contained these steps, as (trajectory, step index)."""
+        """Called with the receipt of a message, and with the (trajectory, step index) of each step in the message."""
 
     def silence(self) -> float:
         """Seconds for which a trajectory hangs before it ends silently; 0 if it does not hang."""
@@ -221,7 +221,7 @@ class SimulatedGenerator(Client):
         return Role.MAIN
 
     def stop_reason(self) -> StopReason:
-        """Why a trajectory ends after its last turn."""
+        """The reason for which a trajectory ends after its last turn."""
         return StopReason.STOP
 
     def _refused(self, refusal: Refusal) -> None:

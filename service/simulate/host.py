@@ -1,4 +1,4 @@
-"""The buffer's process and its scorers, and how other processes send requests to it."""
+"""The buffer's process with its scorers, and the way in which other processes send requests to the buffer."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Host(Process):
         self.run(self._tick())
 
     def new_scorers(self) -> SimulatedScorers:
-        """The scorers of this process."""
+        """Make the scorers of this process."""
         return SimulatedScorers(self, self._scenario.scorer_seconds, self._rng)
 
     def passes(self, seam: str) -> bool:
@@ -77,7 +77,8 @@ class Host(Process):
         return self.alive
 
     def ask(self, request: Callable[[Buffer], Any], reply: Resume, patience: float = 0.0) -> None:
-        """Answer a request as soon as the answer is not a Wait, or with that Wait after `patience` seconds."""
+        """Answer a request. While the buffer's answer is a Wait, ask the buffer again; after `patience` seconds, send
+        the Wait as the answer."""
         answer = request(self.buffer)
         if patience and isinstance(answer, Wait):
             self._polls.append(Poll(self.loop.now + patience, request, reply))
@@ -85,7 +86,8 @@ class Host(Process):
             self._answer(answer, reply)
 
     def claim(self, claim: Claim, reply: Resume) -> None:
-        """Answer a claim as soon as there is a group for it, or with a Wait after some seconds."""
+        """Answer a claim as soon as there is a group for it; after `POLL_SECONDS` without a group, answer with a
+        Wait."""
         self.claims.answer(claim, 1, self.loop.now + POLL_SECONDS, partial(self._answer_claim, reply))
 
     def _answer_claim(self, reply: Resume, answer: ClaimAnswer) -> None:
@@ -97,7 +99,7 @@ class Host(Process):
         self.look_soon()
 
     def settled(self, resume: Resume) -> None:
-        """Continue once all events until now are on the disk."""
+        """Call `resume` once all events of the journal until now are on the disk."""
         self._answer(None, resume)
 
     def look_soon(self) -> None:
@@ -176,11 +178,13 @@ class Client(Process):
         self._rng = rng
 
     def ask(self, request: Callable[[Buffer], Any], patience: float = 0.0) -> Waiting:
-        """`answer = yield self.ask(...)`: the buffer's answer; see `Host.ask`."""
+        """Send a request to the buffer; `answer = yield self.ask(...)` waits for the answer, as described in
+        `Host.ask`."""
         return self.call(lambda reply: self._host.ask(request, reply, patience))
 
     def call(self, request: Callable[[Resume], None]) -> Waiting:
-        """`answer = yield self.call(...)`: `request` runs at the host, with the function that sends the answer back."""
+        """Run `request` at the host, with a function that sends the answer back; `answer = yield self.call(...)` waits
+        for the answer."""
         return request
 
 

@@ -19,14 +19,14 @@ EPOCH = 1_700_000_000.0
 """Unix time at the beginning of a simulation."""
 
 Resume = Callable[[Any], None]
-"""Continues an activity with a result."""
+"""A function that continues an activity with a result."""
 Waiting = Callable[[Resume], None]
-"""What an activity yields: a function that begins to wait, and calls its argument once, with the result."""
+"""A function that an activity yields. It begins to wait, and later calls its argument once, with the result."""
 Activity = Generator[Waiting, Any, None]
 
 
 class Loop:
-    """Runs callbacks in order of time; ties in order of scheduling."""
+    """Runs callbacks in the order of their times; callbacks with equal times run in the order of scheduling."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -36,12 +36,12 @@ class Loop:
         self._scheduled = 0
 
     def after(self, seconds: float, callback: Callable[[], None]) -> None:
-        """Run `callback` after these seconds."""
+        """Run `callback` after `seconds` simulated seconds."""
         self._scheduled += 1
         heapq.heappush(self._queue, (self.now + seconds, self._scheduled, callback))
 
     def run(self, until: Callable[[], bool]) -> bool:
-        """Run until the condition holds; False when no callback is left before it does."""
+        """Run callbacks until the condition holds. Returns False if no callback is left and it still does not hold."""
         while not until():
             if not self._queue:
                 return False
@@ -74,7 +74,7 @@ class Process:
     def __init__(self, loop: Loop) -> None:
         self.loop = loop
         self.life = 0
-        """Counts deaths and rejoins; an activity of an earlier life is never resumed."""
+        """Number of deaths so far; an activity that began before the last death never continues."""
         self._frozen_until = 0.0
 
     def die(self) -> None:
@@ -108,11 +108,11 @@ class Process:
         advance(None)
 
     def wait(self, seconds: float) -> Waiting:
-        """`yield self.wait(2.5)`: continue after 2.5 seconds."""
+        """Wait for a time: after `yield self.wait(2.5)` the activity continues 2.5 simulated seconds later."""
         return lambda resume: self.loop.after(seconds, lambda: resume(None))
 
     def all_of(self, activities: Sequence[Activity]) -> Waiting:
-        """`yield self.all_of(activities)`: begin these activities in order, continue when all have ended."""
+        """Begin these activities in order; after `yield self.all_of(activities)`, all of them have ended."""
         left = len(activities)
 
         def begin(resume: Resume) -> None:

@@ -1,4 +1,4 @@
-"""What the generators and the trainer of a simulation observed, and the report."""
+"""Measurements by the generators and the trainer of a simulation, and the report of the measurements."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from service.types import MiniBatch, PolicyVersion, TrajectoryId
 
 
 class Measurements:
-    """Counts of a run, measured outside of the buffer."""
+    """Counts of a simulated run, measured outside of the buffer."""
 
     def __init__(self) -> None:
         self.committed_at: list[float] = []
@@ -34,7 +34,7 @@ class Measurements:
             self.staleness.update(dict(zip(*(a.tolist() for a in np.unique(ages_N, return_counts=True)), strict=True)))
 
     def committed(self, version: PolicyVersion, batch: MiniBatch, now: float) -> None:
-        """Record that the trainer received the answer that its step is committed."""
+        """Record that the buffer has confirmed a commit to the trainer."""
         self.committed_at.append(now)
         self.trained.update(dict.fromkeys(batch.groups, version.step))
 
@@ -53,7 +53,7 @@ class Report:
     trainer_wait: float
     """Fraction of the time in which the trainer waited for a mini-batch."""
     generator_wait: float
-    """Fraction of the slots' time without work."""
+    """Fraction of the time for which a slot has no group, averaged over the slots."""
     staleness_mean: float
     """Mean staleness, in versions, of all sampled tokens of trained mini-batches."""
     staleness_p99: int

@@ -87,7 +87,7 @@ class Scenario:
 
     @staticmethod
     def of(config: Config, given: Mapping[str, Any]) -> Scenario:
-        """The scenario of a configuration: figures that are given, otherwise assumed as `baton plan` does."""
+        """The scenario of a configuration. Figures that are not in `given` are assumed as in `baton plan`."""
         turns = given.get("turns", (config.env.max_turns + 2) // 2)
         tokens = turns * config.generator.max_generate_length / 2
         assumed = {"generators": config.generator.min_engines, "turns": turns, "median_tokens": tokens}
@@ -103,10 +103,11 @@ class Scenario:
         return np.maximum(np.round(drawn), 1).astype(np.int64)
 
     def step_seconds(self, settings: SimulationSettings) -> float:
-        """Seconds of an optimizer step: `trainer_seconds`, or the time that busy generators take for a mini-batch.
+        """Seconds of an optimizer step: `trainer_seconds` if set, otherwise the time in which busy generators play a
+        mini-batch.
 
-        A group occupies its slot until its longest sample ends, so slot time is the mean over groups of the longest
-        sample's time.
+        A group occupies its slot until its longest sample ends. So the mean time of a group in its slot is the mean
+        over groups of the longest sample's time.
         """
         if self.trainer_seconds is not None:
             return self.trainer_seconds
@@ -115,7 +116,7 @@ class Scenario:
         return group_seconds * settings.buffer.mini_batch_size / (self.slots(settings) * self.generators)
 
     def cut(self, settings: SimulationSettings) -> float:
-        """Fraction of the trajectories that would be longer than the limits of the configuration allow."""
+        """Fraction of the trajectories that the limits of the configuration cut, because they would be longer."""
         return float((self._drawn(settings) > self.longest(settings)).mean())
 
     def _drawn(self, settings: SimulationSettings) -> Int64s:

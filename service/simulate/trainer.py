@@ -17,7 +17,7 @@ from service.types import MiniBatch, PolicyVersion, Refusal
 
 
 class SimulatedTrainer(Client):
-    """The trainer group as one process."""
+    """All ranks of the trainer, simulated as one process."""
 
     def __init__(
         self,
@@ -33,7 +33,7 @@ class SimulatedTrainer(Client):
         self.published = self.version
         """The version that engines are to serve."""
         self.drained = False
-        """Whether the buffer answered that no more mini-batches can come."""
+        """Whether the buffer has answered that no more mini-batches can come."""
         self._settings = host.settings
         self._generators = generators
         self.step_seconds = scenario.step_seconds(host.settings)
@@ -45,7 +45,7 @@ class SimulatedTrainer(Client):
         """The step of the newest durable checkpoint."""
 
     def start(self) -> None:
-        """Join at the newest checkpoint, then train."""
+        """Join the run at the newest checkpoint, then train."""
         self.die()
         self.run(self._train())
 

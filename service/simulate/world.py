@@ -15,8 +15,9 @@ from service.simulate.scenario import Scenario, SimulationSettings
 from service.simulate.trainer import SimulatedTrainer
 
 HANG_SECONDS = 600.0
-"""Simulated seconds without an optimizer step that count as a hang, in addition to the seconds of the longest
-trajectory, its scorer, an evaluation of such trajectories, an optimizer step and the arrival of its weights."""
+"""A run hangs if it takes no optimizer step for this many simulated seconds more than the longest regular pause. The
+longest regular pause is the sum of the seconds of: the longest trajectory, its scorer, an evaluation with the longest
+trajectories, an optimizer step, and the arrival of the step's weights."""
 SEGMENT_BYTES = 64 << 20
 
 
@@ -27,7 +28,7 @@ class World:
     generator_class = SimulatedGenerator
     trainer_class = SimulatedTrainer
     calm_from = 0.0
-    """The time from which the world has to make progress; the run does not end earlier."""
+    """Simulated time, in seconds, from which a missing optimizer step counts as a hang; the run ends later."""
 
     def __init__(self, settings: SimulationSettings, scenario: Scenario, seed: int) -> None:
         self.settings, self.scenario, self.seed = settings, scenario, seed
@@ -52,11 +53,11 @@ class World:
         )
 
     def new_measurements(self) -> Measurements:
-        """An object that records measurements."""
+        """Make the object that records measurements."""
         return Measurements()
 
     def new_host(self) -> Host:
-        """The process of the buffer."""
+        """Make the process of the buffer."""
         return Host(self.settings, self.scenario, self.loop, self.rngs[5], SEGMENT_BYTES)
 
     def begin(self) -> None:
@@ -66,7 +67,7 @@ class World:
             generator.start()
 
     def run(self) -> None:
-        """Train the scenario's steps, drain, and end the run."""
+        """Train the scenario's number of steps, drain the buffer, and end the run."""
         self.begin()
         self._until(lambda: self.trainer.version.step >= self.scenario.steps)
         self._until(lambda: self.loop.now > self.calm_from and self.host.alive)

@@ -1,1 +1,2 @@
-"""The timeline of a run: every process records its part, the run folder keeps it, and Chrome trace events show it."""
+"""Shows the timeline of a run as Chrome trace events. Every process records its part, and the run folder keeps all
+parts."""

@@ -1,9 +1,9 @@
 """A run's timeline as Chrome trace events, which ui.perfetto.dev and chrome://tracing open.
 
-driver        trainer         what the trainer as a whole does
-trainer-0     rank            forward and backward, optimizer, and while it waits, what the driver does
+driver        trainer         the state of the trainer as a whole
+trainer-0     rank            forward and backward, optimizer; while the rank waits, the state of the driver
 generator-0   engine          generating, paused, environment, waiting, starting
-              trajectories    sampled ones with their turns and tool calls, on as many rows as overlap in time
+              trajectories    a sample, with turns and tool calls, on as many rows as trajectories overlap in time
 buffer        leases, commits, journal, and counters of its groups
 
 A sampled trajectory is a flow: claim -> turns and tool calls -> lease -> commit. Times are microseconds from the first
@@ -29,7 +29,7 @@ WAITING = "waiting"
 
 
 class Drawn(NamedTuple):
-    """A slice on a row."""
+    """A bar on a row of the trace: one span of time (a slice)."""
 
     row: Row
     span: Span

@@ -1,4 +1,4 @@
-"""Where a run's trajectories spent their time: by part, by environment and tool, and the slowest trajectories."""
+"""Shows where a run's trajectories spent their time: by part, by environment and tool, and the slowest trajectories."""
 
 from __future__ import annotations
 

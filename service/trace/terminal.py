@@ -1,4 +1,4 @@
-"""Trajectory records on a terminal: a list, and one trajectory with the kind of each token."""
+"""Prints trajectory records on a terminal: a list of trajectories, or one trajectory with the kind of each token."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ WIDE = 110
 
 
 def print_list(console: Console, records: Sequence[Record], kept: int) -> None:
-    """Print a table with one line per trajectory, and how many of the `kept` trajectories it leaves out."""
+    """Print a table with one line per trajectory; if it does not show all `kept` trajectories, a note below says so."""
     is_wide = console.width >= WIDE
     table = Table(box=None, header_style="bold", pad_edge=False)
     table.add_column("id", no_wrap=True)
@@ -78,8 +78,8 @@ def _numbers(record: Record, is_wide: bool) -> dict[str, str]:
 
 
 def print_record(console: Console, record: Record, max_staleness: int, words: Words) -> None:
-    """Print one trajectory step by step; the kind of each token is shown by colours, on a terminal without colours by
-    marks."""
+    """Print one trajectory step by step. Colours show the kind of each token; on a terminal without colours, marks show
+    it."""
     has_colours = console.color_system is not None and not console.no_color
     wraps = not console.is_terminal
     console.print(Text(in_one_line(record["id"]), style="bold"))

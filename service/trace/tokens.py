@@ -1,4 +1,4 @@
-"""The tokens of a trajectory record with the text and the kind of each, and lines about records and steps."""
+"""The tokens of a trajectory record, each with its text and its kind; and lines of text about records and steps."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from service.errors import printable
 from service.run.trajectories import Record
 
 Words = Callable[[Sequence[int]], list[str]]
-"""A function from token ids to the text that each of them adds."""
+"""A function from token ids to the text that each token adds to the tokens before it."""
 
 PREVIEW_TOKENS = 60
 DEEPEST = 8
@@ -32,7 +32,7 @@ LEGEND = {
 
 
 class Token(NamedTuple):
-    """One token of a trajectory; `kind` is how the trainer treats the token, empty for text that is not a token."""
+    """One token of a trajectory; `kind` names the trainer's treatment of the token, empty for text that is no token."""
 
     text: str
     kind: str
@@ -91,7 +91,7 @@ def _kind(mask: int, version: str | None, step: Record, record: Record, max_stal
 
 
 def staleness(record: Record) -> int | None:
-    """The largest staleness of a sampled token when the trajectory was trained; None without such a token."""
+    """The largest staleness of a sampled token when the trajectory was trained; None if no token has a staleness."""
     versions = {version for step in record["steps"] for _, version in step["versions"] if version is not None}
     return max((_steps_of(record["trained_at"]) - _steps_of(version) for version in versions), default=None)
 
@@ -140,7 +140,7 @@ def _counted(count: int, thing: str) -> str:
 
 
 def number(value: float | None, form: str) -> str:
-    """A number formatted by `form`; `none` if there is no number."""
+    """The number as text in the format `form`; `none` if the value is None."""
     return "none" if value is None else format(value, form)
 
 
@@ -148,7 +148,8 @@ def branches(record: Record) -> list[str]:
     """The steps as a tree, one line with roles and step numbers per chain of steps; empty for a single chain of role
     `main`.
 
-    Records of older versions do not name the step that a step continues; for such records the result is empty.
+    Records that older versions of Baton wrote do not name the step that a step continues; for these the result is
+    empty.
 
     aux 0
     main 1, 3, 4; undelivered 5

@@ -61,7 +61,7 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def recorded(run: str | None) -> tuple[Path, RunTimeline]:
-    """The folder and the timeline of a run; without a name, of the newest run.
+    """The folder and the timeline of a run; of the newest run if `run` is None.
 
     Raises:
         UserError: there is no such run, or it kept no timeline.

@@ -1,4 +1,4 @@
-"""`baton trajectories`: shows what the policy wrote in a run, and where time was spent."""
+"""`baton trajectories`: shows the trajectories that the policy played in a run, and where they spent their time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Trajectory records as a self-contained HTML page: a table to filter and sort, and each trajectory's tokens."""
+"""Writes trajectory records as an HTML page that needs no other files: a table to filter and sort, and each
+trajectory's tokens."""
 
 from __future__ import annotations
 
@@ -32,9 +33,9 @@ COLUMNS = 9
 
 
 def html_page(title: str, records: Sequence[Record], kept: int, max_staleness: int, words: Words) -> str:
-    """Some of the `kept` records on one page without external parts.
+    """An HTML page with these records, which are some or all of the run's `kept` records. The page needs no other file.
 
-    All text of records is escaped, and the page's content security policy admits its own script only.
+    All text of records is escaped, and the page's content security policy allows only the page's own script.
     """
     page = PAGE.read_text(encoding="utf-8")
     script = page.partition("<script>")[2].partition("</script>")[0]

@@ -28,7 +28,7 @@ SCHEMA = (
 )
 """The tables of the database."""
 LARGEST = 40
-"""Maximum of the numbers of people (in thousands) and of the heights (in tens of metres)."""
+"""Maximum of both numbers of a town: its people (in thousands) and its height (in tens of metres)."""
 
 
 class Town(NamedTuple):
@@ -46,14 +46,14 @@ class Geography(NamedTuple):
 
     towns: tuple[Town, ...]
     rivers: dict[str, str]
-    """River -> region."""
+    """The region through which each river flows, by the river's name."""
     regions: dict[str, str]
-    """Region -> good."""
+    """The good for which each region is known, by the region's name."""
 
 
 @lru_cache(maxsize=1)
 def geography() -> Geography:
-    """The geography, always the same."""
+    """All facts of the invented geography; every call returns equal facts."""
     rng = np.random.default_rng(SEED)
     names = _names(N_TOWNS + N_RIVERS + N_REGIONS, rng)
     towns, rivers, regions = names[:N_TOWNS], names[N_TOWNS:-N_REGIONS], names[-N_REGIONS:]
@@ -84,7 +84,7 @@ def passages() -> list[str]:
 
 
 def names() -> tuple[str, ...]:
-    """Every name and every good."""
+    """The names of all towns, rivers and regions, and all goods."""
     drawn = geography()
     return (*(town.name for town in drawn.towns), *drawn.rivers, *drawn.regions, *drawn.regions.values())
 

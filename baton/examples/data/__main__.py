@@ -1,4 +1,4 @@
-"""Writes the files of this folder again."""
+"""Writes the corpus and the database of this folder again."""
 
 from baton.examples.data import CORPUS, DATABASE, write_corpus, write_database
 

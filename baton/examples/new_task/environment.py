@@ -47,7 +47,7 @@ class GuessNumber:
         return StepResult([user(hint(guess, self.number))], float(guess == self.number), done, info)
 
     async def close(self) -> None:
-        """Nothing to close."""
+        """Do nothing: the episode holds no resources."""
 
 
 def hint(guess: int, number: int) -> str:

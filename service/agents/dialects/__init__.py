@@ -1,1 +1,2 @@
-"""The HTTP APIs by which clients call a language model, each as a pair of pure functions: read and answer."""
+"""The HTTP APIs by which clients call a language model. For each API, pure functions read a request and write the
+answer."""

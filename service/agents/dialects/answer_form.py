@@ -1,8 +1,8 @@
 """The form of the answer that a client asks for: JSON of a schema, or a call of one of the client's tools.
 
     response_format: {type: json_schema, json_schema: {schema: S}}      text that follows S
-    text: {format: {type: json_schema, schema: S}}                      the same in Responses
-    output_config: {format: {type: json_schema, schema: S}}             the same in Messages
+    text: {format: {type: json_schema, schema: S}}                      text that follows S, in the API Responses
+    output_config: {format: {type: json_schema, schema: S}}             text that follows S, in the API Messages
     response_format: {type: json_object}                                text that is an object
     tool_choice: required, {type: any}                                  a call of any tool
     tool_choice: {type: function, function: {name: f}}                  a call of f
@@ -25,7 +25,7 @@ from service.rollout.chat.chat import Tool
 FORCES = ("required", "any", "function", "tool", "custom")
 """Kinds of `tool_choice` that force a call of a tool which the client runs."""
 THINKING = {"type": "tag", "begin": "<think>", "content": {"type": "any_text"}, "end": "</think>\n\n"}
-"""Structural tag for the thinking that may come before structured output."""
+"""The part of xgrammar's structural tag that allows thinking before structured output."""
 MAX_FORM_BYTES = 1 << 16
 """Maximum bytes of an enforced form as JSON. The time to compile a form grows with the square of its size; at this size
 it is a few seconds."""

@@ -4,7 +4,7 @@
     {"messages": [...], "best_of": 2}                400   best_of: one call gives one answer
     {"messages": [...], "top_k": 5, "x": 1}          read; `top_k` and `x` change nothing, and the answer names them
 
-A schema is a struct. Fields of a request that the struct does not have change nothing, except those in `REFUSED`.
+A schema is a struct. Fields of a request that the struct does not have change nothing, except the fields in `REFUSED`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ WHERE = re.compile(r"(?P<reason>.*?)(?: - at `\$\.?(?P<field>.*)`)?", re.DOTALL)
 FIELD_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}")
 """Names of fields that are written to a header and to a log unchanged."""
 FORMATS, OPTIONS = ("response_format", "output_format"), ("text", "output_config")
-"""Fields that state the form of an answer, and fields with options, which may state the form as `format`."""
+"""Fields that state the form of an answer; and fields with options, in which the option `format` may state the form."""
 MAX_NAMED = 32
 """Maximum number of ignored fields that an answer names."""
 MISSING = re.compile(r"required field `(\w+)`")
@@ -49,7 +49,7 @@ Content = str | list[TextPart] | None
 
 
 class ToolChoice(Struct):
-    """A choice of tools as an object."""
+    """The field `tool_choice` if it is an object."""
 
     type: Name
 
@@ -99,7 +99,7 @@ ONE = _Unless((1,), "one call gives one answer")
 SAMPLED = _Unless(({}, []), "what is sampled is the distribution that is trained")
 WHOLE = _Unless((), "send the whole conversation; its tokens are found by its messages")
 NO_THREAD = "thread_unsupported_request"
-"""The error code after which Anthropic's SDK sends whole conversations."""
+"""An error code for a request that names a stored conversation. Anthropic's SDK then sends the whole conversation."""
 REFUSED: Mapping[str, _Unless] = {
     "n": ONE,
     "best_of": ONE,
@@ -153,8 +153,8 @@ def read_request(body: Mapping[str, Any], shape: type[Shape], where: str = "") -
 
 
 def ignored_fields(body: Mapping[str, Any], shape: type[Struct], tools: Collection[str] = ()) -> tuple[str, ...]:
-    """The given fields that change nothing, in order: fields that the schema does not have, and tools of other
-    types than `tools`."""
+    """The request's fields that have no effect, in order: fields that the schema does not have, and tools whose type is
+    not in `tools`."""
     read = {*shape.__struct_fields__, *REFUSED, *FORMATS}
     names = (
         f"{name}.{inner}" if inner else name

@@ -1,4 +1,5 @@
-"""Interface of all dialects: a request is read as a `CallRequest`, and an answer is written from a `CallAnswer`.
+"""The interface of all dialects (HTTP APIs): a request is read as a `CallRequest`, and an answer is written from a
+`CallAnswer`.
 
 body of a POST --read--> CallRequest --(tree, engine, journal)--> CallAnswer --reply / events--> JSON / event stream
                    \\--> Refused --error / error_event--> the dialect's own form of an error
@@ -58,7 +59,7 @@ class CallRequest(NamedTuple):
     n: int = 1
     """Number of samples that the client asks for."""
     may_call: bool = True
-    """Whether tool calls in the answer are parsed; otherwise they stay text."""
+    """Whether tool calls in the answer are parsed; if false, they stay text."""
     forms: tuple[AnswerForm, ...] = ()
     """The forms of the answer that the client asks for."""
     structure: str = ""
@@ -119,13 +120,13 @@ class Refused(UserError):
 
 
 def frame(data: Any, event: str = "") -> bytes:
-    """One server-sent event; `data`, as JSON, has no line break."""
+    """Encode one server-sent event; `data` becomes JSON without line breaks."""
     head = f"event: {event}\n" if event else ""
     return f"{head}data: {json.dumps(data)}\n\n".encode()
 
 
 def head(answer: CallAnswer, asked: CallRequest, prefix: str, kind: str) -> dict[str, Any]:
-    """The fields with which answers of chat completions and completions, and chunks of them, begin."""
+    """The first fields of each answer, and of each chunk of an answer, in chat completions and completions."""
     made = {"created": answer.created, "model": asked.model}
     return {"id": f"{prefix}-{answer.call.name}", "object": kind, **made}
 
@@ -142,7 +143,7 @@ def openai_error_event(refused: Refused) -> bytes:
 
 
 class Dialect(NamedTuple):
-    """One API: how its requests are read and its answers are written."""
+    """One API: the functions that read its requests and write its answers."""
 
     name: str
     read: Callable[[Mapping[str, Any]], CallRequest]

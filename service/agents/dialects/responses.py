@@ -44,7 +44,7 @@ EMPTY: Mapping[str, Mapping[str, Any]] = {
 }
 FREE_TEXT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
 OURS = re.compile(r"(call_.+)_\d+")
-"""The id of a tool call; the first part is the same for all calls of one answer."""
+"""Matches the id of a tool call that Baton made; all calls of one answer have the same first part of the id."""
 
 TOOLS = ("function", "custom", "namespace")
 """Types of tools that the client runs and describes."""
@@ -105,7 +105,7 @@ class _CustomOutput(Struct, tag_field="type", tag="custom_tool_call_output"):
 
 Item = _Message | _Reasoning | _Call | _CustomCall | _Output | _CustomOutput
 ORDER: Mapping[type, int] = {_Reasoning: 0, _Message: 1, _Call: 2, _CustomCall: 2}
-"""The items of one answer come in this order."""
+"""The place of each kind of item in an answer: thinking first, then text, then calls."""
 
 
 class _Request(CommonFields, kw_only=True):

@@ -24,7 +24,7 @@ CHUNK = 1 << 16
 WATCH_SECONDS = 0.5
 """Minimum seconds between two checks of memory, processes and folder."""
 WATCH_SHARE = 0.05
-"""Maximum share of the command process's time for these checks."""
+"""Maximum fraction of the command process's time that the checks of memory, processes and folder may take."""
 ENTRIES_AT_ONCE = 1000
 FILE_BYTES = 4096
 """Each file and each folder counts as at least this many bytes."""
@@ -34,7 +34,7 @@ class CommandEnd(NamedTuple):
     """How a command ended."""
 
     code: int | None
-    """The command's exit code, or 128 + the signal that ended it; None: it was ended at a limit."""
+    """The command's exit code, or 128 + the signal that ended the command; None: the command was ended at a limit."""
     limit: str
     """Name of the limit at which the command was ended; empty if it was not ended at a limit."""
     output: bytes

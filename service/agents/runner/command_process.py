@@ -62,9 +62,9 @@ class Finished(NamedTuple):
     reward: float | None
     """The score; None if no score is configured, or the run failed."""
     status: str
-    """`ok`, or `failed`: the run is no evidence about the policy."""
+    """`ok`; or `failed`, and then the run says nothing about the policy."""
     reason: str
-    """Why the run failed, or that it reached its time limit; empty otherwise."""
+    """The reason why the run failed, or a note that it reached its time limit; otherwise empty."""
     info: Mapping[str, float]
     """Duration of the run in seconds, and size of its output in bytes."""
     transcript: str
@@ -218,15 +218,15 @@ def filled(text: str, values: Mapping[str, str]) -> str:
 
 
 def placeholders(words: Sequence[str]) -> list[str]:
-    """The names of the placeholders in these texts."""
+    """The names of the placeholders in the texts `words`."""
     return [name for word in words for name in PLACEHOLDER.findall(word)]
 
 
 def shortened(text: str, most: int) -> str:
-    """The text; of more than `most` characters only the beginning (a quarter of `most`) and the end (the rest).
+    """The text; if it has more than `most` characters, only its beginning (a quarter of `most`) and its end (the rest).
 
     >>> shortened("a beginning, much between, and an end", 16)
-    'a be\n[21 characters left out]\nd an end'
+    'a be\\n[21 characters left out]\\n, and an end'
     """
     head, left_out = most // 4, len(text) - most
     return f"{text[:head]}\n[{left_out} characters left out]\n{text[head + left_out :]}" if left_out > 0 else text

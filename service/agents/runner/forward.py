@@ -29,7 +29,7 @@ def on_loopback(base_url: str) -> str:
 
 @asynccontextmanager
 async def forwarded(listener: socket.socket, base_url: str) -> AsyncIterator[None]:
-    """While the block runs, connections to `listener` are forwarded to the endpoint; when it ends, they are closed."""
+    """Forward connections to `listener` to the endpoint until the `with` block ends; then close the connections."""
     connections: set[asyncio.Task[None] | None] = set()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -3,7 +3,7 @@
     AgentRunner.run(task, base_url, key, seed) --> command process --> the command, its folder, its score
                                      Finished <--
 
-A command process serves one trajectory at a time. When it is late, fails or loses its parent, its keeper
+A command process serves one trajectory at a time. If a command process is late, fails or loses its parent, its keeper
 (`service.rollout.child_main`) ends it and all processes that the command started.
 """
 

@@ -39,13 +39,13 @@ MAX_MESSAGE = 4096
 OUR_PROCESSES = 3
 """Number of Baton's processes in a user namespace, in addition to the command's own."""
 ROOM = 2
-"""A command with more than `limits.processes` processes is ended, with that limit as the reason; beyond this multiple
-of the limit the operating system refuses further processes."""
+"""The operating system refuses a command more processes than this multiple of `limits.processes`. Baton ends a command
+with more than `limits.processes` processes, with the limit as the reason."""
 RESERVED_IDS = 301
-"""Minimum of a namespace's largest process id, because the kernel does not reuse smaller ids."""
+"""Added to the maximum process id of a namespace, because the kernel does not use ids below 300 a second time."""
 PID_MAX_OF_NAMESPACES = (6, 14)
-"""The first kernel in which a PID namespace has a largest id of its own; older kernels have one for the whole
-machine."""
+"""The first kernel version in which each PID namespace has a maximum process id of its own; older kernels have one
+maximum for the whole machine."""
 KERNEL = tuple(int(part) for part in re.findall(r"\d+", os.uname().release)[:2])
 
 
@@ -73,8 +73,8 @@ class Started(NamedTuple):
     """A running command."""
 
     process: subprocess.Popen[bytes]
-    """The command, or the outer process of its namespaces, which ends when the command ends, with the same exit code;
-    `stdout` is the command's stdout and stderr."""
+    """The command. With namespaces: the outer process, which ends together with the command and has the command's exit
+    code. `stdout` is the command's stdout and stderr."""
     listener: socket.socket | None
     """Accepts the command's connections to `Launch.port`."""
     proc: int | None

@@ -2,7 +2,7 @@
 
 private pages            of each process; near the limit, pages that forks share are counted once
 file systems in memory   that only the command's processes see, such as its /dev/shm
-memfds                   and mapped shared memory, whichever is more: mostly these are the same pages
+memfds                   or mapped shared memory, whichever is larger, because both are mostly the same pages
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ RESIDENT = re.compile(r"^(RssAnon|RssShmem|VmSwap):\s+(\d+)", re.MULTILINE)
 SHARED_ONCE = re.compile(r"^(Pss_Anon|Pss_Shmem|SwapPss):\s+(\d+)", re.MULTILINE)
 KB = 1 << 10
 ESCAPED = re.compile(rb"\\([0-7]{3})")
-"""How /proc writes a space in a path."""
+"""An escaped character in a path, such as a space, as /proc writes it: a backslash and three octal digits."""
 BLOCK = 512
 """Bytes of a block in `stat`."""
 INIT = "1"
-"""Process 1 of a PID namespace, which is not the command's."""
+"""The id of process 1 of a PID namespace, which belongs to Baton and not to the command."""
 
 
 class Processes:
-    """Measures the processes of a command, each time as they are at that moment."""
+    """Measures what the processes of a command use; each method measures anew."""
 
     def __init__(self, proc: int | None) -> None:
         """`proc`: the open /proc of the command's PID namespace; None: all descendants of this process are the
@@ -66,7 +66,7 @@ class Processes:
         return KB * private + max(KB * sum(each.get("Pss_Shmem", 0) for each in exact), shared)
 
     def nameless(self, folders: Sequence[str]) -> Counter[int]:
-        """Bytes of deleted and never named files that these processes have open, by device."""
+        """Bytes of the files without a name (deleted, or never named) that these processes have open, by device."""
         sizes: dict[tuple[int, int], int] = {}
         for folder in folders:
             with suppress(OSError):  # the process has ended, or hides its files

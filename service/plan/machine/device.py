@@ -1,4 +1,4 @@
-"""The rates of a GPU as a profile: those of its data sheet, times the fraction that kernels reach."""
+"""Profiles of GPUs: the rates of a GPU's data sheet, times the fractions of these rates that kernels reach."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MEASURED = ("cpu", "measured")
 
 @dataclass(frozen=True)
 class Device:
-    """Compute and copy rates per second, and memory, of a rank's or engine's GPU."""
+    """The memory of a rank's or engine's GPU, and the rates at which it computes and copies."""
 
     name: str
     source: str
@@ -46,7 +46,8 @@ class Device:
         return "GPUs" if self.cores is None else "processes"
 
     def ring(self, gpus: int) -> float:
-        """Bytes/s that each of `gpus` GPUs in a ring passes on; between nodes all network cards of a node do so.
+        """Bytes/s that each of `gpus` GPUs in a ring passes on; all network cards of a node share the traffic between
+        nodes.
 
         >>> profile("h100").ring(8) == profile("h100").link
         True
@@ -85,7 +86,7 @@ def profile(name: str) -> Device:
 def crowding(
     device: Device, engines: int, ranks: int, share_of_training: float, shared_gpus: bool
 ) -> tuple[float, float]:
-    """Factors by which generation and training slow each other down: processes share the cores of a CPU machine, and
+    """Factors (of generation, of training) by which the two slow each other down. On a CPU, processes share the cores;
     with `weights.transport: ipc` a rank and an engine share a GPU, half each.
 
     `share_of_training`: fraction of the time in which ranks compute.

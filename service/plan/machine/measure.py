@@ -21,12 +21,13 @@ BUDGET_SECONDS = 3.0
 """Maximum seconds of each measurement, apart from its first round."""
 
 COPIES, ROWS, CONTEXT = {"cpu": 1 << 24, "cuda": 1 << 30}, {"cpu": 768, "cuda": 8192}, {"cpu": 512, "cuda": 8192}
-"""Bytes of a copy, rows of a square matrix, tokens of a row of attention."""
+"""Sizes of the measured operations on a CPU and on a GPU: bytes of a copy, number of rows of a square matrix, and
+tokens of a row of attention."""
 
 
 def measured(cpu: bool = False) -> Device:
-    """The rates of this machine's first GPU. If there is no GPU, or `cpu` is set: those of one CPU core, because each
-    process of a run uses one core."""
+    """Measure the rates of this machine's first GPU. If there is no GPU, or `cpu` is set, measure one CPU core, because
+    each process of a run uses one core."""
     found = pace()
     device = torch.device("cuda" if torch.cuda.is_available() and not cpu else "cpu")
     is_gpu = device.type == "cuda"
@@ -64,7 +65,8 @@ def pace() -> float:
 
 
 def fastest(work: Callable[[], Any], device: torch.device, rounds: int = 20) -> float:
-    """Seconds of the fastest round, because other programs may slow rounds down."""
+    """Call `work` up to `rounds` times, and return the seconds of the fastest call; other programs may slow single
+    calls down."""
     seconds = list[float]()
     until = time.perf_counter() + BUDGET_SECONDS
     while len(seconds) < rounds and (not seconds or time.perf_counter() < until):

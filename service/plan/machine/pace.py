@@ -1,4 +1,5 @@
-"""How fast this machine now does the work of a run's processes: pairs of processes exchange steps, a pair per core.
+"""Measures how fast this machine now does the work of a run's processes: on each core a pair of processes exchanges
+steps.
 
 One process of a pair makes steps of a few tokens, encodes and sends them, as a generator does; the other process keeps
 the steps and joins their tokens, as the buffer does. So all cores are busy and processes wait for messages, as in a
@@ -22,12 +23,13 @@ from service.errors import UserError
 
 ROOT = Path(__file__).parents[3]
 WARM_UP, SECONDS = 0.5, 2.0
-"""Seconds for which a pair runs before it is measured, so that all pairs have started; and seconds that are
-measured."""
+"""Seconds for which a pair runs before its measurement begins, so that all pairs have started; and seconds of the
+measurement."""
 MAX_PAIRS = 16
 """Maximum number of pairs; a machine with more cores is measured with this number."""
 NICENESS = 15
-"""Niceness of the pairs, the same as of Ray's workers: all other programs on the machine have priority."""
+"""Niceness of the pairs of processes. Ray's workers have the same niceness, so all other programs on the machine have
+priority."""
 KEPT = 256
 """Number of trajectories that the second process of a pair keeps before it drops them all."""
 LENGTH = 4
