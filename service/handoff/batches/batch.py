@@ -37,7 +37,7 @@ from service.handoff.batches.batch_metrics import (
     token_metrics,
     turn_metrics,
 )
-from service.handoff.batches.pack import Layout, choose_placement, in_packing_order, micro_batches
+from service.handoff.batches.pack import Layout, choose_placement, micro_batches
 from service.handoff.ledger.lifecycle import Fate
 from service.handoff.ledger.scores import CompleteGroup
 from service.handoff.ledger.versions import VersionHistory, version_of
@@ -121,8 +121,7 @@ def formed(lease: int, groups: Sequence[CompleteGroup], history: VersionHistory,
     placement, sharing = choose_placement(
         merged.rows, trajectory_R, prompt_G, settings.ranks, settings.token_budget, settings.layout
     )
-    rows, order_R = in_packing_order(merged.rows, placement)
-    trajectory_R = trajectory_R[order_R]
+    rows, trajectory_R = select(merged.rows, placement.row_R, copy=True), trajectory_R[placement.row_R]
     masked = mask(rows, trajectory_R, len(prompt_G), history, settings.max_staleness)
     ranks = micro_batches(rows, masked.staleness_N, trajectory_R, placement)
     metrics = (
@@ -238,8 +237,7 @@ def _per_trajectory(rows: Rows, trajectory_R: Int32s, count: int) -> Int64s:
     >>> _per_trajectory(rows, np.array([0, 1], np.int32), 2).tolist()
     [1, 2]
     """
-    bounds = rows.offsets_R.tolist()
-    tokens_R = [np.count_nonzero(rows.loss_mask_N[start:stop]) for start, stop in pairwise(bounds)]
+    tokens_R = [np.count_nonzero(rows.loss_mask_N[start:stop]) for start, stop in pairwise(rows.offsets_R.tolist())]
     return np.bincount(trajectory_R, tokens_R, minlength=count).astype(np.int64)
 
 

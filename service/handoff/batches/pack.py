@@ -32,7 +32,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from service.columns import changes, columns_of, filled, lengths_of, select
+from service.columns import changes, columns_of, filled, lengths_of
 from service.handoff.prefixes.prefix_index import common_prefix
 from service.types import Experts, Int32s, Int64s, MicroBatch, Rows, TrainedTokens
 
@@ -53,6 +53,19 @@ class Placement(NamedTuple):
     imbalance: float
     """Cost of the heaviest rank divided by the mean cost."""
 
+    @property
+    def row_R(self) -> Int64s:
+        """The rows in packing order: micro-batch by micro-batch, rank by rank."""
+        return np.array([row for rank in self.ranks for rows in rank for row in rows], np.int64)
+
+    @property
+    def micro_batch_R(self) -> Int64s:
+        """[R] the number of each row's micro-batch, counted over all ranks."""
+        counts = [len(rows) for rank in self.ranks for rows in rank]
+        number_R = np.empty(sum(counts), np.int64)
+        number_R[self.row_R] = np.repeat(np.arange(len(counts)), counts)
+        return number_R
+
 
 def choose_placement(
     rows: Rows, trajectory_R: Int32s, prompt_G: Int32s, ranks: int, budget: int, layout: Layout
@@ -67,11 +80,7 @@ def choose_placement(
     if layout == "auto" and 1 - distinct < WORTH_SHARING:
         return place(length_R, trajectory_R, ranks, budget), {"generate/batch_distinct_ratio": distinct}
     placement = place_sharing(order, length_R, trajectory_R, prompt_G, ranks, budget)
-    micros = [chosen for rank in placement.ranks for chosen in rank]
-    micro_R = np.empty(len(length_R), np.int64)
-    for number, chosen in enumerate(micros):
-        micro_R[list(chosen)] = number
-    computed = int(distinct_of_parts(order, length_R, micro_R, len(micros)).sum()) / total
+    computed = 1 - int(order.within(placement.micro_batch_R).shared_R.sum()) / total
     return placement, {"generate/batch_distinct_ratio": distinct, "generate/batch_computed_ratio": computed}
 
 
@@ -106,12 +115,11 @@ def partition(cost_G: Int64s, parts: int) -> Int64s:
     """
     if parts == 1 or not len(cost_G):
         return np.zeros(len(cost_G), np.int64)
-    greedy_G = _heaviest_first(cost_G, parts)
+    found = [_heaviest_first(cost_G, parts)]
     best = max(float(cost_G.sum()) / parts, float(cost_G.max()))
-    if _heaviest(cost_G, greedy_G, parts) <= BALANCED * best:
-        return greedy_G
-    differencing_G = _largest_differencing(cost_G, parts)
-    return min(greedy_G, differencing_G, key=lambda part_G: _heaviest(cost_G, part_G, parts))
+    if _heaviest(cost_G, found[0], parts) > BALANCED * best:
+        found.append(_largest_differencing(cost_G, parts))
+    return min(found, key=lambda part_G: _heaviest(cost_G, part_G, parts))
 
 
 def _heaviest(cost_G: Int64s, part_G: Int64s, parts: int) -> float:
@@ -201,33 +209,27 @@ def pack_bins(rows: Sequence[int], lengths: Sequence[int], budget: int, count: i
     return bins
 
 
-def in_packing_order(rows: Rows, placement: Placement) -> tuple[Rows, Int64s]:
-    """The rows in the order of the micro-batches, rank by rank; and the original index of each row."""
-    order_R = np.array([row for rank in placement.ranks for chosen in rank for row in chosen], np.int64)
-    return select(rows, order_R, copy=True), order_R
-
-
 def micro_batches(
-    packed: Rows, staleness_N: Int32s, trajectory_R: Int32s, placement: Placement
+    rows: Rows, staleness_N: Int32s, trajectory_R: Int32s, placement: Placement
 ) -> tuple[tuple[MicroBatch, ...], ...]:
     """The micro-batches of every rank, as views of rows in packing order."""
-    columns = [column.name for column in columns_of(TrainedTokens).tokens if getattr(packed, column.name) is not None]
+    columns = [column.name for column in columns_of(TrainedTokens).tokens if getattr(rows, column.name) is not None]
     ranks, stop = [], 0
     for rank in placement.ranks:
         batches = []
         for chosen in rank:
             start, stop = stop, stop + len(chosen)
             if not chosen:
-                batches.append(_dummy(packed))
+                batches.append(_dummy(rows))
                 continue
-            first, last = int(packed.offsets_R[start]), int(packed.offsets_R[stop])
+            first, last = int(rows.offsets_R[start]), int(rows.offsets_R[stop])
             batch = MicroBatch(
-                offsets_R=packed.offsets_R[start : stop + 1] - first,
+                offsets_R=rows.offsets_R[start : stop + 1] - first,
                 staleness_N=staleness_N[first:last],
-                temperature_R=packed.temperature_R[start:stop],
+                temperature_R=rows.temperature_R[start:stop],
                 trajectory_of_row_R=trajectory_R[start:stop],
-                turn_N=None if packed.turn_N is None else packed.turn_N[first:last],
-                **{name: getattr(packed, name)[first:last] for name in columns},
+                turn_N=None if rows.turn_N is None else rows.turn_N[first:last],
+                **{name: getattr(rows, name)[first:last] for name in columns},
             )
             batches.append(batch)
         ranks.append(tuple(batches))
@@ -262,15 +264,15 @@ def place_sharing(
     """Distribute rows that share prefixes, in depth-first order within a micro-batch; arguments as in `place`."""
     part_R = _ranks_of_rows(order, length_R, trajectory_R, prompt_G, ranks)
     order = order.within(part_R)
-    part_of_place_R = part_R[order.row_R]
-    parts = [list(_parts(order, np.flatnonzero(part_of_place_R == rank), length_R, budget)) for rank in range(ranks)]
+    places = [np.flatnonzero(part_R[order.row_R] == rank) for rank in range(ranks)]
+    parts = [list(_parts(order, of_rank, length_R, budget)) for of_rank in places]
     bins = in_bins([[cost for _, cost in of_rank] for of_rank in parts], budget, layout)
     placed = tuple(
         tuple(tuple(row for part in chosen for row in of_rank[part][0]) for chosen in of_bins)
         for of_rank, of_bins in zip(parts, bins, strict=True)
     )
-    load = distinct_of_parts(order, length_R, part_R, ranks)
-    return Placement(placed, float(load.max() / max(load.mean(), 1)))
+    loads = distinct_of_parts(order, length_R, part_R, ranks)
+    return Placement(placed, float(loads.max() / max(loads.mean(), 1)))
 
 
 def distinct_of_parts(order: PrefixOrder, length_R: Int64s, part_R: Int64s, parts: int) -> Int64s:

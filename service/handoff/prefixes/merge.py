@@ -289,9 +289,9 @@ class _RowBuilder:
         """The longest row of this kind that is a prefix of a prompt; the first of several equally long rows."""
         run, length = prompt
         while True:
-            ending = [r for r in self._rows_in.get(run, ()) if r.kind == kind and r.tip.length <= length]
-            if ending:
-                return max(ending, key=lambda row: (row.tip.length, -row.number))
+            rows = [row for row in self._rows_in.get(run, ()) if row.kind == kind and row.tip.length <= length]
+            if rows:
+                return max(rows, key=lambda row: (row.tip.length, -row.number))
             if not run.level:
                 return None
             run, length = run.above, run.begin
