@@ -126,9 +126,9 @@ def advantages_of(played: Played, prompt_G: Int32s, rule: Rule) -> Advantages:
     if rule.credit != "trajectory":
         moved_P = np.bincount(prompt_K, advantage_K != 0, minlength=int(prompt_G.max()) + 1)
         metrics["reward/groups_without_credit"] = float((moved_P == 0).mean())
-    advantage_G = np.bincount(played.end_K, advantage_K, minlength=len(played.ends))
-    advantage_G /= np.maximum(lengths_of(played.first_G), 1)  # the mean over the trajectory's turns
-    return Advantages(return_G, advantage_G, advantage_K.astype(np.float32), metrics)
+    sum_G = np.bincount(played.end_K, advantage_K, minlength=len(played.ends))
+    mean_G = sum_G / np.maximum(lengths_of(played.first_G), 1)
+    return Advantages(return_G, mean_G, advantage_K.astype(np.float32), metrics)
 
 
 def teaches(played: Played, rule: Rule, train: Sequence[str]) -> bool:
