@@ -44,7 +44,7 @@ MIN_LOGPROB = -1e7
 
 
 def refusal(group: StepGroup, limits: Limits) -> Refusal | None:
-    """Why a message is refused, judged by the message alone; None if it is accepted."""
+    """Why a message is refused, judged by the message alone; None if the message breaks no rule."""
     if not len(group.steps) and not len(group.ends):
         return Refusal(RefusalReason.EMPTY, "message")
     return next((found for rule in _RULES if (found := rule(group, limits)) is not None), None)
