@@ -291,8 +291,7 @@ class Rows(Tokens, Table):
 
 
 class SupervisedRow(NamedTuple):
-    """The tokens [T] of a demonstration or of a part of it; the mask is True for the assistant's tokens and end
-    tokens."""
+    """The tokens [T] of a demonstration or of a part; the mask is True for the assistant's tokens and end tokens."""
 
     token_ids: Int32s
     loss_mask: Bools
@@ -320,7 +319,7 @@ class MiniBatch:
     lease: int
     """The number of the lease, by which `commit` and `release` refer to it."""
     groups: tuple[int, ...]
-    """[P] the group_ids; all `_P` arrays have this order."""
+    """[P] the group_ids, in the order of the lease."""
     advantage_G: Float32s
     """The advantage of each trajectory; with credit by turn, the mean over the trajectory's turns."""
     return_G: Float64s
@@ -334,7 +333,7 @@ class MiniBatch:
     metrics: dict[str, float]
     """Metrics of the mini-batch, by name; docs/metrics.md describes them."""
     turn_advantage_X: Float32s | None = None
-    """With credit by turn: the advantages of turns, one trajectory after the other (`handoff.batches.advantages`)."""
+    """With credit by turn: the advantage of each turn, trajectory by trajectory (`handoff.batches.advantages`)."""
 
 
 class RefusalReason(StrEnum):
