@@ -3,7 +3,7 @@
 Axis letters, here and everywhere: `P` prompts, which are groups in a mini-batch, `G` trajectories, `K` steps, `E`
 trajectory ends, `S` the steps that ends describe, `R` rows, `C` segments of rows, `V` trajectories of one role, `X`
 turns of all trajectories, `T` tokens of one step or row, or turns of one trajectory, `Q` tokens of a prompt, `N` packed
-tokens, `H` runs of equal values. An offsets array has one entry more than its axis, `offsets_K` for example K + 1.
+tokens, `H` runs of equal values. An offsets array has one entry more than its axis: `offsets_K` has K + 1 entries.
 
 A table of steps or rows is columnar: one array per field, and every per-token array shares one token axis.
 Item `k` owns tokens `offsets[k]:offsets[k+1]`, its prompt part first, its response part after it:
@@ -287,7 +287,7 @@ class Rows(Tokens, Table):
     reward_R: Float64s
     """The reward of the row's last step."""
     turn_N: Int32s | None = None
-    """The step of each token, as a position in the table of steps that was merged; None without credit by turn."""
+    """The step of each token, as a position in the table of steps that was merged; None if not recorded (`by_turn`)."""
 
 
 class SupervisedRow(NamedTuple):
@@ -309,7 +309,7 @@ class MicroBatch(TrainedTokens):
     trajectory_of_row_R: Int32s
     """The trajectory of each row, as an index into the mini-batch's `_G` arrays; -1 for a row without loss (dummy)."""
     turn_N: Int32s | None = None
-    """The turn of each token, as an index into `turn_advantage_X`; None for dummy rows or without credit by turn."""
+    """The index of each token's turn in `turn_advantage_X`; None for dummy rows, and if `turn_advantage_X` is None."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -321,7 +321,7 @@ class MiniBatch:
     groups: tuple[int, ...]
     """[P] the group_ids, in the order of the lease."""
     advantage_G: Float32s
-    """The advantage of each trajectory; with credit by turn, the mean over the trajectory's turns."""
+    """The advantage of each trajectory; if its turns may have different advantages, the mean over its turns."""
     return_G: Float64s
     loss_tokens_G: Int64s
     """The number of tokens of each trajectory that carry loss, summed over the trajectory's rows."""
@@ -333,7 +333,7 @@ class MiniBatch:
     metrics: dict[str, float]
     """Metrics of the mini-batch, by name; docs/metrics.md describes them."""
     turn_advantage_X: Float32s | None = None
-    """With credit by turn: the advantage of each turn, trajectory by trajectory (`handoff.batches.advantages`)."""
+    """The advantage of each turn, trajectory by trajectory; None if all turns of a trajectory have one advantage."""
 
 
 class RefusalReason(StrEnum):

@@ -187,7 +187,7 @@ class BufferConfig(Section):
 
 
 class PlacementConfig(Section):
-    """Labels of the hosts for a part of the run: a value, `!value`, `in(one, other)`, `!in(one, other)`."""
+    """Labels that hosts for a part of the run must have: a value, `!value`, `in(one, other)` or `!in(one, other)`."""
 
     trainer: Labels = {}
     """Labels of the hosts for the trainer's ranks."""

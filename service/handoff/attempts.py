@@ -25,7 +25,7 @@ class AttemptSettings:
     step_deadline: float = 300.0
     """Seconds without progress after which a trajectory is restarted."""
     on_group_deadline: Literal["train_partial", "expire"] | None = None
-    """How a group ends at its deadline; None: groups have no deadline."""
+    """How a group ends at its deadline: trained without unfinished trajectories, or expired; None: no deadline."""
     group_deadline: float = 3600.0
     """Seconds from a group's claim to its deadline."""
 

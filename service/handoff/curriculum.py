@@ -35,7 +35,7 @@ class CurriculumSettings(NamedTuple):
     outside: float
     """Fraction of the epochs in which a prompt outside the band is issued."""
     min_groups: int
-    """Number of complete groups of a prompt before its success is compared with the band."""
+    """Number of complete groups that a prompt needs before its success is compared with the band."""
 
 
 class Curriculum:

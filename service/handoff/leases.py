@@ -120,7 +120,7 @@ class Leases:
 def with_filtered(batch: MiniBatch, filtered: events.GroupStats) -> MiniBatch:
     """The mini-batch, with reward metrics that also cover the groups filtered since the previous mini-batch.
 
-    `generate/tokens_per_kept_token` is the cost of resampling: 2 means that half of all sampled tokens were discarded.
+    `generate/tokens_per_kept_token` is the cost of resampling: 2 means that filters removed half of all sampled tokens.
 
     One group of 2 with mean reward 0.5, and one filtered group with rewards 1 and 1: mean (1 + 2) / 4 = 0.75.
     """

@@ -3,7 +3,7 @@
     claim -> Issued(7, scorers=("judge",)) ; .. ; the last end -> SCORING ; accept(7, "judge", ..) -> Scored -> COMPLETE
 
 The scorers of a group are journalled when it is issued, and the first answer of each is journalled before the group can
-be leased. So a scorer may be asked again after a crash; its new answer counts only if no earlier one was journalled.
+be leased. So a scorer may be asked again after a crash; its new answer counts only if no earlier answer was journalled.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class ScorerSettings:
     combine: Literal["replace", "add"] = "replace"
     """Whether the reward replaces the environment's reward or is added to it."""
     fallback: Literal["refuse", "environment_reward"] = "refuse"
-    """Whether a group without a valid answer of the scorer is refused, or keeps the environment's rewards."""
+    """Whether a group for which the scorer gave no valid answer is refused, or continues without the scorer."""
 
 
 class Scoring:

@@ -33,7 +33,7 @@ MAX_NAME_LENGTH = 1024
 """Maximum characters of a generator's name, a prompt's uid or a stop reason."""
 
 MAX_GROUP_ID = 1 << 53
-"""Every group_id is smaller, so that JSON numbers hold it exactly."""
+"""Every group_id is below this number, so that a JSON number holds the group_id exactly."""
 
 TEMPERATURES = (1e-6, 1e6)
 

@@ -55,7 +55,7 @@ class WaitReason(StrEnum):
     ANSWERED = "answered"
     """The claim was answered before; its work is finished or was given to another generator."""
     DRAINED = "drained"
-    """The run ends: a claim gets no more prompts, or a lease gets none because too few groups are left."""
+    """The run ends: a claim gets no more work, or too few groups are left for a lease."""
     GROUPS = "groups"
     """A lease waits: fewer than `mini_batch_size` groups are complete."""
     FILTERED = "filtered"

@@ -101,9 +101,9 @@ class Advantages(NamedTuple):
 
     return_G: Float64s
     advantage_G: Float64s
-    """The advantage of each trajectory; if its turns have different advantages, their mean."""
+    """The advantage of each trajectory; if its turns may have different advantages, the mean over its turns."""
     turn_advantage_K: Float32s | None
-    """The advantage of each turn; None unless `Rule.by_turn`."""
+    """The advantage of each turn; None if all turns of a trajectory have one advantage (not `Rule.by_turn`)."""
     metrics: dict[str, float]
 
 
@@ -197,7 +197,7 @@ class Part(NamedTuple):
     """The position of each turn on the axis `K`, which has the turns of all roles."""
 
     def advantages(self, prompt_G: Int32s, rule: Rule) -> Float64s:
-        """[X] the advantage of each turn; 0 where only one trajectory of the group has the role (`GROUP_ESTIMATORS`).
+        """[X] the advantage of each turn. `GROUP_ESTIMATORS` give 0 where the role occurs in one trajectory of a group.
 
         Raises:
             NoAdvantage: an advantage is not finite; the error's trajectories are positions of ends.

@@ -174,7 +174,7 @@ def _refuse_untrainable(steps: Steps, history: VersionHistory) -> None:
 def without_untrained(
     played: Played, prompt_G: Int32s, train: Sequence[str], named_roles: Sequence[str]
 ) -> tuple[Steps, tuple[dict[Fate, int], ...]]:
-    """The steps, without loss in steps whose role is not in `train`; and by fate, each group's number of such tokens.
+    """The steps, without loss where a step's role is untrained; and for each group, the number of these tokens by fate.
 
     Tokens without loss stay in the steps, because later steps may continue them:
 

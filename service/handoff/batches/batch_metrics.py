@@ -19,7 +19,7 @@ from service.types import Int32s, Int64s, MicroBatch, Rows, Steps
 
 
 def merge_metrics(counts: dict[str, int]) -> dict[str, float]:
-    """The number of steps, of rows, and of steps by the way in which they joined their row (`Merged.counts`)."""
+    """Metrics: number of steps, of rows, and of steps by the way in which they joined a row (`Merged.counts`)."""
     return {
         "generate/num_seq_before_merge": counts["steps"],
         "generate/num_seq_after_merge": counts["rows"],

@@ -108,7 +108,7 @@ def in_bins(costs_of_rank: Sequence[Sequence[int]], budget: int, layout: Layout)
 
 
 def partition(cost_G: Int64s, parts: int) -> Int64s:
-    """The part of each item: of the results of two heuristics, the one whose heaviest part is lighter.
+    """[G] the part of each item, so that parts have similar costs: the better result of two heuristics.
 
     >>> partition(np.array([8, 7, 6, 5, 4]), 2).tolist()  # 14 and 16
     [0, 1, 0, 1, 1]
@@ -356,9 +356,9 @@ def prefix_order(
     least: int = MIN_SHARED,
     fraction: float = MIN_FRACTION,
 ) -> PrefixOrder:
-    """The rows sorted by their tokens; tokens with different routed experts count as different tokens.
+    """Sort rows by their tokens; tokens with different routed experts count as different tokens.
 
-    Needs memory for a copy of both arrays.
+    Takes memory for a copy of `token_ids_N` and `routed_experts_N`.
     """
     record_N: NDArray[Any] = token_ids_N
     if routed_experts_N is not None:

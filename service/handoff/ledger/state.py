@@ -76,7 +76,7 @@ class Group:
     rolled_back: bool = False
     """Whether the optimizer step that used the group was undone."""
     step: int = 0
-    """The optimizer step that used the group; 0 before the group is STEPPED."""
+    """The optimizer step that used the group; 0 while no optimizer step uses the group."""
     tokens: int = 0
     """Number of sampled tokens of all current attempts."""
     n_bytes: int = 0

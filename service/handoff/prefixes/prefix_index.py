@@ -15,7 +15,7 @@ proportional to its length. The tokens lie in a radix tree (`Tree`) in which eve
     1 2 3 4 5          one run; the third sequence lengthened it
        \\ 7             a run of its own, which branches off at length 2
 
-Equal sequences end at the same place, so two are compared in time proportional to the runs from their ends to the fork.
+Equal sequences end at one place. The time to compare two is proportional to the runs between their ends and fork.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ class IndexedStep(NamedTuple):
     parent: IndexedStep | None
     """The step whose own tokens include the last extended token."""
     branch: Place
-    """Where the step's path leaves the paths of earlier steps in the tree."""
+    """The place at which the step's path leaves the paths of earlier steps in the tree."""
     tip: Place
-    """Where the step's path ends in the tree: after its prompt and response."""
+    """The place at which the step's path ends in the tree, after the step's prompt and response."""
     digests: dict[int, xxhash.xxh3_64]
     """Running digests of the first n tokens, by n; each is computed when first needed."""
 
@@ -107,7 +107,7 @@ class PrefixIndex:
     def arrived(self, steps: Steps, k: int) -> None:
         """Index item `k` of a table now, or once the step that it extends has arrived.
 
-        A step with a wrong reference is left out, and its trajectory is refused when it is complete.
+        A step with a wrong reference is left out; its trajectory is refused when the trajectory is complete.
         """
         self.count += 1
         coming = [(steps, k)]
@@ -127,9 +127,9 @@ class PrefixIndex:
     def references(
         self, steps: Steps, items: list[int], wanted_K: Bools, known: Mapping[int, Extension]
     ) -> dict[int, Extension]:
-        """For each wanted item: its reference in `known`, or the longest prefix that it shares with an earlier step.
+        """References for wanted items, by item: from `known`, or to the longest prefix shared with an earlier step.
 
-        The items are sorted by index. Items are also compared with one another, but are not kept in the index.
+        The items are sorted by index. They are also compared with one another, but are not kept in the index.
         """
         found: dict[int, Extension] = {}
         tried = list[int]()
