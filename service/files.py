@@ -132,7 +132,7 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
 
 def recover_folder(folder: Path) -> None:
     """Repair a folder whose replacement was interrupted: restore the previous folder, and delete the incomplete new
-    one."""
+    folder."""
     if not folder.exists() and previous_folder(folder).exists():
         os.replace(previous_folder(folder), folder)
     for left in (_partial_folder(folder), previous_folder(folder)):

@@ -85,7 +85,7 @@ class Admission:
     def first_to_wait(self, ledger: Ledger, serving: PolicyVersion) -> int:
         """The smallest group_id of untrained groups that need newer weights than `serving`; if none, the next group_id.
 
-        After a trainer went back to an earlier step, the slots of the undone steps wait until those steps are repeated.
+        After a trainer went back to an earlier step, later groups wait until the undone steps are repeated.
         """
         batches = effective_step(ledger, serving) + self._settings.lookahead + 1
         free = batches * self._settings.mini_batch_size - (ledger.next_slot - len(ledger.slots))

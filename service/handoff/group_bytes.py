@@ -46,12 +46,12 @@ JOURNAL_SEGMENTS = 8
 
 
 def item_bytes(n_tokens: int, token_bytes: int, n_items: int) -> int:
-    """Bytes of `n_tokens` tokens in `n_items` steps and ends."""
+    """Bytes of `n_items` steps and ends that have `n_tokens` tokens together."""
     return n_tokens * token_bytes + n_items * ITEM_BYTES
 
 
 def score_bytes(n_rewards: int, teacher_bytes: int) -> int:
-    """Bytes of a scorer's answer, without its texts about trajectories."""
+    """Bytes of a scorer's answer; `teacher_bytes`: bytes of its log-probabilities; texts are not counted."""
     return SCORE_BYTES + 9 * n_rewards + teacher_bytes
 
 
@@ -65,7 +65,7 @@ class WorstBytes:
     tokens_of_step: int
     """Tokens of the longest prompt and the longest response together."""
     max_turns: int
-    """Maximum turns in an environment."""
+    """Maximum turns of a trajectory in an environment."""
     max_note_bytes: int = NOTE_BYTES
     max_session_tokens: int = 0
     """Maximum tokens of all calls of an agent together."""
@@ -95,8 +95,8 @@ class WorstBytes:
     def trajectory(self) -> int:
         """Maximum bytes of one trajectory, limited to its share of `buffer.max_group_bytes`.
 
-        In an environment every turn has maximum length. An agent's calls have at most `agents.max_tokens` tokens
-        together, and its end has a transcript. Every end has a role and a reward for each step.
+        In an environment, every turn counts with maximum length. An agent's calls count with `max_session_tokens`
+        tokens together, and with a transcript. Every end counts with a role and a reward for each step.
         """
         everything = self.max_turns * (self.step + SAID_BYTES) + ITEM_BYTES
         if calls := self.max_session_calls:

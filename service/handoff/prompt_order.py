@@ -11,7 +11,7 @@ from service.types import Int64s
 
 
 class Prompts:
-    """Dataset rows in the order of issue; after the last row a new epoch begins, with a seeded order of its own.
+    """Dataset rows in the order of issue. After the last row a new epoch begins; if shuffled, in its own order.
 
     With 3 rows, places 0 1 2 are the first epoch, 3 4 5 the second. A group_id never repeats; it is equal to the
     group's place, unless a curriculum skipped places.

@@ -104,7 +104,7 @@ def form_mini_batch(
 
 
 def formed(lease: int, groups: Sequence[CompleteGroup], history: VersionHistory, settings: BatchSettings) -> Formed:
-    """Make the mini-batch of a lease, with the stale tokens of each trajectory and the untrained tokens of each group.
+    """Make the mini-batch of a lease, and count each trajectory's stale tokens and each group's untrained tokens.
 
     Raises:
         ValueError: there are no groups; a sampled token has no log-probability, or its version is not published;

@@ -30,7 +30,7 @@ from service.handoff.steps.tables import end_objects, ends_table, long_note_byte
 from service.types import Bools, Extension, Refusal, RefusalReason, StepGroup, Steps, TrajectoryEnd, TrajectoryId
 
 MAX_FRACTION_NOT_FINITE = 0.01
-"""Maximum fraction of a trajectory's sampled tokens whose log-probability is not a finite number."""
+"""Maximum fraction of a trajectory's sampled tokens that may have a log-probability that is not finite."""
 
 
 class NewContent(NamedTuple):

@@ -23,7 +23,7 @@ from service.handoff.steps.tables import end_of_items, said_steps
 from service.types import Ends, Float64s, Int64s, Steps
 
 LOGPROBS = np.dtype("<f4")
-"""Type of log-probabilities in a `Scored`."""
+"""Data type of the log-probabilities in a `Scored` event."""
 
 
 class CompleteGroup(NamedTuple):

@@ -45,7 +45,7 @@ class IndexedStep(NamedTuple):
     own_start: int
     """Position of the step's first own token on the table's token axis."""
     cut: int
-    """Number of tokens of earlier steps that this step extends."""
+    """Number of the step's leading tokens that belong to earlier steps."""
     parent: IndexedStep | None
     """The step whose own tokens include the last extended token."""
     branch: Place
@@ -244,7 +244,7 @@ class Run:
 
 
 class Place(NamedTuple):
-    """A position in the tree, `length` tokens from the root."""
+    """A position in the radix tree: the end of a path of `length` tokens from the root."""
 
     run: Run
     length: int
