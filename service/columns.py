@@ -1,4 +1,4 @@
-"""Tables of columns: how columns are defined, and how tables are checked, selected from, and joined.
+"""Tables of columns: defines columns; checks tables, selects items from them and joins them.
 
 A table is a dataclass whose arrays end in an axis letter: `_K` has one item per step, `_R` per row, `_N` per token.
 Item `k` owns tokens `offsets_K[k]:offsets_K[k + 1]`; a column `step_offsets_E` bounds a second ragged axis, `S`. Name,
@@ -41,16 +41,16 @@ ALIGNMENT = 64
 
 
 class About(NamedTuple):
-    """Properties of a column in its annotation, in addition to its name and type."""
+    """The properties of a column that its annotation states, in addition to the field's name and type."""
 
     meaning: str = ""
     compare: Literal["bits", "names", "form"] = "bits"
-    """How this column is compared in two records of one step. bits: item by item; names: the names, not their indices;
-    form: not by itself, because the column only describes the form of the record."""
+    """How two records of one step are compared in this column. bits: item by item; names: by the names, not by their
+    indices; form: not at all, because the column describes only the form of the record."""
     fill: float | None = None
-    """Value of an item or token that has none of its own, such as a token of a prompt, or context before a response."""
+    """The value of an item or token that has no value of its own, such as a token of a prompt."""
     on_prompt: bool = False
-    """Whether tokens of a prompt have values of their own too."""
+    """Whether tokens of a prompt have values too, not only tokens of a response."""
     ndim: int = 1
 
 
@@ -61,16 +61,16 @@ class Column(NamedTuple):
     axis: str
     dtype: np.dtype[Any]
     optional: bool
-    """Whether a table may lack the column (None)."""
+    """Whether the column may be None in a table."""
     about: About
     is_offsets: bool
-    """Whether the column has one item more than its axis."""
+    """Whether the column has one item more than its axis, because it holds offsets."""
     narrow: np.dtype[Any] | None = None
-    """A second type that the column may have, see `widened`."""
+    """A narrower type that the column may have instead of `dtype` (see `widened`)."""
 
 
 class Table:
-    """A dataclass of columns; raises a ValueError unless every column is as long as its axis."""
+    """Base class of dataclasses of columns; raises a ValueError unless every column is as long as its axis."""
 
     __slots__ = ()
     __dataclass_fields__: ClassVar[dict[str, Any]]
@@ -99,9 +99,9 @@ class Columns(NamedTuple):
     tokens: tuple[Column, ...]
     """Columns with one item per token."""
     ragged: tuple[tuple[str, tuple[Column, ...]], ...]
-    """(column that has the start of each item's part of a ragged axis, columns of that axis): ("offsets_K", tokens)"""
+    """For each ragged axis: (its offsets column, its columns), for example ("offsets_K", the token columns)."""
     names: tuple[tuple[str, str], ...]
-    """(field that lists names, column of indices into it): ("uids", "uid_K"), ..."""
+    """Pairs (field with a tuple of names, column with indices into the tuple), for example ("uids", "uid_K")."""
 
     @property
     def axis(self) -> str:
@@ -146,11 +146,11 @@ def _column(name: str, hint: Any) -> Iterator[Column]:
 
 
 def select(table: AnyTable, index_X: Int64s, copy: bool = False) -> AnyTable:
-    """The items at these positions, in this order, with only the names that they use.
+    """A table of the items at these positions, in this order; it keeps only the names that these items use.
 
-    Token columns are views if the tokens are contiguous.
+    Token columns are views if the selected tokens are contiguous in the table.
 
-    `copy`: token columns never share memory with the table.
+    `copy`: if True, token columns never share memory with the table.
     """
     columns, made = columns_of(type(table)), dict[str, Any]()
     for column in columns.items:
@@ -171,10 +171,10 @@ def select(table: AnyTable, index_X: Int64s, copy: bool = False) -> AnyTable:
 def segments_of(
     table: Table, start_C: Int64s, stop_C: Int64s, copy: bool = False, columns: Sequence[Column] | None = None
 ) -> dict[str, Any]:
-    """The token columns of a table (or the given columns of one ragged axis), cut into the segments [C] `start:stop`
-    and concatenated; views if the result is contiguous in the table.
+    """The segments [C] `start:stop` of each token column of a table (or of the given columns of one ragged axis),
+    concatenated; by column name. The arrays are views if the segments are contiguous in the table and `copy` is False.
 
-    Segments that are adjacent both before and after are copied as one:
+    Segments that are adjacent in the table and in the result are copied as one segment:
 
         select [0 1 3] of items with offsets [0 5 9 12 20]  ->  copies tokens 0:9 and 12:20
     """
@@ -208,7 +208,7 @@ def _joined(parts: dict[str, list[NDArray[Any]]]) -> dict[str, NDArray[Any]]:
 def concat(tables: Sequence[AnyTable]) -> AnyTable:
     """The items of several tables, in order, as one table.
 
-    A column that only some tables have gets its fill value for the others. The fields of each
+    Where a table lacks a column that another table has, the result has the column's fill value. The fields of each
     table are read at once, because there may be thousands of tables with a single step each.
     """
     if len(tables) == 1:
@@ -243,21 +243,21 @@ def _filled_up(column: Column, arrays: Sequence[NDArray[Any] | None], counts: Se
 
 
 def filled(column: Column, count: int, like: NDArray[Any] | None = None) -> NDArray[Any]:
-    """An array of `count` fill values of a column, with the further axes of `like`, and also with the type of `like` if
-    the column may have two types."""
+    """An array with `count` items, all equal to the column's fill value; an item has the shape of an item of `like`. If
+    the column may have two types, the array has the type of `like`."""
     rest = () if like is None else np.shape(like)[1:]
     array = np.full((count, *rest), column.about.fill or 0, column.dtype)
     return array if like is None or column.narrow is None else array.astype(like.dtype)
 
 
 def of_one_type(column: Column, arrays: list[Any]) -> list[Any]:
-    """The same arrays; if they have both types that the column allows, all are widened."""
+    """The given arrays; if they have two types, all of them are widened."""
     same = column.narrow is None or len({array.dtype for array in arrays}) < 2
     return arrays if same else [widened(array) for array in arrays]
 
 
 def widened(array: NDArray[Any]) -> NDArray[Any]:
-    """Expert numbers `[..., k]` as int16. In bytes, 255 stands for -1, but only if all k experts of a token are 255.
+    """Expert numbers `[..., k]` as int16. If all k numbers of a token are 255 in a uint8 array, they become -1.
 
     The k experts of a token differ, so for k > 1 expert 255 is not mistaken for -1.
     """
@@ -272,19 +272,19 @@ def widened(array: NDArray[Any]) -> NDArray[Any]:
 
 
 def offsets_of(length_X: NDArray[np.integer[Any]]) -> Int64s:
-    """Offsets of an axis from its items' lengths: [3 2] -> [0 3 5]."""
+    """The offsets of items on a ragged axis, from the items' lengths: [3 2] -> [0 3 5]."""
     offsets_X = np.zeros(len(length_X) + 1, np.int64)
     np.cumsum(length_X, out=offsets_X[1:])
     return offsets_X
 
 
 def lengths_of(offsets_X: Int64s) -> Int64s:
-    """The items' lengths from their offsets: [0 3 5] -> [3 2]."""
+    """The lengths of items, from their offsets: [0 3 5] -> [3 2]."""
     return offsets_X[1:] - offsets_X[:-1]
 
 
 def trajectories(group_id_X: Int64s, sample_X: Int32s, attempt_X: Int32s) -> tuple[Int64s, Int64s]:
-    """Number the trajectories of a table in order of their first appearance: (number of each item, first items).
+    """Number trajectories by first appearance; returns (each item's trajectory number, each trajectory's first item).
 
     >>> number_K, first_G = trajectories(np.array([7, 3, 7]), np.array([0, 0, 0]), np.array([0, 0, 0]))
     >>> number_K.tolist(), first_G.tolist()
@@ -308,7 +308,7 @@ def trajectories(group_id_X: Int64s, sample_X: Int32s, attempt_X: Int32s) -> tup
 
 
 def changes(*columns: NDArray[Any]) -> Bools:
-    """[X] True at the first item, and where an item differs from the one before it."""
+    """[X] True for the first item, and for each item that differs from the item before it in any column."""
     new = np.ones(len(columns[0]), np.bool_)
     new[1:] = False
     for column in columns:
@@ -317,7 +317,7 @@ def changes(*columns: NDArray[Any]) -> Bools:
 
 
 def bytes_per_token(table: Table) -> int:
-    """Bytes per token, summed over the token columns that a table has."""
+    """The bytes of one token, summed over the token columns that the table has."""
     arrays = [getattr(table, column.name) for column in columns_of(type(table)).tokens]
     return sum(array.dtype.itemsize * math.prod(array.shape[1:]) for array in arrays if array is not None)
 
@@ -328,7 +328,7 @@ def token_bytes(token_ids: Int32s) -> memoryview:
 
 
 def digest(token_ids: Int32s) -> int:
-    """64-bit fingerprint of token ids, by which a step names the tokens that it extends.
+    """A 64-bit hash of token ids; a step that extends an earlier step carries the digest of the extended tokens.
 
     >>> digest(np.array([10, 20, 30, 40, 50], np.int32)) == digest(np.arange(10, 60, 10, np.int32))
     True
@@ -337,7 +337,7 @@ def digest(token_ids: Int32s) -> int:
 
 
 def codes_of(names: Iterable[Name]) -> tuple[tuple[Name, ...], Int32s]:
-    """The distinct names, and each name's index among them: ("b" "a" "b") -> ("b" "a"), [0 1 0]."""
+    """The distinct names, and the index of each name among them: ("b" "a" "b") -> ("b" "a"), [0 1 0]."""
     code: dict[Name, int] = {}
     codes = [code.setdefault(name, len(code)) for name in names]
     return tuple(code), np.array(codes, np.int32)
@@ -359,7 +359,7 @@ def _joined_names(
 
 
 def check_choice(name: str, value: str, choices: Any) -> None:
-    """Raise a ValueError unless a setting is one of the values of its literal type."""
+    """Raise a ValueError unless `value` is one of `choices`, a Literal type; `name`: the setting's name."""
     known = get_args(choices)
     if value not in known:
         raise ValueError(f"{name}={value!r} is none of {', '.join(map(repr, known))}")

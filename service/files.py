@@ -88,8 +88,8 @@ def write_atomic(path: Path, text: str) -> None:
 
 
 def partial_file(path: Path) -> Path:
-    """The path at which this process writes a file that will be renamed to `path`. It has the same suffix, because some
-    writers choose the format by it."""
+    """The path at which this process writes a file that will be renamed to `path`. It has the suffix of `path`, because
+    some writers choose the format by the suffix."""
     return path.with_name(f".partial.{os.getpid()}.{path.name}")
 
 
@@ -110,8 +110,8 @@ def create_private(path: Path, text: str) -> None:
 
 @contextmanager
 def atomic_folder(folder: Path) -> Iterator[Path]:
-    """Yield an empty folder for the block to fill. If the block succeeds, it replaces `folder`; otherwise it is
-    deleted."""
+    """Yield an empty folder for the block to fill. If the block succeeds, the new folder replaces `folder`; otherwise
+    the new folder is deleted."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     recover_folder(folder)
     partial, previous = _partial_folder(folder), previous_folder(folder)
@@ -132,7 +132,7 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
 
 def recover_folder(folder: Path) -> None:
     """Repair a folder whose replacement was interrupted: restore the previous folder, and delete the incomplete new
-    one."""
+    folder."""
     if not folder.exists() and previous_folder(folder).exists():
         os.replace(previous_folder(folder), folder)
     for left in (_partial_folder(folder), previous_folder(folder)):

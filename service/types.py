@@ -3,7 +3,7 @@
 Axis letters, here and everywhere: `P` prompts, which are groups in a mini-batch, `G` trajectories, `K` steps, `E`
 trajectory ends, `S` the steps that ends describe, `R` rows, `C` segments of rows, `V` trajectories of one role, `X`
 turns of all trajectories, `T` tokens of one step or row, or turns of one trajectory, `Q` tokens of a prompt, `N` packed
-tokens, `H` runs of equal values. An offsets array has one entry more than its axis, `offsets_K` for example K + 1.
+tokens, `H` runs of equal values. An offsets array has one entry more than its axis: `offsets_K` has K + 1 entries.
 
 A table of steps or rows is columnar: one array per field, and every per-token array shares one token axis.
 Item `k` owns tokens `offsets[k]:offsets[k+1]`, its prompt part first, its response part after it:
@@ -39,17 +39,17 @@ ROUTE_NATIVELY = -1
 """The routed expert of a token whose routing was not recorded."""
 
 Experts = Int16s | Uint8s
-"""Expert numbers, in bytes if the model has at most 256 experts; see `service.columns.widened`."""
+"""Arrays of expert numbers: uint8 if all numbers of the model's experts fit, else int16 (`service.columns.widened`)."""
 
 
 class PolicyVersion(NamedTuple):
-    """The weights that sampled a token: (trainer incarnation, optimizer steps); ordered."""
+    """A version of the weights: (trainer incarnation, number of optimizer steps). Newer versions compare as greater."""
 
     incarnation: int
     step: int
 
     def pack(self) -> int:
-        """One int64: `incarnation << 32 | step`, in the same order as the pair."""
+        """The version as one int64, `incarnation << 32 | step`; packed versions sort in the same order as versions."""
         return self.incarnation << 32 | self.step
 
     @staticmethod
@@ -61,7 +61,7 @@ class PolicyVersion(NamedTuple):
 
 
 class TrajectoryId(NamedTuple):
-    """One episode: an attempt of a sample of the prompt issued as `group_id`."""
+    """Identifies an episode: its group, the number of the sample in the group, and the number of the attempt."""
 
     group_id: int
     sample: int
@@ -72,15 +72,15 @@ class TrajectoryId(NamedTuple):
 
 
 class EvaluationId(TrajectoryId):
-    """A trajectory of an evaluation, which the buffer does not receive; `group_id` is the row of its prompt."""
+    """Identifies a trajectory of an evaluation, which the buffer never receives; `group_id` is its prompt's row."""
 
     def __str__(self) -> str:
         return f"evaluation/row={self.group_id}/sample={self.sample}"
 
 
 class Extension(NamedTuple):
-    """The checked reference of a step that carries only its new prompt tokens: they follow the first `length` tokens
-    (prompt and response) of step `step` of the same trajectory, whose `service.columns.digest` is `digest`."""
+    """A step's reference to an earlier step of its trajectory: the prompt begins with the first `length` tokens (prompt
+    and response) of step `step`. `digest` is the `service.columns.digest` of these tokens, which are not sent again."""
 
     step: int
     length: int
@@ -88,7 +88,7 @@ class Extension(NamedTuple):
 
 
 class Sender(NamedTuple):
-    """The sender of a message: generator, incarnation, and the generator's own running message number."""
+    """Identifies a message: its generator, the generator's incarnation, and the number that the generator gave it."""
 
     generator: str
     incarnation: int
@@ -103,24 +103,24 @@ class Step:
     prompt_uid: str
     index: int
     prompt_ids: Int32s
-    """[Q] the whole prompt; or, when `extends` is set, only what follows the referenced tokens."""
+    """[Q] the token ids of the whole prompt; with `extends`, only of the part after the extended tokens."""
     response_ids: Int32s
-    """[T] generated tokens only, plus an end-of-sequence token that the loop appended (mask 0)."""
+    """[T] the generated token ids; last, an end-of-sequence token if the agent loop appended one (mask False)."""
     logprobs: Float32s | None
     """[T] log-probabilities under the sampling distribution; None if the engine returned none."""
     loss_mask: Bools
     """[T] True where the policy sampled the token."""
     versions: Int64s
-    """[T] packed `PolicyVersion`; NO_VERSION where loss_mask is False."""
+    """[T] the packed `PolicyVersion` that sampled each token; NO_VERSION where loss_mask is False."""
     temperature: float = 1.0
     reward: float = 0.0
     stop_reason: str = "stop"
     """Why the turn ended; empty if unknown."""
     extends: Extension | None = None
     routed_experts: Experts | None = None
-    """[Q + T, layers, topk]; ROUTE_NATIVELY where unknown."""
+    """[Q + T, layers, topk] the experts to which each token was routed; ROUTE_NATIVELY where unknown."""
     note: str = ""
-    """What a generator needs to continue after this step; the buffer returns it unchanged."""
+    """Data with which a generator continues the trajectory after this step; the buffer returns the note unchanged."""
     portable: bool = False
     """Whether the note lets any generator continue after this step; otherwise only the generator that wrote it can."""
 
@@ -153,21 +153,21 @@ class TrajectoryEnd(NamedTuple):
     stop_reason: str
     reward: float
     roles: bytes = b""
-    """The role of each step, see `service.handoff.steps.roles`; empty: all are `main`."""
+    """The role of each step, one byte per step (`service.handoff.steps.roles`); empty: every role is `main`."""
     transcript: bytes = b""
     """The output of an agent's run, in UTF-8; empty if it was not kept."""
     rewards: tuple[float, ...] = ()
-    """For each step, the reward given after the step was sent, in addition to the step's own; empty: none."""
+    """For each step, a reward given after the step was sent, which adds to the step's own reward; empty: none."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class TrainedTokens:
-    """Token columns of steps, rows and micro-batches; columns added here travel from generator to trainer."""
+    """Columns with one item per token that steps, rows and micro-batches share: the generator's data for training."""
 
     token_ids_N: Annotated[Int32s, About("prompt part first, response part after it", on_prompt=True)]
     logprobs_N: Annotated[Float32s, About("log-probability under the distribution that sampled the token", fill=0)]
     loss_mask_N: Annotated[Bools, About("true where the policy sampled the token", fill=0)]
-    """In a micro-batch: True for tokens that carry loss, so False for stale and masked tokens."""
+    """True where the policy sampled the token; in a micro-batch, False for stale and masked tokens too."""
     routed_experts_N: Annotated[
         Int16s | Uint8s | None,
         About("`[N, layers, topk]`, -1 (as a byte 255) where unknown", fill=ROUTE_NATIVELY, on_prompt=True, ndim=3),
@@ -179,14 +179,14 @@ class TrainedTokens:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Tokens(TrainedTokens):
-    """All token columns of steps and rows."""
+    """The columns of steps and rows that have one item per token."""
 
     versions_N: Annotated[Int64s, About("packed policy version; -1 where no policy sampled the token", fill=NO_VERSION)]
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Steps(Tokens, Table):
-    """K steps as columns (see the module's example). This is the definition of a step: its fields are the columns."""
+    """K steps as columns (see the module's example). The fields of this class define the data of a step."""
 
     uids: tuple[str, ...]
     stop_reasons: tuple[str, ...]
@@ -213,7 +213,7 @@ class Steps(Tokens, Table):
 class Ends(Table):
     """E trajectory ends as columns.
 
-    ends of 2, 1 and 2 steps; the last one has the roles main and aux, and gave its first step 0.5 later:
+    ends of 2, 1 and 2 steps; only the last end has roles (main, aux) and a later reward (0.5 for its first step):
     step_offsets_E [0 0 0 2]    role_S [0 2]    later_reward_S [0.5 0]
     """
 
@@ -227,14 +227,14 @@ class Ends(Table):
     stop_reason_E: Int32s
     reward_E: Float64s
     step_offsets_E: Int64s
-    """Where on the axis `S` the steps of each end begin; an end without values for its steps has none there."""
+    """[E + 1] where each end's steps begin on axis `S`; an end without roles and later rewards has no steps there."""
     role_S: Uint8s
-    """The role of each step, as its number (`service.handoff.steps.roles`)."""
+    """[S] the number of each step's role (`service.handoff.steps.roles`)."""
     later_reward_S: Float64s
-    """The reward given to each step after it was sent, in addition to its own reward."""
+    """[S] the reward given to each step after the step was sent, in addition to the step's own reward."""
     offsets_E: Int64s
     transcript_N: Uint8s
-    """The output of agents, in UTF-8, end after end."""
+    """The transcripts of all ends, in UTF-8, one after the other; a transcript is the output of an agent's run."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -256,20 +256,20 @@ class Row:
     last_step: int
     prompt_ids: Int32s
     response_ids: Int32s
-    """[T] responses and the observations between them."""
+    """[T] the token ids of all responses, and of the observations between responses."""
     logprobs: Float32s | None
     loss_mask: Bools
     versions: Int64s
     temperature: float
     stop_reason: str
     reward: float
-    """The last step's reward."""
+    """The reward of the row's last step."""
     routed_experts: Experts | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Rows(Tokens, Table):
-    """R rows as columns; token arrays as in `Steps`."""
+    """R rows as columns; the token columns are laid out as in `Steps`."""
 
     uids: tuple[str, ...]
     stop_reasons: tuple[str, ...]
@@ -285,13 +285,13 @@ class Rows(Tokens, Table):
     prompt_length_R: Int32s
     offsets_R: Int64s
     reward_R: Float64s
-    """The last step's reward."""
+    """The reward of the row's last step."""
     turn_N: Int32s | None = None
-    """The position of each token's step among the merged steps; None unless the merge recorded it."""
+    """The step of each token, as a position in the table of steps that was merged; None if not recorded (`by_turn`)."""
 
 
 class SupervisedRow(NamedTuple):
-    """The tokens [T] of a demonstration, or of a part of one; the mask is True on the assistant's tokens and ends."""
+    """The tokens [T] of a demonstration or of a part; the mask is True for the assistant's tokens and end tokens."""
 
     token_ids: Int32s
     loss_mask: Bools
@@ -299,17 +299,17 @@ class SupervisedRow(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class MicroBatch(TrainedTokens):
-    """Rows of one rank, packed into one forward pass within the token budget."""
+    """Rows of one rank, packed for one forward pass within the token budget."""
 
     offsets_R: Int64s
-    """[R + 1] the rows' bounds on the token axis (`cu_seqlens`)."""
+    """[R + 1] the position on the token axis at which each row begins, then the end of the last row (`cu_seqlens`)."""
     staleness_N: Int32s
-    """Versions between sampling and training; -1 where no policy sampled the token."""
+    """The staleness of each token, in versions; -1 where no policy sampled the token."""
     temperature_R: Float32s
     trajectory_of_row_R: Int32s
-    """Index into the mini-batch's `_G` arrays; the same on every rank. -1 for a dummy row, which carries no loss."""
+    """The trajectory of each row, as an index into the mini-batch's `_G` arrays; -1 for a row without loss (dummy)."""
     turn_N: Int32s | None = None
-    """Index into the mini-batch's `turn_advantage_X`; None without credit by turn, and for dummy rows."""
+    """The index of each token's turn in `turn_advantage_X`; None for dummy rows, and if `turn_advantage_X` is None."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -317,27 +317,27 @@ class MiniBatch:
     """The groups of one optimizer step: exactly `mini_batch_size` whole groups."""
 
     lease: int
-    """The lease's number; commit and release name it."""
+    """The number of the lease, by which `commit` and `release` refer to it."""
     groups: tuple[int, ...]
-    """[P] group_ids, in the order of training."""
+    """[P] the group_ids, in the order of the lease."""
     advantage_G: Float32s
-    """The scalar advantage per trajectory; with credit by turn, the mean over its turns."""
+    """The advantage of each trajectory; if its turns may have different advantages, the mean over its turns."""
     return_G: Float64s
     loss_tokens_G: Int64s
-    """Tokens that carry loss, over all rows of the trajectory."""
+    """The number of tokens of each trajectory that carry loss, summed over the trajectory's rows."""
     rows_G: Int32s
     prompt_of_trajectory_G: Int32s
-    """Index into `groups`."""
+    """The group of each trajectory, as an index into `groups`."""
     ranks: tuple[tuple[MicroBatch, ...], ...]
-    """The micro-batches of each data-parallel rank; the same number on every rank."""
+    """The micro-batches of each data-parallel rank; every rank has the same number of micro-batches."""
     metrics: dict[str, float]
-    """Keys as in docs/metrics.md."""
+    """Metrics of the mini-batch, by name; docs/metrics.md describes them."""
     turn_advantage_X: Float32s | None = None
-    """With credit by turn: the advantage of every turn of every trajectory, in order (`handoff.batches.advantages`)."""
+    """The advantage of each turn, trajectory by trajectory; None if all turns of a trajectory have one advantage."""
 
 
 class RefusalReason(StrEnum):
-    """The reason of a refusal; also the metric's label."""
+    """The reasons of refusals; a metric that counts refusals has them as a label."""
 
     SCHEMA = "schema"
     TOO_LARGE = "too_large"
@@ -365,7 +365,7 @@ class RefusalReason(StrEnum):
 
 
 class Refusal(NamedTuple):
-    """Bad data as a value: the reason, the place in the message, and the offending number."""
+    """The answer to bad data, in place of an exception: the reason, the place in the message, and the bad number."""
 
     reason: RefusalReason
     path: str

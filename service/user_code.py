@@ -49,7 +49,7 @@ def import_user_module(name: str) -> ModuleType:
 
 
 def find_user_module(name: str) -> bool:
-    """True if the module that a setting names can be found, or its package; nothing is imported.
+    """True if the module that a setting names can be found, judged by its top-level package; nothing is imported.
 
     Raises:
         ImportError: the user's folder has a module of that name, but another module comes first on the import path.

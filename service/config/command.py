@@ -55,13 +55,13 @@ class CommandConfig(Section):
     replaced by their values. If neither {prompt} nor {prompt_file} occurs, the prompt is the program's standard
     input."""
     workdir: Annotated[UserPath, Named("template", "folder", TEMPLATE)] | None = None
-    """Folder that is copied for each run of the command; the copy is its current folder and home. None: an empty
-    folder."""
+    """Folder that is copied for each run of the command; the copy is the command's current folder and home. None: an
+    empty folder."""
     score: str | tuple[str, ...] | None = None
     """What scores a trajectory: a function of a trusted module, as `module:function`, or a command, as a list of the
     program and its arguments. None: the agent sends its reward to the endpoint."""
     variables: dict[str, str] = {}
-    """Further environment variables of the command. From Baton's own environment, it inherits only PATH."""
+    """Further environment variables of the command. Of Baton's own variables, the command gets only PATH."""
     network: Literal["endpoint", "open"] = "endpoint"
     """Network access of the command. `endpoint`: only the endpoint for agents, if the machine allows network
     namespaces; `open`: the same access as Baton."""

@@ -16,7 +16,7 @@ from pydantic import TypeAdapter, ValidationError
 
 
 class Judgement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What is done with certain engine arguments that a user sets, and why."""
+    """What Baton does with certain engine arguments that a user sets, and the reason."""
 
     verdict: Literal["owned", "passed", "warned", "refused"]
     reason: str
@@ -25,7 +25,7 @@ class Judgement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 _FILE = msgspec.toml.decode(Path(__file__).with_suffix(".toml").read_bytes(), type=dict[str, list[Judgement]])
 JUDGED = {field: judged for judged in _FILE["judged"] for field in judged.fields}
-"""The judgement of each engine argument of the vLLM version in the lock files."""
+"""The `Judgement` of each engine argument, by name, for the vLLM version in the lock files."""
 
 PLAIN: Mapping[str, Any] = {
     "int": int, "float": float, "bool": bool, "str": str, "list": list, "dict": dict, "None": None

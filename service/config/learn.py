@@ -101,8 +101,8 @@ class AlgorithmConfig(Section):
     """For `reduction: seq_mean_token_sum_norm`: the divisor, in tokens; None: max_input_length +
     max_generate_length."""
     anchor: Literal["rollout", "proximal"] = "rollout"
-    """Policy in the denominator of the clipped ratio: `rollout`, which sampled the token, or `proximal`, frozen
-    weights."""
+    """Policy in the denominator of the clipped ratio: the policy that sampled the token (`rollout`), or frozen weights
+    (`proximal`)."""
     anchor_every: Positive = 1
     """For `anchor: proximal`: optimizer steps after which the frozen weights are taken again from the current
     weights."""
@@ -147,8 +147,8 @@ class TrainerConfig(Section):
     gradient_checkpointing: bool | Annotated[int, Field(ge=2, le=MOST)] | Literal["auto"] = "auto"
     """Keep only the inputs of layers, and compute the other activations again in the backward pass. true: in all
     layers; a number n: only in every n-th layer, which takes more memory and less time; auto: in as few layers as the
-    estimate of memory allows (bfloat16 models on a GPU), else in no layer. After a step that ran out of memory, this is
-    done in more layers."""
+    estimate of memory allows (bfloat16 models on a GPU), else in no layer. After a step that ran out of memory, more
+    layers keep only their inputs."""
     shard_within: Literal["all", "node"] = "all"
     """Shard the policy over all ranks (`all`), or over the ranks of each node (`node`). With `node`, nodes send each
     other only gradients, but each rank has a larger part of weights, gradients and optimizer state."""

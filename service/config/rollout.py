@@ -51,9 +51,9 @@ class CurriculumConfig(Section):
     band: Range = (0.1, 0.9)
     """Lowest and highest fraction of successes with which a prompt is issued in every epoch."""
     outside: Fraction = 0.1
-    """Fraction of the epochs in which a prompt outside of the band is issued; 0: it is never issued again."""
+    """Fraction of the epochs in which a prompt outside of the band is issued; 0: only if every prompt is outside."""
     min_groups: Positive = 1
-    """Number of groups from which a prompt can be skipped; a prompt with fewer groups is issued in every epoch."""
+    """Number of groups of a prompt after which it may be skipped; until then, the prompt is issued in every epoch."""
     success_above: float = 0.0
     """A trajectory succeeds if its return is above this number."""
 

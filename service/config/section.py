@@ -12,7 +12,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInf
 MOST = 10**15
 """Largest value of an integer setting, so that every number type to which settings are converted can represent it."""
 LARGEST_HOST = 1 << 45
-"""Number of bytes that exceeds the memory of every host, as an upper bound of settings."""
+"""Upper bound of settings in bytes: more bytes than the memory of any host."""
 Positive = Annotated[int, Field(gt=0, le=MOST)]
 Count = Annotated[int, Field(gt=0, le=1 << 20)]
 """A number of processes, groups or samples; bounded, because each of them takes memory."""
@@ -34,7 +34,7 @@ PATTERNS = {
     FAILURE: "be an exit code other than 0, or the name of an exception's class",
     SCORE: "be the score of an evaluation set, such as eval/made/avg_score",
 }
-"""For each pattern of a text, what it requires, in words for error messages."""
+"""For each pattern: the words of an error message that say what a text must be to match the pattern."""
 Name = Annotated[str, Field(pattern=NAME)]
 
 

@@ -112,8 +112,8 @@ class Source:
             raise type(error)("\n".join(lines)) from error
 
     def beside(self, line: str) -> str:
-        """A hint for the line of an error about a missing path: the path exists if it is relative to the configuration
-        file that set it. Empty if it does not exist there either."""
+        """A hint for an error line about a missing path: that the path exists if it is relative to the configuration
+        file that set it. Empty if no such path exists."""
         path = tuple(line.partition(": ")[0].split("."))
         value: Any = self.values
         for key in path:

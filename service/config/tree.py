@@ -82,15 +82,15 @@ class RunConfig(Section):
     """Number of failures of a generator or of the trainer that a run survives without a new optimizer step in between.
     Steps that the trainer repeats after a failure are not new."""
     trajectories_per_step: NotNegative = 2
-    """Number of trajectories of each mini-batch that are recorded in `trajectories.jsonl`, until the file is full. As
-    many are recorded of the trajectories that ended untrained since the previous mini-batch."""
+    """Number of trajectories of each mini-batch that are recorded in `trajectories.jsonl`, until the file is full. Of
+    the trajectories that ended untrained since the previous mini-batch, the same number is recorded."""
     keep_best: Annotated[str, Field(pattern=SCORE)] | None = None
     """Score of an evaluation set, such as `eval/made/avg_score`; the weights with the highest score are kept in `best/`
     of the run's folder. None: no best weights are kept."""
     insecure_local: bool = False
     """Allow a Ray cluster without authentication. Use this only on a machine that nobody else can reach."""
     stop_grace: Seconds = 600.0
-    """Seconds from a stop signal until the run is ended by force. In this time it finishes its optimizer step and
+    """Seconds from a stop signal until the run is ended by force. In this time the run finishes its optimizer step and
     writes the final weights."""
     stall_deadline: Seconds = 600.0
     """Seconds without a mini-batch after which the run fails."""
@@ -169,12 +169,12 @@ class BufferConfig(Section):
     lease_deadline: Seconds = 1800.0
     """Seconds after which the lease of a mini-batch ends; its groups are then leased again."""
     max_lease_attempts: Positive = 3
-    """Maximum number of leases of a group; if it is still untrained after the last one, it is refused."""
+    """Maximum number of leases of a group; a group that is still untrained after its last lease is refused."""
     max_bytes: Annotated[int, Field(gt=0, le=LARGEST_HOST)] = 4 << 30
-    """Maximum bytes of memory. Groups are admitted only while the worst case of all admitted groups fits."""
+    """Maximum bytes of memory for steps. Groups are admitted only while the worst case of all admitted groups fits."""
     max_group_bytes: Annotated[int, Field(gt=0, le=1 << 40)] = 256 << 20
-    """Maximum bytes of one group. Each trajectory may have an equal part of them; a message with which a trajectory
-    would exceed its part is refused."""
+    """Maximum bytes of one group. Each trajectory may have an equal part of these bytes; a message with which a
+    trajectory would exceed its part is refused."""
     max_journal_bytes: Positive = 64 << 30
     """Maximum bytes of the buffer's journal on disk."""
     record: bool = False
@@ -183,11 +183,11 @@ class BufferConfig(Section):
     """Minimum seconds between two syncs of the journal."""
     merge: MergeMode = "linear"
     """Which steps share a row. `off`: each step has its own row; `linear`: a step shares the row of the previous step
-    if it continues it; `tree`: a step shares the row of any earlier step that it continues."""
+    if it continues that step; `tree`: a step shares the row of any earlier step that it continues."""
 
 
 class PlacementConfig(Section):
-    """Labels of the hosts for a part of the run: a value, `!value`, `in(one, other)`, `!in(one, other)`."""
+    """Labels that hosts for a part of the run must have: a value, `!value`, `in(one, other)` or `!in(one, other)`."""
 
     trainer: Labels = {}
     """Labels of the hosts for the trainer's ranks."""
@@ -204,8 +204,8 @@ class WandbConfig(Section):
 
     project: str = "baton"
     offline: bool | None = None
-    """Write only to the run's folder; `wandb sync` can upload the data later. None: only if there is no key, neither in
-    WANDB_API_KEY nor from `wandb login`."""
+    """Write only to the run's folder; `wandb sync` can upload the data later. None: only if neither WANDB_API_KEY nor
+    `wandb login` gives a key."""
     group: str | None = None
     """Name of a group of runs that are shown together, such as the seeds of one experiment."""
     tags: list[str] = []
@@ -250,13 +250,13 @@ class Config(Section):
 
     @property
     def merge_mode(self) -> MergeMode:
-        """Which steps share a row: as `buffer.merge` says; with `step_wise: false`, all steps of a trajectory share one
-        row."""
+        """The value of `buffer.merge`. With `step_wise: false` it is `linear`, and all steps of a trajectory have to
+        share one row."""
         return self.buffer.merge if self.algorithm.step_wise else "linear"
 
     @property
     def without_adapter(self) -> Config:
-        """The same configuration, but with all weights trained instead of an adapter."""
+        """A copy of the configuration, in which all weights are trained instead of an adapter."""
         return self.model_copy(update={"model": self.model.model_copy(update={"lora": None, "adapter": None})})
 
     @property

@@ -67,7 +67,7 @@ class Evaluation:
         }
 
     def metrics(self) -> dict[str, float]:
-        """The scores under the names that trackers get, `eval/<set>/<name>`."""
+        """The scores by the names under which trackers get them, `eval/<set>/<name>`."""
         scores = {**self._scores(), "lost_trajectories": float(self.n_lost)}
         return {f"eval/{self.name}/{name}": value for name, value in scores.items()}
 
@@ -90,8 +90,8 @@ class EvalShard(NamedTuple):
     """Maximum number of rows of the whole set that are played; None: all rows."""
 
     def rows(self, n: int) -> Sequence[int]:
-        """The row numbers of this shard, for a set of `n` rows. If `n` exceeds `most`, they are taken from `most`
-        random rows, which are equal in every evaluation.
+        """The row numbers of this shard, for a set of `n` rows. If `n` exceeds `most`, the shard is a part of `most`
+        random rows, which are the same in every evaluation.
 
         The rows are random because a set may be sorted, so that its first rows might not represent the whole set.
         """

@@ -23,7 +23,7 @@ from service.types import PolicyVersion
 
 
 class Admission:
-    """Decides whether the next slot may be issued."""
+    """Decides whether one more group may be issued, or has to wait for newer weights, for memory or for disk space."""
 
     def __init__(self, settings: BufferSettings) -> None:
         """Raises a ConfigError if `max_bytes` cannot hold one mini-batch of the maximum size."""
@@ -37,9 +37,9 @@ class Admission:
             )
 
     def reserved(self, record: Record) -> int:
-        """Bytes of the stored steps, plus the maximum that open trajectories may still add.
+        """Bytes of memory of the accepted steps, plus the maximum that unfinished trajectories may still add.
 
-        A mini-batch that waits to be read back, because an optimizer step was undone, counts as stored.
+        Groups of the next mini-batch that have to be read back from the journal after an undone step count too.
         """
         groups, next_ones = record.ledger.state.groups, record.ledger.finished[: self._settings.mini_batch_size]
         to_read_back = sum(groups[o].n_bytes for _, o in next_ones if o not in record.store)
@@ -50,10 +50,10 @@ class Admission:
         return self._settings.max_journal_bytes - journal.segment_bytes
 
     def disk_wait(self, record: Record, n_samples: int) -> tuple[WaitReason, str] | None:
-        """Return why work with `n_samples` more unfinished trajectories has to wait for the disk; None if it need not
-        wait.
+        """Return why a generator may not begin `n_samples` more trajectories: the journal or its disk has no room. None
+        if there is room.
 
-        A wait also starts the removal of unneeded frames from the journal.
+        If there is no room, the removal of unneeded frames from the journal begins.
         """
         journal, groups = record.journal, record.ledger.state.groups.values()
         worst = self._to_come(record.ledger) + n_samples * self._worst.trajectory + EVENT_BYTES
@@ -70,7 +70,7 @@ class Admission:
         return WaitReason.DISK, f"the journal holds {held} bytes and may need {worst} more, {bound}"
 
     def wait(self, record: Record, serving: PolicyVersion) -> tuple[WaitReason, str] | None:
-        """Return why the next slot has to wait; None if an engine that serves `serving` may get the slot."""
+        """Return why an engine that serves `serving` does not get one more group yet; None if it may get the group."""
         ledger = record.ledger
         batch = ledger.next_slot // self._settings.mini_batch_size
         ahead = self._settings.lookahead
@@ -83,9 +83,9 @@ class Admission:
         return None
 
     def first_to_wait(self, ledger: Ledger, serving: PolicyVersion) -> int:
-        """The smallest group_id, among groups not trained yet, that waits for newer weights than `serving`.
+        """The smallest group_id of untrained groups that need newer weights than `serving`; if none, the next group_id.
 
-        After a trainer went back to an earlier step, the slots of the undone steps wait until those steps are repeated.
+        After a trainer went back to an earlier step, later groups wait until the undone steps are repeated.
         """
         batches = effective_step(ledger, serving) + self._settings.lookahead + 1
         free = batches * self._settings.mini_batch_size - (ledger.next_slot - len(ledger.slots))
@@ -99,5 +99,5 @@ class Admission:
 
 
 def effective_step(ledger: Ledger, version: PolicyVersion) -> int:
-    """The step of a version; for a version of an undone step, the step from which the trainer continued."""
+    """The optimizer step of a version; if that step was undone, the step from which the trainer continued."""
     return min([version.step, *(went_on for _, went_on in ledger.state.branches[version.incarnation :])])

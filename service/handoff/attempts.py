@@ -18,14 +18,14 @@ GROUP_DEADLINE = "group_deadline"
 
 @dataclass(frozen=True, slots=True)
 class AttemptSettings:
-    """How long trajectories and groups may take."""
+    """Limits on the attempts of trajectories, and on the time that trajectories and groups take."""
 
     max_attempts: int = 3
     """Maximum attempts of a trajectory."""
     step_deadline: float = 300.0
     """Seconds without progress after which a trajectory is restarted."""
     on_group_deadline: Literal["train_partial", "expire"] | None = None
-    """How a group ends at its deadline; None: groups have no deadline."""
+    """How a group ends at its deadline: trained without unfinished trajectories, or expired; None: no deadline."""
     group_deadline: float = 3600.0
     """Seconds from a group's claim to its deadline."""
 
@@ -38,7 +38,7 @@ class Attempts:
         self._record = record
 
     def restart(self, group_id: int, samples: tuple[int, ...], reason: str) -> None:
-        """Start new attempts of samples of a group; end the group if one has no attempt left, or if the run drains."""
+        """Start samples of a group as new attempts; end the group if one has no attempt left, or if the run ends."""
         trajectories = self._record.ledger.state.groups[group_id].trajectories
         if self._record.ledger.state.draining is not None:
             self._record.add(events.Ended(group_id, GroupState.EXPIRED, RUN_END))
@@ -48,7 +48,7 @@ class Attempts:
             self._record.add(events.Restarted(group_id, samples, reason))
 
     def hand_over(self, group_id: int, samples: tuple[int, ...]) -> None:
-        """Reassign samples whose generator is gone: another generator continues or else restarts them."""
+        """Let other generators continue samples whose generator is gone; restart samples that cannot be continued."""
         draining = self._record.ledger.state.draining is not None
         moved = () if draining else tuple(sample for sample in samples if self._can_continue(group_id, sample))
         if moved:
@@ -68,8 +68,8 @@ class Attempts:
         return portable and trajectory.moves + 1 < self._settings.max_attempts
 
     def lose(self, group_id: int, sample: int, reason: str) -> None:
-        """Restart a failed trajectory. If no attempt is left, or while the run drains, the group continues without the
-        trajectory, or ends if fewer than two others remain."""
+        """Restart a failed trajectory. If no attempt is left, or if the run is ending, the group continues without the
+        trajectory; the group ends if fewer than two other trajectories remain."""
         state = self._record.ledger.state
         can_restart = state.groups[group_id].trajectories[sample].attempt + 1 < self._settings.max_attempts
         if (can_restart and state.draining is None) or not self._goes_on_without(group_id, (sample,), reason):
@@ -86,7 +86,7 @@ class Attempts:
         return True
 
     def end_overdue_groups(self, now: float) -> None:
-        """Apply `buffer.on_group_deadline` to groups that take too long; by default nothing happens."""
+        """Apply `buffer.on_group_deadline` to groups past their deadline; by default groups have no deadline."""
         issued_at, settings = self._record.ledger.issued_at, self._settings
         while issued_at and settings.on_group_deadline is not None:
             group_id, since = next(iter(issued_at.items()))
@@ -99,9 +99,9 @@ class Attempts:
                 self._record.add(events.Ended(group_id, GroupState.EXPIRED, GROUP_DEADLINE))
 
     def restart_refused(self, message: StepGroup, refused: Refusal) -> None:
-        """Restart the trajectory of a refused message: without that message the trajectory cannot become complete.
+        """Restart the trajectory of a refused message: without the message, the trajectory cannot become complete.
 
-        A message with a wrong identity, about an earlier attempt or about several trajectories restarts nothing.
+        Nothing restarts if the message has a wrong identity, or is about an earlier attempt or several trajectories.
         """
         ids = {*trajectory_ids(message.steps), *trajectory_ids(message.ends)}
         if len(ids) != 1 or refused.reason is RefusalReason.IDENTITY:
@@ -111,7 +111,7 @@ class Attempts:
             self.restart(of.group_id, (of.sample,), f"refused_{refused.reason}")
 
     def restart_silent(self, now: float) -> None:
-        """Restart trajectories without progress for `buffer.step_deadline` seconds."""
+        """Restart trajectories that have made no progress for `buffer.step_deadline` seconds."""
         waiting = self._record.ledger.since
         while waiting:
             (group_id, sample), since = next(iter(waiting.items()))

@@ -1,6 +1,6 @@
 """The buffer without Ray: the five verbs.
 
-Each verb decides what changes, and adds every change to the record, as an event or as the accepted message itself:
+Each verb decides on changes and adds every change to the record, as an event or as the accepted message itself:
 
     claim -> Issued(7) ; submit -> steps and ends of 7, which is then complete ; lease -> Leased(1, (7, ..)) ;
     commit -> Committed(1, version 1:1)
@@ -42,7 +42,7 @@ from service.types import MiniBatch, PolicyVersion, Refusal, RefusalReason, Send
 
 
 class Buffer:
-    """Takes prompts and returns mini-batches; single-threaded."""
+    """Gives prompts to generators, accepts their steps, and leases mini-batches to the trainer; single-threaded."""
 
     def __init__(
         self,
@@ -91,9 +91,9 @@ class Buffer:
     # -- the five verbs -----------------------------------------------------------------------------------------------
 
     def claim(self, claim: Claim) -> Assignment | Wait | Refusal:
-        """Give work to a generator: trajectories to restart or continue first, then the next prompt if it is admitted.
+        """Give work to a generator: first trajectories to restart or continue, then the next prompt if it is admitted.
 
-        A claim that is repeated because its answer was lost gets the unfinished part of the same work.
+        If a claim is repeated because its answer was lost, it gets the unfinished part of the work in that answer.
         """
         if (fenced := self._fenced(claim.generator, claim.incarnation)) is not None:
             return fenced
@@ -102,7 +102,7 @@ class Buffer:
         return self._claims.answer(claim)
 
     def claim_several(self, claim: Claim, most: int) -> list[Assignment] | Wait | Refusal:
-        """Up to `most` groups; equivalent to `most` claims with consecutive request ids."""
+        """Give a generator up to `most` groups, as `most` claims with consecutive request ids would."""
         given: list[Assignment] = []
         for number in range(most):
             answer = self.claim(claim._replace(request_id=claim.request_id + number))
@@ -113,7 +113,7 @@ class Buffer:
         return given or answer  # type: ignore[return-value]
 
     def submit(self, data: bytes) -> Receipt | Refusal:
-        """Accept a message (a step group); the receipt is valid once the journal's content at this moment is synced."""
+        """Accept a message (a step group). The receipt is valid once the journal's present content is synced."""
         message = decode(data, self._settings.limits)
         if isinstance(message, Refusal):
             return self._refuse(message)
@@ -160,12 +160,12 @@ class Buffer:
         return are_any
 
     def lease(self, trainer_incarnation: int) -> MiniBatch | Wait | Refusal:
-        """Lease the next mini-batch; while a lease is open, return its mini-batch."""
+        """Lease the next mini-batch to the trainer; while a lease is open, return the mini-batch of that lease."""
         answer = self.begin_lease(trainer_incarnation)
         return self.finish_lease(answer, answer.run()) if isinstance(answer, BatchJob) else answer
 
     def begin_lease(self, trainer_incarnation: int) -> MiniBatch | Wait | Refusal | BatchJob:
-        """Same as `lease`, but for a new mini-batch return a job: the caller runs it, then calls `finish_lease`."""
+        """Like `lease`, but instead of a new mini-batch return a job: the caller runs it and calls `finish_lease`."""
         if trainer_incarnation != self.ledger.state.trainer_incarnation:
             return self._refuse(Refusal(RefusalReason.FENCED, "trainer_incarnation", trainer_incarnation))
         if self.ledger.state.leases:
@@ -175,11 +175,11 @@ class Buffer:
         return self._leases.begin(trainer_incarnation)
 
     def finish_lease(self, job: BatchJob, made: Formed | list[int]) -> MiniBatch | Wait | Refusal:
-        """Lease the mini-batch that a job formed; if the trainer, its version or a group changed meanwhile, another
-        mini-batch is formed at once, in this thread.
+        """Lease the mini-batch that a job formed. If the trainer, the version or a group changed while the job ran,
+        form another mini-batch at once, in this thread.
 
-        Groups to which the estimator gave no finite advantage (`made` is their list) are refused for good, and a
-        mini-batch is formed without them.
+        If `made` is a list of group_ids, the estimator gave these groups no finite advantage: they are refused for
+        good, and a mini-batch is formed without them.
         """
         if isinstance(made, list):
             groups = self.ledger.state.groups
@@ -194,7 +194,7 @@ class Buffer:
         return batch
 
     def commit(self, trainer_incarnation: int, lease: int, version: PolicyVersion) -> Refusal | None:
-        """Record that the optimizer step of a lease was applied and made `version`. Idempotent."""
+        """Record that the optimizer step of a lease was applied and made policy version `version`. Idempotent."""
         state, current = self.ledger.state, self.ledger.history.current
         if trainer_incarnation != state.trainer_incarnation:
             return self._refuse(Refusal(RefusalReason.FENCED, "trainer_incarnation", trainer_incarnation))
@@ -224,13 +224,13 @@ class Buffer:
     def join(
         self, role: Literal["generator", "trainer"], name: str, step: int | None = None, resumes: bool = False
     ) -> int:
-        """Admit a new incarnation of generator or trainer; calls of the older incarnation are refused from now on, and
-        its work is reassigned.
+        """Admit a new incarnation of a generator or of the trainer, and return its number. Calls of older incarnations
+        are refused from now on, and their work is reassigned.
 
-        With `resumes` a generator keeps the work of its older incarnation, which `unfinished` returns.
+        With `resumes` a generator keeps the work of its older incarnation; `unfinished` returns that work.
 
         A trainer continues from `step`, by default from the newest step; groups that were trained after that step are
-        leased again. The policy versions of this trainer have the returned incarnation.
+        leased again. The policy versions that this trainer makes have the returned incarnation.
         """
         state = self.ledger.state
         if role == "trainer":
@@ -256,7 +256,7 @@ class Buffer:
         return incarnation
 
     def unfinished(self, generator: str, incarnation: int) -> tuple[Assignment, ...]:
-        """The unfinished trajectories of a generator, with which its new incarnation continues."""
+        """The unfinished trajectories of a generator, so that its new incarnation continues them."""
         if self._fenced(generator, incarnation) is not None:
             return ()
         return tuple(self._claims.unfinished(generator))
@@ -264,14 +264,14 @@ class Buffer:
     def renew(self, generator: str, incarnation: int, trajectories: Sequence[TrajectoryId]) -> None:
         """Record that a generator's trajectories continue without a new step: their `buffer.step_deadline` restarts.
 
-        Nothing is journalled: a restart of the buffer restarts every deadline.
+        Renewals are not journalled, because a restart of the buffer restarts every deadline.
         """
         for of in trajectories:
             if self.ledger.plays(Sender(generator, incarnation, 0), of):
                 self.ledger.renew((of.group_id, of.sample), self._clock.monotonic())
 
     def leave(self, generator: str, incarnation: int | None, reason: str) -> None:
-        """Remove a generator; others continue its unfinished trajectories, or restart them as new attempts."""
+        """Remove a generator; other generators continue its unfinished trajectories, or start new attempts of them."""
         member = self.ledger.state.generators.get(generator)
         if member is None or incarnation not in (None, member.incarnation) or not member.alive:
             return
@@ -281,19 +281,19 @@ class Buffer:
             self._attempts.hand_over(group_id, tuple(samples))
 
     def covered(self, step: int, oldest_kept: int | None = None) -> None:
-        """Record that a durable checkpoint covers `step`; trainers go back no further than `oldest_kept`, by default
-        `step`."""
+        """Record that a durable checkpoint covers `step`, and that trainers go back no further than `oldest_kept`, by
+        default `step`."""
         self._record.add(events.Covered(step, step if oldest_kept is None else oldest_kept))
 
     def drain(self, reason: str) -> None:
-        """Stop issuing prompts; groups that wait for a new attempt end with the reason `run_end`."""
+        """Stop issuing prompts; groups with trajectories that no generator plays end with the reason `run_end`."""
         if self.ledger.state.draining is None:
             self._record.add(events.Drained(reason))
             for group_id in list(self.ledger.unassigned):
                 self._record.add(events.Ended(group_id, GroupState.EXPIRED, RUN_END))
 
     def resume(self, lost: events.Lost | None = None) -> None:
-        """Issue prompts again after a drain; `lost`: tokens that another process lost with its disk, counted once."""
+        """Issue prompts again after `drain`. `lost`: tokens that a process accepted and lost with its disk."""
         if lost is not None and lost.owner not in self.ledger.state.lost:
             self._record.add(lost)
         if self.ledger.state.draining is not None:
@@ -308,7 +308,7 @@ class Buffer:
             self._record.add(events.Ended(group_id, GroupState.EXPIRED, RUN_END))
 
     def tick(self) -> None:
-        """Apply the effects of deadlines that have passed."""
+        """Restart silent trajectories, release overdue leases, end overdue groups, and record if the disk is full."""
         now = self._clock.monotonic()
         self._attempts.restart_silent(now)
         self._leases.release_overdue()
@@ -320,7 +320,7 @@ class Buffer:
 
     @property
     def revision(self) -> int:
-        """Number of events applied so far; without a new event, only a deadline changes results of the verbs."""
+        """Number of events applied so far; without a new event, only a passed deadline can change a verb's result."""
         return self._record.revision
 
     @property
@@ -329,7 +329,7 @@ class Buffer:
         return self.ledger.history.current
 
     def watch_ends(self, on_end: OnEnd, on_failure: OnFailure | None = None) -> None:
-        """Register the functions that `Record.on_end` and `Record.on_failure` call."""
+        """Register functions to call when a group ends untrained, and when an attempt fails (`OnEnd`, `OnFailure`)."""
         self._record.on_end, self._record.on_failure = on_end, on_failure
 
     def complete_group(self, group_id: int) -> CompleteGroup:
@@ -337,7 +337,7 @@ class Buffer:
         return load_groups(self._record, [group_id])[0]
 
     def status(self) -> BufferStatus:
-        """The buffer's status at this revision."""
+        """The present status of the buffer."""
         ledger, state, record = self.ledger, self.ledger.state, self._record
         return BufferStatus(
             revision=record.revision,

@@ -1,4 +1,4 @@
-"""Answering a generator's claim: restarted and moved trajectories first, then the next prompt if it is admitted."""
+"""Answers a generator's claim: first with restarted and moved trajectories, then with the next prompt if admitted."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class Claims:
         self._admission, self._scoring = admission, scoring
 
     def answer(self, claim: Claim) -> Assignment | Wait:
-        """The work for a claim, or what the claim waits for; a repeated claim gets the unfinished part of its first
-        answer."""
+        """Return the work for a claim, or a wait with its reason. A repeated claim gets the unfinished part of its
+        first answer."""
         record, state = self._record, self._record.ledger.state
         if claim.request_id in state.generators[claim.generator].given:
             return self._given_before(claim)
@@ -87,7 +87,7 @@ class Claims:
         return min((o for o in ledger.unassigned if o < end and groups[o].admitted <= serving), default=None)
 
     def unfinished(self, generator: str) -> Iterator[Assignment]:
-        """The unfinished trajectories of a generator, by group."""
+        """The unfinished trajectories of a generator, as one assignment per group."""
         for group_id, samples in self._record.ledger.played_by(generator).items():
             yield self._assignment(group_id, tuple(samples))
 

@@ -24,22 +24,22 @@ KINDS = ("untried", "below", "inside", "above")
 """The kinds of prompts: not tried often enough, or with a success below, in or above the band."""
 IN_EVERY_EPOCH = np.array([kind in ("untried", "inside") for kind in KINDS])
 STRETCH = 8192
-"""Number of places that are examined at once, because few of many prompts may be in the band."""
+"""Number of places that one array operation examines: it may take many places to find a prompt inside the band."""
 
 
 class CurriculumSettings(NamedTuple):
     """Settings that decide which prompts are skipped."""
 
     band: tuple[float, float]
-    """Lowest and highest success with which a prompt is issued in every epoch."""
+    """Lowest and highest success (fraction of trajectories) with which a prompt is issued in every epoch."""
     outside: float
     """Fraction of the epochs in which a prompt outside the band is issued."""
     min_groups: int
-    """Number of complete groups of a prompt before its success is compared with the band."""
+    """Number of complete groups that a prompt needs before its success is compared with the band."""
 
 
 class Curriculum:
-    """The order of issue; without settings every place is issued."""
+    """Chooses the prompts to issue, in their order; without settings, every prompt is issued in every epoch."""
 
     def __init__(self, settings: CurriculumSettings | None, prompts: Prompts, ledger: Ledger) -> None:
         self._settings, self._prompts, self._ledger = settings, prompts, ledger
@@ -47,10 +47,10 @@ class Curriculum:
         """For each row, the index of its prompt's kind in `KINDS`."""
 
     def next_place(self) -> int:
-        """The next place to issue: the first place whose prompt is issued in every epoch or was drawn for this epoch.
+        """The next place to issue: the first one whose prompt is untried, inside the band, or drawn for this epoch.
 
-        If an epoch has no such place, the next place is issued. So with `outside: 0` and no prompt in the band, all
-        prompts are issued.
+        If no place within one length of the dataset qualifies, the next place is issued. So with `outside: 0` and no
+        prompt in the band, all prompts are issued.
         """
         start = first = self._ledger.state.next_place
         if self._settings is None:
@@ -69,7 +69,7 @@ class Curriculum:
         return first
 
     def counts(self) -> dict[str, int]:
-        """The number of prompts that are untried, and below, in and above the band; empty without settings."""
+        """The number of prompts of each kind in `KINDS`; empty without settings."""
         if self._settings is None:
             return {}
         self._catch_up(self._settings)

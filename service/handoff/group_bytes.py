@@ -22,7 +22,7 @@ NAME_BYTES = 5 << 10
 NOTE_BYTES = 1 << 10
 """The part of NAME_BYTES that is for a note; further bytes of a longer note are counted separately."""
 ITEM_BYTES = (3 << 10) + NAME_BYTES
-"""Bytes of a step or an end without its tokens: other columns, and the frame, header and names of its own message."""
+"""Maximum bytes of a step or an end without tokens: other columns, and frame, header and names of its own message."""
 TOKEN_BYTES = sum(
     column.dtype.itemsize
     for column in columns_of(Steps).tokens
@@ -40,18 +40,18 @@ SAID_BYTES = 9
 TRANSCRIPT_BYTES = 1 << 16
 """Maximum UTF-8 bytes of the transcript that an end carries."""
 EVENT_BYTES = 1 << 20
-"""Room in the journal for events, so that leases continue when no more groups are admitted."""
+"""Bytes of the journal that are kept for events, so that leases continue when no more groups are admitted."""
 JOURNAL_SEGMENTS = 8
-"""Number of segments of a full journal; to free the oldest one, its needed frames are copied to the end."""
+"""Number of segments of a full journal; to free the oldest segment, its needed frames are copied to the end."""
 
 
 def item_bytes(n_tokens: int, token_bytes: int, n_items: int) -> int:
-    """Bytes of `n_tokens` tokens in `n_items` steps and ends."""
+    """Bytes of `n_items` steps and ends that have `n_tokens` tokens together."""
     return n_tokens * token_bytes + n_items * ITEM_BYTES
 
 
 def score_bytes(n_rewards: int, teacher_bytes: int) -> int:
-    """Bytes of a scorer's answer, without its texts about trajectories."""
+    """Bytes of a scorer's answer; `teacher_bytes`: bytes of its log-probabilities; texts are not counted."""
     return SCORE_BYTES + 9 * n_rewards + teacher_bytes
 
 
@@ -65,7 +65,7 @@ class WorstBytes:
     tokens_of_step: int
     """Tokens of the longest prompt and the longest response together."""
     max_turns: int
-    """Maximum turns in an environment."""
+    """Maximum turns of a trajectory in an environment."""
     max_note_bytes: int = NOTE_BYTES
     max_session_tokens: int = 0
     """Maximum tokens of all calls of an agent together."""
@@ -93,10 +93,10 @@ class WorstBytes:
 
     @property
     def trajectory(self) -> int:
-        """Maximum bytes of one trajectory, but at most its share of `buffer.max_group_bytes`.
+        """Maximum bytes of one trajectory, limited to its share of `buffer.max_group_bytes`.
 
-        In an environment every turn has maximum length. An agent's calls have at most `agents.max_tokens` tokens
-        together, and its end has a transcript. Every end has a role and a reward for each step.
+        In an environment, every turn counts with maximum length. An agent's calls count with `max_session_tokens`
+        tokens together, and with a transcript. Every end counts with a role and a reward for each step.
         """
         everything = self.max_turns * (self.step + SAID_BYTES) + ITEM_BYTES
         if calls := self.max_session_calls:
@@ -106,11 +106,11 @@ class WorstBytes:
 
     @property
     def group(self) -> int:
-        """Bytes of one group."""
+        """Maximum bytes of one group."""
         return self.n_samples * self.trajectory
 
     def journal(self, n_groups: int) -> int:
-        """Bytes of the smallest journal that can always make room again, if `n_groups` are needed at once.
+        """Minimum bytes of a journal that can always free space for new steps while `n_groups` groups are needed.
 
         The needed groups are those of all optimizer steps since the oldest kept checkpoint, or of one mini-batch if no
         checkpoints are written. The journal also needs room for events, and one segment for copies of needed frames.

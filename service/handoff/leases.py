@@ -27,7 +27,7 @@ from service.types import MiniBatch, PolicyVersion, RefusalReason
 
 @dataclass(frozen=True)
 class BatchJob:
-    """All inputs of forming a mini-batch, so that `run` can be called in another thread."""
+    """The inputs from which a mini-batch is formed, so that `run` can be called in another thread."""
 
     lease: int
     trainer_incarnation: int
@@ -87,7 +87,7 @@ class Leases:
         return self._newest
 
     def again(self, lease: int) -> MiniBatch:
-        """The mini-batch of the open lease; formed again after the buffer restarts."""
+        """The mini-batch of the open lease; after a restart of the buffer, it is formed again."""
         if self._newest is None or self._newest.lease != lease:
             held = self._record.ledger.state.leases[lease]
             job = self._job(lease, held.trainer_incarnation, held.group_ids)
@@ -120,9 +120,9 @@ class Leases:
 def with_filtered(batch: MiniBatch, filtered: events.GroupStats) -> MiniBatch:
     """The mini-batch, with reward metrics that also cover the groups filtered since the previous mini-batch.
 
-    `generate/tokens_per_kept_token` is the cost of resampling: 2 means that half of all sampled tokens were discarded.
+    `generate/tokens_per_kept_token` is the cost of resampling: 2 means that filters removed half of all sampled tokens.
 
-    A batch of 1 group of 2 with mean reward 0.5, and a filtered group with rewards 1 and 1: mean (1 + 2) / 4 = 0.75.
+    One group of 2 with mean reward 0.5, and one filtered group with rewards 1 and 1: mean (1 + 2) / 4 = 0.75.
     """
     metrics = reward_metrics(group_stats(batch.return_G, batch.prompt_of_trajectory_G), filtered)
     sampled = batch.metrics["tokens/sampled"]

@@ -11,7 +11,7 @@ from service.types import Int64s
 
 
 class Prompts:
-    """Dataset rows in the order of issue; after the last row a new epoch begins, with a seeded order of its own.
+    """Dataset rows in the order of issue. After the last row a new epoch begins; if shuffled, in its own order.
 
     With 3 rows, places 0 1 2 are the first epoch, 3 4 5 the second. A group_id never repeats; it is equal to the
     group's place, unless a curriculum skipped places.
@@ -31,17 +31,17 @@ class Prompts:
         return int(self.rows(place, place + 1)[0])
 
     def rows(self, start: int, stop: int) -> Int64s:
-        """The rows at places from `start` on, up to `stop` or the end of the epoch of `start`."""
+        """The dataset rows at the places from `start` to `stop`, or to the end of `start`'s epoch if it comes first."""
         epoch, first = divmod(start, len(self._uids))
         last = min(first + stop - start, len(self._uids))
         return self._order(epoch)[first:last] if self._shuffle else np.arange(first, last)
 
     def draw(self, place: int) -> float:
-        """A number in [0, 1) that depends on the seed and the place only."""
+        """A pseudo-random number in [0, 1) that depends only on the seed and the place."""
         return xxhash.xxh3_64_intdigest(f"{self._seed}/{place}".encode()) / 2**64
 
     def uid(self, row: int) -> str:
-        """The row's uid."""
+        """The uid of the prompt in a dataset row."""
         return self._uids[row]
 
     def _order(self, epoch: int) -> Int64s:

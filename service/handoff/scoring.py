@@ -3,7 +3,7 @@
     claim -> Issued(7, scorers=("judge",)) ; .. ; the last end -> SCORING ; accept(7, "judge", ..) -> Scored -> COMPLETE
 
 The scorers of a group are journalled when it is issued, and the first answer of each is journalled before the group can
-be leased. So a scorer may be asked again after a crash; its new answer counts only if no earlier one was journalled.
+be leased. So a scorer may be asked again after a crash; its new answer counts only if no earlier answer was journalled.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from service.types import Float32s, Refusal, RefusalReason, Sender, StepGroup
 log = logging.getLogger(__name__)
 
 REMOVED = "removed"
-"""Why a group continues without a scorer: a resumed run's configuration no longer has the scorer."""
+"""The reason with which a group continues without a scorer that the configuration of a resumed run no longer has."""
 
 
 class Answer(NamedTuple):
@@ -42,7 +42,7 @@ class Answer(NamedTuple):
     info: Sequence[str] = ()
     """[G] a text about each trajectory, shown in the trajectory's record; empty: no texts."""
     logprobs: Float32s | None = None
-    """A log-probability for each sampled token of the group, in the order of `ledger.scores.sampled_tokens`."""
+    """The teacher's log-probability of each sampled token of the group, ordered as `ledger.scores.sampled_tokens`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +51,11 @@ class ScorerSettings:
 
     kind: Literal["rewards", "teacher"] = "rewards"
     weight: float = 1.0
-    """Factor of the reward."""
+    """Factor by which the scorer's reward is multiplied."""
     combine: Literal["replace", "add"] = "replace"
     """Whether the reward replaces the environment's reward or is added to it."""
     fallback: Literal["refuse", "environment_reward"] = "refuse"
-    """What happens to a group for which the scorer gave no valid answer."""
+    """Whether a group for which the scorer gave no valid answer is refused, or continues without the scorer."""
 
 
 class Scoring:
@@ -83,17 +83,17 @@ class Scoring:
                     self._add(events.Scored(group_id, name, fallback=REMOVED))
 
     def of_row(self, row: int) -> tuple[str, ...]:
-        """The scorers of this row's groups."""
+        """The names of the scorers that score the groups of a dataset row."""
         teacher = self._only_teacher if self._teacher_of_row is None else (self._teacher_of_row[row],)
         return (*self._always, *filter(None, teacher))
 
     def pending(self, scorer: str) -> list[int]:
-        """The groups that wait for a scorer, in the order in which they finished."""
+        """The group_ids of the groups that wait for a scorer, in the order in which the groups finished."""
         groups = self._record.ledger.state.groups
         return [group_id for group_id in self._record.ledger.scoring if scorer in groups[group_id].awaited]
 
     def group(self, group_id: int) -> tuple[int, StepGroup]:
-        """The row of a group that waits for scorers, and its unscored steps and ends (by sample)."""
+        """The dataset row of a group that waits for scorers, and its steps and ends (by sample) without scores."""
         sender = Sender("", 0, group_id)
         return self._record.ledger.state.groups[group_id].row, StepGroup(sender, *self._record.store.unscored(group_id))
 
@@ -104,8 +104,8 @@ class Scoring:
     def accept(self, group_id: int, scorer: str, answer: Answer) -> Refusal | None:
         """Journal a scorer's answer about a group; does nothing if the answer is no longer needed.
 
-        The group continues without trajectories whose reward, or sum of rewards, is invalid; if fewer
-        than two trajectories would remain, the answer is refused."""
+        The group continues without the trajectories whose reward, or sum of rewards, is invalid; if fewer than two
+        trajectories would remain, the answer is refused."""
         if not self.awaits(group_id, scorer):
             return None
         if (wrong := self._wrong(group_id, scorer, answer)) is not None:
@@ -135,7 +135,7 @@ class Scoring:
         self._status[scorer].seconds += seconds
 
     def give_up(self, group_id: int, scorer: str, reason: str) -> None:
-        """Stop waiting for a scorer's answer about a group: the group is refused, or continues without the answer."""
+        """Stop waiting for a scorer's answer about a group; the scorer's `fallback` decides if the group is refused."""
         if not self.awaits(group_id, scorer):
             return
         if self._scorers[scorer].fallback == "refuse":
@@ -150,7 +150,7 @@ class Scoring:
         return group_id in ledger.scoring and scorer in ledger.state.groups[group_id].awaited
 
     def status(self) -> dict[str, ScorerStatus]:
-        """Each scorer's counts since this process started."""
+        """The counts of each scorer since this process started, by name of the scorer."""
         for name, status in self._status.items():
             status.waiting = len(self.pending(name))
         return self._status

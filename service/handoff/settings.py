@@ -32,29 +32,29 @@ class BufferSettings:
     scorers: Mapping[str, ScorerSettings] = field(default_factory=dict)
     seed: int = 0
     shuffle: bool = True
-    """Whether each epoch has an order of its own, drawn with the seed."""
+    """Whether each epoch has its own order of prompts, drawn with the seed; otherwise, the order of the dataset."""
     mini_batch_size: int = 16
-    """Groups of a mini-batch."""
+    """Number of groups in a mini-batch."""
     order: Literal["finished_first", "strict"] = "finished_first"
     step_wise: bool = True
-    """False: all steps of a trajectory have to become one row."""
+    """Whether a trajectory may become several rows; if False, all its steps have to become one row."""
     max_generators: int = 1
     """Maximum number of generators that play trajectories at the same time."""
     lookahead: int = 2
     max_bytes: int = 4 << 30
-    """Bytes of memory: groups are admitted only while the worst case of all admitted groups fits."""
+    """Maximum bytes of memory for steps: a group is admitted only if the worst case of all admitted groups fits."""
     max_journal_bytes: int = 64 << 30
     keep_reclaimed: bool = False
-    """Keep segments of the journal that are no longer needed, for `baton replay`."""
+    """Whether segments of the journal that are no longer needed are kept, for `baton replay`."""
     lease_deadline: float = 1800.0
     """Seconds after which a lease is released."""
     max_lease_attempts: int = 3
     has_checkpoints: bool = False
-    """Whether a trainer may go back to an earlier step."""
+    """Whether checkpoints are written, so that a trainer may go back to an earlier step."""
 
 
 def opening(of: BufferSettings, uids: Sequence[str], rows_digest: str) -> Opened:
-    """The rows and settings that must stay the same while a run's journal is used."""
+    """The first event of a journal: the rows and settings that must stay the same while the journal is used."""
     settings = {
         "run.seed": of.seed,
         "data.shuffle": int(of.shuffle),

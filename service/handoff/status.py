@@ -1,4 +1,4 @@
-"""The buffer's status."""
+"""The status of the buffer: its groups, tokens, scorers and waits."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Waiting(NamedTuple):
 
 @dataclass
 class ScorerStatus:
-    """A scorer's groups, counted since the buffer's process started."""
+    """Counts of the groups that a scorer scores, since the buffer's process started."""
 
     waiting: int = 0
     """Groups that wait for the scorer now."""
@@ -52,15 +52,15 @@ class BufferStatus:
     issued: int
     """Number of groups issued so far; also the next group_id."""
     frontier: int
-    """Every group with a smaller group_id has ended."""
+    """The smallest group_id that may still change: all groups before it have ended, or are trained for good."""
     next_slot: int
     lookahead: int
     lengths: dict[str, list[int]]
     """Histograms of trajectories, and of their tokens, by length: see `Lengths`."""
     length_distance: float
-    """Distance of the lengths of trained trajectories from those of generated ones, 0 to 1."""
+    """Distance between the length distributions of trained and of generated trajectories, from 0 (equal) to 1."""
     token_length_distance: float
-    """The same distance in tokens: tokens that carried loss against sampled tokens, 0 to 1."""
+    """As `length_distance`, but trained trajectories count by tokens with loss, generated ones by sampled tokens."""
     n_bytes: int
     """Bytes of the accepted steps in memory."""
     reserved_bytes: int
@@ -72,9 +72,9 @@ class BufferStatus:
     given_up: dict[str, int]
     moved: int
     duplicates: int
-    """Repeated messages, which had been accepted before, since this process started."""
+    """Messages that had been accepted before, counted since this process started."""
     late: int
-    """Messages with content that came too late (`Receipt.late`), since this process started."""
+    """Messages with content that came too late (`Receipt.late`), counted since this process started."""
     journal_start: int
     journal_position: int
     journal_synced: int
@@ -82,7 +82,7 @@ class BufferStatus:
     """Bytes of the journal that steps may take; when they are used up, no more groups are admitted."""
     draining: str | None
     prompts: dict[str, int]
-    """With a curriculum: prompts that are `untried`, or whose success is `below` the band, `inside` or `above`."""
+    """With a curriculum: number of prompts `untried`, or with a success `below`, `inside` or `above` the band."""
     passed_over: int
     """Places in the order of prompts that the curriculum skipped."""
     scorers: dict[str, ScorerStatus]

@@ -33,7 +33,7 @@ MAX_NAME_LENGTH = 1024
 """Maximum characters of a generator's name, a prompt's uid or a stop reason."""
 
 MAX_GROUP_ID = 1 << 53
-"""Every group_id is smaller, so that JSON numbers hold it exactly."""
+"""Every group_id is below this number, so that a JSON number holds the group_id exactly."""
 
 TEMPERATURES = (1e-6, 1e6)
 
@@ -44,7 +44,7 @@ MIN_LOGPROB = -1e7
 
 
 def refusal(group: StepGroup, limits: Limits) -> Refusal | None:
-    """Why a message is refused, judged by the message alone; None if it is accepted."""
+    """Why a message is refused, judged by the message alone; None if the message breaks no rule."""
     if not len(group.steps) and not len(group.ends):
         return Refusal(RefusalReason.EMPTY, "message")
     return next((found for rule in _RULES if (found := rule(group, limits)) is not None), None)

@@ -24,7 +24,7 @@ class Claim(NamedTuple):
 
 
 class Assignment(NamedTuple):
-    """A group to generate: samples of one prompt, each with its attempt number."""
+    """Work for a generator: samples of one prompt, each with its attempt number."""
 
     group_id: int
     prompt_uid: str
@@ -33,39 +33,39 @@ class Assignment(NamedTuple):
     samples: tuple[int, ...]
     attempts: tuple[int, ...]
     steps: tuple[bytes, ...] = ()
-    """The accepted steps of each sample, as the wire bytes of a message: the generator continues after them. Empty
-    bytes for a sample without steps; () if no sample of the group has steps."""
+    """The accepted steps of each sample, encoded as a message; the generator continues after these steps. Empty bytes
+    for a sample without steps; () if no sample of the group has steps."""
 
     def trajectories(self) -> Iterator[tuple[TrajectoryId, bytes]]:
-        """The trajectories of the assignment, each with its steps."""
+        """Yield the id of each trajectory, with its encoded steps (empty bytes if it has none)."""
         steps = self.steps or (b"",) * len(self.samples)
         for sample, attempt, sent in zip(self.samples, self.attempts, steps, strict=True):
             yield TrajectoryId(self.group_id, sample, attempt), sent
 
 
 class WaitReason(StrEnum):
-    """Why a verb has no result yet; also a label of `baton_generator_wait_seconds`."""
+    """Why a claim, a lease or the journal has to wait; also a label of `baton_generator_wait_seconds`."""
 
     LOOKAHEAD = "lookahead"
-    """claim: the next slot is further ahead than the engine's version allows."""
+    """A claim waits: the next group needs newer weights than the generator's engine serves."""
     BYTES = "bytes"
-    """claim: the worst case of one more group does not fit into `max_bytes`."""
+    """A claim waits: the worst case of one more group does not fit into `max_bytes`."""
     DISK = "disk"
-    """claim: the journal's disk is full; journal: events are not on the disk because it is full."""
+    """A claim waits: the journal or its disk is full. Or the journal waits: its disk is too full to store events."""
     ANSWERED = "answered"
-    """claim: the claim was answered before; its work is finished or was reassigned to another generator."""
+    """The claim was answered before; its work is finished or was given to another generator."""
     DRAINED = "drained"
-    """claim: the run ends; no more prompts are issued. lease: the run ends; too few groups are left."""
+    """The run ends: a claim gets no more work, or too few groups are left for a lease."""
     GROUPS = "groups"
-    """lease: fewer than `mini_batch_size` groups are complete."""
+    """A lease waits: fewer than `mini_batch_size` groups are complete."""
     FILTERED = "filtered"
-    """lease: hundreds of groups in a row were filtered, so no mini-batch is expected."""
+    """A lease waits: hundreds of groups in a row were filtered, so no mini-batch is expected."""
     SLOT = "slot"
-    """lease with `order: strict`: the next slots are not complete."""
+    """A lease with `order: strict` waits: the groups that are next in order are not complete."""
 
 
 class Wait(NamedTuple):
-    """No result yet: what the caller waits for, and since when (monotonic seconds)."""
+    """The answer to a claim or lease without a result yet: the reason, and when the wait began (monotonic seconds)."""
 
     reason: WaitReason
     detail: str
@@ -81,5 +81,5 @@ class Receipt(NamedTuple):
     trajectory, or the group continues without it. The generator stops playing these trajectories. Empty if the whole
     message is a duplicate."""
     wanted: int = 1
-    """This generator's share of the complete groups that the next mini-batch still lacks; the generator sends a message
-    at once when the message completes this many groups."""
+    """This generator's share of the complete groups that the next mini-batch still lacks. The generator sends a message
+    at once if the message completes this many groups."""

@@ -1,4 +1,4 @@
-"""Claims that wait for a group; after a change of the buffer, one claim is answered per available group.
+"""Claims that wait for a group; after each change of the buffer, one waiting claim is answered per available group.
 
 If a claim has to wait, all claims of engines with the same or an older version have to wait too, so they are not tried:
 
@@ -27,7 +27,7 @@ class WaitingClaim:
 
     claim: Claim
     most: int
-    """Maximum number of groups in its answer."""
+    """Maximum number of groups in the claim's answer."""
     wait: Wait
     """The buffer's answer when the claim arrived."""
     deadline: float
@@ -36,7 +36,7 @@ class WaitingClaim:
 
 
 class WaitingClaims:
-    """Waiting claims, in order of arrival."""
+    """Claims that wait for a group, in order of arrival."""
 
     def __init__(self, ask: Callable[[Claim, int], ClaimAnswer]) -> None:
         """`ask`: returns the buffer's answer to a claim of up to a given number of groups."""
@@ -48,7 +48,7 @@ class WaitingClaims:
     def answer(self, claim: Claim, most: int, deadline: float | None, reply: Callable[[ClaimAnswer], None]) -> None:
         """Reply to a claim as soon as there is a group for it, or at `deadline`; without a deadline, reply at once.
 
-        Deadlines must not decrease from claim to claim; if all claims wait equally long, they do not.
+        The deadline must not be earlier than the deadline of the claim before.
         """
         answer = self._ask(claim, most)
         if deadline is None or not _waits(answer):
@@ -58,7 +58,7 @@ class WaitingClaims:
         self._waiting[self._came] = WaitingClaim(claim, most, answer, deadline, reply)
 
     def look(self) -> None:
-        """Answer claims after a change of the buffer, in order of arrival, until all remaining claims have to wait."""
+        """Answer waiting claims after a change of the buffer, in order of arrival, until the rest can get no group."""
         blocked: PolicyVersion | None = None
         for number, waiting in list(self._waiting.items()):
             serving = waiting.claim.serving
@@ -72,7 +72,7 @@ class WaitingClaims:
                 waiting.reply(answer)
 
     def expire(self, now: float) -> None:
-        """Answer every claim whose deadline has passed; the answer is the claim's `wait`."""
+        """Answer every claim whose deadline has passed, with the wait that it got when it arrived."""
         while self._waiting:
             number, waiting = next(iter(self._waiting.items()))
             if waiting.deadline > now:

@@ -16,8 +16,8 @@ SILENT_FRACTION = 0.5
 
 
 FRUITLESS_GROUPS, FRUITLESS_MINI_BATCHES = 512, 16
-"""Once this many groups in a row were filtered (the larger bound of the two, in groups and in mini-batches), no
-mini-batch is expected any more. Such a series is rare even if only one group in a hundred passes the filters."""
+"""Once this many groups in a row were filtered, no mini-batch is expected any more; the larger bound of the two, in
+groups and in mini-batches, counts. Such a series is rare even if only one group in a hundred passes the filters."""
 
 
 class Waits:
@@ -28,7 +28,7 @@ class Waits:
         self._waits: dict[str, Wait] = {}
 
     def begin(self, who: str, reason: WaitReason, detail: str) -> Wait:
-        """Note a wait; a wait that continues for the same reason keeps its start time."""
+        """Record a wait; a wait that continues for the same reason keeps its start time."""
         known = self._waits.get(who)
         since = known.since if known is not None and known.reason is reason else self._clock.monotonic()
         self._waits[who] = Wait(reason, detail, since)
@@ -49,7 +49,7 @@ class Waits:
         return tuple(waits)
 
     def lease_wait(self) -> tuple[WaitReason, str] | None:
-        """Why no mini-batch can be leased; None if a mini-batch can be leased."""
+        """The reason why no mini-batch can be leased, and its text; None if a mini-batch can be leased."""
         ledger, size = self._record.ledger, self._settings.mini_batch_size
         complete = len(ledger.finished)
         growing = ledger.in_state[GroupState.ISSUED] + ledger.in_state[GroupState.OPEN] + len(ledger.scoring)

@@ -1,1 +1,1 @@
-"""Makes mini-batches from complete groups: filters, advantages, packing."""
+"""Makes mini-batches from complete groups: filters groups, computes advantages, packs rows."""

@@ -15,8 +15,8 @@ and the sample standard deviation of its group's returns, n the size of its grou
 MaxRL divides by the mean itself, so it is meant for rewards that are not negative: with m < 0 every advantage has the
 opposite sign, and with m = 0 (rewards 1 and -1) advantages are a million times the rewards, as in the publication.
 
-In a partial group n is the number of its remaining trajectories. Groups of one follow the published definitions, in
-which nothing is subtracted; the configuration refuses groups of one.
+If a group continues without some trajectories, n counts the remaining ones. Groups of one follow the published
+definitions, in which nothing is subtracted; the configuration refuses groups of one.
 
 **By turn** (`credit`; `T` turns, `K` the turns of all trajectories, one trajectory after the other): the value of turn
 t is the whole return, or with `return_to_go` r_t + gamma r_(t+1) + gamma^2 r_(t+2) + ... The baseline of turn t is the
@@ -32,8 +32,8 @@ configuration names have rewards, groups and baselines of their own; all other s
     group of prompt p        the main parts of its trajectories are compared, and the verifier parts are
 
 With `returns: last` a part's return is the reward of its last turn. A trajectory in which a named role had no turn has
-no part of that role. If a group has only one part of a role, this part has no baseline, and its advantage is 0,
-whatever the estimator.
+no part of that role. If a group has only one part of a role, this part has no baseline, and the estimators that compare
+trajectories (`GROUP_ESTIMATORS`) give it the advantage 0.
 """
 
 from __future__ import annotations
@@ -61,14 +61,14 @@ FINITE = float(np.finfo(np.float32).max)
 ReturnRule = Literal["last", "sum"]
 Credit = Literal["trajectory", "return_to_go"]
 Estimator = Callable[[Float64s, Int64s], Float64s]
-"""Maps `return_G`, and the number of each trajectory's group (`group_G`), to `advantage_G`."""
+"""A function that computes `advantage_G` from `return_G` and the number of each trajectory's group (`group_G`)."""
 
 ESTIMATORS: dict[str, Estimator] = {}
 
 GROUP_ESTIMATORS = ("grpo", "grpo_no_std", "rloo", "maxrl", "reinforce++_baseline")
 """Estimators that compare the trajectories of a group."""
 TURN_ESTIMATORS = ("grpo", "grpo_no_std", "rloo")
-"""Estimators that are defined by turn."""
+"""Estimators that can also compute one advantage per turn."""
 
 
 class Rule(NamedTuple):
@@ -79,11 +79,11 @@ class Rule(NamedTuple):
     credit: Credit = "trajectory"
     gamma: float = 1.0
     named: tuple[str, ...] = ()
-    """The roles that the configuration names."""
+    """The roles that the configuration names, in configured order."""
 
     @property
     def by_turn(self) -> bool:
-        """Whether the turns of a trajectory may have different advantages."""
+        """Whether the turns of one trajectory may have different advantages."""
         return self.credit != "trajectory" or bool(self.named)
 
 
@@ -101,14 +101,14 @@ class Advantages(NamedTuple):
 
     return_G: Float64s
     advantage_G: Float64s
-    """The advantage of each trajectory; if its turns have different advantages, their mean."""
+    """The advantage of each trajectory; if its turns may have different advantages, the mean over its turns."""
     turn_advantage_K: Float32s | None
-    """The advantage of each turn; None unless `Rule.by_turn`."""
+    """The advantage of each turn; None if all turns of a trajectory have one advantage (not `Rule.by_turn`)."""
     metrics: dict[str, float]
 
 
 def advantages_of(played: Played, prompt_G: Int32s, rule: Rule) -> Advantages:
-    """The advantages of trajectories; `prompt_G`: the group of each trajectory.
+    """The advantages of complete trajectories; `prompt_G` is the group of each trajectory.
 
     Raises:
         NoAdvantage: an advantage is not finite.
@@ -132,7 +132,7 @@ def advantages_of(played: Played, prompt_G: Int32s, rule: Rule) -> Advantages:
 
 
 def teaches(played: Played, rule: Rule, train: Sequence[str]) -> bool:
-    """Whether any turn of a trained role of this group has a nonzero advantage; False if all returns are equal."""
+    """Whether a group has a turn of a trained role with a nonzero advantage; False if all returns are equal."""
     trained = (part for part in parts(played, rule) if part.role in train)
     if rule.credit == "trajectory":
         return any((part.return_V != part.return_V[:1]).any() for part in trained)
@@ -140,7 +140,7 @@ def teaches(played: Played, rule: Rule, train: Sequence[str]) -> bool:
 
 
 def returns(played: Played, rule: ReturnRule) -> Float64s:
-    """[G] the return of each trajectory: with `last` the reward of its end, with `sum` the sum of its steps' rewards.
+    """[G] the return of each trajectory: with `last` its end's reward, with `sum` the sum of its steps' rewards.
 
     Rewards of named roles count only in the returns of those roles.
     """
@@ -151,7 +151,7 @@ def returns(played: Played, rule: ReturnRule) -> Float64s:
 
 
 def group_stats(return_G: Float64s, group_G: NDArray[np.integer[Any]]) -> GroupStats:
-    """Metrics of the returns of complete groups."""
+    """Counts and sums of the returns of complete groups, from which metrics are made."""
     low_P = np.full(int(group_G.max(initial=-1)) + 1, np.inf)
     high_P = -low_P
     np.minimum.at(low_P, group_G, return_G)
@@ -165,9 +165,9 @@ def group_stats(return_G: Float64s, group_G: NDArray[np.integer[Any]]) -> GroupS
 
 
 def reward_metrics(trained: GroupStats, filtered: GroupStats | None = None) -> dict[str, float]:
-    """Mean return, and the fractions of groups that have a positive return, or returns that are all equal.
+    """Metrics: the mean return, and the fractions of groups that have a positive return or returns that are all equal.
 
-    `filtered`: groups that filters removed; they count in these metrics too.
+    `filtered`: groups that filters removed; the metrics count these groups too.
     """
     every = trained if filtered is None else trained + filtered
     if not trained.groups:
@@ -190,14 +190,14 @@ class Part(NamedTuple):
 
     role: str
     number_V: Int64s
-    """The trajectory of each part, as the position of its end."""
+    """The trajectories that have the role, as the positions of their ends."""
     return_V: Float64s
     turns: TurnRewards
     place_X: Int64s
     """The position of each turn on the axis `K`, which has the turns of all roles."""
 
     def advantages(self, prompt_G: Int32s, rule: Rule) -> Float64s:
-        """[X] the advantage of each turn of the role; 0 if no other trajectory of its group has the role.
+        """[X] the advantage of each turn. `GROUP_ESTIMATORS` give 0 where the role occurs in one trajectory of a group.
 
         Raises:
             NoAdvantage: an advantage is not finite; the error's trajectories are positions of ends.
@@ -217,7 +217,7 @@ class Part(NamedTuple):
 
 
 def parts(played: Played, rule: Rule) -> Iterator[Part]:
-    """The part of `main`, then the parts of the named roles that have a turn, in configured order."""
+    """Yield the turns of the role `main`, then the turns of each named role that has any, in configured order."""
     for code, role in ((0, str(Role.MAIN)), *enumerate(rule.named, len(ROLES))):
         place_X = np.flatnonzero(played.role_K < len(ROLES) if code == 0 else played.role_K == code)
         n_turns_G = np.bincount(played.end_K[place_X], minlength=len(played.ends))
@@ -249,7 +249,7 @@ def _role_metrics(part: Part, advantage_X: Float64s, prompt_X: Int32s) -> dict[s
 
 
 def estimator(name: str) -> Callable[[Estimator], Estimator]:
-    """Register an estimator by name; `algorithm.estimator: your.module:name` imports `your.module` first."""
+    """A decorator that registers an estimator by name; `algorithm.estimator: module:name` imports the module first."""
 
     def register(function: Estimator) -> Estimator:
         if name in ESTIMATORS:
@@ -292,7 +292,7 @@ def advantages(estimator: str, return_G: ArrayLike, prompt_uids_G: Sequence[Any]
 
 @estimator("grpo")
 def grpo(return_G: Float64s, group_G: Int64s) -> Float64s:
-    """Distance from the group's mean in standard deviations (arXiv 2402.03300)."""
+    """The return minus the group's mean, in standard deviations of the group (arXiv 2402.03300)."""
     return np.asarray(grpo_no_std(return_G, group_G) / (deviation(return_G, group_G) + EPSILON))
 
 
@@ -305,13 +305,13 @@ def deviation(return_G: Float64s, group_G: Int64s) -> Float64s:
 
 @estimator("grpo_no_std")
 def grpo_no_std(return_G: Float64s, group_G: Int64s) -> Float64s:
-    """Distance from the group's mean (arXiv 2503.20783)."""
+    """The return minus the group's mean (arXiv 2503.20783)."""
     return np.asarray(return_G - _baseline(return_G, group_G)[1])
 
 
 @estimator("rloo")
 def rloo(return_G: Float64s, group_G: Int64s) -> Float64s:
-    """Distance from the mean of the group's other trajectories (arXiv 2402.14740)."""
+    """The return minus the mean return of the group's other trajectories (arXiv 2402.14740)."""
     count_G, mean_G = _baseline(return_G, group_G)
     scaled_G = (return_G - mean_G) * count_G / np.maximum(count_G - 1, 1)
     return np.where(count_G > 1, scaled_G, 0.0)
@@ -319,7 +319,7 @@ def rloo(return_G: Float64s, group_G: Int64s) -> Float64s:
 
 @estimator("maxrl")
 def maxrl(return_G: Float64s, group_G: Int64s) -> Float64s:
-    """Distance from the group's mean in units of that mean (arXiv 2602.02710)."""
+    """The return minus the group's mean, divided by the group's mean (arXiv 2602.02710)."""
     count_G, mean_G = _baseline(return_G, group_G)
     below_G = mean_G + EPSILON
     scaled_G = np.divide(return_G - mean_G, below_G, out=np.zeros_like(return_G), where=below_G != 0)
@@ -328,7 +328,7 @@ def maxrl(return_G: Float64s, group_G: Int64s) -> Float64s:
 
 @estimator("reinforce++_baseline")
 def reinforce_plus_plus_baseline(return_G: Float64s, group_G: Int64s) -> Float64s:
-    """Distance from the group's mean, whitened over the mini-batch (arXiv 2501.03262)."""
+    """The return minus the group's mean, whitened over the mini-batch (arXiv 2501.03262)."""
     distance_G = return_G - _baseline(return_G, group_G)[1]
     if len(distance_G) < 2:
         return distance_G
@@ -337,8 +337,8 @@ def reinforce_plus_plus_baseline(return_G: Float64s, group_G: Int64s) -> Float64
 
 @estimator("reinforce++")
 def reinforce_plus_plus(return_G: Float64s, group_G: Int64s) -> Float64s:
-    """The return itself: the learner discounts it along the tokens and whitens it (`learn.losses.advantage`;
-    arXiv 2501.03262)."""
+    """The unchanged return: the learner discounts it along the tokens and whitens it (`learn.losses.advantage`; arXiv
+    2501.03262)."""
     return return_G
 
 
@@ -359,7 +359,7 @@ def _baseline(return_G: Float64s, group_G: Int64s) -> tuple[Int64s, Float64s]:
 
 
 class TurnRewards(NamedTuple):
-    """The rewards of every turn of some trajectories."""
+    """The rewards of the turns of several trajectories."""
 
     first_G: Int64s
     """[G + 1] where each trajectory's turns begin on the axis X."""
@@ -367,7 +367,7 @@ class TurnRewards(NamedTuple):
 
     @property
     def alive_GT(self) -> Bools:
-        """[G, T] whether trajectory g has a turn t."""
+        """[G, T] True if trajectory g has a turn t."""
         turns_G = lengths_of(self.first_G)
         return np.asarray(np.less.outer(np.arange(int(turns_G.max(initial=0))), turns_G).T)
 
@@ -379,7 +379,7 @@ def turn_advantages(
     gamma: float = 1.0,
     estimator: str = "rloo",
 ) -> list[Float64s]:
-    """One advantage per turn, as an array per trajectory; `rewards` has a sequence of turn rewards per trajectory.
+    """The advantage of every turn: one array per trajectory. `rewards` has one sequence of turn rewards per trajectory.
 
     Raises:
         ValueError: a reward is not finite, rewards and prompt uids differ in number, `credit` is unknown, or
@@ -405,7 +405,7 @@ def turn_advantages(
 
 
 def credited(turns: TurnRewards, group_G: Int64s, credit: Credit, gamma: float, estimator: str) -> Float64s:
-    """[X] the advantages of the turns of trajectories whose groups are `group_G`; see `turn_advantages`."""
+    """[X] the advantage of each turn; `group_G`: each trajectory's group; other arguments as in `turn_advantages`."""
     alive_GT = turns.alive_GT
     reward_GT: Float64s = np.zeros(alive_GT.shape)
     reward_GT[alive_GT] = turns.reward_X
@@ -429,7 +429,7 @@ def credited(turns: TurnRewards, group_G: Int64s, credit: Credit, gamma: float, 
 
 
 def not_by_turn(estimator: str) -> str:
-    """Why an estimator that is not in `TURN_ESTIMATORS` cannot be used per turn."""
+    """The error message for an estimator that is not in `TURN_ESTIMATORS`: why it cannot be used per turn."""
     return {
         "maxrl": "divides by the mean return, which at later turns may be 0 or belong to few trajectories",
         "reinforce++_baseline": "whitens over the mini-batch, so that an advantage depends on how many turns all other "

@@ -49,17 +49,17 @@ from service.types import NO_VERSION, Int32s, Int64s, MiniBatch, Rows, Steps
 
 @dataclass(frozen=True, slots=True)
 class BatchSettings:
-    """How a mini-batch is made."""
+    """Settings by which a mini-batch is made from groups."""
 
     ranks: int
-    """Number of parts of the mini-batch: one per rank, or with sequence parallelism one per group of ranks."""
+    """Number of parts of the mini-batch: one per rank; with sequence parallelism, one per group of ranks."""
     token_budget: int
     """Maximum number of tokens in a micro-batch; a longer row gets a micro-batch of its own."""
     estimator: str = "grpo"
     returns: ReturnRule = "last"
     credit: Credit = "trajectory"
     gamma: float = 1.0
-    """Discount per turn if credit is given by turn."""
+    """Discount factor per turn; used only if credit is given by turn."""
     mode: Mode = "linear"
     train: tuple[str, ...] = TRAINED
     """Roles whose steps carry loss."""
@@ -86,25 +86,25 @@ class BatchSettings:
 
 
 class Formed(NamedTuple):
-    """A mini-batch, and token counts that only its lease needs."""
+    """A mini-batch, with token counts that are needed only to lease it."""
 
     batch: MiniBatch
     stale_G: Int64s
-    """Tokens of each trajectory that are too stale to carry loss."""
+    """Number of tokens of each trajectory that are too stale to carry loss."""
     untrained_P: tuple[dict[Fate, int], ...]
-    """Tokens of each group whose steps have roles that are not trained, by fate."""
+    """For each group, the number of tokens in steps of untrained roles, by fate."""
 
 
 def form_mini_batch(
     lease: int, groups: Sequence[CompleteGroup], history: VersionHistory, settings: BatchSettings
 ) -> MiniBatch:
-    """The mini-batch of a lease's groups, in this order, for a trainer at the newest version of `history`; see
-    `formed`."""
+    """Make the mini-batch of a lease from its groups, in this order, for a trainer at the newest version of `history`.
+    See `formed`."""
     return formed(lease, groups, history, settings).batch
 
 
 def formed(lease: int, groups: Sequence[CompleteGroup], history: VersionHistory, settings: BatchSettings) -> Formed:
-    """The mini-batch of a lease's groups, with the stale tokens by trajectory and the untrained tokens by group.
+    """Make the mini-batch of a lease, and count each trajectory's stale tokens and each group's untrained tokens.
 
     Raises:
         ValueError: there are no groups; a sampled token has no log-probability, or its version is not published;
@@ -149,7 +149,7 @@ def formed(lease: int, groups: Sequence[CompleteGroup], history: VersionHistory,
 
 
 def gather(groups: Sequence[CompleteGroup]) -> tuple[Played, Int32s]:
-    """The trajectories, ordered by group, then by sample; and the position of each trajectory's group."""
+    """The trajectories, ordered by group, then by sample; and [G] the number of each trajectory's group."""
     steps, ends = concat([group.steps for group in groups]), concat([group.ends for group in groups])
     prompt_G = np.repeat(np.arange(len(groups), dtype=np.int32), [len(group.ends) for group in groups])
     order = np.lexsort((ends.sample_E, prompt_G))
@@ -174,7 +174,7 @@ def _refuse_untrainable(steps: Steps, history: VersionHistory) -> None:
 def without_untrained(
     played: Played, prompt_G: Int32s, train: Sequence[str], named_roles: Sequence[str]
 ) -> tuple[Steps, tuple[dict[Fate, int], ...]]:
-    """The steps, without loss if their role is not in `train`; and each group's number of untrained tokens, by fate.
+    """The steps, without loss where a step's role is untrained; and for each group, the number of these tokens by fate.
 
     Tokens without loss stay in the steps, because later steps may continue them:
 
@@ -196,20 +196,20 @@ def without_untrained(
 
 
 class Masked(NamedTuple):
-    """The staleness of each token, and the number of tokens with and without loss by trajectory."""
+    """Result of `mask`: the staleness of each token, and the tokens of each trajectory with and without loss."""
 
     staleness_N: Int32s
     """Number of versions between sampling and training; -1 for a token that no policy sampled."""
     loss_before_G: Int64s
-    """Tokens of each trajectory that carried loss before masking."""
+    """Number of tokens of each trajectory that carried loss before masking."""
     stale_G: Int64s
-    """Tokens among `loss_before_G` that are too stale."""
+    """Number of tokens among `loss_before_G` that are too stale."""
     loss_G: Int64s
-    """Tokens among `loss_before_G` that still carry loss."""
+    """Number of tokens among `loss_before_G` that still carry loss."""
 
 
 def mask(rows: Rows, trajectory_R: Int32s, count: int, history: VersionHistory, max_staleness: int | None) -> Masked:
-    """Remove the loss, in place, from tokens without a finite log-probability and from stale tokens.
+    """Set the loss mask to False, in place, for stale tokens and for tokens without a finite log-probability.
 
     staleness     -1 0 3 3       max_staleness 2
     log-probab.    0 . . nan
@@ -242,5 +242,5 @@ def _per_trajectory(rows: Rows, trajectory_R: Int32s, count: int) -> Int64s:
 
 
 def batch_of_rank(batch: MiniBatch, rank: int) -> MiniBatch:
-    """The same mini-batch with the micro-batches of one rank only."""
+    """The mini-batch with the micro-batches of one rank only."""
     return replace(batch, ranks=(batch.ranks[rank],))

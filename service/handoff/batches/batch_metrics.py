@@ -1,4 +1,4 @@
-"""Metrics of a mini-batch while it is formed: its merge, its lengths and padded length, turns, staleness, tokens.
+"""Metrics computed while a mini-batch is formed: its merge, row lengths, padded length, turns, staleness, tokens.
 
 `generate/batch_padded_seq_len` is the padded length: the length to which all rows would be padded in one array.
 
@@ -19,7 +19,7 @@ from service.types import Int32s, Int64s, MicroBatch, Rows, Steps
 
 
 def merge_metrics(counts: dict[str, int]) -> dict[str, float]:
-    """Steps before and rows after the merge, and how each step joined its row (`Merged.counts`)."""
+    """Metrics: number of steps, of rows, and of steps by the way in which they joined a row (`Merged.counts`)."""
     return {
         "generate/num_seq_before_merge": counts["steps"],
         "generate/num_seq_after_merge": counts["rows"],
@@ -50,8 +50,8 @@ def length_metrics(length_R: Int64s, placement: Placement, ranks: Sequence[Seque
 
 
 def turn_metrics(rows: Rows, steps: Steps, count: int) -> dict[str, float]:
-    """Means over trajectories: turns, tokens after the first prompt of a row, sampled tokens; and the fraction of
-    responses that were truncated."""
+    """Means per trajectory of turns, of tokens after the first prompt of a row, and of sampled tokens; and the fraction
+    of responses that were truncated."""
     responses = len(rows.token_ids_N) - int(rows.prompt_length_R.sum())
     length_K = lengths_of(steps.offsets_K) - steps.prompt_length_K
     lengths: dict[str, float] = {}
@@ -73,7 +73,7 @@ def turn_metrics(rows: Rows, steps: Steps, count: int) -> dict[str, float]:
 
 
 def staleness_metrics(staleness_N: Int32s, sampled_G: Int64s, stale_G: Int64s) -> dict[str, float]:
-    """Metrics of the staleness of sampled tokens, also by trajectory length (quarter 4: the longest trajectories)."""
+    """Metrics of the staleness of sampled tokens, also by quarters of trajectories (quarter 4: the longest ones)."""
     sampled = int(np.count_nonzero(staleness_N >= 0))
     ages = int(staleness_N.sum(dtype=np.int64)) + len(staleness_N) - sampled  # tokens that were not sampled count as -1
     quarters = np.array_split(stale_G[np.argsort(sampled_G, kind="stable")], 4)

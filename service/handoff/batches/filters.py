@@ -28,7 +28,7 @@ from service.handoff.steps.tables import Played
 
 @dataclass(frozen=True, slots=True)
 class FilterSettings:
-    """Which filters apply when a group is complete."""
+    """Settings of the filters that are applied to a complete group."""
 
     rule: Rule
     train: tuple[str, ...] = TRAINED
@@ -37,11 +37,11 @@ class FilterSettings:
     over_long: float | None = None
     """Fraction of over-long trajectories above which a group is removed; None: groups are not removed for length."""
     success_above: float | None = None
-    """Return above which a trajectory counts as a success for the curriculum; None: there is no curriculum."""
+    """Return above which a trajectory counts as a success for the curriculum; None without a curriculum."""
 
     @property
     def any(self) -> bool:
-        """Whether a complete group has to be examined: a filter or a curriculum is configured."""
+        """Whether complete groups have to be examined, because a filter or a curriculum is configured."""
         return self.zero_variance or self.over_long is not None or self.success_above is not None
 
 

@@ -15,9 +15,9 @@ from service.types import Step, TrajectoryEnd, TrajectoryId
 
 
 def complete_groups(steps: Iterable[Step], ends: Iterable[TrajectoryEnd] | None = None) -> list[CompleteGroup]:
-    """The groups of whole trajectories, one per group_id, in order of first appearance.
+    """Make one group per group_id from whole trajectories, in order of the first appearance of the group_id.
 
-    Without `ends`, each trajectory ends with its last step, whose stop reason and reward become the trajectory's.
+    Without `ends`, each trajectory ends with its last step, and has the stop reason and the reward of this step.
 
     >>> def step(sample, index, prompt, response, reward=0.0):
     ...     sampled, versions = np.ones(len(response), np.bool_), np.zeros(len(response), np.int64)

@@ -39,23 +39,23 @@ from service.types import Experts, Int32s, Int64s, MicroBatch, Rows, TrainedToke
 Layout = Literal["auto", "packed", "padded", "shared_prefix"]
 
 BALANCED = 1.005
-"""Balancing stops when the heaviest rank costs at most this many times the lowest possible cost."""
+"""Balancing stops when the highest cost of a rank is at most this many times the lowest possible cost."""
 WORTH_SHARING = 0.1
 """Fraction of a mini-batch's tokens that sharing must save for `layout: auto`."""
 MIN_SHARED, MIN_FRACTION = 16, 0.1
-"""Minimum length of a common prefix, in tokens and as a fraction of a row: sharing less would save no time."""
+"""Minimum length of a common prefix, in tokens and as a fraction of a row; sharing a shorter prefix saves no time."""
 
 
 class Placement(NamedTuple):
-    """The rows of each micro-batch of each rank; an empty micro-batch is a dummy."""
+    """The rows of each micro-batch of each rank, as row numbers; a micro-batch without rows is a dummy."""
 
     ranks: tuple[tuple[tuple[int, ...], ...], ...]
     imbalance: float
-    """Cost of the heaviest rank divided by the mean cost."""
+    """Cost of the rank with the highest cost, divided by the mean cost of a rank."""
 
     @property
     def row_R(self) -> Int64s:
-        """The rows in packing order: micro-batch by micro-batch, rank by rank."""
+        """[R] the row numbers in packing order: rank by rank, and micro-batch by micro-batch."""
         return np.array([row for rank in self.ranks for rows in rank for row in rows], np.int64)
 
     @property
@@ -70,7 +70,7 @@ class Placement(NamedTuple):
 def choose_placement(
     rows: Rows, trajectory_R: Int32s, prompt_G: Int32s, ranks: int, budget: int, layout: Layout
 ) -> tuple[Placement, dict[str, float]]:
-    """The placement of rows, and metrics of shared prefixes if the layout may share prefixes."""
+    """The placement of rows for a layout, and metrics of shared prefixes if the layout may share prefixes."""
     length_R = lengths_of(rows.offsets_R)
     if layout in ("packed", "padded"):
         return place(length_R, trajectory_R, ranks, budget, layout), {}
@@ -96,7 +96,7 @@ def place(length_R: Int64s, trajectory_R: Int32s, ranks: int, budget: int, layou
 
 
 def in_bins(costs_of_rank: Sequence[Sequence[int]], budget: int, layout: Layout) -> list[list[list[int]]]:
-    """Each rank's items (their indices) in bins within the budget; every rank has the same number of bins."""
+    """For each rank, bins of its items (as indices) within the budget; every rank has the same number of bins."""
     needed = max(max(1, -(-sum(min(cost, budget) for cost in costs) // budget)) for costs in costs_of_rank)
     bins = [_packed(costs, budget, needed, layout) for costs in costs_of_rank]
     count = max(len(of_rank) for of_rank in bins)
@@ -108,7 +108,7 @@ def in_bins(costs_of_rank: Sequence[Sequence[int]], budget: int, layout: Layout)
 
 
 def partition(cost_G: Int64s, parts: int) -> Int64s:
-    """Assign items to parts so that the heaviest part is as light as the better of two heuristics makes it.
+    """[G] the part of each item, so that parts have similar costs: the better result of two heuristics.
 
     >>> partition(np.array([8, 7, 6, 5, 4]), 2).tolist()  # 14 and 16
     [0, 1, 0, 1, 1]
@@ -212,7 +212,7 @@ def pack_bins(rows: Sequence[int], lengths: Sequence[int], budget: int, count: i
 def micro_batches(
     rows: Rows, staleness_N: Int32s, trajectory_R: Int32s, placement: Placement
 ) -> tuple[tuple[MicroBatch, ...], ...]:
-    """The micro-batches of every rank, as views of rows in packing order."""
+    """Cut the micro-batches of every rank, as views, from rows in packing order."""
     columns = [column.name for column in columns_of(TrainedTokens).tokens if getattr(rows, column.name) is not None]
     ranks, stop = [], 0
     for rank in placement.ranks:
@@ -261,7 +261,7 @@ def place_sharing(
     budget: int,
     layout: Layout = "shared_prefix",
 ) -> Placement:
-    """Distribute rows that share prefixes, in depth-first order within a micro-batch; arguments as in `place`."""
+    """Distribute rows that share prefixes over ranks and micro-batches, in depth-first order within a micro-batch."""
     part_R = _ranks_of_rows(order, length_R, trajectory_R, prompt_G, ranks)
     order = order.within(part_R)
     places = [np.flatnonzero(part_R[order.row_R] == rank) for rank in range(ranks)]
@@ -276,7 +276,7 @@ def place_sharing(
 
 
 def distinct_of_parts(order: PrefixOrder, length_R: Int64s, part_R: Int64s, parts: int) -> Int64s:
-    """The number of distinct tokens of each part; `part_R`: the part of each row."""
+    """The number of distinct tokens of each part; tokens of a shared prefix count once. `part_R`: each row's part."""
     order = order.within(part_R)
     return np.bincount(part_R[order.row_R], length_R[order.row_R] - order.shared_R, minlength=parts).astype(np.int64)
 
@@ -331,15 +331,15 @@ def _parts(order: PrefixOrder, places: Int64s, length_R: Int64s, budget: int) ->
 
 
 class PrefixOrder(NamedTuple):
-    """Rows in an order in which rows with a common prefix are adjacent."""
+    """An order of rows in which rows with a common prefix are adjacent."""
 
     row_R: Int64s
-    """Indices of the rows, in this order."""
+    """The row numbers, in this order."""
     shared_R: Int64s
-    """Leading tokens that each row shares with the row before it in this order."""
+    """The number of leading tokens that each row shares with the row before it in this order."""
 
     def within(self, part_R: Int64s) -> PrefixOrder:
-        """The same rows, part by part; rows of different parts share nothing. `part_R`: the part of each row."""
+        """The rows ordered by part; rows of different parts share nothing. `part_R`: the part of each row."""
         order_R = np.argsort(part_R[self.row_R], kind="stable")
         row_R, shared_R = self.row_R[order_R], np.zeros_like(self.shared_R)
         # the shared prefix of two rows is the minimum over the adjacent pairs between them
@@ -356,9 +356,9 @@ def prefix_order(
     least: int = MIN_SHARED,
     fraction: float = MIN_FRACTION,
 ) -> PrefixOrder:
-    """The rows sorted by their tokens; tokens with different routed experts count as different tokens.
+    """Sort rows by their tokens; tokens with different routed experts count as different tokens.
 
-    Needs memory for a copy of both arrays.
+    Takes memory for a copy of `token_ids_N` and `routed_experts_N`.
     """
     record_N: NDArray[Any] = token_ids_N
     if routed_experts_N is not None:

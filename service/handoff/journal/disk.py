@@ -17,7 +17,7 @@ MAX_BUFFERS_PER_WRITE = 512
 
 
 class File:
-    """One segment, open for reading, and unless `writable` is False for writing; then a missing file is created."""
+    """A segment's file, open for reading; unless `writable` is False, for writing too, and created if it is missing."""
 
     def __init__(self, path: Path, writable: bool = True) -> None:
         # A link with a missing target is refused: a new file at the target would hide the missing frames.
@@ -28,7 +28,7 @@ class File:
         self._close = weakref.finalize(self, os.close, self._fd)
 
     def size(self) -> int:
-        """The file's size in bytes, allocated space included."""
+        """The size of the file in bytes, reserved space included."""
         return os.fstat(self._fd).st_size
 
     def read(self, offset: int, length: int) -> bytes:
@@ -40,8 +40,8 @@ class File:
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def extents(self, offset: int) -> list[tuple[int, int]]:
-        """The ranges (start, stop) from `offset` on that were written; reserved space that was never written is left
-        out.
+        """The ranges (start, stop) of the file from `offset` on that were written; reserved space that was never
+        written is left out.
 
         The list is complete before any range is read, because the kernel's read-ahead would make reserved space look
         written.
@@ -62,7 +62,7 @@ class File:
             return None
 
     def write(self, offset: int, buffers: Sequence[Buffer]) -> int:
-        """Write the buffers one after the other; returns the number of written bytes, fewer on a full disk."""
+        """Write the buffers one after the other; returns the number of bytes written, too few on a full disk."""
         total = 0
         for first in range(0, len(buffers), MAX_BUFFERS_PER_WRITE):
             some = buffers[first : first + MAX_BUFFERS_PER_WRITE]
@@ -96,7 +96,7 @@ class Disk:
         return sorted(os.listdir(folder))
 
     def open(self, path: Path) -> File:
-        """Open the file; a missing file is created, and its name is on the disk before this returns."""
+        """Open the file. A missing file is created, and its name is on the disk before this function returns."""
         new = not path.exists()
         file = File(path)
         if new:

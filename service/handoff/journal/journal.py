@@ -47,7 +47,7 @@ class Frame(NamedTuple):
     payload: bytes
     position: int
     end: int
-    """The position of the next frame, which `Journal.append` returned for this frame."""
+    """The position at which the next frame begins; `Journal.append` returned this position."""
     synced: int
     wall: float
 
@@ -61,7 +61,7 @@ class Segment(NamedTuple):
 
 
 def frames(segment: Segment, start: int | None = None) -> Iterator[Frame]:
-    """The frames of a segment, from position `start` on, up to the first frame that cannot be read."""
+    """Yield the frames of a segment, from position `start` on, up to the first frame that cannot be read."""
     offset = 0 if start is None else start - segment.start
     size = segment.file.size()
     while (frame := _read_frame(segment, offset, size)) is not None:
@@ -70,7 +70,7 @@ def frames(segment: Segment, start: int | None = None) -> Iterator[Frame]:
 
 
 def frames_in(path: Path) -> Iterator[Frame]:
-    """The frames of a segment's file, which is neither changed nor created.
+    """Yield the frames in the file of a segment; the file is neither changed nor created.
 
     Raises:
         FileNotFoundError: there is no such file, for example because a running buffer has moved it.
@@ -155,7 +155,7 @@ ALLOCATION_BYTES = 1 << 20
 PAGE_BYTES = 1 << 12
 FULL = (errno.ENOSPC, errno.EDQUOT)
 KEPT = "reclaimed"
-"""Folder of segments that are no longer needed and are kept for `baton replay`."""
+"""Name of the folder for segments that are no longer needed, but kept for `baton replay`."""
 
 log = logging.getLogger(__name__)
 
@@ -172,9 +172,9 @@ class _Queued(NamedTuple):
 
 
 class Journal:
-    """Frames on disk; `append` queues a frame, `sync` makes all queued frames durable with one fdatasync per segment.
+    """Frames on disk. `append` queues a frame; `sync` makes all queued frames durable, with one fdatasync per segment.
 
-    `append` is called by one thread only; `sync` may run in another.
+    Only one thread may call `append`; `sync` may run in another thread.
     """
 
     def __init__(
@@ -210,7 +210,7 @@ class Journal:
         self._ready = False
 
     def configure(self, segment_bytes: int, keep_reclaimed: bool) -> None:
-        """Limit the length of segments; `keep_reclaimed`: unneeded segments are moved to a folder, not removed."""
+        """Limit the length of segments; with `keep_reclaimed`, unneeded segments are moved to a folder, not removed."""
         self.segment_bytes = min(self.segment_bytes, segment_bytes)
         self._keep_reclaimed = keep_reclaimed
 
@@ -227,7 +227,7 @@ class Journal:
 
     @property
     def reclaims(self) -> bool:
-        """Whether the next sync has segments to remove, or to check."""
+        """Whether the next sync has to check segments that were marked for removal."""
         return bool(self._reclaims)
 
     @property
@@ -248,7 +248,7 @@ class Journal:
         return end
 
     def sync(self) -> int:
-        """Make everything queued durable; returns `synced`. On a full disk the frames stay queued, in order."""
+        """Make all queued frames durable; returns `synced`. On a full disk the frames stay queued, in order."""
         with self._sync_lock:
             with self._queue_lock:
                 batch, self._queue = self._queue, []
@@ -263,7 +263,7 @@ class Journal:
             return self.synced
 
     def reserve(self, n_bytes: int) -> bool:
-        """Reserve space on the disk for `n_bytes` more; returns False if the disk is too full."""
+        """Reserve space on the disk for `n_bytes` more bytes; returns False if the disk is too full."""
         with self._segments_lock:
             active = self._segments[-1]
             wanted = self.position - active.start + n_bytes
@@ -280,12 +280,12 @@ class Journal:
             return False
 
     def reclaim(self, below: int, once: int) -> None:
-        """Mark segments before position `below` for removal by `sync`, once frames up to `once` are synced."""
+        """Mark segments before position `below`: `sync` removes them once frames up to position `once` are synced."""
         with self._queue_lock:
             self._reclaims.append((once, below))
 
     def replay(self) -> Iterator[Frame]:
-        """All frames so far, oldest first. Cuts a torn tail; `append` may be called once all frames were yielded."""
+        """Yield all frames, oldest first; cut a torn tail. Once all frames were yielded, `append` may be called."""
         self._open_segments()
         self.position = self.start
         for segment, following in zip(self._segments, [*self._segments[1:], None], strict=True):
@@ -302,7 +302,7 @@ class Journal:
         self._ready = True
 
     def read(self, start: int, stop: int | None = None) -> Iterator[Frame]:
-        """The synced frames from position `start`, which is a frame's beginning, to `stop`."""
+        """Yield the synced frames from position `start`, where a frame must begin, to `stop`."""
         stop = self.synced if stop is None else min(stop, self.synced)
         for segment, following in zip(self._segments, [*self._segments[1:], None], strict=True):
             if following is None or start < following.start:

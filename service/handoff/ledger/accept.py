@@ -1,4 +1,4 @@
-"""Finds what is new in a message; checks identity, attempts, versions, duplicates and completeness.
+"""Finds the new content of a message; checks identity, attempts, versions, duplicates and completeness.
 
     accepted   group=7/sample=0: steps 0 and 1
     message    group=7/sample=0: steps 1 and 2 and the end     ->     one Addition: step 2 and the end
@@ -30,18 +30,18 @@ from service.handoff.steps.tables import end_objects, ends_table, long_note_byte
 from service.types import Bools, Extension, Refusal, RefusalReason, StepGroup, Steps, TrajectoryEnd, TrajectoryId
 
 MAX_FRACTION_NOT_FINITE = 0.01
-"""Maximum fraction of a trajectory's sampled tokens whose log-probability is not a finite number."""
+"""Maximum fraction of a trajectory's sampled tokens that may have a log-probability that is not finite."""
 
 
 class NewContent(NamedTuple):
-    """The new content of a message."""
+    """The content of a message that was not accepted before."""
 
     additions: list[Addition]
     late: tuple[TrajectoryId, ...]
     """Trajectories whose content in the message came too late."""
 
     def only(self, message: StepGroup, message_bytes: int) -> StepGroup:
-        """The message cut to its new content; the message itself if all of it is new.
+        """The part of a message that is new; the message itself if all of it is new.
 
         Repetitions, ends of failed attempts and late items were not checked, so the journal must not contain them. A
         message with more bytes than its steps and ends account for is cut too, because it contains unused names.
@@ -86,7 +86,7 @@ class _Received(NamedTuple):
 
 
 def with_shared_prefixes(store: Store, message: StepGroup) -> StepGroup:
-    """The message with each full prompt shortened to the tokens that no earlier step of its trajectory has."""
+    """The message, in which each full prompt is shortened to the tokens that no earlier step of its trajectory has."""
     deduped = dedupe_prefixes(
         message.steps,
         (message.steps.extends_K < 0) & (message.steps.index_K > 0),
@@ -103,10 +103,10 @@ def new_content(
     max_trajectory_bytes: int | None = None,
     one_row: Mode | None = None,
 ) -> NewContent | Refusal:
-    """The new content of a message, or why the whole message is refused.
+    """The new content of a message, or the refusal of the whole message.
 
-    `max_trajectory_bytes`: bytes that are reserved for each trajectory; None on a replay, which reserves nothing.
-    `one_row`: the merge mode in which each trajectory has to become one row; None: several rows are allowed.
+    `max_trajectory_bytes`: the bytes reserved for each trajectory; None on a replay, which reserves nothing. `one_row`:
+    the merge mode by which each trajectory has to become one row; None: several rows are allowed.
     """
     experts_N = message.steps.routed_experts_N
     if experts_N is not None and len(message.steps) and ledger.state.routing not in (None, experts_N.shape[1:]):
@@ -139,7 +139,7 @@ def new_content(
 
 
 def items_by_trajectory(message: StepGroup) -> dict[TrajectoryId, tuple[list[int], list[TrajectoryEnd]]]:
-    """The positions of each trajectory's steps and ends in a message; trajectories may interleave."""
+    """For each trajectory, the positions of its steps in a message, and its ends; trajectories may interleave."""
     found: dict[TrajectoryId, tuple[list[int], list[TrajectoryEnd]]] = {}
     steps = message.steps
     ids = zip(steps.group_id_K.tolist(), steps.sample_K.tolist(), steps.attempt_K.tolist(), strict=True)

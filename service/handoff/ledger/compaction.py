@@ -1,4 +1,4 @@
-"""Making room in the journal: copies needed frames of the oldest segments to the end, then removes the segments.
+"""Makes room in the journal: copies needed frames of the oldest segments to the end, then removes the segments.
 
     before   | steps of 7, steps of 8 | steps of 9 | ...                 8 was filtered, 7 and 9 wait to be trained
     after                             | steps of 9 | ... | steps of 7 | snapshot
@@ -26,9 +26,9 @@ from service.types import StepGroup, TrajectoryEnd
 
 
 def make_room(record: Record, wanted: int) -> None:
-    """Begin to free the oldest segments without needed frames; the next sync of the journal completes this.
+    """Begin to free the journal's oldest segments; the next sync of the journal removes them.
 
-    `wanted`: bytes to free by copying needed steps, one segment at a time; 0: copy no steps.
+    `wanted`: bytes to free, if necessary by copying the needed frames of one more segment; 0: copy nothing.
     """
     journal = record.journal
     if journal.reclaims:

@@ -21,15 +21,15 @@ from service.types import PolicyVersion, TrajectoryEnd
 
 # Kinds of journal frames.
 EVENT = 1
-"""An encoded event."""
+"""Kind of a journal frame with an encoded event."""
 STEPS = 2
-"""A step group's wire bytes."""
+"""Kind of a journal frame with an accepted message: a step group's wire bytes."""
 SNAPSHOT = 3
-"""The ledger's whole state; older frames are needed only for the steps of its groups."""
+"""Kind of a journal frame with the ledger's whole state; frames before it are needed only for steps of its groups."""
 COPIED = 4
-"""A step group's wire bytes, copied from an older part of the journal."""
+"""Kind of a journal frame with a step group's wire bytes, copied from an older part of the journal."""
 SCORES = 5
-"""An encoded `Scored`; it may occur twice, because it is copied like steps."""
+"""Kind of a journal frame with an encoded `Scored` event, which may occur twice because it is copied like steps."""
 
 
 class Event(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -42,7 +42,7 @@ class Opened(Event, frozen=True):
     rows: str
     """Digest of the dataset's rows, their order included."""
     settings: dict[str, int]
-    """The settings, by name, that give group_ids, slots and rows their meaning."""
+    """The settings, by name, that determine the meaning of group_ids, slots and rows."""
 
 
 class Joined(Event, frozen=True):
@@ -52,7 +52,7 @@ class Joined(Event, frozen=True):
     name: str
     incarnation: int
     step: int = 0
-    """For a trainer: the optimizer step from which it continues; groups of later steps are leased again."""
+    """For a trainer: the optimizer step from which it continues; groups of later optimizer steps are leased again."""
     resumes: bool = False
     """For a generator: whether it continues the trajectories of its older incarnation."""
 
@@ -66,7 +66,7 @@ class Left(Event, frozen=True):
 
 
 class Issued(Event, frozen=True):
-    """The next group_id was given to a generator; `admitted`: the policy version that the generator's engine served."""
+    """A new group was given to a generator; `admitted`: the policy version that the generator's engine served."""
 
     group_id: int
     row: int
@@ -91,13 +91,13 @@ class Scored(Event, frozen=True):
     """[G] the weighted reward of each trajectory, by sample; None: the scorer gives no rewards. NaN: the trajectory
     got no reward, and the group continues without the trajectory."""
     replaces: bool = False
-    """Whether the rewards replace the environment's rewards or are added to them."""
+    """True if the rewards replace the environment's rewards; False if they are added to them."""
     info: tuple[str, ...] = ()
     """[G] the scorer's text about each trajectory; empty: no texts."""
     teacher: bytes = b""
-    """The log-probabilities of `scores.sampled_tokens` as little-endian float32; empty: no log-probabilities."""
+    """The teacher's log-probabilities of `scores.sampled_tokens`, as little-endian float32; empty: none."""
     fallback: str = ""
-    """Why the group continues without an answer; empty if there is an answer."""
+    """The reason why the group continues without an answer of the scorer; empty if there is an answer."""
 
     @property
     def n_bytes(self) -> int:
@@ -106,7 +106,7 @@ class Scored(Event, frozen=True):
 
 
 class Tried(Event, frozen=True):
-    """A group became complete: how many of its trajectories succeeded, for the curriculum."""
+    """The success of a group that became complete, for the curriculum: how many of its trajectories succeeded."""
 
     group_id: int
     successes: int
@@ -114,7 +114,7 @@ class Tried(Event, frozen=True):
 
 
 class Assigned(Event, frozen=True):
-    """Restarted trajectories of a group went to a generator."""
+    """Restarted or moved trajectories of a group were given to a generator."""
 
     group_id: int
     samples: tuple[int, ...]
@@ -139,7 +139,7 @@ class Moved(Event, frozen=True):
 
 
 class GivenUp(Event, frozen=True, tag="Truncated"):
-    """A group gives up some samples and continues without them: they were unfinished at its deadline, or their last
+    """A group continues without some samples, because they were unfinished at its deadline or because their last
     attempts failed."""
 
     group_id: int
@@ -149,32 +149,32 @@ class GivenUp(Event, frozen=True, tag="Truncated"):
 
 @dataclass(slots=True)
 class GroupStats:
-    """The returns of some groups; the returns of filtered groups count in the next mini-batch's metrics."""
+    """Counts and sums of the returns of groups; filtered groups count in the metrics of the next mini-batch."""
 
     groups: int = 0
     trajectories: int = 0
     return_sum: float = 0.0
     passed: int = 0
-    """Groups with a positive return."""
+    """Number of groups with a positive return."""
     flat: int = 0
-    """Groups without variance: all returns are equal."""
+    """Number of groups without variance: all returns are equal."""
     zeros: int = 0
-    """Groups in which every return is 0."""
+    """Number of groups in which every return is 0."""
     ones: int = 0
-    """Groups in which every return is 1."""
+    """Number of groups in which every return is 1."""
     tokens: int = 0
-    """Sampled tokens of groups that filters removed."""
+    """Number of sampled tokens in groups that filters removed."""
 
     def __add__(self, other: GroupStats) -> GroupStats:
         return GroupStats(*map(add, astuple(self), astuple(other)))
 
 
 class Ended(Event, frozen=True):
-    """A group ends without having been trained, and vacates its slot."""
+    """A group ended without being trained; its slot is free for another group."""
 
     group_id: int
     state: GroupState
-    """FILTERED: a filter removed the group; REFUSED: an error ended it; EXPIRED: a deadline or the run's end did."""
+    """FILTERED by a filter, REFUSED because of an error, or EXPIRED at a deadline or at the end of the run."""
     reason: str
     filtered: GroupStats | None = None
 
@@ -186,15 +186,15 @@ class Leased(Event, frozen=True):
     trainer_incarnation: int
     group_ids: tuple[int, ...]
     loss_tokens: tuple[tuple[int, ...], ...]
-    """For each group, the tokens that carry loss, by sample."""
+    """For each group, the number of tokens that carry loss, by sample."""
     stale_tokens: tuple[int, ...]
-    """For each group, the tokens that are too stale to carry loss."""
+    """For each group, the number of tokens that are too stale to carry loss."""
     untrained_tokens: tuple[dict[Fate, int], ...]
-    """For each group, the tokens in steps whose role is not trained, by fate."""
+    """For each group, the number of tokens in steps whose role is not trained, by fate."""
 
 
 class Committed(Event, frozen=True):
-    """The optimizer step of a lease was applied and made `version`."""
+    """The optimizer step of a lease was applied and made policy version `version`."""
 
     lease: int
     version: PolicyVersion
@@ -221,7 +221,7 @@ class Lost(Event, frozen=True):
     journal."""
 
     owner: str
-    """The process that had accepted the steps."""
+    """The name of the process that had accepted the steps."""
     tokens: int
 
 
@@ -237,18 +237,18 @@ class Addition(NamedTuple):
     group_id: int
     sample: int
     items: tuple[int, ...]
-    """Positions of the new steps in the message, by step index."""
+    """Positions of the new steps in the message, ordered by step index."""
     indices: tuple[int, ...]
     """Step indices of the new steps."""
     tokens: int
     """Number of sampled tokens in the new steps."""
     bad_tokens: int
-    """Number of these sampled tokens whose log-probability is not a finite number."""
+    """Number of sampled tokens in the new steps whose log-probability is not a finite number."""
     n_bytes: int
     end: TrajectoryEnd | None
-    """The trajectory's end, if it is new."""
+    """The end of the trajectory, if the message contains it and it is new."""
     chain: Chain | None
-    """The trajectory's chain with the new steps; None if steps branch or are missing, or if it is complete."""
+    """The trajectory's `Chain` with the new steps; None if steps branch or are missing, or if it is complete."""
 
 
 encode: Callable[[Event], bytes] = msgspec.msgpack.Encoder().encode

@@ -26,7 +26,7 @@ Sample = tuple[int, int]
 
 
 class Ledger:
-    """The state, with indexes that make decisions fast."""
+    """The state of the buffer, with indexes that make decisions fast."""
 
     def __init__(self, n_samples: int) -> None:
         self.state = State(n_samples)
@@ -55,7 +55,7 @@ class Ledger:
         return msgspec.msgpack.encode(self.state)
 
     def apply(self, event: events.Event, now: float) -> None:
-        """Change the state by one event, at a monotonic time in seconds.
+        """Change the state by one event. `now`: monotonic time in seconds.
 
         The method for an event has the name of the event's class: `_issued` applies `Issued`.
         """
@@ -65,7 +65,7 @@ class Ledger:
     def accept(
         self, sender: Sender, additions: Sequence[Addition], routing: tuple[int, ...] | None, now: float
     ) -> None:
-        """Record the additions of an accepted message."""
+        """Change the state by the new content of an accepted message."""
         _note_received(self.state.generators[sender.generator], sender.sequence)
         self.state.routing = self.state.routing or routing
         for new in additions:
@@ -95,12 +95,12 @@ class Ledger:
 
     @property
     def next_slot(self) -> int:
-        """The slot of the next issued group."""
+        """The number of the slot that the next issued group gets."""
         return self.state.next_group_id - self.state.vacated
 
     @property
     def unfinished(self) -> int:
-        """Number of unfinished samples, whether a generator plays them or they wait for a claim."""
+        """Number of unfinished samples, both those that a generator plays and those that wait for a claim."""
         return len(self.since) + sum(map(len, self.unassigned.values()))
 
     def played_by(self, generator: str) -> dict[int, list[int]]:
@@ -116,8 +116,8 @@ class Ledger:
         self.since.move_to_end(sample)
 
     def received(self, sender: Sender) -> bool:
-        """Whether this message was received before; False if it is too old to be remembered: the steps of a repetition
-        are then compared one by one."""
+        """Whether a message was received before. False if it is too old to be remembered: then the message's steps are
+        compared with the accepted steps one by one."""
         member = self.state.generators[sender.generator]
         return sender.sequence < member.received_below or sender.sequence in member.received
 
@@ -401,7 +401,7 @@ def _used_fates(group: Group, loss: Fate) -> tuple[tuple[Fate, int], ...]:
 
 
 def unrewarded(group: Group, rewards: Sequence[float]) -> list[int]:
-    """The samples of a group to which a scorer gave no reward (NaN)."""
+    """The samples of a group that got no reward (NaN) in a scorer's `rewards`."""
     samples = (sample for sample, trajectory in enumerate(group.trajectories) if not trajectory.given_up)
     return [sample for sample, reward in zip(samples, rewards, strict=False) if math.isnan(reward)]
 

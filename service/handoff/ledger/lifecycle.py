@@ -18,11 +18,11 @@ class GroupState(StrEnum):
     """The state of a group in its lifecycle."""
 
     ISSUED = "issued"
-    """Claimed; no step or end was accepted yet."""
+    """A generator claimed the group; no step or end of the group was accepted yet."""
     OPEN = "open"
-    """A step or an end was accepted; not all trajectories are complete."""
+    """A step or an end of the group was accepted; not all trajectories are complete."""
     SCORING = "scoring"
-    """All trajectories ended, and all their steps were accepted; a scorer has not answered yet."""
+    """All trajectories are complete; at least one scorer has not answered yet."""
     COMPLETE = "complete"
     """The group may be leased."""
     LEASED = "leased"
@@ -61,7 +61,7 @@ class Fate(StrEnum):
     TRAINED = "trained"
     """The token carried loss in an optimizer step that a durable checkpoint covers."""
     STALE = "stale"
-    """The token was older than `max_staleness` when its group was trained, and carried no loss."""
+    """The token was older than `max_staleness` when its group was trained, so it carried no loss."""
     MASKED = "masked"
     """The token carried no loss for another reason than staleness, such as a log-probability that is not finite."""
     SUB = "sub"
@@ -86,4 +86,4 @@ class Fate(StrEnum):
 
 
 GIVEN_UP = -1
-"""Stands for the attempt of a sample without which its group continues."""
+"""Number of the attempt of a sample that was given up: its group continues without the sample."""

@@ -35,15 +35,15 @@ from service.types import Ends, PolicyVersion, StepGroup, Steps, TrajectoryEnd
 
 @dataclass(slots=True)
 class Held:
-    """The accepted steps, ends and scores of one group, of current attempts only, in the order of arrival."""
+    """The accepted steps, ends and scores of one group, without replaced attempts; in the order of arrival."""
 
     steps: list[Steps] = field(default_factory=list)
     ends: dict[int, TrajectoryEnd] = field(default_factory=dict)
     """The trajectory ends, by sample."""
     chains: dict[int, Chain] = field(default_factory=dict)
-    """The chain of each sample whose steps arrive in order; other samples are checked once they are complete."""
+    """The chain (`prefixes.sharing`) of each sample whose steps arrived in order; others are checked once complete."""
     places: dict[int, dict[int, tuple[Steps, int]]] | None = None
-    """For each sample and step index, the step's table and its position there; built when first needed."""
+    """For each sample and step index: the table with the step, and its position there. None until first needed."""
     indices: dict[int, PrefixIndex] = field(default_factory=dict)
     """The prefix index of each sample; built when a full prompt of the sample is first looked up."""
     scores: dict[str, events.Scored] = field(default_factory=dict)
@@ -64,7 +64,7 @@ class Held:
                 self.places.setdefault(sample, {})[index] = (table, k)
 
     def index_of(self, sample: int) -> PrefixIndex:
-        """The steps of one sample, indexed by their prefixes, for looking up full prompts."""
+        """The index of one sample's steps by prefix, in which full prompts are looked up."""
         index, places = self.indices.setdefault(sample, PrefixIndex()), self.places_of(sample)
         for table, k in islice(places.values(), index.count, None):
             index.arrived(table, k)
@@ -80,7 +80,7 @@ class Held:
         return sorted({*self.ends, *(int(sample) for table in self.steps for sample in np.unique(table.sample_K))})
 
     def rearrange(self, steps: list[Steps]) -> None:
-        """Replace the tables by other tables with the same steps, or some of them."""
+        """Replace the tables of steps by other tables with the same steps, or with some of these steps."""
         self.steps, self.places = steps, None
         self.indices.clear()
 
@@ -103,7 +103,7 @@ class Store:
         return group_id in self._held
 
     def token_bytes(self, steps: Steps) -> int:
-        """Bytes of a token of a table, as `service.handoff.group_bytes` counts them."""
+        """Bytes of one token of a table, as `service.handoff.group_bytes` counts them."""
         return bytes_per_token(steps) + (self.expert_bytes if steps.routed_experts_N is None else 0)
 
     def table_bytes(self, steps: Steps) -> int:
@@ -173,18 +173,18 @@ class Store:
         self.n_bytes += held.n_bytes
 
     def whole(self, group_id: int) -> tuple[Steps, Ends, tuple[events.Scored, ...]]:
-        """All steps and ends of a complete group, with its scorers' answers applied; without the trajectories to which
-        a scorer gave no reward."""
+        """All steps, ends and scores of a complete group. The scores are applied to the steps and ends; trajectories to
+        which a scorer gave no reward are left out."""
         scores = self.scores(group_id)
         return rewarded(*with_scores(*self.unscored(group_id), scores), scores)
 
     def scores(self, group_id: int) -> tuple[events.Scored, ...]:
-        """The answers of a group's scorers so far, by name."""
+        """The scorers' answers about a group so far, sorted by name of the scorer."""
         scores = self.of(group_id).scores
         return tuple(scores[name] for name in sorted(scores))
 
     def unscored(self, group_id: int) -> tuple[Steps, Ends]:
-        """All steps and ends of a complete group without scorers' answers; merges its steps into one table."""
+        """All steps and ends of a complete group, without scorers' answers; joins its tables of steps into one."""
         held = self._held[group_id]
         if len(held.steps) > 1:
             held.rearrange([concat(held.steps)])
@@ -198,23 +198,23 @@ def end_bytes(end: TrajectoryEnd) -> int:
 
 
 def cut(steps: Steps, items: Sequence[int]) -> Steps | None:
-    """The steps at these positions, in order; they share memory with the table only if all of its steps are
-    selected."""
+    """The steps at these positions, in this order; None if there are none. They share memory with the table only if all
+    steps are selected."""
     if len(items) == len(steps):
         return steps if items else None
     return select(steps, np.array(items, np.int64), copy=True) if items else None
 
 
 def expert_bytes(ledger: Ledger, routing: Routing | None) -> int:
-    """Bytes of a token's routed experts, as in the first accepted steps that had routed experts; 0 before."""
+    """Bytes of a token's routed experts, as in the first accepted steps that had any; 0 before such steps."""
     of_expert = np.dtype(np.int16) if routing is None else routing.dtype
     return of_expert.itemsize * math.prod(ledger.state.routing) if ledger.state.routing else 0
 
 
 OnFailure = Callable[[TrajectoryEnd, str, Store, PolicyVersion], None]
-"""Takes the end of the lost attempt, why it was lost, the accepted steps, the newest version."""
+"""A function called with the end of the lost attempt, the reason, the accepted steps and the newest version."""
 OnEnd = Callable[[events.Ended, str, Store, PolicyVersion], None]
-"""Takes the event, the prompt's uid, the accepted steps, the newest version."""
+"""A function called with the event, the uid of the prompt, the accepted steps and the newest version."""
 
 
 class Record:
@@ -252,7 +252,7 @@ class Record:
             self.on_failure(end, reason, self.store, self.ledger.history.current)
 
     def accept(self, data: bytes, message: StepGroup, additions: Sequence[Addition]) -> None:
-        """Append a step group to the journal and apply it."""
+        """Append an accepted message to the journal and apply it."""
         position = self.journal.position
         self.journal.append(events.STEPS, data)
         self.apply_steps(message, additions, position)
@@ -262,7 +262,7 @@ class Record:
     # -- the same without the journal ---------------------------------------------------------------------------------
 
     def apply(self, event: events.Event) -> None:
-        """Apply an event to ledger and store."""
+        """Apply an event to the ledger and the store."""
         leases = self.ledger.state.leases
         leased = leases[event.lease].group_ids if isinstance(event, events.Committed) else ()
         if isinstance(event, events.Scored) and event.scorer in self.ledger.state.groups[event.group_id].awaited:
@@ -275,7 +275,7 @@ class Record:
             self.store.drop(group_id)
 
     def apply_steps(self, message: StepGroup, additions: Sequence[Addition], position: int) -> None:
-        """Apply the new content of a message whose frame begins at a position of the journal."""
+        """Apply the new content of a message, whose frame begins at `position` of the journal."""
         ledger = self.ledger
         for new in additions:
             group = ledger.state.groups[new.group_id]
@@ -295,13 +295,13 @@ class Record:
     def begin_segment(self) -> None:
         """Begin a new segment of the journal with a snapshot.
 
-        A replay from this snapshot needs the steps of all groups that are open now, even if some end later.
+        A replay from this snapshot needs the steps of all groups that are open now, even of groups that end later.
         """
         needed = self.needed_from()
         self.snapshot_end = self.journal.append(events.SNAPSHOT, self.ledger.snapshot(), begins_segment=True)
         self.journal.reclaim(needed, once=self.snapshot_end)
 
     def needed_from(self) -> int:
-        """Position of the oldest step that a group still needs."""
+        """Journal position of the oldest step that a group still needs."""
         positions = (group.first_position for group in self.ledger.state.groups.values())
         return min((p for p in positions if p is not None), default=self.journal.position)

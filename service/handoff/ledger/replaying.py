@@ -27,7 +27,7 @@ _decoder = msgspec.msgpack.Decoder(State)
 
 
 def opened_record(opened: events.Opened, limits: Limits, journal: Journal, clock: Clock) -> Record:
-    """The record that a journal's frames produce; for an empty journal, a record that begins with `opened`.
+    """The record that results from a journal's frames; for an empty journal, a record that begins with `opened`.
 
     Raises:
         JournalError: the journal is damaged.
@@ -58,7 +58,7 @@ def opened_record(opened: events.Opened, limits: Limits, journal: Journal, clock
 def check_begun(folder: Path, opened: events.Opened) -> None:
     """Check that the run whose journal lies in `folder` began with these rows and settings; no file is changed.
 
-    Without a journal on this machine nothing is checked: the buffer may run on another machine and checks it there.
+    Nothing is checked if this machine has no journal: the buffer may run on another machine, and checks its journal.
 
     Raises:
         UserError: the run began with other rows or settings.
@@ -97,8 +97,8 @@ def apply_frame(record: Record, frame: Frame) -> None:
 
 
 def load_groups(record: Record, group_ids: Sequence[int]) -> list[CompleteGroup]:
-    """The steps and ends of complete groups. Groups that an undone optimizer step used, and that are no longer in
-    memory, are read back from the journal.
+    """The steps and ends of complete groups. Groups that are no longer in memory are read from the journal: an
+    optimizer step that used them was undone.
 
     Raises:
         JournalError: the journal no longer holds one of these groups.
@@ -114,7 +114,7 @@ def load_groups(record: Record, group_ids: Sequence[int]) -> list[CompleteGroup]
 
 
 def fetch(store: Store, groups: Mapping[int, Group], frames: Iterable[Frame]) -> None:
-    """Add all accepted steps, ends and scores of groups to a store, each once; stops reading after the last of them."""
+    """Add the accepted steps, ends and scores of groups to a store, each once; stop reading after the last one."""
     seen: set[tuple[int, int, int]] = set()
     attempts = {group_id: attempts_of(group) for group_id, group in groups.items()}
     unfinished: set[tuple[int, int | str]] = {
@@ -147,7 +147,7 @@ def fetch(store: Store, groups: Mapping[int, Group], frames: Iterable[Frame]) ->
 
 
 def restored(snapshot: bytes, now: float = 0.0) -> Ledger:
-    """The ledger of a snapshot; the time of the last progress of every trajectory is set to `now`."""
+    """The ledger in a snapshot; every trajectory counts as having made progress at `now`."""
     state = _decoder.decode(snapshot)
     ledger = Ledger(state.n_samples)
     ledger.state = state

@@ -23,7 +23,7 @@ from service.handoff.steps.tables import end_of_items, said_steps
 from service.types import Ends, Float64s, Int64s, Steps
 
 LOGPROBS = np.dtype("<f4")
-"""Type of log-probabilities in a `Scored`."""
+"""Data type of the log-probabilities in a `Scored` event."""
 
 
 class CompleteGroup(NamedTuple):
@@ -34,11 +34,11 @@ class CompleteGroup(NamedTuple):
     steps: Steps
     ends: Ends
     scores: tuple[Scored, ...] = ()
-    """The scorers' answers; their rewards and log-probabilities are already applied to `steps` and `ends`."""
+    """The scorers' answers, whose rewards and log-probabilities are already in `steps` and `ends`."""
 
 
 def with_scores(steps: Steps, ends: Ends, scores: Sequence[Scored]) -> tuple[Steps, Ends]:
-    """A group's steps and ends (by sample), with its scorers' answers applied; unchanged without answers."""
+    """A group's steps and ends (by sample), changed by its scorers' answers; unchanged if there are no answers."""
     rewards = [score.rewards for score in scores if score.rewards is not None]
     if rewards:
         added_E = np.array(rewards, np.float64).sum(axis=0)
@@ -68,7 +68,7 @@ def _with_rewards(steps: Steps, ends: Ends, added_E: Float64s, replaces: bool) -
 
 
 def rewarded(steps: Steps, ends: Ends, scores: tuple[Scored, ...]) -> tuple[Steps, Ends, tuple[Scored, ...]]:
-    """The same steps, ends and scores without the trajectories to which a scorer gave no reward (NaN)."""
+    """The steps, ends and scores without the trajectories to which a scorer gave no reward (NaN)."""
     has_reward_E = ~np.isnan(ends.reward_E)
     if has_reward_E.all():
         return steps, ends, scores

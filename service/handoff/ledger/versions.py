@@ -18,7 +18,7 @@ from service.types import NO_VERSION, Bools, Int32s, Int64s, PolicyVersion
 
 
 class VersionHistory:
-    """Every published version, and the steps at which incarnations branched off."""
+    """All published versions, and the steps from which each new trainer incarnation continued."""
 
     def __init__(self, start: PolicyVersion | None = None) -> None:
         self.published: dict[int, PolicyVersion] = {}
@@ -27,7 +27,7 @@ class VersionHistory:
         self._note(start or PolicyVersion(0, 0))
 
     def publish(self, version: PolicyVersion) -> None:
-        """Add a new version; raises a ValueError if `version` is not newer than the current version."""
+        """Add a published version; raises a ValueError if `version` is not newer than the current version."""
         if version <= self.current:
             raise ValueError(f"version {version} does not follow {self.current}")
         self._note(version)
@@ -65,5 +65,5 @@ class VersionHistory:
 
 
 def version_of(number: int) -> PolicyVersion | None:
-    """The version with this packed number; None for the number that marks tokens which no policy sampled."""
+    """The version that this number packs; None for NO_VERSION, which marks tokens that no policy sampled."""
     return None if number == NO_VERSION else PolicyVersion.unpack(number)

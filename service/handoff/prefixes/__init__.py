@@ -1,1 +1,1 @@
-"""Prefix sharing: steps that continue one another are sent, kept and trained once."""
+"""Prefix sharing: the common prefix of steps that continue one another is sent, stored and trained once."""

@@ -36,14 +36,14 @@ Mode = Literal["off", "linear", "tree"]
 
 
 class Merged(NamedTuple):
-    """Rows, and counts of how steps joined them."""
+    """The rows that a merge made, and counts of how steps became rows."""
 
     rows: Rows
     first_R: Int64s
-    """The first step of each row, as its index in the table."""
+    """The first step of each row, as the position of the step in the merged table."""
     counts: dict[str, int]
-    """Number of steps by outcome (`extended`, `forked`, `reset`); number of `steps` and of `rows`; number of tokens
-    with each step as a row of its own (`tokens_before`) and after the merge (`tokens_after`)."""
+    """Number of steps by outcome (`extended`, `forked`, `reset`), of all `steps`, and of `rows`; number of tokens
+    before the merge, with each step as a row (`tokens_before`), and after it (`tokens_after`)."""
 
 
 class _Layout(NamedTuple):
@@ -60,7 +60,7 @@ class _Layout(NamedTuple):
 
 
 def merge_steps(steps: Iterable[Step], mode: Mode = "linear") -> list[Row]:
-    """The rows of any number of trajectories, ordered by the first appearance of the trajectory, then by step.
+    """Merge steps of any number of trajectories into rows, ordered by the trajectory's first appearance, then by step.
 
     Raises:
         ValueError: a trajectory has two prompts, or lacks a step before its last one; a step came twice with different
@@ -81,7 +81,7 @@ def merge_steps(steps: Iterable[Step], mode: Mode = "linear") -> list[Row]:
 
 
 def merge(steps: Steps, mode: Mode = "linear") -> Merged:
-    """Merge all trajectories of a table; steps may come in any order, and identical duplicates count once."""
+    """Merge all trajectories of a table. Steps may come in any order; of identical steps, one is used."""
     check_choice("mode", mode, Mode)
     return merge_in_order(*in_order(steps), mode)
 
@@ -89,7 +89,7 @@ def merge(steps: Steps, mode: Mode = "linear") -> Merged:
 def merge_in_order(steps: Steps, number_K: Int64s, mode: Mode, by_turn: bool = False) -> Merged:
     """Merge steps that are sorted by trajectory (`number_K`), then by index, and have no duplicates.
 
-    `by_turn`: the rows record the step of each token.
+    `by_turn`: whether the rows record the step of each token (`Rows.turn_N`).
     """
     counts = dict.fromkeys(("extended", "forked", "reset"), 0)
     layout = _layout(steps, number_K, mode, counts)

@@ -15,7 +15,7 @@ proportional to its length. The tokens lie in a radix tree (`Tree`) in which eve
     1 2 3 4 5          one run; the third sequence lengthened it
        \\ 7             a run of its own, which branches off at length 2
 
-Equal sequences end at the same place, so two are compared in time proportional to the runs from their ends to the fork.
+Equal sequences end at one place. The time to compare two is proportional to the runs between their ends and fork.
 """
 
 from __future__ import annotations
@@ -35,25 +35,25 @@ from service.types import Bools, Extension, Int32s, Steps
 
 
 class PrefixError(ValueError):
-    """Raised if a step extends tokens that do not exist, or whose digest differs from that in the reference."""
+    """Raised if a step extends tokens that do not exist, or tokens whose digest is not the digest in the reference."""
 
 
 class IndexedStep(NamedTuple):
-    """A step in the index: its own tokens begin at `cut`; earlier tokens belong to `parent` and its parents."""
+    """A step in the index. Its tokens from position `cut` on are its own; earlier tokens belong to its parents."""
 
     steps: Steps
     own_start: int
     """Position of the step's first own token on the table's token axis."""
     cut: int
-    """Number of tokens of earlier steps that this step extends."""
+    """Number of the step's leading tokens that belong to earlier steps."""
     parent: IndexedStep | None
     """The step whose own tokens include the last extended token."""
     branch: Place
-    """Where the step's path leaves the paths of earlier steps in the tree."""
+    """The place at which the step's path leaves the paths of earlier steps in the tree."""
     tip: Place
-    """Where the step's path ends in the tree: after its prompt and response."""
+    """The place at which the step's path ends in the tree, after the step's prompt and response."""
     digests: dict[int, xxhash.xxh3_64]
-    """Running digests of the first n tokens, by n; computed when first needed."""
+    """Running digests of the first n tokens, by n; each is computed when first needed."""
 
     def holder(self, length: int) -> IndexedStep:
         """The step that owns the token at position `length` - 1."""
@@ -71,8 +71,8 @@ class IndexedStep(NamedTuple):
         return self.digests[length]
 
     def segments(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """Positions of the tokens `start:stop` of prompt and response on the token axis, if all steps are in one
-        table."""
+        """Segments of the token axis that hold the tokens `start:stop` of the step's prompt and response. All steps
+        must be in one table."""
         step, found = self, list[tuple[int, int]]()
         while start < stop:
             step = step.holder(stop)
@@ -83,7 +83,7 @@ class IndexedStep(NamedTuple):
 
 
 class PrefixIndex:
-    """The steps of one trajectory so far."""
+    """An index of one trajectory's steps, by prefix."""
 
     def __init__(self, arrived: Iterable[tuple[Steps, int]] = ()) -> None:
         """`arrived`: the first steps, as items of tables, in any order."""
@@ -107,7 +107,7 @@ class PrefixIndex:
     def arrived(self, steps: Steps, k: int) -> None:
         """Index item `k` of a table now, or once the step that it extends has arrived.
 
-        A step with a wrong reference is left out, and its trajectory is refused when it is complete.
+        A step with a wrong reference is left out; its trajectory is refused when the trajectory is complete.
         """
         self.count += 1
         coming = [(steps, k)]
@@ -127,9 +127,9 @@ class PrefixIndex:
     def references(
         self, steps: Steps, items: list[int], wanted_K: Bools, known: Mapping[int, Extension]
     ) -> dict[int, Extension]:
-        """The longest prefix that each wanted item shares with an earlier step, or its reference in `known`.
+        """References for wanted items, by item: from `known`, or to the longest prefix shared with an earlier step.
 
-        The items are sorted by index. Items are also compared with one another, but are not kept in the index.
+        The items are sorted by index. They are also compared with one another, but are not kept in the index.
         """
         found: dict[int, Extension] = {}
         tried = list[int]()
@@ -192,7 +192,7 @@ class PrefixIndex:
 
 
 def check_references(steps: Steps) -> None:
-    """Raise a PrefixError unless each step's reference is to tokens that exist; the steps are of one trajectory, sorted
+    """Raise a PrefixError unless each step's reference is to tokens that exist. The steps are of one trajectory, sorted
     by index."""
     index = PrefixIndex()
     for k in range(len(steps)):
@@ -200,7 +200,7 @@ def check_references(steps: Steps) -> None:
 
 
 def check_chain(steps: Steps, first_K: Bools, chain_K: Bools) -> None:
-    """Raise a PrefixError unless each chained step has the digest of the step before it; reads every token once."""
+    """Raise a PrefixError unless each chained step carries the digest of the step before it; reads each token once."""
     view, offsets = token_bytes(steps.token_ids_N), (4 * steps.offsets_K).tolist()
     digests, firsts, chain = steps.extends_digest_K.tolist(), first_K.tolist(), xxhash.xxh3_64()
     for k in np.flatnonzero(chain_K).tolist():
@@ -215,7 +215,7 @@ def check_chain(steps: Steps, first_K: Bools, chain_K: Bools) -> None:
 
 
 class Run:
-    """An edge of the tree: consecutive tokens, the first at depth `begin`."""
+    """An edge of the tree: consecutive tokens, of which the first is at depth `begin`."""
 
     __slots__ = ("above", "begin", "branches", "end", "ids", "level", "owners", "starts")
 
@@ -233,7 +233,7 @@ class Run:
         self.owners: list[int] = []
 
     def lengthen(self, ids: Int32s) -> None:
-        """Add tokens at the end, in amortised time proportional to the new tokens."""
+        """Add tokens at the end; the amortised time is proportional to the number of new tokens."""
         used, needed = self.end - self.begin, self.end - self.begin + len(ids)
         if needed > len(self.ids):
             room = np.empty(max(needed, 2 * used), np.int32)
@@ -244,20 +244,20 @@ class Run:
 
 
 class Place(NamedTuple):
-    """A position in the tree, `length` tokens from the root."""
+    """A position in the radix tree: the end of a path of `length` tokens from the root."""
 
     run: Run
     length: int
 
     def before(self, length: int) -> Place:
-        """The place of the path's first `length` tokens."""
+        """The place at which the first `length` tokens of this path end."""
         run = self.run
         while length <= run.begin and run.level:
             run = run.above
         return Place(run, length)
 
     def tokens(self) -> Int32s:
-        """The path's tokens."""
+        """The tokens on the path from the root to this place."""
         run, stop = self
         parts = list[Int32s]()
         while stop:
@@ -271,7 +271,7 @@ class Place(NamedTuple):
         return self.run.owners[bisect_right(self.run.starts, self.length - 1) - 1]
 
     def owned_below(self, bound: int) -> Place:
-        """The longest prefix of this path whose last token has an owner with a number below `bound`."""
+        """The longest prefix of this path whose last token's `owner` is a number below `bound`."""
         place = self
         while place.length and place.owner >= bound:
             run = place.run
@@ -287,7 +287,7 @@ class Tree:
         self._grown: list[tuple[Run, int]] | None = None
 
     def follow(self, place: Place, ids: Int32s) -> Place:
-        """Follow these tokens from `place` as far as the tree contains them; returns the place at which this ends."""
+        """Follow tokens from `place` as far as the tree contains them; returns the place that is reached."""
         (run, length), done = place, 0
         while True:
             shared = common_prefix(run.ids[length - run.begin : run.end - run.begin], ids[done:])
@@ -298,7 +298,7 @@ class Tree:
             run = branch
 
     def grow(self, place: Place, ids: Int32s, owner: int) -> Place:
-        """Add a sequence's tokens that the tree does not have after `place`; returns the place at their end."""
+        """Add the tokens of a sequence that the tree lacks after `place`; returns the place at the sequence's end."""
         run, length = place
         if not len(ids):
             return place
@@ -314,7 +314,7 @@ class Tree:
         return Place(run, length + len(ids))
 
     def begin_trial(self) -> None:
-        """From now on, remember added tokens, so that `undo_trial` can remove them."""
+        """Remember all tokens that are added from now on, so that `undo_trial` can remove them."""
         self._grown = []
 
     def undo_trial(self) -> None:
@@ -329,7 +329,7 @@ class Tree:
 
 
 def common(a: Place, b: Place) -> int:
-    """Number of leading tokens that two paths share; takes time proportional to the runs from both ends to the fork."""
+    """Number of leading tokens that two paths share; the time is proportional to the runs between ends and fork."""
     (run, length), (other, other_length) = a, b
     while run is not other:
         if run.level >= other.level:

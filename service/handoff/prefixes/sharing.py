@@ -25,22 +25,22 @@ from service.types import Bools, Extension, Steps, TrajectoryId
 
 
 class Chain(NamedTuple):
-    """A trajectory's steps 0 .. `steps` - 1, each of which has a full prompt or extends the whole step before it."""
+    """Steps 0 to `steps` - 1 of a trajectory, each of which has a full prompt or extends the whole step before it."""
 
     steps: int
     length: int
-    """Tokens of the last step's whole prompt and response."""
+    """Number of tokens in the whole prompt and response of the last step."""
     tokens: xxhash.xxh3_64
-    """The running digest of these tokens."""
+    """The running digest of the last step's prompt and response."""
 
     @property
     def extension(self) -> Extension:
-        """The reference of a step that would continue the whole chain."""
+        """The reference that a step carries if it continues the whole chain."""
         return Extension(self.steps - 1, self.length, self.tokens.intdigest())
 
 
 def grown(chain: Chain | None, index: int, extends: Extension, own: memoryview) -> Chain | None:
-    """A chain with one more step, whose own tokens are `own`; None if it is not the next step, or branches off."""
+    """The chain with one more step, whose own tokens are `own`; None if the step is not the next, or branches off."""
     if index != (0 if chain is None else chain.steps):
         return None
     if extends.step < 0:
@@ -59,10 +59,10 @@ def dedupe_prefixes(
     chain_of: Callable[[TrajectoryId], Chain | None],
     index_of: Callable[[TrajectoryId], PrefixIndex],
 ) -> Steps:
-    """The steps, of which the wanted ones carry only the tokens that no earlier step of their trajectory has.
+    """The steps; each wanted step carries only the tokens that no earlier step of its trajectory has.
 
-    `chain_of`, `index_of`: a trajectory's known earlier steps. Steps with values for their prompt tokens, such as
-    routed experts, are not changed: a reference to equal token ids would lose those values.
+    `chain_of`, `index_of`: return a trajectory's known earlier steps. Steps with values for their prompt tokens, such
+    as routed experts, are not changed: a reference to equal token ids would lose those values.
 
     >>> from service.handoff.steps.builder import steps_table
     >>> from service.types import Step
@@ -94,7 +94,7 @@ def dedupe_prefixes(
 
 
 def with_references(steps: Steps, found: Mapping[int, Extension]) -> Steps:
-    """The steps, where each step in `found` carries only the tokens after the prefix to which its reference points."""
+    """The steps; each step in `found` carries only the tokens after the prefix to which its reference points."""
     if not found:
         return steps
     items = np.array(list(found), np.int64)

@@ -22,11 +22,11 @@ from service.handoff.steps.tables import NO_EXTENSION, extension_of, name_of, to
 from service.types import Int32s, Int64s, Steps
 
 TokensOf = Callable[[int], Int32s | None]
-"""The whole prompt and response of an earlier step of the trajectory, by its index; None if the step is not known."""
+"""A function from the index of an earlier step of the trajectory to its whole prompt and response; None if unknown."""
 
 
 def same_step(a: Steps, k: int, b: Steps, j: int, tokens_of: TokensOf) -> bool | None:
-    """Whether item `k` of `a` and item `j` of `b` are the same step; None if an extended step is needed and unknown."""
+    """Whether item `k` of `a` and item `j` of `b` are the same step; None if that depends on a step not known yet."""
     a, b = select(a, np.array([k])), select(b, np.array([j]))
     if a.extends_length_K[0] > b.extends_length_K[0]:
         a, b = b, a
@@ -47,7 +47,7 @@ def same_step(a: Steps, k: int, b: Steps, j: int, tokens_of: TokensOf) -> bool |
 
 
 def in_order(steps: Steps) -> tuple[Steps, Int64s]:
-    """The steps sorted by trajectory (in order of first appearance), then by index, without duplicates; and the number
+    """The steps, sorted by trajectory (in order of first appearance), then by index, without duplicates; and the number
     of each step's trajectory.
 
     Raises:

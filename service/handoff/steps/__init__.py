@@ -1,1 +1,1 @@
-"""A step: its columns, its wire format, and limits on messages of steps."""
+"""Steps: their columns, their wire format, and limits on messages with steps."""

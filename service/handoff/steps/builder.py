@@ -1,4 +1,4 @@
-"""Makes tables and messages of `Step` objects and trajectory ends."""
+"""Makes tables and messages from `Step` objects and trajectory ends."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from service.types import Sender, Step, StepGroup, Steps, TrajectoryEnd
 
 
 def step_group(sender: Sender, steps: Iterable[Step], ends: Iterable[TrajectoryEnd]) -> StepGroup:
-    """One message made of step and end objects."""
+    """Make one message from step and end objects."""
     return StepGroup(sender, steps_table(steps), ends_table(ends))
 
 
 def steps_table(steps: Iterable[Step]) -> Steps:
-    """A table of step objects; where a step lacks values for a column, the table has the column's fill value.
+    """Make a table from step objects; where a step lacks values for a column, the table has the column's fill value.
 
     >>> from service.types import TrajectoryId
     >>> prompt, response = np.array([10, 20, 30], np.int32), np.array([40, 50], np.int32)

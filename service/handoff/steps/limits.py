@@ -12,16 +12,16 @@ from service.handoff.group_bytes import NOTE_BYTES
 
 
 class Routing(NamedTuple):
-    """The form of the routed experts that a model can replay; every field is 0 or empty for a model without experts."""
+    """The form of the routed experts that a model can replay; all fields are 0 or empty for a model without experts."""
 
     layers: tuple[int, ...]
-    """Numbers of layers that a record may have: all layers of the model, or only the layers with experts."""
+    """The allowed numbers of layers in a record: all layers of the model, or only the layers with experts."""
     topk: int
     experts: int
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """Type of a record: uint8 if it can hold every expert's number and -1 (see `service.columns.widened`)."""
+        """Type of a record: uint8 if it can hold all expert numbers and -1 (`service.columns.widened`), else int16."""
         return np.dtype(np.uint8 if self.experts <= NO_BYTE + (self.topk > 1) else np.int16)
 
     @property
@@ -50,4 +50,4 @@ class Limits:
     n_named_roles: int = 0
     """Number of roles that the configuration names."""
     routing: Routing | None = None
-    """The routed experts that the model can replay; None: not known, so records are not checked against the model."""
+    """Shape and type of the routed experts that the model can replay; None if unknown: then records are not checked."""

@@ -9,5 +9,5 @@ NEEDED = f"a number from {-MAX_REWARD:g} to {MAX_REWARD:g}"
 
 
 def is_reward(number: float) -> bool:
-    """Whether the buffer accepts a reward of this size; False for NaN."""
+    """Whether the magnitude of a reward is at most `MAX_REWARD`; False for NaN."""
     return abs(number) <= MAX_REWARD

@@ -19,7 +19,7 @@ class Role(StrEnum):
     """The purpose of an agent's call. In an environment, calls without a named role are `main`."""
 
     MAIN = "main"
-    """The agent's own conversation, however often it was cut or summarised."""
+    """The agent's own conversation, even if the agent shortened or summarised it."""
     SUB = "sub"
     """A conversation with a system prompt of its own, by a sub-agent."""
     AUX = "aux"
@@ -50,6 +50,6 @@ def packed_roles(roles: Iterable[str], named: Sequence[str] = ()) -> bytes:
 
 
 def roles_from(packed: bytes, n_steps: int, named: Sequence[str] = ()) -> list[str]:
-    """Unpack the roles of `n_steps` steps from bytes of `packed_roles`."""
+    """Unpack the roles of `n_steps` steps from the bytes that `packed_roles` made."""
     names = (*ROLES, *named)
     return [names[code] for code in packed[:n_steps] or bytes(n_steps)]

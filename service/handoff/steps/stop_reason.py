@@ -1,4 +1,4 @@
-"""Why trajectories end. A *step* has the engine's stop reason instead, where `length` means a cut response."""
+"""Why trajectories end. A *step* has the engine's stop reason instead, of which `length` means a cut response."""
 
 from __future__ import annotations
 
@@ -33,4 +33,4 @@ class StopReason(StrEnum):
 OVER_LONG = frozenset({StopReason.LENGTH, StopReason.TRUNCATED})
 """Reasons with which a trajectory ends at a length limit."""
 FAILURES = frozenset(StopReason) - OVER_LONG - {StopReason.STOP, StopReason.MAX_TURNS}
-"""Reasons that the policy did not cause: the attempt is discarded, and the trajectory starts again."""
+"""Reasons that the policy did not cause. The attempt is discarded, and the trajectory starts again."""

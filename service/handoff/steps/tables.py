@@ -1,4 +1,4 @@
-"""Tables of steps and ends: computes values from their columns, and converts tables to objects of the library."""
+"""Tables of steps and ends: computes values from their columns, and converts tables to objects."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ UTF8_BYTES = 4
 
 TURN_BOUNDS = (1, 2, 3, 4, 8, 16, 32)
 TURNS = ("1", "2", "3", "4", "5_8", "9_16", "17_32", "33_up")
-"""Classes of turn numbers, counted from 1: few, so that each class can be a label of a metric."""
+"""Ranges of turn numbers, counted from 1. There are few ranges, so that each can be a label of a metric."""
 
 
 def ends_table(ends: Iterable[TrajectoryEnd]) -> Ends:
-    """Trajectory ends as columns."""
+    """Make a table from trajectory ends."""
     ends = list(ends)
     uids, uid_E = codes_of([end.prompt_uid for end in ends])
     stop_reasons, stop_reason_E = codes_of([end.stop_reason for end in ends])
@@ -68,12 +68,12 @@ def _n_said(end: TrajectoryEnd) -> int:
 
 
 def said_bytes(end: TrajectoryEnd) -> int:
-    """Bytes of an end's values about its steps, and of its transcript."""
+    """Bytes of the values that an end has for its steps (roles, later rewards), and of its transcript."""
     return SAID_BYTES * _n_said(end) + len(end.transcript)
 
 
 def said_steps(steps: Steps, ends: Ends, end_K: Int64s) -> tuple[Int64s, Int64s]:
-    """The steps for which the trajectory's end has a role and a later reward, and each step's position on axis `S`."""
+    """The steps whose trajectory's end has roles and later rewards, and the position of each such step on axis `S`."""
     k = np.flatnonzero(lengths_of(ends.step_offsets_E)[end_K])
     return k, ends.step_offsets_E[end_K[k]] + steps.index_K[k]
 
@@ -85,10 +85,10 @@ class Played(NamedTuple):
     """
 
     steps: Steps
-    """The steps, ordered by the position of their trajectory's end in `ends`, then by index."""
+    """The steps, sorted by trajectory (in the order of `ends`), then by step index."""
     ends: Ends
     end_K: Int64s
-    """The position in `ends` of the end of each step's trajectory."""
+    """The trajectory of each step, as the position of the trajectory's end in `ends`."""
     first_G: Int64s
     """[G + 1] where each trajectory's steps begin."""
     role_K: Uint8s
@@ -97,7 +97,7 @@ class Played(NamedTuple):
 
     @staticmethod
     def of(steps: Steps, ends: Ends) -> Played:
-        """The trajectories of these ends, in this order.
+        """Make complete trajectories from steps and ends, in the order of the ends.
 
         Raises:
             ValueError: a step's trajectory has no end or two ends; a step came twice.
@@ -118,14 +118,14 @@ class Played(NamedTuple):
 
 
 def trajectory_ids(table: Steps | Ends | Rows) -> list[TrajectoryId]:
-    """The trajectory of each item."""
+    """The id of each item's trajectory."""
     axis = columns_of(type(table)).axis
     columns = (getattr(table, f"{name}_{axis}").tolist() for name in TrajectoryId._fields)
     return [TrajectoryId(*identity) for identity in zip(*columns, strict=True)]
 
 
 def end_of_items(steps: Steps, ends: Ends) -> Int64s:
-    """[K] the position in `ends` of the end of each step's trajectory.
+    """[K] the trajectory of each step, as the position of the trajectory's end in `ends`.
 
     Raises:
         ValueError: a step's trajectory has no end or two ends.
@@ -148,12 +148,12 @@ def extension_of(steps: Steps, k: int) -> Extension | None:
 
 
 def total_lengths(steps: Steps) -> Int64s:
-    """Tokens of each step's whole prompt and response."""
+    """[K] the number of tokens in the whole prompt and response of each step."""
     return np.where(steps.extends_K < 0, np.int64(0), steps.extends_length_K) + lengths_of(steps.offsets_K)
 
 
 def long_note_bytes(steps: Steps, items: Iterable[int]) -> int:
-    """Bytes of these items' notes that `ITEM_BYTES` does not cover."""
+    """Bytes by which the notes of these items exceed the part that `ITEM_BYTES` covers."""
     if not any(len(note) * UTF8_BYTES > NOTE_BYTES for note in steps.notes):
         return 0
     note_K = steps.note_K.tolist()
@@ -175,7 +175,7 @@ def is_truncated_K(steps: Steps) -> Bools:
 
 
 def by_turn(tables: Sequence[Steps]) -> Iterator[tuple[str, int, int]]:
-    """(range of turn numbers, responses, truncated responses) for each range of turn numbers that has responses."""
+    """For each range of turn numbers that has responses: (range, responses, truncated responses), as counts."""
     turn_K = np.concatenate([np.searchsorted(TURN_BOUNDS, steps.index_K + 1) for steps in tables])
     truncated_K = np.concatenate([is_truncated_K(steps) for steps in tables])
     responses, truncated = (np.bincount(of_K, minlength=len(TURNS)) for of_K in (turn_K, turn_K[truncated_K]))

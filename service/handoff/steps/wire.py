@@ -32,7 +32,7 @@ MAX_HEADER_BYTES = 1 << 20
 """Maximum bytes of a step group's header, which is mostly uids, stop reasons and notes."""
 
 _COLUMNS = {column.name: column for table in (Steps, Ends, MiniBatch, MicroBatch) for column in columns_of(table).all}
-"""Every array that a message may hold, by name."""
+"""All columns that a message may hold, by name."""
 
 _MICRO_BATCH_NAMES = [column.name for column in columns_of(MicroBatch).all]
 
@@ -96,8 +96,8 @@ def encode(group: StepGroup) -> bytes:
 
 
 def decode(data: bytes | memoryview, limits: Limits | None) -> StepGroup | Refusal:
-    """The step group in these bytes, or the reason why they are invalid; never raises. `limits`: None for a message
-    that was accepted before."""
+    """The step group in these bytes, or a refusal with the reason why they are invalid; never raises. `limits`: None
+    for a message that was accepted before."""
     try:
         if limits is not None and len(data) > limits.max_group_bytes:
             raise _Damaged(RefusalReason.TOO_LARGE, "message", len(data))
@@ -121,7 +121,7 @@ def _step_group(head: GroupHead, arrays: dict[str, NDArray[Any]]) -> StepGroup:
 
 
 def accepted_group(data: bytes) -> StepGroup:
-    """Decode a message that the buffer accepted; raises a ValueError if the bytes are not a step group."""
+    """Decode a message that the buffer had accepted; raises a ValueError if the bytes are not a step group."""
     group = decode(data, None)
     if isinstance(group, Refusal):
         raise ValueError(f"no step group: {group}")
