@@ -69,8 +69,8 @@ class DeviceBatch(NamedTuple):
     teacher_logprob_M: Tensor | None
     """Log-probability of each token under its teacher; NaN for a token without a teacher; None if no token has one."""
     turn_M: Tensor | None
-    """For each loss token, its turn as an index into the mini-batch's `turn_advantage_X`; None without credit by
-    turn."""
+    """For each loss token, its turn as an index into the mini-batch's `turn_advantage_X`; None if the mini-batch has
+    no advantages by turn."""
 
     @staticmethod
     def of(micro: MicroBatch, settings: DeviceSettings) -> DeviceBatch:
