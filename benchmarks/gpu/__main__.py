@@ -7,7 +7,7 @@
 
 Each figure has the range that is estimated for an H100, and a verdict. A part without its packages or GPUs is not run.
 A part that crashes or hangs does not affect the other parts; the reason is in the JSON. Exit code: 0 if every part was
-measured or not run, 1 if one failed, 2 without a usable GPU.
+measured or not run, 1 if a part or a test failed, 2 for wrong input and without a usable GPU, 130 if it was stopped.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -35,7 +37,7 @@ def main() -> int:
     """Run the parts, one after the other."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--part", action="append", choices=[part.name for part in PARTS], help="only this part")
-    parser.add_argument("--minutes", type=float, default=MINUTES, help="parts of the least value are left out")
+    parser.add_argument("--minutes", type=_minutes, default=MINUTES, help="parts of the least value are left out")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: small shapes, as a rehearsal")
     parser.add_argument("--json", type=Path, default=ROOT / "build" / "gpu.json")
     options = parser.parse_args()
@@ -47,14 +49,36 @@ def main() -> int:
         print(f"benchmarks.gpu: {why}; --device cpu rehearses the parts with small shapes", file=sys.stderr)
         return 2
     file = options.json.resolve()
-    file.with_suffix("").mkdir(parents=True, exist_ok=True)
     document: dict[str, Any] = {"machine": machine, "seconds": 0.0, "parts": []}
+    try:
+        file.with_suffix("").mkdir(parents=True, exist_ok=True)
+        _write(file, document)
+    except OSError as error:
+        print(f"benchmarks.gpu: --json {options.json} cannot be written ({error})", file=sys.stderr)
+        return 2
     slower = REHEARSAL if options.device == "cpu" else 1.0
     wanted = [part for part in PARTS if not options.part or part.name in options.part]
-    _run([part._replace(seconds=slower * part.seconds) for part in wanted], options, slower, file, document)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # or the processes of the part would go on
+    try:
+        _run([part._replace(seconds=slower * part.seconds) for part in wanted], options, slower, file, document)
+    except KeyboardInterrupt:
+        print(f"benchmarks.gpu: stopped; {file} has the parts that had ended", file=sys.stderr)
+        return 130
     print(markdown(document))
     print(f"written: {file} and {file.with_suffix('.md')}")
-    return 1 if any(result["state"] == "failed" for result in document["parts"]) else 0
+    figures = [figure for result in document["parts"] for figure in result["figures"]]
+    failed = "failed" in [*(r["state"] for r in document["parts"]), *(f.get("verdict") for f in figures)]
+    return 1 if failed else 0
+
+
+def _minutes(text: str) -> float:
+    try:
+        minutes = float(text)
+    except ValueError:
+        minutes = 0.0
+    if not minutes > 0:
+        raise argparse.ArgumentTypeError(f"{text} is no number of minutes above 0")
+    return minutes
 
 
 def _run(waiting: list[Part], options: argparse.Namespace, slower: float, file: Path, document: dict[str, Any]) -> None:
@@ -75,8 +99,12 @@ def _run(waiting: list[Part], options: argparse.Namespace, slower: float, file: 
             print(f"{result['part']}: {result['state']} {result['reason']}", flush=True)
         document["parts"] += results
         document["seconds"] = round(time.monotonic() - started, 1)
-        file.write_text(json.dumps(document, indent=2) + "\n")
-        file.with_suffix(".md").write_text(markdown(document))
+        _write(file, document)
+
+
+def _write(file: Path, document: dict[str, Any]) -> None:
+    file.write_text(json.dumps(document, indent=2) + "\n")
+    file.with_suffix(".md").write_text(markdown(document))
 
 
 def _machine(device: str) -> tuple[str, dict[str, str | float]]:
@@ -87,8 +115,9 @@ def _machine(device: str) -> tuple[str, dict[str, str | float]]:
         return f"torch cannot be imported ({error})", {}
     packages = {name: version for name in PACKAGES if (version := _version(name))}
     machine: dict[str, str | float] = {"device": device, "python": platform.python_version(), **packages}
-    if commit := subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip():
-        machine["commit"] = commit
+    if git := shutil.which("git"):
+        found = subprocess.run([git, "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+        machine |= {"commit": commit} if (commit := found.stdout.strip()) else {}
     if device == "cuda":
         if not torch.cuda.is_available():
             return "torch finds no CUDA GPU", machine

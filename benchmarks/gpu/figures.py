@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 Figures = dict[str, str | float]
@@ -20,6 +21,7 @@ def line(figure: str, value: float, unit: str, expected: Range | None = None, no
     found: Figures = {"figure": figure, "value": value, "unit": unit}
     if expected is not None:
         inside = "below" if value < expected.low else "above" if value > expected.high else "inside"
+        inside = "failed" if math.isnan(value) else inside
         found |= {"low": expected.low, "high": expected.high, "verdict": inside}
     return found | ({"note": note} if note else {})
 

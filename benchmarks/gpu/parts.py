@@ -117,9 +117,10 @@ def run_part(part: Part, device: str, folder: Path) -> dict[str, Any]:
             reason = f"not done after {part.seconds:g} s; the last line of {log.name}: {_last_line(log)}"
         finally:
             _end_session(process)
-    given = [json.loads(line) for line in lines.read_text().splitlines()] if lines.exists() else []
+    given = _given(lines) if lines.exists() else []
     skipped = [line["skipped"] for line in given if "skipped" in line]
     figures = [line for line in given if "skipped" not in line]
+    reason = reason or ("" if given else "it gave no figure")
     state = "failed" if reason else "not run" if skipped else "measured"
     return outcome(part, state, reason or "; ".join(skipped), time.monotonic() - started, figures)
 
@@ -138,6 +139,12 @@ def outcome(
     }
 
 
+def _given(lines: Path) -> list[dict[str, Any]]:
+    """What a part gave; a process that is killed may have written only a part of its last line."""
+    texts = lines.read_text().splitlines(keepends=True)
+    return [json.loads(text) for text in texts if text.endswith("\n")]
+
+
 def _last_line(log: Path) -> str:
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
     return lines[-1][:REASON_CHARACTERS] if lines else "it printed nothing"
@@ -147,7 +154,9 @@ def _end_session(process: subprocess.Popen[bytes]) -> None:
     """End the part's process and the processes that it started: by SIGTERM, then by SIGKILL."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGTERM)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(END_SECONDS)
-        os.killpg(process.pid, signal.SIGKILL)
+        try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(END_SECONDS)
+        finally:  # also if a signal interrupts the wait
+            os.killpg(process.pid, signal.SIGKILL)
     process.wait()

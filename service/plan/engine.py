@@ -12,8 +12,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from service.config.model_folder import experts_of
+from service.learn.model.router_replay import routing_of_model
 from service.plan.machine.costs import GPU
 from service.plan.machine.device import Device
+
+UNGATED = ("arcee", "starcoder2")
+"""Families whose MLPs have two matrices, without a gate; the others have three."""
 
 
 @dataclass(frozen=True)
@@ -25,9 +29,11 @@ class Shape:
     attention: float
     """Number of parameters of the attention of a layer."""
     shared: float
-    """Number of parameters of the MLPs in a layer through which every token passes."""
+    """Number of parameters of the MLPs in a layer through which every token passes, mean over the layers."""
     expert: float
     """Number of parameters of one routed expert; 0: the layers are dense."""
+    expert_layers: int
+    """Number of layers with experts."""
     experts: int
     experts_of_token: int
     embedding: float
@@ -35,6 +41,8 @@ class Shape:
     head: float
     query_width: int
     """Number of query heads times their dimension."""
+    kv_layers: int
+    """Number of layers with keys and values: all but those of linear attention."""
     kv_heads: int
     head_dim: int
     width: float = 2.0
@@ -45,22 +53,28 @@ class Shape:
         """Read the shape from a `config.json` as loaded by transformers."""
         hidden, heads = model.hidden_size, model.num_attention_heads
         head_dim = getattr(model, "head_dim", None) or hidden // heads
-        experts = experts_of(model)
+        experts, layers = experts_of(model), model.num_hidden_layers
+        expert_layers = routing_of_model(model).layers[-1] if experts else 0
         width_of_mlp = getattr(model, "intermediate_size", 0)
-        mlp = 3 * hidden * width_of_mlp
-        shared = 3 * hidden * (getattr(model, "shared_expert_intermediate_size", 0) or 0)
+        width_of_expert = getattr(model, "moe_intermediate_size", width_of_mlp)
+        mlp = (2 if model.model_type in UNGATED else 3) * hidden * width_of_mlp
+        shared_width = getattr(model, "shared_expert_intermediate_size", 0) or 0
+        shared_width = shared_width or (getattr(model, "n_shared_experts", 0) or 0) * width_of_expert
+        shared = (expert_layers * 3 * hidden * shared_width + (layers - expert_layers) * mlp) / layers
         head = float(model.vocab_size * hidden)
         return cls(
-            layers=model.num_hidden_layers,
+            layers=layers,
             hidden=hidden,
             attention=2.0 * hidden * head_dim * (heads + model.num_key_value_heads),
-            shared=shared if experts else mlp,
-            expert=3.0 * hidden * getattr(model, "moe_intermediate_size", width_of_mlp) if experts else 0.0,
+            shared=shared,
+            expert=3.0 * hidden * width_of_expert if experts else 0.0,
+            expert_layers=expert_layers,
             experts=experts,
             experts_of_token=getattr(model, "num_experts_per_tok", 0) or 0,
             embedding=head if model.tie_word_embeddings else 2 * head,
             head=head,
             query_width=heads * head_dim,
+            kv_layers=layers - (getattr(model, "layer_types", None) or []).count("linear_attention"),
             kv_heads=model.num_key_value_heads,
             head_dim=head_dim,
             width=width,
@@ -69,12 +83,14 @@ class Shape:
     @property
     def parameters(self) -> float:
         """Number of all parameters, without norms."""
-        return self.layers * (self.attention + self.shared + self.experts * self.expert) + self.embedding
+        routed = self.expert_layers * self.experts * self.expert
+        return self.layers * (self.attention + self.shared) + routed + self.embedding
 
     @property
     def of_token(self) -> float:
         """Number of parameters that a token is multiplied with, including the head."""
-        return self.layers * (self.attention + self.shared + self.experts_of_token * self.expert) + self.head
+        routed = self.expert_layers * self.experts_of_token * self.expert
+        return self.layers * (self.attention + self.shared) + routed + self.head
 
     def adapter_parameters(self, rank: int) -> float:
         """Number of parameters of a low-rank adapter on all matrices of attention and of dense MLPs."""
@@ -86,12 +102,12 @@ class Shape:
         """Number of parameters that a forward pass over `tokens` tokens reads. Of the experts, only the experts that at
         least one token chose are read."""
         chosen = 1 - (1 - self.experts_of_token / self.experts) ** tokens if self.experts else 0.0
-        layer = self.attention + self.shared + chosen * self.experts * self.expert
-        return self.layers * layer + self.head
+        routed = self.expert_layers * chosen * self.experts * self.expert
+        return self.layers * (self.attention + self.shared) + routed + self.head
 
     def kv_token_bytes(self, tensor_parallel: int = 1) -> float:
         """Bytes of a token's keys and values on each GPU of an engine."""
-        return 2 * self.layers * max(1, self.kv_heads // tensor_parallel) * self.head_dim * self.width
+        return 2 * self.kv_layers * max(1, self.kv_heads // tensor_parallel) * self.head_dim * self.width
 
 
 @dataclass(frozen=True)

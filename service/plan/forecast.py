@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import count
 from pathlib import Path
 
 from service.errors import UserError
@@ -20,7 +21,7 @@ from service.plan.engine import Engine, Shape
 from service.plan.machine.costs import CPU, GPU, TRAINER
 from service.plan.machine.device import Device, crowding
 from service.plan.settings import PlanSettings
-from service.plan.step_seconds import Flow, Setting
+from service.plan.step_seconds import Flow, Setting, mean_before_cut
 from service.plan.trainer import estimated
 from service.plan.weights import Update, update
 from service.plan.work import Work
@@ -77,12 +78,16 @@ def splits_of(settings: PlanSettings, gpus: int) -> Iterator[tuple[int, int]]:
     def is_possible(ranks: int) -> bool:
         return ranks % together == 0 and (ranks <= node or ranks % node == 0)
 
-    found = [engines for engines in range(1, (gpus - 1) // each + 1) if is_possible(gpus - engines * each)]
+    def possible(gpus: int) -> Iterator[int]:
+        return (engines for engines in range(1, (gpus - 1) // each + 1) if is_possible(gpus - engines * each))
+
+    found = [*possible(gpus)]
     if not found:
         whole = f", or whole nodes of {node} (trainer.shard_within: node)" if node > 1 else ""
+        more = next(number for number in count(gpus + 1) if any(possible(number)))
         raise UserError(
             f"--gpus {gpus}: an engine takes {each} (generator.tensor_parallel_size) and the trainer {together} or a "
-            f"multiple of it ({groups}){whole}; give {each + together} or more"
+            f"multiple of it ({groups}){whole}, which does not use all of them; give {more}"
         )
     yield from ((engines, gpus - engines * each) for engines in _spread(found))
 
@@ -208,6 +213,7 @@ class Plan:
         writing = self.journal_bytes / TRAINER["disk"]
         held_up = max(1.0, writing / (sampling * paused))  # engines sample no faster than the disk takes steps
         stepping = training[Part.TRAINER] + training[Part.JOURNAL]
+        most = float(self.settings.most_turns[1] * self.settings.generator.max_generate_length)
         flow = Setting(
             mini_batch_size=self.settings.trainer.mini_batch_size,
             samples=self.settings.samples,
@@ -215,9 +221,9 @@ class Plan:
             slots=self.settings.generator.concurrent_groups,
             engines=engines,
             iteration=lambda running: self._iteration(running) * paused * held_up,
-            tokens=work.sampled,
+            tokens=mean_before_cut(work.sampled, work.sigma, most),
             sigma=work.sigma,
-            most_tokens=float(self.settings.env_turns * self.settings.generator.max_generate_length),
+            most_tokens=most,
             environment_seconds=work.turns * work.environment_seconds,
             train_seconds=stepping,
             after_seconds=trained - stepping,
@@ -296,7 +302,7 @@ class Plan:
     def _rank_bytes(self, ranks: int, rows: float) -> dict[str, float]:
         held = self._trainer.memory(ranks)
         if not self._on_cpu:
-            return held
+            return {**held, "engine": self._memory.shared} if self._memory.shared else held
         full = min(1.0, rows / ranks / self._trainer.micro_tokens)
         return {"libraries": CPU["rank_bytes"], **held, "activations": held.get("activations", 0.0) * full}
 

@@ -17,6 +17,7 @@ GPUs can be compared.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -84,6 +85,23 @@ def seconds_of_means(generation: float, training: float, arrival: float, lookahe
     return max(beside, (min(concurrency, ahead) * generation + training + arrival) / ahead)
 
 
+def mean_before_cut(mean: float, sigma: float, most: float) -> float:
+    """The mean of lognormal lengths whose mean is `mean` after those above `most` are cut to `most`.
+
+    >>> mean_before_cut(100.0, 0.0, 200.0), round(mean_before_cut(100.0, 1.0, 200.0))
+    (100.0, 146)
+    """
+    if not sigma or mean >= most:
+        return mean * math.exp(sigma**2 / 2 + 4 * sigma)  # then all quantiles are cut
+    normal, low, high = NormalDist(), 0.0, math.log(most / mean) + sigma**2 / 2 + 40 * sigma
+    for _ in range(HALVINGS):
+        middle = (low + high) / 2
+        room = (math.log(most / mean) - middle) / sigma
+        cut = mean * math.exp(middle) * normal.cdf(room - sigma / 2) + most * (1 - normal.cdf(room + sigma / 2))
+        low, high = (middle, high) if cut < mean else (low, middle)
+    return mean * math.exp(high)
+
+
 @dataclass(frozen=True)
 class Setting:
     """The analytic model: its inputs (amounts and rates) and its equations. Axis `Q`: `QUANTILES` lengths of groups,
@@ -99,7 +117,7 @@ class Setting:
     iteration: Callable[[float], float]
     """Seconds of an iteration of an engine, by the number of requests that run in it."""
     tokens: float
-    """Mean number of sampled tokens of a trajectory."""
+    """Mean number of sampled tokens of a trajectory, before longer ones are cut to `most_tokens`."""
     sigma: float
     most_tokens: float
     environment_seconds: float

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import torch
 
+from service.errors import UserError
 from service.learn.compile import compiles_whole_layers
-from service.learn.estimate.fit import fit
+from service.learn.estimate.fit import fit, is_estimable
 from service.learn.estimate.gpus import GPUS_OF_A_NODE, REACHED
 from service.learn.estimate.meter import ELEMENTWISE
 from service.learn.estimate.step import StepEstimate, estimate_step
@@ -101,6 +102,8 @@ class Memory:
 
     engine: float
     kv: float
+    shared: float = 0.0
+    """Bytes of an engine on the GPU of a rank, which it shares; 0 if it has its own GPU."""
 
 
 def estimated(settings: FitSettings, folder: Path, device: Device) -> tuple[Trainer, Memory, str | None]:
@@ -110,9 +113,14 @@ def estimated(settings: FitSettings, folder: Path, device: Device) -> tuple[Trai
     fits.
 
     Raises:
-        UserError: the model cannot be built or run.
+        UserError: the model cannot be built or run, or its step cannot be estimated.
     """
     learn, problem = settings.learn, None
+    if not is_estimable(settings, folder):
+        raise UserError(
+            f"model.dtype: {learn.model.dtype}: no step of a mixture of experts can be estimated in it; plan with "
+            "bfloat16"
+        )
     setting, algorithm = learn.trainer, learn.algorithm
     if device.cores is None and learn.model.dtype == "bfloat16":
         found = fit(settings, folder, device.memory)
@@ -121,7 +129,7 @@ def estimated(settings: FitSettings, folder: Path, device: Device) -> tuple[Trai
             step = replace(step, sent=max(0.0, step.sent - 2.0 * step.parameters))
         automatic = setting.gradient_checkpointing == "auto"  # the times assume checkpointing of all layers
         recomputed = found.checkpointing.layers / found.n_layers if automatic else 1.0
-        memory = Memory(found.engine_bytes, found.kv_bytes)
+        memory = Memory(found.engine_bytes, found.kv_bytes, found.shared_bytes)
         fused = setting.fused_kernels or compiles_whole_layers(read_config(folder), setting, None, torch.bfloat16)
     else:
         step = estimate_step(learn, folder, on_gpu=False)

@@ -38,6 +38,12 @@ MAX_SHAPE = {
     "head_dim": 1 << 14,
     "num_experts": 1 << 14,
     "num_experts_per_tok": 1 << 14,
+    "decoder_sparse_step": 256,
+    "linear_num_key_heads": 1 << 14,
+    "linear_num_value_heads": 1 << 14,
+    "linear_key_head_dim": 1 << 14,
+    "linear_value_head_dim": 1 << 14,
+    "linear_conv_kernel_dim": 1 << 14,
 }
 """Largest allowed dimensions of a model, larger than in any published model. Beyond them, sizes overflow or the model
 takes many minutes to build."""

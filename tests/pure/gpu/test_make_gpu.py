@@ -5,6 +5,8 @@ from __future__ import annotations
 import gzip
 import itertools
 import json
+import os
+import signal
 import subprocess
 import sys
 import weakref
@@ -85,6 +87,49 @@ def test_nothing_that_a_part_started_outlives_it(tmp_path: Path, monkeypatch: py
     until(lambda: not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z")
 
 
+def test_a_last_line_that_was_cut_and_a_part_without_figures_are_no_end_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = outcome(tmp_path, monkeypatch, f"open({str(tmp_path / 'made.jsonl')!r}, 'a').write('{{')")
+    assert (found["state"], found["figures"]) == ("measured", [{"device": "cpu", "value": 1.5}])
+    (tmp_path / "silent.py").write_text("def measure(device, give): pass")
+    found = run_part(MadePart("silent", "silent"), "cpu", tmp_path)  # type: ignore[arg-type]
+    assert (found["state"], found["reason"]) == ("failed", "it gave no figure")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_run_that_is_stopped_ends_the_processes_of_its_part_and_keeps_earlier_figures(
+    number: signal.Signals, tmp_path: Path
+) -> None:
+    child, file = tmp_path / "child", tmp_path / "gpu.json"
+    body = f"import os, time; open({str(child)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
+    for name, rest in {"quick": "pass", "slow": body}.items():
+        text = f"def measure(device, give):\n    give({{'figure': 'one', 'value': 1.5}})\n    {rest}\n"
+        (tmp_path / f"{name}.py").write_text(text)
+    script = f"""import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which is ignored if the tests run in the background
+from benchmarks.gpu import __main__ as command, parts
+
+class Made(parts.Part):
+    module = property(lambda self: self.name)
+
+command.PARTS = [Made(name, name, 60.0, 1, ()) for name in ("quick", "slow")]
+command._machine = lambda device: ("", {{}})
+sys.argv = ["gpu", "--device", "cpu", "--json", {str(file)!r}]
+sys.exit(command.main())
+"""
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{tmp_path}"}
+    command = [sys.executable, "-c", script]
+    running = subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
+    until(lambda: running.poll() is not None or (child.exists() and bool(child.read_text())))
+    running.send_signal(number)
+    _, said = running.communicate(timeout=60)
+    assert running.returncode == 130
+    assert said.splitlines() == [f"benchmarks.gpu: stopped; {file} has the parts that had ended"]
+    assert not (Path("/proc") / child.read_text()).exists()
+    assert [part["part"] for part in json.loads(file.read_text())["parts"]] == ["quick"]
+
+
 def test_all_deadlines_together_are_within_the_promise_and_each_within_five_minutes() -> None:
     assert sum(part.longest for part in PARTS) <= MINUTES * 60
     assert max(part.longest for part in PARTS) < 300
@@ -141,7 +186,9 @@ def test_a_part_that_was_left_out_runs_if_others_were_quick(tmp_path: Path, monk
     assert next_part(by_value, 100.0) is None
 
 
-@pytest.mark.parametrize(("value", "verdict"), [(0.9, "below"), (1.0, "inside"), (2.0, "inside"), (2.1, "above")])
+@pytest.mark.parametrize(
+    ("value", "verdict"), [(0.9, "below"), (1.0, "inside"), (2.0, "inside"), (2.1, "above"), (float("nan"), "failed")]
+)
 def test_a_figure_has_the_range_and_a_verdict(value: float, verdict: str) -> None:
     found = line("copy", value, "TB/s", Range(1.0, 2.0), "once")
     part = {"title": "Copies", "state": "measured", "reason": "", "figures": [found, not_run("product", "no GPU")]}
@@ -225,6 +272,36 @@ def test_a_file_that_its_own_table_or_logs_would_replace_is_refused_before_anyth
         f"benchmarks.gpu: --json {tmp_path / name} is no file name that ends in .json; give one"
     ]
     assert [path.name for path in tmp_path.iterdir()] == ["folder.json"]
+
+
+def test_a_file_that_cannot_be_written_and_minutes_that_are_none_are_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "_machine", lambda device: ("", {}))
+    (tmp_path / "file").touch()
+    (tmp_path / "table.md").mkdir()
+    for name in ("file/gpu.json", "file.json", "table.json"):
+        monkeypatch.setattr(sys, "argv", ["gpu", "--json", str(tmp_path / name)])
+        assert command.main() == 2
+        (said,) = capsys.readouterr().err.splitlines()
+        assert said.startswith(f"benchmarks.gpu: --json {tmp_path / name} cannot be written (")
+    for minutes in ("0", "-5", "nan", "many"):
+        monkeypatch.setattr(sys, "argv", ["gpu", "--minutes", minutes, "--json", str(tmp_path / "gpu.json")])
+        with pytest.raises(SystemExit, match="2"):
+            command.main()
+        assert f"argument --minutes: {minutes} is no number of minutes above 0" in capsys.readouterr().err
+
+
+def test_a_test_that_failed_is_an_exit_code_of_1_and_a_machine_without_git_is_described(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert "commit" not in command._machine("cpu")[1]
+    figure = {"figure": "test_one", "verdict": "failed"}
+    monkeypatch.setattr(command, "run_part", lambda part, *_: of_parts.outcome(part, "measured", "", 1.0, [figure]))
+    words = ["gpu", "--device", "cpu", "--part", "attention", "--json", str(tmp_path / "gpu.json")]
+    monkeypatch.setattr(sys, "argv", words)
+    assert command.main() == 1
 
 
 @pytest.mark.full

@@ -197,6 +197,8 @@ ODD: list[dict[str, Any]] = [
     {"hidden_act": "relu"},
     {"pad_token_id": 10**9},
     {"num_experts": 2, "num_experts_per_tok": 3, "model_type": "qwen3_moe"},
+    {"num_experts": 4, "num_experts_per_tok": 2, "model_type": "qwen3_moe", "decoder_sparse_step": 0},
+    {"model_type": "qwen3_next", "linear_conv_kernel_dim": 0},
 ]
 
 

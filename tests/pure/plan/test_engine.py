@@ -1,12 +1,17 @@
 """An engine's roofline: decoding waits for the memory, prefill for the products."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.estimates import SHAPES, model_folder
+from service.config.rollout import GeneratorConfig
 from service.errors import UserError
 from service.learn.estimate.gpus import DATA_SHEETS
+from service.learn.estimate.kv_cache import kv_token_bytes
 from service.learn.model.hf_config import read_config
 from service.plan.engine import Engine, Shape
 from service.plan.machine.device import profile
@@ -28,6 +33,18 @@ def test_the_parameters_of_a_model_are_those_of_its_card(
     found = shape(name, tmp_path)
     assert found.parameters / 1e9 == pytest.approx(billions, rel=0.02)
     assert found.of_token / 1e9 == pytest.approx(of_a_token, rel=0.05)
+
+
+@pytest.mark.parametrize("family", ["arcee", "starcoder2", "glm4_moe", "qwen3_next", "gpt_oss", "qwen2_moe", "qwen3"])
+def test_the_shape_has_the_parameters_and_the_keys_of_the_family_s_own_model(family: str) -> None:
+    config: Any = AutoConfig.for_model(family, num_hidden_layers=8)
+    with torch.device("meta"):
+        counted = sum(parameter.numel() for parameter in AutoModelForCausalLM.from_config(config).parameters())
+    found = Shape.of(config)
+    assert found.parameters == pytest.approx(counted, rel=0.02)
+    for gpus in (1, 2, 8):
+        exact = kv_token_bytes(config, GeneratorConfig(tensor_parallel_size=gpus), "bfloat16")
+        assert found.kv_token_bytes(gpus) == exact
 
 
 def test_decoding_is_bound_by_the_memory_and_prefill_by_the_products(tmp_path: Path) -> None:

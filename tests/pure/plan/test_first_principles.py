@@ -21,8 +21,8 @@ from service.plan.trainer import Trainer, estimated
 
 ROW = 4096
 CHUNK = 2**30
-PRODUCTS, ATTENTION, ATTENTION_BACKWARD, MEMORY = 650e12, 330e12, 260e12, 2.8e12
-"""FLOP/s of large products and of FlashAttention 2 on an H100, and bytes/s of its memory."""
+PRODUCTS, ATTENTION, ATTENTION_BACKWARD, MEMORY = 750e12, 350e12, 330e12, 2.8e12
+"""FLOP/s of a layer's products and of FlashAttention 4 as measured on an H100, and bytes/s of its memory."""
 NVLINK, NODE_CARDS = 0.7 * 450e9, 8 * 0.75 * 50e9
 GAPS, IMBALANCE = 1.1, 1.05
 

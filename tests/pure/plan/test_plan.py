@@ -11,7 +11,9 @@ from benchmarks.estimates import SHAPES
 from service.cli.parser import main
 from service.config import load
 from service.errors import UserError
+from service.learn.estimate.fit import fit
 from service.learn.estimate.gpus import DATA_SHEETS, H100
+from service.learn.settings import FitSettings
 from service.plan.command import DOES_NOT_FIT
 from service.plan.forecast import MAX_SPLITS, splits_of
 from service.plan.settings import PlanSettings
@@ -89,14 +91,23 @@ def test_hours_are_those_of_the_gpus_that_the_configuration_takes(
 def test_ranks_that_share_micro_batches_stay_together() -> None:
     words = ["trainer.ranks=4", "trainer.sequence_parallel=2", "generator.tensor_parallel_size=2"]
     assert list(splits_of(PlanSettings.of(load([], words).config), 8)) == [(1, 6), (2, 4), (3, 2)]
-    with pytest.raises(UserError, match="give 4 or more"):
-        list(splits_of(PlanSettings.of(load([], words).config), 3))
+    for gpus, more in ((3, 4), (9, 10)):
+        with pytest.raises(UserError, match=rf"which does not use all of them; give {more}$"):
+            list(splits_of(PlanSettings.of(load([], words).config), gpus))
+    words = [
+        "trainer.ranks=24",
+        "trainer.sequence_parallel=3",
+        "trainer.expert_parallel=4",
+        "trainer.shard_within=node",
+    ]
+    with pytest.raises(UserError, match=r"give 25$"):
+        list(splits_of(PlanSettings.of(load([], words).config), 13))
 
 
 def test_ranks_that_divide_the_experts_stay_together() -> None:
     words = ["trainer.ranks=6", "trainer.sequence_parallel=2", "trainer.expert_parallel=3"]
     assert list(splits_of(PlanSettings.of(load([], words).config), 20)) == [(2, 18), (8, 12), (14, 6)]
-    with pytest.raises(UserError, match=r"the trainer 6 or a multiple of it \(.*expert_parallel\); give 7 or more"):
+    with pytest.raises(UserError, match=r"the trainer 6 or a multiple of it \(.*expert_parallel\), .*; give 7$"):
         list(splits_of(PlanSettings.of(load([], words).config), 3))
 
 
@@ -104,6 +115,37 @@ def test_ranks_that_divide_the_experts_stay_together() -> None:
 def test_the_turns_of_an_agent_are_limited_by_the_larger_of_two_settings(turns: int, limit: tuple[str, int]) -> None:
     config = load([], ["env.name=agent", "env.command=[codex]", f"env.max_turns={turns}"]).config
     assert PlanSettings.of(config).most_turns == limit
+
+
+def test_an_agent_with_more_turns_than_env_max_turns_takes_as_long_as_its_tokens(
+    recipe: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [*recipe, "env.name=agent", "env.command=[codex]", "agents.max_tokens=1048576", "--sigma", "0"]
+    words += ["buffer.max_bytes=1099511627776", "buffer.max_group_bytes=1099511627776", "--response-tokens", "512"]
+    words += ["buffer.max_journal_bytes=1099511627776"]
+    four, forty = (planned([*words, "env.max_turns=4", "--turns", turns], capsys) for turns in ("4", "40"))
+    assert forty["chosen"]["step_seconds"] > 8 * four["chosen"]["step_seconds"]  # type: ignore[index]
+
+
+def test_an_engine_that_shares_a_rank_s_gpu_counts_there(recipe: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    for size, fits in (("1073741824", True), ("80000000000", False)):
+        words = [*recipe[2:], "weights.transport=ipc", f"generator.kv_cache_bytes={size}"]
+        found = planned([*recipe[:2], *words], capsys, 0 if fits else DOES_NOT_FIT)
+        validated = fit(FitSettings.of(load([recipe[1]], words).config), Path(recipe[1]).parent / "model", H100.memory)
+        chosen: dict[str, dict[str, float]] = found["chosen"]  # type: ignore[assignment]
+        assert sum(chosen["rank_bytes"].values()) == pytest.approx(validated.rank_bytes)
+        assert [found["fits"], chosen["fits"]] == [fits, fits]
+
+
+def test_a_mixture_of_experts_in_float32_is_refused_in_one_line(
+    tmp_path: Path, recipe: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    shape = SHAPES["Qwen3-30B-A3B"] | {"num_hidden_layers": 1}
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    assert main(["plan", *recipe, f"model.path={tmp_path}", "model.dtype=float32"]) == 2
+    said = capsys.readouterr().err
+    assert "no step of a mixture of experts can be estimated in it; plan with bfloat16" in said
+    assert said.count("baton: ") == 1 and "Traceback" not in said
 
 
 def test_what_does_not_fit_is_an_answer_with_an_exit_code_of_its_own(

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from service.config import load
-from service.plan.step_seconds import Setting
+from service.plan.step_seconds import Setting, mean_before_cut
 from service.simulate.command import PRESET
 from service.simulate.scenario import Scenario, SimulationSettings
 from service.simulate.world import simulated
@@ -43,6 +43,14 @@ def test_speed_waiting_and_staleness_are_those_of_the_simulator(sigma: float, lo
     assert flow.trainer_waits == pytest.approx(simulator.trainer_wait, abs=0.08)
     assert flow.generators_wait == pytest.approx(simulator.generator_wait, abs=0.08)
     assert flow.staleness == pytest.approx(simulator.staleness_mean, abs=0.4)
+
+
+@pytest.mark.parametrize("sigma", [0.0, 0.3, 1.0, 3.0])
+@pytest.mark.parametrize("most", [100.0, 101.0, 200.0, 5000.0])
+def test_lengths_have_the_mean_that_is_given_although_long_ones_are_cut(sigma: float, most: float) -> None:
+    tokens = mean_before_cut(100.0, sigma, most)
+    lengths = replace(setting(SCENARIO, 1), tokens=tokens, sigma=sigma, most_tokens=most)._lengths(1)
+    assert lengths.mean() == pytest.approx(100.0, rel=0.02) and lengths.max() <= most
 
 
 def test_more_lookahead_makes_no_step_slower_and_all_work_staler() -> None:
