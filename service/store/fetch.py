@@ -193,10 +193,12 @@ def _as_new(parent: Path, mark: RunMark) -> Path | None:
 
 
 def _move(source: Path, folder: Path) -> None:
-    """Move the fetched files to a folder without a checkpoint; the configuration last, because a folder with one counts
-    as a run."""
+    """Move the fetched files to a folder without a checkpoint, in an order that shows what a killed process left: a
+    folder with a journal but no checkpoint, and the store's mark, is restored again; a new folder with a configuration
+    counts as a run."""
+    last = (JOURNAL, CHECKPOINTS, CONFIG)
     entries = [entry for entry in source.iterdir() if entry.name != LOCK]
-    for entry in sorted(entries, key=lambda entry: entry.name == CONFIG):
+    for entry in sorted(entries, key=lambda entry: last.index(entry.name) if entry.name in last else -1):
         target = folder / entry.name
         if target.is_dir():
             shutil.rmtree(target)
