@@ -15,8 +15,13 @@ from service.simulate.scenario import Scenario, SimulationSettings
 from service.simulate.trainer import SimulatedTrainer
 
 HANG_SECONDS = 600.0
-"""Simulated seconds without an optimizer step that count as a hang, in addition to the seconds of the longest
-trajectory, its scorer, an evaluation of such trajectories, an optimizer step and the arrival of its weights."""
+"""Simulated seconds without an optimizer step or the end of a group that count as a hang, in addition to the seconds of
+the longest trajectory, its scorers, an evaluation of such trajectories, an optimizer step and the arrival of its
+weights."""
+HANG_BATCHES = 5
+"""Mini-batches of groups (of at least `HANG_BATCH` groups) that end untrained, without an optimizer step, that count as
+a hang."""
+HANG_BATCH = 8
 SEGMENT_BYTES = 64 << 20
 
 
@@ -46,7 +51,7 @@ class World:
         self.patience = (
             HANG_SECONDS
             + (1 - (-self.trainer.evaluation_share // at_once)) * longest
-            + scenario.scorer_seconds
+            + max((scorer.attempts * scorer.deadline for scorer in settings.scorers.values()), default=0.0)
             + self.trainer.step_seconds
             + scenario.sync_seconds
         )
@@ -79,15 +84,24 @@ class World:
 
     def _until(self, done: Callable[[], bool]) -> None:
         """Advance time until `done()` is true; raises RunFailed if the simulated run hangs."""
-        begun = self.loop.now
+        begun = since = self.loop.now
+        steps, progress, vacated = -1, -1, 0
+        most = HANG_BATCHES * max(self.settings.buffer.mini_batch_size, HANG_BATCH)
 
         def stuck() -> bool:
-            return self.loop.now - max(begun, self.calm_from, *self.measured.committed_at[-1:]) > self.patience
+            nonlocal steps, progress, since, vacated
+            state, begins = self.host.buffer.ledger.state, self.loop.now < self.calm_from
+            if begins or steps != len(self.measured.committed_at):
+                steps, vacated, progress = len(self.measured.committed_at), state.vacated, -1
+            if progress != (progress := state.next_finished + state.vacated):
+                since = self.loop.now
+            return self.loop.now - since > self.patience or state.vacated - vacated > most
 
         if not self.loop.run(lambda: done() or stuck()):
             raise RunFailed(f"no event is left at {self.loop.now:.0f} s; {self._where()}")
         if not done():
-            raise RunFailed(f"no optimizer step for {self.patience:.0f} s; {self._where()}")
+            seconds = self.loop.now - max(begun, self.calm_from, *self.measured.committed_at[-1:])
+            raise RunFailed(f"no optimizer step for {seconds:.0f} s; {self._where()}")
 
     def _where(self) -> str:
         status = self.host.buffer.status()
