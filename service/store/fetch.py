@@ -18,7 +18,7 @@ from pathlib import Path
 import xxhash
 
 from service.errors import ConfigError, StoreFailed, UserError
-from service.files import LOCK, lock_folder, sync
+from service.files import LOCK, lock_folder, resolved, sync
 from service.run.checkpoints import Checkpoints
 from service.run.folder import CHECKPOINTS, CONFIG, JOURNAL, STORE_MARK, new_run_folder, runs_folder
 from service.run.phases import SECONDS, phase, say
@@ -95,7 +95,7 @@ def _fetched_step(
             config = load(Path(temporary) / CONFIG)
         except ConfigError as error:
             raise ConfigError(str(error).replace(temporary, objects.url)) from None
-    parent = runs_folder(config.run.dir).resolve() if into is None else into.parent
+    parent = resolved(runs_folder(config.run.dir)) if into is None else into.parent
     with _partial_folder(parent, mark) as partial_folder:
         if into is None and (here := _as_new(parent, mark)) is not None:
             say(f"{here} is as new as {objects.url}: the run goes on there")

@@ -381,6 +381,14 @@ def test_a_checkpoint_that_a_running_process_replaces_while_it_is_read_costs_no_
     assert not [line for line in said if "passed over" in line]
 
 
+def test_a_place_that_is_a_link_to_itself_is_named_in_one_line(tmp_path: Path) -> None:
+    objects = MemoryObjects()
+    begun(tmp_path / "first", objects, 0)
+    (tmp_path / "runs").symlink_to(tmp_path / "runs")
+    with pytest.raises(UserError, match=rf"{tmp_path / 'runs'}.*; the run's folder cannot be made from {objects.url}"):
+        gone_on(tmp_path, objects)
+
+
 OWN = '{"run": "00000000000000000000000000000000", "owners": ["o"]'
 
 
