@@ -7,6 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from service.errors import RunFailed
+from service.handoff.ledger.lifecycle import GroupState
 from service.simulate.generator import SimulatedGenerator
 from service.simulate.host import Host
 from service.simulate.loop import Loop
@@ -18,10 +19,8 @@ HANG_SECONDS = 600.0
 """Simulated seconds without an optimizer step or the end of a group that count as a hang, in addition to the seconds of
 the longest trajectory, its scorers, an evaluation of such trajectories, an optimizer step and the arrival of its
 weights."""
-HANG_BATCHES = 5
-"""Mini-batches of groups (of at least `HANG_BATCH` groups) that end untrained, without an optimizer step, that count as
-a hang."""
-HANG_BATCH = 8
+HANG_GROUPS = 100
+"""Groups that end untrained one after the other, without a complete one between them, that count as a hang."""
 SEGMENT_BYTES = 64 << 20
 
 
@@ -85,17 +84,17 @@ class World:
     def _until(self, done: Callable[[], bool]) -> None:
         """Advance time until `done()` is true; raises RunFailed if the simulated run hangs."""
         begun = since = self.loop.now
-        steps, progress, vacated = -1, -1, 0
-        most = HANG_BATCHES * max(self.settings.buffer.mini_batch_size, HANG_BATCH)
+        progress, useful, vacated = -1, (-1, -1), 0
 
         def stuck() -> bool:
-            nonlocal steps, progress, since, vacated
-            state, begins = self.host.buffer.ledger.state, self.loop.now < self.calm_from
-            if begins or steps != len(self.measured.committed_at):
-                steps, vacated, progress = len(self.measured.committed_at), state.vacated, -1
-            if progress != (progress := state.next_finished + state.vacated):
+            nonlocal progress, since, useful, vacated
+            ledger = self.host.buffer.ledger
+            complete = ledger.state.next_finished - ledger.in_state[GroupState.FILTERED]
+            if self.loop.now < self.calm_from or useful != (useful := (len(self.measured.committed_at), complete)):
+                progress, vacated = -1, ledger.state.vacated
+            if progress != (progress := ledger.state.vacated):
                 since = self.loop.now
-            return self.loop.now - since > self.patience or state.vacated - vacated > most
+            return self.loop.now - since > self.patience or progress - vacated > HANG_GROUPS
 
         if not self.loop.run(lambda: done() or stuck()):
             raise RunFailed(f"no event is left at {self.loop.now:.0f} s; {self._where()}")

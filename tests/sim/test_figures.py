@@ -16,7 +16,7 @@ from service.simulate.command import BOUNDS, PRESET, mean_and_error
 from service.simulate.generator import SimulatedGenerator
 from service.simulate.measurements import Report
 from service.simulate.scenario import Scenario, SimulationSettings
-from service.simulate.world import HANG_SECONDS, World, simulated
+from service.simulate.world import HANG_GROUPS, HANG_SECONDS, World, simulated
 
 STEPS = 60
 SEEDS = 8
@@ -185,6 +185,13 @@ def test_groups_that_end_one_after_the_other_are_no_hang(settings: tuple[str, ..
     world = World(config(*long, "buffer.max_staleness=4", *settings), scenario, seed=0)
     world.run()
     assert world.measured.committed_at[0] > world.patience
+
+
+def test_many_groups_that_end_untrained_between_those_that_are_trained_are_no_hang() -> None:
+    few = config(*SCORED, "scorers.judge.deadline=0.1", "scorers.judge.attempts=1", "trainer.mini_batch_size=32")
+    world = World(few, Scenario(steps=1, scorer_seconds=0.5, trainer_seconds=1.0), seed=0)
+    world.run()
+    assert world.host.buffer.ledger.state.vacated > 2 * HANG_GROUPS
 
 
 def test_groups_that_all_end_untrained_are_a_hang() -> None:
