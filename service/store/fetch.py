@@ -24,6 +24,7 @@ from service.run.folder import CHECKPOINTS, CONFIG, JOURNAL, STORE_MARK, new_run
 from service.run.phases import SECONDS, phase, say
 from service.run.resuming import Load
 from service.store.contents import (
+    RUN,
     Damaged,
     FolderMark,
     ReachedStep,
@@ -58,9 +59,11 @@ def fetched(objects: Objects, load: Load, say: Callable[[str], None], into: Path
     wrong = dict[int, str]()
     try:
         sizes = objects.sizes()
-        mark = RunMark.read(objects, sizes)
+        mark = RunMark.read(objects, sizes) if RUN in sizes else None
         if mark is None:
-            raise UserError(f"{objects.url} holds no run; look for {CHECKPOINTS}/ in the store")
+            is_folder = objects.url.startswith("file:") and CONFIG in sizes
+            remedy = "it is a run's folder: give its path" if is_folder else f"look for {CHECKPOINTS}/ in the store"
+            raise UserError(f"{objects.url} holds no run; {remedy}")
         while left := [step for step in stored_steps(sizes) if step not in wrong]:
             try:
                 return _fetched_step(objects, mark, sizes, left[0], load, say, into)

@@ -206,7 +206,10 @@ def test_a_store_without_a_run_is_refused(tmp_path: Path) -> None:
     objects = MemoryObjects()
     begun(tmp_path, objects, 0)
     del objects.held[RUN]
-    with pytest.raises(UserError, match="and no run"):
+    with pytest.raises(UserError, match="holds no run; look for checkpoints/ in the store"):
+        gone_on(tmp_path / "second", objects)
+    objects.url, objects.held[CONFIG] = f"file://{tmp_path}/runs/scripted", b""
+    with pytest.raises(UserError, match="scripted holds no run; it is a run's folder: give its path"):
         gone_on(tmp_path / "second", objects)
 
 
