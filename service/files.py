@@ -148,6 +148,11 @@ def _partial_folder(folder: Path) -> Path:
     return folder.with_name(f".partial.{folder.name}")
 
 
+def resolved(path: Path) -> Path:
+    """The absolute path without links; unlike `Path.resolve`, it raises nothing for a link that leads to itself."""
+    return Path(os.path.realpath(path))
+
+
 def sync(path: Path) -> None:
     """Wait until a file's content, or the list of a folder's entries, is on disk."""
     handle = os.open(path, os.O_RDONLY)

@@ -66,7 +66,7 @@ class Checkpointer:
         await call(self._buffer.resume, lost, who="the buffer")
         # the event may be lacking: the journal of a restored run ends before it, and a run may have been killed before
         kept = await asyncio.to_thread(self._checkpoints.steps)
-        await call(self._buffer.covered, manifest.step, min(kept), who="the buffer")
+        await call(self._buffer.covered, manifest.step, min([manifest.step, *kept]), who="the buffer")
 
     async def begin(self, step: int) -> None:
         """Copy the trainer's state, and start to write the copy to disk; do nothing if the step has a checkpoint."""

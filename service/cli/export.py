@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 
 from service.errors import UserError
@@ -52,7 +53,7 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
             f"{arguments.path}: without model.lora the run trains all weights, so there is no adapter to export; leave "
             "out --adapter"
         )
-    if arguments.output.exists():
+    if os.path.lexists(arguments.output):  # also a link without a target
         raise UserError(f"{arguments.output} exists already; give another folder, or delete it")
     with phase("writing the weights", after=QUIET_SECONDS):
         from service.run.export import export

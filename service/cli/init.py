@@ -9,6 +9,7 @@ from itertools import count
 from pathlib import Path
 
 from service.errors import UserError
+from service.files import resolved
 
 ABOUT = """\
 Write a folder to begin a task of your own: a configuration that trains a small model on two CPU cores in minutes, an
@@ -54,8 +55,8 @@ def write_task(folder: Path) -> list[str]:
         UserError: the name is not valid for a run, or the folder is not empty.
     """
     if folder.name in ("", ".."):  # `.` and `..` are not the folder's name
-        folder = folder.resolve()
-    name = folder.resolve().name
+        folder = resolved(folder)
+    name = resolved(folder).name
     if not NAME.fullmatch(name):
         nearest = re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip(".-_") or "my-task"
         raise UserError(

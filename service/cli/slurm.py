@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from service.errors import UserError
+from service.files import resolved
 from service.run.phases import say
 
 if TYPE_CHECKING:
@@ -90,13 +91,13 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
     words = arguments.overrides
     first = next((number for number, word in enumerate(words) if word.startswith("-")), len(words))
     arguments.overrides, components = words[:first], split(words[first:])
-    files = [file.resolve() for file in arguments.config]
+    files = [resolved(file) for file in arguments.config]
     resume = None if arguments.resume is None else run_folder(arguments.resume).resolve()
     if resume is not None:
         arguments.config.insert(0, resume / CONFIG)
     config = checked_config(arguments, overrides).config
-    runs = config.run.dir.resolve() if resume is None else resume.parent
-    named = [path.resolve() for _, _, path in paths(config) if not is_on_hub(path)]
+    runs = resolved(config.run.dir) if resume is None else resume.parent
+    named = [resolved(path) for _, _, path in paths(config) if not is_on_hub(path)]
     refuse_unfit(config)
     unshared = not_shared([Path.cwd(), *files, runs, *named])
     if unshared and not arguments.print:

@@ -15,7 +15,7 @@ from service.config import ModelConfig
 from service.config.model_folder import is_adapter_folder, is_model_folder
 from service.config.paths import near
 from service.errors import UserError
-from service.files import previous_folder
+from service.files import previous_folder, resolved
 from service.run.checkpoints import MANIFEST, PREFIX, Checkpoints, Manifest
 from service.run.folder import (
     BEST,
@@ -95,7 +95,7 @@ def eval_target(path: Path) -> EvalTarget:
     """
     if is_run_folder(RUNS / path) and not (is_model_folder(path) or is_run_folder(path) or is_adapter_folder(path)):
         path = RUNS / path
-    absolute = path.resolve()
+    absolute = resolved(path)
     run = absolute.parent
     if is_model_folder(path):
         return EvalTarget(path, run if absolute.name in (FINAL, BEST) and is_run_folder(run) else None, path)

@@ -17,7 +17,18 @@ from service.config.source import read_sources
 from service.errors import UserError
 from service.files import recover_folder
 from service.run.checkpoints import Checkpoints, Manifest
-from service.run.folder import CHECKPOINTS, CONFIG, FINAL, JOURNAL, METRICS, SUMMARY, find_run, lock_run, no_such_run
+from service.run.folder import (
+    CHECKPOINTS,
+    CONFIG,
+    FINAL,
+    JOURNAL,
+    METRICS,
+    STORE_MARK,
+    SUMMARY,
+    find_run,
+    lock_run,
+    no_such_run,
+)
 from service.store_url import is_store_url
 
 Load = Callable[[Path], Config]
@@ -45,14 +56,22 @@ def folder_to_resume(
     if is_store_url(run):
         return from_store(run, loaded, None), [*overrides, f"run.store={run}"]
     folder = find_run(run)
-    store = loaded().run.store if folder is None and configs else None
-    if folder is not None and not any(any((folder / name).glob("*")) for name in (CHECKPOINTS, JOURNAL)):
-        store = loaded(folder / CONFIG).run.store
-    if store is not None:
-        folder = from_store(store, loaded, folder and folder.resolve())
+    if folder is None and configs and (store := loaded().run.store) is not None:
+        folder = from_store(store, loaded, None)
+    elif folder is not None and _is_restored(folder) and (store := loaded(folder / CONFIG).run.store) is not None:
+        with lock_run(folder):
+            if _is_restored(folder):  # otherwise another process has done so meanwhile
+                from_store(store, loaded, folder.resolve())
     if folder is None:
         raise no_such_run(run, besides="the address of a store, ")
     return folder.resolve(), [*overrides]
+
+
+def _is_restored(folder: Path) -> bool:
+    """Whether a run's folder is restored from its store: it has neither checkpoint nor journal, or the process that
+    restored it was killed before the checkpoint was there (`service.store.fetch`)."""
+    has_checkpoint, has_journal = (any((folder / name).glob("*")) for name in (CHECKPOINTS, JOURNAL))
+    return not has_checkpoint and (not has_journal or (folder / STORE_MARK).exists())
 
 
 @contextmanager

@@ -77,13 +77,14 @@ class SimulatedGenerator(Client):
         self._end_evaluation()
 
     def evaluate(self, count: int, ended: Callable[[], None]) -> None:
-        """Play `count` trajectories of an evaluation. Until they end, load no new weights and claim no groups."""
+        """Play `count` trajectories of an evaluation. Until they end or `data.eval_deadline` has passed, load no new
+        weights and claim no groups."""
         self._evaluated = ended
         lengths, at_once = self._lengths(count), self.slots * self._host.settings.buffer.limits.n_samples_per_prompt
         longest = max((int(lengths[place::at_once].sum()) for place in range(min(at_once, count))), default=0)
 
         def evaluation() -> Activity:
-            yield self.wait(longest * self._scenario.token_seconds)
+            yield self.wait(min(longest * self._scenario.token_seconds, self._host.settings.data.eval_deadline))
 
         self.run(evaluation(), self._end_evaluation)
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from service.errors import RunFailed
+from service.handoff.ledger.lifecycle import GroupState
 from service.simulate.generator import SimulatedGenerator
 from service.simulate.host import Host
 from service.simulate.loop import Loop
@@ -15,9 +16,11 @@ from service.simulate.scenario import Scenario, SimulationSettings
 from service.simulate.trainer import SimulatedTrainer
 
 HANG_SECONDS = 600.0
-"""A run hangs if it takes no optimizer step for this many simulated seconds more than the longest regular pause. The
-longest regular pause is the sum of the seconds of: the longest trajectory, its scorer, an evaluation with the longest
-trajectories, an optimizer step, and the arrival of the step's weights."""
+"""A run hangs if it takes no optimizer step and ends no group for this many simulated seconds more than the longest
+regular pause. The longest regular pause is the sum of the seconds of: the longest trajectory, its scorers, an evaluation
+with the longest trajectories, an optimizer step, and the arrival of the step's weights."""
+HANG_GROUPS = 100
+"""A run hangs too if this many groups in a row end untrained, without a complete group between them."""
 SEGMENT_BYTES = 64 << 20
 
 
@@ -47,7 +50,7 @@ class World:
         self.patience = (
             HANG_SECONDS
             + (1 - (-self.trainer.evaluation_share // at_once)) * longest
-            + scenario.scorer_seconds
+            + max((scorer.attempts * scorer.deadline for scorer in settings.scorers.values()), default=0.0)
             + self.trainer.step_seconds
             + scenario.sync_seconds
         )
@@ -80,15 +83,24 @@ class World:
 
     def _until(self, done: Callable[[], bool]) -> None:
         """Advance time until `done()` is true; raises RunFailed if the simulated run hangs."""
-        begun = self.loop.now
+        begun = since = self.loop.now
+        progress, useful, vacated = -1, (-1, -1), 0
 
         def stuck() -> bool:
-            return self.loop.now - max(begun, self.calm_from, *self.measured.committed_at[-1:]) > self.patience
+            nonlocal progress, since, useful, vacated
+            ledger = self.host.buffer.ledger
+            complete = ledger.state.next_finished - ledger.in_state[GroupState.FILTERED]
+            if self.loop.now < self.calm_from or useful != (useful := (len(self.measured.committed_at), complete)):
+                progress, vacated = -1, ledger.state.vacated
+            if progress != (progress := ledger.state.vacated):
+                since = self.loop.now
+            return self.loop.now - since > self.patience or progress - vacated > HANG_GROUPS
 
         if not self.loop.run(lambda: done() or stuck()):
             raise RunFailed(f"no event is left at {self.loop.now:.0f} s; {self._where()}")
         if not done():
-            raise RunFailed(f"no optimizer step for {self.patience:.0f} s; {self._where()}")
+            seconds = self.loop.now - max(begun, self.calm_from, *self.measured.committed_at[-1:])
+            raise RunFailed(f"no optimizer step for {seconds:.0f} s; {self._where()}")
 
     def _where(self) -> str:
         status = self.host.buffer.status()

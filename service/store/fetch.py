@@ -18,12 +18,13 @@ from pathlib import Path
 import xxhash
 
 from service.errors import ConfigError, StoreFailed, UserError
-from service.files import LOCK, lock_folder, sync
+from service.files import LOCK, lock_folder, resolved, sync
 from service.run.checkpoints import Checkpoints
 from service.run.folder import CHECKPOINTS, CONFIG, JOURNAL, STORE_MARK, new_run_folder, runs_folder
 from service.run.phases import SECONDS, phase, say
 from service.run.resuming import Load
 from service.store.contents import (
+    RUN,
     Damaged,
     FolderMark,
     ReachedStep,
@@ -59,9 +60,11 @@ def fetched(objects: Objects, load: Load, say: Callable[[str], None], into: Path
     wrong = dict[int, str]()
     try:
         sizes = objects.sizes()
-        mark = RunMark.read(objects, sizes)
+        mark = RunMark.read(objects, sizes) if RUN in sizes else None
         if mark is None:
-            raise UserError(f"{objects.url} holds no run; look for {CHECKPOINTS}/ in the store")
+            is_folder = objects.url.startswith("file:") and CONFIG in sizes
+            remedy = "it is a run's folder: give its path" if is_folder else f"look for {CHECKPOINTS}/ in the store"
+            raise UserError(f"{objects.url} holds no run; {remedy}")
         while left := [step for step in stored_steps(sizes) if step not in wrong]:
             try:
                 return _fetched_step(objects, mark, sizes, left[0], load, say, into)
@@ -96,7 +99,7 @@ def _fetched_step(
             config = load(Path(temporary) / CONFIG)
         except ConfigError as error:
             raise ConfigError(str(error).replace(temporary, objects.url)) from None
-    parent = runs_folder(config.run.dir).resolve() if into is None else into.parent
+    parent = resolved(runs_folder(config.run.dir)) if into is None else into.parent
     with _partial_folder(parent, mark) as partial_folder:
         if into is None and (here := _as_new(parent, mark)) is not None:
             say(f"{here} is as new as {objects.url}: the run goes on there")
@@ -194,10 +197,12 @@ def _as_new(parent: Path, mark: RunMark) -> Path | None:
 
 
 def _move(source: Path, folder: Path) -> None:
-    """Move the fetched files to a folder without a checkpoint; the configuration last, because a folder with one counts
-    as a run."""
+    """Move the fetched files to a folder without a checkpoint, in an order that shows what a killed process left: a
+    folder with a journal but no checkpoint, and the store's mark, is restored again; a new folder with a configuration
+    counts as a run."""
+    last = (JOURNAL, CHECKPOINTS, CONFIG)
     entries = [entry for entry in source.iterdir() if entry.name != LOCK]
-    for entry in sorted(entries, key=lambda entry: entry.name == CONFIG):
+    for entry in sorted(entries, key=lambda entry: last.index(entry.name) if entry.name in last else -1):
         target = folder / entry.name
         if target.is_dir():
             shutil.rmtree(target)

@@ -16,7 +16,7 @@ from service.simulate.command import BOUNDS, PRESET, mean_and_error
 from service.simulate.generator import SimulatedGenerator
 from service.simulate.measurements import Report
 from service.simulate.scenario import Scenario, SimulationSettings
-from service.simulate.world import HANG_SECONDS, World, simulated
+from service.simulate.world import HANG_GROUPS, HANG_SECONDS, World, simulated
 
 STEPS = 60
 SEEDS = 8
@@ -159,6 +159,45 @@ def test_an_evaluation_that_takes_longer_than_any_step_is_no_hang() -> None:
     world = World(evaluates, Scenario(generators=1, sigma=0.0, steps=4, token_seconds=3.0), seed=0)
     world.run()
     assert max(seconds for _, seconds in world.trainer.evaluated) > HANG_SECONDS
+
+
+def test_an_evaluation_ends_at_its_deadline() -> None:
+    evaluates = config(*SMALL, "data.eval_every=2", "data.eval_make_rows=512", "data.eval_deadline=30")
+    world = World(evaluates, Scenario(generators=1, sigma=0.0, steps=4, token_seconds=3.0), seed=0)
+    world.run()
+    assert {seconds for _, seconds in world.trainer.evaluated} == {30.0}
+
+
+FILTERED = ("algorithm.n_samples_per_prompt=2", "algorithm.filter_zero_variance=true", "buffer.lookahead=0")
+SCORED = ("scorers.judge={use: judges:Judge, workers: 1}",)
+
+
+@pytest.mark.parametrize(
+    ("settings", "scenario"),
+    [
+        (FILTERED, Scenario(generators=1, sigma=0.0, steps=1, median_tokens=1000, token_seconds=1.0)),
+        (SCORED, Scenario(steps=1, scorer_seconds=100.0)),
+    ],
+    ids=["several rounds of long trajectories", "one slow scorer"],
+)
+def test_groups_that_end_one_after_the_other_are_no_hang(settings: tuple[str, ...], scenario: Scenario) -> None:
+    long = ("generator.max_generate_length=1000", "trainer.mini_batch_size=16", "generator.concurrent_groups=16")
+    world = World(config(*long, "buffer.max_staleness=4", *settings), scenario, seed=0)
+    world.run()
+    assert world.measured.committed_at[0] > world.patience
+
+
+def test_many_groups_that_end_untrained_between_those_that_are_trained_are_no_hang() -> None:
+    few = config(*SCORED, "scorers.judge.deadline=0.1", "scorers.judge.attempts=1", "trainer.mini_batch_size=32")
+    world = World(few, Scenario(steps=1, scorer_seconds=0.5, trainer_seconds=1.0), seed=0)
+    world.run()
+    assert world.host.buffer.ledger.state.vacated > 2 * HANG_GROUPS
+
+
+def test_groups_that_all_end_untrained_are_a_hang() -> None:
+    never = config(*SMALL, *SCORED, "scorers.judge.deadline=0.1", "scorers.judge.attempts=1")
+    with pytest.raises(RunFailed, match=r"no optimizer step for \d+ s; .*'refused': [1-9]"):
+        World(never, Scenario(generators=1, steps=4, scorer_seconds=1e6), seed=0).run()
 
 
 def test_an_evaluation_that_never_ends_is_a_hang(monkeypatch: pytest.MonkeyPatch) -> None:

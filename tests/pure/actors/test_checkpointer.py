@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +12,7 @@ from typing import Any
 from actors.driver.checkpointer import Checkpointer
 from service.config import load
 from service.handoff.ledger.lifecycle import Fate
-from service.run.folder import CONFIG
+from service.run.folder import CHECKPOINTS, CONFIG
 from service.run.resuming import resumed
 from service.store import fetch
 from tests.pure.actors.fakes import Method
@@ -42,3 +43,5 @@ def test_the_tokens_of_a_restored_run_count_as_trained_although_its_journal_ends
     assert manifest is not None
     asyncio.run(Checkpointer(config, folder, cluster).resume(manifest))
     assert buffer.ledger.state.fates[Fate.STEPPED] == 0
+    shutil.rmtree(folder / CHECKPOINTS)  # a user may, while the run starts: reading the checkpoint names it
+    asyncio.run(Checkpointer(config, folder, cluster).resume(manifest))

@@ -242,8 +242,10 @@ def test_a_run_and_its_checkpoint_are_exported_and_what_has_no_adapter_is_refuse
     merge(run / FINAL, base, tmp_path / "expected")
     same(*(tmp_path / name / "model.safetensors" for name in ("merged", "expected")))
     capsys.readouterr()
+    (tmp_path / "link").symlink_to(tmp_path / "no")
     for words, reason in (
         ([str(run), str(tmp_path / "merged")], "exists already"),
+        ([str(run), str(tmp_path / "link")], "exists already"),
         ([str(run), str(tmp_path / "no"), "--merge"], "--merge: an adapter is merged unless --adapter is given"),
         ([str(run), str(tmp_path / "no"), "--adapter", "model.lora=null"], "without model.lora"),
         ([str(run), str(tmp_path / "no"), "model.lora.rank=8"], r"model.lora.rank: the adapter"),

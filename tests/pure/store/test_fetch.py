@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
 
 import pytest
 
 from service.config import Config, load
+from service.config.load import Loaded
 from service.errors import ConfigError, UserError
 from service.handoff.ledger.events import Lost
 from service.handoff.ledger.lifecycle import Fate
-from service.run.folder import CONFIG, JOURNAL, STORE_MARK, find_run
+from service.run import resuming
+from service.run.folder import CONFIG, JOURNAL, STORE_MARK, find_run, lock_run
 from service.run.resuming import folder_to_resume, resumed
 from service.store import fetch
 from service.store.contents import (
@@ -202,7 +206,10 @@ def test_a_store_without_a_run_is_refused(tmp_path: Path) -> None:
     objects = MemoryObjects()
     begun(tmp_path, objects, 0)
     del objects.held[RUN]
-    with pytest.raises(UserError, match="and no run"):
+    with pytest.raises(UserError, match="holds no run; look for checkpoints/ in the store"):
+        gone_on(tmp_path / "second", objects)
+    objects.url, objects.held[CONFIG] = f"file://{tmp_path}/runs/scripted", b""
+    with pytest.raises(UserError, match="scripted holds no run; it is a run's folder: give its path"):
         gone_on(tmp_path / "second", objects)
 
 
@@ -305,6 +312,61 @@ def test_a_folder_or_a_configuration_that_names_the_store_is_enough(
         folder_to_resume("gone", [], [], fetch.from_store)
 
 
+@pytest.mark.parametrize("moved", range(5))
+def test_a_restoration_to_a_folder_that_was_killed_while_it_moved_files_is_done_again(
+    tmp_path: Path, history: list[str], monkeypatch: pytest.MonkeyPatch, moved: int
+) -> None:
+    objects, folder = MemoryObjects(), tmp_path / "runs" / "scripted"
+    killed = begun(tmp_path / "first", objects, 5)
+    monkeypatch.setattr(fetch, "open_store", lambda url: objects)
+    folder.mkdir(parents=True)
+    (folder / CONFIG).write_bytes((killed.folder / CONFIG).read_bytes())
+    moves, replace_file = count(), os.replace
+
+    def replace_some(source: Path, target: Path) -> None:
+        if target.parent == folder and next(moves) == moved:
+            raise KeyboardInterrupt
+        replace_file(source, target)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "replace", replace_some)
+        with suppress(KeyboardInterrupt):
+            folder_to_resume(str(folder), [], [], fetch.from_store)
+    config = load([folder_to_resume(str(folder), [], [], fetch.from_store)[0] / CONFIG], []).config
+    with resumed(config.run, config.trainer, folder) as manifest:
+        run = ScriptedRun(folder, config, objects, manifest)
+    run.train()
+    assert run.history() == history
+    assert next(moves) > moved, "all files were moved before the kill"
+
+
+def test_a_process_that_restores_a_run_to_a_folder_leaves_what_another_one_has_restored_there(
+    tmp_path: Path, history: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    objects, folder = MemoryObjects(), tmp_path / "runs" / "scripted"
+    killed = begun(tmp_path / "first", objects, 5)
+    folder.mkdir(parents=True)
+    (folder / CONFIG).write_bytes((killed.folder / CONFIG).read_bytes())
+    runs = list[ScriptedRun]()
+
+    def loaded_late(files: Sequence[Path], overrides: Sequence[str]) -> Loaded:
+        """Meanwhile the other process restores the run, and takes its steps."""
+        monkeypatch.setattr(resuming, "load", load)
+        monkeypatch.setattr(fetch, "open_store", lambda url: objects)
+        assert folder_to_resume(str(folder), [], [], fetch.from_store)[0] == folder
+        config = load([folder / CONFIG], []).config
+        with resumed(config.run, config.trainer, folder) as manifest:
+            runs.append(ScriptedRun(folder, config, objects, manifest))
+        runs[0].train()
+        return load(files, overrides)
+
+    with lock_run(folder), pytest.raises(UserError, match="a run is going on in this folder"):
+        folder_to_resume(str(folder), [], [], fetch.from_store)
+    monkeypatch.setattr(resuming, "load", loaded_late)
+    assert folder_to_resume(str(folder), [], [], fetch.from_store)[0] == folder
+    assert runs[0].history() == history and runs[0].checkpoints.steps() == [4, 6]
+
+
 def test_a_checkpoint_that_a_running_process_replaces_while_it_is_read_costs_no_resumption(
     tmp_path: Path, history: list[str]
 ) -> None:
@@ -320,6 +382,14 @@ def test_a_checkpoint_that_a_running_process_replaces_while_it_is_read_costs_no_
     objects.fails = replaced
     assert gone_on(tmp_path / "second", objects, said).history() == history
     assert not [line for line in said if "passed over" in line]
+
+
+def test_a_place_that_is_a_link_to_itself_is_named_in_one_line(tmp_path: Path) -> None:
+    objects = MemoryObjects()
+    begun(tmp_path / "first", objects, 0)
+    (tmp_path / "runs").symlink_to(tmp_path / "runs")
+    with pytest.raises(UserError, match=rf"{tmp_path / 'runs'}.*; the run's folder cannot be made from {objects.url}"):
+        gone_on(tmp_path, objects)
 
 
 OWN = '{"run": "00000000000000000000000000000000", "owners": ["o"]'
