@@ -164,7 +164,7 @@ def test_an_evaluation_that_takes_longer_than_any_step_is_no_hang() -> None:
 def test_an_evaluation_that_never_ends_is_a_hang(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SimulatedGenerator, "_end_evaluation", lambda self: None)
     world = World(config(*SMALL, "data.eval_every=2", "data.eval_make_rows=4"), Scenario(generators=1, steps=4), seed=0)
-    with pytest.raises(RunFailed, match="no (optimizer step|event)"):
+    with pytest.raises(RunFailed, match=r"no (optimizer step|event)"):
         world.run()
 
 
