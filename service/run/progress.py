@@ -172,8 +172,10 @@ class Progress:
         """Why the policy may not be learning, judged by its last steps; empty if there is no sign of that."""
         return in_words(self._diagnosis.found())
 
-    def end(self, state: str, buffer: Mapping[str, Any], generators: Sequence[Mapping[str, Any]]) -> None:
-        """End the run: draw the curve, write and print the summary."""
+    def end(
+        self, state: str, buffer: Mapping[str, Any], generators: Sequence[Mapping[str, Any]], failing: str = ""
+    ) -> None:
+        """End the run: draw the curve, write and print the summary; `failing`: what failed in the last steps."""
         now, shares = time.monotonic(), self._times.shares()
         fractions = self._wait_fractions(generators)
         summary = {
@@ -183,6 +185,7 @@ class Progress:
             "rl_seconds": now - self._began,
             **learning_summary(self._rewards, self._staleness),
             **({"not_learning": self.not_learning} if self.not_learning else {}),
+            **({"failing": failing} if failing else {}),
             **({"bound_by": next(iter(shares)), "time": shares} if shares else {}),
             **{key.removeprefix("async/"): fraction for key, fraction in fractions.items()},
             **{key: buffer[key] for key in ("tokens", "length_distance", "token_length_distance", "lengths")},
