@@ -16,7 +16,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -194,12 +194,18 @@ def install(venv: Path, step: Step) -> None:
     lines = [line for lock in step.locks for line in (LOCKS / lock).read_text().splitlines()]
     total = sum(bool(line) and not line.startswith("#") for line in lines)
     said: list[str] = []
+    before = packages_of(venv)
     with (venv / "install.log").open("a") as log:
-        for line in _echoed(pip_says, total):
+        for line in _echoed(pip_says, total, lambda: packages_of(venv) - before):
             log.write(line)
             said.append(line)
     if pip_says.wait() != 0:
         raise SetUpError(reason(said, venv / "install.log"))
+
+
+def packages_of(venv: Path) -> int:
+    """The number of packages in the environment."""
+    return sum(1 for _ in venv.glob("lib/python*/site-packages/*.dist-info"))
 
 
 def pip_environment() -> dict[str, str]:
@@ -210,7 +216,7 @@ def pip_environment() -> dict[str, str]:
     return {**quick, **environment}
 
 
-def _echoed(pip: subprocess.Popen[str], total: int) -> Iterator[str]:
+def _echoed(pip: subprocess.Popen[str], total: int, unpacked: Callable[[], int]) -> Iterator[str]:
     """Yield each line of pip; print a count now and then, also while pip is silent."""
     began = shown = time.monotonic()
     found = 0
@@ -237,7 +243,8 @@ def _echoed(pip: subprocess.Popen[str], total: int) -> Iterator[str]:
         now = time.monotonic()
         if turns or now - shown >= pause:
             shown = now
-            what = "unpacking" if installing else f"{min(found, total)} of {total} packages found"
+            number, state = (unpacked(), "unpacked") if installing else (found, "found")
+            what = f"{min(number, total)} of {total} packages {state}" if total else "unpacking"
             print(f"baton:       {what}, {now - began:.0f} s", end="\r" if terminal else "\n", flush=True)
     if terminal:
         print("\x1b[K", end="", flush=True)

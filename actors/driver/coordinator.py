@@ -473,4 +473,4 @@ class Coordinator:
         await self._generator_pool.stop()
         self._telemetry.state(state)
         self._telemetry.stop()
-        self._progress.end(state, await ask_buffer(self._buffer.status), generators)
+        self._progress.end(state, await ask_buffer(self._buffer.status), generators, self._failures.many)

@@ -7,6 +7,7 @@ import os
 import shutil
 import time
 import uuid
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -27,6 +28,7 @@ from actors.weights.weight_source import TrainerLost
 from service.config import Config, resolved_yaml
 from service.errors import RunFailed
 from service.learn.optimizer import learning_rate
+from service.observe.summary import duration
 from service.run.folder import CHECKPOINTS, FINAL, LOGS, lock_run, new_run_folder, runs_folder
 from service.run.phases import phase, say
 from service.run.writer import RunWriter
@@ -37,6 +39,8 @@ Held = Mapping[str, Rows]
 """The rows of each evaluation set, by the set's name."""
 QUIET_SECONDS = 2.0
 """Seconds after which a line names the phase that is in progress."""
+RECENT_STEPS = 20
+"""Number of optimizer steps whose mean time predicts the time that is left."""
 
 
 def sft(config: Config, model: Path, train: Rows, held_out: Held) -> int:
@@ -105,6 +109,8 @@ class _Training:
     def __init__(self, config: Config, held_out: Held, trainer: TrainerGroup, folder: RunWriter) -> None:
         self._config, self._held_out, self._trainer, self._folder = config, held_out, trainer, folder
         self._losses: dict[str, float] = {}
+        self._recent: deque[float] = deque(maxlen=RECENT_STEPS)
+        """The seconds of the last steps."""
 
     async def evaluate(self) -> None:
         """Measure the loss per token of every evaluation set."""
@@ -129,7 +135,10 @@ class _Training:
         seconds, tokens = time.monotonic() - began, sum(len(row.token_ids) for row in rows)
         numbers = {"trainer/global_step": step, "sft/loss": loss, "policy/policy_lr": lr, "timing/step": seconds}
         self._folder.step = step
-        say(f"step {step} of {steps}: loss {loss:.4f}, {tokens / seconds:.0f} tokens/s")
+        self._recent.append(seconds)
+        left = (steps - step) * sum(self._recent) / len(self._recent)
+        text = f"step {step} of {steps}: loss {loss:.4f}, {tokens / seconds:.0f} tokens/s"
+        say(text + (f", {duration(left)} left" if step < steps else ""))
         if step == steps or (config.data.eval_every and step % config.data.eval_every == 0):
             await self.evaluate()
             numbers |= self._losses

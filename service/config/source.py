@@ -18,6 +18,7 @@ from typing import Any
 import yaml
 
 from service.config.gone import leave_out_neutral
+from service.config.paths import near
 from service.errors import ConfigError, UserError
 
 MAX_FILE_BYTES = 1 << 16
@@ -182,7 +183,8 @@ def _read_text(file: Path) -> str:
     except UnicodeDecodeError:
         raise ConfigError(f"{file}: not a text file in UTF-8") from None
     except OSError as error:
-        raise ConfigError(f"{file}: cannot read the configuration file: {error.strerror}") from None
+        hint = near(file) if isinstance(error, FileNotFoundError) else ""
+        raise ConfigError(f"{file}: cannot read the configuration file: {error.strerror}{hint}") from None
 
 
 class _Reader:

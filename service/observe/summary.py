@@ -61,6 +61,8 @@ def summary_lines(summary: Mapping[str, Any]) -> list[str]:
         )
     if summary.get("not_learning"):
         lines.append(f"learning: at the end {summary['not_learning']}")
+    if summary.get("failing"):
+        lines.append(f"failing: {summary['failing']}")
     if shares := summary.get("time"):
         parts = ", ".join(f"{part} {share:.0%}" for part, share in shares.items() if share >= 0.01)
         idle = f"generators without a group {summary['generator_wait_fraction']:.0%}"

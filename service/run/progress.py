@@ -176,8 +176,11 @@ class Progress:
         """The reason why the policy may not be learning, judged by the last steps; empty if nothing suggests that."""
         return in_words(self._diagnosis.found())
 
-    def end(self, state: str, buffer: Mapping[str, Any], generators: Sequence[Mapping[str, Any]]) -> None:
-        """End the run: draw the learning curve, and write and print the summary."""
+    def end(
+        self, state: str, buffer: Mapping[str, Any], generators: Sequence[Mapping[str, Any]], failing: str = ""
+    ) -> None:
+        """End the run: draw the learning curve, and write and print the summary. `failing` says what failed in the last
+        steps."""
         now, shares = time.monotonic(), self._times.shares()
         fractions = self._wait_fractions(generators)
         summary = {
@@ -187,6 +190,7 @@ class Progress:
             "rl_seconds": now - self._began,
             **learning_summary(self._rewards, self._staleness),
             **({"not_learning": self.not_learning} if self.not_learning else {}),
+            **({"failing": failing} if failing else {}),
             **({"bound_by": next(iter(shares)), "time": shares} if shares else {}),
             **{key.removeprefix("async/"): fraction for key, fraction in fractions.items()},
             **{key: buffer[key] for key in ("tokens", "length_distance", "token_length_distance", "lengths")},

@@ -37,7 +37,8 @@ class FailureWatch:
         self._now: Counter[str] = Counter()
         self._recent: deque[Counter[str]] = deque(maxlen=RECENT_STEPS)
         """The counts of each of the last steps."""
-        self._warned = False
+        self.many = ""
+        """What failed in the last steps, if that is much."""
         self._starving = False
 
     def stepped(self, statuses: Statuses) -> None:
@@ -48,10 +49,11 @@ class FailureWatch:
         recent = sum(self._recent, Counter[str]())
         lost = _lost(recent).total()
         many = lost >= max(FEWEST, MANY * _ended(recent).total())
-        text = f"in the last {len(self._recent)} steps {_in_words(recent, statuses)}" if many else ""
-        if text and not self._warned:
+        steps = "step" if len(self._recent) == 1 else f"{len(self._recent)} steps"
+        text = f"in the last {steps} {_in_words(recent, statuses)}" if many else ""
+        if text and not self.many:
             self._say(f"WARNING {text}")
-        self._warned = bool(text)
+        self.many = text
         self._report(text)
 
     def check(self, statuses: Statuses, waited: float = 0.0) -> None:

@@ -16,7 +16,7 @@ from service.errors import UserError
 from service.run.phases import phase
 from service.simulate.measurements import Report
 from service.simulate.scenario import Scenario, SimulationSettings
-from service.simulate.world import simulated
+from service.simulate.world import World, simulated
 
 ABOUT = """\
 Run the real buffer under a virtual clock with simulated generators and a simulated trainer.
@@ -82,8 +82,7 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
     check(config, source, NOT_SIMULATED)
     given = {name: value for name in OPTIONS if (value := getattr(arguments, name)) is not None}
     scenario = Scenario.of(config, given) if arguments.config else Scenario(**given)
-    with phase("simulating", partial(print, file=sys.stderr, flush=True), after=QUIET_SECONDS):
-        return simulate(SimulationSettings.of(config), scenario, arguments)
+    return simulate(SimulationSettings.of(config), scenario, arguments)
 
 
 def simulate(settings: SimulationSettings, scenario: Scenario, arguments: argparse.Namespace) -> int:
@@ -97,7 +96,12 @@ def simulate(settings: SimulationSettings, scenario: Scenario, arguments: argpar
     seeds = range(arguments.seed, arguments.seed + arguments.seeds)
     on_policy = replace(settings, buffer=replace(settings.buffer, lookahead=0))
     short = replace(scenario, steps=min(scenario.steps, 60))
-    runs = [(simulated(settings, scenario, seed), simulated(on_policy, short, seed)) for seed in seeds]
+    progress = _Progress(2 * len(seeds))
+    with phase("simulating", partial(print, file=sys.stderr, flush=True), progress.words, after=QUIET_SECONDS):
+        runs = [
+            (simulated(settings, scenario, seed, progress.watch), simulated(on_policy, short, seed, progress.watch))
+            for seed in seeds
+        ]
     named = f"seed {seeds[0]}" if len(seeds) == 1 else f"means of seeds {seeds[0]} to {seeds[-1]}, ± standard error"
     print(f"{named}, {scenario.steps} optimizer steps of {settings.buffer.mini_batch_size} groups")
     figures = {name: getattr(scenario, name) for name in OPTIONS if name != "steps"}
@@ -111,6 +115,26 @@ def simulate(settings: SimulationSettings, scenario: Scenario, arguments: argpar
     for line in _lines(runs, settings.max_staleness):
         print(line)
     return 0
+
+
+class _Progress:
+    """How far the simulations are, in words."""
+
+    def __init__(self, runs: int) -> None:
+        self._world: World | None = None
+        self._runs, self._begun = runs, 0
+
+    def watch(self, world: World) -> None:
+        """The next simulation begins."""
+        self._world, self._begun = world, self._begun + 1
+
+    def words(self) -> str:
+        """The step that is simulated; empty before the first simulation."""
+        if self._world is None:
+            return ""
+        steps = self._world.scenario.steps
+        step = min(len(self._world.measured.committed_at) + 1, steps)
+        return f"step {step} of {steps} in run {self._begun} of {self._runs}"
 
 
 def mean_and_error(values: Sequence[float]) -> tuple[float, float]:

@@ -108,9 +108,13 @@ class World:
         return f"version {status.policy_version}, groups {status.groups}, refused {status.refused}, {waits}"
 
 
-def simulated(settings: SimulationSettings, scenario: Scenario, seed: int) -> Report:
-    """Run a world and report its measurements."""
+def simulated(
+    settings: SimulationSettings, scenario: Scenario, seed: int, watch: Callable[[World], None] | None = None
+) -> Report:
+    """Run a world and report its measurements; `watch`, if given, gets the world before it runs."""
     world = World(settings, scenario, seed)
+    if watch is not None:
+        watch(world)
     world.run()
     measured, steps = world.measured, scenario.steps
     seconds = measured.committed_at[steps - 1]

@@ -54,6 +54,10 @@ def test_conversations_are_learned_and_the_final_model_is_one_for_transformers_a
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "12 steps of 8 out of 32 conversations: 3.00 epochs" in done.stdout
+    assert [line.endswith(" s left") for line in done.stdout.splitlines() if line.startswith("step ")] == [
+        *[True] * 11,
+        False,
+    ]
     run = tmp_path / "sft"
     lines = list(read_lines(run / "metrics.jsonl"))
     assert [line["trainer/global_step"] for line in lines] == [*range(1, 13)]

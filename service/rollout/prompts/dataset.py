@@ -129,11 +129,16 @@ def _read_jsonl(path: Path) -> list[Any]:
         raise UserError(f"dataset {path}: not UTF-8: {error}") from error
     except OSError as error:
         raise UserError(f"dataset {path}: cannot be read: {error.strerror}") from error
-    for line in filter(str.strip, lines):
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
         try:
             rows.append(json.loads(line))
         except (ValueError, RecursionError) as error:
-            raise UserError(f"dataset {path}, row {len(rows)}: no JSON: {error}") from error
+            place, what = f"line {number}", str(error)
+            if isinstance(error, json.JSONDecodeError):
+                place, what = f"{place}, column {error.colno}", error.msg
+            raise UserError(f"dataset {path}, row {len(rows)}: no JSON: {what} ({place})") from error
     return rows
 
 
@@ -154,8 +159,12 @@ def _task(columns: Mapping[Any, Any], number: int, path: Path) -> Task:
     """A checked row; errors name file, row and column."""
     plain = {str(column): _plain(str(column), value, number, path) for column, value in columns.items()}
     if not plain.get("prompt"):
-        near = difflib.get_close_matches("prompt", plain.keys() - {"prompt"}, n=1)
-        hint = f" (there is a column {near[0]!r})" if near else ""
+        others = [column for column in plain if column != "prompt"]
+        hint = ""
+        if near := difflib.get_close_matches("prompt", others, n=1):
+            hint = f" (there is a column {near[0]!r})"
+        elif others and "prompt" not in plain:
+            hint = f" (the row has {', '.join(others):.80}: data.columns names the prompt's column)"
         wanted = "give a text or a list of messages with role and content"
         raise _error(path, number, "prompt", f"is missing{hint}; {wanted}")
     if isinstance(tools := plain.get("tools"), str) and tools.startswith("["):

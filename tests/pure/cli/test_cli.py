@@ -238,6 +238,15 @@ def test_words_for_nothing_are_refused_with_what_to_write(
     assert said in err and err.count("\n") == 1
 
 
+def test_a_long_simulation_says_how_far_it_is(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("service.simulate.command.QUIET_SECONDS", 0.05)
+    assert main(["simulate", "--steps", "2", "--median-tokens", "16"]) == 0
+    said = capsys.readouterr().err
+    assert re.search(r"^simulating \.\.\. \d+ s, waiting for step [12] of 2 in run 1 of 2$", said, re.M)
+
+
 def test_every_example_in_the_help_is_a_command_that_parses(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--help"])

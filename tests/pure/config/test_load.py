@@ -263,6 +263,12 @@ def test_a_file_that_is_no_configuration_is_refused(tmp_path: Path, content: byt
         load_config([tmp_path])
 
 
+def test_a_missing_file_is_named_with_the_nearest_one(tmp_path: Path) -> None:
+    there = write(tmp_path, "config.yaml", "")
+    with pytest.raises(UserError, match=rf"No such file or directory \(there is {there}\)$"):
+        load_config([tmp_path / "config.yml"])
+
+
 def test_a_nest_of_brackets_is_read_no_further_than_needed(tmp_path: Path) -> None:
     """PyYAML takes seconds over thousands of them; here it would stumble over the @ behind the first sixty."""
     with pytest.raises(UserError, match=r"deep\.yaml:2  not a configuration: nested too deeply"):

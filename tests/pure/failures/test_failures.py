@@ -91,7 +91,9 @@ def test_from_one_in_twenty_trajectories_on_failures_are_a_warning(failed: int, 
     watch.stepped([said("boom (task.py:3)", **{ERROR: failed, "stop": of - failed})])
     assert bool(shown[-1]) is warned is any(line.startswith("WARNING") for line in told)
     if warned:
-        assert f"{failed} failures in {of} trajectories" in shown[-1] and "boom (task.py:3)" in shown[-1]
+        assert shown[-1].startswith(f"in the last step {failed} failures in {of} trajectories")
+        assert "boom (task.py:3)" in shown[-1]
+    assert watch.many == shown[-1]
 
 
 def test_a_warning_is_said_once_and_ends_with_the_failures() -> None:

@@ -117,15 +117,27 @@ def test_what_pip_said_becomes_a_reason(bootstrap: ModuleType, said: str, why: s
     assert why in bootstrap.reason([f"{said}\n"], Path("install.log"))
 
 
-@pytest.mark.parametrize(("total", "what"), [(3, "1 of 3 packages found"), (0, "unpacking")])
+@pytest.mark.parametrize(
+    ("total", "says", "what"),
+    [
+        (3, "Collecting torch", "1 of 3 packages found"),
+        (3, "Installing collected packages", "2 of 3 packages unpacked"),
+        (0, "Collecting torch", "unpacking"),
+    ],
+)
 def test_progress_is_shown_also_while_pip_is_silent(
-    bootstrap: ModuleType, total: int, what: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    bootstrap: ModuleType,
+    total: int,
+    says: str,
+    what: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(bootstrap, "PROGRESS_SECONDS", 0.05)
-    silent = [sys.executable, "-c", "import sys; print('Collecting torch', flush=True); sys.stdin.read()"]
+    silent = [sys.executable, "-c", f"import sys; print({says!r}, flush=True); sys.stdin.read()"]
     with subprocess.Popen(silent, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as pip:
-        lines = bootstrap._echoed(pip, total)
-        assert next(lines) == "Collecting torch\n"
+        lines = bootstrap._echoed(pip, total, lambda: 2)
+        assert next(lines) == f"{says}\n"
         assert pip.stdin is not None
         threading.Timer(1.0, pip.stdin.close).start()
         assert list(lines) == []

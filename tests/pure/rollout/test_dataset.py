@@ -92,7 +92,8 @@ def test_a_file_as_other_systems_write_it_is_read_too(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"question": "6 times 7?"}, "row 1, column prompt: is missing"),
+        ({"question": "6 times 7?", "a": 42}, r"column prompt: is missing \(the row has question, a: data\.columns"),
+        ({"promt": "6 times 7?"}, r"row 1, column prompt: is missing \(there is a column 'promt'\)"),
         ({"prompt": []}, "row 1, column prompt: is missing"),
         ({"prompt": 42}, "row 1, column prompt: "),
         ({"prompt": ["6 times 7?"]}, "row 1, column prompt: .0."),
@@ -129,8 +130,8 @@ def test_a_bad_row_is_named_by_row_and_column(tmp_path: Path, row: Any, message:
 @pytest.mark.parametrize("line", ["[" * 100_000, "9" * 5_000, "{", '{"prompt": "hi"'])
 def test_a_line_that_is_no_json_is_named_by_its_row(tmp_path: Path, line: str) -> None:
     path = tmp_path / "rows.jsonl"
-    path.write_text(f'{{"prompt": "hi"}}\n{line}\n')
-    with pytest.raises(UserError, match="row 1: no JSON"):
+    path.write_text(f'{{"prompt": "hi"}}\n\n{line}\n')
+    with pytest.raises(UserError, match=r"row 1: no JSON: .* \(line 3(, column \d+)?\)"):
         load_tasks(path)
 
 

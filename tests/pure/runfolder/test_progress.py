@@ -99,8 +99,9 @@ def test_a_line_says_what_bound_the_step_and_how_long_the_run_still_takes(tmp_pa
     assert first["timing/wait_for_generation_buffer"] == 3.0
     assert second["timing/since_start"] - first["timing/since_start"] == 8.0
     assert datetime.fromisoformat(second["time"]).tzinfo is UTC
-    going.end("finished", BUFFER, [])
+    going.end("finished", BUFFER, [], "in the last 5 steps 12 failures")
     summary = json.loads((tmp_path / "summary.json").read_text())
+    assert "failing: in the last 5 steps 12 failures" in summary_lines(summary)
     assert summary["bound_by"] == "generation" and summary["time"]["training"] == pytest.approx(8 / 72)
     assert any(line.startswith("bound by generation: generation 89%, training 11%") for line in summary_lines(summary))
 
