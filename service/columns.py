@@ -1,8 +1,9 @@
 """Tables of columns: defines columns; checks tables, selects items from them and joins them.
 
-A table is a dataclass whose arrays end in an axis letter: `_K` has one item per step, `_R` per row, `_N` per token.
-Item `k` owns tokens `offsets_K[k]:offsets_K[k + 1]`; a column `step_offsets_E` bounds a second ragged axis, `S`. Name,
-type and annotation of a field are the whole definition of a column; the wire format, the comparison of steps, the merge
+A table is a dataclass of arrays, and the name of each array ends in an axis letter: an array `.._K` has one item per
+step, `.._R` one per row, `.._N` one per token. Item `k` owns the tokens `offsets_K[k]:offsets_K[k + 1]`; a column
+`step_offsets_E` likewise gives each item of axis `E` a range of a second ragged axis, `S`. Name, type and annotation of
+a field are the whole definition of a column; the wire format, the comparison of steps, the merge
 and the table in docs/formats.md derive from it:
 
     offsets_K    [0          3       5]     token_ids_N [10 20 30 | 80 90]
@@ -55,7 +56,7 @@ class About(NamedTuple):
 
 
 class Column(NamedTuple):
-    """One column of a table, as its class declares it."""
+    """The definition of one column, as the class of the table declares it."""
 
     name: str
     axis: str
@@ -70,7 +71,7 @@ class Column(NamedTuple):
 
 
 class Table:
-    """Base class of dataclasses of columns; raises a ValueError unless every column is as long as its axis."""
+    """Base class of tables; making a table raises a ValueError if columns of one axis differ in length."""
 
     __slots__ = ()
     __dataclass_fields__: ClassVar[dict[str, Any]]
@@ -105,7 +106,7 @@ class Columns(NamedTuple):
 
     @property
     def axis(self) -> str:
-        """The axis letter of the items."""
+        """The letter of the axis with one entry per item, for example `K` for a table of steps."""
         return self.items[0].axis
 
 
@@ -146,7 +147,8 @@ def _column(name: str, hint: Any) -> Iterator[Column]:
 
 
 def select(table: AnyTable, index_X: Int64s, copy: bool = False) -> AnyTable:
-    """A table of the items at these positions, in this order; it keeps only the names that these items use.
+    """A table of the items at these positions, in this order. Of names such as `uids`, the new table has only those
+    that these items use.
 
     Token columns are views if the selected tokens are contiguous in the table.
 
@@ -171,8 +173,9 @@ def select(table: AnyTable, index_X: Int64s, copy: bool = False) -> AnyTable:
 def segments_of(
     table: Table, start_C: Int64s, stop_C: Int64s, copy: bool = False, columns: Sequence[Column] | None = None
 ) -> dict[str, Any]:
-    """The segments [C] `start:stop` of each token column of a table (or of the given columns of one ragged axis),
-    concatenated; by column name. The arrays are views if the segments are contiguous in the table and `copy` is False.
+    """For each token column of a table, by its name: the segments [C] `start:stop` of the column, concatenated. The
+    arrays are views if the segments are contiguous in the table and `copy` is False. `columns`: the columns of another
+    ragged axis, to use instead of the token columns.
 
     Segments that are adjacent in the table and in the result are copied as one segment:
 
@@ -208,8 +211,8 @@ def _joined(parts: dict[str, list[NDArray[Any]]]) -> dict[str, NDArray[Any]]:
 def concat(tables: Sequence[AnyTable]) -> AnyTable:
     """The items of several tables, in order, as one table.
 
-    Where a table lacks a column that another table has, the result has the column's fill value. The fields of each
-    table are read at once, because there may be thousands of tables with a single step each.
+    Where a table lacks a column that another table has, the result has the column's fill value. All fields of a table
+    are read in one operation, because there may be thousands of tables with a single step each.
     """
     if len(tables) == 1:
         return tables[0]
@@ -243,23 +246,24 @@ def _filled_up(column: Column, arrays: Sequence[NDArray[Any] | None], counts: Se
 
 
 def filled(column: Column, count: int, like: NDArray[Any] | None = None) -> NDArray[Any]:
-    """An array with `count` items, all equal to the column's fill value; an item has the shape of an item of `like`. If
-    the column may have two types, the array has the type of `like`."""
+    """An array of `count` items, all equal to the column's fill value. The items have the same shape as the items of
+    `like`; if the column may have two types, the array has the type of `like`."""
     rest = () if like is None else np.shape(like)[1:]
     array = np.full((count, *rest), column.about.fill or 0, column.dtype)
     return array if like is None or column.narrow is None else array.astype(like.dtype)
 
 
 def of_one_type(column: Column, arrays: list[Any]) -> list[Any]:
-    """The given arrays; if they have two types, all of them are widened."""
+    """The given arrays of a column; if they have two types (uint8 and int16), all of them as int16 (`widened`)."""
     same = column.narrow is None or len({array.dtype for array in arrays}) < 2
     return arrays if same else [widened(array) for array in arrays]
 
 
 def widened(array: NDArray[Any]) -> NDArray[Any]:
-    """Expert numbers `[..., k]` as int16. If all k numbers of a token are 255 in a uint8 array, they become -1.
+    """Expert numbers `[..., k]` as int16. If all k numbers of a token are 255 in a uint8 array, its experts are
+    unknown, and all k numbers become -1.
 
-    The k experts of a token differ, so for k > 1 expert 255 is not mistaken for -1.
+    The k experts of a token differ, so for k > 1 a token with expert 255 is not mistaken for an unknown one.
     """
     if array.dtype != np.uint8:
         return array
@@ -323,7 +327,7 @@ def bytes_per_token(table: Table) -> int:
 
 
 def token_bytes(token_ids: Int32s) -> memoryview:
-    """Token ids as little-endian int32 bytes; a view if they already have that form in memory."""
+    """The bytes of token ids as little-endian int32; a view if the array already has this type."""
     return np.ascontiguousarray(token_ids, "<i4").data.cast("B")
 
 

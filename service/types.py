@@ -1,9 +1,10 @@
 """The data of a run: steps -> trajectories -> rows -> mini-batches.
 
 Axis letters, here and everywhere: `P` prompts, which are groups in a mini-batch, `G` trajectories, `K` steps, `E`
-trajectory ends, `S` the steps that ends describe, `R` rows, `C` segments of rows, `V` trajectories of one role, `X`
-turns of all trajectories, `T` tokens of one step or row, or turns of one trajectory, `Q` tokens of a prompt, `N` packed
-tokens, `H` runs of equal values. An offsets array has one entry more than its axis: `offsets_K` has K + 1 entries.
+end records of trajectories, `S` the steps about which end records have values, `R` rows, `C` segments of rows, `V`
+trajectories of one role, `X` turns of all trajectories, `T` tokens of one step or row, or turns of one trajectory, `Q`
+tokens of a prompt, `N` packed tokens, `H` runs of equal values. An offsets array has one entry more than its axis:
+`offsets_K` has K + 1 entries.
 
 A table of steps or rows is columnar: one array per field, and every per-token array shares one token axis.
 Item `k` owns tokens `offsets[k]:offsets[k+1]`, its prompt part first, its response part after it:
@@ -61,7 +62,8 @@ class PolicyVersion(NamedTuple):
 
 
 class TrajectoryId(NamedTuple):
-    """Identifies an episode: its group, the number of the sample in the group, and the number of the attempt."""
+    """Identifies one attempt at a trajectory: the group, the trajectory's number in the group (`sample`), and the
+    number of the attempt, both from 0."""
 
     group_id: int
     sample: int
@@ -145,7 +147,7 @@ class Step:
 
 
 class TrajectoryEnd(NamedTuple):
-    """The record that closes a trajectory, even a trajectory whose next turn was aborted."""
+    """The end record of a trajectory: it closes the trajectory, even if the next turn was aborted."""
 
     trajectory: TrajectoryId
     prompt_uid: str
@@ -162,7 +164,7 @@ class TrajectoryEnd(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class TrainedTokens:
-    """Columns with one item per token that steps, rows and micro-batches share: the generator's data for training."""
+    """The columns with one item per token that tables of steps, tables of rows and micro-batches all have."""
 
     token_ids_N: Annotated[Int32s, About("prompt part first, response part after it", on_prompt=True)]
     logprobs_N: Annotated[Float32s, About("log-probability under the distribution that sampled the token", fill=0)]
@@ -179,7 +181,7 @@ class TrainedTokens:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Tokens(TrainedTokens):
-    """The columns of steps and rows that have one item per token."""
+    """All columns with one item per token that tables of steps and tables of rows have."""
 
     versions_N: Annotated[Int64s, About("packed policy version; -1 where no policy sampled the token", fill=NO_VERSION)]
 
@@ -211,9 +213,11 @@ class Steps(Tokens, Table):
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Ends(Table):
-    """E trajectory ends as columns.
+    """A table of E end records of trajectories (`TrajectoryEnd`), as columns.
 
-    ends of 2, 1 and 2 steps; only the last end has roles (main, aux) and a later reward (0.5 for its first step):
+    Trajectories of 2, 1 and 2 steps; only the last end record has roles (main, aux) and a later reward (0.5 for the
+    first step of its trajectory):
+
     step_offsets_E [0 0 0 2]    role_S [0 2]    later_reward_S [0.5 0]
     """
 
@@ -239,7 +243,8 @@ class Ends(Table):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepGroup:
-    """One message, generator -> buffer: any number of steps and trajectory ends, of one or several groups."""
+    """One message, generator -> buffer: any number of steps and end records of trajectories, of one or several
+    groups."""
 
     sender: Sender
     steps: Steps
@@ -248,7 +253,8 @@ class StepGroup:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Row:
-    """One training sequence: the steps `first_step..last_step` of a trajectory that share a prefix."""
+    """One training sequence as an object: one step of a trajectory, or several steps from `first_step` to `last_step`
+    that share a prefix."""
 
     trajectory: TrajectoryId
     prompt_uid: str
@@ -269,7 +275,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Rows(Tokens, Table):
-    """R rows as columns; the token columns are laid out as in `Steps`."""
+    """A table of R rows, as columns; the token columns have the same order of tokens as in `Steps`."""
 
     uids: tuple[str, ...]
     stop_reasons: tuple[str, ...]
@@ -291,7 +297,8 @@ class Rows(Tokens, Table):
 
 
 class SupervisedRow(NamedTuple):
-    """The tokens [T] of a demonstration or of a part; the mask is True for the assistant's tokens and end tokens."""
+    """One sequence for supervised training: its token ids [T], and a mask [T] that is True for the assistant's tokens
+    and end tokens."""
 
     token_ids: Int32s
     loss_mask: Bools

@@ -32,8 +32,8 @@ LAST_PORT = 65535
 
 
 def check(config: Config, source: Source | None = None, unused: tuple[str, ...] = ()) -> None:
-    """Refuse combinations of settings that cannot work. `unused`: beginnings of the names of settings that are not
-    used, so that errors about these settings are left out.
+    """Refuse combinations of settings that cannot work. `unused`: prefixes of names of settings; errors about settings
+    with these prefixes are left out, because the settings are not used.
 
     Raises:
         ConfigError: has one line for each refused combination, with the place in `source` that set it.
@@ -47,8 +47,8 @@ def check_command_only(config: Config, source: Source) -> None:
 
 
 def check_bytes(config: Config, expert_bytes: int) -> None:
-    """Refuse bounds of memory and journal that are too small. `expert_bytes`: bytes of the recorded expert ids of one
-    token.
+    """Refuse settings that bound the bytes of memory and journal and are too small. `expert_bytes`: bytes of the
+    recorded expert numbers of one token.
 
     Raises:
         ConfigError: names every bound that is too small.

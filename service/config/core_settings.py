@@ -37,7 +37,7 @@ def batch_settings(config: Config) -> BatchSettings:
     """The settings with which groups are made into mini-batches.
 
     Raises:
-        ConfigError: there is no such estimator.
+        ConfigError: no estimator is registered under the name in `algorithm.estimator`.
     """
     return BatchSettings(
         ranks=config.trainer.batch_parts,
@@ -55,11 +55,11 @@ def batch_settings(config: Config) -> BatchSettings:
 
 
 def filter_settings(config: Config) -> FilterSettings:
-    """The settings of the filters, which remove complete groups. They also say which return counts as a success for the
-    curriculum.
+    """The settings of the filters that remove complete groups. These settings also say above which return a trajectory
+    counts as a success for the curriculum.
 
     Raises:
-        ConfigError: there is no such estimator.
+        ConfigError: no estimator is registered under the name in `algorithm.estimator`.
     """
     algorithm, curriculum = config.algorithm, config.data.curriculum
     return FilterSettings(
@@ -88,7 +88,7 @@ def message_limits(config: Config, vocab_size: int = ANY_VOCABULARY, routing: Ro
 
 
 def buffer_settings(config: Config, vocab_size: int, routing: Routing | None = None) -> BufferSettings:
-    """The settings of the buffer. `routing`: the form of the routed experts that are recorded, None if unknown."""
+    """The settings of the buffer. `routing`: shape and type of the recorded routed experts; None if unknown."""
     buffer = config.buffer
     return BufferSettings(
         limits=message_limits(config, vocab_size, routing),
@@ -127,8 +127,8 @@ def curriculum_settings(config: Config) -> CurriculumSettings | None:
 
 
 def worst_bytes(config: Config, expert_bytes: int = 0) -> WorstBytes:
-    """Upper bounds of the memory of steps, trajectories and groups. `expert_bytes`: bytes of the recorded expert ids of
-    one token, over all layers."""
+    """The upper bounds of the bytes of steps, trajectories and groups. `expert_bytes`: bytes of the recorded expert
+    numbers of one token, over all layers."""
     agents = config.endpoint
     return WorstBytes(
         n_samples=config.algorithm.n_samples_per_prompt,

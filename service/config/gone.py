@@ -52,7 +52,8 @@ MOVED_MODULES = {"examples": "baton.examples"}
 
 
 def leave_out_neutral(values: dict[str, Any]) -> None:
-    """Remove the removed settings that change nothing (`NEUTRAL`) from the values of a configuration file."""
+    """Drop settings that no longer exist from the values of a configuration file, if they have a value that had no
+    effect (`NEUTRAL`). `values` is changed in place."""
     for path, neutral in NEUTRAL.items():
         *parents, name = path.split(".")
         section: Any = values

@@ -186,7 +186,7 @@ class TrainerConfig(Section):
 
     @property
     def keeps_gathered(self) -> bool:
-        """True if gathered weights are kept for the backward pass when there is enough memory for them."""
+        """True if the ranks keep gathered weights for the backward pass, provided that there is enough memory."""
         return self.sharded and self.reshard_after_forward == "auto"
 
     @property

@@ -53,7 +53,9 @@ def check_model_folder(folder: Path, longest: int, sequence_parallel: int = 1, e
     the experts.
 
     Raises:
-        UserError: a file is missing or malformed, or the model is not supported, or its maximum length is too short.
+        UserError: a file is missing or malformed; or the model is not supported, its maximum length is too short, or
+        the
+            ranks cannot divide its heads or experts.
     """
     require_files(folder, MODEL_CONFIG, TOKENIZER)
     check_description(folder, longest, sequence_parallel, expert_parallel)
@@ -67,7 +69,8 @@ def check_description(folder: Path, longest: int, sequence_parallel: int = 1, ex
     """Check a model as `check_model_folder` does, as far as possible, for a folder that may contain only a config.json.
 
     Raises:
-        UserError: a file is malformed, or the model is not supported, or its maximum length is too short.
+        UserError: a file is malformed; or the model is not supported, its maximum length is too short, or the ranks
+            cannot divide its heads or experts.
     """
     refuse_remote_code(folder)
     config = text_part(model_config(folder))
@@ -140,7 +143,7 @@ def model_config(folder: Path) -> dict[str, Any]:
 
 
 def text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The settings of the language model; in the config.json of a multimodal model, these are in `text_config`."""
+    """The settings of the language model in a config.json; a multimodal model has them in `text_config`."""
     text = config.get("text_config")
     return {**config, **text} if isinstance(text, Mapping) else config
 

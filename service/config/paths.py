@@ -34,20 +34,23 @@ class _Problem(NamedTuple):
 
 
 def check_paths(config: Config) -> None:
-    """Check that the files, folders and modules that the configuration names exist and are of the right kind.
+    """Check that the files, folders, programs and modules that the configuration names exist, that files and folders
+    are of the right kind, and that the packages which its settings need are installed.
 
     Raises:
-        UserError: a file, folder or module is missing or of the wrong kind.
+        UserError: one of them is missing or of the wrong kind, or the model in `model.path` cannot be trained.
     """
     _refuse(_problems(config))
 
 
 def elsewhere(config: Config) -> list[str]:
-    """One line for each file, folder or module in the configuration that is not on this machine; another machine may
-    have it.
+    """One line for each file, folder, program or module of the configuration that this machine lacks, and another
+    machine may have.
 
     Raises:
-        UserError: a file or folder that exists has the wrong kind or is damaged.
+        UserError: a file or folder that exists is of the wrong kind or damaged, or a package that a setting needs is
+        not
+            installed.
     """
     problems = list(_problems(config))
     _refuse(problem for problem in problems if not problem.is_missing)
@@ -70,13 +73,13 @@ def with_absolute_paths(config: Config) -> Config:
 
 
 def hub_addresses(config: Config) -> list[tuple[str, Named, Path]]:
-    """For each path setting that is an address on a model hub: (setting, kind, address)."""
+    """For each path setting that is an address on a model hub: (name of the setting, its mark `Named`, address)."""
     return [found for found in paths(config) if is_on_hub(found[2])]
 
 
 def with_downloads(config: Config, local: Mapping[Path, Path]) -> Config:
-    """The configuration with local paths in place of addresses on a model hub. `local`: the path of the download of
-    each address."""
+    """The configuration with local paths in place of addresses on a model hub. `local`: for each address, the path to
+    which it was downloaded."""
     changed: Config = _with_paths(config, lambda path: local.get(path, path))
     return changed
 
@@ -126,7 +129,8 @@ def _problems(config: Config) -> Iterator[_Problem]:
 
 
 def paths(value: Any, setting: str = "", marks: Iterable[Any] = ()) -> Iterator[tuple[str, Named, Path]]:
-    """For each path setting below `value` whose type declares its kind (`Named`): (setting, kind, path)."""
+    """For each path below `value` whose setting has the mark `Named`: (name of the setting, mark, path). The mark says
+    what the path names."""
     if isinstance(value, Path):
         yield from ((setting, mark, value) for mark in marks if isinstance(mark, Named))
     elif isinstance(value, Mapping):

@@ -37,7 +37,7 @@ MADE_SET = "made"
 
 
 class MixturePart(Section):
-    """One dataset of a mixture."""
+    """One of the datasets from which training prompts are mixed."""
 
     path: Dataset
     """A JSONL or parquet file with one prompt per row."""

@@ -66,8 +66,8 @@ HUB = "hf:"
 
 
 class Named(NamedTuple):
-    """Declares what a path setting names. Path settings with this mark are checked before a run starts, and made
-    absolute for other nodes."""
+    """A mark in the type of a path setting that says what the path names. Paths with this mark are checked before a run
+    starts."""
 
     what: str
     kind: Literal["file", "folder"] = "file"

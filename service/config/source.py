@@ -72,8 +72,8 @@ _Loader.add_constructor("tag:yaml.org,2002:float", lambda _, node: float(node.va
 
 @dataclass
 class Source:
-    """The merged values of files and overrides, and for each key the file and line, or the override, that set the final
-    value."""
+    """The merged values of files and overrides; and for each key, the place where its final value was set: the file and
+    line, or the override."""
 
     values: dict[str, Any] = field(default_factory=dict)
     places: dict[KeyPath, str] = field(default_factory=dict)
@@ -113,8 +113,8 @@ class Source:
             raise type(error)("\n".join(lines)) from error
 
     def beside(self, line: str) -> str:
-        """A hint for an error line about a missing path: that the path exists if it is relative to the configuration
-        file that set it. Empty if no such path exists."""
+        """A hint for an error line about a path that does not exist, if the path would exist relative to the folder of
+        the configuration file in which it was set; otherwise empty."""
         path = tuple(line.partition(": ")[0].split("."))
         value: Any = self.values
         for key in path:
@@ -128,8 +128,8 @@ class Source:
         return f"; relative paths start at the current folder, and there is {there}"
 
     def merge(self, values: Mapping[str, Any], places: Mapping[KeyPath, str], path: KeyPath = ()) -> None:
-        """Merge values into the values below `path`. Mappings are merged key by key; other values, and an empty
-        mapping, replace the old value."""
+        """Merge `values` into the values below `path`, and `places` into the places. Mappings are merged key by key;
+        any other value, and an empty mapping, replaces the old value."""
         into = self.values
         for key in path:
             into = into[key]
@@ -232,8 +232,8 @@ class _Reader:
 
 
 def plain(text: str) -> str:
-    """The text itself if it is one short line, otherwise quoted and shortened by `short`; credentials in an address are
-    masked."""
+    """The text, in which credentials in an address are masked; unless it is one short line, quoted and shortened by
+    `short`."""
     text = re.sub(r"(\w://)[^/?#\s]*@", r"\1***@", text)
     text = re.sub(r"(\w://[^?#\s]*[?#])[^\s]+", r"\1***", text)
     return text if text.isprintable() and len(text) <= SHOWN else short(text)

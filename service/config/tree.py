@@ -187,7 +187,7 @@ class BufferConfig(Section):
 
 
 class PlacementConfig(Section):
-    """Labels that hosts for a part of the run must have: a value, `!value`, `in(one, other)` or `!in(one, other)`."""
+    """The labels that hosts of a part of the run must have, each as `value`, `!value`, `in(a, b)` or `!in(a, b)`."""
 
     trainer: Labels = {}
     """Labels of the hosts for the trainer's ranks."""
@@ -250,8 +250,8 @@ class Config(Section):
 
     @property
     def merge_mode(self) -> MergeMode:
-        """The value of `buffer.merge`. With `step_wise: false` it is `linear`, and all steps of a trajectory have to
-        share one row."""
+        """The way in which steps share rows: the value of `buffer.merge`; but with `algorithm.step_wise: false` always
+        `linear`, and then all steps of a trajectory have to share one row."""
         return self.buffer.merge if self.algorithm.step_wise else "linear"
 
     @property
@@ -282,7 +282,7 @@ class Config(Section):
 
     @property
     def notes(self) -> list[str]:
-        """One line for each allowed setting that has an effect which the user may not expect."""
+        """One line for each setting whose value is allowed, but has an effect that the user may not expect."""
         notes = []
         if self.model.path is not None and (most := self.generator.max_generate_length - 1) < SHORT_ANSWER:
             notes.append(

@@ -1,4 +1,4 @@
-"""Writes the results of an evaluation as a table, and as the file of `--output`."""
+"""Writes the results of an evaluation: as a table of text, and to the file that `--output` names."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ class Evaluation:
     stop_reasons: Mapping[str, int]
 
     def record(self) -> dict[str, Any]:
-        """All fields by name, for one JSON object."""
+        """All scores and counts by name, for one JSON object."""
         return {
             "set": self.name,
             **self._scores(),
@@ -82,7 +82,7 @@ class Evaluation:
 
 
 class EvalShard(NamedTuple):
-    """The rows of an evaluation set that one engine plays: every `of`-th row."""
+    """The rows of an evaluation set that one engine plays: every `of`-th row, from row `number` on."""
 
     number: int = 0
     of: int = 1
@@ -90,8 +90,8 @@ class EvalShard(NamedTuple):
     """Maximum number of rows of the whole set that are played; None: all rows."""
 
     def rows(self, n: int) -> Sequence[int]:
-        """The row numbers of this shard, for a set of `n` rows. If `n` exceeds `most`, the shard is a part of `most`
-        random rows, which are the same in every evaluation.
+        """The row numbers of this shard, for a set of `n` rows. If `n` exceeds `most`, the shards together have only
+        `most` random rows, which are the same in every evaluation.
 
         The rows are random because a set may be sorted, so that its first rows might not represent the whole set.
         """

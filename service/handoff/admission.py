@@ -50,7 +50,7 @@ class Admission:
         return self._settings.max_journal_bytes - journal.segment_bytes
 
     def disk_wait(self, record: Record, n_samples: int) -> tuple[WaitReason, str] | None:
-        """Return why a generator may not begin `n_samples` more trajectories: the journal or its disk has no room. None
+        """Return a reason and its text if the journal or its disk has no room for `n_samples` more trajectories; None
         if there is room.
 
         If there is no room, the removal of unneeded frames from the journal begins.
@@ -70,7 +70,8 @@ class Admission:
         return WaitReason.DISK, f"the journal holds {held} bytes and may need {worst} more, {bound}"
 
     def wait(self, record: Record, serving: PolicyVersion) -> tuple[WaitReason, str] | None:
-        """Return why an engine that serves `serving` does not get one more group yet; None if it may get the group."""
+        """Return a reason and its text if an engine that serves version `serving` has to wait for one more group; None
+        if it may have the group now."""
         ledger = record.ledger
         batch = ledger.next_slot // self._settings.mini_batch_size
         ahead = self._settings.lookahead
@@ -83,9 +84,11 @@ class Admission:
         return None
 
     def first_to_wait(self, ledger: Ledger, serving: PolicyVersion) -> int:
-        """The smallest group_id of untrained groups that need newer weights than `serving`; if none, the next group_id.
+        """The smallest group_id among the untrained groups for which the version `serving` is too old; if there is
+        none, the next group_id.
 
-        After a trainer went back to an earlier step, later groups wait until the undone steps are repeated.
+        After a trainer went back to an earlier step, for example, later groups wait until the undone steps are
+        repeated.
         """
         batches = effective_step(ledger, serving) + self._settings.lookahead + 1
         free = batches * self._settings.mini_batch_size - (ledger.next_slot - len(ledger.slots))

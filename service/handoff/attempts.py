@@ -38,7 +38,8 @@ class Attempts:
         self._record = record
 
     def restart(self, group_id: int, samples: tuple[int, ...], reason: str) -> None:
-        """Start samples of a group as new attempts; end the group if one has no attempt left, or if the run ends."""
+        """Start the trajectories `samples` of a group again as new attempts; if one of them has no attempt left, or if
+        the run is ending, end the group instead."""
         trajectories = self._record.ledger.state.groups[group_id].trajectories
         if self._record.ledger.state.draining is not None:
             self._record.add(events.Ended(group_id, GroupState.EXPIRED, RUN_END))
@@ -48,7 +49,8 @@ class Attempts:
             self._record.add(events.Restarted(group_id, samples, reason))
 
     def hand_over(self, group_id: int, samples: tuple[int, ...]) -> None:
-        """Let other generators continue samples whose generator is gone; restart samples that cannot be continued."""
+        """Let other generators continue the trajectories `samples` of a group, whose generator is gone; restart those
+        that cannot be continued."""
         draining = self._record.ledger.state.draining is not None
         moved = () if draining else tuple(sample for sample in samples if self._can_continue(group_id, sample))
         if moved:
@@ -101,7 +103,8 @@ class Attempts:
     def restart_refused(self, message: StepGroup, refused: Refusal) -> None:
         """Restart the trajectory of a refused message: without the message, the trajectory cannot become complete.
 
-        Nothing restarts if the message has a wrong identity, or is about an earlier attempt or several trajectories.
+        Nothing restarts if the message is about several trajectories, or about an attempt that its sender does not play
+        now, or if it was refused because an id in it is wrong (`RefusalReason.IDENTITY`).
         """
         ids = {*trajectory_ids(message.steps), *trajectory_ids(message.ends)}
         if len(ids) != 1 or refused.reason is RefusalReason.IDENTITY:

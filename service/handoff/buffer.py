@@ -2,7 +2,7 @@
 
 Each verb decides on changes and adds every change to the record, as an event or as the accepted message itself:
 
-    claim -> Issued(7) ; submit -> steps and ends of 7, which is then complete ; lease -> Leased(1, (7, ..)) ;
+    claim -> Issued(7) ; submit -> all steps of 7, which is then complete ; lease -> Leased(1, (7, ..)) ;
     commit -> Committed(1, version 1:1)
 """
 
@@ -113,7 +113,8 @@ class Buffer:
         return given or answer  # type: ignore[return-value]
 
     def submit(self, data: bytes) -> Receipt | Refusal:
-        """Accept a message (a step group). The receipt is valid once the journal's present content is synced."""
+        """Accept a message (a step group). The receipt is valid once everything that the journal has now is on the
+        disk."""
         message = decode(data, self._settings.limits)
         if isinstance(message, Refusal):
             return self._refuse(message)
@@ -165,7 +166,8 @@ class Buffer:
         return self.finish_lease(answer, answer.run()) if isinstance(answer, BatchJob) else answer
 
     def begin_lease(self, trainer_incarnation: int) -> MiniBatch | Wait | Refusal | BatchJob:
-        """Like `lease`, but instead of a new mini-batch return a job: the caller runs it and calls `finish_lease`."""
+        """Like `lease`, but where `lease` forms a new mini-batch, return a job that forms it: the caller runs the job,
+        and calls `finish_lease` with the result."""
         if trainer_incarnation != self.ledger.state.trainer_incarnation:
             return self._refuse(Refusal(RefusalReason.FENCED, "trainer_incarnation", trainer_incarnation))
         if self.ledger.state.leases:
@@ -293,7 +295,8 @@ class Buffer:
                 self._record.add(events.Ended(group_id, GroupState.EXPIRED, RUN_END))
 
     def resume(self, lost: events.Lost | None = None) -> None:
-        """Issue prompts again after `drain`. `lost`: tokens that a process accepted and lost with its disk."""
+        """Issue prompts again after `drain`. `lost`: the event for tokens that an earlier process accepted, and that
+        were lost with its disk."""
         if lost is not None and lost.owner not in self.ledger.state.lost:
             self._record.add(lost)
         if self.ledger.state.draining is not None:
@@ -320,7 +323,8 @@ class Buffer:
 
     @property
     def revision(self) -> int:
-        """Number of events applied so far; without a new event, only a passed deadline can change a verb's result."""
+        """Number of events applied so far. While it stays the same, only a deadline that passes can change the result
+        of a verb."""
         return self._record.revision
 
     @property
@@ -329,11 +333,12 @@ class Buffer:
         return self.ledger.history.current
 
     def watch_ends(self, on_end: OnEnd, on_failure: OnFailure | None = None) -> None:
-        """Register functions to call when a group ends untrained, and when an attempt fails (`OnEnd`, `OnFailure`)."""
+        """Register two functions: `on_end` is called when a group ends untrained, `on_failure` when an attempt fails.
+        `OnEnd` and `OnFailure` describe their arguments."""
         self._record.on_end, self._record.on_failure = on_end, on_failure
 
     def complete_group(self, group_id: int) -> CompleteGroup:
-        """The steps and ends of a group that is complete or leased."""
+        """A group that is complete or leased, with its steps and end records."""
         return load_groups(self._record, [group_id])[0]
 
     def status(self) -> BufferStatus:

@@ -19,7 +19,8 @@ from service.types import PolicyVersion, Sender, StepGroup
 
 
 class Claims:
-    """Assigns groups and restarted samples to generators; every assignment is an event of the record."""
+    """Assigns new groups, and restarted or moved trajectories, to generators; every assignment is an event of the
+    record."""
 
     def __init__(
         self,
@@ -35,8 +36,8 @@ class Claims:
         self._admission, self._scoring = admission, scoring
 
     def answer(self, claim: Claim) -> Assignment | Wait:
-        """Return the work for a claim, or a wait with its reason. A repeated claim gets the unfinished part of its
-        first answer."""
+        """Return the work for a claim, or the reason why the generator has to wait. A repeated claim gets the
+        unfinished part of its first answer."""
         record, state = self._record, self._record.ledger.state
         if claim.request_id in state.generators[claim.generator].given:
             return self._given_before(claim)

@@ -47,7 +47,8 @@ class Curriculum:
         """For each row, the index of its prompt's kind in `KINDS`."""
 
     def next_place(self) -> int:
-        """The next place to issue: the first one whose prompt is untried, inside the band, or drawn for this epoch.
+        """The next place in the order whose prompt is issued: it is untried, or inside the band, or outside the band
+        but drawn for this epoch.
 
         If no place within one length of the dataset qualifies, the next place is issued. So with `outside: 0` and no
         prompt in the band, all prompts are issued.
@@ -69,7 +70,8 @@ class Curriculum:
         return first
 
     def counts(self) -> dict[str, int]:
-        """The number of prompts of each kind in `KINDS`; empty without settings."""
+        """The number of prompts by kind: untried, or with a success below, inside or above the band; empty without
+        settings."""
         if self._settings is None:
             return {}
         self._catch_up(self._settings)

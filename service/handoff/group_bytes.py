@@ -4,10 +4,10 @@ The configuration check, admission, the store and the journal's bound all count 
 memory of the accepted steps and their frames in the journal, so there is always room for a group that was admitted:
 
     2 samples of 2 turns of at most 100 tokens, 17 bytes a token:
-    each trajectory   2 steps and 1 end   2 * 100 * 17 + 3 * ITEM_BYTES
-    the group         2 trajectories      twice as much
+    each trajectory   2 steps and 1 end record   2 * 100 * 17 + 3 * ITEM_BYTES
+    the group         2 trajectories             twice as much
 
-Every step and end is counted as if it came in a message of its own, and as if no prefix were shared.
+Every step and every end record is counted as if it came in a message of its own, and as if no prefix were shared.
 """
 
 from __future__ import annotations
@@ -46,12 +46,13 @@ JOURNAL_SEGMENTS = 8
 
 
 def item_bytes(n_tokens: int, token_bytes: int, n_items: int) -> int:
-    """Bytes of `n_items` steps and ends that have `n_tokens` tokens together."""
+    """Bytes of `n_items` steps and end records that have `n_tokens` tokens together, at `token_bytes` bytes a token."""
     return n_tokens * token_bytes + n_items * ITEM_BYTES
 
 
 def score_bytes(n_rewards: int, teacher_bytes: int) -> int:
-    """Bytes of a scorer's answer; `teacher_bytes`: bytes of its log-probabilities; texts are not counted."""
+    """Bytes of a scorer's answer with `n_rewards` rewards, and with `teacher_bytes` bytes of log-probabilities. The
+    texts in the answer are not counted."""
     return SCORE_BYTES + 9 * n_rewards + teacher_bytes
 
 
@@ -78,7 +79,7 @@ class WorstBytes:
 
     @property
     def token(self) -> int:
-        """Bytes of one token in all columns."""
+        """Bytes of one token, summed over all columns."""
         return TOKEN_BYTES + self.expert_bytes + TEACHER_BYTES * self.has_teacher
 
     @property
@@ -88,15 +89,15 @@ class WorstBytes:
 
     @property
     def scores(self) -> int:
-        """Bytes of all scorers' answers about one trajectory, without a teacher's log-probabilities."""
+        """Maximum bytes of all scorers' answers about one trajectory, without a teacher's log-probabilities."""
         return self.n_scorers * (score_bytes(1, 0) + INFO_BYTES)
 
     @property
     def trajectory(self) -> int:
-        """Maximum bytes of one trajectory, limited to its share of `buffer.max_group_bytes`.
+        """Maximum bytes of one trajectory: at most an equal share of `buffer.max_group_bytes`.
 
-        In an environment, every turn counts with maximum length. An agent's calls count with `max_session_tokens`
-        tokens together, and with a transcript. Every end counts with a role and a reward for each step.
+        Every turn of an environment is counted with the maximum length. All calls of an agent together are counted with
+        `max_session_tokens` tokens and a transcript. The end record is counted with a role and a reward for each step.
         """
         everything = self.max_turns * (self.step + SAID_BYTES) + ITEM_BYTES
         if calls := self.max_session_calls:

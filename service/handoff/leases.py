@@ -69,7 +69,8 @@ class Leases:
         return self._job(state.next_lease, trainer_incarnation, group_ids)
 
     def finish(self, job: BatchJob, made: Formed) -> MiniBatch | None:
-        """Lease the mini-batch that the job made; None if the version or a group changed while the job ran."""
+        """Lease the mini-batch that the job formed, and return it; None if the newest version or one of the groups
+        changed while the job ran."""
         ledger = self._record.ledger
         groups = ledger.state.groups
         if (job.lease, job.version) != (ledger.state.next_lease, ledger.history.current):
@@ -96,7 +97,8 @@ class Leases:
         return self._newest
 
     def release(self, lease: int, reason: str) -> None:
-        """Release an open lease: its groups wait to be leased again, or are refused after too many leases."""
+        """Release an open lease: its groups wait to be leased again, or are refused after `buffer.max_lease_attempts`
+        leases."""
         ledger = self._record.ledger
         group_ids = ledger.state.leases[lease].group_ids
         self._record.add(events.Released(lease, reason))
@@ -122,7 +124,8 @@ def with_filtered(batch: MiniBatch, filtered: events.GroupStats) -> MiniBatch:
 
     `generate/tokens_per_kept_token` is the cost of resampling: 2 means that filters removed half of all sampled tokens.
 
-    One group of 2 with mean reward 0.5, and one filtered group with rewards 1 and 1: mean (1 + 2) / 4 = 0.75.
+    A leased group of 2 trajectories with rewards 0 and 1, and a filtered group with rewards 1 and 1: mean reward
+    (0 + 1 + 1 + 1) / 4 = 0.75.
     """
     metrics = reward_metrics(group_stats(batch.return_G, batch.prompt_of_trajectory_G), filtered)
     sampled = batch.metrics["tokens/sampled"]

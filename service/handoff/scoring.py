@@ -1,6 +1,7 @@
 """Scoring: which groups wait for which scorers, and what the scorers' answers change.
 
-    claim -> Issued(7, scorers=("judge",)) ; .. ; the last end -> SCORING ; accept(7, "judge", ..) -> Scored -> COMPLETE
+    claim -> Issued(7, scorers=("judge",)) ; .. ; last trajectory complete -> state SCORING ;
+    accept(7, "judge", ..) -> Scored -> state COMPLETE
 
 The scorers of a group are journalled when it is issued, and the first answer of each is journalled before the group can
 be leased. So a scorer may be asked again after a crash; its new answer counts only if no earlier answer was journalled.
@@ -47,7 +48,7 @@ class Answer(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ScorerSettings:
-    """Settings of a scorer that the buffer needs."""
+    """The settings of a scorer, as far as the buffer needs them."""
 
     kind: Literal["rewards", "teacher"] = "rewards"
     weight: float = 1.0
@@ -93,7 +94,8 @@ class Scoring:
         return [group_id for group_id in self._record.ledger.scoring if scorer in groups[group_id].awaited]
 
     def group(self, group_id: int) -> tuple[int, StepGroup]:
-        """The dataset row of a group that waits for scorers, and its steps and ends (by sample) without scores."""
+        """The dataset row of a group that waits for scorers; and the group's steps and end records, sorted by sample
+        and not changed by scores."""
         sender = Sender("", 0, group_id)
         return self._record.ledger.state.groups[group_id].row, StepGroup(sender, *self._record.store.unscored(group_id))
 

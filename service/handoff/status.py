@@ -10,7 +10,7 @@ from service.types import PolicyVersion
 
 
 class Waiting(NamedTuple):
-    """One wait: who waits, for what (`WaitReason` or `silent`), the reason in words, and for how many seconds."""
+    """Who has to wait, for what (`WaitReason` or `silent`), the reason in words, and for how many seconds so far."""
 
     who: str
     reason: str
@@ -39,8 +39,8 @@ class ScorerStatus:
 
 @dataclass(frozen=True)
 class BufferStatus:
-    """The buffer at one revision of its ledger; the tokens by fate sum to `accepted_tokens`. Fields of the ledger's
-    state are described at `ledger.state.State`."""
+    """The status of the buffer after a number of events (`revision`); the `tokens` by fate add up to `accepted_tokens`.
+    `ledger.state.State` describes the fields that come from the ledger."""
 
     revision: int
     policy_version: PolicyVersion

@@ -65,7 +65,8 @@ class WaitReason(StrEnum):
 
 
 class Wait(NamedTuple):
-    """The answer to a claim or lease without a result yet: the reason, and when the wait began (monotonic seconds)."""
+    """The answer to a claim or a lease that has to wait: the reason, the reason in words, and the monotonic time in
+    seconds since when it has had to wait for this reason."""
 
     reason: WaitReason
     detail: str
@@ -73,7 +74,8 @@ class Wait(NamedTuple):
 
 
 class Receipt(NamedTuple):
-    """A message (a step group) was accepted, now or before; valid once the journal's content at that time is synced."""
+    """The answer to a message (a step group) that was accepted now or before. The receipt is valid once everything that
+    the journal had when the receipt was made is on the disk."""
 
     duplicate: bool = False
     late: tuple[TrajectoryId, ...] = ()

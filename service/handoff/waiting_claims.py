@@ -46,7 +46,8 @@ class WaitingClaims:
         self._came = 0
 
     def answer(self, claim: Claim, most: int, deadline: float | None, reply: Callable[[ClaimAnswer], None]) -> None:
-        """Reply to a claim as soon as there is a group for it, or at `deadline`; without a deadline, reply at once.
+        """Answer a claim, by calling `reply`, as soon as there is a group for it, or at `deadline`; without a deadline,
+        at once. `most`: maximum number of groups in the answer.
 
         The deadline must not be earlier than the deadline of the claim before.
         """
@@ -58,7 +59,8 @@ class WaitingClaims:
         self._waiting[self._came] = WaitingClaim(claim, most, answer, deadline, reply)
 
     def look(self) -> None:
-        """Answer waiting claims after a change of the buffer, in order of arrival, until the rest can get no group."""
+        """After a change of the buffer, answer the waiting claims for which there is now a group, in order of
+        arrival."""
         blocked: PolicyVersion | None = None
         for number, waiting in list(self._waiting.items()):
             serving = waiting.claim.serving
@@ -72,7 +74,8 @@ class WaitingClaims:
                 waiting.reply(answer)
 
     def expire(self, now: float) -> None:
-        """Answer every claim whose deadline has passed, with the wait that it got when it arrived."""
+        """Answer every claim whose deadline has passed, with the `Wait` that the buffer returned when the claim
+        arrived."""
         while self._waiting:
             number, waiting = next(iter(self._waiting.items()))
             if waiting.deadline > now:

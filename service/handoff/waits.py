@@ -1,4 +1,4 @@
-"""The current waits: who waits, for what, and since when."""
+"""Who has to wait at present, for what, and since when."""
 
 from __future__ import annotations
 
@@ -21,25 +21,26 @@ groups and in mini-batches, counts. Such a series is rare even if only one group
 
 
 class Waits:
-    """All current waits, with their reasons in words."""
+    """Knows who has to wait at present (a generator, the trainer or the journal), and the reason in words."""
 
     def __init__(self, settings: BufferSettings, record: Record) -> None:
         self._settings, self._record, self._clock = settings, record, record.clock
         self._waits: dict[str, Wait] = {}
 
     def begin(self, who: str, reason: WaitReason, detail: str) -> Wait:
-        """Record a wait; a wait that continues for the same reason keeps its start time."""
+        """Record that `who` has to wait. If `who` already waits for this reason, the start time stays the same."""
         known = self._waits.get(who)
         since = known.since if known is not None and known.reason is reason else self._clock.monotonic()
         self._waits[who] = Wait(reason, detail, since)
         return self._waits[who]
 
     def end(self, who: str) -> None:
-        """End a wait, if there is one."""
+        """Record that `who` does not have to wait any more."""
         self._waits.pop(who, None)
 
     def current(self) -> tuple[Waiting, ...]:
-        """All waits, and the longest silent trajectory if `SILENT_FRACTION` of the step deadline has passed."""
+        """Everyone who has to wait, and the trajectory that has made no progress for the longest time, if that is more
+        than `SILENT_FRACTION` of the step deadline."""
         now = self._clock.monotonic()
         waits = [Waiting(who, str(w.reason), w.detail, now - w.since) for who, w in self._waits.items()]
         for (group_id, sample), since in islice(self._record.ledger.since.items(), 1):
@@ -49,7 +50,7 @@ class Waits:
         return tuple(waits)
 
     def lease_wait(self) -> tuple[WaitReason, str] | None:
-        """The reason why no mini-batch can be leased, and its text; None if a mini-batch can be leased."""
+        """The reason why no mini-batch can be leased, and the reason in words; None if a mini-batch can be leased."""
         ledger, size = self._record.ledger, self._settings.mini_batch_size
         complete = len(ledger.finished)
         growing = ledger.in_state[GroupState.ISSUED] + ledger.in_state[GroupState.OPEN] + len(ledger.scoring)

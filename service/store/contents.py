@@ -1,5 +1,5 @@
-"""The objects in a run's object store: one object names the run. Each checkpoint has objects for its files, and a
-manifest, which is written last."""
+"""The objects in a run's object store: one object names the run; each checkpoint has objects for its files, and a
+manifest that lists them, which is written last."""
 
 from __future__ import annotations
 
@@ -151,7 +151,8 @@ class RunMark(_Record):
 
 
 class ReachedStep(_Record):
-    """The newest step that a run has reached, for a resumed run that continues from an older checkpoint."""
+    """The newest optimizer step that a run has reached: a resumed run, which continues from an older checkpoint, learns
+    from it how many steps and tokens were lost."""
 
     owner: str
     step: Count

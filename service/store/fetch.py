@@ -44,15 +44,14 @@ came from the transfer."""
 
 
 def from_store(url: str, load: Load, into: Path | None = None) -> Path:
-    """Restore the folder of the run in the store at an address, and return the folder. Details: `fetched`."""
+    """Restore the folder of the run whose store is at the address `url`, and return the folder (see `fetched`)."""
     with phase(f"reading {url}", after=SECONDS):
         return fetched(open_store(url), load, say, into)
 
 
 def fetched(objects: Objects, load: Load, say: Callable[[str], None], into: Path | None = None) -> Path:
-    """Restore the folder of the run in a store, and return the folder: `into`, which has no checkpoint, or else a new
-    folder in `run.dir`. If `run.dir` already has a folder of the run that is as new as the store, that folder is
-    returned.
+    """Restore the folder of the run in a store, and return the folder: `into`, a folder without checkpoints; if `into`
+    is None, a new folder in `run.dir`, or a folder of the run that is already there and as new as the store.
 
     Raises:
         UserError: the store cannot be read, or holds no run or no complete checkpoint.

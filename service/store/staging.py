@@ -25,7 +25,7 @@ READ_BYTES = 8 << 20
 
 
 class Staged(NamedTuple):
-    """One file to upload, or the beginning of a file."""
+    """A file to upload, or the beginning of a file that grows."""
 
     path: str
     """The file's path in the run's folder."""
@@ -48,12 +48,13 @@ class Staged(NamedTuple):
 
 
 def as_it_is(run: Path, file: Path, shared: bool = True) -> Staged:
-    """Stage a file that does not change any more; no link is needed."""
+    """A file to upload that does not change any more, so that no link is needed. `shared`: as in `Staged`."""
     return Staged(str(file.relative_to(run)), file, file.stat().st_size, shared=shared)
 
 
 def link_journal(run: Path, to: Path, start: int, position: int) -> list[Staged] | None:
-    """Stage the journal from position `start` to `position`, through links to its segments.
+    """The journal from position `start` to `position` as files to upload: links to its segments, made in the folder
+    `to`.
 
     None if some segments are missing: they were removed, or the journal is on another machine.
     """
@@ -70,8 +71,8 @@ def link_journal(run: Path, to: Path, start: int, position: int) -> list[Staged]
 
 
 def link_checkpoint(run: Path, to: Path, step: int) -> list[Staged]:
-    """Stage the files of a checkpoint through links, and the other files that are needed to continue from the
-    checkpoint."""
+    """The files to upload for a checkpoint: its own files, and the other files that are needed to continue from it.
+    Files that may be removed or grow are links, made in the folder `to`."""
     folder = run / CHECKPOINTS / f"{PREFIX}{step}"
     files = Manifest.model_validate_json((folder / MANIFEST).read_bytes()).files
     staged = [_link(run, to, folder / name, of.bytes)._replace(checksum=of.xxh3_64) for name, of in files.items()]

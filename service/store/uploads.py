@@ -57,8 +57,8 @@ class _Job:
 
 
 def claim_store(objects: Objects, run: Path, keep: int, deadline: float, say: Callable[[str], None]) -> Uploads:
-    """Claim a store for the run in the folder `run`, and start the thread that uploads. The arguments are those of
-    `Uploads`.
+    """Claim a store for the run in the folder `run`, and start the thread that uploads. The other arguments are
+    described at `Uploads`.
 
     Raises:
         UserError: the store cannot be used, or belongs to another run, or another process continued this run from it.
@@ -111,8 +111,8 @@ class Uploads:
     # -- what the run calls -------------------------------------------------------------------------------------------
 
     def hold_journal(self, start: int, position: int) -> bool:
-        """Keep the journal from `start` to `position` for the checkpoint that begins now. Returns False if the journal
-        was not kept, for example because its segments were removed."""
+        """Keep the journal from `start` to `position`, through links, for the checkpoint that begins now. Returns False
+        if this failed, for example because segments were removed."""
         if self._held is not None:  # links of an abandoned checkpoint
             shutil.rmtree(self._held[0], ignore_errors=True)
         folder = next(self._folders)
@@ -121,7 +121,7 @@ class Uploads:
         return held is not None
 
     def checkpoint(self, step: int, accepted_tokens: int) -> None:
-        """Upload a durable checkpoint in the background; `hold_journal` has kept its journal before."""
+        """Upload a durable checkpoint in the background, with the journal that the last call of `hold_journal` kept."""
         if self._held is None:
             return self._failed("the journal is not in the run folder here, so the checkpoint would be of no use")
         (folder, journal), self._held = self._held, None
@@ -130,7 +130,8 @@ class Uploads:
             self._add(_Job(f"the checkpoint of step {step}", [*files, *journal], step, folder, accepted_tokens))
 
     def ended(self) -> None:
-        """Upload the final and the best weights and the files in `ENDS`; called once these are written."""
+        """Upload the final and the best weights, and the files that say how the run ended (`ENDS`). To be called when
+        all of them are written."""
         weights = [file for name in (BEST, FINAL) for file in sorted((self._run / name).rglob("*"))]
         files = [*weights, *(self._run / name for name in ENDS)]
         staged = [as_it_is(self._run, file, shared=False) for file in files if file.is_file()]

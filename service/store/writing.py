@@ -62,8 +62,8 @@ class StoreWriter:
         self._put_bytes(REACHED, noted.model_dump_json().encode())
 
     def put(self, files: Sequence[Staged], done: set[str]) -> dict[str, StoredFile]:
-        """Write files that the store does not have yet, and return all files as stored. The path of each stored file is
-        added to `done`."""
+        """Write those of the files that the store does not have yet, and return the object of every file, by the file's
+        path. The path of each file that is in the store is added to `done`."""
         self._check_owner()
         return {staged.path: self._put(staged, done) for staged in files}
 

@@ -9,7 +9,7 @@ and the sample standard deviation of its group's returns, n the size of its grou
 | `grpo_no_std`        | r - m                              | 0             | r            |
 | `rloo`               | (r - m) n / (n - 1)                | 0             | 0            |
 | `maxrl`              | (r - m) / (m + 1e-6); 0 where that is 0 / 0 or x / 0 | 0 | r       |
-| `reinforce++_baseline` | r - m, then (x - mean) / (std + 1e-8) over the mini-batch | 0 if all are | as others |
+| `reinforce++_baseline` | x = r - m, then (x - mean) / (std + 1e-8) over the mini-batch | 0 if in all groups | x = r |
 | `reinforce++`        | r; discounted and whitened per token by the learner | r | r |
 
 MaxRL divides by the mean itself, so it is meant for rewards that are not negative: with m < 0 every advantage has the
@@ -108,7 +108,7 @@ class Advantages(NamedTuple):
 
 
 def advantages_of(played: Played, prompt_G: Int32s, rule: Rule) -> Advantages:
-    """The advantages of complete trajectories; `prompt_G` is the group of each trajectory.
+    """The advantages of complete trajectories; `prompt_G`: the number of each trajectory's group.
 
     Raises:
         NoAdvantage: an advantage is not finite.
@@ -140,7 +140,8 @@ def teaches(played: Played, rule: Rule, train: Sequence[str]) -> bool:
 
 
 def returns(played: Played, rule: ReturnRule) -> Float64s:
-    """[G] the return of each trajectory: with `last` its end's reward, with `sum` the sum of its steps' rewards.
+    """[G] the return of each trajectory: with `last` the reward of its end record, with `sum` the sum of its steps'
+    rewards.
 
     Rewards of named roles count only in the returns of those roles.
     """
@@ -190,17 +191,18 @@ class Part(NamedTuple):
 
     role: str
     number_V: Int64s
-    """The trajectories that have the role, as the positions of their ends."""
+    """The trajectories that have the role, as the positions of their end records."""
     return_V: Float64s
     turns: TurnRewards
     place_X: Int64s
     """The position of each turn on the axis `K`, which has the turns of all roles."""
 
     def advantages(self, prompt_G: Int32s, rule: Rule) -> Float64s:
-        """[X] the advantage of each turn. `GROUP_ESTIMATORS` give 0 where the role occurs in one trajectory of a group.
+        """[X] the advantage of each turn. Where only one trajectory of a group has the role, the estimators in
+        `GROUP_ESTIMATORS` give 0.
 
         Raises:
-            NoAdvantage: an advantage is not finite; the error's trajectories are positions of ends.
+            NoAdvantage: an advantage is not finite; the error gives the trajectories as positions of their end records.
         """
         group_V, n_turns_V = prompt_G[self.number_V].astype(np.int64), lengths_of(self.turns.first_G)
         try:

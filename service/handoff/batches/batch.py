@@ -1,4 +1,5 @@
-"""The mini-batch as a pipeline: whole groups in, micro-batches of every rank out. Axis letters as in `service.types`.
+"""The mini-batch as a pipeline: whole groups in, micro-batches of every rank out. Axis letters as in `service.types`;
+an end is the record that closes a trajectory.
 
 | stage    | in -> out                                                | where                                    |
 |----------|----------------------------------------------------------|------------------------------------------|
@@ -12,7 +13,7 @@
 | `mask`   | rows [R], changed in place -> `Masked`: counts [G]       | here                                     |
 | `cut`    | rows [R] -> the micro-batches of every rank              | `pack.micro_batches`                     |
 
-    a group of 2 trajectories, of 2 steps and of 1; the second step continues the first:
+    a group of trajectory a with steps 0 and 1, of which 1 continues 0, and trajectory b with step 0:
     gather   a0 a1 b0                    merge   a0+a1 (9 tokens), b0 (4)
     credit   returns 1 0 -> advantages 0.7 -0.7
     pack     rank 0: a   rank 1: b       mask    of 4 + 1 sampled tokens one is stale: 3 + 1 carry loss
@@ -98,8 +99,8 @@ class Formed(NamedTuple):
 def form_mini_batch(
     lease: int, groups: Sequence[CompleteGroup], history: VersionHistory, settings: BatchSettings
 ) -> MiniBatch:
-    """Make the mini-batch of a lease from its groups, in this order, for a trainer at the newest version of `history`.
-    See `formed`."""
+    """Make the mini-batch of a lease from its groups, in this order, for a trainer that has the newest version of
+    `history`. Raises the same errors as `formed`."""
     return formed(lease, groups, history, settings).batch
 
 
@@ -149,7 +150,8 @@ def formed(lease: int, groups: Sequence[CompleteGroup], history: VersionHistory,
 
 
 def gather(groups: Sequence[CompleteGroup]) -> tuple[Played, Int32s]:
-    """The trajectories, ordered by group, then by sample; and [G] the number of each trajectory's group."""
+    """The trajectories of the groups, ordered by group, then by sample; and [G] for each trajectory the position of its
+    group in `groups`."""
     steps, ends = concat([group.steps for group in groups]), concat([group.ends for group in groups])
     prompt_G = np.repeat(np.arange(len(groups), dtype=np.int32), [len(group.ends) for group in groups])
     order = np.lexsort((ends.sample_E, prompt_G))
@@ -174,7 +176,8 @@ def _refuse_untrainable(steps: Steps, history: VersionHistory) -> None:
 def without_untrained(
     played: Played, prompt_G: Int32s, train: Sequence[str], named_roles: Sequence[str]
 ) -> tuple[Steps, tuple[dict[Fate, int], ...]]:
-    """The steps, without loss where a step's role is untrained; and for each group, the number of these tokens by fate.
+    """The steps, without loss where a step's role is not trained; and for each group, the number of sampled tokens in
+    steps of such roles, by fate.
 
     Tokens without loss stay in the steps, because later steps may continue them:
 
@@ -196,7 +199,8 @@ def without_untrained(
 
 
 class Masked(NamedTuple):
-    """Result of `mask`: the staleness of each token, and the tokens of each trajectory with and without loss."""
+    """Result of `mask`: the staleness of each token; and for each trajectory, how many tokens carried loss before, are
+    too stale, and still carry loss."""
 
     staleness_N: Int32s
     """Number of versions between sampling and training; -1 for a token that no policy sampled."""
@@ -209,11 +213,12 @@ class Masked(NamedTuple):
 
 
 def mask(rows: Rows, trajectory_R: Int32s, count: int, history: VersionHistory, max_staleness: int | None) -> Masked:
-    """Set the loss mask to False, in place, for stale tokens and for tokens without a finite log-probability.
+    """Set the loss mask to False, in place, for tokens that are too stale or have no finite log-probability. `count`:
+    the number of trajectories.
 
     staleness     -1 0 3 3       max_staleness 2
     log-probab.    0 . . nan
-    loss before    0 1 1 1   ->  0 1 0 0       1 stale token
+    loss mask      0 1 1 1   ->  0 1 0 0       1 stale token
     """
     staleness_N, mask_N = history.staleness(rows.versions_N, history.current), rows.loss_mask_N
     loss_before_G = _per_trajectory(rows, trajectory_R, count)

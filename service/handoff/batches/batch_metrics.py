@@ -19,7 +19,8 @@ from service.types import Int32s, Int64s, MicroBatch, Rows, Steps
 
 
 def merge_metrics(counts: dict[str, int]) -> dict[str, float]:
-    """Metrics: number of steps, of rows, and of steps by the way in which they joined a row (`Merged.counts`)."""
+    """Metrics from `Merged.counts`: numbers of steps and rows, of tokens before and after the merge, and of steps by
+    the way in which they joined a row."""
     return {
         "generate/num_seq_before_merge": counts["steps"],
         "generate/num_seq_after_merge": counts["rows"],
@@ -50,8 +51,9 @@ def length_metrics(length_R: Int64s, placement: Placement, ranks: Sequence[Seque
 
 
 def turn_metrics(rows: Rows, steps: Steps, count: int) -> dict[str, float]:
-    """Means per trajectory of turns, of tokens after the first prompt of a row, and of sampled tokens; and the fraction
-    of responses that were truncated."""
+    """Metrics of turns: the lengths of responses, and the fraction of responses that were truncated; and the mean
+    number per trajectory of turns, of sampled tokens, and of tokens after the first prompt of a row. `count`: the
+    number of trajectories."""
     responses = len(rows.token_ids_N) - int(rows.prompt_length_R.sum())
     length_K = lengths_of(steps.offsets_K) - steps.prompt_length_K
     lengths: dict[str, float] = {}
@@ -73,7 +75,8 @@ def turn_metrics(rows: Rows, steps: Steps, count: int) -> dict[str, float]:
 
 
 def staleness_metrics(staleness_N: Int32s, sampled_G: Int64s, stale_G: Int64s) -> dict[str, float]:
-    """Metrics of the staleness of sampled tokens, also by quarters of trajectories (quarter 4: the longest ones)."""
+    """Metrics of the staleness of sampled tokens; and the number of tokens that are too stale, also for each quarter of
+    the trajectories sorted by length (quarter 4: the longest ones)."""
     sampled = int(np.count_nonzero(staleness_N >= 0))
     ages = int(staleness_N.sum(dtype=np.int64)) + len(staleness_N) - sampled  # tokens that were not sampled count as -1
     quarters = np.array_split(stale_G[np.argsort(sampled_G, kind="stable")], 4)

@@ -3,7 +3,7 @@
 | reason          | setting                | the group                                                        |
 |-----------------|------------------------|------------------------------------------------------------------|
 | `zero_variance` | `filter_zero_variance` | all returns are equal; with credit by turn, all advantages are 0 |
-| `over_long`     | `filter_over_long`     | a larger fraction of its trajectories than this is over-long     |
+| `over_long`     | `filter_over_long`     | more than this fraction of its trajectories is over-long         |
 
 A trajectory is over-long if its next prompt exceeded a length limit, or its last response was cut (`OVER_LONG`).
 """

@@ -8,13 +8,14 @@ the padded layout the tokens of a micro-batch are its number of rows times the l
 
 Where rows share prefixes, the cost of a rank or of a micro-batch is the number of its distinct tokens:
 
-    8 rows of a prompt of 1500 tokens and responses of 300     14 400 tokens, 3 900 distinct: one micro-batch of 4096
+    8 rows, each the same prompt of 1500 tokens and a response of 300:
+    14 400 tokens, of which 1500 + 8 * 300 = 3 900 are distinct: one micro-batch of 4096
 
-The rows are sorted by their tokens, and each row shares a prefix with the row before it:
+The rows are sorted by their tokens (depth-first order), and each row may share a prefix with the row before it:
 
-    row 0   1 2 3 4          depth-first order   row 1   row 0   row 2
-    row 1   1 2 3            shared with before      0       3       2
-    row 2   1 2 7 8          new tokens          1 2 3       4     7 8
+    row 0   1 2 3 4          rows in sorted order                row 1   row 0   row 2
+    row 1   1 2 3            tokens shared with the row before       0       3       2
+    row 2   1 2 7 8          new tokens                          1 2 3       4     7 8
 
 All rows of a prompt go to one rank. If that leaves ranks unequal, the prompt's trajectories are divided into 2, 4,
 8, ... parts, as long as this makes the heaviest rank lighter; each further part computes the prompt once more.
@@ -70,7 +71,7 @@ class Placement(NamedTuple):
 def choose_placement(
     rows: Rows, trajectory_R: Int32s, prompt_G: Int32s, ranks: int, budget: int, layout: Layout
 ) -> tuple[Placement, dict[str, float]]:
-    """The placement of rows for a layout, and metrics of shared prefixes if the layout may share prefixes."""
+    """The placement of rows for a layout; and, if this layout may share prefixes, metrics of the shared prefixes."""
     length_R = lengths_of(rows.offsets_R)
     if layout in ("packed", "padded"):
         return place(length_R, trajectory_R, ranks, budget, layout), {}
@@ -96,7 +97,8 @@ def place(length_R: Int64s, trajectory_R: Int32s, ranks: int, budget: int, layou
 
 
 def in_bins(costs_of_rank: Sequence[Sequence[int]], budget: int, layout: Layout) -> list[list[list[int]]]:
-    """For each rank, bins of its items (as indices) within the budget; every rank has the same number of bins."""
+    """For each rank, its items packed into bins within the budget; every rank has the same number of bins. A bin is a
+    list of positions in the rank's sequence of costs."""
     needed = max(max(1, -(-sum(min(cost, budget) for cost in costs) // budget)) for costs in costs_of_rank)
     bins = [_packed(costs, budget, needed, layout) for costs in costs_of_rank]
     count = max(len(of_rank) for of_rank in bins)
@@ -110,7 +112,7 @@ def in_bins(costs_of_rank: Sequence[Sequence[int]], budget: int, layout: Layout)
 def partition(cost_G: Int64s, parts: int) -> Int64s:
     """[G] the part of each item, so that parts have similar costs: the better result of two heuristics.
 
-    >>> partition(np.array([8, 7, 6, 5, 4]), 2).tolist()  # 14 and 16
+    >>> partition(np.array([8, 7, 6, 5, 4]), 2).tolist()  # costs 8 + 6 and 7 + 5 + 4
     [0, 1, 0, 1, 1]
     """
     if parts == 1 or not len(cost_G):
@@ -261,7 +263,8 @@ def place_sharing(
     budget: int,
     layout: Layout = "shared_prefix",
 ) -> Placement:
-    """Distribute rows that share prefixes over ranks and micro-batches, in depth-first order within a micro-batch."""
+    """Distribute rows that share prefixes over ranks and micro-batches; the rows of a micro-batch are in depth-first
+    order, so that rows with a common prefix are adjacent."""
     part_R = _ranks_of_rows(order, length_R, trajectory_R, prompt_G, ranks)
     order = order.within(part_R)
     places = [np.flatnonzero(part_R[order.row_R] == rank) for rank in range(ranks)]
@@ -339,7 +342,8 @@ class PrefixOrder(NamedTuple):
     """The number of leading tokens that each row shares with the row before it in this order."""
 
     def within(self, part_R: Int64s) -> PrefixOrder:
-        """The rows ordered by part; rows of different parts share nothing. `part_R`: the part of each row."""
+        """This order, sorted by part: rows of one part are adjacent, and rows of different parts count as sharing
+        nothing. `part_R`: the part of each row."""
         order_R = np.argsort(part_R[self.row_R], kind="stable")
         row_R, shared_R = self.row_R[order_R], np.zeros_like(self.shared_R)
         # the shared prefix of two rows is the minimum over the adjacent pairs between them
@@ -356,7 +360,8 @@ def prefix_order(
     least: int = MIN_SHARED,
     fraction: float = MIN_FRACTION,
 ) -> PrefixOrder:
-    """Sort rows by their tokens; tokens with different routed experts count as different tokens.
+    """Sort rows by their tokens; tokens with different routed experts count as different tokens. `least`, `fraction`:
+    as `MIN_SHARED` and `MIN_FRACTION`, the minimum length of a prefix that counts as shared.
 
     Takes memory for a copy of `token_ids_N` and `routed_experts_N`.
     """

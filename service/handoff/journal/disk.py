@@ -17,7 +17,8 @@ MAX_BUFFERS_PER_WRITE = 512
 
 
 class File:
-    """A segment's file, open for reading; unless `writable` is False, for writing too, and created if it is missing."""
+    """The open file of a segment. With `writable`, it can be read and written, and is created if it is missing;
+    without, it can only be read."""
 
     def __init__(self, path: Path, writable: bool = True) -> None:
         # A link with a missing target is refused: a new file at the target would hide the missing frames.
@@ -62,7 +63,8 @@ class File:
             return None
 
     def write(self, offset: int, buffers: Sequence[Buffer]) -> int:
-        """Write the buffers one after the other; returns the number of bytes written, too few on a full disk."""
+        """Write the buffers one after the other; returns the number of bytes written, which is too small if the disk is
+        full."""
         total = 0
         for first in range(0, len(buffers), MAX_BUFFERS_PER_WRITE):
             some = buffers[first : first + MAX_BUFFERS_PER_WRITE]
@@ -108,7 +110,7 @@ class Disk:
         sync(path.parent)
 
     def move(self, path: Path, target: Path) -> None:
-        """Move the file to another folder, which is created if it is missing."""
+        """Move the file to the path `target`, whose folder is created if it is missing."""
         target.parent.mkdir(mode=0o700, exist_ok=True)
         path.rename(target)
         sync(target.parent)

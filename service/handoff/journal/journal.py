@@ -94,7 +94,7 @@ def frames_in(path: Path) -> Iterator[Frame]:
 
 
 def synced_later(segment: Segment, offset: int) -> int:
-    """The highest `synced` of the valid frames after `offset`; 0 if there is no such frame."""
+    """The highest position that a valid frame after `offset` records as synced; 0 if there is no valid frame."""
     size = segment.file.size()
     furthest = 0
     for start, chunk in _data_behind(segment.file, offset):
@@ -227,7 +227,7 @@ class Journal:
 
     @property
     def reclaims(self) -> bool:
-        """Whether the next sync has to check segments that were marked for removal."""
+        """Whether some segments are marked for removal (`reclaim`), so that the next `sync` has to check them."""
         return bool(self._reclaims)
 
     @property
@@ -236,7 +236,7 @@ class Journal:
         return self.position - self._segment_position >= self.segment_bytes
 
     def append(self, kind: int, payload: Buffer, begins_segment: bool = False) -> int:
-        """Queue a frame; returns the position that `synced` has to reach before the frame may be acknowledged."""
+        """Queue a frame; returns the position of its end: the frame may be acknowledged once `synced` is as high."""
         if not self._ready:
             raise ValueError("the journal takes frames only after its replay")
         end = self.position + HEADER_BYTES + len(payload) + -len(payload) % ALIGNMENT
@@ -248,7 +248,8 @@ class Journal:
         return end
 
     def sync(self) -> int:
-        """Make all queued frames durable; returns `synced`. On a full disk the frames stay queued, in order."""
+        """Make all queued frames durable; returns the position before which everything is on the disk. If the disk is
+        full, the frames stay queued, in order."""
         with self._sync_lock:
             with self._queue_lock:
                 batch, self._queue = self._queue, []
@@ -285,7 +286,8 @@ class Journal:
             self._reclaims.append((once, below))
 
     def replay(self) -> Iterator[Frame]:
-        """Yield all frames, oldest first; cut a torn tail. Once all frames were yielded, `append` may be called."""
+        """Yield all frames, oldest first, and cut off a torn tail (see the module's text). `append` may be called once
+        all frames were yielded."""
         self._open_segments()
         self.position = self.start
         for segment, following in zip(self._segments, [*self._segments[1:], None], strict=True):

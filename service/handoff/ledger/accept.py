@@ -1,7 +1,7 @@
 """Finds the new content of a message; checks identity, attempts, versions, duplicates and completeness.
 
     accepted   group=7/sample=0: steps 0 and 1
-    message    group=7/sample=0: steps 1 and 2 and the end     ->     one Addition: step 2 and the end
+    message    group=7/sample=0: steps 1 and 2, end record     ->     one Addition: step 2 and the end record
 
 The ledger is not changed here. Columns are read once for the whole message.
 """
@@ -34,17 +34,18 @@ MAX_FRACTION_NOT_FINITE = 0.01
 
 
 class NewContent(NamedTuple):
-    """The content of a message that was not accepted before."""
+    """What a message adds to the content that was accepted before."""
 
     additions: list[Addition]
     late: tuple[TrajectoryId, ...]
     """Trajectories whose content in the message came too late."""
 
     def only(self, message: StepGroup, message_bytes: int) -> StepGroup:
-        """The part of a message that is new; the message itself if all of it is new.
+        """A message with only the new content of `message`; `message` itself if all of its content is new.
 
-        Repetitions, ends of failed attempts and late items were not checked, so the journal must not contain them. A
-        message with more bytes than its steps and ends account for is cut too, because it contains unused names.
+        Repeated steps, end records of failed attempts and content that came too late were not checked, so the journal
+        must not contain them. A message with more bytes than its steps and end records account for is replaced
+        too, because it contains unused names (uids, stop reasons or notes).
         """
         n_new = sum(len(new.items) + (new.end is not None) for new in self.additions)
         counted = sum(new.n_bytes for new in self.additions)
@@ -139,7 +140,8 @@ def new_content(
 
 
 def items_by_trajectory(message: StepGroup) -> dict[TrajectoryId, tuple[list[int], list[TrajectoryEnd]]]:
-    """For each trajectory, the positions of its steps in a message, and its ends; trajectories may interleave."""
+    """For each trajectory in a message: the positions of its steps, and its end records. The steps of different
+    trajectories may alternate in the message."""
     found: dict[TrajectoryId, tuple[list[int], list[TrajectoryEnd]]] = {}
     steps = message.steps
     ids = zip(steps.group_id_K.tolist(), steps.sample_K.tolist(), steps.attempt_K.tolist(), strict=True)
@@ -151,7 +153,7 @@ def items_by_trajectory(message: StepGroup) -> dict[TrajectoryId, tuple[list[int
 
 
 def failed_attempts(ledger: Ledger, message: StepGroup) -> Iterator[TrajectoryEnd]:
-    """Yield the ends in the message that report a failure of a current attempt."""
+    """Yield the end records in the message that report the failure of a current attempt."""
     if FAILURES.isdisjoint(message.ends.stop_reasons):
         return
     for of, (_, ends) in items_by_trajectory(message).items():

@@ -33,7 +33,7 @@ SCORES = 5
 
 
 class Event(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Base class of the events."""
+    """Base class of the buffer's events."""
 
 
 class Opened(Event, frozen=True):
@@ -106,7 +106,7 @@ class Scored(Event, frozen=True):
 
 
 class Tried(Event, frozen=True):
-    """The success of a group that became complete, for the curriculum: how many of its trajectories succeeded."""
+    """A group became complete, and this many of its trajectories succeeded; the curriculum uses these numbers."""
 
     group_id: int
     successes: int
@@ -132,15 +132,15 @@ class Restarted(Event, frozen=True):
 
 
 class Moved(Event, frozen=True):
-    """The generator of these samples is gone: they keep their steps and wait for another generator."""
+    """The generator of these trajectories of a group is gone: they keep their steps and wait for another generator."""
 
     group_id: int
     samples: tuple[int, ...]
 
 
 class GivenUp(Event, frozen=True, tag="Truncated"):
-    """A group continues without some samples, because they were unfinished at its deadline or because their last
-    attempts failed."""
+    """A group continues without some of its trajectories, because they were unfinished at the group's deadline or
+    because their last attempts failed."""
 
     group_id: int
     samples: tuple[int, ...]
@@ -180,7 +180,7 @@ class Ended(Event, frozen=True):
 
 
 class Leased(Event, frozen=True):
-    """Groups were leased to the trainer as a mini-batch, with their tokens by fate."""
+    """Groups were leased to the trainer as a mini-batch, with the numbers of tokens that will get each fate."""
 
     lease: int
     trainer_incarnation: int

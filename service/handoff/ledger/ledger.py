@@ -2,7 +2,7 @@
 
 The ledger changes only by `apply`, `accept` and `renew`; the same events always give the same state. Other code changes
 two values: the record sets where in the journal a group's steps begin (`Group.first_position`), and the curriculum
-empties `tried`. `tests.invariant` checks the ledger's invariant.
+empties the set of rows whose success changed (`Ledger.tried`). `tests.invariant` checks the ledger's invariant.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Ledger:
         self.in_state: Counter[GroupState] = Counter()
 
     def snapshot(self) -> bytes:
-        """The whole state as bytes; `service.handoff.ledger.replaying.restored` reads them."""
+        """The whole state as bytes, from which `service.handoff.ledger.replaying.restored` makes a ledger."""
         return msgspec.msgpack.encode(self.state)
 
     def apply(self, event: events.Event, now: float) -> None:
@@ -100,11 +100,11 @@ class Ledger:
 
     @property
     def unfinished(self) -> int:
-        """Number of unfinished samples, both those that a generator plays and those that wait for a claim."""
+        """Number of unfinished trajectories, both those that a generator plays and those that wait for a claim."""
         return len(self.since) + sum(map(len, self.unassigned.values()))
 
     def played_by(self, generator: str) -> dict[int, list[int]]:
-        """The unfinished samples that a generator plays, by group_id."""
+        """By group_id, the numbers in the group of the unfinished trajectories that a generator plays."""
         groups, samples = self.state.groups, dict[int, list[int]]()
         played = [(o, sample) for o, sample in self.since if groups[o].trajectories[sample].generator == generator]
         for group_id, sample in sorted(played):
@@ -122,7 +122,7 @@ class Ledger:
         return sender.sequence < member.received_below or sender.sequence in member.received
 
     def plays(self, sender: Sender, of: TrajectoryId) -> bool:
-        """Whether the sender currently plays this attempt."""
+        """Whether this attempt is unfinished and belongs to the generator (and its incarnation) that sent a message."""
         if (of.group_id, of.sample) not in self.since:
             return False
         trajectory = self.state.groups[of.group_id].trajectories[of.sample]
@@ -401,7 +401,7 @@ def _used_fates(group: Group, loss: Fate) -> tuple[tuple[Fate, int], ...]:
 
 
 def unrewarded(group: Group, rewards: Sequence[float]) -> list[int]:
-    """The samples of a group that got no reward (NaN) in a scorer's `rewards`."""
+    """The numbers in the group of the trajectories to which a scorer gave no reward: `rewards` has NaN for them."""
     samples = (sample for sample, trajectory in enumerate(group.trajectories) if not trajectory.given_up)
     return [sample for sample, reward in zip(samples, rewards, strict=False) if math.isnan(reward)]
 
@@ -411,7 +411,8 @@ def _lengths(group: Group) -> tuple[int, ...]:
 
 
 def attempts_of(group: Group) -> tuple[int, ...]:
-    """The current attempt of each sample; GIVEN_UP for a sample that was given up."""
+    """For each trajectory of the group, the number of its current attempt; GIVEN_UP if the group continues without the
+    trajectory."""
     return group.attempts or tuple(GIVEN_UP if t.given_up else t.attempt for t in group.trajectories)
 
 

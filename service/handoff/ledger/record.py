@@ -35,11 +35,12 @@ from service.types import Ends, PolicyVersion, StepGroup, Steps, TrajectoryEnd
 
 @dataclass(slots=True)
 class Held:
-    """The accepted steps, ends and scores of one group, without replaced attempts; in the order of arrival."""
+    """What was accepted of one group: steps (in order of arrival), end records and scorers' answers, without those of
+    replaced attempts."""
 
     steps: list[Steps] = field(default_factory=list)
     ends: dict[int, TrajectoryEnd] = field(default_factory=dict)
-    """The trajectory ends, by sample."""
+    """The end records of trajectories, by sample."""
     chains: dict[int, Chain] = field(default_factory=dict)
     """The chain (`prefixes.sharing`) of each sample whose steps arrived in order; others are checked once complete."""
     places: dict[int, dict[int, tuple[Steps, int]]] | None = None
@@ -58,7 +59,7 @@ class Held:
         return self.places.get(sample, {})
 
     def note(self, table: Steps) -> None:
-        """Add a table's steps to `places`, if `places` exists."""
+        """Note in `places` where each step of a table lies; nothing if `places` was not needed yet."""
         if self.places is not None:
             for k, (sample, index) in enumerate(zip(table.sample_K.tolist(), table.index_K.tolist(), strict=True)):
                 self.places.setdefault(sample, {})[index] = (table, k)
@@ -76,7 +77,7 @@ class Held:
         ]
 
     def samples(self) -> list[int]:
-        """The samples with at least one step or end."""
+        """The numbers in the group of the trajectories of which at least one step or the end record was accepted."""
         return sorted({*self.ends, *(int(sample) for table in self.steps for sample in np.unique(table.sample_K))})
 
     def rearrange(self, steps: list[Steps]) -> None:
@@ -86,7 +87,7 @@ class Held:
 
 
 class Store:
-    """Accepted steps and ends of the groups that may still be trained.
+    """Accepted steps and end records of the groups that may still be trained.
 
     A group's steps are cut out of their message at once, so that no group keeps another group's tokens in memory; they
     become one table when the group is complete.
@@ -94,7 +95,7 @@ class Store:
 
     def __init__(self) -> None:
         self.n_bytes = 0
-        """Bytes of all steps, ends and scores, as `service.handoff.group_bytes` counts them."""
+        """Bytes of all steps, end records and scores, as `service.handoff.group_bytes` counts them."""
         self.expert_bytes = 0
         """Bytes of a token's routed experts; 0 until a step has any. From then on all steps get such a column."""
         self._held: dict[int, Held] = {}
@@ -112,11 +113,11 @@ class Store:
         return counted + long_note_bytes(steps, range(len(steps)))
 
     def of(self, group_id: int) -> Held:
-        """The steps, ends and scores of a group; empty once the group was dropped."""
+        """The steps, end records and scores of a group; empty once the group was dropped."""
         return self._held.get(group_id) or Held()
 
     def add(self, group_id: int, steps: Steps | None, ends: Sequence[TrajectoryEnd], n_bytes: int) -> None:
-        """Add accepted steps and ends, which count as `n_bytes`, to a group."""
+        """Add accepted steps and end records, which count as `n_bytes`, to a group."""
         held = self._held.setdefault(group_id, Held())
         if steps is not None:
             held.steps.append(steps)
@@ -127,7 +128,7 @@ class Store:
         self.n_bytes += n_bytes
 
     def add_from(self, message: StepGroup, additions: Sequence[Addition]) -> None:
-        """Add the new content of a message."""
+        """Add the new content (`additions`) of a message."""
         by_group: dict[int, list[Addition]] = {}
         for new in additions:
             by_group.setdefault(new.group_id, []).append(new)
@@ -173,8 +174,8 @@ class Store:
         self.n_bytes += held.n_bytes
 
     def whole(self, group_id: int) -> tuple[Steps, Ends, tuple[events.Scored, ...]]:
-        """All steps, ends and scores of a complete group. The scores are applied to the steps and ends; trajectories to
-        which a scorer gave no reward are left out."""
+        """All steps, end records and scores of a complete group. Steps and end records have the scorers' rewards and
+        log-probabilities; trajectories to which a scorer gave no reward are left out."""
         scores = self.scores(group_id)
         return rewarded(*with_scores(*self.unscored(group_id), scores), scores)
 
@@ -184,7 +185,8 @@ class Store:
         return tuple(scores[name] for name in sorted(scores))
 
     def unscored(self, group_id: int) -> tuple[Steps, Ends]:
-        """All steps and ends of a complete group, without scorers' answers; joins its tables of steps into one."""
+        """All steps and end records of a complete group, not changed by scorers' answers. From now on the group has one
+        table of steps."""
         held = self._held[group_id]
         if len(held.steps) > 1:
             held.rearrange([concat(held.steps)])
@@ -193,26 +195,27 @@ class Store:
 
 
 def end_bytes(end: TrajectoryEnd) -> int:
-    """Bytes of a trajectory's end, as `service.handoff.group_bytes` counts them."""
+    """Bytes of an end record, as `service.handoff.group_bytes` counts them."""
     return ITEM_BYTES + said_bytes(end)
 
 
 def cut(steps: Steps, items: Sequence[int]) -> Steps | None:
-    """The steps at these positions, in this order; None if there are none. They share memory with the table only if all
-    steps are selected."""
+    """The steps at the positions `items`, in this order, as a table; None if `items` is empty. The new table shares
+    memory with the old one only if all steps are selected."""
     if len(items) == len(steps):
         return steps if items else None
     return select(steps, np.array(items, np.int64), copy=True) if items else None
 
 
 def expert_bytes(ledger: Ledger, routing: Routing | None) -> int:
-    """Bytes of a token's routed experts, as in the first accepted steps that had any; 0 before such steps."""
+    """Bytes of the routed experts of one token, with as many layers and experts as in the first accepted step that had
+    any; 0 until there is such a step."""
     of_expert = np.dtype(np.int16) if routing is None else routing.dtype
     return of_expert.itemsize * math.prod(ledger.state.routing) if ledger.state.routing else 0
 
 
 OnFailure = Callable[[TrajectoryEnd, str, Store, PolicyVersion], None]
-"""A function called with the end of the lost attempt, the reason, the accepted steps and the newest version."""
+"""A function called with the end record of the lost attempt, the reason, the accepted steps and the newest version."""
 OnEnd = Callable[[events.Ended, str, Store, PolicyVersion], None]
 """A function called with the event, the uid of the prompt, the accepted steps and the newest version."""
 
@@ -247,7 +250,7 @@ class Record:
             self.begin_segment()
 
     def lost(self, end: TrajectoryEnd, reason: str) -> None:
-        """Call `on_failure` for an attempt that failed, or to which a scorer gave no reward."""
+        """Call `on_failure` with the end record of an attempt that failed, or to which a scorer gave no reward."""
         if self.on_failure is not None:
             self.on_failure(end, reason, self.store, self.ledger.history.current)
 
@@ -295,13 +298,14 @@ class Record:
     def begin_segment(self) -> None:
         """Begin a new segment of the journal with a snapshot.
 
-        A replay from this snapshot needs the steps of all groups that are open now, even of groups that end later.
+        Segments with steps that a group still needs are kept: a replay from this snapshot reads these steps, even if
+        their group ends later. All older segments are marked for removal.
         """
         needed = self.needed_from()
         self.snapshot_end = self.journal.append(events.SNAPSHOT, self.ledger.snapshot(), begins_segment=True)
         self.journal.reclaim(needed, once=self.snapshot_end)
 
     def needed_from(self) -> int:
-        """Journal position of the oldest step that a group still needs."""
+        """Journal position of the oldest step that a group still needs; if no group needs one, of the next frame."""
         positions = (group.first_position for group in self.ledger.state.groups.values())
         return min((p for p in positions if p is not None), default=self.journal.position)

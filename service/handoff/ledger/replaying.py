@@ -1,4 +1,4 @@
-"""Replaying the journal: restores the record from its frames, and reads steps back into memory."""
+"""Replays the journal: restores the record from the journal's frames, and reads steps back into memory."""
 
 from __future__ import annotations
 
@@ -97,8 +97,8 @@ def apply_frame(record: Record, frame: Frame) -> None:
 
 
 def load_groups(record: Record, group_ids: Sequence[int]) -> list[CompleteGroup]:
-    """The steps and ends of complete groups. Groups that are no longer in memory are read from the journal: an
-    optimizer step that used them was undone.
+    """Complete groups, with their steps and end records. A group whose optimizer step was undone is no longer in
+    memory, and is read from the journal.
 
     Raises:
         JournalError: the journal no longer holds one of these groups.
@@ -114,7 +114,8 @@ def load_groups(record: Record, group_ids: Sequence[int]) -> list[CompleteGroup]
 
 
 def fetch(store: Store, groups: Mapping[int, Group], frames: Iterable[Frame]) -> None:
-    """Add the accepted steps, ends and scores of groups to a store, each once; stop reading after the last one."""
+    """Read the accepted steps, end records and scores of groups from `frames`, and add each once to a store; stop as
+    soon as all of them were read."""
     seen: set[tuple[int, int, int]] = set()
     attempts = {group_id: attempts_of(group) for group_id, group in groups.items()}
     unfinished: set[tuple[int, int | str]] = {

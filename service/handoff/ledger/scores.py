@@ -2,9 +2,9 @@
 
     rewards of the environment 1 0; a judge replaces them with 0.2 0.8; another scorer adds 0.1 0     ->   0.3 0.8
 
-A scorer's reward is set on a trajectory's end and on its last step, so that `returns: last` and `returns: sum` give the
-same return. The reward counts for the role `main`: named roles keep the rewards of the environment. A trajectory to
-which a scorer gave NaN is left out of its group.
+A scorer's reward is set on a trajectory's end record and on its last step, so that `returns: last` and `returns: sum`
+give the same return. The reward counts for the role `main`: named roles keep the rewards of the environment. A
+trajectory to which a scorer gave NaN is left out of its group.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LOGPROBS = np.dtype("<f4")
 
 
 class CompleteGroup(NamedTuple):
-    """A group whose trajectories have all ended: the steps and ends of their final attempts, in any order."""
+    """A group whose trajectories are all complete: the steps and end records of their final attempts, in any order."""
 
     group_id: int
     prompt_uid: str
@@ -38,7 +38,8 @@ class CompleteGroup(NamedTuple):
 
 
 def with_scores(steps: Steps, ends: Ends, scores: Sequence[Scored]) -> tuple[Steps, Ends]:
-    """A group's steps and ends (by sample), changed by its scorers' answers; unchanged if there are no answers."""
+    """The steps and end records of a group, changed by its scorers' answers; unchanged if there are no answers. `ends`
+    is sorted by sample."""
     rewards = [score.rewards for score in scores if score.rewards is not None]
     if rewards:
         added_E = np.array(rewards, np.float64).sum(axis=0)
@@ -68,7 +69,7 @@ def _with_rewards(steps: Steps, ends: Ends, added_E: Float64s, replaces: bool) -
 
 
 def rewarded(steps: Steps, ends: Ends, scores: tuple[Scored, ...]) -> tuple[Steps, Ends, tuple[Scored, ...]]:
-    """The steps, ends and scores without the trajectories to which a scorer gave no reward (NaN)."""
+    """The steps, end records and scores of a group, without the trajectories to which a scorer gave no reward (NaN)."""
     has_reward_E = ~np.isnan(ends.reward_E)
     if has_reward_E.all():
         return steps, ends, scores

@@ -28,7 +28,7 @@ NEWEST_GROUPS = 4
 
 @dataclass(slots=True)
 class Trajectory:
-    """The current attempt of one sample of a group."""
+    """The current attempt at one trajectory of a group."""
 
     generator: str | None
     """The generator that plays the trajectory; None while the trajectory waits for a claim."""
@@ -51,7 +51,7 @@ class Trajectory:
 
     @property
     def complete(self) -> bool:
-        """Whether the trajectory's end and all its steps were accepted, or it was given up."""
+        """Whether the end record and all steps of the trajectory were accepted, or the group continues without it."""
         return self.given_up or (self.n_steps is not None and len(self.indices) == self.n_steps)
 
 

@@ -33,7 +33,8 @@ class VersionHistory:
         self._note(version)
 
     def rollback(self, to_step: int) -> int:
-        """Begin a new incarnation at an earlier step; returns the incarnation."""
+        """Record that a new incarnation of the trainer continues from the earlier step `to_step`; returns the number of
+        the incarnation."""
         if to_step > self.current.step:
             raise ValueError(f"cannot go back to step {to_step} from {self.current}")
         incarnation = self.current.incarnation + 1

@@ -36,7 +36,7 @@ Mode = Literal["off", "linear", "tree"]
 
 
 class Merged(NamedTuple):
-    """The rows that a merge made, and counts of how steps became rows."""
+    """The rows that a merge made, and counts of the steps and tokens before and after the merge."""
 
     rows: Rows
     first_R: Int64s
@@ -81,13 +81,15 @@ def merge_steps(steps: Iterable[Step], mode: Mode = "linear") -> list[Row]:
 
 
 def merge(steps: Steps, mode: Mode = "linear") -> Merged:
-    """Merge all trajectories of a table. Steps may come in any order; of identical steps, one is used."""
+    """Merge the steps of each trajectory of a table into rows. The steps may be in any order; a step that occurs
+    several times is used once."""
     check_choice("mode", mode, Mode)
     return merge_in_order(*in_order(steps), mode)
 
 
 def merge_in_order(steps: Steps, number_K: Int64s, mode: Mode, by_turn: bool = False) -> Merged:
-    """Merge steps that are sorted by trajectory (`number_K`), then by index, and have no duplicates.
+    """Merge a table of steps that are sorted by trajectory, then by index, and have no duplicates. `number_K`: the
+    number of each step's trajectory.
 
     `by_turn`: whether the rows record the step of each token (`Rows.turn_N`).
     """

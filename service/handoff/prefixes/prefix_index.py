@@ -1,8 +1,8 @@
 """Index of one trajectory's steps by prefix: finds the earlier step that shares the longest prefix with a prompt.
 
-    step 0  prompt [10 20 30]                 response [40 50]
-    step 1  extends step 0 by 5 tokens, prompt [60 70], response [80 90]
-    step 2  extends step 1 by 6 tokens, prompt [71],    response [81]
+    step 0  prompt [10 20 30]                              response [40 50]
+    step 1  prompt (first 5 tokens of step 0) [60 70]      response [80 90]
+    step 2  prompt (first 6 tokens of step 1) [71]         response [81]
 
     tokens of step 2       [10 20 30 40 50] of step 0, [60] of step 1, [71 81] of its own
     prompt [10 20 30 41]   shares 3 tokens with step 0
@@ -15,7 +15,8 @@ proportional to its length. The tokens lie in a radix tree (`Tree`) in which eve
     1 2 3 4 5          one run; the third sequence lengthened it
        \\ 7             a run of its own, which branches off at length 2
 
-Equal sequences end at one place. The time to compare two is proportional to the runs between their ends and fork.
+Equal sequences end at the same place of the tree. The time to find how many leading tokens two sequences share is
+proportional to the number of runs between their last tokens and the place where they part.
 """
 
 from __future__ import annotations
@@ -35,11 +36,12 @@ from service.types import Bools, Extension, Int32s, Steps
 
 
 class PrefixError(ValueError):
-    """Raised if a step extends tokens that do not exist, or tokens whose digest is not the digest in the reference."""
+    """Raised if a step's reference is to tokens that do not exist, or to tokens with another digest than the
+    reference."""
 
 
 class IndexedStep(NamedTuple):
-    """A step in the index. Its tokens from position `cut` on are its own; earlier tokens belong to its parents."""
+    """A step in the index. It owns its tokens from position `cut` on; the tokens before are owned by earlier steps."""
 
     steps: Steps
     own_start: int
@@ -56,7 +58,7 @@ class IndexedStep(NamedTuple):
     """Running digests of the first n tokens, by n; each is computed when first needed."""
 
     def holder(self, length: int) -> IndexedStep:
-        """The step that owns the token at position `length` - 1."""
+        """The step that owns the token at position `length` - 1 of this step: this step itself, or an earlier step."""
         step = self
         while length <= step.cut and step.parent is not None:
             step = step.parent
@@ -71,8 +73,8 @@ class IndexedStep(NamedTuple):
         return self.digests[length]
 
     def segments(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """Segments of the token axis that hold the tokens `start:stop` of the step's prompt and response. All steps
-        must be in one table."""
+        """The segments (start, stop) of the token axis in which the tokens `start:stop` of the step's prompt and
+        response lie. The step, and the earlier steps that own some of its tokens, must be in one table."""
         step, found = self, list[tuple[int, int]]()
         while start < stop:
             step = step.holder(stop)
@@ -86,7 +88,7 @@ class PrefixIndex:
     """An index of one trajectory's steps, by prefix."""
 
     def __init__(self, arrived: Iterable[tuple[Steps, int]] = ()) -> None:
-        """`arrived`: the first steps, as items of tables, in any order."""
+        """`arrived`: steps to index at once, each as (table, position in the table), in any order."""
         self.count = 0
         """Number of steps that arrived."""
         self._tree = Tree()
@@ -97,7 +99,7 @@ class PrefixIndex:
             self.arrived(*item)
 
     def add(self, steps: Steps, k: int) -> IndexedStep:
-        """Index item `k` of a table.
+        """Add step `k` of a table to the index.
 
         Raises:
             PrefixError: the extended step is not in the index, or has other tokens.
@@ -105,7 +107,7 @@ class PrefixIndex:
         return self._insert(steps, k, extension_of(steps, k), int(steps.offsets_K[k]))
 
     def arrived(self, steps: Steps, k: int) -> None:
-        """Index item `k` of a table now, or once the step that it extends has arrived.
+        """Add step `k` of a table to the index now, or once the step that it extends has arrived.
 
         A step with a wrong reference is left out; its trajectory is refused when the trajectory is complete.
         """
@@ -127,9 +129,11 @@ class PrefixIndex:
     def references(
         self, steps: Steps, items: list[int], wanted_K: Bools, known: Mapping[int, Extension]
     ) -> dict[int, Extension]:
-        """References for wanted items, by item: from `known`, or to the longest prefix shared with an earlier step.
+        """References for the wanted steps of a table, by position in the table: the reference in `known`, or else one
+        to the longest prefix that the step's prompt shares with an earlier step.
 
-        The items are sorted by index. They are also compared with one another, but are not kept in the index.
+        `items`: positions of the steps of one trajectory, sorted by step index. These steps are also compared with one
+        another, but are not kept in the index.
         """
         found: dict[int, Extension] = {}
         tried = list[int]()
@@ -192,15 +196,16 @@ class PrefixIndex:
 
 
 def check_references(steps: Steps) -> None:
-    """Raise a PrefixError unless each step's reference is to tokens that exist. The steps are of one trajectory, sorted
-    by index."""
+    """Raise a PrefixError unless each step's reference is to tokens that exist and have the reference's digest. The
+    steps are of one trajectory, sorted by index."""
     index = PrefixIndex()
     for k in range(len(steps)):
         index.add(steps, k)
 
 
 def check_chain(steps: Steps, first_K: Bools, chain_K: Bools) -> None:
-    """Raise a PrefixError unless each chained step carries the digest of the step before it; reads each token once."""
+    """Raise a PrefixError unless each step in `chain_K` carries the digest of the whole step before it; steps in
+    `first_K` begin a row and need none. Each token is read once."""
     view, offsets = token_bytes(steps.token_ids_N), (4 * steps.offsets_K).tolist()
     digests, firsts, chain = steps.extends_digest_K.tolist(), first_K.tolist(), xxhash.xxh3_64()
     for k in np.flatnonzero(chain_K).tolist():
@@ -267,11 +272,12 @@ class Place(NamedTuple):
 
     @property
     def owner(self) -> int:
-        """The sequence that first added the token before this place, which must not be the root."""
+        """The number of the sequence that first added the token before this place. The place must not be the root."""
         return self.run.owners[bisect_right(self.run.starts, self.length - 1) - 1]
 
     def owned_below(self, bound: int) -> Place:
-        """The longest prefix of this path whose last token's `owner` is a number below `bound`."""
+        """The longest prefix of this path whose last token was first added by a sequence with a number below
+        `bound`."""
         place = self
         while place.length and place.owner >= bound:
             run = place.run
@@ -298,7 +304,8 @@ class Tree:
             run = branch
 
     def grow(self, place: Place, ids: Int32s, owner: int) -> Place:
-        """Add the tokens of a sequence that the tree lacks after `place`; returns the place at the sequence's end."""
+        """Add the tokens `ids` after `place`, where the tree does not contain them yet, for the sequence with the
+        number `owner`; returns the place after the last token."""
         run, length = place
         if not len(ids):
             return place
@@ -329,7 +336,8 @@ class Tree:
 
 
 def common(a: Place, b: Place) -> int:
-    """Number of leading tokens that two paths share; the time is proportional to the runs between ends and fork."""
+    """Number of leading tokens that two paths share. The time is proportional to the number of runs between the place
+    where the paths part and their last tokens."""
     (run, length), (other, other_length) = a, b
     while run is not other:
         if run.level >= other.level:

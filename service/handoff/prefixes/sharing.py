@@ -1,7 +1,7 @@
 """Prefix sharing: replaces full prompts by references to earlier steps, and checks references.
 
     full form      step 1: prompt [10 20 30 40 50 60 70]                        response [80 90]
-    shared form    step 1: extends step 0 by 5 tokens, prompt [60 70]           response [80 90]
+    shared form    step 1: prompt (first 5 tokens of step 0) [60 70]            response [80 90]
 
 The reference carries the digest of the tokens [10 20 30 40 50]. A step may be sent in either form; it is kept and
 journalled in shared form, so memory and journal grow with the new tokens only. A step that continues the whole step
@@ -35,12 +35,13 @@ class Chain(NamedTuple):
 
     @property
     def extension(self) -> Extension:
-        """The reference that a step carries if it continues the whole chain."""
+        """The reference of a next step that extends the whole last step of the chain."""
         return Extension(self.steps - 1, self.length, self.tokens.intdigest())
 
 
 def grown(chain: Chain | None, index: int, extends: Extension, own: memoryview) -> Chain | None:
-    """The chain with one more step, whose own tokens are `own`; None if the step is not the next, or branches off."""
+    """The chain with one more step; None if the step is not the next one, or extends anything but the whole step before
+    it. `own`: the bytes of the tokens that the step itself carries."""
     if index != (0 if chain is None else chain.steps):
         return None
     if extends.step < 0:
@@ -59,7 +60,8 @@ def dedupe_prefixes(
     chain_of: Callable[[TrajectoryId], Chain | None],
     index_of: Callable[[TrajectoryId], PrefixIndex],
 ) -> Steps:
-    """The steps; each wanted step carries only the tokens that no earlier step of its trajectory has.
+    """The table of steps, in which each step in `wanted_K` carries only the tokens that no earlier step of its
+    trajectory has.
 
     `chain_of`, `index_of`: return a trajectory's known earlier steps. Steps with values for their prompt tokens, such
     as routed experts, are not changed: a reference to equal token ids would lose those values.
@@ -94,7 +96,8 @@ def dedupe_prefixes(
 
 
 def with_references(steps: Steps, found: Mapping[int, Extension]) -> Steps:
-    """The steps; each step in `found` carries only the tokens after the prefix to which its reference points."""
+    """The table of steps, in which each step in `found` (by position) has the reference given there, and carries only
+    the tokens after the prefix to which it refers."""
     if not found:
         return steps
     items = np.array(list(found), np.int64)

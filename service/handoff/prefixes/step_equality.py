@@ -1,7 +1,7 @@
 """Compares two records of one step, which may have different forms; sorts steps and removes duplicates.
 
-    full form      prompt [10 20 30 40 50 60 70]                response [80 90]
-    shared form    extends step 0 by 5 tokens, prompt [60 70]   response [80 90]      the same step
+    full form      prompt [10 20 30 40 50 60 70]               response [80 90]
+    shared form    prompt (first 5 tokens of step 0) [60 70]   response [80 90]      the same step
 
 A reference has the digest of the tokens that it replaces, so a full record can be compared with a shared record without
 the extended step. Only two references of different lengths need the tokens of an extended step.
@@ -26,7 +26,8 @@ TokensOf = Callable[[int], Int32s | None]
 
 
 def same_step(a: Steps, k: int, b: Steps, j: int, tokens_of: TokensOf) -> bool | None:
-    """Whether item `k` of `a` and item `j` of `b` are the same step; None if that depends on a step not known yet."""
+    """Whether item `k` of table `a` and item `j` of table `b` are the same step; None if this cannot be decided without
+    an earlier step of which `tokens_of` does not know the tokens."""
     a, b = select(a, np.array([k])), select(b, np.array([j]))
     if a.extends_length_K[0] > b.extends_length_K[0]:
         a, b = b, a

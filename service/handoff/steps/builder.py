@@ -1,4 +1,4 @@
-"""Makes tables and messages from `Step` objects and trajectory ends."""
+"""Makes tables and messages from `Step` and `TrajectoryEnd` objects."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from service.types import Sender, Step, StepGroup, Steps, TrajectoryEnd
 
 
 def step_group(sender: Sender, steps: Iterable[Step], ends: Iterable[TrajectoryEnd]) -> StepGroup:
-    """Make one message from step and end objects."""
+    """Make one message from step objects and end records."""
     return StepGroup(sender, steps_table(steps), ends_table(ends))
 
 

@@ -12,7 +12,8 @@ from service.handoff.group_bytes import NOTE_BYTES
 
 
 class Routing(NamedTuple):
-    """The form of the routed experts that a model can replay; all fields are 0 or empty for a model without experts."""
+    """Shape and type of the records of routed experts that the model can replay, that is, use instead of its own
+    routing; all fields are 0 or empty for a model without experts."""
 
     layers: tuple[int, ...]
     """The allowed numbers of layers in a record: all layers of the model, or only the layers with experts."""
@@ -26,7 +27,7 @@ class Routing(NamedTuple):
 
     @property
     def token_bytes(self) -> int:
-        """Maximum bytes that a record has for each token."""
+        """Maximum bytes of the routed experts of one token."""
         return max(self.layers, default=0) * self.topk * self.dtype.itemsize
 
 

@@ -3,8 +3,8 @@
     steps   0 title   1 question   2 its continuation   3 another answer to 1's request   4 a verdict on 2
     roles   aux       main         main                 retry                             verifier
 
-A trajectory's end carries one byte for each step: the number of the step's role. The roles of `Role` come first, then
-the roles that the configuration names. If an end carries no roles, every step has the role `main`.
+The end record of a trajectory carries one byte for each step: the number of the step's role. The roles of `Role` come
+first, then the roles that the configuration names. If an end record carries no roles, every step has the role `main`.
 
 The roles of `Role` share the rewards and the baseline of `main`; a named role has its own rewards and baseline.
 """
@@ -16,7 +16,7 @@ from enum import StrEnum
 
 
 class Role(StrEnum):
-    """The purpose of an agent's call. In an environment, calls without a named role are `main`."""
+    """The purpose of an agent's call of the policy. In an environment, calls without a named role are `main`."""
 
     MAIN = "main"
     """The agent's own conversation, even if the agent shortened or summarised it."""

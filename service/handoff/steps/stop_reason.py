@@ -1,4 +1,5 @@
-"""Why trajectories end. A *step* has the engine's stop reason instead, of which `length` means a cut response."""
+"""The reasons why trajectories end. The stop reason of a *step* comes from the engine instead: there `length` means
+that the response was cut at the length limit."""
 
 from __future__ import annotations
 

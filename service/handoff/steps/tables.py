@@ -1,4 +1,4 @@
-"""Tables of steps and ends: computes values from their columns, and converts tables to objects."""
+"""Tables of steps and of end records: computes values from their columns, and converts tables to objects."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ TURNS = ("1", "2", "3", "4", "5_8", "9_16", "17_32", "33_up")
 
 
 def ends_table(ends: Iterable[TrajectoryEnd]) -> Ends:
-    """Make a table from trajectory ends."""
+    """Make a table of end records."""
     ends = list(ends)
     uids, uid_E = codes_of([end.prompt_uid for end in ends])
     stop_reasons, stop_reason_E = codes_of([end.stop_reason for end in ends])
@@ -68,12 +68,13 @@ def _n_said(end: TrajectoryEnd) -> int:
 
 
 def said_bytes(end: TrajectoryEnd) -> int:
-    """Bytes of the values that an end has for its steps (roles, later rewards), and of its transcript."""
+    """Bytes of the roles and later rewards that an end record has for the steps, and of its transcript."""
     return SAID_BYTES * _n_said(end) + len(end.transcript)
 
 
 def said_steps(steps: Steps, ends: Ends, end_K: Int64s) -> tuple[Int64s, Int64s]:
-    """The steps whose trajectory's end has roles and later rewards, and the position of each such step on axis `S`."""
+    """The positions of the steps for which an end record has a role and a later reward, and where these values lie: the
+    position of each such step on axis `S`. `end_K`: see `end_of_items`."""
     k = np.flatnonzero(lengths_of(ends.step_offsets_E)[end_K])
     return k, ends.step_offsets_E[end_K[k]] + steps.index_K[k]
 
@@ -81,14 +82,14 @@ def said_steps(steps: Steps, ends: Ends, end_K: Int64s) -> tuple[Int64s, Int64s]
 class Played(NamedTuple):
     """Complete trajectories: their steps in order, with the role and reward of each step.
 
-    ends a, b; steps of b: 0, of a: 1 0     ->      steps a0 a1 b0     end_K [0 0 1]     first_G [0 2 3]
+    end records a b, steps b0 a1 a0     ->      steps a0 a1 b0     end_K [0 0 1]     first_G [0 2 3]
     """
 
     steps: Steps
     """The steps, sorted by trajectory (in the order of `ends`), then by step index."""
     ends: Ends
     end_K: Int64s
-    """The trajectory of each step, as the position of the trajectory's end in `ends`."""
+    """The trajectory of each step, as the position of the trajectory's end record in `ends`."""
     first_G: Int64s
     """[G + 1] where each trajectory's steps begin."""
     role_K: Uint8s
@@ -97,10 +98,10 @@ class Played(NamedTuple):
 
     @staticmethod
     def of(steps: Steps, ends: Ends) -> Played:
-        """Make complete trajectories from steps and ends, in the order of the ends.
+        """Make complete trajectories from steps and end records, in the order of the end records.
 
         Raises:
-            ValueError: a step's trajectory has no end or two ends; a step came twice.
+            ValueError: a step's trajectory has no end record or two; a step came twice.
         """
         end_K = end_of_items(steps, ends)
         order = np.lexsort((steps.index_K, end_K))
@@ -125,10 +126,10 @@ def trajectory_ids(table: Steps | Ends | Rows) -> list[TrajectoryId]:
 
 
 def end_of_items(steps: Steps, ends: Ends) -> Int64s:
-    """[K] the trajectory of each step, as the position of the trajectory's end in `ends`.
+    """[K] the trajectory of each step, as the position of the trajectory's end record in `ends`.
 
     Raises:
-        ValueError: a step's trajectory has no end or two ends.
+        ValueError: a step's trajectory has no end record or two.
     """
     number_X, first_X = trajectories(
         np.concatenate((ends.group_id_E, steps.group_id_K)),
@@ -141,7 +142,7 @@ def end_of_items(steps: Steps, ends: Ends) -> Int64s:
 
 
 def extension_of(steps: Steps, k: int) -> Extension | None:
-    """The reference of item `k` to the step that it extends; None if the item carries its whole prompt."""
+    """The reference of step `k` of a table to the step that it extends; None if step `k` carries its whole prompt."""
     if steps.extends_K[k] < 0:
         return None
     return Extension(int(steps.extends_K[k]), int(steps.extends_length_K[k]), int(steps.extends_digest_K[k]))
@@ -153,7 +154,7 @@ def total_lengths(steps: Steps) -> Int64s:
 
 
 def long_note_bytes(steps: Steps, items: Iterable[int]) -> int:
-    """Bytes by which the notes of these items exceed the part that `ITEM_BYTES` covers."""
+    """Bytes of the notes of these steps, without the first `NOTE_BYTES` of each note, which `ITEM_BYTES` includes."""
     if not any(len(note) * UTF8_BYTES > NOTE_BYTES for note in steps.notes):
         return 0
     note_K = steps.note_K.tolist()
@@ -175,7 +176,8 @@ def is_truncated_K(steps: Steps) -> Bools:
 
 
 def by_turn(tables: Sequence[Steps]) -> Iterator[tuple[str, int, int]]:
-    """For each range of turn numbers that has responses: (range, responses, truncated responses), as counts."""
+    """For each range of turn numbers with responses: (name of the range, number of responses, number of truncated
+    responses)."""
     turn_K = np.concatenate([np.searchsorted(TURN_BOUNDS, steps.index_K + 1) for steps in tables])
     truncated_K = np.concatenate([is_truncated_K(steps) for steps in tables])
     responses, truncated = (np.bincount(of_K, minlength=len(TURNS)) for of_K in (turn_K, turn_K[truncated_K]))
@@ -239,7 +241,8 @@ def _fields_of_both(table: Steps | Rows) -> Iterator[dict[str, Any]]:
 
 
 def end_objects(ends: Ends) -> list[TrajectoryEnd]:
-    """The ends of a table as objects; roles that are all `main`, and later rewards that are all 0, are left out."""
+    """The end records of a table as objects. If an end record's roles are all `main`, or its later rewards all 0, the
+    object has none."""
     columns = (ends.uid_E, ends.n_steps_E, ends.stop_reason_E, ends.reward_E)
     items = zip(trajectory_ids(ends), *(column_E.tolist() for column_E in columns), strict=True)
     said, bounds = pairwise(ends.step_offsets_E.tolist()), pairwise(ends.offsets_E.tolist())
