@@ -36,7 +36,7 @@ REPEAT_FRACTION = 0.55
 
 
 class Puzzle(NamedTuple):
-    """The question of one prompt, and the facts in its store."""
+    """The question of one prompt, and the facts that its store holds."""
 
     facts: dict[tuple[str, str], str]
     entity: str

@@ -92,9 +92,9 @@ class Agents:
         """The roles that are trained; tokens of calls in other roles carry no loss."""
 
     def restore(self, trajectory: TrajectoryId, task: Task, steps: Steps, sink: StepSink) -> bool:
-        """Open a session again that an earlier process served; `play` then continues the session.
+        """Open a session again that an earlier process served, from its `steps`; `play` then continues the session.
 
-        Returns false if the `steps` are not all calls of one session, so that the trajectory cannot be continued.
+        Returns false if a step is missing or is not a call of this session, so that the trajectory cannot be continued.
         """
         session = self.session(trajectory, task, sink)
         try:

@@ -27,7 +27,7 @@ MAX_ENDED = 4096
 
 
 class Ended(NamedTuple):
-    """A session that ended: a line of the file."""
+    """A session that ended, as a line of the file of ended sessions stores it."""
 
     name: str
     key: str
@@ -40,8 +40,8 @@ class Sessions:
     """The open sessions, and the sessions that ended most recently. A key that was never issued has no entry."""
 
     def __init__(self, file: Path | None = None) -> None:
-        """`file`: has a line for each ended session. Without a file, or if this host lacks its folder, ended sessions
-        are forgotten when the process ends."""
+        """`file`: the file of ended sessions, one line for each. Without a file, or if this host lacks its folder,
+        ended sessions are forgotten when the process ends."""
         self._open: dict[str, Session] = {}
         """Open sessions by name; `_ended` is by name too."""
         self._ended: dict[str, Ended] = {}

@@ -99,7 +99,7 @@ class Trial:
 
 
 def told(call: Call, role: str) -> str:
-    """A call in one line."""
+    """A call as a line of text, as in the module's example."""
     begins = HOW[call.how] if call.parent is None else f"continues {call.parent.index}"
     calls = [f"{name}({json.dumps(dict(arguments)):.{SHOWN}})" for name, arguments in call.reply.calls]
     said = f"calls {', '.join(calls)}" if calls else json.dumps(call.reply.content[:SHOWN])

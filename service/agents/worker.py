@@ -58,7 +58,7 @@ class _Unanswered(Exception):
 
 
 class SessionClaim(msgspec.Struct):
-    """The fields of a claim that a worker reads."""
+    """The answer to a claim: a session to run the agent for. Other fields of the answer are ignored."""
 
     session: Annotated[str, msgspec.Meta(pattern=SESSION_NAME)]
     base_url: str

@@ -48,7 +48,7 @@ def measure_step(metrics: Metrics, line: Mapping[str, float], wall: float) -> No
 
 
 def measure_steps(metrics: Metrics, tables: Sequence[Steps]) -> None:
-    """Record the turns of a generator; a call with many turns costs little more than a call with one turn."""
+    """Record the turns that a generator played; `tables` may hold many turns, which costs little more than one turn."""
     if not tables:
         return
     prompt_K = np.concatenate([steps.extends_length_K + steps.prompt_length_K for steps in tables])

@@ -63,13 +63,14 @@ class Diagnosis:
         self._last = deque(lines, maxlen=WINDOW)
 
     def stepped(self, line: Mapping[str, float]) -> None:
-        """Store the line of the next step."""
+        """Store the metrics of the next optimizer step: its line of `metrics.jsonl`."""
         self._last.append(line)
         if len(self._first) < WINDOW:
             self._first.append(line)
 
     def found(self) -> dict[str, str]:
-        """The symptoms of the last steps by name, each in words, the most likely cause first."""
+        """The symptoms of the last optimizer steps: a description of each, by the symptom's name, the most likely cause
+        first."""
         found = {}
         for name, key, comparison, threshold, says in SYMPTOMS:
             value = _mean(self._last, key)

@@ -16,8 +16,8 @@ FATES_IN_WORDS = {"expired": "not finished in time or not needed", "stepped": "t
 
 
 def learning_summary(rewards_S: Sequence[float], staleness_S: Sequence[float]) -> dict[str, Any]:
-    """Reward over the first and the last tenth of the steps, their difference with its 95 % interval, and the mean
-    staleness.
+    """Mean reward over the first and the last tenth of the optimizer steps, the difference of the two with its 95 %
+    interval, and the mean staleness.
 
     The interval is None below `FEWEST_STEPS`; everything is None before the first step.
 

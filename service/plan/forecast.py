@@ -56,7 +56,7 @@ class Split:
 
     @property
     def step_seconds(self) -> float:
-        """Seconds of a step."""
+        """Seconds from one optimizer step to the next."""
         return self.flow.step_seconds
 
 
@@ -93,11 +93,12 @@ def _spread(numbers: Sequence[int]) -> list[int]:
 
 
 class Plan:
-    """The plan of a configuration: whether the configuration fits into memory, the seconds of a step with each split of
-    the GPUs, and the bottleneck."""
+    """The plan of a configuration: whether the configuration fits into memory, the seconds of an optimizer step with
+    each split of the GPUs, and the bottleneck."""
 
     def __init__(self, settings: PlanSettings, folder: Path, device: Device, work: Work, gpus: int | None) -> None:
-        """Plan for `gpus` GPUs; None: the number in the configuration. `folder` needs only a config.json.
+        """Plan for `gpus` GPUs; None: the number in the configuration. `folder`: the model folder, of which only the
+        config.json is read.
 
         Raises:
             UserError: the model cannot be built or run, or there are too few GPUs.
@@ -155,13 +156,14 @@ class Plan:
 
     @property
     def gpu_hours(self) -> float | None:
-        """GPU hours of the whole run with the configuration's split, without its start; None on a CPU."""
+        """GPU hours of all optimizer steps of the run with the configuration's split, without the start of the run;
+        None on a CPU."""
         seconds = self.settings.max_steps * self.chosen.step_seconds * self.used
         return None if self._on_cpu else seconds / 3600
 
     @property
     def engine_bytes(self) -> dict[str, float]:
-        """Bytes on each GPU of an engine, by part of the memory."""
+        """Bytes on each GPU of an engine, by what they hold: `weights`, `kv cache`, and the rest."""
         weights = self._shape.parameters * self._shape.width / self.settings.generator.engine_gpus
         parts = {"weights": weights, "kv cache": max(0.0, self._memory.kv)}
         if self._on_cpu:

@@ -1,4 +1,5 @@
-"""Seconds of a step, waiting times and staleness: an analytic model of groups between engines and trainer.
+"""Predicts the seconds of a step, waiting times and staleness by an analytic model of how groups flow from the engines
+to the trainer. A step in this file is an optimizer step; its seconds last until the next one.
 
     admission (lookahead, slots) -> trajectories share the engines -> environment -> complete -> trainer -> new version
 
@@ -47,7 +48,7 @@ step, and of the search for the seconds of an iteration."""
 
 @dataclass(frozen=True)
 class Flow:
-    """Results of the analytic model."""
+    """Results of the analytic model: means over the optimizer steps of a run."""
 
     step_seconds: float
     trainer_waits: float
@@ -64,18 +65,22 @@ class Flow:
 
 
 def either_longer(one: float, other: float) -> float:
-    """Seconds of a step whose two sides need `one` and `other` seconds: the longer of the two, plus up to about 4 % if
-    the two are similar, because the waits of the sides vary at random."""
+    """Seconds of an optimizer step for which generation and training, at the same time, need `one` and `other` seconds:
+    the longer of the two, plus up to about 4 % if the two are similar, because random delays of one side hold up the
+    other side."""
     longer, shorter = max(one, other), min(one, other)
     return longer * float((1 + (shorter / longer) ** SHARPNESS) ** (1 / SHARPNESS)) if longer else 0.0
 
 
 def seconds_of_means(generation: float, training: float, arrival: float, lookahead: float, concurrency: float) -> float:
-    """Seconds of a step if only the means of a run are known, not the distribution of its lengths.
+    """Seconds of an optimizer step if only means are known, not the distribution of the lengths of trajectories.
 
-    The result is the larger of two times. The first is what the longer side needs. The second follows from admission:
-    a group's successor is admitted `lookahead` + 1 steps after the group. In these steps the group is generated beside
-    up to `concurrency` mini-batches, the group is trained, and the new weights reach the engines (`arrival`).
+    `generation`, `training`: mean seconds that each of the two needs for a mini-batch.
+
+    The result is the larger of two times. The first is `either_longer` of generation and training. The second follows
+    from admission: the group that takes a group's place is admitted `lookahead` + 1 optimizer steps later. In this time
+    the first group is generated while up to `concurrency` mini-batches are generated, is trained, and the new weights
+    reach the engines, which takes `arrival` seconds.
 
     >>> seconds_of_means(3.0, 1.0, 0.0, lookahead=0, concurrency=1)
     4.0
@@ -86,8 +91,8 @@ def seconds_of_means(generation: float, training: float, arrival: float, lookahe
 
 @dataclass(frozen=True)
 class Setting:
-    """The analytic model: its inputs (amounts and rates) and its equations. Axis `Q`: `QUANTILES` lengths of groups,
-    all equally frequent."""
+    """The analytic model: its inputs (amounts and rates) and its equations. Axis `Q`: the `QUANTILES` (1024) group
+    lengths that represent the distribution of lengths; all are equally frequent."""
 
     mini_batch_size: int
     samples: int
@@ -214,7 +219,7 @@ class Setting:
         return batch * open_P
 
     def flow(self) -> Flow:
-        """Solve the equations for the means of the steady state."""
+        """Solve the equations; the results are means of the steady state, after the start of the run."""
         full_Q, running = self._full()
         full, busy = self.mini_batch_size * float(full_Q.mean()) / self.slots, self.train_seconds + self.after_seconds
         step = self._admitted(either_longer(full, busy))

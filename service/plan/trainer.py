@@ -1,5 +1,5 @@
-"""Predicts the seconds of an optimizer step and the memory of a rank for any number of ranks, from a single
-estimate."""
+"""Predicts the seconds of an optimizer step and the memory of a rank for any number of ranks. Only one number of ranks
+is estimated in detail; the figures for other numbers follow from that estimate."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SHARDED = ("weights", "gradients", "optimizer")
 
 @dataclass(frozen=True)
 class Trainer:
-    """The estimate of a rank's step, independent of the number of ranks."""
+    """An estimate of a rank's optimizer step, made for `ranks` ranks; the methods predict other numbers of ranks."""
 
     step: StepEstimate
     ranks: int
@@ -50,7 +50,7 @@ class Trainer:
         return min(ranks, GPUS_OF_A_NODE) if self.shards_within_node else ranks
 
     def memory(self, ranks: int) -> dict[str, float]:
-        """Peak bytes of a rank by part, with `ranks` ranks."""
+        """Peak bytes of memory of a rank if there are `ranks` ranks, by what they hold, such as `weights`."""
         share = self._shards(self.ranks) / self._shards(ranks)
         return {part: held * (share if part in SHARDED else 1.0) for part, held in self.step.peak.items()}
 
@@ -72,7 +72,11 @@ class Trainer:
         return total / self.micro_tokens * self.passes * gaps
 
     def seconds(self, device: Device, ranks: int, tokens: float, row_tokens: float, budget: int) -> float:
-        """Seconds of a step of `tokens` tokens: the longer of compute and collectives, plus the optimizer."""
+        """Seconds of an optimizer step of `ranks` ranks: the longer of compute and collectives, plus the optimizer.
+
+        `tokens`: number of tokens that all ranks together train, in rows of `row_tokens`; `budget`: maximum tokens of a
+        rank's micro-batch.
+        """
         mine = tokens / ranks * TRAINER["imbalance"]
         micro_batches = max(1, math.ceil(mine / budget))
         compute = mine * self.token_seconds(device, row_tokens)
@@ -97,7 +101,7 @@ class Trainer:
 
 @dataclass(frozen=True)
 class Memory:
-    """The memory of an engine's GPU, in bytes."""
+    """Bytes on each GPU of an engine: `kv` for the KV cache, `engine` for weights, graphs and buffers."""
 
     engine: float
     kv: float

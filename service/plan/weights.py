@@ -10,7 +10,7 @@ from service.plan.machine.device import Device
 
 @dataclass(frozen=True)
 class Update:
-    """Duration of an update of the engines, in seconds."""
+    """Seconds that an update of the engines' weights takes, as the trainer and the engines experience it."""
 
     trainer: float
     """Seconds of the update in which the trainer does nothing else."""
@@ -21,8 +21,11 @@ class Update:
 
 
 def update(transport: str, weight_bytes: float, device: Device, nodes: int, rank_gpus: int, engine_gpus: int) -> Update:
-    """The duration of an update. `rank_gpus` GPUs share the bytes that the trainer sends; `engine_gpus` GPUs share the
-    bytes that an engine gets."""
+    """Predict how long an update of the engines' weights takes.
+
+    Of the `weight_bytes`, each of the trainer's `rank_gpus` GPUs sends an equal part, and each of an engine's
+    `engine_gpus` GPUs receives an equal part.
+    """
     costs = WEIGHTS
     if transport == "memory":
         copied, pause = weight_bytes / rank_gpus / costs["copied"], weight_bytes / engine_gpus / costs["into_an_engine"]

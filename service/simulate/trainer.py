@@ -100,7 +100,8 @@ class SimulatedTrainer(Client):
         return None
 
     def is_applied(self) -> bool:
-        """Whether an optimizer step is applied; a step whose loss or gradient is not finite is skipped."""
+        """Whether the next optimizer step is applied: true, unless a test overrides this to simulate a loss or gradient
+        that is not finite."""
         return True
 
     def _evaluate(self, step: int) -> Generator[Waiting, Any, None]:

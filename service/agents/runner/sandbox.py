@@ -70,7 +70,7 @@ class Launch:
 
 
 class Started(NamedTuple):
-    """A running command."""
+    """A command that runs, with access to its network connections and to its processes."""
 
     process: subprocess.Popen[bytes]
     """The command. With namespaces: the outer process, which ends together with the command and has the command's exit

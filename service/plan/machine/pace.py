@@ -37,7 +37,8 @@ LENGTH = 4
 
 
 def message_seconds() -> float:
-    """Mean seconds of an exchange of messages, over all pairs of processes that run at once.
+    """Mean seconds in which a pair of processes exchanges a message and its answer, while a pair runs on each core (on
+    at most `MAX_PAIRS` cores).
 
     Raises:
         UserError: the processes could not run.
