@@ -43,7 +43,7 @@ MIN_BODY_BYTES, BYTES_PER_TOKEN = 64 << 10, 16
 token, escaped texts up to 12. A larger body is refused before its messages are rendered, because that would block the
 event loop for about a second per MB."""
 REASON_CHARACTERS = 1000
-"""Maximum characters of the reason with which a run failed."""
+"""Maximum characters of the reason for which an agent's run failed."""
 MAX_LOGGED, SHOWN = 20, 80
 """Maximum number of different refusals of one session that are logged, and maximum characters of a client's name."""
 SHOWN_REFUSALS = 3
@@ -68,7 +68,7 @@ class Outcome(NamedTuple):
     rewards: Mapping[str, float] = {}
     """Further rewards, by the id of a call or the name of a role."""
     reason: str = ""
-    """Why the run failed."""
+    """Why the agent's run failed; empty if it did not."""
     exit_code: int | None = None
     """Exit code of the agent's process."""
 

@@ -25,10 +25,10 @@ LARGEST_FRACTION = 0.1
 """Maximum fraction of the newest policy's tokens that may differ by more than the tolerance."""
 
 MIN_TOKENS = 50
-"""A step with fewer tokens of the newest policy is not checked."""
+"""An optimizer step with fewer tokens of the newest policy is not checked."""
 
 STEPS_IN_A_ROW = 3
-"""Number of consecutive steps that must disagree before the run ends."""
+"""Number of consecutive optimizer steps in which engine and trainer must disagree before the run ends."""
 
 
 class LogprobCheck:

@@ -22,7 +22,8 @@ if TYPE_CHECKING:  # `baton status` does not load pydantic or NumPy
 SCHEMA = 1
 
 PARTS = ("run", "buffer", "step")
-"""The parts that report: the driver's `run` and last `step`, and the `buffer`."""
+"""The reports of which the status consists: of the driver about the `run` and about its newest optimizer `step`, and of
+the `buffer`."""
 
 Status = dict[str, Any]
 

@@ -8,8 +8,8 @@ from itertools import pairwise
 from typing import Any
 
 FEWEST_STEPS = 30
-"""In a run with fewer steps, the reward's gain has no confidence interval, because a tenth of the run would be one or
-two steps."""
+"""In a run with fewer optimizer steps, the reward's gain has no confidence interval, because a tenth of the run would
+be one or two of them."""
 
 FATES_IN_WORDS = {"expired": "not finished in time or not needed", "stepped": "trained, in no checkpoint yet"}
 """Explanations of the less familiar fates of tokens."""

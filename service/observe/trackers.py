@@ -1,4 +1,5 @@
-"""The trackers that receive each step's metrics in addition to `metrics.jsonl`: TensorBoard, Weights & Biases."""
+"""The trackers that receive the metrics of each optimizer step, as `metrics.jsonl` does: TensorBoard, Weights &
+Biases."""
 
 from __future__ import annotations
 

@@ -73,19 +73,19 @@ class Demand:
     """Seconds from a commit until the engines serve the new weights and the groups that wait for these weights are
     admitted."""
     seconds_of_step: float | None = None
-    """Measured or simulated seconds of a step; None: `arithmetic_seconds` is used instead."""
+    """Measured or simulated seconds of an optimizer step; None: `arithmetic_seconds` is used instead."""
 
     def of(self, side: Side) -> Mapping[Part, float]:
-        """The seconds per step that each part of a side needs."""
+        """The seconds per optimizer step that each part of a side needs."""
         return self.generation if side is Side.GENERATION else self.training
 
     def seconds(self, side: Side) -> float:
-        """Seconds per step that a side needs."""
+        """Seconds per optimizer step that a side needs: the sum over its parts."""
         return sum(self.of(side).values())
 
     @property
     def longer(self) -> Side:
-        """The side that needs more seconds per optimizer step."""
+        """The side that needs more time per optimizer step."""
         return max(Side, key=self.seconds)
 
     @property

@@ -243,7 +243,8 @@ class Plan:
     def _training(
         self, engines: int, ranks: int, rows: float, sampling: float, update: Update
     ) -> tuple[float, dict[Part, float]]:
-        """The factor by which training slows generation down, and the parts of training in seconds per step."""
+        """The factor by which training slows generation down, and the seconds per optimizer step of each part of
+        training."""
         work, settings, pace = self.work, self.settings, self.device.pace
         row = work.length if settings.merges else work.prompt_tokens + work.response_tokens
         compute = self._trainer.seconds(self.device, ranks, rows, row, settings.trainer.max_tokens_per_micro_batch)
@@ -331,7 +332,7 @@ class Plan:
         return update(transport, sent * self._shape.width, self.device, nodes, senders, gpus)
 
     def _evaluation(self, sampling: float) -> float:
-        """Seconds per step of evaluations that pause training; 0 for evaluations beside training."""
+        """Seconds per optimizer step for which evaluations pause training; 0 for evaluations beside training."""
         data = self.settings.data
         if not data.eval_every or data.eval_mode == "beside":
             return 0.0

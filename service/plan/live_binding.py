@@ -23,7 +23,7 @@ WINDOW_SECONDS = 600.0
 """The window of alerts, in seconds: a brief bottleneck, such as an evaluation, must not cause an alert."""
 NOW_SECONDS = 40.0
 """Minimum length of the window of the status, in seconds. It is short, so that a part that becomes slow is named within
-a minute; if steps are long, the window is longer."""
+a minute; if optimizer steps are long, the window is longer."""
 SAMPLE_SECONDS = 10.0
 MIN_STEPS = 3
 """Minimum number of optimizer steps in the window for which a bottleneck is named."""
@@ -31,7 +31,7 @@ SLOW = 0.6
 """An engine that samples less than this fraction of the others' tokens per second is reported as slow."""
 WAITING = "waiting"
 IDLE = (WAITING, "starting", "evaluating")
-"""States in which a generator plays no group."""
+"""States in which a generator plays no group for training."""
 SYNCS_OF_GROUP = 3.0
 """Number of syncs of the journal for which each trajectory waits in addition to its own time. On average, the claim of
 its group comes in the middle of a sync, so it waits for half a sync and for the whole next sync; the end of the group
@@ -163,7 +163,8 @@ def live(grown: Figures, limits: Limits) -> Live | None:
 
 
 def _slow_engine(grown: Figures) -> str:
-    """The engine that samples far fewer tokens per second of generation than the others; empty if there is none."""
+    """A text about the engine that samples far fewer tokens per second of generation than the others; empty if there is
+    none."""
     rates = {
         name: grown.tokens.get(name, 0.0) / states["generating"]
         for name, states in grown.engines.items()
@@ -176,7 +177,8 @@ def _slow_engine(grown: Figures) -> str:
 
 
 def _slow_rank(grown: Figures) -> str:
-    """The rank that computes far longer than the others; empty without one, or if ranks wait in a step."""
+    """A text about the rank that computes far longer per optimizer step than the others; empty if there is none, or if
+    the other ranks wait for it in their computation and so take as long."""
     busy = {
         name: (states.get("forward_backward", 0.0) + states.get("optimizer", 0.0)) / grown.steps
         for name, states in grown.ranks.items()

@@ -1,5 +1,5 @@
 """Predicts the seconds of a step, waiting times and staleness by an analytic model of how groups flow from the engines
-to the trainer. A step in this file is an optimizer step; its seconds last until the next one.
+to the trainer. A step in this file is an optimizer step; its seconds are the time until the next one.
 
     admission (lookahead, slots) -> trajectories share the engines -> environment -> complete -> trainer -> new version
 
@@ -38,12 +38,13 @@ BACKLOG = 40.0
 """Exponent that sets how sharply the queue of complete groups grows when the trainer becomes the slower side; fitted to
 simulations."""
 ADMISSION = 1.01
-"""Admission is the limit if a step takes more than this many times the seconds that slots and trainer need."""
+"""Admission is the limit if an optimizer step takes more than this many times the seconds that the slots and the trainer
+need."""
 FULL = 0.99
-"""Slots are the limit if they need at least this fraction of a step."""
+"""Slots are the limit if they need at least this fraction of the seconds of an optimizer step."""
 PHASES, HALVINGS, ROUNDS = 16, 40, 100
-"""Number of moments of a step at which the open groups are counted; maximum rounds of the search for the seconds of a
-step, and of the search for the seconds of an iteration."""
+"""Number of moments of an optimizer step at which the open groups are counted; maximum rounds of the search for the
+seconds of an optimizer step, and of the search for the seconds of an engine's iteration."""
 
 
 @dataclass(frozen=True)
@@ -111,9 +112,9 @@ class Setting:
     """Seconds that a whole trajectory spends in its environment."""
     train_seconds: float
     after_seconds: float = 0.0
-    """Seconds from the commit of a step until the trainer asks for the next mini-batch."""
+    """Seconds from the commit of an optimizer step until the trainer asks for the next mini-batch."""
     sync_seconds: float = 0.0
-    """Seconds from the commit of a step until the engines serve its weights."""
+    """Seconds from the commit of an optimizer step until the engines serve the new weights."""
 
     @cached_property
     def _longest_Q(self) -> Float64s:
@@ -127,7 +128,7 @@ class Setting:
 
     @property
     def _late(self) -> float:
-        """Seconds from a lease until the engines serve the weights that its step produces."""
+        """Seconds from a lease until the engines serve the weights that the mini-batch's optimizer step produces."""
         return self.train_seconds + self.sync_seconds
 
     def _lengths(self, samples: int) -> Float64s:
@@ -138,7 +139,8 @@ class Setting:
         return np.minimum(lengths_Q, self.most_tokens)
 
     def _at(self, step: float) -> tuple[Float64s, float]:
-        """[Q] seconds of groups, and the number of requests in an engine with work, if a step takes `step` seconds."""
+        """[Q] seconds of groups, and the number of requests in an engine with work, if an optimizer step takes `step`
+        seconds."""
         running, most = 0.0, self.slots * self.samples / self.engines
         longest = int(QUANTILES * (1 - LONGEST / self.mini_batch_size))
         for _ in range(ROUNDS):
@@ -172,7 +174,7 @@ class Setting:
         return 1 - np.searchsorted(seconds_Q, seconds, side="right") / QUANTILES
 
     def _admitted(self, floor: float) -> float:
-        """Seconds of a step if admission is the limit, but at least `floor`."""
+        """Seconds of an optimizer step if admission is the limit, but at least `floor`."""
         lookahead = self.lookahead
 
         def is_too_short(step: float) -> bool:
@@ -205,7 +207,8 @@ class Setting:
         return share * at_last + (1 - share) * at_once
 
     def _open(self, step: float, full: float, seconds_Q: Float64s) -> Float64s:
-        """[P] number of open groups at several moments of a step; a step begins when new weights are served."""
+        """[P] number of open groups at several moments between two optimizer steps, counted from when the engines serve
+        new weights."""
         batch = self.mini_batch_size
         if full >= FULL * step:  # groups begin one by one
             return np.array([batch * float(seconds_Q.mean()) / step])

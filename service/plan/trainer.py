@@ -31,7 +31,7 @@ class Trainer:
 
     step: StepEstimate
     ranks: int
-    """Number of ranks for which the step was estimated."""
+    """Number of ranks for which the optimizer step was estimated."""
     recomputed: float
     """Fraction of the layers that are recomputed in the backward pass. The times in `step` include the recomputation of
     all layers, or of none if this is 0."""

@@ -1,4 +1,4 @@
-"""Predicts the time to send new weights to the engines with each transport."""
+"""Predicts how long an update of the engines' weights takes, by the transport of the weights."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ class Update:
     """Seconds that an update of the engines' weights takes, as the trainer and the engines experience it."""
 
     trainer: float
-    """Seconds of the update in which the trainer does nothing else."""
+    """Seconds for which the trainer does nothing but send the weights."""
     pause: float
-    """Seconds of the update in which an engine generates nothing."""
+    """Seconds for which an engine generates nothing."""
     arrival: float
     """Seconds from the end of the optimizer step until the engines serve the weights."""
 

@@ -97,7 +97,7 @@ def staleness(record: Record) -> int | None:
 
 
 def _steps_of(version: str) -> int:
-    """The optimizer steps of a policy version: `1:36` -> 36."""
+    """The number of optimizer steps in a printed policy version: `1:36` -> 36."""
     return int(version.partition(":")[2])
 
 

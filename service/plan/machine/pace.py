@@ -1,9 +1,9 @@
 """Measures how fast this machine now does the work of a run's processes: on each core a pair of processes exchanges
-steps.
+messages.
 
-One process of a pair makes steps of a few tokens, encodes and sends them, as a generator does; the other process keeps
-the steps and joins their tokens, as the buffer does. So all cores are busy and processes wait for messages, as in a
-run, and other programs on this machine take their share of the cores.
+One process of a pair makes steps (turns of trajectories) of a few tokens, encodes and sends them, as a generator does;
+the other process keeps the steps and joins their tokens, as the buffer does. So all cores are busy and processes wait
+for messages, as in a run, and other programs on this machine take their share of the cores.
 """
 
 from __future__ import annotations
