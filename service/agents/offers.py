@@ -67,7 +67,7 @@ class Offers:
             raise TrajectoryFailed(StopReason.ENVIRONMENT_TIMEOUT, silent)
 
     async def claim(self, seconds: float) -> Offer | None:
-        """The oldest offer; None if there is none within `seconds`."""
+        """Take the oldest offer; None if there is none within `seconds`."""
         try:
             async with asyncio.timeout(seconds):
                 await self._offered.acquire()

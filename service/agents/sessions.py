@@ -1,7 +1,8 @@
 """The sessions of a generator by their keys: the open sessions, and the sessions that ended most recently, even if they
 ended before the generator restarted.
 
-    finish(body) --noted--> journal --> 200         the same body again: 200; another one: 409
+    finish(body) --> note the body --> trajectory's end in the journal --> 200
+    finish with the noted body again: 200; with another body: 409
 
 A body is noted before the trajectory's end is in the journal. If the generator dies between these two events, the
 restarted generator opens the session again, and forgets the body.

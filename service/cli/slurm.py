@@ -159,7 +159,8 @@ def refuse_unfit(config: Config) -> None:
 
 
 def not_shared(paths: Sequence[Path]) -> str | None:
-    """A message about the first path that nodes do not share (`OWN_FOLDERS`); None if nodes share all paths."""
+    """A message about the first path that nodes do not share, because it is in one of `OWN_FOLDERS`; None if nodes
+    share all paths."""
     found = ((path, own) for path in paths for own in OWN_FOLDERS if path.is_relative_to(own))
     return next(
         (

@@ -60,8 +60,8 @@ class Pushed:
         return self.age(now) <= SILENT_SECONDS
 
     def by_label(self, name: str, label: str, of_each: Literal["", "_sum", "_count"] = "") -> dict[str, float]:
-        """The values of a metric family by one label, summed over its other labels; `of_each` selects the sums or the
-        counts of a histogram."""
+        """The values of a metric family by the label `label`, summed over the family's other labels; `of_each` selects
+        the sums or the counts of a histogram."""
         found: dict[str, float] = {}
         for line in self.samples.get(name, b"").decode().splitlines():
             of = re.search(rf'[{{,]{label}="([^"]*)"', line)

@@ -26,7 +26,7 @@ class Is(StrEnum):
 
 
 class Symptom(NamedTuple):
-    """A metric that shows why a run does not learn."""
+    """A reason why a run does not learn, and the metric and the threshold that show it."""
 
     name: str
     """Name of the symptom, and of its section in `docs/not-learning.md`."""

@@ -101,7 +101,7 @@ class Demand:
         return self.arithmetic_seconds if self.seconds_of_step is None else self.seconds_of_step
 
     def waits(self, side: Side) -> float:
-        """Fraction of the time for which a side waits for the other side."""
+        """Fraction of the time for which `side` waits for the other side."""
         return max(0.0, 1 - self.seconds(side) / self.step_seconds) if self.step_seconds else 0.0
 
     def gain(self, part: Part, side: Side) -> float:

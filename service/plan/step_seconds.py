@@ -32,13 +32,14 @@ QUANTILES = 1024
 LONGEST = 0.56
 """The mean length of the longest of B groups is about the quantile 1 - 0.56 / B of the lengths (Gumbel)."""
 SHARPNESS = 17.0
-"""Exponent of `either_longer`. If the two sides need the same time, random waits cost 1 - 2 ** (-1 / 17), or 4 %, of
-their speed. The figure is from `baton simulate` with a lookahead of 4 and lengths of moderate tails."""
+"""Exponent of `either_longer`. If generation and training need the same time, the time for which they wait for each
+other, because both vary at random, costs 1 - 2 ** (-1 / 17), or 4 %, of their speed. The figure is from `baton
+simulate` with a lookahead of 4 and lengths of moderate tails."""
 BACKLOG = 40.0
 """Exponent that sets how sharply the queue of complete groups grows when the trainer becomes the slower side; fitted to
 simulations."""
 ADMISSION = 1.01
-"""Admission is the limit if an optimizer step takes more than this many times the seconds that the slots and the trainer
+"""Admission is the limit if an optimizer step takes more than this many times the seconds that slots and trainer
 need."""
 FULL = 0.99
 """Slots are the limit if they need at least this fraction of the seconds of an optimizer step."""

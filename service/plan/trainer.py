@@ -41,7 +41,8 @@ class Trainer:
     row_tokens: int
     """Length of the micro-batch's rows, in tokens."""
     passes: float
-    """Cost of all passes over a token, relative to the estimate; above 1 if a reference policy adds a forward pass."""
+    """Cost of all passes over a token, relative to the estimate; above 1 if a reference policy or a proximal anchor
+    adds a forward pass."""
     shards_within_node: bool = False
     """Whether each node has a copy of the policy, as with `trainer.shard_within: node`."""
 

@@ -89,7 +89,7 @@ def _step(sent: int, sample: int) -> dict[str, Any]:
 
 
 def _answer(connection: socket.socket) -> None:
-    """Take messages until the other side ends."""
+    """Receive and answer messages until the other process closes the connection."""
     kept: dict[str, list[dict[str, Any]]] = {}
     while (message := _received(connection)) is not None:
         for step in message["steps"]:
