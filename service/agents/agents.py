@@ -238,7 +238,7 @@ class Agents:
 
         tree = ConversationTree(self._chat, self.parser)
         name = "-".join(map(str, trajectory))
-        if isinstance(trajectory, EvaluationId):  # it may be played again
+        if isinstance(trajectory, EvaluationId):  # may be played again, so the name is a new one
             name = f"eval-{secrets.token_hex(8)}"
         key, max_tokens = self._keys.of(name), self._config.max_tokens
         session = Session(trajectory, task.uid, tree, limits, max_tokens, sample, sink, name, key)

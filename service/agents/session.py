@@ -68,7 +68,7 @@ class Outcome(NamedTuple):
     rewards: Mapping[str, float] = {}
     """Further rewards, by the id of a call or the name of a role."""
     reason: str = ""
-    """Why the agent's run failed; empty if it did not."""
+    """Why the agent's run failed, or a note on how it ended; empty if there is nothing to say."""
     exit_code: int | None = None
     """Exit code of the agent's process."""
 
@@ -195,7 +195,7 @@ class Session:
 
     @property
     def most_body_bytes(self) -> int:
-        """Maximum bytes of a request's body; a larger body would hold a prompt that is too long."""
+        """Maximum bytes of a request's body; the prompt in a larger body is taken to be too long."""
         return MIN_BODY_BYTES + BYTES_PER_TOKEN * self._limits.max_input_length
 
     def too_long(self, what: str) -> Refused:
@@ -241,8 +241,9 @@ class Session:
         """Begin the call of the policy that answers the request `asked`, whose prompt is `opened`; returns a future of
         the call.
 
-        The call continues even if the client disconnects. A request that repeats an earlier one gets the earlier call.
-        `body` identifies the request; `is_retry`: the client marks the request as a retry.
+        The call continues even if the client disconnects. A repeated request gets the earlier call while that is
+        sampled, and later if `ConversationTree.replayed` finds it. `body` identifies the request; `is_retry`: the
+        client marks the request as a retry.
 
         Raises:
             Refused: the session has ended, or the prompt is too long.

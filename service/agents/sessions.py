@@ -55,7 +55,7 @@ class Sessions:
         self._file = file if file is not None and file.parent.is_dir() else None
         if self._file is not None and self._file.exists():
             for line in self._file.read_text("ascii", errors="replace").splitlines():
-                if len(parts := line.split(" ")) == len(Ended._fields):  # else its writer was killed
+                if len(parts := line.split(" ")) == len(Ended._fields):  # else the writer of the line was killed
                     self._keep(Ended(*parts))
             self._rewrite(self._file)
 

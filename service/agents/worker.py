@@ -203,6 +203,6 @@ class _Endpoint:
 
 def _why(text: str) -> str:
     """An endpoint's reason for a refusal, as a suffix for messages."""
-    with suppress(ValueError, RecursionError, TypeError, LookupError):  # else quoted unchanged
+    with suppress(ValueError, RecursionError, TypeError, LookupError):  # otherwise the text is quoted unchanged
         text = str(json.loads(text)["error"]["message"])
     return f": {in_one_line(text)[:SHOWN]}" if text else ""

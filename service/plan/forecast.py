@@ -273,7 +273,7 @@ class Plan:
     ) -> Demand:
         work, settings = self.work, self.settings
         generation = flow.step_seconds * (1 - flow.generators_wait)
-        pause *= 1 - flow.generators_wait  # the other slots have nothing to pause
+        pause *= 1 - flow.generators_wait  # slots without a group have nothing to pause
         outside = work.turns * work.environment_seconds
         inside = work.sampled * self._iteration(max(1.0, flow.running))
         waiting = generation * outside / (outside + inside)

@@ -131,7 +131,7 @@ def demand(grown: Figures, limits: Limits) -> Demand | None:
     for state, seconds in grown.trainer.items():
         if (needs := STATES.get(state)) is not None:
             training[needs] = training.get(needs, 0.0) + seconds / grown.steps
-    # neither the start nor the end of the run is part of a step
+    # neither the start nor the end of the run is part of an optimizer step
     of_step = sum(seconds for state, seconds in grown.trainer.items() if state in (*STATES, WAITING)) / grown.steps
     return Demand(generation, training, len(grown.engines), *limits, grown.arriving / grown.steps, of_step)
 

@@ -204,7 +204,7 @@ class Setting:
         # otherwise groups wait for a slot or for the trainer: then each is trained at the last moment
         at_last = float(np.maximum(0.0, lookahead + 1 - middle_Q).mean())
         at_once = min(float(lookahead), (float(seconds_Q.mean()) / 2 + self.train_seconds) / step)
-        share = 1 / (1 + min(full / busy, 1e3) ** BACKLOG) if busy else 0.0  # a power of more would overflow
+        share = 1 / (1 + min(full / busy, 1e3) ** BACKLOG) if busy else 0.0  # the power of a larger base would overflow
         return share * at_last + (1 - share) * at_once
 
     def _open(self, step: float, full: float, seconds_Q: Float64s) -> Float64s:

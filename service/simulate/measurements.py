@@ -27,7 +27,8 @@ class Measurements:
         out."""
 
     def leased(self, batch: MiniBatch, version: PolicyVersion, waited: float) -> None:
-        """Record that the trainer received a mini-batch, at its policy version `version` and after `waited` seconds."""
+        """Record that the trainer, at policy version `version`, received a mini-batch, for which it had waited `waited`
+        seconds."""
         self.wait_seconds.append(waited)
         for micro_batch in (m for rank in batch.ranks for m in rank):
             ages_N = micro_batch.staleness_N[micro_batch.staleness_N >= 0]

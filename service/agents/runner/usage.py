@@ -87,12 +87,12 @@ class Processes:
         used: dict[bytes, int] = {}
         looked_at = set[str]()
         for folder in folders:
-            with suppress(OSError):  # as above
+            with suppress(OSError):  # the process has ended, or hides its files
                 if (namespace := os.readlink(f"{folder}/ns/mnt")) not in looked_at:
                     looked_at.add(namespace)
                     for device, place in _memory_mounts(folder):
                         if device not in self._our_mounts:
-                            with suppress(OSError):  # the file system is out of sight
+                            with suppress(OSError):  # this process cannot reach the file system
                                 found = os.statvfs(os.fsencode(f"{folder}/root") + place)
                                 used[device] = (found.f_blocks - found.f_bfree) * found.f_frsize
         return sum(used.values())
