@@ -80,7 +80,7 @@ def puzzle(seed: int) -> Puzzle:
 
 
 class Lookup:
-    """One episode of the task; the row's `extra_info` holds the seed of its facts."""
+    """The environment: an object plays one episode. The row's `extra_info` holds the seed of the episode's facts."""
 
     replayable = True
 

@@ -73,7 +73,7 @@ def text(seed: int) -> Text:
 
 
 class Reading:
-    """One episode of the task; the row's `extra_info` holds the seed of its text."""
+    """The environment: an object plays one episode. The row's `extra_info` holds the seed of the episode's text."""
 
     def __init__(self, compact: bool = True) -> None:
         self._compact = compact
@@ -106,7 +106,7 @@ def _user(content: str) -> Message:
 
 
 def vocabulary() -> tuple[str, ...]:
-    """Every word of the task."""
+    """Every word of the task, for a word-level tokenizer."""
     return (*WORDS, *ENTITIES, *ATTRIBUTES, *VALUES)
 
 

@@ -78,7 +78,7 @@ class Sessions:
         self._names[_digest(session.key)] = session.name
 
     def remove(self, session: Session) -> None:
-        """Close a session, if it is open, and forget its tokens."""
+        """Close a session, if it is open, and remove it with its tokens; only the fact that it ended is kept."""
         session.close()
         self.counts[session.state] += 1
         del self._open[session.name]

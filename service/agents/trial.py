@@ -107,7 +107,7 @@ def told(call: Call, role: str) -> str:
 
 
 async def record_wire(endpoint: str, key: str, file: Path) -> str:
-    """Listen on loopback in front of an endpoint, and record what both sides send; returns the address.
+    """Listen on loopback in front of an endpoint, and record what clients and the endpoint send; returns the address.
 
     Each line of `file` is one connection: what the client sent, and what it received. `key` is replaced wherever it
     occurs.

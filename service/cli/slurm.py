@@ -118,13 +118,14 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def split(options: Sequence[str]) -> list[list[str]]:
-    """The sbatch options of each component of the job.
+    """The sbatch options of each component of the job; the word `:` separates two components.
 
     >>> split(["--nodes", "1", ":", "--nodes=4"])
     [['--nodes', '1'], ['--nodes=4']]
 
     Raises:
-        UserError: there are no options, there are too many components, or Baton sets an option itself.
+        UserError: there are no options, there are too many components, or one that a run
+            cannot have (`OWNED`).
     """
     components: list[list[str]] = [[]]
     for word in options:
@@ -150,7 +151,7 @@ def split(options: Sequence[str]) -> list[list[str]]:
 
 
 def refuse_unfit(config: Config) -> None:
-    """Raise a `UserError` if there are no checkpoints, because a requeued job could not continue."""
+    """Raise a `UserError` if the configuration writes no checkpoints, because a requeued job could not continue."""
     if not config.trainer.checkpoint_every:
         raise UserError(
             "trainer.checkpoint_every: with 0 there is no checkpoint from which a requeued job could continue; "
@@ -214,7 +215,10 @@ def batch_file(
     components: Sequence[Sequence[str]],
     resume: Path | None = None,
 ) -> str:
-    """The text of the batch file."""
+    """The text of the batch file: it runs `baton run` with the configuration `files` and `settings`.
+
+    `components`: the sbatch options of each component of the job; `resume`: the folder of a run to continue.
+    """
     quoted = shlex.quote(str(runs))
     configs = shlex.join([word for file in files for word in ("--config", str(file))])
     values = {

@@ -77,7 +77,7 @@ def measure_states(metrics: Metrics, seconds: Mapping[str, float]) -> None:
 
 
 def measure_ended(metrics: Metrics, ended: Sequence[tuple[TrajectoryEnd, str]]) -> None:
-    """Record trajectories that a generator finished, each with its environment."""
+    """Record trajectories that a generator finished: (end of the trajectory, name of its environment) of each."""
     if not ended:
         return
     metrics.observe("baton_trajectory_turns", [end.n_steps for end, _ in ended])

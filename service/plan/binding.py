@@ -36,7 +36,7 @@ class Part(StrEnum):
 
 
 class Side(StrEnum):
-    """The two sides of a run, generation and training, which run concurrently."""
+    """A side of a run: generation or training. The two sides run concurrently."""
 
     GENERATION = "generation"
     TRAINING = "training"
