@@ -36,7 +36,7 @@ REPEAT_FRACTION = 0.55
 
 
 class Puzzle(NamedTuple):
-    """The question of one prompt, and the facts in its store."""
+    """The question of one prompt, and the facts that its store holds."""
 
     facts: dict[tuple[str, str], str]
     entity: str
@@ -80,7 +80,7 @@ def puzzle(seed: int) -> Puzzle:
 
 
 class Lookup:
-    """One episode of the task; the row's `extra_info` holds the seed of its facts."""
+    """The environment: an object plays one episode. The row's `extra_info` holds the seed of the episode's facts."""
 
     replayable = True
 

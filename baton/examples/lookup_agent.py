@@ -18,7 +18,7 @@ from baton.examples.lookup import vocabulary as vocabulary
 
 
 class LookupAgent:
-    """One episode of the task."""
+    """The agent: an object plays one episode of the task."""
 
     def check_task(self, task: Task) -> None:
         """Raises if the row has no seed."""

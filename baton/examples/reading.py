@@ -31,7 +31,8 @@ FEWEST, MOST = 2, 7
 
 
 class Text(NamedTuple):
-    """The pages of one prompt, as (entity, attribute, value), and the index of the page that the question is about."""
+    """The pages of one prompt, each an (entity, attribute, value), and the index of the page that answers the
+    question."""
 
     pages: tuple[tuple[str, str, str], ...]
     asked: int
@@ -44,15 +45,16 @@ class Text(NamedTuple):
 
     @property
     def answer(self) -> str:
-        """The value on the page that the question is about."""
+        """The right answer: the value on the page that the question asks for."""
         return self.pages[self.asked][2]
 
     def told(self, turn: int) -> str:
-        """The user's message in a turn; turns count from 0."""
+        """The user's message in a turn: the turn's page, or `end` after the last page; turns count from 0."""
         return f"page {' '.join(self.pages[turn])}" if turn < len(self.pages) else "end"
 
     def note(self, turn: int) -> str:
-        """The ideal note after the page of a turn: the answer if its page was already shown, otherwise `none`."""
+        """The ideal note of the policy in a turn: the answer if the page with the answer was shown by then, otherwise
+        `none`."""
         return f"{NOTE} {self.answer if turn >= self.asked else NONE}"
 
 
@@ -71,7 +73,7 @@ def text(seed: int) -> Text:
 
 
 class Reading:
-    """One episode of the task; the row's `extra_info` holds the seed of its text."""
+    """The environment: an object plays one episode. The row's `extra_info` holds the seed of the episode's text."""
 
     def __init__(self, compact: bool = True) -> None:
         self._compact = compact
@@ -104,7 +106,7 @@ def _user(content: str) -> Message:
 
 
 def vocabulary() -> tuple[str, ...]:
-    """Every word of the task."""
+    """Every word of the task, for a word-level tokenizer."""
     return (*WORDS, *ENTITIES, *ATTRIBUTES, *VALUES)
 
 

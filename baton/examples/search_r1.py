@@ -44,7 +44,7 @@ PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 @dataclass
 class SearchR1:
-    """One episode with one question."""
+    """The environment: an object plays one episode, with one question."""
 
     url: str = ""
     corpus: str = str(data.CORPUS)

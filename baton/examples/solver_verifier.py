@@ -29,7 +29,7 @@ VERIFIER_FRACTION, VERDICT_RIGHT_FRACTION = 0.5, 0.9
 
 
 class SolverVerifier(lookup.Lookup):
-    """One episode of the task."""
+    """The environment: an object plays one episode, first the solver's turns, then the verifier's turn."""
 
     async def reset(self, task: Task, seed: int) -> Sequence[Message]:
         """The row's prompt; the seed decides whether the verifier is shown a right answer."""
@@ -63,7 +63,7 @@ def claim(asked: lookup.Puzzle, answer: str) -> Message:
 
 
 def vocabulary() -> tuple[str, ...]:
-    """Every word of the task."""
+    """Every word of the task, for a word-level tokenizer."""
     return (*lookup.vocabulary(), RIGHT, WRONG)
 
 

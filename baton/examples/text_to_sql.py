@@ -31,7 +31,7 @@ JUDGED_ROWS = 10_000
 
 
 class TextToSql:
-    """One question about one database."""
+    """The environment: an object plays one episode, with one question about one database."""
 
     def __init__(self, databases: str = str(DATABASES), seconds: float = 5.0, shown_rows: int = 20) -> None:
         self._databases = Path(databases).absolute()  # another environment may change the current folder

@@ -24,12 +24,12 @@ class SumTask(vf.Task[SumData]):
 
     @vf.reward
     async def last(self, trace: vf.Trace) -> float:
-        """Whether the last answer is right."""
+        """1 if the last answer is right, otherwise 0."""
         return float(trace.last_reply == self.data.answer)
 
     @vf.reward(weight=0.25)
     async def first(self, trace: vf.Trace) -> float:
-        """Whether the first answer is right."""
+        """1 if the first answer is right, otherwise 0."""
         return float(trace.assistant_messages[0].content == self.data.answer)
 
 

@@ -92,9 +92,9 @@ class Agents:
         """The roles that are trained; tokens of calls in other roles carry no loss."""
 
     def restore(self, trajectory: TrajectoryId, task: Task, steps: Steps, sink: StepSink) -> bool:
-        """Open a session again that an earlier process served; `play` then continues the session.
+        """Open a session again that an earlier process served, from its `steps`; `play` then continues the session.
 
-        Returns false if the `steps` are not all calls of one session, so that the trajectory cannot be continued.
+        Returns false if a step is missing or is not a call of this session, so that the trajectory cannot be continued.
         """
         session = self.session(trajectory, task, sink)
         try:
@@ -238,7 +238,7 @@ class Agents:
 
         tree = ConversationTree(self._chat, self.parser)
         name = "-".join(map(str, trajectory))
-        if isinstance(trajectory, EvaluationId):  # it may be played again
+        if isinstance(trajectory, EvaluationId):  # may be played again, so the name is a new one
             name = f"eval-{secrets.token_hex(8)}"
         key, max_tokens = self._keys.of(name), self._config.max_tokens
         session = Session(trajectory, task.uid, tree, limits, max_tokens, sample, sink, name, key)

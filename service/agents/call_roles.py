@@ -78,7 +78,7 @@ def roles_of(calls: Sequence[Call]) -> list[str]:
     replaced = {call.body: call.index for call in calls if call in continued}
     roles: dict[Call, str] = {}
     later: _WithRoles = []
-    for conversation in reversed(conversations):  # a compaction depends on what follows it
+    for conversation in reversed(conversations):  # a summary is recognised by the conversation after it
         role = _role(conversation, own, conversation.calls[-1] is calls[-1], later)
         later.append((conversation, role))
         for call in conversation.calls:
@@ -98,7 +98,7 @@ def _is_delivered(call: Call) -> bool:
 
 def _conversations(calls: Sequence[Call]) -> list[_Conversation]:
     of: dict[Call, _Conversation] = {}
-    for call in calls:  # a call follows its parent in the list
+    for call in calls:  # the list has each parent before its children
         of[call] = _Conversation([]) if call.parent is None else of[call.parent]
         of[call].calls.append(call)
     return [of[call] for call in calls if call.parent is None]

@@ -113,7 +113,7 @@ class Call:
 
     @property
     def ids(self) -> list[str]:
-        """The ids of the reply's tool calls."""
+        """The ids of the tool calls in the reply."""
         return [f"call_{self.name}_{number}" for number in range(len(self.reply.calls))]
 
     def path(self) -> Iterator[Call]:
@@ -159,7 +159,7 @@ class Call:
 
 
 class PreparedCall(NamedTuple):
-    """A call with its prompt, ready to be sampled."""
+    """A call of the policy that is ready to be sampled: its prompt, and how it continues an earlier call."""
 
     parent: Call | None
     how: How
@@ -207,8 +207,8 @@ class ConversationTree:
         echoed: Collection[str] = (),
         prefix: str = "",
     ) -> PreparedCall:
-        """The prompt of a client's request, which continues the longest matching earlier call, or renders the whole
-        conversation.
+        """Make the prompt of a client's request: the prompt continues the longest earlier call that matches the
+        messages, or, if no call matches, is the whole conversation as rendered by the chat template.
 
         Of several calls with equal content, the prompt continues the call of which the client sent back the most ids,
         in tool calls or as `echoed`. The answer begins with the text `prefix`, which the policy continues.
@@ -245,7 +245,7 @@ class ConversationTree:
         return PreparedCall(None, how, whole, whole, digest_of[-1], tools, beginning, received, prefix=prefix)
 
     def open_ids(self, prompt: str | Int32s) -> PreparedCall:
-        """The prompt of a client that sends token ids, or text in which special tokens are recognised. The prompt
+        """Make the prompt of a client that sends token ids, or text in which special tokens are recognised. The prompt
         continues the longest earlier call whose tokens are a prefix of the prompt.
 
         Raises:
@@ -280,12 +280,12 @@ class ConversationTree:
         return call
 
     def restore(self, steps: Steps) -> None:
-        """Restore the calls of an earlier process, whose steps the buffer accepted.
+        """Restore the calls that an earlier process sampled, from their `steps`, which the buffer accepted.
 
         Tokens come from the steps; a reply is parsed from its tokens again if a client repeats the request.
 
         Raises:
-            ValueError: the steps are not all calls of one session.
+            ValueError: a step is missing, or is not a call of this session.
         """
         prefixes, objects = PrefixIndex(), step_objects(steps)
         for place, k in enumerate(np.argsort(steps.index_K, kind="stable").tolist()):

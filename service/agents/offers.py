@@ -67,7 +67,7 @@ class Offers:
             raise TrajectoryFailed(StopReason.ENVIRONMENT_TIMEOUT, silent)
 
     async def claim(self, seconds: float) -> Offer | None:
-        """The oldest offer; None if there is none within `seconds`."""
+        """Take the oldest offer; None if there is none within `seconds`."""
         try:
             async with asyncio.timeout(seconds):
                 await self._offered.acquire()
@@ -78,7 +78,8 @@ class Offers:
         return self._waiting.pop(next(iter(self._waiting)))
 
     def offer(self, offer: Offer) -> None:
-        """Offer a trajectory to workers; called again if the answer to a worker's claim was lost."""
+        """Offer a trajectory to workers. A claimed trajectory is offered again if the answer to the worker's claim was
+        lost."""
         self._waiting[offer.session.name] = offer
         offer.session.is_offered = True
         self._offered.release()

@@ -53,10 +53,10 @@ MAX_NOTED = 128
 
 
 class Calls:
-    """Answers the calls of all sessions."""
+    """Answers all HTTP requests that call the policy, in all sessions."""
 
     def __init__(self, requests: Requests, named_roles: Sequence[str], structured: str) -> None:
-        """`structured`: the setting `agents.structured`."""
+        """`named_roles`: see `role_named`; `structured`: the setting `agents.structured`."""
         self._requests = requests
         self._named_roles = named_roles
         self._structured = structured
@@ -69,7 +69,7 @@ class Calls:
         if an earlier call was answered again."""
 
     def add_routes(self, router: web.UrlDispatcher, prefix: str) -> None:
-        """Add the routes of all dialects behind `prefix`."""
+        """Add the routes of all dialects; each path begins with `prefix`."""
         for path, dialect in DIALECTS.items():
             router.add_post(prefix + path, partial(self._answer, dialect))
 

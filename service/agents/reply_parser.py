@@ -18,7 +18,7 @@ THINK, THOUGHT = "<think>", "</think>"
 
 
 class Reply(NamedTuple):
-    """A parsed response, as clients receive it."""
+    """A parsed response, as clients receive it: text, thinking and tool calls."""
 
     content: str
     thinking: str
@@ -33,7 +33,8 @@ class ReplyParser(Protocol):
 
         Text that is not recognised becomes content. If the request has no tools, tool calls become content too.
 
-        `text` has no special tokens. If special tokens mark the calls, the parser reads the response's ids instead.
+        `text`: the response without special tokens; `token_ids`: the response with all tokens, for parsers of models
+        whose tool calls are marked by special tokens.
         """
 
 

@@ -76,7 +76,7 @@ class Requests:
         self._threads = ThreadPoolExecutor(THREADS, "baton-agent-body")
 
     def close(self) -> None:
-        """End the threads; their current work is abandoned."""
+        """End the threads that read large bodies, without waiting for their current work."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def session(self, request: web.Request) -> Session:
@@ -152,8 +152,8 @@ class Requests:
     async def prompt(
         self, request: web.Request, session: Session, read: Callable[[bytes], Result]
     ) -> AsyncIterator[Result]:
-        """Read a body that may be as large as a prompt, and yield the result of `read`; no call is added to the session
-        until the `with` block ends.
+        """Read a body that may be as large as a prompt, and yield the result of `read`, a function of the body. No call
+        is added to the session until the `with` block ends.
 
         A large body is handled in a thread. `read` must not change any state, because it keeps running if the caller is
         cancelled.

@@ -64,7 +64,7 @@ class Routes:
         self._max_model_len = max_model_len
 
     def add_token_routes(self, router: web.UrlDispatcher, prefix: str) -> None:
-        """Add the routes for tokens and models, behind `prefix`."""
+        """Add the routes for token counts, tokenizers and models; each path begins with `prefix`."""
         router.add_post(prefix + COUNT_TOKENS, self._about_tokens(_count_tokens))
         router.add_get(f"{prefix}/v1/models", self._about_tokens(self._models))
         router.add_get(f"{prefix}/v1/models/{{model}}", self._about_tokens(self._model))

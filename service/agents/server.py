@@ -58,7 +58,8 @@ class Endpoint:
         offers: Offers,
         named_roles: Sequence[str] = (),
     ) -> None:
-        """`max_model_len`: maximum tokens of a prompt and its response; `named_roles`: see `role_named`."""
+        """`of_model`: the model's tokenizer and chat template; `max_model_len`: maximum tokens of a prompt and its
+        response; `named_roles`: see `role_named`."""
         self.requests = Requests(sessions, keys)
         self.calls = Calls(self.requests, named_roles, offers.config.structured)
         self._routes = Routes(self.requests, offers, of_model, max_model_len)

@@ -1,11 +1,11 @@
 """A session: one trajectory of an external agent. A call becomes a step before it is answered.
 
-request -> asked before? -> parent and prompt -> room? -> sample -> the buffer accepts the step -> answer
+request -> asked before? -> parent and prompt -> within the limits? -> sample -> the buffer accepts the step -> answer
 
 the body of a call whose reply was lost      the reply of that call, again
 the body of a call that is being sampled     the reply of that call, once it is sampled
 a prompt beyond `max_input_length`           400 context_length_exceeded
-no room for tokens or calls                  `Step budget exhausted.`, not recorded as a step
+no tokens or calls left for the trajectory   `Step budget exhausted.`, not recorded as a step
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ MIN_BODY_BYTES, BYTES_PER_TOKEN = 64 << 10, 16
 token, escaped texts up to 12. A larger body is refused before its messages are rendered, because that would block the
 event loop for about a second per MB."""
 REASON_CHARACTERS = 1000
-"""Maximum characters of the reason with which a run failed."""
+"""Maximum characters of the reason for which an agent's run failed."""
 MAX_LOGGED, SHOWN = 20, 80
 """Maximum number of different refusals of one session that are logged, and maximum characters of a client's name."""
 SHOWN_REFUSALS = 3
@@ -68,7 +68,7 @@ class Outcome(NamedTuple):
     rewards: Mapping[str, float] = {}
     """Further rewards, by the id of a call or the name of a role."""
     reason: str = ""
-    """Why the run failed."""
+    """Why the agent's run failed, or a note on how it ended; empty if there is nothing to say."""
     exit_code: int | None = None
     """Exit code of the agent's process."""
 
@@ -137,7 +137,8 @@ class Session:
 
     @property
     def state(self) -> Literal["open", "finished", "closed"]:
-        """The state of the session; a closed session has no reward."""
+        """`open` until the session ends; then `finished` if its agent's run has a result, or `closed` if it has
+        none."""
         if not self.ended.done():
             return "open"
         return "closed" if self.ended.cancelled() or self.ended.exception() is not None else "finished"
@@ -154,10 +155,11 @@ class Session:
 
     @property
     def stop_reason(self) -> StopReason:
-        """The stop reason of the trajectory: of its longest chain of calls with the role `main`.
+        """The stop reason of the trajectory.
 
-        If the newest request got no call, its reason counts instead. Calls of other roles are ignored, because clients
-        probe with one token, or ask for a title.
+        If the newest request got no call, the reason for that: its prompt was too long, or the limits left no room.
+        Otherwise the stop reason of the last call in the longest chain of calls with the role `main`. Calls of other
+        roles are ignored, because clients probe with one token, or ask for a title.
         """
         if self._cut != StopReason.STOP:
             return self._cut
@@ -193,7 +195,7 @@ class Session:
 
     @property
     def most_body_bytes(self) -> int:
-        """Maximum bytes of a request body that can be a prompt."""
+        """Maximum bytes of a request's body; the prompt in a larger body is taken to be too long."""
         return MIN_BODY_BYTES + BYTES_PER_TOKEN * self._limits.max_input_length
 
     def too_long(self, what: str) -> Refused:
@@ -223,10 +225,11 @@ class Session:
         self.heard = asyncio.get_running_loop().time()
 
     def restore(self, steps: Steps) -> None:
-        """Restore the calls of an earlier process, whose steps the buffer accepted, so that the session continues.
+        """Restore the calls that an earlier process sampled, from their `steps`, which the buffer accepted; then the
+        session continues.
 
         Raises:
-            ValueError: the steps are not all calls of one session.
+            ValueError: a step is missing, or is not a call of this session.
         """
         self.tree.restore(steps)
         self._calls = len(self.tree.calls)
@@ -235,9 +238,12 @@ class Session:
     def begin(
         self, asked: CallRequest, opened: PreparedCall, body: str, is_retry: bool = False
     ) -> asyncio.Future[Call]:
-        """Begin the call that answers a request with this prompt; the call continues even if the client disconnects.
+        """Begin the call of the policy that answers the request `asked`, whose prompt is `opened`; returns a future of
+        the call.
 
-        `body` identifies the request; `is_retry`: the client marks the request as a retry.
+        The call continues even if the client disconnects. A repeated request gets the earlier call while that is
+        sampled, and later if `ConversationTree.replayed` finds it. `body` identifies the request; `is_retry`: the
+        client marks the request as a retry.
 
         Raises:
             Refused: the session has ended, or the prompt is too long.
@@ -266,7 +272,7 @@ class Session:
         return task
 
     def opened(self, asked: CallRequest) -> PreparedCall:
-        """The prompt of a request, matched with the calls so far.
+        """Match the prompt of the request `asked` with the calls so far; returns the call to make, with its prompt.
 
         Raises:
             Refused: the messages cannot be rendered.
@@ -424,7 +430,7 @@ def plain_outcome(
     reason: Any = "",
     exit_code: Any = None,
 ) -> Outcome:
-    """The result that an agent's code or a request gave, in plain values.
+    """Check the result that an agent's code or a request gave, and convert it to plain Python values.
 
     Raises:
         NotAllowed: a value has another type, or is out of range.

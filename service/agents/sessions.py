@@ -1,7 +1,8 @@
 """The sessions of a generator by their keys: the open sessions, and the sessions that ended most recently, even if they
 ended before the generator restarted.
 
-    finish(body) --noted--> journal --> 200         the same body again: 200; another one: 409
+    finish(body) --> note the body --> trajectory's end in the journal --> 200
+    finish with the noted body again: 200; with another body: 409
 
 A body is noted before the trajectory's end is in the journal. If the generator dies between these two events, the
 restarted generator opens the session again, and forgets the body.
@@ -27,7 +28,7 @@ MAX_ENDED = 4096
 
 
 class Ended(NamedTuple):
-    """A session that ended: a line of the file."""
+    """A session that ended, as a line of the file of ended sessions stores it."""
 
     name: str
     key: str
@@ -40,8 +41,8 @@ class Sessions:
     """The open sessions, and the sessions that ended most recently. A key that was never issued has no entry."""
 
     def __init__(self, file: Path | None = None) -> None:
-        """`file`: has a line for each ended session. Without a file, or if this host lacks its folder, ended sessions
-        are forgotten when the process ends."""
+        """`file`: the file of ended sessions, one line for each. Without a file, or if this host lacks its folder,
+        ended sessions are forgotten when the process ends."""
         self._open: dict[str, Session] = {}
         """Open sessions by name; `_ended` is by name too."""
         self._ended: dict[str, Ended] = {}
@@ -54,7 +55,7 @@ class Sessions:
         self._file = file if file is not None and file.parent.is_dir() else None
         if self._file is not None and self._file.exists():
             for line in self._file.read_text("ascii", errors="replace").splitlines():
-                if len(parts := line.split(" ")) == len(Ended._fields):  # else its writer was killed
+                if len(parts := line.split(" ")) == len(Ended._fields):  # else the writer of the line was killed
                     self._keep(Ended(*parts))
             self._rewrite(self._file)
 
@@ -77,7 +78,7 @@ class Sessions:
         self._names[_digest(session.key)] = session.name
 
     def remove(self, session: Session) -> None:
-        """Close a session, if it is open, and forget its tokens."""
+        """Close a session, if it is open, and remove it with its tokens; only the fact that it ended is kept."""
         session.close()
         self.counts[session.state] += 1
         del self._open[session.name]

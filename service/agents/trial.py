@@ -99,7 +99,7 @@ class Trial:
 
 
 def told(call: Call, role: str) -> str:
-    """A call in one line."""
+    """A call as a line of text, as in the module's example."""
     begins = HOW[call.how] if call.parent is None else f"continues {call.parent.index}"
     calls = [f"{name}({json.dumps(dict(arguments)):.{SHOWN}})" for name, arguments in call.reply.calls]
     said = f"calls {', '.join(calls)}" if calls else json.dumps(call.reply.content[:SHOWN])
@@ -107,7 +107,7 @@ def told(call: Call, role: str) -> str:
 
 
 async def record_wire(endpoint: str, key: str, file: Path) -> str:
-    """Listen on loopback in front of an endpoint, and record what both sides send; returns the address.
+    """Listen on loopback in front of an endpoint, and record what clients and the endpoint send; returns the address.
 
     Each line of `file` is one connection: what the client sent, and what it received. `key` is replaced wherever it
     occurs.

@@ -58,7 +58,7 @@ class _Unanswered(Exception):
 
 
 class SessionClaim(msgspec.Struct):
-    """The fields of a claim that a worker reads."""
+    """The answer to a claim: a session to run the agent for. Other fields of the answer are ignored."""
 
     session: Annotated[str, msgspec.Meta(pattern=SESSION_NAME)]
     base_url: str
@@ -203,6 +203,6 @@ class _Endpoint:
 
 def _why(text: str) -> str:
     """An endpoint's reason for a refusal, as a suffix for messages."""
-    with suppress(ValueError, RecursionError, TypeError, LookupError):  # else quoted unchanged
+    with suppress(ValueError, RecursionError, TypeError, LookupError):  # otherwise the text is quoted unchanged
         text = str(json.loads(text)["error"]["message"])
     return f": {in_one_line(text)[:SHOWN]}" if text else ""

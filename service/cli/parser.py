@@ -50,10 +50,11 @@ examples:
 
 
 class Command(NamedTuple):
-    """A command: a module with ABOUT, EXAMPLES, `add_arguments(parser)` and `run(arguments, overrides)`.
+    """A command of `baton`, and the module that implements it, with ABOUT, EXAMPLES, `add_arguments(parser)` and
+    `run(arguments, overrides)`.
 
-    A command with subcommands has no `run`: it sets each subcommand's function as the default of `command`. If a module
-    has neither, the command's function is in `actors.driver.commands`.
+    The module of a command with subcommands has no `run`: its parser has each subcommand's function as the default of
+    `command`. For a module with neither, the command's function is in `actors.driver.commands`.
     """
 
     name: str

@@ -119,13 +119,14 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def split(options: Sequence[str]) -> list[list[str]]:
-    """The sbatch options of each component of the job.
+    """The sbatch options of each component of the job; the word `:` separates two components.
 
     >>> split(["--nodes", "1", ":", "--nodes=4"])
     [['--nodes', '1'], ['--nodes=4']]
 
     Raises:
-        UserError: there are no options, there are too many components, or Baton sets an option itself.
+        UserError: there are no options, there are too many components, or one that a run
+            cannot have (`OWNED`).
     """
     components: list[list[str]] = [[]]
     for word in options:
@@ -151,7 +152,7 @@ def split(options: Sequence[str]) -> list[list[str]]:
 
 
 def refuse_unfit(config: Config) -> None:
-    """Raise a `UserError` if there are no checkpoints, because a requeued job could not continue."""
+    """Raise a `UserError` if the configuration writes no checkpoints, because a requeued job could not continue."""
     if not config.trainer.checkpoint_every:
         raise UserError(
             "trainer.checkpoint_every: with 0 there is no checkpoint from which a requeued job could continue; "
@@ -160,7 +161,8 @@ def refuse_unfit(config: Config) -> None:
 
 
 def not_shared(paths: Sequence[Path]) -> str | None:
-    """A message about the first path that nodes do not share (`OWN_FOLDERS`); None if nodes share all paths."""
+    """A message about the first path that nodes do not share, because it is in one of `OWN_FOLDERS`; None if nodes
+    share all paths."""
     found = ((path, own) for path in paths for own in OWN_FOLDERS if path.is_relative_to(own))
     return next(
         (
@@ -214,7 +216,10 @@ def batch_file(
     components: Sequence[Sequence[str]],
     resume: Path | None = None,
 ) -> str:
-    """The text of the batch file."""
+    """The text of the batch file: it runs `baton run` with the configuration `files` and `settings`.
+
+    `components`: the sbatch options of each component of the job; `resume`: the folder of a run to continue.
+    """
     quoted = shlex.quote(str(runs))
     configs = shlex.join([word for file in files for word in ("--config", str(file))])
     values = {

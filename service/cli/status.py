@@ -113,7 +113,7 @@ def _address_in(folder: Path) -> str:
 
 
 def fetch_status(address: str) -> Status:
-    """The document served at `address`.
+    """The status document that a server at `address` serves.
 
     Raises:
         UserError: no server answers there, or the answer is not a status document.

@@ -1,4 +1,5 @@
-"""The `/status` document as lines for a terminal: a line for each part of the data flow, and the current waits."""
+"""The `/status` document as lines for a terminal: a line for each part of the data flow, and for everything that
+waits."""
 
 from __future__ import annotations
 

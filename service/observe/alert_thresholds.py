@@ -1,5 +1,8 @@
-"""Thresholds of alerts, and a length for histogram buckets, that depend on the settings. The thresholds are exported
-as gauges, so that deploy/prometheus/rules.yaml, which contains all other thresholds, needs no edits."""
+"""The thresholds of alerts that depend on the settings, and the longest row, from which buckets of histograms follow.
+
+The thresholds are exported as gauges, so that deploy/prometheus/rules.yaml, which contains all other thresholds, needs
+no edits.
+"""
 
 from __future__ import annotations
 

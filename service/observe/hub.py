@@ -44,7 +44,7 @@ _HEADER = re.compile(rb"^# HELP (\w+) .*\n# TYPE \w+ \w+\n", re.MULTILINE)
 
 @dataclass(frozen=True)
 class Pushed:
-    """The last push of one actor: its lines of samples, by metric family."""
+    """The newest push of one actor: the time of the push, and its Prometheus lines, by metric family."""
 
     role: str
     ident: str
@@ -52,16 +52,16 @@ class Pushed:
     samples: dict[str, bytes]
 
     def age(self, now: float) -> float:
-        """Seconds since the push."""
+        """Seconds since the actor pushed these metrics."""
         return now - self.at
 
     def is_up(self, now: float) -> bool:
-        """Whether the push is at most `SILENT_SECONDS` old."""
+        """Whether the actor pushed these metrics at most `SILENT_SECONDS` ago."""
         return self.age(now) <= SILENT_SECONDS
 
     def by_label(self, name: str, label: str, of_each: Literal["", "_sum", "_count"] = "") -> dict[str, float]:
-        """The values of a metric family by one label, summed over its other labels; `of_each` selects the sums or the
-        counts of a histogram."""
+        """The values of a metric family by the label `label`, summed over the family's other labels; `of_each` selects
+        the sums or the counts of a histogram."""
         found: dict[str, float] = {}
         for line in self.samples.get(name, b"").decode().splitlines():
             of = re.search(rf'[{{,]{label}="([^"]*)"', line)
@@ -79,14 +79,14 @@ class Pushed:
 
 
 class Bottleneck(Protocol):
-    """Finds the bottleneck of the run; `run` is the last report of the part `run`."""
+    """Finds the bottleneck of the run from pushed metrics. `run`: the driver's newest report about the run."""
 
     def sample(self, now: float, actors: Iterable[Pushed]) -> None:
-        """Read the actors' metrics, at most once a second."""
+        """Read the actors' metrics; called with each report of the buffer, about once a second."""
 
     def waits(self, run: Mapping[str, Any]) -> tuple[str, float] | None:
-        """The bottleneck of the last minutes, and the fraction of time for which the other side waited for it; None
-        while there is too little data."""
+        """The name of the bottleneck of the last minutes, and the fraction of time for which generation or training
+        waited for it; None while there is too little data."""
 
     def report(self, run: Mapping[str, Any]) -> dict[str, Any] | None:
         """The current bottleneck for the status document; None while there is too little data."""
@@ -128,7 +128,8 @@ class Hub:
         self._calls.pop(source, None)
 
     def put_status(self, part: str, report: Mapping[str, Any]) -> None:
-        """Store the report of a part: `run`, `buffer` or `step`."""
+        """Store a report: of the driver about the run (`part` is `run`), of the buffer (`buffer`), or of the newest
+        optimizer step (`step`)."""
         if part not in PARTS:
             raise ValueError(f"{part[:80]!r} is no part of the status")
         self._parts[part] = _finite(dict(report))
@@ -196,7 +197,8 @@ class Hub:
         return status_document(self._parts, actors, self._clock.wall()) | more
 
     def history(self, after: int) -> dict[str, Any]:
-        """The metrics of all optimizer steps after step `after`, as columns, for charts."""
+        """The metrics `HISTORY_KEYS` of the optimizer steps after step `after`, for charts: one list of values per
+        metric. Only the newest `HISTORY_STEPS` steps are kept."""
         steps = [step for step in self._steps if step["trainer/global_step"] > after]
         return {
             "steps": [step["trainer/global_step"] for step in steps],

@@ -25,14 +25,15 @@ LARGEST_FRACTION = 0.1
 """Maximum fraction of the newest policy's tokens that may differ by more than the tolerance."""
 
 MIN_TOKENS = 50
-"""A step with fewer tokens of the newest policy is not checked."""
+"""An optimizer step with fewer tokens of the newest policy is not checked."""
 
 STEPS_IN_A_ROW = 3
-"""Number of consecutive steps that must disagree before the run ends."""
+"""Number of consecutive optimizer steps in which engine and trainer must disagree before the run ends."""
 
 
 class LogprobCheck:
-    """Detects over the steps of a run whether engine and trainer disagree."""
+    """Detects, over several optimizer steps in a row, that the engine's and the trainer's log-probabilities
+    disagree."""
 
     def __init__(self, weights: WeightsConfig) -> None:
         self._weights = weights
@@ -40,7 +41,8 @@ class LogprobCheck:
         self._agreed_at: int | None = None
 
     def mismatch(self, step: int, metrics: Mapping[str, float]) -> str | None:
-        """The reason to end the run after this step; None if there is no reason, or if `weights.verify` is off."""
+        """The reason to end the run after optimizer step `step`; None if there is no reason, or if `weights.verify` is
+        off."""
         if not self._weights.verify or metrics.get(f"{FRESH}/tokens", 0) < MIN_TOKENS:
             return None
         differing = metrics[f"{FRESH}/differing_fraction"]

@@ -35,8 +35,8 @@ class LoopWatch:
         threading.Thread(target=self._watch, name=WATCH, daemon=True).start()
 
     async def blocked(self, known: int) -> str:
-        """Wait until more than `known` places in the code have blocked the loop, and return the message about the first
-        further place. Called in another event loop, which is not blocked."""
+        """Wait until more than `known` places in the code have blocked the loop; returns the message about the place
+        that blocked it after the first `known`. Call this in another event loop, which is not blocked."""
         while len(self._blocked) <= known:
             await asyncio.sleep(LOOK_SECONDS)
         return [*self._blocked.values()][known]

@@ -48,7 +48,7 @@ def measure_step(metrics: Metrics, line: Mapping[str, float], wall: float) -> No
 
 
 def measure_steps(metrics: Metrics, tables: Sequence[Steps]) -> None:
-    """Record the turns of a generator; a call with many turns costs little more than a call with one turn."""
+    """Record the turns that a generator played; `tables` may hold many turns, which costs little more than one turn."""
     if not tables:
         return
     prompt_K = np.concatenate([steps.extends_length_K + steps.prompt_length_K for steps in tables])
@@ -77,7 +77,7 @@ def measure_states(metrics: Metrics, seconds: Mapping[str, float]) -> None:
 
 
 def measure_ended(metrics: Metrics, ended: Sequence[tuple[TrajectoryEnd, str]]) -> None:
-    """Record trajectories that a generator finished, each with its environment."""
+    """Record trajectories that a generator finished: (end of the trajectory, name of its environment) of each."""
     if not ended:
         return
     metrics.observe("baton_trajectory_turns", [end.n_steps for end, _ in ended])

@@ -78,7 +78,8 @@ class Metrics(Collector):
         self._change(name, "gauge", labels, lambda _: float(value))
 
     def set_all(self, name: str, label: str, values: Mapping[str, float]) -> None:
-        """Set all series of a gauge with one label; a series that is not in `values` is dropped."""
+        """Set a gauge that has one label: `values` has the value for each label value; a series that is not in `values`
+        is dropped."""
         metric = _row(name, "gauge", {label: ""})
         with self._lock:
             self._numbers.pop(name, None)
@@ -87,7 +88,7 @@ class Metrics(Collector):
                 series[key] = float(value)
 
     def count(self, name: str, amount: float = 1.0, **labels: str) -> None:
-        """Add to a counter."""
+        """Add `amount` to a counter."""
         if amount < 0:
             raise ValueError(f"{name} cannot go down by {-amount:g}")
         self._change(name, "counter", labels, lambda before: before + float(amount))
@@ -125,7 +126,7 @@ class Metrics(Collector):
             ]
 
     def collect(self) -> Iterator[Any]:
-        """The measured families as objects of the client library, which `generate_latest` reads."""
+        """The measured metric families as objects of the client library, which `generate_latest` reads."""
         with self._lock:
             recorded: dict[str, dict[Key, float] | dict[Key, _Histogram]] = {**self._numbers, **self._histograms}
             for name, series in recorded.items():

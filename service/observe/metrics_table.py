@@ -17,7 +17,7 @@ Kind = Literal["gauge", "counter", "histogram"]
 
 
 class Metric(NamedTuple):
-    """One row of the table."""
+    """One row of the table: a metric, its kind, its labels and its meaning."""
 
     kind: Kind
     name: str

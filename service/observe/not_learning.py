@@ -1,5 +1,5 @@
-"""Finds why a run may not learn: compares the metrics of its last steps with thresholds, and lists the likeliest causes
-first.
+"""Finds why a run may not learn: compares the metrics of its last optimizer steps with thresholds, and lists the
+likeliest causes first.
 
 Causes come before their effects: if every response is cut, no reward is given, so no group has variance and the
 gradient is zero; the cut is named first. `docs/not-learning.md` has remedies for each symptom.
@@ -13,7 +13,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 WINDOW = 5
-"""Number of last steps over which a metric is averaged. If a run has fewer steps, no metric is compared."""
+"""Number of last optimizer steps over which a metric is averaged. If a run has fewer, no metric is compared."""
 
 
 class Is(StrEnum):
@@ -22,11 +22,11 @@ class Is(StrEnum):
     AT_LEAST = "at least"
     AT_MOST = "at most"
     FALLEN_TO = "fallen to"
-    """The metric is at most `threshold` times its mean over the first steps of the run."""
+    """The metric is at most `threshold` times its mean over the first optimizer steps of the run."""
 
 
 class Symptom(NamedTuple):
-    """A metric that shows why a run does not learn."""
+    """A reason why a run does not learn, and the metric and the threshold that show it."""
 
     name: str
     """Name of the symptom, and of its section in `docs/not-learning.md`."""
@@ -56,20 +56,21 @@ SYMPTOMS = (
 
 
 class Diagnosis:
-    """Compares the metrics of a run's last steps (lines of `metrics.jsonl`) with the thresholds."""
+    """Compares the metrics of a run's last optimizer steps (lines of `metrics.jsonl`) with the thresholds."""
 
     def __init__(self, lines: Sequence[Mapping[str, float]] = ()) -> None:
         self._first: list[Mapping[str, float]] = [*lines[:WINDOW]]
         self._last = deque(lines, maxlen=WINDOW)
 
     def stepped(self, line: Mapping[str, float]) -> None:
-        """Store the line of the next step."""
+        """Store the metrics of the next optimizer step: its line of `metrics.jsonl`."""
         self._last.append(line)
         if len(self._first) < WINDOW:
             self._first.append(line)
 
     def found(self) -> dict[str, str]:
-        """The symptoms of the last steps by name, each in words, the most likely cause first."""
+        """The symptoms of the last optimizer steps: a description of each, by the symptom's name, the most likely cause
+        first."""
         found = {}
         for name, key, comparison, threshold, says in SYMPTOMS:
             value = _mean(self._last, key)

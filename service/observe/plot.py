@@ -61,7 +61,7 @@ def draw_learning_curve(lines: Sequence[Mapping[str, Any]], file: Path, title: s
 
 
 def _curve(lines: Sequence[Mapping[str, Any]], key: str) -> tuple[Float64s, Float64s]:
-    """[S] the steps, and the values of `key`, of the lines that have a value for `key`."""
+    """[S] the optimizer steps, and the values of `key`, of the lines that have a value for `key`."""
     points = [(line["trainer/global_step"], line[key]) for line in lines if line.get(key) is not None]
     steps_S, values_S = np.array(points, dtype=np.float64).reshape(-1, 2).T
     return steps_S, values_S

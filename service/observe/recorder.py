@@ -46,11 +46,12 @@ class Trace:
         self.add(SPAN, row, name, round(began, 6), round(ended, 6), detail)
 
     def counter(self, name: str, values: Mapping[str, float]) -> None:
-        """Record new values of counters."""
+        """Record the current values of the counters that the chart `name` shows."""
         self.add(COUNTER, name, round(time.monotonic(), 6), dict(values))
 
     def add(self, *event: Any) -> None:
-        """Record a line; beyond `MAX_EVENTS` lines, only count it as dropped."""
+        """Record one line of the trace; if `MAX_EVENTS` lines are waiting for `take`, only count the line as
+        dropped."""
         if len(self._events) < MAX_EVENTS:
             self._events.append(event)
         else:

@@ -22,7 +22,8 @@ if TYPE_CHECKING:  # `baton status` does not load pydantic or NumPy
 SCHEMA = 1
 
 PARTS = ("run", "buffer", "step")
-"""The parts that report: the driver's `run` and last `step`, and the `buffer`."""
+"""The reports of which the status consists: of the driver about the `run` and about its newest optimizer `step`, and of
+the `buffer`."""
 
 Status = dict[str, Any]
 
@@ -59,7 +60,8 @@ def run_report(
 
 
 def buffer_report(status: BufferStatus, now: float) -> dict[str, Any]:
-    """The report of the buffer; each wait has the Unix time at which it began."""
+    """The report of the buffer for the status document. Each entry of `waits` says who waits and why, and the Unix time
+    since which it waits."""
     report = status.as_dict()
     report["waits"] = [
         {
@@ -74,7 +76,7 @@ def buffer_report(status: BufferStatus, now: float) -> dict[str, Any]:
 
 
 def status_document(parts: Mapping[str, Mapping[str, Any]], actors: list[dict[str, Any]], now: float) -> Status:
-    """The document made from the last report of each part; a part without a report is empty."""
+    """The document `/status`, made from the last report of each part of the run; a part without a report is empty."""
     run = dict(parts.get("run", {}))
     buffer = dict(parts.get("buffer", {}))
     state = run.pop("state", "starting")

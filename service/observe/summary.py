@@ -8,16 +8,16 @@ from itertools import pairwise
 from typing import Any
 
 FEWEST_STEPS = 30
-"""In a run with fewer steps, the reward's gain has no confidence interval, because a tenth of the run would be one or
-two steps."""
+"""In a run with fewer optimizer steps, the reward's gain has no confidence interval, because a tenth of the run would
+be one or two of them."""
 
 FATES_IN_WORDS = {"expired": "not finished in time or not needed", "stepped": "trained, in no checkpoint yet"}
 """Explanations of the less familiar fates of tokens."""
 
 
 def learning_summary(rewards_S: Sequence[float], staleness_S: Sequence[float]) -> dict[str, Any]:
-    """Reward over the first and the last tenth of the steps, their difference with its 95 % interval, and the mean
-    staleness.
+    """Mean reward over the first and the last tenth of the optimizer steps, the difference of the two with its 95 %
+    interval, and the mean staleness.
 
     The interval is None below `FEWEST_STEPS`; everything is None before the first step.
 

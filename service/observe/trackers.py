@@ -1,4 +1,5 @@
-"""The trackers that receive each step's metrics in addition to `metrics.jsonl`: TensorBoard, Weights & Biases."""
+"""The trackers that receive the metrics of each optimizer step, as `metrics.jsonl` does: TensorBoard, Weights &
+Biases."""
 
 from __future__ import annotations
 
@@ -34,9 +35,9 @@ def open_trackers(wandb: WandbConfig | None, resolved: str, folder: Path) -> lis
 
 
 class TensorBoard:
-    """Scalars in TensorBoard's event files, written without torch.
+    """Writes metrics as scalars to TensorBoard's event files, without torch.
 
-    TensorBoard's own writer works in a thread, which ends with a traceback if the disk is full.
+    TensorBoard's own writer is not used: it works in a thread that ends with a traceback if the disk is full.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -89,7 +90,7 @@ def _has_key() -> bool:
 
 
 class Wandb:
-    """Weights & Biases; a resumed run continues under the same id.
+    """Sends metrics to Weights & Biases; a resumed run of Baton continues its run there, under the same id.
 
     Raises:
         UserError: wandb refuses the run, for example without an API key.

@@ -1,4 +1,5 @@
-"""Finds the bottleneck of a run from the seconds per step of each part, and the speedup from more of the bottleneck.
+"""Finds the bottleneck of a run from the seconds that each part takes per optimizer step, and the speedup if there
+were more of the bottleneck, such as one more engine. A step in this file is an optimizer step.
 
     generation: ENGINES, ENVIRONMENT, JOURNAL, WEIGHTS (engines pause)    seconds in which the slots generate as many
                                                                           groups as a mini-batch has
@@ -35,14 +36,14 @@ class Part(StrEnum):
 
 
 class Side(StrEnum):
-    """The two sides of a run, generation and training, which run concurrently."""
+    """A side of a run: generation or training. The two sides run concurrently."""
 
     GENERATION = "generation"
     TRAINING = "training"
 
     @property
     def other(self) -> Side:
-        """The other one of the two sides."""
+        """Training for generation, and generation for training."""
         return Side.TRAINING if self is Side.GENERATION else Side.GENERATION
 
 
@@ -55,7 +56,8 @@ BALANCED = 0.1
 
 @dataclass(frozen=True)
 class Demand:
-    """Seconds per step that each part needs if it never waits."""
+    """The seconds per optimizer step that each part of a run needs, without waiting; and the settings on which the
+    waiting depends."""
 
     generation: Mapping[Part, float]
     training: Mapping[Part, float]
@@ -71,39 +73,40 @@ class Demand:
     """Seconds from a commit until the engines serve the new weights and the groups that wait for these weights are
     admitted."""
     seconds_of_step: float | None = None
-    """Measured or simulated seconds of a step; None: `arithmetic_seconds` is used instead."""
+    """Measured or simulated seconds of an optimizer step; None: `arithmetic_seconds` is used instead."""
 
     def of(self, side: Side) -> Mapping[Part, float]:
-        """The seconds per step that each part of a side needs."""
+        """The seconds per optimizer step that each part of a side needs."""
         return self.generation if side is Side.GENERATION else self.training
 
     def seconds(self, side: Side) -> float:
-        """Seconds per step that a side needs."""
+        """Seconds per optimizer step that a side needs: the sum over its parts."""
         return sum(self.of(side).values())
 
     @property
     def longer(self) -> Side:
-        """The side that needs more time per step."""
+        """The side that needs more time per optimizer step."""
         return max(Side, key=self.seconds)
 
     @property
     def arithmetic_seconds(self) -> float:
-        """Seconds of a step as `seconds_of_means` computes them from the mean seconds of both sides."""
+        """Seconds from one optimizer step to the next, as `seconds_of_means` computes them from the seconds that each
+        side needs."""
         generation, training = (self.seconds(side) for side in Side)
         return seconds_of_means(generation, training, self.arrival, self.lookahead, self.concurrency)
 
     @property
     def step_seconds(self) -> float:
-        """Seconds of a step, including the waits of both sides."""
+        """Seconds from one optimizer step to the next, including the time for which the sides wait."""
         return self.arithmetic_seconds if self.seconds_of_step is None else self.seconds_of_step
 
     def waits(self, side: Side) -> float:
-        """Fraction of the time for which a side waits for the other side."""
+        """Fraction of the time for which `side` waits for the other side."""
         return max(0.0, 1 - self.seconds(side) / self.step_seconds) if self.step_seconds else 0.0
 
     def gain(self, part: Part, side: Side) -> float:
-        """The speedup of the run from one more engine, one more rank, or one more mini-batch of lookahead, as `part`
-        says. For any other part of the side: the speedup if the part took no time."""
+        """Speedup of the run with one more engine (if `part` is ENGINES), one more rank (TRAINER) or one more
+        mini-batch of lookahead (LOOKAHEAD). For any other part: the speedup if the part took no time on `side`."""
         if part is Part.LOOKAHEAD:
             return self.speed_of(replace(self, lookahead=self.lookahead + 1))
         remaining = {Part.ENGINES: self.engines / (self.engines + 1), Part.TRAINER: self.ranks / (self.ranks + 1)}
@@ -113,7 +116,7 @@ class Demand:
         return self.speed_of(replace(self, generation=parts) if is_generation else replace(self, training=parts))
 
     def speed_of(self, other: Demand) -> float:
-        """The speed of another demand relative to the speed of this demand, by `arithmetic_seconds`."""
+        """How many times faster a run with the demand `other` is than one with this demand, by `arithmetic_seconds`."""
         seconds = other.arithmetic_seconds
         return self.arithmetic_seconds / seconds if seconds else 1.0
 
@@ -142,12 +145,13 @@ class Binding:
 
     @property
     def is_bottleneck(self) -> bool:
-        """Whether one side waits long for the part, and more of the part would make the run faster."""
+        """Whether the sides are out of balance, and `gain`, rounded to two digits, is above 1."""
         return not self.balanced and round(self.gain, 2) > 1
 
     @property
     def is_usual(self) -> bool:
-        """Whether the engines, the trainer or nothing binds; then the run spends its time on useful work."""
+        """Whether the bottleneck is the engines or the trainer, or there is none; then the run spends its time on
+        useful work."""
         return not self.is_bottleneck or self.part in (Part.ENGINES, Part.TRAINER)
 
     def sentence(self) -> str:
@@ -175,9 +179,10 @@ class Binding:
 
 
 def binding(demand: Demand, slow: Part | None = None) -> Binding:
-    """Find the part that the run waits for.
+    """Find the bottleneck of a run: the part for which one of the sides waits.
 
-    `slow`: ENGINES or TRAINER, if one engine or rank is far slower than the others; this part binds if both sides wait.
+    `slow`: ENGINES if one engine is far slower than the other engines, TRAINER if one rank is far slower than the other
+    ranks; if both sides wait, `slow` is the bottleneck.
 
     >>> found = binding(Demand({Part.ENGINES: 8.0, Part.ENVIRONMENT: 1.0}, {Part.TRAINER: 3.0}, engines=2))
     >>> print(found.sentence())

@@ -57,7 +57,7 @@ class Split:
 
     @property
     def step_seconds(self) -> float:
-        """Seconds of a step."""
+        """Seconds from one optimizer step to the next."""
         return self.flow.step_seconds
 
 
@@ -98,11 +98,12 @@ def _spread(numbers: Sequence[int]) -> list[int]:
 
 
 class Plan:
-    """The plan of a configuration: whether the configuration fits into memory, the seconds of a step with each split of
-    the GPUs, and the bottleneck."""
+    """The plan of a configuration: whether the configuration fits into memory, the seconds of an optimizer step with
+    each split of the GPUs, and the bottleneck."""
 
     def __init__(self, settings: PlanSettings, folder: Path, device: Device, work: Work, gpus: int | None) -> None:
-        """Plan for `gpus` GPUs; None: the number in the configuration. `folder` needs only a config.json.
+        """Plan for `gpus` GPUs; None: the number in the configuration. `folder`: the model folder, of which only the
+        config.json is read.
 
         Raises:
             UserError: the model cannot be built or run, or there are too few GPUs.
@@ -160,13 +161,14 @@ class Plan:
 
     @property
     def gpu_hours(self) -> float | None:
-        """GPU hours of the whole run with the configuration's split, without its start; None on a CPU."""
+        """GPU hours of all optimizer steps of the run with the configuration's split, without the start of the run;
+        None on a CPU."""
         seconds = self.settings.max_steps * self.chosen.step_seconds * self.used
         return None if self._on_cpu else seconds / 3600
 
     @property
     def engine_bytes(self) -> dict[str, float]:
-        """Bytes on each GPU of an engine, by part of the memory."""
+        """Bytes on each GPU of an engine, by what they hold: `weights`, `kv cache`, and the rest."""
         weights = self._shape.parameters * self._shape.width / self.settings.generator.engine_gpus
         parts = {"weights": weights, "kv cache": max(0.0, self._memory.kv)}
         if self._on_cpu:
@@ -247,7 +249,8 @@ class Plan:
     def _training(
         self, engines: int, ranks: int, rows: float, sampling: float, update: Update
     ) -> tuple[float, dict[Part, float]]:
-        """The factor by which training slows generation down, and the parts of training in seconds per step."""
+        """The factor by which training slows generation down, and the seconds per optimizer step of each part of
+        training."""
         work, settings, pace = self.work, self.settings, self.device.pace
         row = work.length if settings.merges else work.prompt_tokens + work.response_tokens
         compute = self._trainer.seconds(self.device, ranks, rows, row, settings.trainer.max_tokens_per_micro_batch)
@@ -276,7 +279,7 @@ class Plan:
     ) -> Demand:
         work, settings = self.work, self.settings
         generation = flow.step_seconds * (1 - flow.generators_wait)
-        pause *= 1 - flow.generators_wait  # the other slots have nothing to pause
+        pause *= 1 - flow.generators_wait  # slots without a group have nothing to pause
         outside = work.turns * work.environment_seconds
         inside = work.sampled * self._iteration(max(1.0, flow.running))
         waiting = generation * outside / (outside + inside)
@@ -335,7 +338,7 @@ class Plan:
         return update(transport, sent * self._shape.width, self.device, nodes, senders, gpus)
 
     def _evaluation(self, sampling: float) -> float:
-        """Seconds per step of evaluations that pause training; 0 for evaluations beside training."""
+        """Seconds per optimizer step for which evaluations pause training; 0 for evaluations beside training."""
         data = self.settings.data
         if not data.eval_every or data.eval_mode == "beside":
             return 0.0

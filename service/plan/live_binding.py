@@ -1,9 +1,10 @@
 """Finds the current bottleneck of a run from the times measured in the last minutes, by the rules of
 `service.plan.binding`.
 
-generation: the seconds in which generators had groups, divided among the parts as the time of the trajectories is;
-            the waits of claims and of groups' ends for the journal's syncs are added as a further part
-training:   the seconds of the driver in each of its states, without its waits for a mini-batch
+generation: the seconds in which generators play groups, divided among ENGINES, WEIGHTS and ENVIRONMENT in proportion
+            to the measured times of the trajectories. JOURNAL is added: the time for which claims and the ends of
+            groups wait until the journal is synced, as estimated from the mean time of a sync
+training:   the seconds of the driver in each of its states, except the state in which it waits for a mini-batch
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ WINDOW_SECONDS = 600.0
 """The window of alerts, in seconds: a brief bottleneck, such as an evaluation, must not cause an alert."""
 NOW_SECONDS = 40.0
 """Minimum length of the window of the status, in seconds. It is short, so that a part that becomes slow is named within
-a minute; if steps are long, the window is longer."""
+a minute; if optimizer steps are long, the window is longer."""
 SAMPLE_SECONDS = 10.0
 MIN_STEPS = 3
 """Minimum number of optimizer steps in the window for which a bottleneck is named."""
@@ -30,7 +31,7 @@ SLOW = 0.6
 """An engine that samples less than this fraction of the others' tokens per second is reported as slow."""
 WAITING = "waiting"
 IDLE = (WAITING, "starting", "evaluating")
-"""States in which a generator plays no group."""
+"""States in which a generator plays no group for training."""
 SYNCS_OF_GROUP = 3.0
 """Number of syncs of the journal for which each trajectory waits in addition to its own time. On average, the claim of
 its group comes in the middle of a sync, so it waits for half a sync and for the whole next sync; the end of the group
@@ -57,7 +58,7 @@ PARTS = {
 
 @dataclass(frozen=True)
 class Figures:
-    """Totals since the start of the run, or the increase of the totals over a window."""
+    """Measured times and counts of a run: totals since the run's start, or the increase of the totals over a window."""
 
     at: float
     """Time at which the totals were read, in seconds of a monotonic clock; for an increase, the window's length in
@@ -82,12 +83,13 @@ class Figures:
     """Sum over all weight updates: seconds from sending the weights until the engines serve them."""
 
     def since(self, before: Figures) -> Figures:
-        """The increase of the totals; the totals of a restarted actor count from 0."""
+        """The increase of the totals from `before` to this object; if an actor restarted in between, its totals since
+        the restart."""
         return Figures(**{name: _grown(getattr(self, name), getattr(before, name)) for name in vars(self)})
 
 
 class Limits(NamedTuple):
-    """Settings that limit how far one side may run ahead of the other side."""
+    """The settings of a run on which its bottleneck depends, such as how far generation may run ahead of training."""
 
     ranks: int = 1
     lookahead: float = 2.0
@@ -97,7 +99,7 @@ class Limits(NamedTuple):
 
     @classmethod
     def of(cls, run: Mapping[str, Any]) -> Limits:
-        """Read the limits from `run`, the driver's status report."""
+        """Read these settings from `run`, the driver's status report."""
         ahead = run.get("concurrent_groups", 1) / run.get("mini_batch_size", 1)
         return cls(run.get("ranks", 1), run.get("lookahead", 2), ahead, run.get("shares_cores", False))
 
@@ -112,7 +114,8 @@ def _grown(now: Any, before: Any) -> Any:
 
 
 def demand(grown: Figures, limits: Limits) -> Demand | None:
-    """Seconds per step of each part, from the increase of the totals; None if there is too little data."""
+    """The seconds per optimizer step that each part needed, computed from `grown`, the increase of the totals over a
+    window; None if there is too little data."""
     if grown.steps < MIN_STEPS or not grown.engines or grown.at <= 0:
         return None
     playing = sum(
@@ -128,7 +131,7 @@ def demand(grown: Figures, limits: Limits) -> Demand | None:
     for state, seconds in grown.trainer.items():
         if (needs := STATES.get(state)) is not None:
             training[needs] = training.get(needs, 0.0) + seconds / grown.steps
-    # neither the start nor the end of the run is part of a step
+    # neither the start nor the end of the run is part of an optimizer step
     of_step = sum(seconds for state, seconds in grown.trainer.items() if state in (*STATES, WAITING)) / grown.steps
     return Demand(generation, training, len(grown.engines), *limits, grown.arriving / grown.steps, of_step)
 
@@ -149,7 +152,8 @@ class Live(NamedTuple):
 
 
 def live(grown: Figures, limits: Limits) -> Live | None:
-    """The bottleneck according to the increase of the totals; None if there is too little data."""
+    """The bottleneck in a window, found from `grown`, the increase of the totals over the window; None if there is too
+    little data."""
     needed = demand(grown, limits)
     if needed is None:
         return None
@@ -159,7 +163,8 @@ def live(grown: Figures, limits: Limits) -> Live | None:
 
 
 def _slow_engine(grown: Figures) -> str:
-    """The engine that samples far fewer tokens per second of generation than the others; empty if there is none."""
+    """A text about the engine that samples far fewer tokens per second of generation than the others; empty if there is
+    none."""
     rates = {
         name: grown.tokens.get(name, 0.0) / states["generating"]
         for name, states in grown.engines.items()
@@ -172,7 +177,8 @@ def _slow_engine(grown: Figures) -> str:
 
 
 def _slow_rank(grown: Figures) -> str:
-    """The rank that computes far longer than the others; empty without one, or if ranks wait in a step."""
+    """A text about the rank that computes far longer per optimizer step than the others; empty if there is none, or if
+    the other ranks wait for it in their computation and so take as long."""
     busy = {
         name: (states.get("forward_backward", 0.0) + states.get("optimizer", 0.0)) / grown.steps
         for name, states in grown.ranks.items()
@@ -191,7 +197,7 @@ def _beside_others(values: Mapping[str, float]) -> Iterator[tuple[str, float, fl
 
 
 def figures_of(now: float, actors: Iterable[Pushed]) -> Figures:
-    """The totals from the metrics that the actors have pushed."""
+    """The totals at the time `now`, computed from the metrics that the actors have pushed."""
     by_role: dict[str, dict[str, Mapping[str, float]]] = {"driver": {}, "buffer": {}, "generator": {}, "trainer": {}}
     trajectories: Counter[str] = Counter()
     steps = played = syncs = arriving = 0.0
@@ -231,9 +237,10 @@ class Window:
         self._kept.append(figures)
 
     def waits(self, run: Mapping[str, Any]) -> tuple[str, float] | None:
-        """The part that binds over the whole window, and the fraction of time for which the other side waits.
+        """The name of the slowest part over the whole window, and the fraction of the time for which generation or
+        training waited for it; the fraction is 0 if the part is no bottleneck.
 
-        The fraction is 0 if the part is no bottleneck. None: there is too little data.
+        None: there is too little data.
         """
         whole = self.live(Limits.of(run))
         return None if whole is None else (str(whole.found.part), whole.found.waits * whole.found.is_bottleneck)
@@ -250,7 +257,7 @@ class Window:
         return live(self._kept[-1].since(self._kept[0]), limits) if len(self._kept) > 1 else None
 
     def now(self, limits: Limits) -> Live | None:
-        """The bottleneck of the shortest recent time with enough data; None if there is too little data."""
+        """The bottleneck of the shortest window that ends now and has enough data; None if no window has enough."""
         for before in reversed(self._kept):
             grown = self._kept[-1].since(before)
             if grown.at >= NOW_SECONDS and grown.steps >= MIN_STEPS:

@@ -1,4 +1,5 @@
-"""Seconds of a step, waiting times and staleness: an analytic model of groups between engines and trainer.
+"""Predicts the seconds of a step, waiting times and staleness by an analytic model of how groups flow from the engines
+to the trainer. A step in this file is an optimizer step; its seconds are the time until the next one.
 
     admission (lookahead, slots) -> trajectories share the engines -> environment -> complete -> trainer -> new version
 
@@ -32,23 +33,25 @@ QUANTILES = 1024
 LONGEST = 0.56
 """The mean length of the longest of B groups is about the quantile 1 - 0.56 / B of the lengths (Gumbel)."""
 SHARPNESS = 17.0
-"""Exponent of `either_longer`. If the two sides need the same time, random waits cost 1 - 2 ** (-1 / 17), or 4 %, of
-their speed. The figure is from `baton simulate` with a lookahead of 4 and lengths of moderate tails."""
+"""Exponent of `either_longer`. If generation and training need the same time, the time for which they wait for each
+other, because both vary at random, costs 1 - 2 ** (-1 / 17), or 4 %, of their speed. The figure is from `baton
+simulate` with a lookahead of 4 and lengths of moderate tails."""
 BACKLOG = 40.0
 """Exponent that sets how sharply the queue of complete groups grows when the trainer becomes the slower side; fitted to
 simulations."""
 ADMISSION = 1.01
-"""Admission is the limit if a step takes more than this many times the seconds that slots and trainer need."""
+"""Admission is the limit if an optimizer step takes more than this many times the seconds that slots and trainer
+need."""
 FULL = 0.99
-"""Slots are the limit if they need at least this fraction of a step."""
+"""Slots are the limit if they need at least this fraction of the seconds of an optimizer step."""
 PHASES, HALVINGS, ROUNDS = 16, 40, 100
-"""Number of moments of a step at which the open groups are counted; maximum rounds of the search for the seconds of a
-step, and of the search for the seconds of an iteration."""
+"""Number of moments of an optimizer step at which the open groups are counted; maximum rounds of the search for the
+seconds of an optimizer step, and of the search for the seconds of an engine's iteration."""
 
 
 @dataclass(frozen=True)
 class Flow:
-    """Results of the analytic model."""
+    """Results of the analytic model: means over the optimizer steps of a run."""
 
     step_seconds: float
     trainer_waits: float
@@ -65,18 +68,22 @@ class Flow:
 
 
 def either_longer(one: float, other: float) -> float:
-    """Seconds of a step whose two sides need `one` and `other` seconds: the longer of the two, plus up to about 4 % if
-    the two are similar, because the waits of the sides vary at random."""
+    """Seconds of an optimizer step for which generation and training, at the same time, need `one` and `other` seconds:
+    the longer of the two, plus up to about 4 % if the two are similar, because random delays of one side hold up the
+    other side."""
     longer, shorter = max(one, other), min(one, other)
     return longer * float((1 + (shorter / longer) ** SHARPNESS) ** (1 / SHARPNESS)) if longer else 0.0
 
 
 def seconds_of_means(generation: float, training: float, arrival: float, lookahead: float, concurrency: float) -> float:
-    """Seconds of a step if only the means of a run are known, not the distribution of its lengths.
+    """Seconds of an optimizer step if only means are known, not the distribution of the lengths of trajectories.
 
-    The result is the larger of two times. The first is what the longer side needs. The second follows from admission:
-    a group's successor is admitted `lookahead` + 1 steps after the group. In these steps the group is generated beside
-    up to `concurrency` mini-batches, the group is trained, and the new weights reach the engines (`arrival`).
+    `generation`, `training`: mean seconds that each of the two needs for a mini-batch.
+
+    The result is the larger of two times. The first is `either_longer` of generation and training. The second follows
+    from admission: the group that takes a group's place is admitted `lookahead` + 1 optimizer steps later. In this time
+    the first group is generated while up to `concurrency` mini-batches are generated, is trained, and the new weights
+    reach the engines, which takes `arrival` seconds.
 
     >>> seconds_of_means(3.0, 1.0, 0.0, lookahead=0, concurrency=1)
     4.0
@@ -104,8 +111,8 @@ def mean_before_cut(mean: float, sigma: float, most: float) -> float:
 
 @dataclass(frozen=True)
 class Setting:
-    """The analytic model: its inputs (amounts and rates) and its equations. Axis `Q`: `QUANTILES` lengths of groups,
-    all equally frequent."""
+    """The analytic model: its inputs (amounts and rates) and its equations. Axis `Q`: the `QUANTILES` (1024) group
+    lengths that represent the distribution of lengths; all are equally frequent."""
 
     mini_batch_size: int
     samples: int
@@ -124,9 +131,9 @@ class Setting:
     """Seconds that a whole trajectory spends in its environment."""
     train_seconds: float
     after_seconds: float = 0.0
-    """Seconds from the commit of a step until the trainer asks for the next mini-batch."""
+    """Seconds from the commit of an optimizer step until the trainer asks for the next mini-batch."""
     sync_seconds: float = 0.0
-    """Seconds from the commit of a step until the engines serve its weights."""
+    """Seconds from the commit of an optimizer step until the engines serve the new weights."""
 
     @cached_property
     def _longest_Q(self) -> Float64s:
@@ -140,7 +147,7 @@ class Setting:
 
     @property
     def _late(self) -> float:
-        """Seconds from a lease until the engines serve the weights that its step produces."""
+        """Seconds from a lease until the engines serve the weights that the mini-batch's optimizer step produces."""
         return self.train_seconds + self.sync_seconds
 
     def _lengths(self, samples: int) -> Float64s:
@@ -151,7 +158,8 @@ class Setting:
         return np.minimum(lengths_Q, self.most_tokens)
 
     def _at(self, step: float) -> tuple[Float64s, float]:
-        """[Q] seconds of groups, and the number of requests in an engine with work, if a step takes `step` seconds."""
+        """[Q] seconds of groups, and the number of requests in an engine with work, if an optimizer step takes `step`
+        seconds."""
         running, most = 0.0, self.slots * self.samples / self.engines
         longest = int(QUANTILES * (1 - LONGEST / self.mini_batch_size))
         for _ in range(ROUNDS):
@@ -185,7 +193,7 @@ class Setting:
         return 1 - np.searchsorted(seconds_Q, seconds, side="right") / QUANTILES
 
     def _admitted(self, floor: float) -> float:
-        """Seconds of a step if admission is the limit, but at least `floor`."""
+        """Seconds of an optimizer step if admission is the limit, but at least `floor`."""
         lookahead = self.lookahead
 
         def is_too_short(step: float) -> bool:
@@ -214,11 +222,12 @@ class Setting:
         # otherwise groups wait for a slot or for the trainer: then each is trained at the last moment
         at_last = float(np.maximum(0.0, lookahead + 1 - middle_Q).mean())
         at_once = min(float(lookahead), (float(seconds_Q.mean()) / 2 + self.train_seconds) / step)
-        share = 1 / (1 + min(full / busy, 1e3) ** BACKLOG) if busy else 0.0  # a power of more would overflow
+        share = 1 / (1 + min(full / busy, 1e3) ** BACKLOG) if busy else 0.0  # the power of a larger base would overflow
         return share * at_last + (1 - share) * at_once
 
     def _open(self, step: float, full: float, seconds_Q: Float64s) -> Float64s:
-        """[P] number of open groups at several moments of a step; a step begins when new weights are served."""
+        """[P] number of open groups at several moments between two optimizer steps, counted from when the engines serve
+        new weights."""
         batch = self.mini_batch_size
         if full >= FULL * step:  # groups begin one by one
             return np.array([batch * float(seconds_Q.mean()) / step])
@@ -232,7 +241,7 @@ class Setting:
         return batch * open_P
 
     def flow(self) -> Flow:
-        """Solve the equations for the means of the steady state."""
+        """Solve the equations; the results are means of the steady state, after the start of the run."""
         full_Q, running = self._full()
         full, busy = self.mini_batch_size * float(full_Q.mean()) / self.slots, self.train_seconds + self.after_seconds
         step = self._admitted(either_longer(full, busy))

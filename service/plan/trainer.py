@@ -1,5 +1,5 @@
-"""Predicts the seconds of an optimizer step and the memory of a rank for any number of ranks, from a single
-estimate."""
+"""Predicts the seconds of an optimizer step and the memory of a rank for any number of ranks. Only one number of ranks
+is estimated in detail; the figures for other numbers follow from that estimate."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ SHARDED = ("weights", "gradients", "optimizer")
 
 @dataclass(frozen=True)
 class Trainer:
-    """The estimate of a rank's step, independent of the number of ranks."""
+    """An estimate of a rank's optimizer step, made for `ranks` ranks; the methods predict other numbers of ranks."""
 
     step: StepEstimate
     ranks: int
-    """Number of ranks for which the step was estimated."""
+    """Number of ranks for which the optimizer step was estimated."""
     recomputed: float
     """Fraction of the layers that are recomputed in the backward pass. The times in `step` include the recomputation of
     all layers, or of none if this is 0."""
@@ -42,7 +42,8 @@ class Trainer:
     row_tokens: int
     """Length of the micro-batch's rows, in tokens."""
     passes: float
-    """Cost of all passes over a token, relative to the estimate; above 1 if a reference policy adds a forward pass."""
+    """Cost of all passes over a token, relative to the estimate; above 1 if a reference policy or a proximal anchor
+    adds a forward pass."""
     shards_within_node: bool = False
     """Whether each node has a copy of the policy, as with `trainer.shard_within: node`."""
 
@@ -51,7 +52,7 @@ class Trainer:
         return min(ranks, GPUS_OF_A_NODE) if self.shards_within_node else ranks
 
     def memory(self, ranks: int) -> dict[str, float]:
-        """Peak bytes of a rank by part, with `ranks` ranks."""
+        """Peak bytes of memory of a rank if there are `ranks` ranks, by what they hold, such as `weights`."""
         share = self._shards(self.ranks) / self._shards(ranks)
         return {part: held * (share if part in SHARDED else 1.0) for part, held in self.step.peak.items()}
 
@@ -73,7 +74,11 @@ class Trainer:
         return total / self.micro_tokens * self.passes * gaps
 
     def seconds(self, device: Device, ranks: int, tokens: float, row_tokens: float, budget: int) -> float:
-        """Seconds of a step of `tokens` tokens: the longer of compute and collectives, plus the optimizer."""
+        """Seconds of an optimizer step of `ranks` ranks: the longer of compute and collectives, plus the optimizer.
+
+        `tokens`: number of tokens that all ranks together train, in rows of `row_tokens`; `budget`: maximum tokens of a
+        rank's micro-batch.
+        """
         mine = tokens / ranks * TRAINER["imbalance"]
         micro_batches = max(1, math.ceil(mine / budget))
         compute = mine * self.token_seconds(device, row_tokens)
@@ -98,7 +103,7 @@ class Trainer:
 
 @dataclass(frozen=True)
 class Memory:
-    """The memory of an engine's GPU, in bytes."""
+    """Bytes on each GPU of an engine: `kv` for the KV cache, `engine` for weights, graphs and buffers."""
 
     engine: float
     kv: float

@@ -1,4 +1,4 @@
-"""Predicts the time to send new weights to the engines with each transport."""
+"""Predicts how long an update of the engines' weights takes, by the transport of the weights."""
 
 from __future__ import annotations
 
@@ -10,19 +10,22 @@ from service.plan.machine.device import Device
 
 @dataclass(frozen=True)
 class Update:
-    """Duration of an update of the engines, in seconds."""
+    """Seconds that an update of the engines' weights takes, as the trainer and the engines experience it."""
 
     trainer: float
-    """Seconds of the update in which the trainer does nothing else."""
+    """Seconds for which the trainer does nothing but send the weights."""
     pause: float
-    """Seconds of the update in which an engine generates nothing."""
+    """Seconds for which an engine generates nothing."""
     arrival: float
     """Seconds from the end of the optimizer step until the engines serve the weights."""
 
 
 def update(transport: str, weight_bytes: float, device: Device, nodes: int, rank_gpus: int, engine_gpus: int) -> Update:
-    """The duration of an update. `rank_gpus` GPUs share the bytes that the trainer sends; `engine_gpus` GPUs share the
-    bytes that an engine gets."""
+    """Predict how long an update of the engines' weights takes.
+
+    Of the `weight_bytes`, each of the trainer's `rank_gpus` GPUs sends an equal part, and each of an engine's
+    `engine_gpus` GPUs receives an equal part.
+    """
     costs = WEIGHTS
     if transport == "memory":
         copied, pause = weight_bytes / rank_gpus / costs["copied"], weight_bytes / engine_gpus / costs["into_an_engine"]

@@ -44,7 +44,8 @@ class Work:
         return (self.prompt_tokens + self.length) / 2
 
     def row_tokens(self, merged: bool) -> float:
-        """Mean number of tokens of all rows of a trajectory: of one row if `merged`, otherwise of one row per turn."""
+        """Mean number of tokens in the rows of a trajectory together: in one row if `merged`, otherwise in one row per
+        turn."""
         return self.length if merged else self.turns * (self.prompt_tokens + self.length) / 2 + self.sampled / 2
 
 
@@ -73,7 +74,10 @@ def assumed(settings: PlanSettings) -> Work:
 
 
 def check_bounds(name: str, value: float, source: str = "given") -> None:
-    """Raise a UserError if a figure is outside the bounds of its option."""
+    """Raise a UserError if the figure `name` has a value outside the bounds of its option of `baton plan`.
+
+    `source`: where the value comes from, for the message.
+    """
     lowest, highest = OPTIONS[name].metadata["bounds"]
     if not lowest <= value <= highest:
         raise UserError(
@@ -84,8 +88,8 @@ def check_bounds(name: str, value: float, source: str = "given") -> None:
 def work_of(
     settings: PlanSettings, measured: Mapping[str, tuple[float, str]], given: Mapping[str, float | None]
 ) -> Work:
-    """The work of a configuration. A figure is taken from `given`; if it is not there, from `measured`, with its
-    source; otherwise it is assumed.
+    """The figures for a plan. A figure is taken from `given` (the options of `baton plan`) if it is there; otherwise
+    from `measured`, which has (value, source) of each figure of a run; otherwise it is assumed.
 
     Raises:
         UserError: a figure is out of range, or a given figure is above its limit in the configuration.

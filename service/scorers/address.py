@@ -24,7 +24,8 @@ LOGPROB_BYTES = 1 << 9
 
 
 class Address:
-    """Posts JSON to an address and reads JSON, within the scorer's deadline."""
+    """A scorer behind an address: posts JSON to the address and reads the JSON of the answer, within the scorer's
+    deadline."""
 
     def __init__(self, name: str, settings: ScorerConfig) -> None:
         """Raises `UserError` if the scorer's key file contains no readable key."""

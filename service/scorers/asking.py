@@ -3,7 +3,7 @@
     group 7 waits for judge -> a free worker of judge: ask -> accept | failed, and again | give_up
 
 Each worker is asked about one group at a time, so a group that makes its scorer hang or die costs no other group an
-attempt. Only groups that a worker is scoring are in memory twice.
+attempt. A group is in memory a second time, encoded, only while a worker scores it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ log = logging.getLogger(__name__)
 
 
 class Worker(Protocol):
-    """A scorer's process, or one of the concurrent requests that its address accepts."""
+    """Scores one group at a time: a scorer's process, or one of the concurrent requests that a scorer's address
+    accepts."""
 
     async def ready(self) -> None:
         """Wait until the worker has started; raises `ScorerFailed` if it does not start."""
@@ -52,7 +53,7 @@ class Asking:
         settled: Callable[[], Awaitable[None]],
         first_pause: float = FIRST_PAUSE,
     ) -> None:
-        """`settled` returns when the journal is on disk."""
+        """`settled` returns when all events of the journal until now are on disk."""
         self._settings = settings
         self._scoring = scoring
         self._idle = {name: [*workers[name]] for name in settings}

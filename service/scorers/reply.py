@@ -95,13 +95,14 @@ def answer_from(data: object, room: int) -> Answer:
 
 
 def answer_of(given: Any, n_trajectories: int) -> Answer:
-    """Read the answer of a user's code or an address: `rewards`, or `(rewards, info)`, with one entry per trajectory.
+    """Read the answer of a user's code or an address: `rewards`, or `(rewards, info)`, each with one entry per
+    trajectory; `info` may be empty.
 
     Raises:
         ScorerFailed: the answer has another form, or another number of rewards.
     """
     try:
-        both = isinstance(given, tuple) and len(given) == 2 and np.ndim(given[0]) > 0  # not two rewards
+        both = isinstance(given, tuple) and len(given) == 2 and np.ndim(given[0]) > 0  # else two rewards
         rewards, info = given if both else (given, ())
         if isinstance(rewards, str | bytes | dict) or isinstance(info, str | bytes | dict):
             raise TypeError(f"{type(rewards).__name__} and {type(info).__name__} are no lists")

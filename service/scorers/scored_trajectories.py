@@ -16,7 +16,7 @@ from service.types import StepGroup
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One call of the policy."""
+    """One call of the policy in a trajectory, as a scorer gets it."""
 
     prompt: str
     """The new part of the prompt. In the first turn this is the whole prompt; in later turns, the text that follows the
@@ -34,7 +34,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Trajectory:
-    """One trajectory of a group."""
+    """One trajectory of a group, as a scorer that gives rewards gets it."""
 
     uid: str
     """The unique id of the prompt in the dataset."""

@@ -138,7 +138,7 @@ class _Progress:
 
 
 def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
-    """The mean of several runs, and its standard error; 0 for a single run.
+    """The mean of a figure over several runs, and the standard error of this mean; the error is 0 for a single run.
 
     >>> mean_and_error([1.0, 3.0])
     (2.0, 1.0)

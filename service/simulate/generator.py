@@ -62,7 +62,7 @@ class SimulatedGenerator(Client):
 
     @property
     def serving(self) -> PolicyVersion:
-        """The version that the engine serves."""
+        """The policy version that the engine serves."""
         return self._served[-1]
 
     def start(self) -> None:
@@ -98,7 +98,8 @@ class SimulatedGenerator(Client):
             ended()
 
     def update(self, version: PolicyVersion) -> PolicyVersion:
-        """Load newer weights while requests run; returns the version of the tokens that are sampled from now on."""
+        """Load newer weights while requests run, unless an evaluation runs; returns the version of the tokens that are
+        sampled from now on."""
         self._newest = max(self._newest, version)
         if version > self.serving and self._evaluated is None:
             self._served_from.append(self.loop.now)
@@ -211,18 +212,19 @@ class SimulatedGenerator(Client):
         self.acknowledged(steps, answer)
 
     def acknowledged(self, steps: list[tuple[TrajectoryId, int]], receipt: Receipt) -> None:
-        """Called with the receipt of a message, and with the (trajectory, step index) of each step in the message."""
+        """Called with the buffer's receipt of a message, and with (trajectory, step index) of each step in it; tests
+        override it."""
 
     def silence(self) -> float:
-        """Seconds for which a trajectory hangs before it ends silently; 0 if it does not hang."""
+        """Seconds for which a trajectory hangs before it is dropped without an end; 0, unless a test overrides this."""
         return 0.0
 
     def role_of_turn(self) -> Role:
-        """The role of a turn."""
+        """The role of the next turn: `main`, unless a test overrides this."""
         return Role.MAIN
 
     def stop_reason(self) -> StopReason:
-        """The reason for which a trajectory ends after its last turn."""
+        """The stop reason of a trajectory that has played its last turn: `STOP`, unless a test overrides this."""
         return StopReason.STOP
 
     def _refused(self, refusal: Refusal) -> None:

@@ -27,7 +27,7 @@ POLL_SECONDS = 5.0
 
 
 class Poll(NamedTuple):
-    """A request that waits for its answer."""
+    """A request whose answer was a Wait; the buffer is asked again until `deadline`."""
 
     deadline: float
     request: Callable[[Buffer], Any]
@@ -35,7 +35,7 @@ class Poll(NamedTuple):
 
 
 class Host(Process):
-    """Answers requests with `Buffer`; an answer is sent only when the journal is synced."""
+    """The buffer's process: answers requests with a `Buffer`, and sends an answer only when the journal is synced."""
 
     def __init__(
         self, settings: SimulationSettings, scenario: Scenario, loop: Loop, rng: np.random.Generator, segment_bytes: int
@@ -60,7 +60,8 @@ class Host(Process):
         self._look_is_due = False
 
     def start(self, now: float = 0.0) -> None:
-        """Start a process on the disk's files; `now`: the time on its monotonic clock."""
+        """Start the buffer's process with the files that the disk holds; `now`: the time on the clock of the new
+        process."""
         self.clock = VirtualClock(self.loop, now)
         self.journal = Journal(FOLDER, self.clock, self.disk, self._segment_bytes)
         self.buffer = Buffer(self.settings.buffer, PROMPT_UIDS, self.journal, self.clock)
@@ -73,12 +74,13 @@ class Host(Process):
         return SimulatedScorers(self, self._scenario.scorer_seconds, self._rng)
 
     def passes(self, seam: str) -> bool:
-        """Whether the process survives a point, `before_sync` or `after_sync`, where a test may kill it."""
+        """Whether the process survives the point `seam`, which is `before_sync` or `after_sync`; tests kill it
+        there."""
         return self.alive
 
     def ask(self, request: Callable[[Buffer], Any], reply: Resume, patience: float = 0.0) -> None:
-        """Answer a request. While the buffer's answer is a Wait, ask the buffer again; after `patience` seconds, send
-        the Wait as the answer."""
+        """Answer a request to the buffer. While the buffer returns a Wait (a reason to wait), the request is repeated,
+        for up to `patience` seconds; then the answer is the Wait."""
         answer = request(self.buffer)
         if patience and isinstance(answer, Wait):
             self._polls.append(Poll(self.loop.now + patience, request, reply))
@@ -86,15 +88,16 @@ class Host(Process):
             self._answer(answer, reply)
 
     def claim(self, claim: Claim, reply: Resume) -> None:
-        """Answer a claim as soon as there is a group for it; after `POLL_SECONDS` without a group, answer with a
-        Wait."""
+        """Answer a claim as soon as there is a group for it; after `POLL_SECONDS` without a group, the answer is a
+        Wait, which has the reason to wait."""
         self.claims.answer(claim, 1, self.loop.now + POLL_SECONDS, partial(self._answer_claim, reply))
 
     def _answer_claim(self, reply: Resume, answer: ClaimAnswer) -> None:
         self._answer(answer[0] if isinstance(answer, list) else answer, reply)
 
     def serves(self, generator: str, version: PolicyVersion) -> None:
-        """Try an engine's waiting claims again soon, because the engine serves newer weights."""
+        """Try the waiting claims of a generator again soon, because its engine now serves the newer weights of
+        `version`."""
         self._updated[generator] = version
         self.look_soon()
 
@@ -178,13 +181,13 @@ class Client(Process):
         self._rng = rng
 
     def ask(self, request: Callable[[Buffer], Any], patience: float = 0.0) -> Waiting:
-        """Send a request to the buffer; `answer = yield self.ask(...)` waits for the answer, as described in
-        `Host.ask`."""
+        """Send a request to the buffer: after `answer = yield self.ask(...)` the activity has the answer. `patience`:
+        as in `Host.ask`."""
         return self.call(lambda reply: self._host.ask(request, reply, patience))
 
     def call(self, request: Callable[[Resume], None]) -> Waiting:
-        """Run `request` at the host, with a function that sends the answer back; `answer = yield self.call(...)` waits
-        for the answer."""
+        """Call `request`, which gets a function that takes the host's answer: after `answer = yield self.call(...)` the
+        activity has the answer."""
         return request
 
 
@@ -192,7 +195,7 @@ class SimulatedScorers(Process):
     """Simulates all scorers; each scores as many waiting groups at once as it has workers."""
 
     def __init__(self, host: Host, mean_seconds: float, rng: np.random.Generator) -> None:
-        """`mean_seconds`: mean time of an answer."""
+        """`mean_seconds`: mean seconds that a scorer needs for a group."""
         super().__init__(host.loop)
         self._host, self._scorers, self._scoring = host, host.settings.scorers, host.buffer.scoring
         self._mean_seconds, self._rng = mean_seconds, rng

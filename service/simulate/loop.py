@@ -41,7 +41,8 @@ class Loop:
         heapq.heappush(self._queue, (self.now + seconds, self._scheduled, callback))
 
     def run(self, until: Callable[[], bool]) -> bool:
-        """Run callbacks until the condition holds. Returns False if no callback is left and it still does not hold."""
+        """Run callbacks until the condition `until` holds. Returns False if no callback is left and the condition still
+        does not hold."""
         while not until():
             if not self._queue:
                 return False

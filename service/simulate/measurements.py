@@ -27,19 +27,20 @@ class Measurements:
         out."""
 
     def leased(self, batch: MiniBatch, version: PolicyVersion, waited: float) -> None:
-        """Record that the trainer received a mini-batch to train on top of `version`."""
+        """Record that the trainer, at policy version `version`, received a mini-batch, for which it had waited `waited`
+        seconds."""
         self.wait_seconds.append(waited)
         for micro_batch in (m for rank in batch.ranks for m in rank):
             ages_N = micro_batch.staleness_N[micro_batch.staleness_N >= 0]
             self.staleness.update(dict(zip(*(a.tolist() for a in np.unique(ages_N, return_counts=True)), strict=True)))
 
     def committed(self, version: PolicyVersion, batch: MiniBatch, now: float) -> None:
-        """Record that the buffer has confirmed a commit to the trainer."""
+        """Record that the buffer has confirmed the commit of a mini-batch, with the new policy version `version`."""
         self.committed_at.append(now)
         self.trained.update(dict.fromkeys(batch.groups, version.step))
 
     def went_back(self, step: int) -> None:
-        """Record that a trainer joined at an earlier step."""
+        """Record that a trainer started from the checkpoint of optimizer step `step`; later steps are undone."""
         self.trained = {group_id: used for group_id, used in self.trained.items() if used <= step}
 
 

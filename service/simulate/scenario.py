@@ -98,7 +98,7 @@ class Scenario:
         return max(settings.concurrent_groups // self.generators, 1)
 
     def lengths(self, rng: np.random.Generator, count: int) -> Int64s:
-        """Draw the numbers of tokens of `count` trajectories."""
+        """Draw the numbers of sampled tokens of `count` trajectories."""
         drawn = rng.lognormal(np.log(self.median_tokens), self.sigma, count)
         return np.maximum(np.round(drawn), 1).astype(np.int64)
 
@@ -125,5 +125,5 @@ class Scenario:
         return self.lengths(np.random.default_rng(0), max(1, DRAWN // samples) * samples).reshape(-1, samples)
 
     def longest(self, settings: SimulationSettings) -> int:
-        """Maximum tokens of a trajectory."""
+        """Maximum sampled tokens of a trajectory within the limits of the configuration."""
         return self.turns * settings.buffer.limits.max_generate_length

@@ -38,11 +38,11 @@ class SimulatedTrainer(Client):
         self._generators = generators
         self.step_seconds = scenario.step_seconds(host.settings)
         self.evaluated: list[tuple[int, float]] = []
-        """(step, seconds) of the evaluations that have ended."""
+        """(optimizer step, seconds) of the evaluations that have ended."""
         self._evaluating = 0
         """Number of generators that evaluate now."""
         self._checkpoint = 0
-        """The step of the newest durable checkpoint."""
+        """The optimizer step of the newest durable checkpoint."""
 
     def start(self) -> None:
         """Join the run at the newest checkpoint, then train."""
@@ -81,7 +81,8 @@ class SimulatedTrainer(Client):
                 return
 
     def _step(self, batch: MiniBatch) -> Generator[Waiting, Any, Refusal | None]:
-        """Commit a trained mini-batch, or release it if its step was not applied; returns the refusal of the commit."""
+        """Commit a trained mini-batch, or release it if its optimizer step was not applied; returns the refusal of the
+        commit, or None."""
         incarnation, step = self.version
         if not self.is_applied():
             yield self.ask(lambda buffer: buffer.release(incarnation, batch.lease, "not finite"))
@@ -100,12 +101,13 @@ class SimulatedTrainer(Client):
         return None
 
     def is_applied(self) -> bool:
-        """Whether an optimizer step is applied; a step whose loss or gradient is not finite is skipped."""
+        """Whether the next optimizer step is applied: true, unless a test overrides this to simulate a loss or gradient
+        that is not finite."""
         return True
 
     def _evaluate(self, step: int) -> Generator[Waiting, Any, None]:
-        """Evaluate every `data.eval_every` steps: on all engines while training waits, or on some
-        engines while training continues."""
+        """Evaluate every `data.eval_every` optimizer steps: on all engines while training waits, or on some engines
+        while training continues."""
         data, evaluators = self._settings.data, self._evaluators
         if not data.eval_every or step % data.eval_every or self._evaluating:
             return

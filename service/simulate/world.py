@@ -70,7 +70,7 @@ class World:
             generator.start()
 
     def run(self) -> None:
-        """Train the scenario's number of steps, drain the buffer, and end the run."""
+        """Train until the scenario's number of optimizer steps, drain the buffer, and end the run."""
         self.begin()
         self._until(lambda: self.trainer.version.step >= self.scenario.steps)
         self._until(lambda: self.loop.now > self.calm_from and self.host.alive)

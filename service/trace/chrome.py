@@ -3,7 +3,7 @@
 driver        trainer         the state of the trainer as a whole
 trainer-0     rank            forward and backward, optimizer; while the rank waits, the state of the driver
 generator-0   engine          generating, paused, environment, waiting, starting
-              trajectories    a sample, with turns and tool calls, on as many rows as trajectories overlap in time
+              trajectories    a sample of them, with turns and tool calls; overlapping ones are on different rows
 buffer        leases, commits, journal, and counters of its groups
 
 A sampled trajectory is a flow: claim -> turns and tool calls -> lease -> commit. Times are microseconds from the first

@@ -17,7 +17,8 @@ TOOL = "tool:"
 
 
 class Spent(NamedTuple):
-    """The seconds that trajectories of an environment spent in a part, or in calls of a tool."""
+    """The seconds that all trajectories of an environment spent in one part of their time, such as `decode`, or in the
+    calls of one tool."""
 
     env: str
     name: str
@@ -27,12 +28,13 @@ class Spent(NamedTuple):
 
     @property
     def mean(self) -> float:
-        """Mean seconds per trajectory, or per call of a tool."""
+        """Mean seconds per trajectory; for a tool, per call."""
         return self.seconds / self.number if self.number else 0.0
 
 
 def spent(timeline: RunTimeline) -> list[Spent]:
-    """The seconds by environment and part, summed over all processes, largest first."""
+    """The seconds by environment, and by part of the trajectories' time or tool, summed over all processes, largest
+    first."""
     sums: dict[tuple[str, str], Spent] = {}
     for one in (Spent(*line) for totals in timeline.totals.values() for line in totals.sums):
         of = sums.get((one.env, one.name), Spent(one.env, one.name, 0, 0.0, 0.0))

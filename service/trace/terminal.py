@@ -78,8 +78,8 @@ def _numbers(record: Record, is_wide: bool) -> dict[str, str]:
 
 
 def print_record(console: Console, record: Record, max_staleness: int, words: Words) -> None:
-    """Print one trajectory step by step. Colours show the kind of each token; on a terminal without colours, marks show
-    it."""
+    """Print one trajectory, one step after the other. Colours show the kind of each token; on a terminal without
+    colours, marks show it."""
     has_colours = console.color_system is not None and not console.no_color
     wraps = not console.is_terminal
     console.print(Text(in_one_line(record["id"]), style="bold"))

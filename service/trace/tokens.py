@@ -97,7 +97,7 @@ def staleness(record: Record) -> int | None:
 
 
 def _steps_of(version: str) -> int:
-    """The optimizer steps of a policy version: `1:36` -> 36."""
+    """The number of optimizer steps in a printed policy version: `1:36` -> 36."""
     return int(version.partition(":")[2])
 
 
@@ -110,7 +110,7 @@ def preview(record: Record, words: Words) -> str:
 
 
 def weights(version: str) -> str:
-    """The weights of a printed policy version in words.
+    """A policy version, given as records print it, in words.
 
     >>> weights("1:97")
     'weights of step 97'
@@ -145,15 +145,15 @@ def number(value: float | None, form: str) -> str:
 
 
 def branches(record: Record) -> list[str]:
-    """The steps as a tree, one line with roles and step numbers per chain of steps; empty for a single chain of role
-    `main`.
+    """The steps as a tree, with one line for each chain of steps: roles and step numbers. Empty if all steps form a
+    single chain of the role `main`.
 
-    Records that older versions of Baton wrote do not name the step that a step continues; for these the result is
-    empty.
+    Also empty for a record that an older version of Baton wrote: such a record does not say which step each step
+    continues.
 
-    aux 0
-    main 1, 3, 4; undelivered 5
-      after 1: retry 2
+        aux 0
+        main 1, 3, 4; undelivered 5
+          after 1: retry 2
     """
     steps = record["steps"]
     if any("parent" not in step for step in steps):

@@ -46,7 +46,7 @@ class _Choice(_Named):
 
 
 def forms_of(body: Mapping[str, Any], request: CommonFields, tools: Sequence[Tool]) -> tuple[AnswerForm, ...]:
-    """The forms of the answer that a request states; empty if the request states no form.
+    """The forms that a request demands of its answer, such as JSON of a schema; empty if the request demands none.
 
     Raises:
         Refused: a form cannot be read.
@@ -55,7 +55,7 @@ def forms_of(body: Mapping[str, Any], request: CommonFields, tools: Sequence[Too
 
 
 def structural_tag(form: AnswerForm) -> str:
-    """A form in the engine's format: JSON of a structural tag of xgrammar.
+    """A form in the format in which the engine takes it: as JSON of an xgrammar structural tag.
 
     Raises:
         Refused: the form is too large.

@@ -72,7 +72,7 @@ class _StreamOptions(Struct):
 
 
 class CompletionFields(CommonFields, kw_only=True):
-    """Fields that requests of chat completions and completions share."""
+    """Fields that requests of the two APIs chat completions and completions share."""
 
     max_tokens: Positive | None = None
     n: Annotated[int, Meta(ge=1, le=128)] | None = None
@@ -138,7 +138,7 @@ def parse_body(raw: bytes) -> dict[str, Any]:
 
 
 def read_request(body: Mapping[str, Any], shape: type[Shape], where: str = "") -> Shape:
-    """Convert a request to its schema; `where`: the request's path in the body.
+    """Convert a request to the struct `shape`, its schema; `where`: the request's path in the body.
 
     Raises:
         Refused: the request does not follow the schema, or a field in `REFUSED` has a value that would have an effect.
@@ -153,8 +153,8 @@ def read_request(body: Mapping[str, Any], shape: type[Shape], where: str = "") -
 
 
 def ignored_fields(body: Mapping[str, Any], shape: type[Struct], tools: Collection[str] = ()) -> tuple[str, ...]:
-    """The request's fields that have no effect, in order: fields that the schema does not have, and tools whose type is
-    not in `tools`."""
+    """The names of the request's fields that have no effect, in order: fields that the schema does not have, and, if
+    `tools` is not empty, tools whose type is not in `tools`."""
     read = {*shape.__struct_fields__, *REFUSED, *FORMATS}
     names = (
         f"{name}.{inner}" if inner else name
@@ -169,7 +169,7 @@ def ignored_fields(body: Mapping[str, Any], shape: type[Struct], tools: Collecti
 
 
 def read_as(value: Any, shape: type[Shape], where: str = "") -> Shape:
-    """Convert a value to its schema; `where`: the value's path in the body.
+    """Convert a value to the struct `shape`, its schema; `where`: the value's path in the body.
 
     Raises:
         Refused: the value does not follow the schema.

@@ -23,7 +23,7 @@ ERROR_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_f
 
 
 class AnswerForm(NamedTuple):
-    """A form of the answer that a client asks for; see `answer_form.py`."""
+    """A form that a client demands of the answer, such as JSON of a schema; see `answer_form.py`."""
 
     field: str
     """The request's field that states the form."""
@@ -84,7 +84,7 @@ class CallAnswer(NamedTuple):
 
     @property
     def finish(self) -> Literal["stop", "length", "tool_calls"]:
-        """The finish reason of the answer."""
+        """The finish reason of the answer, as chat completions names it."""
         return "tool_calls" if self.call.reply.calls else "length" if self.call.stop_reason == "length" else "stop"
 
     @property

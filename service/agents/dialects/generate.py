@@ -62,7 +62,7 @@ def reply(answer: CallAnswer, asked: CallRequest) -> dict[str, Any]:
 
 
 def events(answer: CallAnswer, asked: CallRequest) -> Iterator[bytes]:
-    """No events: `read` refuses streams."""
+    """Yield nothing: an answer in this API is never streamed, because `read` refuses requests for streams."""
     return iter(())
 
 

@@ -204,7 +204,7 @@ def events(answer: CallAnswer, asked: CallRequest) -> Iterator[bytes]:
 
 
 def error_event(refused: Refused) -> bytes:
-    """The events that end a failed stream: the SDK reads the first one, Codex the second."""
+    """The events that end a failed stream: OpenAI's SDK reads the first one, Codex the second."""
     told = openai_error(refused)["error"]
     first = {"type": "error", "sequence_number": 0, **told, "error": told}
     response = {"object": "response", "status": "failed", "output": [], "error": told}

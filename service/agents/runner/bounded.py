@@ -83,7 +83,7 @@ class _Run:
     async def until_stopped(self, time: str) -> None:
         """Wait until the command ends or exceeds a limit."""
         watcher = asyncio.create_task(self._watch())
-        watcher.add_done_callback(lambda _: self._stopped.set())  # no command goes on unwatched
+        watcher.add_done_callback(lambda _: self._stopped.set())  # if the watcher fails, the command is stopped
         try:
             async with asyncio.timeout(self._limits[time]):
                 await self._stopped.wait()

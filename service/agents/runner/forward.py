@@ -29,7 +29,8 @@ def on_loopback(base_url: str) -> str:
 
 @asynccontextmanager
 async def forwarded(listener: socket.socket, base_url: str) -> AsyncIterator[None]:
-    """Forward connections to `listener` to the endpoint until the `with` block ends; then close the connections."""
+    """Forward each connection that `listener` accepts to the endpoint at `base_url`, until the `with` block ends; then
+    close the connections."""
     connections: set[asyncio.Task[None] | None] = set()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -57,9 +58,10 @@ async def forward(
     sent: bytearray | None = None,
     received: bytearray | None = None,
 ) -> None:
-    """Forward a client's connection to an endpoint until both sides have ended, or one side breaks the connection.
+    """Forward a client's connection to an endpoint until both have sent everything, or one of the two breaks the
+    connection.
 
-    `sent` and `received` get the bytes that the client sent and received.
+    `sent` gets the bytes that the client sent, and `received` the bytes that it received.
     """
     endpoint = urlsplit(base_url)
     try:

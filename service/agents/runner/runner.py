@@ -69,8 +69,8 @@ class AgentRunner:
         return CommandAgent(self)
 
     async def run(self, task: Task, base_url: str, key: str, seed: int) -> Finished:
-        """Run the command for a task; the command reaches its session at `base_url` (`http://HOST:PORT/.../v1`) with
-        `key`."""
+        """Run the command for a task, and return its result. The command calls the policy at `base_url`
+        (`http://HOST:PORT/.../v1`) with the session's `key`."""
         if self._folder is None:
             made = Path(tempfile.mkdtemp(prefix=f".{FOLDERS}"))
             self._held.enter_context(lock_folder(made, seconds=1.0))

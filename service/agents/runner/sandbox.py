@@ -70,7 +70,7 @@ class Launch:
 
 
 class Started(NamedTuple):
-    """A running command."""
+    """A command that runs, with access to its network connections and to its processes."""
 
     process: subprocess.Popen[bytes]
     """The command. With namespaces: the outer process, which ends together with the command and has the command's exit
@@ -137,7 +137,7 @@ def _confine(launch: Launch, namespaces: bool, report: socket.socket) -> None:
         libc = ctypes.CDLL(None, use_errno=True)
         if namespaces:
             _enter_namespaces(libc, launch, report)
-        # After entering the namespaces, because a change of credentials clears it.
+        # Set after entering the namespaces, because a change of credentials clears this setting.
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if namespaces:
             # Hides /proc of the command's parents, and so Baton's environment variables, from the command.
@@ -165,7 +165,7 @@ def _enter_namespaces(libc: ctypes.CDLL, launch: Launch, report: socket.socket) 
         raise OSError(ctypes.get_errno(), f"no namespaces: {os.strerror(ctypes.get_errno())}")
     for name, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
         Path("/proc/self", name).write_text(text)
-    # Containers may forbid both; memory that is mapped is counted in any case.
+    # Containers may forbid the mount and the limit; memory that is mapped is counted in any case.
     libc.mount(b"tmpfs", b"/dev/shm", b"tmpfs", MS_NOSUID | MS_NODEV, b"mode=1777,size=%d" % most)
     with suppress(OSError):
         Path("/proc/sys/kernel/shmall").write_text(str(most // resource.getpagesize()))
@@ -194,7 +194,7 @@ def _mount_proc(libc: ctypes.CDLL, processes: int, report: socket.socket) -> Non
 def _fork_and_end_as_child() -> None:
     """Fork and return in the child; the parent reaps ended processes, and exits with the child's exit code or 128 + its
     signal."""
-    last_file = max(map(int, os.listdir("/proc/self/fd")))  # before the child mounts another /proc
+    last_file = max(map(int, os.listdir("/proc/self/fd")))  # read before the child mounts another /proc
     child = os.fork()
     if not child:
         return
@@ -209,7 +209,7 @@ def _fork_and_end_as_child() -> None:
 def _limit(limits: Mapping[str, Any], namespaces: bool) -> None:
     """Set the limits that the operating system enforces; `bounded.py` watches the others."""
     try:
-        Path("/proc/self/oom_score_adj").write_text("1000")  # out of memory, it is killed first
+        Path("/proc/self/oom_score_adj").write_text("1000")  # without memory, the kernel ends the command first
     except OSError as error:
         if error.errno not in (errno.ENOENT, errno.EACCES, errno.EROFS):
             raise

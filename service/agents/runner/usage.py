@@ -1,6 +1,6 @@
 """Measures the threads and the memory of all kinds that the processes of a command use, from /proc.
 
-private pages            of each process; near the limit, pages that forks share are counted once
+private pages            of each process; pages that forks share count once per fork, or once if the limit is near
 file systems in memory   that only the command's processes see, such as its /dev/shm
 memfds                   or mapped shared memory, whichever is larger, because both are mostly the same pages
 """
@@ -33,8 +33,8 @@ class Processes:
     """Measures what the processes of a command use; each method measures anew."""
 
     def __init__(self, proc: int | None) -> None:
-        """`proc`: the open /proc of the command's PID namespace; None: all descendants of this process are the
-        command's."""
+        """`proc`: descriptor of the open folder /proc of the command's PID namespace; None: all descendants of this
+        process count as the command's."""
         self._proc = proc
         self._our_mounts = dict(_memory_mounts("/proc/self"))
         nameless = os.memfd_create("probe")
@@ -42,21 +42,22 @@ class Processes:
         os.close(nameless)
 
     def folders(self) -> list[str]:
-        """The folder in /proc of each process."""
+        """The folder in /proc of each process of the command."""
         if self._proc is None:
             return [f"/proc/{process.pid}" for process in psutil.Process().children(recursive=True)]
         here = f"/proc/self/fd/{self._proc}"
         return [f"{here}/{name}" for name in os.listdir(here) if name.isdigit() and name != INIT]
 
     def threads(self, folders: Sequence[str], most: int) -> int:
-        """Number of threads of these processes; if there are more than `most` processes, the number of processes."""
+        """Number of threads of the processes with these folders. If there are more than `most` processes, their number
+        is returned instead, and no threads are counted."""
         if len(folders) > most:
             return len(folders)
         return sum(_numbers(folder, "status", THREADS).get("Threads", 1) for folder in folders)
 
     def memory(self, folders: Sequence[str], most: int) -> int:
-        """Bytes of memory of these processes. If an upper bound that is faster to read is at most `most`, the bound is
-        returned."""
+        """Bytes of memory of the processes with these folders. First an upper bound is computed, which is faster; if it
+        is at most `most`, it is returned instead."""
         shared = self.nameless(folders)[self._memfds] + self._in_memory_mounts(folders)
         bound = KB * sum(sum(_numbers(folder, "status", RESIDENT).values()) for folder in folders) + shared
         if bound <= most:
@@ -66,7 +67,8 @@ class Processes:
         return KB * private + max(KB * sum(each.get("Pss_Shmem", 0) for each in exact), shared)
 
     def nameless(self, folders: Sequence[str]) -> Counter[int]:
-        """Bytes of the files without a name (deleted, or never named) that these processes have open, by device."""
+        """Bytes of the files without a name (deleted, or never named) that the processes with these folders have open,
+        by device number."""
         sizes: dict[tuple[int, int], int] = {}
         for folder in folders:
             with suppress(OSError):  # the process has ended, or hides its files
@@ -85,12 +87,12 @@ class Processes:
         used: dict[bytes, int] = {}
         looked_at = set[str]()
         for folder in folders:
-            with suppress(OSError):  # as above
+            with suppress(OSError):  # the process has ended, or hides its files
                 if (namespace := os.readlink(f"{folder}/ns/mnt")) not in looked_at:
                     looked_at.add(namespace)
                     for device, place in _memory_mounts(folder):
                         if device not in self._our_mounts:
-                            with suppress(OSError):  # the file system is out of sight
+                            with suppress(OSError):  # this process cannot reach the file system
                                 found = os.statvfs(os.fsencode(f"{folder}/root") + place)
                                 used[device] = (found.f_blocks - found.f_bfree) * found.f_frsize
         return sum(used.values())

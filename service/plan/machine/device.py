@@ -86,10 +86,10 @@ def profile(name: str) -> Device:
 def crowding(
     device: Device, engines: int, ranks: int, share_of_training: float, shared_gpus: bool
 ) -> tuple[float, float]:
-    """Factors (of generation, of training) by which the two slow each other down. On a CPU, processes share the cores;
-    with `weights.transport: ipc` a rank and an engine share a GPU, half each.
+    """The factor by which generation takes longer, and the factor by which training takes longer, because engines and
+    ranks share hardware: the cores on a CPU, and with `weights.transport: ipc` each GPU, half for each of the two.
 
-    `share_of_training`: fraction of the time in which ranks compute.
+    `share_of_training`: fraction of the time in which ranks compute; `shared_gpus`: whether the transport is `ipc`.
 
     >>> crowding(profile("h100"), 4, 4, 0.5, shared_gpus=False)
     (1.0, 1.0)

@@ -59,8 +59,8 @@ def measured(cpu: bool = False) -> Device:
 
 
 def pace() -> float:
-    """The time that the work of a run's processes takes on this machine, relative to the machine on which the host's
-    costs were measured."""
+    """Factor by which the work of a run's processes takes longer on this machine than on the machine on which the costs
+    in costs.toml were measured."""
     return message_seconds() / CPU["message"]
 
 

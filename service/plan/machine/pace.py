@@ -1,9 +1,9 @@
 """Measures how fast this machine now does the work of a run's processes: on each core a pair of processes exchanges
-steps.
+messages.
 
-One process of a pair makes steps of a few tokens, encodes and sends them, as a generator does; the other process keeps
-the steps and joins their tokens, as the buffer does. So all cores are busy and processes wait for messages, as in a
-run, and other programs on this machine take their share of the cores.
+One process of a pair makes steps (turns of trajectories) of a few tokens, encodes and sends them, as a generator does;
+the other process keeps the steps and joins their tokens, as the buffer does. So all cores are busy and processes wait
+for messages, as in a run, and other programs on this machine take their share of the cores.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ LENGTH = 4
 
 
 def message_seconds() -> float:
-    """Mean seconds of an exchange of messages, over all pairs of processes that run at once.
+    """Mean seconds in which a pair of processes exchanges a message and its answer, while a pair runs on each core (on
+    at most `MAX_PAIRS` cores).
 
     Raises:
         UserError: the processes could not run.
@@ -88,7 +89,7 @@ def _step(sent: int, sample: int) -> dict[str, Any]:
 
 
 def _answer(connection: socket.socket) -> None:
-    """Take messages until the other side ends."""
+    """Receive and answer messages until the other process closes the connection."""
     kept: dict[str, list[dict[str, Any]]] = {}
     while (message := _received(connection)) is not None:
         for step in message["steps"]:
