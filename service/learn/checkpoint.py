@@ -139,8 +139,8 @@ def check_parts(
     base: Base | None,
     alpha: float | None,
 ) -> None:
-    """Check that a checkpoint has a learner's weight shapes, base model and `alpha`, and that its parts have its
-    metadata. Reads no weights.
+    """Check that a checkpoint was written with the given weight shapes, base model and `alpha`, and that all its parts
+    were written in one save. Reads no weights.
 
     Raises:
         UserError: the checkpoint is of another model or has another `alpha`; or a part is damaged or of another save.

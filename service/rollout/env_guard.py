@@ -122,7 +122,7 @@ class EnvGuard:
         return messages
 
     async def step(self, text: str) -> StepResult:
-        """The environment's answer to one turn of the policy, in plain values."""
+        """The environment's answer to one turn of the policy, copied into plain values."""
         read, name = partial(read_step_result, self._limits), tool_named(text, self._tools)
         result: StepResult = await self._ask("step", lambda environment: environment.step(text), read, name)
         return result

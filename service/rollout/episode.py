@@ -4,7 +4,8 @@ turn 0:  whole prompt                -> response      step 0 carries the whole p
 turn 1:  history + new tokens        -> response      step 1 carries the new tokens and extends step 0
 turn 2:  another role's first prompt -> response      step 2 carries its whole prompt
 turn 3:  history of turn 1 + tokens  -> response      step 3 carries the new tokens and extends step 1
-turn 4:  a prompt that forks         -> response      step 4 carries its whole prompt
+turn 4:  a prompt that does not      -> response      step 4 carries its whole prompt
+         begin with the history
 """
 
 from __future__ import annotations
@@ -110,7 +111,8 @@ class Episode:
         role: str = MAIN,
         note: str = "",
     ) -> None:
-        """End the current turn of a role: append a step, which the role's next step may extend."""
+        """End the current turn of a role: send the turn as a step to the sink. The role's next step may continue this
+        step."""
         history, index = self._histories[role], self.n_steps
         history.append(response.token_ids)
         n_carried, n_total = len(history.carried) + len(response.token_ids), len(history.token_ids)
@@ -147,8 +149,8 @@ class Episode:
         return prompt.token_ids if prompt.whole else np.append(self._histories[MAIN].token_ids, prompt.token_ids)
 
     def take(self, token_ids: Int32s, reward: float, stop_reason: str) -> None:
-        """Add a turn of `main` that another generator finished: the tokens [P + T] of prompt and response. The next
-        step may extend this turn."""
+        """Add to this episode a turn of `main` that another generator finished. `token_ids`: [P + T] the tokens of its
+        prompt and response. The next step may continue this turn."""
         self._histories[MAIN].begin(Prompt(token_ids, whole=True))
         self._turned(MAIN, reward, stop_reason)
 
@@ -190,8 +192,8 @@ class Episode:
 
 
 def experts_of(experts: Experts | None, total: int, carried: int) -> Experts | None:
-    """[carried, layers, topk] the routed experts of the last `carried` of `total` tokens; -1 for the last sampled
-    token, for which the engine records no experts."""
+    """[carried, layers, topk] the routed experts of the last `carried` of `total` tokens of a turn. The last sampled
+    token gets -1, because the engine records no experts for it."""
     if experts is None:
         return None
     recorded = experts[total - carried : total]

@@ -1,10 +1,11 @@
 """Handover of a trajectory: another generator continues it after its last accepted step, with the help of the step's
 note.
 
-note of a step                          another generator
-snapshot, the messages after the step   reset, restore(snapshot), the next turn
-no snapshot: the episode is replayed    reset, each step's sampled text once more: prompts and rewards must be equal
-the episode is done                     only the trajectory's end is sent
+the note contains                       the other generator
+a snapshot, the messages after the step calls reset and restore(snapshot), and plays the next turn
+no snapshot                             calls reset, and plays each step's sampled text again; prompts and rewards must
+                                        be equal
+that the episode is done                only sends the trajectory's end
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Limits of a trajectory, and the parameters of its turns."""
+"""Limits of a trajectory and sampling parameters of its turns, from the run's configuration."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ class AgentPlayer(Protocol):
         """Record metrics of the agents' trajectories and calls."""
 
     async def close(self) -> None:
-        """Stop accepting calls from agents."""
+        """Refuse further requests from agents."""
 
 
 A = TypeVar("A", bound=AgentPlayer)

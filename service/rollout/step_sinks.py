@@ -1,6 +1,8 @@
-"""Collects the steps and ends of trajectories, one by one as they happen, into a message to the buffer.
+"""Collects steps, and the records that end trajectories, into one message to the buffer, in the order in which they
+happen.
 
-StepColumns().append(step), .append(step), .end(end)  ->  step_group(sender)  ->  service.handoff.steps.wire.encode
+StepColumns().append(step), .append(step), .end(end)  --step_group(sender)-->  StepGroup
+                                                      --service.handoff.steps.wire.encode-->  bytes of the message
 """
 
 from __future__ import annotations

@@ -85,8 +85,8 @@ def is_run_folder(path: Path) -> bool:
 
 
 def find_run(run: str | Path, runs: Path = RUNS) -> Path | None:
-    """Find a run folder by its path or by its name in `runs`; None if there is none. Only the configuration file is
-    looked for, so a task's folder, or a folder with only a copied configuration, is found too."""
+    """Find a run folder by its path or by its name in `runs`; None if there is none. Any folder with a configuration
+    file is found, even if no run was started in it."""
     return next((folder for folder in (Path(run), runs / run) if is_run_folder(folder)), None)
 
 
@@ -178,8 +178,8 @@ def initial_model(model: ModelConfig, run: Path) -> Path:
 
 
 def warmed_model(model: ModelConfig, run: Path) -> Path | None:
-    """The Hugging Face folder to which a warm start writes its model if RL then trains only an adapter on top of this
-    model. None if the run needs no such folder."""
+    """The Hugging Face folder of the warm-started model, if the run has a warm start and then trains only an adapter,
+    which is added to this model. None for all other runs."""
     return run / WARM_START if model.lora is not None and model.warm_start is not None else None
 
 

@@ -34,7 +34,8 @@ name."""
 
 
 class StepTimes:
-    """Measures how long each part of the optimizer steps takes. A part is what the trainer does or waits for.
+    """Measures how long each part of the optimizer steps takes: `generation` while the trainer waits for a mini-batch,
+    `training`, `evaluation`, and the driver's other states under their own names.
 
     driver's states  waiting 6.0 s, step 3.0 s, weights 1.0 s   ->   generation 60%, training 30%, weights 10%
     """
@@ -50,14 +51,15 @@ class StepTimes:
         self._before = Counter(self._states())
 
     def stepped(self) -> Counter[str]:
-        """End the current step and begin the next one. Returns the seconds of the ended step by part."""
+        """End the current optimizer step and begin the next one. Returns the seconds of the ended step for each
+        part."""
         now = Counter(self._states())
         step = Counter({PARTS.get(state, state): seconds for state, seconds in (now - self._before).items()})
         self._before, self._all = now, self._all + step
         return step
 
     def shares(self) -> dict[str, float]:
-        """For each part, its fraction of the total time of all steps, the largest first."""
+        """For each part, its fraction of the time of all optimizer steps; the largest fraction comes first."""
         return {part: seconds / self._all.total() for part, seconds in self._all.most_common()}
 
 
@@ -226,8 +228,9 @@ def step_line(
     seconds: float,
     left: float | None,
 ) -> str:
-    """The progress line of a step. `mean`: mean seconds of the last steps; `shares`: for each part, its fraction of all
-    steps' time, largest first; `seconds`: time since RL began; `left`: estimated seconds until the end."""
+    """The progress line of an optimizer step. `mean`: mean seconds of the last optimizer steps; `shares`: for each part
+    of a step, such as generation or training, its fraction of the time of all steps, largest first; `seconds`: time
+    since RL began; `left`: estimated seconds until the end."""
     bound = "".join(f", bound by {part} ({share:.0%})" for part, share in [*shares.items()][:1])
     until = "" if not left else f", {duration(left)} left"
     pace = f"{mean:.2g}" if mean < 100 else f"{mean:.0f}"

@@ -148,8 +148,8 @@ class RunWriter:
             draw_learning_curve(lines, partial, title=self.path.name)
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
-        """Write the result of the run as one JSON object. If a resumed run ends before it has continued, its earlier
-        summary is kept."""
+        """Write the result of the run as one JSON object. A process that resumes a run, and ends before `begin` is
+        called, leaves the summary of the earlier process unchanged."""
         if not self._has_begun:
             return
         summary = {key: printable(value) if isinstance(value, str) else value for key, value in summary.items()}

@@ -60,7 +60,7 @@ class StepEstimate:
 
     @property
     def peak_bytes(self) -> int:
-        """Peak bytes of the device's memory, summed over all parts."""
+        """Peak bytes of the device's memory: the sum over the parts in `peak`, such as weights and activations."""
         return sum(self.peak.values())
 
     @property
@@ -78,8 +78,8 @@ def estimate_step(
 ) -> StepEstimate:
     """Estimate a training step of the model in a folder with a `config.json`; the folder needs no weights.
 
-    Micro-batches are filled with rows of `row_tokens` tokens, half of which carry loss; None: as long as the
-    generator's longest rows. `checkpointing` replaces the trainer's setting. No process group may exist yet.
+    Micro-batches are filled with rows of `row_tokens` tokens; None: rows as long as the generator's longest. Half of
+    the tokens carry loss. `checkpointing` replaces the trainer's setting. No process group may exist yet.
 
     Raises:
         UserError: the model cannot be built or run.

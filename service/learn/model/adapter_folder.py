@@ -93,7 +93,8 @@ def refuse_other_shapes(
 
 
 def peft_names(tensors: Mapping[str, Named]) -> dict[str, Named]:
-    """Rename the tensors of an adapter, or rows of them, to PEFT's names."""
+    """Add PEFT's prefix to the names of an adapter's tensors. The values may be whole tensors or a rank's rows of
+    them."""
     return {PREFIX + name: tensor for name, tensor in tensors.items()}
 
 

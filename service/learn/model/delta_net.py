@@ -25,7 +25,8 @@ MIXER = "linear_attn"
 
 
 def use_packed_rows(layers: nn.ModuleList) -> None:
-    """Make the linear attention of these layers compute packed rows."""
+    """Make the linear attention of these decoder layers compute packed rows: several rows on one token axis, each with
+    a state of its own."""
     for layer in layers:
         if (mixer := getattr(layer, MIXER, None)) is not None:
             mixer.forward = partial(packed_delta_net, mixer)

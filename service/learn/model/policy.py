@@ -176,7 +176,8 @@ class Policy:
         return self._names.split(whole) if self.lora is None else peft_names(whole)
 
     def shards(self) -> dict[str, Rows]:
-        """This rank's rows of all trained weights, under the names that `weights` uses; not copied, and not cast."""
+        """This rank's rows of each trained weight, under the names that `weights` uses. The rows are not copied, and
+        keep the data type of the parameters."""
         rows = local_rows(self.master_weights.parameters)
         return self._names.split_rows(rows) if self.lora is None else peft_names(rows)
 

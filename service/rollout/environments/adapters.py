@@ -82,8 +82,8 @@ class SkyRLGym:
         return [Message(role=message["role"], content=message["content"]) for message in messages]
 
     async def step(self, text: str) -> StepResult:
-        """Pass one turn of the policy to the environment and return the answer; the info of the last step is the
-        environment's own metrics."""
+        """Pass one turn of the policy to the environment and return its answer. When the episode is done, `info`
+        contains the metrics that skyrl-gym's environment computes."""
         result = await self._thread.call(self._env.step, text)
         done = bool(result["done"])
         metrics = await self._thread.call(self._env.get_metrics) if done else {}

@@ -37,7 +37,8 @@ class EnvMetrics:
 
 
 class EnvMetricMeans:
-    """Computes means of the `info` numbers over all trajectories, of all generators, that ended since the last call."""
+    """Computes means of the `info` numbers. Each call of `since` covers the trajectories of all generators that ended
+    since the previous call."""
 
     def __init__(self) -> None:
         self._before: dict[tuple[str, int], Sums] = {}
