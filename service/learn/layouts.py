@@ -46,7 +46,8 @@ class Layout(NamedTuple):
     def of(
         kind: str, micro: MicroBatch, device: torch.device, variable_length: bool = False, part: Slice = WHOLE
     ) -> Layout:
-        """The token positions in the layout `kind`. `variable_length`: the variable-length attention kernel is used.
+        """The token positions in the layout `kind`. `variable_length`: whether attention is computed by the
+        variable-length kernel.
 
         `shared_prefix` and `auto` give the layout `packed` if no rows share a prefix, or on a GPU without the
         variable-length kernel. `part`: this rank's slice of the slots.

@@ -169,7 +169,8 @@ class Episode:
         return refused
 
     def finish(self, failure: str = "") -> TrajectoryEnd:
-        """Send the trajectory's end to the sink, and return it. `failure`: the reason why the trajectory failed."""
+        """Send the record that ends the trajectory to the sink, and return it. `failure`: the reason why the trajectory
+        failed."""
         if self._truncated and self.stop_reason in (StopReason.STOP, StopReason.MAX_TURNS):
             self.stop_reason = StopReason.TRUNCATED
         named = [role for role in self._limits.roles if role not in ROLES]

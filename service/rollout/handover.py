@@ -40,7 +40,8 @@ class Note(msgspec.Struct, frozen=True, array_like=True):
 
 
 class EarlierStep(NamedTuple):
-    """A step of a trajectory that another generator played and the buffer accepted."""
+    """A step that another generator played, and that the buffer accepted, before this generator continued the
+    trajectory."""
 
     token_ids: Int32s
     """[P + T] the tokens of the whole prompt and of the response."""

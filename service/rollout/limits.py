@@ -53,7 +53,7 @@ class AgentLimits:
 
     @staticmethod
     def of(settings: PlaySettings, chat: Chat) -> AgentLimits:
-        """The limits and sampling parameters from the configuration."""
+        """Take the limits and the sampling parameters from the configuration."""
         env, generator = settings.env, settings.generator
         return AgentLimits(
             max_turns=env.max_turns,

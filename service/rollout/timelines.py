@@ -122,7 +122,7 @@ class Timelines:
             line.add(tool, began, now, {ENVIRONMENT: seconds}, {})
 
     def ended(self, line: Timeline, reason: str) -> None:
-        """Record the end of a trajectory with its reason."""
+        """Record that a trajectory has ended. `reason`: why it ended."""
         seconds = time.monotonic() - line.began
         line.seconds["other"] = max(0.0, seconds - sum(line.seconds.values()))
         self._played += 1

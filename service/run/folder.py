@@ -91,7 +91,7 @@ def find_run(run: str | Path, runs: Path = RUNS) -> Path | None:
 
 
 def check_begun(folder: Path) -> None:
-    """Check that a run was started in a folder that has a configuration.
+    """Check that a run was started in this folder; a configuration file alone may be a copy.
 
     Raises:
         UserError: no run was started in the folder.
@@ -130,8 +130,8 @@ def no_such_run(run: str | Path, runs: Path = RUNS, besides: str = "") -> UserEr
 
 
 def runs_folder(directory: Path) -> Path:
-    """The folder of the run folders. In a Ray job, which works in a temporary copy, a relative `run.dir` is relative to
-    the home folder instead of the current folder."""
+    """The folder that contains the run folders: `directory`. In a Ray job, which works in a temporary copy of the
+    current folder, a relative `directory` is relative to the home folder."""
     return Path.home() / directory if IN_RAY_JOB in os.environ else directory
 
 

@@ -124,7 +124,8 @@ class Progress:
         metrics: Mapping[str, float],
         generators: Sequence[Mapping[str, Any]],
     ) -> dict[str, float]:
-        """Record an optimizer step that was committed. Returns the metrics that were written to `metrics.jsonl`."""
+        """Record a committed optimizer step: write its metrics to `metrics.jsonl` and return them. The metrics combine
+        the numbers of the mini-batch, of training and of the generators."""
         now, spent = time.monotonic(), self._times.stepped()
         line = {
             "trainer/global_step": version.step,
@@ -175,7 +176,8 @@ class Progress:
 
     @property
     def not_learning(self) -> str:
-        """The reason why the policy may not be learning, judged by the last steps; empty if nothing suggests that."""
+        """The reason why the policy may not be learning, judged by the last optimizer steps; empty if nothing suggests
+        that."""
         return in_words(self._diagnosis.found())
 
     def end(self, state: str, buffer: Mapping[str, Any], generators: Sequence[Mapping[str, Any]]) -> None:
@@ -214,8 +216,8 @@ class Progress:
 
 
 def end_early(folder: RunWriter, say: Callable[[str], None], steps: int) -> None:
-    """Write the summary of a run that was stopped before its first new step. `steps`: the steps that earlier processes
-    took."""
+    """Write the summary of a run that was stopped before this process took a step. `steps`: the number of optimizer
+    steps that earlier processes took."""
     folder.write_summary({"state": "stopped", "steps": steps})
     say(f"stopped after the {steps} optimizer steps before" if steps else "stopped before the first optimizer step")
 

@@ -24,7 +24,8 @@ Statuses = Sequence[Mapping[str, Any]]
 
 
 class FailureWatch:
-    """Counts by reason how trajectories ended since the last optimizer step, and which messages the buffer refused."""
+    """Counts the trajectories that ended since the last optimizer step, by the reason of their end, and the messages
+    that the buffer refused."""
 
     def __init__(self, limit: int, say: Callable[[str], None], report: Callable[[str], None]) -> None:
         """`limit`: the run is ended if at least this many trajectories ended since the last optimizer step, and all of
@@ -61,8 +62,8 @@ class FailureWatch:
 
         `waited`: seconds for which the trainer has waited for the mini-batch of the next optimizer step.
 
-        Raises: RunFailed: `limit` trajectories or more ended since the last optimizer step, and every one of them
-        failed.
+        Raises:
+            RunFailed: at least `limit` trajectories ended since the last optimizer step, and all of them failed.
         """
         self._look(statuses)
         # The counts of a restarted generator begin at 0; a negative difference counts as 0.

@@ -131,8 +131,8 @@ def _ratio_metrics(key: str, mean: float, square: float, largest: float) -> dict
 
 
 def not_finite(metrics: dict[str, float]) -> str | None:
-    """A text that names a metric that is not finite, so that the optimizer step must be skipped; None if all metrics
-    are finite.
+    """If a metric is not finite, a text that names it, because the optimizer step must then be skipped. None if all
+    metrics are finite.
 
     An infinite log-probability of the rollout shows only in `policy_kl`, because clamping hides it from the loss.
     """

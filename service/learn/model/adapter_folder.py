@@ -129,7 +129,7 @@ def adapter_settings(folder: Path) -> LoraConfig:
     """Read the settings of the adapter in a folder.
 
     Raises:
-        UserError: the file is missing or malformed, or describes a kind of adapter that is not trained.
+        UserError: the file is missing or malformed, or describes a kind of adapter that Baton cannot train.
     """
     file = folder / ADAPTER_CONFIG
     try:

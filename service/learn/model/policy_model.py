@@ -129,8 +129,8 @@ class PolicyModel(nn.Module):
 def empty_model(
     config: PretrainedConfig, dtype: torch.dtype, trainer: TrainerConfig, checkpointing: Checkpointing | None = None
 ) -> PolicyModel:
-    """The model on the meta device, whose parameters take no memory; `checkpointing` replaces the trainer's
-    settings."""
+    """The model on the meta device, where parameters take no memory. `checkpointing`: replaces the trainer's settings
+    of gradient checkpointing."""
     own = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]._supports_sdpa
     implementation = ("sdpa" if own else "eager") if trainer.layout == "padded" else attention.NAME
     if dtype == torch.float64:
