@@ -21,7 +21,7 @@ from service.learn.chunk_layout import Chunks
 from service.types import Int64s
 
 CALL_COST = 256 * 256
-"""Cost of one call of the attention kernel, as the number of entries of an attention matrix that take equally long."""
+"""Cost of one call of the attention kernel: computing this many entries of an attention matrix takes as long."""
 
 
 def to_device(array: NDArray[Any], device: torch.device) -> Tensor:
@@ -100,8 +100,8 @@ class Bucket:
 class WholeRows(NamedTuple):
     """Complete rows, with the tokens of shared prefixes repeated in every row, for layers that need whole rows.
 
-    Example: rows 1 2 3 and 1 2 5 6 share the slots of 1 2. The slots hold the tokens 1 2 3 5 6; slot_N is 0 1 2 0 1 3
-    4, and first_S is 0 1 2 5 6.
+    Example: rows 1 2 3 and 1 2 5 6 share the tokens 1 2, so the slots hold 1 2 3 5 6. slot_N is 0 1 2 0 1 3 4, and
+    first_S is 0 1 2 5 6.
     """
 
     packing: Packing

@@ -87,9 +87,9 @@ class Layout(NamedTuple):
 def distinct_slots(order: PrefixOrder, offsets_R: Int64s) -> Int64s:
     """[N] the slot of each token if rows share the slots of common prefixes.
 
-    rows                                row 0: 1 2 3 4      row 1: 1 2 3    row 2: 1 2 7 8
-    new tokens, in the prefixes' order  row 1: 1 2 3        row 0: 4        row 2: 7 8        in the slots 0 1 2, 3, 4 5
-    slot_N                              row 0: 0 1 2 3      row 1: 0 1 2    row 2: 0 1 4 5
+    tokens of the rows                  row 0: 1 2 3 4          row 1: 1 2 3      row 2: 1 2 7 8
+    new tokens -> slots, in `order`     row 1: 1 2 3 -> 0 1 2   row 0: 4 -> 3     row 2: 7 8 -> 4 5
+    slot_N                              row 0: 0 1 2 3          row 1: 0 1 2      row 2: 0 1 4 5
     """
     slot_N = np.zeros(int(offsets_R[-1]), np.int64)
     path, end = slot_N[:0], 0

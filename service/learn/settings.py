@@ -26,7 +26,7 @@ class LearnSettings:
 
     @classmethod
     def of(cls, config: Config) -> LearnSettings:
-        """Take the settings for training the policy from a run's configuration."""
+        """Take from a run's configuration the settings for training the policy."""
         return cls(
             model=config.model,
             trainer=config.trainer,
@@ -49,5 +49,5 @@ class FitSettings:
 
     @classmethod
     def of(cls, config: Config) -> FitSettings:
-        """Take the settings that determine the memory from a run's configuration."""
+        """Take from a run's configuration the settings that determine the memory."""
         return cls(LearnSettings.of(config), config.generator, config.weights.transport == "ipc")

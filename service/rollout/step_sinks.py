@@ -41,7 +41,7 @@ class StepColumns:
 
     def __init__(self) -> None:
         self.n_bytes = 0
-        """Bytes of all token columns, and of the ends' values."""
+        """Bytes of all token columns, and of the values in the records that end trajectories."""
         self.name_bytes = 0
         """Maximum bytes of uids, stop reasons and notes in the message's header, each with its length prefix."""
         self.routing: tuple[int, ...] | None = None

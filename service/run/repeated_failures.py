@@ -10,7 +10,7 @@ from service.errors import RunFailed
 from service.handoff.steps.stop_reason import FAILURES
 
 STARVING_SECONDS = 30.0
-"""Seconds that a step waits for a mini-batch before failures are reported as the reason."""
+"""Seconds that the trainer waits for a mini-batch before failures are reported as the reason."""
 MANY = 0.05
 """Fraction of the trajectories from which failures cause a warning."""
 FEWEST = 3

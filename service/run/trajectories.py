@@ -119,7 +119,7 @@ class RecordSettings:
 
     @classmethod
     def of(cls, config: Config) -> RecordSettings:
-        """Take the settings of trajectory records from a run's configuration."""
+        """Take from a run's configuration the settings of trajectory records."""
         kept = config.run.trajectories_per_step
         return cls(kept, tuple(config.roles), config.trained_roles, config.merge_mode)
 
@@ -247,7 +247,8 @@ def _untrained(fate: str, reason: str, end: TrajectoryEnd | None, at: PolicyVers
 
 
 def _stored(held: Held, sample: int) -> tuple[list[Step], TrajectoryEnd | None]:
-    """The steps of a sample before the first missing step, and its end if the buffer has it."""
+    """The steps of a sample before the first missing step, and the record that ends the trajectory, if the buffer has
+    it."""
     steps = [step for table in held.steps_of(sample) for step in step_objects(table)]
     steps.sort(key=lambda step: step.index)
     return [step for index, step in enumerate(steps) if step.index == index], held.ends.get(sample)
