@@ -70,7 +70,8 @@ class CheckpointMetadata(BaseModel):
 
 @contextmanager
 def written(folder: Path) -> Iterator[None]:
-    """Turn a failure to write a file within the block, such as a full disk, into an OSError that names the folder."""
+    """Within the block, turn an error from writing a file, such as a full disk, into an OSError that names the
+    folder."""
     try:
         yield
     except (SafetensorError, OSError) as error:
@@ -78,7 +79,8 @@ def written(folder: Path) -> Iterator[None]:
 
 
 class CheckpointWriter:
-    """Copies this rank's part of a checkpoint at once, and writes the copy to disk in the background."""
+    """Writes this rank's part of a checkpoint: copies the tensors immediately, and writes the copies to disk in the
+    background."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         self._rank = rank

@@ -34,7 +34,8 @@ _call_as_on_gpu: ContextVar[Callable[..., Any] | None] = ContextVar("_call_as_on
 
 @contextmanager
 def as_on_gpu(call_compiled: Callable[..., Any]) -> Iterator[None]:
-    """Within the block, CPU tensors take the code paths of CUDA tensors; for estimates, which use fake CPU tensors.
+    """Within the block, CPU tensors take the code paths of CUDA tensors. Estimates need this, because their tensors are
+    fake CPU tensors.
 
     `call_compiled(function, *arguments)` is called in place of each function that a GPU would run compiled.
     """

@@ -60,7 +60,7 @@ async def run_trajectory(
     frozen: FrozenModels | None = None,
     earlier: Steps | None = None,
 ) -> Played:
-    """Play one trajectory; `sink` gets a step after each finished turn, then the trajectory's end.
+    """Play one trajectory; `sink` gets a step after each finished turn, then the record that ends the trajectory.
 
     `frozen`: the models that play frozen roles; None if there are no frozen roles. `earlier`: steps that another
     generator played and the buffer accepted; the trajectory continues after them.

@@ -58,7 +58,7 @@ class LeakedTasks:
         return len(self._names)
 
     def add(self, task: asyncio.Task[None], name: str) -> None:
-        """Count a task of the environment `name`, until it returns."""
+        """Count an abandoned task of the environment `name` until the task returns."""
         self._names[task] = name
         task.add_done_callback(self._names.pop)
 

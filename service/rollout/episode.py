@@ -66,7 +66,7 @@ class History:
 
 
 class Episode:
-    """One trajectory while it is played; its steps and its end are sent to `sink`."""
+    """One trajectory while it is played; its steps, and the record that ends it, are sent to `sink`."""
 
     def __init__(self, trajectory: TrajectoryId, task: Task, limits: AgentLimits, sink: StepSink) -> None:
         self._trajectory = trajectory

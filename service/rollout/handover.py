@@ -26,7 +26,7 @@ from service.types import Int32s, Step, Steps
 
 
 class Note(msgspec.Struct, frozen=True, array_like=True):
-    """The data with which another generator can continue a trajectory after a step; stored with the step."""
+    """The data that lets another generator continue a trajectory after a step. The data is stored with the step."""
 
     done: bool
     snapshot: bytes | None = None

@@ -33,7 +33,8 @@ class StepSink(Protocol):
         """Receive the record that ends a trajectory."""
 
     async def accepted(self, trajectory: TrajectoryId) -> bool:
-        """Wait for the buffer's answer about the trajectory's last step; returns True if the buffer accepted it."""
+        """Wait for the buffer's answer about the trajectory's last step; returns True if the buffer accepted the
+        step."""
 
 
 class StepColumns:

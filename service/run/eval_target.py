@@ -33,7 +33,7 @@ from service.store_url import in_a_store
 
 @dataclass(frozen=True)
 class EvalTarget:
-    """The weights to evaluate, and the run that they belong to."""
+    """The weights to evaluate, and the run that they belong to, if there is one."""
 
     path: Path
     """The path that the user gave."""

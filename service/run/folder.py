@@ -184,7 +184,7 @@ def warmed_model(model: ModelConfig, run: Path) -> Path | None:
 
 
 def write_address(folder: Path, url: str) -> None:
-    """Write the address at which a run serves /metrics and /status to the run's folder."""
+    """Write to the run's folder the address at which the run serves /metrics and /status."""
     write_atomic(folder / ADDRESS, json.dumps({"url": url}) + "\n")
 
 

@@ -64,7 +64,7 @@ class StepTimes:
 
 
 class Progress:
-    """Writes the metrics of each step to the run folder, and prints progress lines."""
+    """Writes the metrics of each optimizer step to the run folder, and prints progress lines."""
 
     def __init__(
         self,
@@ -113,8 +113,8 @@ class Progress:
         self._diagnosis = Diagnosis(lines)
 
     def synced(self, seconds: float | None) -> None:
-        """Record the seconds from sending new weights until the engines used them; None if no update was in
-        progress."""
+        """Record how long an update of the weights took. `seconds`: from sending new weights until the engines used
+        them; None if no update was in progress."""
         self._synced = self._synced if seconds is None else seconds
 
     def stepped(

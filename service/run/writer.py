@@ -109,8 +109,8 @@ class RunWriter:
         self._kept = []
 
     def cut_after(self, step: int) -> list[dict[str, Any]]:
-        """Delete all lines of steps after `step`, because the trainer will repeat these steps. Returns the remaining
-        lines of `metrics.jsonl`."""
+        """Delete from `metrics.jsonl` and `evaluations.jsonl` the lines of all optimizer steps after `step`, because
+        the trainer will repeat these steps. Returns the remaining lines of `metrics.jsonl`."""
         self.step = step
         _cut(self.path / EVALUATIONS, "step", step)
         metrics, key = self.path / METRICS, "trainer/global_step"

@@ -37,7 +37,8 @@ MICRO_BATCHES = 2
 
 @dataclass(frozen=True)
 class StepEstimate:
-    """Resources of a step on one rank; `flops`, `model_flops`, `sent` and `seconds` are for one micro-batch."""
+    """Memory, operations and time that an optimizer step takes on one rank; `flops`, `model_flops`, `sent` and
+    `seconds` are for one micro-batch."""
 
     parameters: int
     """Number of parameters of the whole model, including its adapter."""

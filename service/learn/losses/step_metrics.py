@@ -1,4 +1,5 @@
-"""Metrics of a step: sums and maxima are collected on the device, and the host computes means and ratios from them."""
+"""Metrics of an optimizer step: sums and maxima are collected on the device, and the host computes means and ratios
+from them."""
 
 from __future__ import annotations
 

@@ -35,8 +35,8 @@ def use_packed_rows(layers: nn.ModuleList) -> None:
 def packed_delta_net(
     mixer: Any, hidden_states: Tensor, packing: Packing, exchange: Exchange | None = None, **_: Any
 ) -> Tensor:
-    """Linear attention over one packed batch: [1, S, hidden_size] -> [1, S, hidden_size]. `exchange`: given if
-    `hidden_states` has only one rank's slice of the slots."""
+    """Linear attention over one packed batch: [1, S, hidden_size] -> [1, S, hidden_size]. `exchange`: the all-to-alls
+    of sequence parallelism; given if `hidden_states` has only one rank's slice of the slots."""
     *mixed, z = _projected(mixer, hidden_states[0])
     out = _over_rows(mixer, mixed, packing, exchange)
     normed = mixer.norm(out.reshape(-1, mixer.head_v_dim).to(z.dtype), z.reshape(-1, mixer.head_v_dim))

@@ -79,7 +79,7 @@ class StoredWeights:
 
     def others(self, written: Collection[str]) -> dict[str, Tensor]:
         """The stored weights whose names are not in `written`, such as untrained weights and other parts of a
-        multimodal model; buffers that models compute are left out."""
+        multimodal model. Left out are tensors that every model computes itself (`COMPUTED`), and the output head."""
         head = self.names.stored(HEAD)
         others = [name for name in self._file_of if name not in written and not name.endswith(COMPUTED)]
         return {name: self._opened(name).get_tensor(name) for name in others if name != head}

@@ -163,8 +163,9 @@ class Policy:
             return self.logprobs(micros)
 
     def weights(self, everywhere: bool = False) -> dict[str, Tensor] | None:
-        """Copies of the trained weights in the model's data type; every rank must call this. Either all weights under
-        their Hugging Face names, or the adapter under PEFT's names, with B not multiplied by alpha / rank.
+        """Copies of the trained weights in the model's data type; every rank must call this. These are all weights
+        under their Hugging Face names or, if an adapter is trained, the adapter's tensors under PEFT's names, with B
+        not multiplied by alpha / rank.
 
         Rank 0 gets the copies in CPU memory, and the other ranks get None. With `everywhere`, every rank gets the
         copies on its device.

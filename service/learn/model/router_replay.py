@@ -50,8 +50,9 @@ class RouterReplay:
             )
 
     def set(self, experts_NLK: Tensor | None) -> None:
-        """Set the recorded experts for the next forward pass, for all layers or only for layers with experts; None:
-        every router chooses its own experts. Axes: `N` tokens, `L` layers, `K` experts per token."""
+        """Set the recorded experts for the next forward pass. `experts_NLK` has the experts of all layers, or only of
+        the layers with experts; None: every router chooses its own experts. Axes: `N` tokens, `L` layers, `K` experts
+        per token."""
         self._recorded.clear()
         if experts_NLK is None:
             return

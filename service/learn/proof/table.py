@@ -27,7 +27,7 @@ def families_table(families: Iterable[str]) -> Iterator[str]:
 
 
 def family_line(family: str, config: PretrainedConfig, findings: list[Finding]) -> str:
-    """The line of a model family in the table: its name and the results of its proof."""
+    """The line of a model family in the table: its name, its layers, its traits, and the results of its proof."""
     passed = sum(finding.holds for finding in findings)
     worst = max(finding.difference for finding in findings)
     cells = (f"`{family}`", _layers(config), ", ".join(_traits(config)) or "-", f"{passed} of {len(findings)}")

@@ -38,8 +38,8 @@ class OwnThread:
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="environment")
 
     async def call(self, function: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
-        """Call a function in the thread and wait until it returns. Even a cancelled call waits, so that a hanging
-        thread is noticed."""
+        """Call a function in the thread and wait until it returns. A call that is cancelled also waits until the
+        function has returned, so that a hanging thread is noticed."""
         loop = asyncio.get_running_loop()
         answer = loop.run_in_executor(self._executor, partial(function, *arguments, **named))
         try:
