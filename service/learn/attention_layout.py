@@ -1,4 +1,4 @@
-"""How attention is computed for rows on one token axis, with or without shared prefixes.
+"""The inputs of attention kernels for a micro-batch whose rows lie on one token axis, with or without shared prefixes.
 
 Axes: `N` tokens of the rows, `S` slots of the model's input (fewer than `N` where rows share a prefix), `B` tokens of
 a bucket.
@@ -21,7 +21,7 @@ from service.learn.chunk_layout import Chunks
 from service.types import Int64s
 
 CALL_COST = 256 * 256
-"""Cost of one call of the attention kernel, as the number of entries of an attention matrix that take equally long."""
+"""Cost of one call of the attention kernel: computing this many entries of an attention matrix takes as long."""
 
 
 def to_device(array: NDArray[Any], device: torch.device) -> Tensor:
@@ -100,7 +100,8 @@ class Bucket:
 class WholeRows(NamedTuple):
     """Complete rows, with the tokens of shared prefixes repeated in every row, for layers that need whole rows.
 
-    Example: rows 1 2 3 and 1 2 5 6 in the slots 1 2 3 5 6 have slot_N 0 1 2 0 1 3 4 and first_S 0 1 2 5 6.
+    Example: rows 1 2 3 and 1 2 5 6 share the tokens 1 2, so the slots hold 1 2 3 5 6. slot_N is 0 1 2 0 1 3 4, and
+    first_S is 0 1 2 5 6.
     """
 
     packing: Packing
@@ -145,7 +146,8 @@ class Packing:
 
     @property
     def rows(self) -> Packing:
-        """The packing of the whole rows, whose tokens are the keys."""
+        """The packing of the whole rows: their tokens are the keys, also where the queries are only a row's new
+        tokens."""
         return self if self.whole is None else self.whole.packing
 
     @cached_property
@@ -155,7 +157,8 @@ class Packing:
 
     @staticmethod
     def of(offsets_R: Int64s, device: torch.device, variable_length: bool = False) -> Packing:
-        """The packing of rows whose bounds on the token axis are `offsets_R`; empty rows are left out."""
+        """The packing of rows whose bounds on the token axis are `offsets_R`; empty rows are left out.
+        `variable_length`: for the variable-length kernel, which needs no buckets."""
         bounds = np.concatenate([offsets_R[:1], offsets_R[1:][np.diff(offsets_R) > 0]])
         packing = _of_bounds(bounds, device)
         return packing if variable_length else _bucketed(packing)
@@ -164,8 +167,9 @@ class Packing:
     def of_tree(
         order: PrefixOrder, slot_N: Int64s, offsets_R: Int64s, device: torch.device, variable_length: bool = False
     ) -> Packing:
-        """The packing of rows that share prefixes; rows without new tokens are left out. `slot_N`: the slot of each
-        token of the rows."""
+        """The packing of rows that share prefixes, where only the tokens after a row's shared prefix are queries. Rows
+        without such tokens are left out. `slot_N`: the slot of each token of the rows; `variable_length`: for the
+        variable-length kernel, which needs no buckets."""
         lengths_R = np.diff(offsets_R)[order.row_R]
         new_R = lengths_R - order.shared_R
         computed_R = new_R > 0

@@ -70,7 +70,8 @@ class CheckpointMetadata(BaseModel):
 
 @contextmanager
 def written(folder: Path) -> Iterator[None]:
-    """Turn a failure to write a file within the block, such as a full disk, into an OSError that names the folder."""
+    """Within the block, turn an error from writing a file, such as a full disk, into an OSError that names the
+    folder."""
     try:
         yield
     except (SafetensorError, OSError) as error:
@@ -78,7 +79,8 @@ def written(folder: Path) -> Iterator[None]:
 
 
 class CheckpointWriter:
-    """Copies this rank's part of a checkpoint at once, and writes the copy to disk in the background."""
+    """Writes this rank's part of a checkpoint: copies the tensors immediately, and writes the copies to disk in the
+    background."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         self._rank = rank
@@ -139,8 +141,8 @@ def check_parts(
     base: Base | None,
     alpha: float | None,
 ) -> None:
-    """Check that a checkpoint has a learner's weight shapes, base model and `alpha`, and that its parts have its
-    metadata. Reads no weights.
+    """Check that a checkpoint was written with the given weight shapes, base model and `alpha`, and that all its parts
+    were written in one save. Reads no weights.
 
     Raises:
         UserError: the checkpoint is of another model or has another `alpha`; or a part is damaged or of another save.

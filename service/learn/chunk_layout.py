@@ -1,13 +1,13 @@
 """Cuts rows into chunks, and gives the order in which linear attention computes the chunks.
 
 Every row begins a chunk of its own, so no state can pass from one row to another. Chunks are sorted by their index in
-their row; chunks of equal index are sorted by the number of chunks of their row, largest first. One step of the scan
-computes all chunks of one index:
+their row; chunks of equal index are sorted by the number of chunks of their row, largest first. A scan over the indices
+computes all chunks of one index at once; `active_T` is the number of chunks of each index:
 
     rows of 5, 9 and 2 tokens, chunks of 4 tokens     chunks     row 1  row 0  row 2 | row 1  row 0 | row 1
                                                       active_T   3                     2              1
 
-Axes: `N` tokens of the rows, `C` chunks, `T` steps of the scan.
+Axes: `N` tokens of the rows, `C` chunks, `T` indices of the scan.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ CHUNK = 64
 
 
 class Chunks(NamedTuple):
-    """The chunks of several rows, with the position of each token in them."""
+    """Where each token of several rows is in the chunks, and the order in which the chunks are computed."""
 
     slot_N: Tensor
     """Index of each token among the slots of all chunks; each chunk has `CHUNK` slots."""
     row_N: Tensor
     """Index of each token's row."""
     active_T: tuple[int, ...]
-    """Number of rows that have a chunk at each step of the scan."""
+    """For each index of the scan, the number of rows that have a chunk of this index."""
 
     @staticmethod
     def of(offsets_R: Int64s, device: torch.device) -> Chunks:

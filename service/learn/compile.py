@@ -34,7 +34,8 @@ _call_as_on_gpu: ContextVar[Callable[..., Any] | None] = ContextVar("_call_as_on
 
 @contextmanager
 def as_on_gpu(call_compiled: Callable[..., Any]) -> Iterator[None]:
-    """Within the block, CPU tensors take the code paths of CUDA tensors; for estimates, which use fake CPU tensors.
+    """Within the block, CPU tensors take the code paths of CUDA tensors. Estimates need this, because their tensors are
+    fake CPU tensors.
 
     `call_compiled(function, *arguments)` is called in place of each function that a GPU would run compiled.
     """
@@ -107,7 +108,8 @@ def compiles_layers(trainer: TrainerConfig, device: torch.device | None, compute
 def compiles_whole_layers(
     config: PretrainedConfig, trainer: TrainerConfig, device: torch.device | None, compute: torch.dtype
 ) -> bool:
-    """True if the layers are compiled and have no experts; estimates count layers with experts as uncompiled."""
+    """True if whole decoder layers are compiled: compilation is on, and no layer has experts. Estimates count layers
+    with experts as uncompiled."""
     return not experts_of(config) and compiles_layers(trainer, device, compute)
 
 
@@ -120,8 +122,9 @@ def share_cores(ranks_of_host: int) -> None:
 
 
 def memory_budget(recompute_elementwise: bool) -> float:
-    """Torch's setting for the memory that compiled layers may keep for the backward pass: 1 keeps what is fastest.
-    Below 1, elementwise results are recomputed, and further results if that does not save enough."""
+    """Torch's setting for the memory that compiled layers may use to keep results for the backward pass. With 1, torch
+    keeps the results with which a step is fastest. Below 1, elementwise results are recomputed, and further results if
+    that does not save enough."""
     return 0.9 if recompute_elementwise else 1.0
 
 

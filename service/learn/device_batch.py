@@ -44,8 +44,8 @@ class DeviceSettings(NamedTuple):
 class DeviceBatch(NamedTuple):
     """A micro-batch on the device, or a rank's slice of it.
 
-    Axes: `M` the tokens that carry loss and whose states are on this rank, in packed order; `S` slots of the model's
-    input; `N` all tokens and `R` all rows of the micro-batch.
+    Axes: `M` the tokens that carry loss and whose hidden states are on this rank, in packed order; `S` slots of the
+    model's input; `N` all tokens and `R` all rows of the micro-batch.
     """
 
     input_ids: Tensor

@@ -33,7 +33,7 @@ def expand_to_tokens(
 ) -> Tensor:
     """[G] -> [N]: a token with a set loss mask gets the value of its row's trajectory; all other tokens get 0.
 
-    Tokens of a dummy row get 0, too.
+    Tokens of a dummy row (trajectory -1) also get 0.
     """
     value_R = value_G.index_select(0, trajectory_of_row_R.clamp(min=0))
     value_R = torch.where(trajectory_of_row_R >= 0, value_R, 0)

@@ -46,7 +46,8 @@ class Layout(NamedTuple):
     def of(
         kind: str, micro: MicroBatch, device: torch.device, variable_length: bool = False, part: Slice = WHOLE
     ) -> Layout:
-        """The token positions in the layout `kind`. `variable_length`: the variable-length attention kernel is used.
+        """The token positions in the layout `kind`. `variable_length`: whether attention is computed by the
+        variable-length kernel.
 
         `shared_prefix` and `auto` give the layout `packed` if no rows share a prefix, or on a GPU without the
         variable-length kernel. `part`: this rank's slice of the slots.
@@ -68,8 +69,8 @@ class Layout(NamedTuple):
         return _on_one_line(np.arange(n_slots), n_slots, Packing.of(offsets_R, device, variable_length), part)
 
     def own(self, slot_X: Int64s) -> tuple[Int64s, Int64s]:
-        """For the slots `slot_X` of a whole micro-batch: the indices of those items whose slot is on this rank, and the
-        positions of these slots in this rank's input."""
+        """Find which of the slots `slot_X` of the whole micro-batch are on this rank. Returns their indices in
+        `slot_X`, and their positions in this rank's input."""
         at_X = slot_X - self.first
         own_X = np.flatnonzero((at_X >= 0) & (at_X < math.prod(self.shape)))
         return own_X, at_X[own_X]
@@ -84,11 +85,11 @@ class Layout(NamedTuple):
 
 
 def distinct_slots(order: PrefixOrder, offsets_R: Int64s) -> Int64s:
-    """[N] the slot of each token if rows share the slots of common prefixes:
+    """[N] the slot of each token if rows share the slots of common prefixes.
 
-    row 0   1 2 3 4      in the order of    row 1   row 0   row 2        slot_N   0 1 2 3 | 0 1 2 | 0 1 4 5
-    row 1   1 2 3        the prefixes       1 2 3       4     7 8
-    row 2   1 2 7 8
+    tokens of the rows                  row 0: 1 2 3 4          row 1: 1 2 3      row 2: 1 2 7 8
+    new tokens -> slots, in `order`     row 1: 1 2 3 -> 0 1 2   row 0: 4 -> 3     row 2: 7 8 -> 4 5
+    slot_N                              row 0: 0 1 2 3          row 1: 0 1 2      row 2: 0 1 4 5
     """
     slot_N = np.zeros(int(offsets_R[-1]), np.int64)
     path, end = slot_N[:0], 0

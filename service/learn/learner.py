@@ -2,7 +2,7 @@
 
     before            log-probabilities under fixed weights, if the configuration needs them
     for micro-batch:  forward -> loss -> backward                 (nothing waits for the device)
-    then              collect sums and gradient norm -> stop if not finite -> clip -> optimizer.step
+    then              collect sums and gradient norm -> no step if one is not finite; else clip -> optimizer.step
 
 Every rank calls the same methods in the same order; every branch depends on values that are equal on all ranks.
 """

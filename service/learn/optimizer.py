@@ -25,8 +25,8 @@ class Optimizer:
         )
 
     def step(self, lr: float, grad_norm: float, max_grad_norm: float) -> None:
-        """Take a step with the gradients of the master weights, clipped to the norm `max_grad_norm`; then drop the
-        gradients."""
+        """Take an optimizer step with the gradients of the master weights, clipped to the norm `max_grad_norm`; then
+        drop the gradients."""
         gradients = self._master_weights.gradients()
         if grad_norm > max_grad_norm:
             torch._foreach_mul_(gradients, max_grad_norm / grad_norm)
@@ -48,7 +48,7 @@ class Optimizer:
         return moments
 
     def set_steps(self, steps: int) -> None:
-        """Set the number of steps taken so far, on which Adam's bias correction depends."""
+        """Set the number of optimizer steps taken so far, on which Adam's bias correction depends."""
         for state in self._adam.state.values():
             state["step"].fill_(steps)
 

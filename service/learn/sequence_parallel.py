@@ -28,7 +28,7 @@ from service.errors import UserError
 
 
 class Slice(NamedTuple):
-    """A rank's part of the tokens of each micro-batch that the rank shares with its group."""
+    """One rank's slice of each micro-batch that a group of ranks shares."""
 
     number: int = 0
     of: int = 1
@@ -70,7 +70,7 @@ class Exchange(NamedTuple):
     """Number of slots of the whole micro-batch, without the padding that gives all ranks slices of equal size."""
 
     def own(self, value: Tensor) -> Tensor:
-        """The heads of a weight that this rank computes: [heads, ...] -> [own heads, ...]."""
+        """Select this rank's heads from a weight of all heads: [heads, ...] -> [own heads, ...]."""
         return value.chunk(self.group.size())[self.group.rank()]
 
     def to_channels(self, values: list[Tensor]) -> list[Tensor]:
@@ -103,9 +103,9 @@ class Exchange(NamedTuple):
 def all_to_all(
     x: Tensor, group: dist.ProcessGroup, received: list[int] | None = None, sent: list[int] | None = None
 ) -> Tensor:
-    """Exchange parts of a tensor: one part for each rank [ranks, ...] -> one part from each rank [ranks, ...].
+    """Exchange rows of a tensor among the ranks of a group: [rows for each rank, ...] -> [rows from each rank, ...].
 
-    `received`, `sent`: if parts have several rows, the number of rows from each rank and the number for each rank.
+    `received`, `sent`: the number of rows from each rank and for each rank; None: one row each.
     """
     exchanged: Tensor = _AllToAll.apply(x, group, received, sent)  # type: ignore[no-untyped-call]
     return exchanged

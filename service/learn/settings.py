@@ -1,4 +1,4 @@
-"""The settings of training, and of the estimate of its memory."""
+"""The settings with which the policy is trained, and the settings from which the memory of training is estimated."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from service.config.tree import Config, ModelConfig
 
 @dataclass(frozen=True)
 class LearnSettings:
-    """The settings of training."""
+    """The settings with which the policy is trained."""
 
     model: ModelConfig
     trainer: TrainerConfig
@@ -26,7 +26,7 @@ class LearnSettings:
 
     @classmethod
     def of(cls, config: Config) -> LearnSettings:
-        """The settings of training from a run's configuration."""
+        """Take from a run's configuration the settings for training the policy."""
         return cls(
             model=config.model,
             trainer=config.trainer,
@@ -40,7 +40,7 @@ class LearnSettings:
 
 @dataclass(frozen=True)
 class FitSettings:
-    """The settings on which the memory of a rank and of an engine on their GPUs depends."""
+    """The settings that determine how much memory a trainer rank and an engine need on their GPUs."""
 
     learn: LearnSettings
     generator: GeneratorConfig
@@ -49,5 +49,5 @@ class FitSettings:
 
     @classmethod
     def of(cls, config: Config) -> FitSettings:
-        """The settings for the estimate of memory from a run's configuration."""
+        """Take from a run's configuration the settings that determine the memory."""
         return cls(LearnSettings.of(config), config.generator, config.weights.transport == "ipc")

@@ -2,8 +2,9 @@
 
     reset -> prompt -> [length?] -> generate -> step of the environment -> append the step -> next prompt -> ...
 
-Each role has its own conversation, and the environment chooses the role of the next turn. The trajectory's end, with
-its reason, is sent last. A turn that is not finished gives no step.
+Each role has its own conversation, and the environment chooses the role of the next turn. The record that ends the
+trajectory, with the reason of its end, is sent last. A turn that is not finished gives no step. `[length?]`: a prompt
+that is too long ends the trajectory.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ async def run_trajectory(
     frozen: FrozenModels | None = None,
     earlier: Steps | None = None,
 ) -> Played:
-    """Play one trajectory; `sink` gets a step after each finished turn, then the trajectory's end.
+    """Play one trajectory; `sink` gets a step after each finished turn, then the record that ends the trajectory.
 
     `frozen`: the models that play frozen roles; None if there are no frozen roles. `earlier`: steps that another
     generator played and the buffer accepted; the trajectory continues after them.

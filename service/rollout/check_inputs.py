@@ -50,7 +50,7 @@ def check_inputs(
 
 
 def check_score(env: EnvConfig) -> None:
-    """Check that the function that scores the runs of a command can be loaded.
+    """Check that the function `env.score`, which computes the reward of a command's run, can be loaded.
 
     Raises:
         UserError: the function cannot be loaded.
@@ -70,8 +70,8 @@ def check_score(env: EnvConfig) -> None:
 
 
 def check_environments(config: EnvConfig, tasks: Sequence[Task], path: Path) -> None:
-    """Make each environment that a row of `path` names. If the environment has a `check_task`, call it with each of its
-    rows.
+    """Make each environment that a row of the dataset `path` names. If the environment has the method `check_task`,
+    call it with each row that names this environment.
 
     Raises:
         UserError: an environment cannot be made or refuses a row; the message names the first such row.

@@ -1,5 +1,5 @@
-"""The main program of child processes. One process answers requests; its parent, the keeper, kills all its descendants
-when it ends.
+"""The main program of child processes. Each consists of two processes: one answers requests; its parent, the keeper,
+kills all its own descendants before it ends. The keeper ends when the process that answers has ended, or at SIGTERM.
 
     parent: SIGTERM, or its death --> keeper --SIGKILL--> the process that answers, and all its descendants
 

@@ -40,7 +40,8 @@ class ChildRaised(Exception):
 
 
 class ChildProcesses:
-    """A pool of child processes that run `module.main()`; idle processes are reused."""
+    """A pool of child processes; each runs the function `main` of the module named `module`, and is reused when idle.
+    `limit`: maximum bytes of an answer."""
 
     def __init__(self, module: str, limit: int) -> None:
         self._module = module

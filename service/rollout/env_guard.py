@@ -58,7 +58,7 @@ class LeakedTasks:
         return len(self._names)
 
     def add(self, task: asyncio.Task[None], name: str) -> None:
-        """Count a task of the environment `name`, until it returns."""
+        """Count an abandoned task of the environment `name` until the task returns."""
         self._names[task] = name
         task.add_done_callback(self._names.pop)
 
@@ -122,7 +122,7 @@ class EnvGuard:
         return messages
 
     async def step(self, text: str) -> StepResult:
-        """The environment's answer to one turn of the policy, in plain values."""
+        """The environment's answer to one turn of the policy, copied into plain values."""
         read, name = partial(read_step_result, self._limits), tool_named(text, self._tools)
         result: StepResult = await self._ask("step", lambda environment: environment.step(text), read, name)
         return result

@@ -93,8 +93,8 @@ class TrajectoryFailed(Exception):
 class Environment(Protocol):
     """One episode of an environment.
 
-    If its generator is lost, an episode restarts in another generator. It continues there instead if the environment
-    has either these two methods or this attribute:
+    If the generator that plays an episode is lost, the episode restarts in another generator. It continues in the other
+    generator instead of restarting if the environment has the two methods or the attribute that follow:
 
         async def snapshot(self) -> bytes           the state after a step
         async def restore(self, snapshot) -> None   restores that state in a new instance, after its `reset`

@@ -4,7 +4,8 @@ turn 0:  whole prompt                -> response      step 0 carries the whole p
 turn 1:  history + new tokens        -> response      step 1 carries the new tokens and extends step 0
 turn 2:  another role's first prompt -> response      step 2 carries its whole prompt
 turn 3:  history of turn 1 + tokens  -> response      step 3 carries the new tokens and extends step 1
-turn 4:  a prompt that forks         -> response      step 4 carries its whole prompt
+turn 4:  a prompt that does not      -> response      step 4 carries its whole prompt
+         begin with the history
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ class History:
 
 
 class Episode:
-    """One trajectory while it is played; its steps and its end are sent to `sink`."""
+    """One trajectory while it is played; its steps, and the record that ends it, are sent to `sink`."""
 
     def __init__(self, trajectory: TrajectoryId, task: Task, limits: AgentLimits, sink: StepSink) -> None:
         self._trajectory = trajectory
@@ -110,7 +111,8 @@ class Episode:
         role: str = MAIN,
         note: str = "",
     ) -> None:
-        """End the current turn of a role: append a step, which the role's next step may extend."""
+        """End the current turn of a role: send the turn as a step to the sink. The role's next step may continue this
+        step."""
         history, index = self._histories[role], self.n_steps
         history.append(response.token_ids)
         n_carried, n_total = len(history.carried) + len(response.token_ids), len(history.token_ids)
@@ -147,8 +149,8 @@ class Episode:
         return prompt.token_ids if prompt.whole else np.append(self._histories[MAIN].token_ids, prompt.token_ids)
 
     def take(self, token_ids: Int32s, reward: float, stop_reason: str) -> None:
-        """Add a turn of `main` that another generator finished: the tokens [P + T] of prompt and response. The next
-        step may extend this turn."""
+        """Add to this episode a turn of `main` that another generator finished. `token_ids`: [P + T] the tokens of its
+        prompt and response. The next step may continue this turn."""
         self._histories[MAIN].begin(Prompt(token_ids, whole=True))
         self._turned(MAIN, reward, stop_reason)
 
@@ -167,7 +169,8 @@ class Episode:
         return refused
 
     def finish(self, failure: str = "") -> TrajectoryEnd:
-        """Send the trajectory's end to the sink, and return it. `failure`: the reason why the trajectory failed."""
+        """Send the record that ends the trajectory to the sink, and return it. `failure`: the reason why the trajectory
+        failed."""
         if self._truncated and self.stop_reason in (StopReason.STOP, StopReason.MAX_TURNS):
             self.stop_reason = StopReason.TRUNCATED
         named = [role for role in self._limits.roles if role not in ROLES]
@@ -190,8 +193,8 @@ class Episode:
 
 
 def experts_of(experts: Experts | None, total: int, carried: int) -> Experts | None:
-    """[carried, layers, topk] the routed experts of the last `carried` of `total` tokens; -1 for the last sampled
-    token, for which the engine records no experts."""
+    """[carried, layers, topk] the routed experts of the last `carried` of `total` tokens of a turn. The last sampled
+    token gets -1, because the engine records no experts for it."""
     if experts is None:
         return None
     recorded = experts[total - carried : total]

@@ -1,10 +1,11 @@
 """Handover of a trajectory: another generator continues it after its last accepted step, with the help of the step's
 note.
 
-note of a step                          another generator
-snapshot, the messages after the step   reset, restore(snapshot), the next turn
-no snapshot: the episode is replayed    reset, each step's sampled text once more: prompts and rewards must be equal
-the episode is done                     only the trajectory's end is sent
+the note contains                       the other generator
+a snapshot, the messages after the step calls reset and restore(snapshot), and plays the next turn
+no snapshot                             calls reset, and plays each step's sampled text again; prompts and rewards must
+                                        be equal
+that the episode is done                only sends the trajectory's end
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from service.types import Int32s, Step, Steps
 
 
 class Note(msgspec.Struct, frozen=True, array_like=True):
-    """The data with which another generator can continue a trajectory after a step; stored with the step."""
+    """The data that lets another generator continue a trajectory after a step. The data is stored with the step."""
 
     done: bool
     snapshot: bytes | None = None
@@ -39,7 +40,8 @@ class Note(msgspec.Struct, frozen=True, array_like=True):
 
 
 class EarlierStep(NamedTuple):
-    """A step of a trajectory that another generator played and the buffer accepted."""
+    """A step that another generator played, and that the buffer accepted, before this generator continued the
+    trajectory."""
 
     token_ids: Int32s
     """[P + T] the tokens of the whole prompt and of the response."""

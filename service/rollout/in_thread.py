@@ -1,4 +1,5 @@
-"""Runs an agent whose `play` is a plain function in a separate thread, so that the event loop is not blocked."""
+"""Calls the `play` of an agent in a separate thread if `play` is a plain function, so that it does not block the event
+loop."""
 
 from __future__ import annotations
 

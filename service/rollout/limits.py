@@ -1,4 +1,4 @@
-"""Limits of a trajectory, and the parameters of its turns."""
+"""Limits of a trajectory and sampling parameters of its turns, from the run's configuration."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class AgentLimits:
 
     @staticmethod
     def of(settings: PlaySettings, chat: Chat) -> AgentLimits:
-        """The limits and sampling parameters from the configuration."""
+        """Take the limits and the sampling parameters from the configuration."""
         env, generator = settings.env, settings.generator
         return AgentLimits(
             max_turns=env.max_turns,

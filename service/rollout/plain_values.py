@@ -45,7 +45,8 @@ class NotPlain(Exception):
 
 
 class Copier:
-    """Copies values into plain types; all their texts and names together may have `most` characters.
+    """Copies values into plain types. All texts of a value, including the names in mappings, may have at most `most`
+    characters together.
 
     Values of the types in `also` are passed on without a copy. With `any_text`, texts may contain half of a surrogate
     pair.
@@ -169,7 +170,8 @@ def read_step_result(limits: AgentLimits, result: Any) -> StepResult:
 
 
 def read_messages(field: str, limits: AgentLimits, value: Any) -> list[Message]:
-    """Check messages and copy them into plain values; each needs at least a role, and a text as its content."""
+    """Check messages and copy them into plain values; each message needs a role, and a text as content. `field`: the
+    name of the messages in error messages."""
     most, reason = limits.max_observation_characters, StopReason.ENVIRONMENT_OUTPUT
     messages: list[Message] = _plain(field, value, most, reason, list, "a list of messages")
     for i, message in enumerate(messages):

@@ -46,7 +46,7 @@ class AgentPlayer(Protocol):
         """Record metrics of the agents' trajectories and calls."""
 
     async def close(self) -> None:
-        """Stop accepting calls from agents."""
+        """Refuse further requests from agents."""
 
 
 A = TypeVar("A", bound=AgentPlayer)
@@ -85,7 +85,7 @@ class Player(Generic[A]):
     async def play(
         self, trajectory: TrajectoryId, task: Task, sink: StepSink, earlier: Steps | None = None
     ) -> TrajectoryEnd:
-        """Play one trajectory for training; its steps and its end are sent to `sink`.
+        """Play one trajectory for training; its steps, and the record that ends it, are sent to `sink`.
 
         `earlier`: steps of the trajectory that another generator played; it continues after these steps.
 
@@ -113,8 +113,8 @@ class Player(Generic[A]):
         return self.agents.restore(trajectory, deepcopy(task), steps, sink)
 
     async def play_unmeasured(self, trajectory: TrajectoryId, task: Task, sink: StepSink, seed: str) -> TrajectoryEnd:
-        """Play one trajectory that is not sent to the buffer, for example in an evaluation; without metrics. Otherwise
-        as `play`."""
+        """Play one trajectory as `play` does, but without metrics; for trajectories that are not sent to the buffer,
+        such as those of an evaluation."""
         nowhere_else = replace(self._limits, max_snapshot_bytes=0)
         return (await self._play(trajectory, task, sink, seed, nowhere_else)).end
 

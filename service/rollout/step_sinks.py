@@ -1,6 +1,8 @@
-"""Collects the steps and ends of trajectories, one by one as they happen, into a message to the buffer.
+"""Collects steps, and the records that end trajectories, into one message to the buffer, in the order in which they
+happen.
 
-StepColumns().append(step), .append(step), .end(end)  ->  step_group(sender)  ->  service.handoff.steps.wire.encode
+StepColumns().append(step), .append(step), .end(end)  --step_group(sender)-->  StepGroup
+                                                      --service.handoff.steps.wire.encode-->  bytes of the message
 """
 
 from __future__ import annotations
@@ -21,24 +23,26 @@ _REQUIRED_BYTES = sum(column.dtype.itemsize for column in _TOKEN_COLUMNS.values(
 
 
 class StepSink(Protocol):
-    """Receives the steps and ends of trajectories. Implementations: `StepColumns`, and the outbox of a generator."""
+    """Receives steps, and the records that end trajectories. Implementations: `StepColumns`, and the outbox of a
+    generator."""
 
     def append(self, step: Step) -> None:
         """Receive a step."""
 
     def end(self, end: TrajectoryEnd) -> None:
-        """Receive a trajectory's end."""
+        """Receive the record that ends a trajectory."""
 
     async def accepted(self, trajectory: TrajectoryId) -> bool:
-        """Wait for the buffer's answer about the trajectory's last step; returns True if the buffer accepted it."""
+        """Wait for the buffer's answer about the trajectory's last step; returns True if the buffer accepted the
+        step."""
 
 
 class StepColumns:
-    """The steps and trajectory ends of one message, in the order in which they were appended."""
+    """The steps, and the records that end trajectories, of one message, in the order in which they were appended."""
 
     def __init__(self) -> None:
         self.n_bytes = 0
-        """Bytes of all token columns, and of the ends' values."""
+        """Bytes of all token columns, and of the values in the records that end trajectories."""
         self.name_bytes = 0
         """Maximum bytes of uids, stop reasons and notes in the message's header, each with its length prefix."""
         self.routing: tuple[int, ...] | None = None
@@ -60,7 +64,7 @@ class StepColumns:
         self._count_names(step.prompt_uid, step.stop_reason, step.note)
 
     def end(self, end: TrajectoryEnd) -> None:
-        """Append a trajectory's end."""
+        """Append the record that ends a trajectory."""
         self.ends.append(end)
         self.n_bytes += said_bytes(end)
         self._count_names(end.prompt_uid, end.stop_reason)
@@ -70,7 +74,8 @@ class StepColumns:
         return True
 
     def by_trajectory(self) -> dict[TrajectoryId, StepColumns]:
-        """For each trajectory, its steps and its end; trajectories are in order of first appearance."""
+        """The steps of each trajectory, and the record that ends it, as a `StepColumns` of its own. Trajectories are in
+        order of first appearance."""
         parts: dict[TrajectoryId, StepColumns] = {}
         for step in self._steps:
             parts.setdefault(step.trajectory, StepColumns()).append(step)
@@ -79,7 +84,7 @@ class StepColumns:
         return parts
 
     def step_group(self, sender: Sender) -> StepGroup:
-        """The message with all collected steps and ends."""
+        """The message with everything that was appended."""
         return step_group(sender, self._steps, self.ends)
 
     def steps(self) -> Steps:

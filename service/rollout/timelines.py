@@ -41,7 +41,7 @@ PARTS = ("queue", "prefill", "decode", "pause", ENVIRONMENT, "other")
 
 
 class Timeline:
-    """The calls and times of one trajectory."""
+    """One trajectory: when it began, each call of the engine and of the environment, and how its time is divided."""
 
     def __init__(self, trajectory: TrajectoryId, env: str) -> None:
         self.trajectory, self.env, self.began = trajectory, env, time.monotonic()
@@ -56,7 +56,7 @@ class Timeline:
         """Seconds from `began` to the trajectory's end, and why it ended."""
 
     def add(self, tool: str, began: float, ended: float, parts: dict[str, float], detail: dict[str, Any]) -> None:
-        """Record a call that has ended. `parts`: seconds of the call, by part of the trajectory's time."""
+        """Record a call that has returned. `parts`: for each of `PARTS`, the seconds that the call adds to it."""
         for part, taken in parts.items():
             self.seconds[part] += taken
         if len(self.calls) < MAX_CALLS:
@@ -71,7 +71,8 @@ class Timeline:
 
 
 class Timelines:
-    """The timelines of the trajectories that one process plays, and the times of the trajectories that ended."""
+    """Collects the timelines of the trajectories that one process plays, and sums of the times of all its
+    trajectories."""
 
     def __init__(self, engines: int = 1) -> None:
         self._a_window = SAMPLED_A_SECOND * WINDOW_SECONDS / engines
@@ -102,7 +103,7 @@ class Timelines:
                 del self._open[key]
 
     def generated(self, request: str, began: float, generation: Generation) -> None:
-        """Record a call of the engine that has ended. `request`: the request's id, which begins with the trajectory's
+        """Record an engine call that has returned. `request`: the id of the request, which begins with the trajectory's
         name and a slash."""
         if (line := self._open.get("/".join(request.split("/", 3)[:3]))) is None:  # the trajectory's name has 3 parts
             return
@@ -113,14 +114,15 @@ class Timelines:
         line.add("", began, now, parts | {"decode": decode}, detail)
 
     def answered(self, trajectory: TrajectoryId, tool: str, began: float) -> None:
-        """Record a call of the environment that has ended."""
+        """Record a call of the environment that has returned. `tool`: the tool that was called, or the called method;
+        `began`: when the call began."""
         if (line := self._open.get(str(trajectory))) is not None:
             seconds = (now := time.monotonic()) - began
             line.tools.append((tool, seconds))
             line.add(tool, began, now, {ENVIRONMENT: seconds}, {})
 
     def ended(self, line: Timeline, reason: str) -> None:
-        """Record the end of a trajectory with its reason."""
+        """Record that a trajectory has ended. `reason`: why it ended."""
         seconds = time.monotonic() - line.began
         line.seconds["other"] = max(0.0, seconds - sum(line.seconds.values()))
         self._played += 1
@@ -149,7 +151,8 @@ class Timelines:
         return name
 
     def measure(self, metrics: Metrics) -> None:
-        """Record metrics of the trajectories that ended since the last call: their times by part and by tool."""
+        """Record metrics of the trajectories that ended since the last call: for each of `PARTS` the seconds that they
+        took, and the seconds of each tool's calls."""
         for (env, part), seconds in self._parts.items():
             metrics.observe("baton_trajectory_seconds", np.asarray(seconds), env=env, part=part)
         for (env, tool), seconds in self._tools.items():
@@ -162,8 +165,8 @@ class Timelines:
         self._finished = True
 
     def record(self, trace: Trace) -> None:
-        """Write the trajectories sampled since the last call to the timeline; once per time window, also the slowest
-        trajectories and the sums."""
+        """Write to `trace` the sampled trajectories that ended since the last call of `record`. At the end of each time
+        window, also write the slowest trajectories of the window, and the sums over all trajectories."""
         for line in self._sampled:
             trace.add(*line.event("sampled"))
         self._sampled.clear()

@@ -1,4 +1,5 @@
-"""Handles errors of users' code: describes an error in one line with file and line number, and turns exits into errors.
+"""Handles errors of users' code: describes an error in one line with file and line number, and turns SystemExit and
+KeyboardInterrupt into ordinary errors.
 
 If a task raises SystemExit or KeyboardInterrupt, asyncio raises it again in the event loop. This would end the loop and
 all trajectories.
@@ -23,8 +24,8 @@ HERE = os.path.dirname(__file__)
 
 
 def describe_error(error: BaseException) -> str:
-    """Type and message of an error, with the file and line of the user's code that was called, and of the line that
-    raised it: `KeyError: 'age' (my_envs.py:12)`."""
+    """Type and message of an error, then places as file and line: the line of the user's code that was called, and the
+    line that raised the error if it is another line: `KeyError: 'age' (my_envs.py:12)`."""
     name = type_name(error)
     try:
         text = f"{name}: {error}"[:MAX_CHARACTERS]
@@ -51,8 +52,8 @@ _CONTAINED = ContextVar("contained", default=False)
 
 
 def contain_exits() -> None:
-    """Turn exits (SystemExit, KeyboardInterrupt) into ordinary errors in all tasks that the current task starts from
-    now on."""
+    """Turn SystemExit and KeyboardInterrupt into ordinary errors in all tasks that the current task starts from now
+    on."""
     _CONTAINED.set(True)
     loop = asyncio.get_running_loop()
     if loop.get_task_factory() is None:

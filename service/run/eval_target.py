@@ -33,7 +33,7 @@ from service.store_url import in_a_store
 
 @dataclass(frozen=True)
 class EvalTarget:
-    """The weights to evaluate, and the run that they belong to."""
+    """The weights to evaluate, and the run that they belong to, if there is one."""
 
     path: Path
     """The path that the user gave."""
@@ -57,8 +57,9 @@ class EvalTarget:
         return Checkpoints((self.run or self.path) / CHECKPOINTS, keep=1)
 
     def begun_with(self, model: ModelConfig) -> Path:
-        """The folder of the run's first model, or of the model that its warm start wrote for an adapter. This model
-        gives the run's checkpoints their shapes and tokenizer, and it is the base model of adapters."""
+        """The folder of the run's initial model; if the run trains an adapter after a warm start, the folder of the
+        warm-started model to which the adapter is added. This model gives the run's checkpoints their shapes and
+        tokenizer, and it is the base model of adapters."""
         run = self.run or self.path
         return warmed_model(model, run) or initial_model(model, run)
 

@@ -85,13 +85,13 @@ def is_run_folder(path: Path) -> bool:
 
 
 def find_run(run: str | Path, runs: Path = RUNS) -> Path | None:
-    """Find a run folder by its path or by its name in `runs`; None if there is none. Only the configuration file is
-    looked for, so a task's folder, or a folder with only a copied configuration, is found too."""
+    """Find a run folder by its path or by its name in `runs`; None if there is none. Any folder with a configuration
+    file is found, even if no run was started in it."""
     return next((folder for folder in (Path(run), runs / run) if is_run_folder(folder)), None)
 
 
 def check_begun(folder: Path) -> None:
-    """Check that a run was started in a folder that has a configuration.
+    """Check that a run was started in this folder; a configuration file alone may be a copy.
 
     Raises:
         UserError: no run was started in the folder.
@@ -130,8 +130,8 @@ def no_such_run(run: str | Path, runs: Path = RUNS, besides: str = "") -> UserEr
 
 
 def runs_folder(directory: Path) -> Path:
-    """The folder of the run folders. In a Ray job, which works in a temporary copy, a relative `run.dir` is relative to
-    the home folder instead of the current folder."""
+    """The folder that contains the run folders: `directory`. In a Ray job, which works in a temporary copy of the
+    current folder, a relative `directory` is relative to the home folder."""
     return Path.home() / directory if IN_RAY_JOB in os.environ else directory
 
 
@@ -178,13 +178,13 @@ def initial_model(model: ModelConfig, run: Path) -> Path:
 
 
 def warmed_model(model: ModelConfig, run: Path) -> Path | None:
-    """The Hugging Face folder to which a warm start writes its model if RL then trains only an adapter on top of this
-    model. None if the run needs no such folder."""
+    """The Hugging Face folder of the warm-started model, if the run has a warm start and then trains only an adapter,
+    which is added to this model. None for all other runs."""
     return run / WARM_START if model.lora is not None and model.warm_start is not None else None
 
 
 def write_address(folder: Path, url: str) -> None:
-    """Write the address at which a run serves /metrics and /status to the run's folder."""
+    """Write to the run's folder the address at which the run serves /metrics and /status."""
     write_atomic(folder / ADDRESS, json.dumps({"url": url}) + "\n")
 
 

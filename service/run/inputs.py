@@ -144,8 +144,8 @@ def check_checkpoint(lora: LoraConfig | None, begun_with: Path, checkpoint: Path
 
 
 def prepare_evaluation(data: DataConfig, env: EnvConfig, seed: int, folder: Path) -> dict[str, Path]:
-    """Make or find the files of the evaluation sets, and check every row and its environment. Returns the files by name
-    of the set.
+    """Find the file of each evaluation set, or write it if rows have to be made; check every row, and the environment
+    that it names. Returns the file of each set by the set's name.
 
     Raises:
         UserError: a set is missing or malformed, or needs an environment that cannot be made.

@@ -1,11 +1,13 @@
 """Checks whether each process of a run is alive and set up; cancels work that waits for a process that died.
 
-each second     "which process are you, and are you set up?"
+Each second every actor of the run is asked: "which process are you, and are you set up?"
+
+answer                                                      consequence
 no process, another process, or one that is not set up      the earlier process is lost: work that waits for it gets
                                                             `ProcessLost`; if no work waits, the cause is printed
-no process      a line, and the same line again every `AGAIN_SECONDS`
-no answer       after `SILENT_SECONDS` a line, again after each `AGAIN_SECONDS`; after the actor's own deadline the
-                process is lost too
+still no process                                            a line is printed every `AGAIN_SECONDS`
+no answer for `SILENT_SECONDS`                              a line is printed, and again every `AGAIN_SECONDS`
+no answer within the actor's deadline                       work that waits for the actor gets `ProcessLost`
 """
 
 from __future__ import annotations
@@ -58,7 +60,8 @@ class Supervisor:
     """Checks the processes of all actors of a run, as long as the run lasts."""
 
     def __init__(self, say: Callable[[str], None], cause: Cause, is_death: Callable[[BaseException], bool]) -> None:
-        """`is_death`: returns True for an error of a call that may come from the death of the called process."""
+        """`is_death`: returns True for an error that a call of an actor may raise because the actor's process died.
+        `cause`: returns how a process ended; `say`: prints a line."""
         self._say, self._cause, self._is_death = say, cause, is_death
         self._asking: dict[str, asyncio.Task[None]] = {}
         self._known: dict[str, Life | None] = {}
@@ -78,8 +81,8 @@ class Supervisor:
     def watch(self, name: str, probe: Probe, deadline: float = math.inf, hint: str = "") -> None:
         """Begin the health checks of an actor, unless it is checked already.
 
-        `deadline`: seconds without an answer after which the process counts as lost; `hint`: the usual reason for late
-        answers, which is added to the message.
+        `deadline`: seconds without an answer after which work that waits for the actor gets `ProcessLost`; `hint`: the
+        usual reason for late answers, which is added to the message.
         """
         if name not in self._asking:
             self._asking[name] = asyncio.ensure_future(self._watch(name, probe, deadline, hint))

@@ -1,9 +1,9 @@
-"""Writes the log file of one part of a run, `logs/<part>.log`, which is bounded in size. Each line begins with the
-time.
+"""Writes the log file of one process of a run, `logs/<process>.log`, which is bounded in size. Each line begins with
+the time.
 
 Run as a script, this module copies its standard input into a log file. Because the script is a separate process,
-nothing that a killed part has written is lost. Child processes of the part, such as vLLM's engine core, write into the
-same log. The script needs only the standard library, and ends when the last writer has ended.
+nothing that a killed process has written is lost. The logged process and its children, such as vLLM's engine core,
+write into the same log. The script needs only the standard library, and ends when the last of these writers has ended.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from logging.handlers import RotatingFileHandler
 from pathlib import Path
 
 LOG_BYTES = 16 << 20
-"""Size in bytes at which a log is renamed to `<part>.log.1` and a new log begins."""
+"""Size in bytes at which a log is renamed to `<process>.log.1` and a new log begins."""
 OLDER_FILES = 3
 """Number of renamed logs that are kept; older logs are deleted."""
 LINE_BYTES = 64 << 10
@@ -82,7 +82,8 @@ def log_into(file: Path) -> Iterator[None]:
 
 
 def main() -> None:
-    """Copy the standard input to a log file. The command line gives the file, and a first line for it."""
+    """Copy the standard input to a log file. The arguments on the command line are the path of the file, and the first
+    line to write into it."""
     handler = log_handler(Path(sys.argv[1]))
     handler.emit(logging.makeLogRecord({"msg": sys.argv[2]}))
     if os.fork():

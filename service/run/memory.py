@@ -28,7 +28,7 @@ class Memory(NamedTuple):
 
 
 def remedy(actor: str) -> str:
-    """Advice on what to change so that an actor needs less memory.
+    """Advice on what to change so that the process named `actor` (such as `generator-0`) needs less memory.
 
     >>> remedy("buffer")
     'lower buffer.max_bytes, or use a host with more memory'

@@ -14,9 +14,9 @@ PORTS_TRIED = 100
 
 
 def listening_socket(metrics: MetricsConfig, earlier: int | None = None) -> socket.socket:
-    """A socket that already listens, so that no other run can take its port. The port is the configured port; for 0,
-    any free port; for None, the first free port from 9400 on. `earlier`: the port of this run's previous service, which
-    is tried first.
+    """A socket that already listens on the run's metrics port, so that no other run can take the port. `metrics.port`
+    gives the port: a number; 0: any free port; None: the first free port from 9400 on. Unless the port is a fixed
+    number, `earlier`, the port of this run's previous service, is tried first.
 
     Raises:
         UserError: the configured port is taken, or the host is not an address of this machine.

@@ -1,7 +1,7 @@
-"""Sends a request to profile the next optimizer steps of a run, and the answer, through files in the run's folder.
+"""Requests a profile of the next optimizer steps of a run, and answers the request, through files in the run's folder.
 
-baton profile --writes--> profiles/request.json --read before a step by--> driver --calls--> ranks
-              <--reads--  profiles/answer.json   <--written with the files by-- driver
+baton profile --writes--> profiles/request.json --read by--> driver, before an optimizer step --calls--> ranks
+              <--reads--  profiles/answer.json  <--written by-- driver, after the profile files
 """
 
 from __future__ import annotations

@@ -34,7 +34,8 @@ name."""
 
 
 class StepTimes:
-    """Measures how long each part of the optimizer steps takes. A part is what the trainer does or waits for.
+    """Measures how long each part of the optimizer steps takes: `generation` while the trainer waits for a mini-batch,
+    `training`, `evaluation`, and the driver's other states under their own names.
 
     driver's states  waiting 6.0 s, step 3.0 s, weights 1.0 s   ->   generation 60%, training 30%, weights 10%
     """
@@ -50,19 +51,20 @@ class StepTimes:
         self._before = Counter(self._states())
 
     def stepped(self) -> Counter[str]:
-        """End the current step and begin the next one. Returns the seconds of the ended step by part."""
+        """End the current optimizer step and begin the next one. Returns the seconds of the ended step for each
+        part."""
         now = Counter(self._states())
         step = Counter({PARTS.get(state, state): seconds for state, seconds in (now - self._before).items()})
         self._before, self._all = now, self._all + step
         return step
 
     def shares(self) -> dict[str, float]:
-        """For each part, its fraction of the total time of all steps, the largest first."""
+        """For each part, its fraction of the time of all optimizer steps; the largest fraction comes first."""
         return {part: seconds / self._all.total() for part, seconds in self._all.most_common()}
 
 
 class Progress:
-    """Writes the metrics of each step to the run folder, and prints progress lines."""
+    """Writes the metrics of each optimizer step to the run folder, and prints progress lines."""
 
     def __init__(
         self,
@@ -111,8 +113,8 @@ class Progress:
         self._diagnosis = Diagnosis(lines)
 
     def synced(self, seconds: float | None) -> None:
-        """Record the seconds from sending new weights until the engines used them; None if no update was in
-        progress."""
+        """Record how long an update of the weights took. `seconds`: from sending new weights until the engines used
+        them; None if no update was in progress."""
         self._synced = self._synced if seconds is None else seconds
 
     def stepped(
@@ -122,7 +124,8 @@ class Progress:
         metrics: Mapping[str, float],
         generators: Sequence[Mapping[str, Any]],
     ) -> dict[str, float]:
-        """Record an optimizer step that was committed. Returns the metrics that were written to `metrics.jsonl`."""
+        """Record a committed optimizer step: write its metrics to `metrics.jsonl` and return them. The metrics combine
+        the numbers of the mini-batch, of training and of the generators."""
         now, spent = time.monotonic(), self._times.stepped()
         line = {
             "trainer/global_step": version.step,
@@ -173,7 +176,8 @@ class Progress:
 
     @property
     def not_learning(self) -> str:
-        """The reason why the policy may not be learning, judged by the last steps; empty if nothing suggests that."""
+        """The reason why the policy may not be learning, judged by the last optimizer steps; empty if nothing suggests
+        that."""
         return in_words(self._diagnosis.found())
 
     def end(
@@ -216,8 +220,8 @@ class Progress:
 
 
 def end_early(folder: RunWriter, say: Callable[[str], None], steps: int) -> None:
-    """Write the summary of a run that was stopped before its first new step. `steps`: the steps that earlier processes
-    took."""
+    """Write the summary of a run that was stopped before this process took a step. `steps`: the number of optimizer
+    steps that earlier processes took."""
     folder.write_summary({"state": "stopped", "steps": steps})
     say(f"stopped after the {steps} optimizer steps before" if steps else "stopped before the first optimizer step")
 
@@ -230,8 +234,9 @@ def step_line(
     seconds: float,
     left: float | None,
 ) -> str:
-    """The progress line of a step. `mean`: mean seconds of the last steps; `shares`: for each part, its fraction of all
-    steps' time, largest first; `seconds`: time since RL began; `left`: estimated seconds until the end."""
+    """The progress line of an optimizer step. `mean`: mean seconds of the last optimizer steps; `shares`: for each part
+    of a step, such as generation or training, its fraction of the time of all steps, largest first; `seconds`: time
+    since RL began; `left`: estimated seconds until the end."""
     bound = "".join(f", bound by {part} ({share:.0%})" for part, share in [*shares.items()][:1])
     until = "" if not left else f", {duration(left)} left"
     pace = f"{mean:.2g}" if mean < 100 else f"{mean:.0f}"

@@ -31,7 +31,8 @@ class Recorded(NamedTuple):
 
 
 def replayed(limits: Limits, settings: BatchSettings, folder: Path, step: int) -> MiniBatch:
-    """The mini-batch of optimizer step `step`, formed again. If a trainer repeated the step, its last mini-batch.
+    """Form the mini-batch of optimizer step `step` again. If a trainer took the step more than once, this is the
+    mini-batch that was used last.
 
     Raises:
         UserError: the journal has no such step, is damaged, was not written by a run, or lacks its first frames.

@@ -10,7 +10,7 @@ from service.errors import RunFailed
 from service.handoff.steps.stop_reason import FAILURES
 
 STARVING_SECONDS = 30.0
-"""Seconds that a step waits for a mini-batch before failures are reported as the reason."""
+"""Seconds that the trainer waits for a mini-batch before failures are reported as the reason."""
 MANY = 0.05
 """Fraction of the trajectories from which failures cause a warning."""
 FEWEST = 3
@@ -24,11 +24,12 @@ Statuses = Sequence[Mapping[str, Any]]
 
 
 class FailureWatch:
-    """Counts by reason how trajectories ended since the last optimizer step, and which messages the buffer refused."""
+    """Counts the trajectories that ended since the last optimizer step, by the reason of their end, and the messages
+    that the buffer refused."""
 
     def __init__(self, limit: int, say: Callable[[str], None], report: Callable[[str], None]) -> None:
-        """`limit`: number of trajectories from which a run is ended if all of them failed; `say`: prints a line on the
-        terminal; `report`: shows a text in the run's status."""
+        """`limit`: the run is ended if at least this many trajectories ended since the last optimizer step, and all of
+        them failed; `say`: prints a line on the terminal; `report`: shows a text in the run's status."""
         self._limit = limit
         self._say, self._report = say, report
         self._said: set[str] = set()
@@ -42,7 +43,8 @@ class FailureWatch:
         self._starving = False
 
     def stepped(self, statuses: Statuses) -> None:
-        """Warn if many trajectories failed in the last steps, and begin to count for the next step."""
+        """Record that an optimizer step was taken: warn if many trajectories failed in the last steps, and begin to
+        count for the next step."""
         self._look(statuses)
         self._recent.append(self._now - self._before)
         self._before, self._starving = self._now, False
@@ -57,12 +59,13 @@ class FailureWatch:
         self._report(text)
 
     def check(self, statuses: Statuses, waited: float = 0.0) -> None:
-        """Print failures with new reasons. If the step has waited long, print that failures are the reason.
+        """Print failures with new reasons. If the trainer has waited long for a mini-batch, print that failures are the
+        reason.
 
-        `waited`: seconds for which the step has waited for a mini-batch.
+        `waited`: seconds for which the trainer has waited for the mini-batch of the next optimizer step.
 
         Raises:
-            RunFailed: `limit` trajectories or more ended since the last step, and every one of them failed.
+            RunFailed: at least `limit` trajectories ended since the last optimizer step, and all of them failed.
         """
         self._look(statuses)
         # The counts of a restarted generator begin at 0; a negative difference counts as 0.

@@ -1,5 +1,5 @@
-"""Passes the number of generators that a user requests to a running run, through a file in its folder that the driver
-reads."""
+"""Tells a running run how many generators the user requests: `baton scale` writes the number into a file of the run's
+folder, and the driver reads the file."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Writes and reads a run's timeline: the files `timeline/000001.jsonl` and so on, each of bounded size.
 
-    {"from": "generator/generator-0", "wall": ..}   the process of the next lines; its clock + wall is Unix time
-    ["span", "engine", "generating", 812.1, 812.5, {}]
+    {"from": "generator/generator-0", "wall": ..}        the process of the next lines; a time + `wall` is Unix time
+    ["span", "engine", "generating", 812.1, 812.5, {}]   an event, here a state with the times of its beginning and end
 
 Times of different hosts are comparable only as far as the wall clocks of the hosts agree.
 """
@@ -42,7 +42,7 @@ Row = tuple[str, str]
 
 
 class TimelineFiles:
-    """Writes the lines that processes send to the hub into the timeline's files."""
+    """Writes the files of the timeline, from the lines that the processes of a run send to the driver's hub."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -106,7 +106,7 @@ class _SpanLine(Struct, array_like=True, tag=SPAN):
 
 
 class Counter(Struct, array_like=True, tag=COUNTER):
-    """The values of some counters from a time on."""
+    """The values of several counters of one process; they hold from the time `at` until the next values."""
 
     name: str
     at: Number
@@ -130,7 +130,7 @@ class _TrajectoryLine(Struct, array_like=True, tag=TRAJECTORY):
 
 
 class Totals(Struct, array_like=True, tag=TOTALS):
-    """Sums over all trajectories since the process started."""
+    """Numbers and times of all trajectories that one process has played since it started."""
 
     played: int
     """Number of trajectories that the process has played."""
@@ -159,7 +159,7 @@ def _refuse_backwards(began: float, ended: float) -> None:
 
 
 class Span(NamedTuple):
-    """A state of a process or a call, from its beginning to its end in Unix seconds."""
+    """A period with a beginning and an end in Unix seconds: a state of a process, or a call."""
 
     began: float
     ended: float

@@ -119,7 +119,7 @@ class RecordSettings:
 
     @classmethod
     def of(cls, config: Config) -> RecordSettings:
-        """The settings for records from a run's configuration."""
+        """Take from a run's configuration the settings of trajectory records."""
         kept = config.run.trajectories_per_step
         return cls(kept, tuple(config.roles), config.trained_roles, config.merge_mode)
 
@@ -203,8 +203,8 @@ class LostTrajectories:
         self._failed: list[Record] = []
 
     def ended(self, end: Ended, uid: str, store: Store, at: PolicyVersion) -> None:
-        """Record the longest trajectory of a group that ends untrained; complete trajectories come first. The steps are
-        read from `store`."""
+        """Record one trajectory of a group that ends untrained: the one with the most steps among the complete
+        trajectories, or among all trajectories if none is complete. The steps are read from `store`."""
         if len(self._records) >= self._settings.per_step:
             return
         held = store.of(end.group_id)
@@ -247,7 +247,8 @@ def _untrained(fate: str, reason: str, end: TrajectoryEnd | None, at: PolicyVers
 
 
 def _stored(held: Held, sample: int) -> tuple[list[Step], TrajectoryEnd | None]:
-    """The steps of a sample before the first missing step, and its end if the buffer has it."""
+    """The steps of a sample before the first missing step, and the record that ends the trajectory, if the buffer has
+    it."""
     steps = [step for table in held.steps_of(sample) for step in step_objects(table)]
     steps.sort(key=lambda step: step.index)
     return [step for index, step in enumerate(steps) if step.index == index], held.ends.get(sample)

@@ -109,8 +109,8 @@ class RunWriter:
         self._kept = []
 
     def cut_after(self, step: int) -> list[dict[str, Any]]:
-        """Delete all lines of steps after `step`, because the trainer will repeat these steps. Returns the remaining
-        lines of `metrics.jsonl`."""
+        """Delete from `metrics.jsonl` and `evaluations.jsonl` the lines of all optimizer steps after `step`, because
+        the trainer will repeat these steps. Returns the remaining lines of `metrics.jsonl`."""
         self.step = step
         _cut(self.path / EVALUATIONS, "step", step)
         metrics, key = self.path / METRICS, "trainer/global_step"
@@ -148,8 +148,8 @@ class RunWriter:
             draw_learning_curve(lines, partial, title=self.path.name)
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
-        """Write the result of the run as one JSON object. If a resumed run ends before it has continued, its earlier
-        summary is kept."""
+        """Write the result of the run as one JSON object. A process that resumes a run, and ends before `begin` is
+        called, leaves the summary of the earlier process unchanged."""
         if not self._has_begun:
             return
         summary = {key: printable(value) if isinstance(value, str) else value for key, value in summary.items()}

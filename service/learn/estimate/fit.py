@@ -126,8 +126,8 @@ def known_gpu(trainer: TrainerConfig) -> tuple[str, float] | None:
 
 
 def is_estimable(settings: FitSettings, folder: Path) -> bool:
-    """True if a training step of this configuration can be estimated. It cannot for a model with experts that is not
-    bfloat16, because fake tensors support the experts' matrix products only in bfloat16."""
+    """True if a training step of this configuration can be estimated. It cannot for a model with experts whose data
+    type is not bfloat16, because fake tensors support the experts' matrix products only in bfloat16."""
     return settings.learn.model.dtype == "bfloat16" or not experts_of(read_config(folder))
 
 
@@ -176,8 +176,8 @@ def fit(settings: FitSettings, folder: Path, gpu_bytes: float, device: torch.dev
 
 
 def fit_on(device: torch.device, settings: FitSettings, folder: Path) -> Fit | None:
-    """Estimate the memory that a configuration needs on the GPU `device`; None on a CPU, and for a model that is not
-    bfloat16."""
+    """Estimate the memory that a configuration needs on the GPU `device`; None on a CPU, or if the model's data type is
+    not bfloat16."""
     gpu = (
         None if device.type == "cpu" or settings.learn.model.dtype != "bfloat16" else known_gpu(settings.learn.trainer)
     )

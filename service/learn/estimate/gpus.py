@@ -19,8 +19,8 @@ class DataSheet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Reached(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Rates that kernels reach on an H100: FLOP/s, bytes/s, and a factor on the bytes that elementwise operations
-    move."""
+    """Rates that kernels reach on an H100, in FLOP/s and bytes/s. `fused_passes`: the bytes that fused layers move in
+    elementwise operations, as a fraction of the bytes that unfused layers move."""
 
     products: float
     bandwidth: float

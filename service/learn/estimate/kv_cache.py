@@ -20,8 +20,9 @@ DIVIDED = ("num_attention_heads", "intermediate_size", "moe_intermediate_size", 
 
 
 def kv_token_bytes(model: PretrainedConfig, generator: GeneratorConfig, dtype: str) -> int:
-    """Bytes of one token's keys and values in the layers of one GPU of an engine; a GPU holds at least one key head.
-    Layers of linear attention do not count, because they keep a state per request instead."""
+    """Bytes that the keys and values of one token take on one GPU of an engine, in the layers and key heads that this
+    GPU computes; at least one key head. Layers of linear attention do not count, because they keep a state per request
+    instead."""
     head_dim = getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads
     heads = max(1, model.num_key_value_heads // generator.tensor_parallel_size)
     stages = generator.engine_gpus // generator.tensor_parallel_size

@@ -36,8 +36,8 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the bytes that tensors hold, by part, and the FLOPs and seconds of operations, by kind.
 
     A tensor is assigned to a part when it is allocated: `logits` if its shape contains the vocabulary, otherwise
-    `activations`. `mark` assigns it to another part. Buffers of collectives, and storages that FSDP2 resizes, are
-    `gathered`.
+    `activations`. `mark` assigns it to another part. The part `gathered` has the buffers of collectives and the
+    storages that FSDP2 resizes.
     """
 
     def __init__(self, vocab_size: int, row_tokens: int) -> None:
@@ -85,7 +85,8 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def one_kernel(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Call a function that a GPU runs as one elementwise kernel; of its tensors, only the result takes memory."""
+        """Call a function that a GPU runs as one elementwise kernel. Of the tensors that the function makes, only its
+        result is counted as memory."""
         self._in_one_kernel = True
         try:
             result = function(*args)
@@ -144,7 +145,8 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.peak = Counter({part: held for part, held in self._held.items() if held and part != HOST})
 
     def mark(self, part: str, tensors: Iterable[Tensor | None]) -> None:
-        """Assign these tensors to a part."""
+        """Assign the memory of these tensors to the part `part`, instead of the part that it was assigned to when it
+        was allocated."""
         for tensor in tensors:
             if tensor is not None:
                 self._hold(local_shard(tensor).untyped_storage(), part)

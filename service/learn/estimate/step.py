@@ -37,7 +37,8 @@ MICRO_BATCHES = 2
 
 @dataclass(frozen=True)
 class StepEstimate:
-    """Resources of a step on one rank; `flops`, `model_flops`, `sent` and `seconds` are for one micro-batch."""
+    """Memory, operations and time that an optimizer step takes on one rank; `flops`, `model_flops`, `sent` and
+    `seconds` are for one micro-batch."""
 
     parameters: int
     """Number of parameters of the whole model, including its adapter."""
@@ -60,7 +61,7 @@ class StepEstimate:
 
     @property
     def peak_bytes(self) -> int:
-        """Peak bytes of the device's memory, summed over all parts."""
+        """Peak bytes of the device's memory: the sum over the parts in `peak`, such as weights and activations."""
         return sum(self.peak.values())
 
     @property
@@ -78,8 +79,8 @@ def estimate_step(
 ) -> StepEstimate:
     """Estimate a training step of the model in a folder with a `config.json`; the folder needs no weights.
 
-    Micro-batches are filled with rows of `row_tokens` tokens, half of which carry loss; None: as long as the
-    generator's longest rows. `checkpointing` replaces the trainer's setting. No process group may exist yet.
+    Micro-batches are filled with rows of `row_tokens` tokens; None: rows as long as the generator's longest. Half of
+    the tokens carry loss. `checkpointing` replaces the trainer's setting. No process group may exist yet.
 
     Raises:
         UserError: the model cannot be built or run.

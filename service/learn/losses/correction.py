@@ -1,4 +1,5 @@
 """Off-policy correction: gives each token a weight and a mask, from its probability ratio (anchor / rollout policy).
+The anchor is the policy with which the policy term of the loss compares the trained policy (`algorithm.anchor`).
 
     log_ratio_M   log-probability of a loss token under the anchor - under the rollout policy
                   (with `anchor: rollout`: under the trained policy - under the rollout policy)

@@ -82,7 +82,8 @@ _LOSSES: dict[str, PolicyLoss] = {}
 
 
 def policy_loss(name: str, over_trajectory: bool = False) -> Callable[[LossFunction], LossFunction]:
-    """Decorator: register a policy loss under a name."""
+    """Decorator: register a policy loss under a name. `over_trajectory`: whether the loss needs the log-ratios of whole
+    trajectories."""
 
     def register(function: LossFunction) -> LossFunction:
         if name in _LOSSES:
@@ -188,8 +189,8 @@ def importance_sampling(inputs: LossInputs, settings: AlgorithmConfig) -> LossTe
 
 @policy_loss("gspo", over_trajectory=True)
 def gspo(inputs: LossInputs, settings: AlgorithmConfig) -> LossTerms:
-    """The clipped surrogate with the ratio of the whole trajectory; each token carries its part of the gradient
-    (GSPO)."""
+    """The clipped surrogate with the ratio of the whole trajectory in place of each token's ratio; the gradient still
+    flows through the log-probability of each token (GSPO)."""
     if inputs.trajectory_log_ratio_M is None:
         raise ValueError("gspo needs the trajectories' log-ratios")
     # its value is 0, its gradient that of the token's log-probability

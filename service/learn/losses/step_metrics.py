@@ -1,4 +1,5 @@
-"""Metrics of a step: sums and maxima are collected on the device, and the host computes means and ratios from them."""
+"""Metrics of an optimizer step: sums and maxima are collected on the device, and the host computes means and ratios
+from them."""
 
 from __future__ import annotations
 
@@ -59,14 +60,15 @@ class RatioMetrics:
     """Metrics of the importance ratios (trained policy / rollout policy), over all tokens and by staleness."""
 
     def __init__(self, device: torch.device, tolerance: float) -> None:
-        """`tolerance`: absolute log-ratio of a token, in nats, above which engine and trainer count as different."""
+        """`tolerance`: absolute log-ratio of a token, in nats; above it, the metrics count the token as one about which
+        engine and trainer disagree."""
         self._tolerance = tolerance
         # allocated once, because copying constants to the device waits for the device
         self._edges = torch.tensor(STALENESS_EDGES, device=device)
 
     def add(self, sums: Sums, log_ratio_M: Tensor, clipped_M: Tensor, staleness_M: Tensor) -> None:
-        """Add to `sums` the ratios of a micro-batch's loss tokens, their divergence, and the number of clipped
-        tokens."""
+        """Add the values of a micro-batch's loss tokens to `sums`, by range of staleness: number of tokens, sums of
+        ratios, squared ratios and KL estimates, the largest ratio, clipped tokens, and tokens beyond the tolerance."""
         ratio_M = safe_exp(log_ratio_M)
         sums.max("ratio_max", ratio_M)
         kl_M = ratio_M - 1 - log_ratio_M
@@ -130,8 +132,8 @@ def _ratio_metrics(key: str, mean: float, square: float, largest: float) -> dict
 
 
 def not_finite(metrics: dict[str, float]) -> str | None:
-    """A text that names a metric that is not finite, so that the optimizer step must be skipped; None if all metrics
-    are finite.
+    """If a metric is not finite, a text that names it, because the optimizer step must then be skipped. None if all
+    metrics are finite.
 
     An infinite log-probability of the rollout shows only in `policy_kl`, because clamping hides it from the loss.
     """

@@ -70,8 +70,8 @@ def turn_advantages(value_X: Tensor, micro: DeviceBatch) -> Tensor:
 
 
 def token_advantages(value_G: Tensor, whitening: Whitening | None, micro: DeviceBatch) -> Tensor:
-    """[M] the advantage of each loss token. `value_G`: the advantage of each trajectory, or its return if `whitening`
-    is given."""
+    """[M] the advantage of each loss token. `value_G`: the advantage of each trajectory; if `whitening` is given, the
+    return of each trajectory."""
     value_M = micro.trajectory_to_tokens(value_G)
     if whitening is None:
         return value_M

@@ -93,7 +93,8 @@ def refuse_other_shapes(
 
 
 def peft_names(tensors: Mapping[str, Named]) -> dict[str, Named]:
-    """Rename the tensors of an adapter, or rows of them, to PEFT's names."""
+    """Add PEFT's prefix to the names of an adapter's tensors. The values may be whole tensors or a rank's rows of
+    them."""
     return {PREFIX + name: tensor for name, tensor in tensors.items()}
 
 
@@ -128,7 +129,7 @@ def adapter_settings(folder: Path) -> LoraConfig:
     """Read the settings of the adapter in a folder.
 
     Raises:
-        UserError: the file is missing or malformed, or describes a kind of adapter that is not trained.
+        UserError: the file is missing or malformed, or describes a kind of adapter that Baton cannot train.
     """
     file = folder / ADAPTER_CONFIG
     try:

@@ -87,9 +87,9 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """Attention over one packed batch: [1, heads, S, head_dim] -> [1, S, heads, head_dim].
 
-    `exchange`: given if `query`, `key` and `value` have only one rank's slice of the slots; `packing` describes the
-    whole batch. `s_aux` [heads]: logits of attention sinks. The window is the argument `sliding_window`, or else the
-    module's attribute of this name.
+    `exchange`: the all-to-alls of sequence parallelism; given if `query`, `key` and `value` have only one rank's slice
+    of the slots. `packing` describes the whole batch. `s_aux` [heads]: logits of attention sinks. The window is the
+    argument `sliding_window`, or else the module's attribute of this name.
 
     Raises:
         UserError: the family's attention passes an argument that is not supported.

@@ -25,7 +25,8 @@ MIXER = "linear_attn"
 
 
 def use_packed_rows(layers: nn.ModuleList) -> None:
-    """Make the linear attention of these layers compute packed rows."""
+    """Make the linear attention of these decoder layers compute packed rows: several rows on one token axis, each with
+    a state of its own."""
     for layer in layers:
         if (mixer := getattr(layer, MIXER, None)) is not None:
             mixer.forward = partial(packed_delta_net, mixer)
@@ -34,8 +35,8 @@ def use_packed_rows(layers: nn.ModuleList) -> None:
 def packed_delta_net(
     mixer: Any, hidden_states: Tensor, packing: Packing, exchange: Exchange | None = None, **_: Any
 ) -> Tensor:
-    """Linear attention over one packed batch: [1, S, hidden_size] -> [1, S, hidden_size]. `exchange`: given if
-    `hidden_states` has only one rank's slice of the slots."""
+    """Linear attention over one packed batch: [1, S, hidden_size] -> [1, S, hidden_size]. `exchange`: the all-to-alls
+    of sequence parallelism; given if `hidden_states` has only one rank's slice of the slots."""
     *mixed, z = _projected(mixer, hidden_states[0])
     out = _over_rows(mixer, mixed, packing, exchange)
     normed = mixer.norm(out.reshape(-1, mixer.head_v_dim).to(z.dtype), z.reshape(-1, mixer.head_v_dim))

@@ -27,8 +27,8 @@ TOLERANCE = 0.02
 
 
 def use_fastest_experts(layers: Iterable[Any], device: torch.device, compute: torch.dtype) -> str | None:
-    """Choose the kernels for the experts of all layers, and return and log their name; None without experts, or if the
-    computation is not in bfloat16.
+    """Choose the kernels that compute the experts of all layers, set them in the model, and log their name. Returns the
+    name; None if the layers have no experts or do not compute in bfloat16.
 
     Fused kernels are first tried on a few random experts of the model's shape: their output and gradients must equal
     the results of grouped matrix products up to rounding.

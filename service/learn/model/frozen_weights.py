@@ -19,7 +19,8 @@ from service.learn.model.policy import Policy
 
 
 class FrozenWeights:
-    """The frozen copies of weights that the configuration needs, by kind: `proximal`, `reference`."""
+    """The frozen copies of the policy's weights, by kind: `proximal` for the proximal anchor, `reference` for the KL
+    term. Only the kinds that the configuration needs are copied."""
 
     def __init__(self, algorithm: AlgorithmConfig, policy: Policy) -> None:
         self._policy = policy

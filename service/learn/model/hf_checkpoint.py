@@ -1,5 +1,5 @@
-"""Reads and writes the weights of Hugging Face folders: compares them with a model, reads a rank's shard, writes
-folders."""
+"""Reads and writes the weights of Hugging Face folders, and compares their names and shapes with those of a model. A
+rank reads only the rows of its shard."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class StoredWeights:
 
     def others(self, written: Collection[str]) -> dict[str, Tensor]:
         """The stored weights whose names are not in `written`, such as untrained weights and other parts of a
-        multimodal model; buffers that models compute are left out."""
+        multimodal model. Left out are tensors that every model computes itself (`COMPUTED`), and the output head."""
         head = self.names.stored(HEAD)
         others = [name for name in self._file_of if name not in written and not name.endswith(COMPUTED)]
         return {name: self._opened(name).get_tensor(name) for name in others if name != head}
@@ -149,7 +149,7 @@ def stored_names(folder: Path) -> Names:
 
 def check_weights(folder: Path, shapes: Mapping[str, Sequence[int]], unread: Sequence[str] = ()) -> None:
     """Check that a folder's weights have the names and shapes of a model's weights. Only the headers of the files are
-    read, and the output head if it is stored although it is tied. `unread`: name patterns of further allowed weights.
+    read; if the output head is tied but stored, it is read too. `unread`: name patterns of further allowed weights.
 
     Raises:
         UserError: a file is missing, truncated or not in safetensors format, or the weights differ from the shapes.

@@ -68,7 +68,7 @@ MAX_CHARACTERS = 200
 def read_config(folder: Path, proven: bool = True) -> PretrainedConfig:
     """Read the model's configuration; for a multimodal model, the part for its language model.
 
-    `proven`: refuse quantised models, and model families whose training was not compared with their own code.
+    `proven`: whether to refuse quantised models, and families whose training was not compared with their own code.
 
     Raises:
         UserError: the file is missing or malformed, refers to custom code, or describes a model that is not supported.

@@ -32,8 +32,8 @@ def token_logprobs(
     temperature_M: Tensor,
     chunk_entries: int | None = None,
 ) -> TokenLogprobs:
-    """Log-probabilities of tokens, and entropies of the distributions `softmax(logits / temperature)` that predict
-    them; differentiable.
+    """For each token that carries loss, its log-probability, and the entropy of the distribution that predicts it,
+    `softmax(logits / temperature)`. Both are differentiable.
 
     Sums are taken in float32 (float64 for a float64 model), whatever the type of the logits.
     """

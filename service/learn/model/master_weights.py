@@ -60,7 +60,7 @@ class MasterWeights:
 
     @contextmanager
     def dropped_on_error(self) -> Iterator[None]:
-        """Within the block, an error drops all gradients, so that they do not reach the next step."""
+        """Within the block, an error drops all gradients, so that they do not reach the next optimizer step."""
         try:
             yield
         except BaseException:  # also on cancellation: partial gradients must not reach a step

@@ -163,8 +163,9 @@ class Policy:
             return self.logprobs(micros)
 
     def weights(self, everywhere: bool = False) -> dict[str, Tensor] | None:
-        """Copies of the trained weights in the model's data type; every rank must call this. Either all weights under
-        their Hugging Face names, or the adapter under PEFT's names, with B not multiplied by alpha / rank.
+        """Copies of the trained weights in the model's data type; every rank must call this. These are all weights
+        under their Hugging Face names or, if an adapter is trained, the adapter's tensors under PEFT's names, with B
+        not multiplied by alpha / rank.
 
         Rank 0 gets the copies in CPU memory, and the other ranks get None. With `everywhere`, every rank gets the
         copies on its device.
@@ -176,7 +177,8 @@ class Policy:
         return self._names.split(whole) if self.lora is None else peft_names(whole)
 
     def shards(self) -> dict[str, Rows]:
-        """This rank's rows of all trained weights, under the names that `weights` uses; not copied, and not cast."""
+        """This rank's rows of each trained weight, under the names that `weights` uses. The rows are not copied, and
+        keep the data type of the parameters."""
         rows = local_rows(self.master_weights.parameters)
         return self._names.split_rows(rows) if self.lora is None else peft_names(rows)
 

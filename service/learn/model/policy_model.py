@@ -43,15 +43,15 @@ class Checkpointing(NamedTuple):
 
     @staticmethod
     def of(trainer: TrainerConfig, n_layers: int) -> Checkpointing:
-        """The level that the trainer's settings give. The setting `auto`, if no estimate has replaced it, gives no
-        checkpointing, and weights that are gathered again."""
+        """The level that the trainer's settings give. The values `auto` stand for the level without an estimate: no
+        layer is checkpointed, and weights are freed and gathered again."""
         setting = trainer.gradient_checkpointing
         every = 0 if isinstance(setting, str) else int(setting)
         return Checkpointing(-(-n_layers // every) if every else 0, regather=bool(trainer.reshard_after_forward))
 
     def lighter(self, n_layers: int, compiled: bool) -> Checkpointing | None:
-        """The level with which to continue after memory ran out: first half of the layers checkpointed, then all; None
-        if all layers are checkpointed already.
+        """The level with which to continue after memory ran out: half of the layers are checkpointed, or all layers if
+        half of them are checkpointed already. None if all layers are checkpointed already.
 
         There are at most two such levels, because each costs a restart and another lease of the mini-batch.
         """
@@ -129,8 +129,8 @@ class PolicyModel(nn.Module):
 def empty_model(
     config: PretrainedConfig, dtype: torch.dtype, trainer: TrainerConfig, checkpointing: Checkpointing | None = None
 ) -> PolicyModel:
-    """The model on the meta device, whose parameters take no memory; `checkpointing` replaces the trainer's
-    settings."""
+    """The model on the meta device, where parameters take no memory. `checkpointing`: replaces the trainer's settings
+    of gradient checkpointing."""
     own = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]._supports_sdpa
     implementation = ("sdpa" if own else "eager") if trainer.layout == "padded" else attention.NAME
     if dtype == torch.float64:
@@ -173,7 +173,8 @@ def stored_shapes(config: PretrainedConfig) -> dict[str, tuple[int, ...]]:
 
 
 def stored_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """The buffers that a folder of the model contains, by name; these are read, but not trained."""
+    """The tensors that a folder of the model contains besides parameters (torch's buffers), by name. They are read, but
+    not trained."""
     computed = {
         f"{path}.{name}".removeprefix(".")
         for path, module in model.named_modules()

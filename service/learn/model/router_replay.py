@@ -21,8 +21,9 @@ from service.handoff.steps.limits import NO_ROUTING, Routing
 
 
 def routing_of_model(config: PretrainedConfig, recorded: bool = True) -> Routing:
-    """The form in which engines record experts for this model: numbers of layers, experts per token, experts per layer.
-    `NO_ROUTING` for a model without experts, or if engines do not record experts (`recorded`)."""
+    """The shape of the experts that engines record for this model: numbers of layers, experts per token, experts per
+    layer. `NO_ROUTING` if the model has no experts. `recorded`: whether engines record experts; if not, the result is
+    `NO_ROUTING` too."""
     experts, n_layers = experts_of(config), config.num_hidden_layers
     if not experts or not recorded:
         return NO_ROUTING
@@ -33,7 +34,8 @@ def routing_of_model(config: PretrainedConfig, recorded: bool = True) -> Routing
 
 
 class RouterReplay:
-    """Makes routers use the experts that were recorded for each token; the router chooses where the record is -1."""
+    """Makes routers use the experts that were recorded for each token. Where the record is -1, the router chooses the
+    experts."""
 
     def __init__(self, layers: nn.ModuleList) -> None:
         blocks = {number: getattr(layer, "mlp", None) for number, layer in enumerate(layers)}
@@ -48,8 +50,9 @@ class RouterReplay:
             )
 
     def set(self, experts_NLK: Tensor | None) -> None:
-        """Set the recorded experts for the next forward pass, for all layers or only for layers with experts; None:
-        every router chooses its own experts. Axes: `N` tokens, `L` layers, `K` experts per token."""
+        """Set the recorded experts for the next forward pass. `experts_NLK` has the experts of all layers, or only of
+        the layers with experts; None: every router chooses its own experts. Axes: `N` tokens, `L` layers, `K` experts
+        per token."""
         self._recorded.clear()
         if experts_NLK is None:
             return

@@ -1,7 +1,8 @@
 """Attention with sinks on GPUs, computed by a variable-length kernel that does not support sinks.
 
-The kernel returns the log-sum-exp of each query's attention logits. The sink is added to the output and the log-sum-exp
-afterwards. The kernel's backward pass gets the two corrected values and returns the gradients for attention with sinks.
+The kernel computes attention without sinks, and returns the log-sum-exp of each query's attention logits. Then the
+output and the log-sum-exp are corrected for the sinks. The kernel's backward pass gets these two corrected values and
+returns the gradients for attention with sinks.
 """
 
 from __future__ import annotations

@@ -69,7 +69,8 @@ class Finding:
 
 
 def prove(config: PretrainedConfig) -> list[Finding]:
-    """Compare every way to train a small model of this configuration with the family's own code."""
+    """Compare every way in which training can compute a small model of this configuration with the code of the model's
+    family in transformers. Returns one finding for each way."""
     with tempfile.TemporaryDirectory(prefix="baton-proof-") as parent, torch.random.fork_rng(devices=[]), Exact():
         folder = Path(parent) / "model"
         torch.manual_seed(0)

@@ -18,7 +18,8 @@ HEADING = """\
 
 
 def families_table(families: Iterable[str]) -> Iterator[str]:
-    """Yield a Markdown table with one line per family; each line is yielded as soon as the family's proof has ended."""
+    """Prove the families one after the other, and yield the Markdown table of docs/models.md: its heading, then the
+    line of each family as soon as its proof has ended."""
     yield HEADING
     for family in families:
         config = small_config(family)
@@ -26,7 +27,7 @@ def families_table(families: Iterable[str]) -> Iterator[str]:
 
 
 def family_line(family: str, config: PretrainedConfig, findings: list[Finding]) -> str:
-    """The table's line for a family."""
+    """The line of a model family in the table: its name, its layers, its traits, and the results of its proof."""
     passed = sum(finding.holds for finding in findings)
     worst = max(finding.difference for finding in findings)
     cells = (f"`{family}`", _layers(config), ", ".join(_traits(config)) or "-", f"{passed} of {len(findings)}")

@@ -89,7 +89,8 @@ class Chat:
         return self._special_tokens.decode(response_ids, with_special)
 
     def encode(self, text: str) -> Int32s:
-        """Token ids of a text that the template rendered; the names of special tokens in it become special tokens.
+        """Token ids of a text that the template rendered; a special token's characters in this text become the special
+        token.
 
         Raises:
             MessagesRefused: the text contains half of a surrogate pair, which no tokenizer accepts.
@@ -97,8 +98,8 @@ class Chat:
         return self._special_tokens.encode(self._special_tokens.name(text))
 
     def plain(self, text: str) -> Int32s:
-        """Token ids of a text from a policy, an environment or a dataset; the names of special tokens in it are
-        ordinary text."""
+        """Token ids of a text from a policy, an environment or a dataset; a special token's characters in this text are
+        encoded as ordinary text."""
         return self._special_tokens.encode(text)
 
     def _after_mark(self, messages: Sequence[Message]) -> str:

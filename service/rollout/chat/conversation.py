@@ -49,7 +49,8 @@ def as_sampled(generation: Generation) -> Response:
 
 
 def without_loss(response: Response) -> Response:
-    """A copy of the response whose tokens carry no loss, because the policy did not sample them by itself."""
+    """A copy of the response in which no token carries loss, for a turn that the policy did not sample, or did not
+    sample freely."""
     none = np.full_like(response.versions, NO_VERSION)
     return response._replace(loss_mask=np.zeros_like(response.loss_mask), versions=none)
 
@@ -68,7 +69,8 @@ def with_end(generation: Generation, end_id: int) -> Response:
 
 
 def generation_of(text: str, chat: Chat, most: int | None = None) -> Generation:
-    """Encode a text that another model or a person wrote as a generation of at most `most` tokens, without versions."""
+    """A text that another model or a person wrote, encoded as if an engine had sampled it: at most `most` tokens, with
+    log-probabilities 0 and no policy version."""
     token_ids = chat.plain(text)
     kept = token_ids[:most]
     return Generation(
@@ -81,7 +83,8 @@ def generation_of(text: str, chat: Chat, most: int | None = None) -> Generation:
 
 
 class Prompt(NamedTuple):
-    """The prompt of the next turn, or only the tokens that it adds."""
+    """The tokens of the next turn's prompt: the whole prompt, or only the tokens after the previous prompt and
+    response."""
 
     token_ids: Int32s
     whole: bool
@@ -118,10 +121,11 @@ class Conversation:
                 return Prompt(self._chat.plain("".join(message["content"] for message in messages)), whole=False)
 
     def close(self, text: str, generation: Generation, last: bool) -> Response:
-        """The response to the last prompt, with an end token if the mode needs one and the policy sampled none.
+        """The response to the last prompt, followed by an end token if the policy sampled none. `last`: whether no turn
+        follows.
 
-        In the mode `inline` only the last response gets an end token, because the message continues after all other
-        responses.
+        In the mode `inline` only the last response, or an empty response, gets an end token, because the message
+        continues after all other responses.
         """
         continues = self._mode == "inline" and not last and len(generation.token_ids)  # a step has at least one token
         response = as_sampled(generation) if continues else with_end(generation, self._chat.end_id)

@@ -37,7 +37,7 @@ class MessagesRefused(UserError):
 
 
 class Hidden(NamedTuple):
-    """The input of a chat template in which stand-ins replace some characters."""
+    """The input of a chat template, with stand-ins in place of some characters."""
 
     values: Any
     stand_ins: dict[str, str]

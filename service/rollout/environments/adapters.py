@@ -38,8 +38,8 @@ class OwnThread:
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="environment")
 
     async def call(self, function: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
-        """Call a function in the thread and wait until it returns. Even a cancelled call waits, so that a hanging
-        thread is noticed."""
+        """Call a function in the thread and wait until it returns. A call that is cancelled also waits until the
+        function has returned, so that a hanging thread is noticed."""
         loop = asyncio.get_running_loop()
         answer = loop.run_in_executor(self._executor, partial(function, *arguments, **named))
         try:
@@ -82,8 +82,8 @@ class SkyRLGym:
         return [Message(role=message["role"], content=message["content"]) for message in messages]
 
     async def step(self, text: str) -> StepResult:
-        """Pass one turn of the policy to the environment and return the answer; the info of the last step is the
-        environment's own metrics."""
+        """Pass one turn of the policy to the environment and return its answer. When the episode is done, `info`
+        contains the metrics that skyrl-gym's environment computes."""
         result = await self._thread.call(self._env.step, text)
         done = bool(result["done"])
         metrics = await self._thread.call(self._env.get_metrics) if done else {}

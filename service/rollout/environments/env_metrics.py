@@ -37,13 +37,15 @@ class EnvMetrics:
 
 
 class EnvMetricMeans:
-    """Computes means of the `info` numbers over all trajectories, of all generators, that ended since the last call."""
+    """Computes means of the `info` numbers. Each call of `since` covers the trajectories of all generators that ended
+    since the previous call."""
 
     def __init__(self) -> None:
         self._before: dict[tuple[str, int], Sums] = {}
 
     def since(self, generators: Iterable[Mapping[str, Any]]) -> dict[str, float]:
-        """The means, named `environment/<environment>/<name>`; a trajectory whose `info` lacks the name counts as 0."""
+        """The means over the trajectories that ended since the previous call, named `environment/<environment>/<name>`.
+        A trajectory whose `info` lacks the name counts as 0. `generators`: the status of each generator."""
         new: Sums = {}
         for status in generators:
             # By process id, because the counts of a restarted generator begin at 0.

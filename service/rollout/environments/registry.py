@@ -46,8 +46,8 @@ argument."""
 
 
 def make_environment(name: str, options: Options, trusted_modules: Sequence[str] = ()) -> Environment:
-    """Make an instance of the environment `name` for one trajectory. Before, the user's folder is made the current
-    folder.
+    """Make an instance of the environment `name` for one trajectory. The user's folder is made the current folder
+    first.
 
     Raises:
         UserError: there is no such environment, or its constructor fails with these options.
@@ -145,9 +145,10 @@ def synthetic_data(
     trusted_modules: Sequence[str] = (),
     needed: SyntheticFunction = "rows",
 ) -> SyntheticData:
-    """The module or object that makes synthetic data for the environment `name` with these options.
+    """The source of synthetic data for the environment `name` with these options: the environment's module, or for
+    `reasoning_gym/<dataset>` an object that makes rows of this dataset.
 
-    This is the environment's module. It must have the function `needed`; the other functions are optional.
+    The source must have the function `needed`; the other functions are optional.
 
     Raises:
         UserError: the environment cannot be loaded, or its module lacks the function.

@@ -63,7 +63,8 @@ def conversation_rows(path: Path, chat: Chat, mode: Mode, longest: int) -> list[
 
 
 def unknown_note(rows: Sequence[SupervisedRow], chat: Chat) -> str | None:
-    """A warning if learned tokens stand for characters that the tokenizer lacks; None if there are no such tokens."""
+    """A warning if some of the tokens that are to be learned are the tokenizer's token for unknown characters; None if
+    none of them is."""
     learned = np.concatenate([row.token_ids[row.loss_mask] for row in rows])
     if chat.unknown_id is None or not (unknown := int((learned == chat.unknown_id).sum())):
         return None

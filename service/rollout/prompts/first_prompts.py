@@ -1,5 +1,5 @@
-"""Checks whether the prompts of rows fit into `generator.max_input_length`; if the first prompt of a trajectory is too
-long, the trajectory ends without a turn."""
+"""Checks whether the prompts of the dataset's rows fit into `generator.max_input_length`. A trajectory whose first
+prompt is too long ends without a turn."""
 
 from __future__ import annotations
 

@@ -71,8 +71,8 @@ def _file_of(path: Path, columns: ColumnsConfig | None, renamed: Path) -> Path:
 
 
 def mixed_rows(parts: Mapping[str, MixturePart], columns: ColumnsConfig | None = None) -> Iterator[dict[str, Any]]:
-    """The rows of one epoch, with the datasets evenly interleaved. A row's uid becomes `<dataset>/<uid>`, with a count
-    if the row repeats.
+    """The rows of one epoch, with the datasets evenly interleaved. A row's uid becomes `<dataset>/<uid>`; repetitions
+    of the row get `#1`, `#2` and so on at the end.
 
     Raises:
         UserError: a dataset is malformed, or the weights need too many repetitions.

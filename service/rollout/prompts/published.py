@@ -1,9 +1,9 @@
 """Reads published datasets that have other column names; `data.columns` names the columns of the prompt and the answer.
 
-with {prompt: question, ground_truth: answer, answer: hashes}, a row of GSM8K
+A row of GSM8K with the columns {prompt: question, ground_truth: answer, answer: hashes}:
 
-    {"question": "2 and 3 apples?", "answer": "2 + 3 = 5\\n#### 5"}
-    {"prompt": "2 and 3 apples?", "reward_spec": {"ground_truth": "5"}}
+    in the file    {"question": "2 and 3 apples?", "answer": "2 + 3 = 5\\n#### 5"}
+    as read        {"prompt": "2 and 3 apples?", "reward_spec": {"method": "rule", "ground_truth": "5"}}
 """
 
 from __future__ import annotations
