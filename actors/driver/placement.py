@@ -1,7 +1,8 @@
 """Reserves resources for the trainer's ranks and the engines, as one placement group that is created whole or not
 at all; also places the buffer.
 
-A bundle is the resources of one rank or of one engine, whose GPUs are on one node. Two ranks and an engine of two GPUs:
+A bundle is the resources of one rank or of one engine; all GPUs of a bundle are on one node. The bundles of a run with
+two ranks and an engine of two GPUs:
 
     bundles   {CPU 1, GPU 1}  {CPU 1, GPU 1}  {CPU 1, GPU 2}
     index      rank 0          rank 1          generator-0

@@ -1,8 +1,8 @@
 """Claims groups from the buffer for a generator.
 
-claim(wait 0 s) -> Wait(lookahead)             why there is no group now
-claim(wait 2 s) -> Wait(lookahead)             long poll
-claim(wait 2 s) -> Assignment, Assignment      groups 17 and 18
+claim(wait 0 s) -> Wait(lookahead)             answered at once, with the reason why there is no group now
+claim(wait 2 s) -> Wait(lookahead)             answered after 2 s, because there was still no group
+claim(wait 2 s) -> Assignment, Assignment      answered as soon as there were groups: 17 and 18
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Claimer:
         once."""
 
     def look_again(self) -> None:
-        """Claim again at once, because the engine serves a newer version, for which the buffer may have groups."""
+        """Claim again at once, because the engine serves a newer version, with which the buffer may grant groups."""
         self._look.set()
 
     def leave(self) -> None:
