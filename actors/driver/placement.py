@@ -41,7 +41,7 @@ GPU with a rank."""
 QUIET_SECONDS = 2.0
 """Seconds that a run waits for room before a message says what is missing."""
 SAY_SECONDS = 20.0
-"""Seconds between two messages about the same wait for room."""
+"""Seconds between two messages while a run waits for room."""
 
 CALLS = 100_000
 """Maximum number of calls to the buffer that may be open at once. Each waiting claim is an open call; calls with steps

@@ -40,8 +40,8 @@ class Claimer:
 
     def __post_init__(self) -> None:
         self._request_id = 0
-        """Number of the newest claim; a claim has a number for each group. Ray repeats a call whose answer was lost;
-        the buffer answers a repeated number with the same assignment."""
+        """The last number that a claim has used; a claim uses one number for each group that it asks for. Ray repeats a
+        call whose answer was lost; the buffer answers a repeated number with the same assignment."""
         self.arrived: list[Assignment] = []
         """Assignments that are not played yet, including assignments from polls that were abandoned."""
         self._look = asyncio.Event()

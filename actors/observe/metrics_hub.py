@@ -93,7 +93,7 @@ class MetricsHub(Supervised):
             write_address(self._folder, self._url)
 
     def _earlier_port(self) -> int | None:
-        """The port at which this run was served before the hub died; None at its first start."""
+        """The port at which this run was served before the hub died; None at the hub's first start."""
         if self._folder is None or not (self._folder / ADDRESS).exists():
             return None
         return urlsplit(read_address(self._folder)).port

@@ -84,7 +84,7 @@ class WeightChain:
         self._within = deadline / TRIES
         self._hops = {image: asyncio.Semaphore(AT_ONCE) for image in ways[0]}
         self._mute = set[NodeImage]()
-        """Images whose copies did not reach the next node."""
+        """Images from whose nodes a bucket did not reach the next node; no further bucket is taken from these nodes."""
 
     async def send(self) -> None:
         """Send the weights file to all nodes.

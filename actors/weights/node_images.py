@@ -51,9 +51,9 @@ class NodeImages:
         """The newest image of each node, by node."""
         self._numbers = count()
         self._failures = 0
-        """Number of the last publications in a row that NIXL did not bring to all nodes."""
+        """How many of the newest publications, without a success in between, NIXL did not bring to all nodes."""
         self._said = ""
-        """How weights go to other hosts, as it was logged."""
+        """The last logged text about how weights go to other hosts."""
         self._under_way: set[asyncio.Task[None]] = set()
 
     def register(self, name: str, node: str) -> None:
