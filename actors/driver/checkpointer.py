@@ -106,8 +106,8 @@ class Checkpointer:
         self._begun = None
 
     async def note_reached(self, step: int) -> None:
-        """Write the step and the number of accepted tokens to the object store, unless this was done recently. A run
-        that resumes from an older checkpoint of the store needs both to count the lost steps and tokens."""
+        """Write the step and the number of accepted tokens to the object store, if there is one, unless this was done
+        recently. A run that resumes from an older checkpoint of the store needs both to count what was lost."""
         if self._uploads is not None and self._uploads.reached_is_due:
             status = await call(self._buffer.status, who="the buffer")
             self._uploads.reached(step, status["accepted_tokens"])

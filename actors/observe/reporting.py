@@ -61,7 +61,7 @@ class Reporter:
         threading.Thread(target=self._push_in_thread, name="metrics", daemon=True).start()
 
     def report(self, part: str, report: Mapping[str, Any]) -> None:
-        """Queue a report for the status document; the next push sends it."""
+        """Queue the report `part` (`run`, `buffer` or `step`) of the status document; the next push sends the report."""
         self._reports.append((part, dict(report)))
 
     def push(self) -> None:

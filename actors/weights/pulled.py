@@ -192,8 +192,8 @@ class PulledTensor(Tensor):
         return made
 
     def pulled(self, device: torch.device = CPU) -> Tensor:
-        """Return the view with its values, on the device. Each row of the stored tensor that the view touches is read
-        to the device as a whole."""
+        """Return the view with its values, on the device. All rows of the stored tensor, from the first to the last one
+        that the view touches, are read as whole rows."""
         view = self._view
         if not view.numel():
             return torch.empty(view.shape, dtype=view.dtype, device=device)
