@@ -190,7 +190,7 @@ def _run_on_ray(
 
 
 def wait_for_uploads(uploads: Uploads | None, heeded: Sequence[signal.Signals], has_final: bool = False) -> int:
-    """Wait until everything of the run that is uploaded has reached the object store; returns 0 if it has, else an exit
+    """Wait until the unfinished uploads of the run have reached the object store; returns 0 if they have, else an exit
     code.
 
     The run has ended already: its summary is written, and its folder is complete. One of the `heeded` signals ends the

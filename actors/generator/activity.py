@@ -26,7 +26,7 @@ class Activity:
         self._began: float | None = None
         self._has_work = False
         self._waited = 0.0
-        """Total seconds without a group, until the last time that a first group began."""
+        """The value of `seconds` when the generator last got a group after it had none."""
         self._evaluations = 0
 
     def begin(self) -> None:

@@ -41,7 +41,7 @@ def begin_logs(parts: Sequence[str], folder: Path) -> None:
 
 def say_which_are_elsewhere(parts: Sequence[str], folder: Path, say: Callable[[str], None]) -> None:
     """For each log that is still empty after all actors were constructed, write a line to the terminal and into the
-    empty log: where the output of this log's part is instead."""
+    log. The line says where the output is instead."""
     for part in parts:
         file = folder / f"{part}{SUFFIX}"
         if file.exists() and not file.stat().st_size:

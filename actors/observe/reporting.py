@@ -29,7 +29,7 @@ longer time."""
 
 
 class Reporter:
-    """Has the metrics and the timeline of a process; pushes them and the queued status reports to the metrics hub.
+    """Holds metrics and timeline of a process, and pushes them, with the queued status reports, to the metrics hub.
 
     `refresh` is called before every push; it sets the metrics that depend on the current state.
     """
@@ -61,7 +61,7 @@ class Reporter:
         threading.Thread(target=self._push_in_thread, name="metrics", daemon=True).start()
 
     def report(self, part: str, report: Mapping[str, Any]) -> None:
-        """Queue the report `part` (`run`, `buffer` or `step`) of the status document; the next push sends the report."""
+        """Queue the report `part` (`run`, `buffer` or `step`) of the status document; the next push sends it."""
         self._reports.append((part, dict(report)))
 
     def push(self) -> None:

@@ -147,8 +147,8 @@ def encode_announcement(weights: Mapping[str, Tensor], **more: Any) -> bytes:
 
 
 def decode_announcement(data: WeightBytes, checksum: int, size: PolicySize) -> tuple[dict[str, Any], int]:
-    """Check an announcement of tensors, and return (its data, with which an engine's workers receive the tensors;
-    the number of bytes of all tensors).
+    """Check an announcement. Returns its data, with which an engine's workers receive the tensors, and the number of
+    bytes of all tensors.
 
     Raises:
         ValueError: the announcement was changed on the way, or names more or less than the whole policy.

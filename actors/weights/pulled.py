@@ -48,8 +48,8 @@ class WeightFile:
     """The weights file of one version, opened for reading."""
 
     def __init__(self, version: int, sources: Sequence[Source], kept: dict[str, OpenMemory] | None = None) -> None:
-        """Open the file. `kept`: memory that stays open from one version to the next, by inode number; memory that is
-        newly opened for later versions too is added to `kept`.
+        """Open the file. `kept`: memory that stays open from one version to the next, by inode number; if such memory
+        has to be opened here, it is added to `kept`.
 
         Raises:
             WeightsGone: a holder has ended, or has another version.
