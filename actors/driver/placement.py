@@ -205,7 +205,7 @@ def _in_words(resources: Mapping[str, float], labels: Mapping[str, str]) -> str:
 
 
 def rank_options(config: Config, gpus: int, room: PlacementGroup, rank: int) -> dict[str, Any]:
-    """Return the actor options of one rank."""
+    """Return the options with which Ray creates the actor of one rank."""
     shares = config.weights.transport == "ipc"
     bundle = rank_bundle(config, gpus)
     # micro-batches differ in length, which leaves holes between fixed segments; CUDA IPC shares fixed segments only
@@ -222,8 +222,8 @@ def rank_options(config: Config, gpus: int, room: PlacementGroup, rank: int) -> 
 
 
 def engine_options(config: Config, gpus: int, room: PlacementGroup, bundle: int) -> dict[str, Any]:
-    """Return the options of an actor with an engine. `bundle`: the index of the engine's bundle, or, with CUDA IPC, of
-    the bundle of the rank that shares the GPU."""
+    """Return the options with which Ray creates an actor with an engine. `bundle`: the index of the engine's bundle,
+    or, with CUDA IPC, of the bundle of the rank that shares the GPU."""
     shares = config.weights.transport == "ipc"
     return {
         "num_cpus": _resources(gpus)["CPU"],
@@ -235,8 +235,8 @@ def engine_options(config: Config, gpus: int, room: PlacementGroup, bundle: int)
 
 
 def buffer_options(config: Config) -> dict[str, Any]:
-    """Return the buffer's actor options. The buffer is placed on the driver's node if the node has the required labels,
-    because the loss of the driver's node ends the run in any case."""
+    """Return the options with which Ray creates the buffer's actor. The buffer is placed on the driver's node if the
+    node has the required labels, because the loss of the driver's node ends the run in any case."""
     labels = dict(config.placement.buffer)
     here = {**labels, NODE_ID: ray.get_runtime_context().get_node_id()}
     return {

@@ -67,7 +67,8 @@ class Image:
     def read(
         self, agent: NixlAgent, sources: Sequence[Source], remotes: Sequence[RemoteMemory], within: float
     ) -> RemoteMemory:
-        """Read all parts from other processes, then let other hosts read the image; raises `ReadFailed` on failure."""
+        """Read all parts from other processes with NIXL, then let other hosts read the image. Raises `ReadFailed` if a
+        read fails, or takes more than `within` seconds."""
         agent.read(self._version, sources, remotes, self.memory, within)
         self.memory.mark(self._version)
         return agent.share(self.memory)
